@@ -1,0 +1,68 @@
+## make setup     create .venv, with everything in it
+## make demo      train a GPT under a third of the memory it needs; ARGS="--steps 50" passes options on
+## make test      the quick tests; ARGS="tests/test_options.py" picks some
+## make test-all  with the slow ones
+## make lint      ruff, check and format
+## make types     mypy
+## make bench     the measurements of the README
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+ARGS ?=
+TORCH := torch==2.13.0
+
+ifeq ($(shell uname -s),Darwin)
+DEFAULT_CXX := clang++
+else
+DEFAULT_CXX := g++
+endif
+# GNU make predefines CXX; torch's compiler reads the environment's, else its own default.
+COMPILER := $(if $(filter default,$(origin CXX)),$(DEFAULT_CXX),$(CXX))
+
+.PHONY: help setup check demo test test-all lint types bench
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^## //p' Makefile
+
+setup: $(STAMP)
+
+check:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "error: no $(PYTHON) found; install Python 3.11 or newer, or run: make $(MAKECMDGOALS) PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: $(PYTHON) is $$($(PYTHON) -V 2>&1), and Python 3.11 or newer is needed; run: make $(MAKECMDGOALS) PYTHON=python3.12 (say)" >&2; exit 1; }
+	@command -v $(firstword $(COMPILER)) >/dev/null || { \
+	  echo "error: no C++ compiler: $(firstword $(COMPILER)) is not on PATH; install it (Debian, Ubuntu: apt install g++; macOS: xcode-select --install) or set CXX" >&2; exit 1; }
+	@$(PYTHON) -c 'import pathlib, sys, sysconfig; sys.exit(not (pathlib.Path(sysconfig.get_path("include")) / "Python.h").exists())' || { \
+	  echo "error: $(PYTHON) has no Python.h, which compiled kernels include; install its headers (Debian, Ubuntu: apt install python3-dev)" >&2; exit 1; }
+
+$(STAMP): pyproject.toml Makefile | check
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "setuptools>=77" wheel
+	$(BIN)/python -m pip install $(TORCH)
+	$(BIN)/python -m pip install --no-build-isolation -e ".[dev]"
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/python bench/demo.py $(ARGS)
+
+test: export PYTHONSAFEPATH := 1
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: export PYTHONSAFEPATH := 1
+test-all: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/python -m mypy
+
+bench: $(STAMP)
+	$(BIN)/python bench/run.py $(ARGS)

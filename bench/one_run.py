@@ -1,0 +1,140 @@
+"""One of the demonstration's training runs, in a process of its own that tells of it in lines of JSON.
+
+    python one_run.py '{"mode": "plain", ...}'        # the fields of RunSpec
+
+Each line on standard output is an object with "event": "begin" (num_parameters), "step" (step, loss, step_s)
+or "end" (measured_peak_nbytes, and for chunkc's runs what `_report` returns). Whatever else is printed in
+this process goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from chunkc.runtime import cpu_allocator
+from gpt import GPT, GPTConfig, num_parameters
+from text import batches, file_text, stdlib_text
+
+import chunkc
+
+Emit = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What to train and how. `data` is a file, or None for the standard library's sources.
+
+    Mode "plain" is Inductor with `torch.optim.AdamW`; "chunkc" has its model data at `home` and keeps to
+    `memory_budget_nbytes`, to which the allocator holds it if `is_limited`.
+    """
+
+    mode: Literal["plain", "chunkc"]
+    model: GPTConfig
+    batch_size: int
+    num_steps: int
+    seed: int
+    lr: float
+    data: str | None = None
+    home: str = "disk"
+    memory_budget_nbytes: int = 0
+    is_limited: bool = False
+
+    def to_json(self) -> str:
+        """The command line argument of this script."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> RunSpec:
+        """The inverse of `to_json`."""
+        fields = json.loads(text)
+        return RunSpec(**{**fields, "model": GPTConfig(**fields["model"])})
+
+
+def run(spec: RunSpec, emit: Emit) -> None:
+    """Train as `spec` says. The meter is in place before the model exists, so nothing is left out."""
+    cpu_allocator.install()
+    # Inductor's gradient of an embedding adds from several threads in any order: runs would differ in bits.
+    torch.use_deterministic_algorithms(True)
+    # Filling fresh memory, which that setting brings, costs time and changes no result.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.manual_seed(spec.seed)
+    model: torch.nn.Module = GPT(spec.model)
+    emit({"event": "begin", "num_parameters": num_parameters(model)})
+    if spec.mode == "plain":
+        compiled = torch.compile(model)
+        optimizer = _adamw(torch.optim.AdamW, model, spec)
+        _train(compiled, optimizer, spec, emit)
+        emit({"event": "end", "measured_peak_nbytes": cpu_allocator.peak_nbytes()})
+        return
+    model = chunkc.place(model, home=spec.home)
+    cpu_allocator.reset_peak()
+    with cpu_allocator.hard_limit(spec.memory_budget_nbytes) if spec.is_limited else nullcontext():
+        options: dict[str, Any] = {
+            "memory_budget": spec.memory_budget_nbytes,
+            "home": spec.home,
+            "whole_graph": "never",
+        }
+        compiled = torch.compile(model, backend="chunkc", options=options)
+        optimizer = _adamw(chunkc.optim.AdamW, model, spec)
+        _train(compiled, optimizer, spec, emit)
+        emit({"event": "end", "measured_peak_nbytes": cpu_allocator.peak_nbytes(), **_report(compiled)})
+
+
+def _adamw(kind: Any, model: torch.nn.Module, spec: RunSpec) -> torch.optim.Optimizer:
+    return kind(model.parameters(), lr=spec.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+
+
+def _train(model: Any, optimizer: torch.optim.Optimizer, spec: RunSpec, emit: Emit) -> None:
+    text = stdlib_text() if spec.data is None else file_text(Path(spec.data))
+    crops = batches(
+        text,
+        num_batches=spec.num_steps,
+        batch_size=spec.batch_size,
+        length=spec.model.length,
+        seed=spec.seed,
+    )
+    for step, (x, y) in enumerate(crops):
+        start_s = time.perf_counter()
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step_s = time.perf_counter() - start_s
+        emit({"event": "step", "step": step, "loss": loss.item(), "step_s": step_s})
+
+
+def _report(compiled: Any) -> dict[str, Any]:
+    """What the demonstration shows of `chunkc.report`, as JSON can hold it."""
+    report = chunkc.report(compiled)
+    return {
+        "predicted_peak_nbytes": report.predicted_peak_nbytes,
+        "reported_peak_nbytes": report.measured_peak_nbytes,
+        "moments": [list(moment) for moment in report.moments],
+        "chunk_size_nbytes": report.chunk_size_nbytes,
+        "num_chunks": report.num_chunks,
+        "traffic_nbytes": list(report.traffic_nbytes),
+        "time_s": dict(report.time_s),
+        "plan_text": report.plan_text,
+    }
+
+
+def _main() -> None:
+    # Only events go to the pipe; what anybody else prints, also below Python, goes to standard error.
+    lines = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    run(RunSpec.from_json(sys.argv[1]), lambda event: print(json.dumps(event), file=lines))
+
+
+if __name__ == "__main__":
+    _main()

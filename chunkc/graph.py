@@ -1,0 +1,214 @@
+"""A compiled graph: the programs of its phases, its segments, and the plans made for it so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+
+from chunkc.ir.chunks import ChunkLayout
+from chunkc.ir.errors import VerificationError
+from chunkc.ir.plan import Plan, Position
+from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram
+from chunkc.ir.verify import verify_phase
+from chunkc.passes.codegen import CompiledSegment
+from chunkc.passes.insert import insert_events
+from chunkc.passes.planning import StepProfile, fixed_nbytes, plan_phases, update_positions
+from chunkc.passes.profile import positions
+from chunkc.runtime.executor import Executable, Measurement, Run, lower
+from chunkc.session import Session
+
+ROOM_FOR_LOSS = 3
+"""While user code runs between the phases, it may need this many times the outputs' bytes, for a loss."""
+
+
+@dataclass(frozen=True)
+class PlannedPhase:
+    """A phase under one plan: the rewritten graph, and its instructions."""
+
+    graph: fx.GraphModule
+    executable: Executable
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    plan: Plan
+    phases: Mapping[str, PlannedPhase]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What compilation made of a graph, before any plan."""
+
+    forward: PhaseProgram
+    backward: PhaseProgram | None
+    segments: Mapping[str, CompiledSegment]
+    modules: Mapping[str, nn.Module]
+    whole: bool
+
+    @property
+    def output_nbytes(self) -> int:
+        """Bytes the caller gets from the forward, inputs that are returned left out."""
+        storage_of = self.forward.value_storages()
+        values = self.forward.outputs[: self.forward.num_user_outputs]
+        storages = {storage_of[v] for v in values if v is not None} - self.forward.held
+        return sum(self.forward.storages[storage] for storage in storages)
+
+    @property
+    def between_nbytes(self) -> int:
+        """Bytes alive between the phases: inputs, outputs and what is saved for the backward."""
+        storage_of = self.forward.value_storages()
+        storages = {storage_of[v] for v in self.forward.outputs if v is not None} | self.forward.held
+        return sum(self.forward.storages[storage] for storage in storages)
+
+
+def profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
+    """Positions of every phase. In the forward, the previous call's outputs are still the caller's."""
+    group_of = layout.group_of()
+    memories = {name: segment.memory for name, segment in captured.segments.items()}
+    forward = tuple(
+        _with_more(position, captured.output_nbytes)
+        for position in positions(captured.forward, memories, group_of=group_of)
+    )
+    if captured.backward is None:
+        return StepProfile(forward, (), (), 0)
+    backward = positions(captured.backward, memories, group_of=group_of)
+    held_nbytes = captured.forward.held_nbytes + captured.output_nbytes
+    trained = sorted({group_of[p] for c in captured.backward.calls for _, p in c.gradients if p in group_of})
+    update = update_positions(layout, trained, held_nbytes)
+    boundary_nbytes = captured.between_nbytes + ROOM_FOR_LOSS * captured.output_nbytes
+    return StepProfile(forward, backward, update, boundary_nbytes)
+
+
+def _with_more(position: Position, nbytes: int) -> Position:
+    return Position(
+        position.name,
+        position.phase,
+        position.non_model_nbytes + nbytes,
+        position.op,
+        position.module,
+        position.reads,
+        position.writes,
+        position.cost_s,
+    )
+
+
+@dataclass
+class CompiledGraph:
+    """Runs a captured graph under its session's budget, planning anew when what is around it changes."""
+
+    session: Session
+    captured: Captured
+    _plans: dict[tuple, PlannedStep] = field(default_factory=dict)
+
+    # --- planning ---
+
+    def plan(self, held_nbytes: int, *, cold_backward: bool = False) -> PlannedStep:
+        """The verified plan beside `held_nbytes` of others' values.
+
+        Raises:
+            BudgetError: there is none within the budget.
+            VerificationError: a bug in the planner; nothing has run.
+        """
+        session = self.session
+        layout, resident = session.store.layout, session.store.resident
+        key = (session.budget_nbytes, held_nbytes, cold_backward, resident, len(layout.groups), len(layout.small))
+        if key not in self._plans:
+            step = profile(self.captured, layout)
+            phases = [(FORWARD, step.forward), (BACKWARD, step.backward)]
+            plan = plan_phases(
+                [(name, calls) for name, calls in phases if calls and not (cold_backward and name == FORWARD)],
+                layout,
+                budget_nbytes=session.budget_nbytes,
+                resident=resident,
+                hardware=session.hardware,
+                held_nbytes=held_nbytes,
+                boundary_nbytes=step.boundary_nbytes,
+            )
+            self._plans[key] = self._build(plan, layout, held_nbytes)
+        return self._plans[key]
+
+    def _build(self, plan: Plan, layout: ChunkLayout, held_nbytes: int) -> PlannedStep:
+        programs = {FORWARD: self.captured.forward, BACKWARD: self.captured.backward}
+        memories = {name: segment.memory for name, segment in self.captured.segments.items()}
+        runs = {name: segment.run for name, segment in self.captured.segments.items()}
+        phases: dict[str, PlannedPhase] = {}
+        present: frozenset[str] = frozenset()
+        for phase in plan.phases:
+            program = programs[phase.phase]
+            assert program is not None
+            graph = insert_events(
+                program, phase, self.captured.modules, group_of=layout.group_of(), resident=plan.resident
+            )
+            kept = plan.kept if phase is not plan.phases[-1] else frozenset[str]()
+            if self.session.options.verify:
+                extra = self.captured.output_nbytes if phase.phase == FORWARD else 0
+                violations = verify_phase(
+                    graph.graph,
+                    layout=layout,
+                    memories=memories,
+                    fixed_nbytes=fixed_nbytes(layout, plan.resident) + held_nbytes + extra,
+                    budget_nbytes=plan.budget_nbytes,
+                    present=present,
+                    kept=kept,
+                )
+                if violations:
+                    raise VerificationError(violations)
+            present = kept
+            phases[phase.phase] = PlannedPhase(graph, lower(graph.graph, runs))
+        return PlannedStep(plan, phases)
+
+    # --- running ---
+
+    def forward(self, arguments: list[Any]) -> list[Any]:
+        """The forward as AOTAutograd calls it: `arguments` is emptied."""
+        session, program = self.session, self.captured.forward
+        session.store.release_slots()
+        live = session.live.nbytes(leaving_out=arguments)
+        planned = self.plan(max(0, live - self.captured.output_nbytes))
+        inputs = [a for a, name in zip(arguments, program.inputs) if name not in program.parameters]
+        outputs = self._run(FORWARD, planned, arguments)
+        session.live.watch(inputs)
+        parameters = set(program.parameters)
+        session.live.watch(o for o, name in zip(outputs, program.outputs) if name not in parameters)
+        session.update_held_nbytes = program.held_nbytes + self.captured.output_nbytes
+        if self.captured.backward is None:
+            session.store.release_slots()
+        return outputs
+
+    def backward(self, arguments: list[Any]) -> list[Any]:
+        """The backward as AOTAutograd calls it: gradients of parameters are sunk, None stands for them."""
+        session, store = self.session, self.session.store
+        program = self.captured.backward
+        assert program is not None
+        held = max(0, session.live.nbytes() - self.captured.between_nbytes)
+        planned = self.plan(held)
+        if store.present != planned.plan.kept or len(planned.plan.phases) < 2:
+            store.release_slots()
+            planned = self.plan(held, cold_backward=True)
+        outputs = self._run(BACKWARD, planned, arguments)
+        for name in dict.fromkeys(p for call in program.calls for _, p in call.gradients):
+            parameter = store.parameter(name)
+            for hook in list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
+                hook(parameter)
+        return outputs
+
+    def _run(self, phase: str, planned: PlannedStep, arguments: list[Any]) -> list[Any]:
+        session = self.session
+        measurement = Measurement()
+        session.store.tier.lap_peak_nbytes()
+        outputs = planned.phases[phase].executable(arguments, Run(session.store, measurement))
+        session.record(phase, self, planned.plan, measurement)
+        return outputs
+
+
+def boxed(function: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:
+    """Mark a callable as taking one list that it may empty (AOTAutograd's boxed convention)."""
+
+    def call(arguments: list[Any]) -> list[Any]:
+        return function(arguments)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call

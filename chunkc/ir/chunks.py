@@ -1,0 +1,116 @@
+"""Chunks: flat buffers of one kind of model data, the unit of movement (PatrickStar, arXiv:2108.05818)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT_NBYTES = 256
+"""Tensors start at multiples of this inside a chunk: enough for vector loads on CPUs and CUDA devices."""
+
+PARAM, GRAD, MASTER, EXP_AVG, EXP_AVG_SQ = "param", "grad", "master", "exp_avg", "exp_avg_sq"
+OPTIMIZER_KINDS = (MASTER, EXP_AVG, EXP_AVG_SQ)
+
+
+def chunk_name(kind: str, group: int) -> str:
+    """The stable name of a chunk, as plans and graphs print it: `param3`, `grad3`."""
+    return f"{kind}:{group}"
+
+
+def split_chunk_name(name: str) -> tuple[str, int]:
+    """Kind and group of a chunk's name."""
+    kind, _, group = name.partition(":")
+    return kind, int(group)
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter as the planner sees it: its name and its dense layout."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of gradient and Adam states that training this parameter takes (fp32 masters for 16-bit)."""
+        if not self.trainable:
+            return 0
+        num_states = 2 if self.dtype.itemsize >= 4 else 3
+        return self.nbytes + self.numel * num_states * max(4, self.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """Where one parameter (and its gradient, and its states) lies in its group's chunks, in elements."""
+
+    spec: ParamSpec
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.spec.numel
+
+
+@dataclass(frozen=True)
+class ChunkGroup:
+    """Parameters that share chunks: one chunk per kind of data, all laid out alike.
+
+    `numel` is the room of each chunk in elements, gaps for alignment included.
+    """
+
+    index: int
+    dtype: torch.dtype
+    trainable: bool
+    numel: int
+    slices: tuple[TensorSlice, ...]
+
+    def kind_dtype(self, kind: str) -> torch.dtype:
+        """Gradients have the parameters' dtype; masters and moments at least fp32."""
+        if kind in (PARAM, GRAD):
+            return self.dtype
+        return self.dtype if self.dtype.itemsize >= 4 else torch.float32
+
+    def nbytes(self, kind: str) -> int:
+        return self.numel * self.kind_dtype(kind).itemsize
+
+    @property
+    def update_kinds(self) -> tuple[str, ...]:
+        """The chunks an optimizer step needs together."""
+        master = (MASTER,) if self.dtype.itemsize < 4 else ()
+        return (PARAM, GRAD, *master, EXP_AVG, EXP_AVG_SQ)
+
+    @property
+    def resident_nbytes(self) -> int:
+        """What the group takes when it stays on the compute tier: parameters, gradients, states."""
+        return sum(s.spec.nbytes + s.spec.state_nbytes for s in self.slices)
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """Which parameter lies in which group, and which parameters are too small to move at all."""
+
+    chunk_nbytes: int
+    groups: tuple[ChunkGroup, ...]
+    small: tuple[ParamSpec, ...]
+
+    def group_of(self) -> dict[str, int]:
+        return {s.spec.name: group.index for group in self.groups for s in group.slices}
+
+    def chunk_nbytes_of(self, chunk: str) -> int:
+        kind, group = split_chunk_name(chunk)
+        return self.groups[group].nbytes(kind)

@@ -1,0 +1,91 @@
+"""Every error that chunkc raises on purpose. All derive from `ChunkcError`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def format_nbytes(nbytes: int) -> str:
+    """Bytes as a person reads them, with the exact count: `1.50 MiB (1,572,864 bytes)`."""
+    size = float(nbytes)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{nbytes:,} bytes" if unit == "bytes" else f"{size:.2f} {unit} ({nbytes:,} bytes)"
+
+
+class ChunkcError(RuntimeError):
+    """Base of all errors raised by chunkc."""
+
+
+class OptionsError(ChunkcError, ValueError):
+    """An option is unknown, has the wrong type or a value that makes no sense."""
+
+
+class UnsupportedError(ChunkcError):
+    """The model does something that chunkc cannot plan for; the message says what to do instead."""
+
+
+class BudgetError(ChunkcError):
+    """No plan fits the memory budget. Raised before anything is allocated or moved.
+
+    Attributes:
+        minimum_nbytes: the smallest budget, in bytes, that works.
+        budget_nbytes: the budget that was asked for.
+        moment: what runs at the peak: an operation's name and kind.
+        module: the user's module that operation belongs to ("" when unknown).
+        contents: what fills the memory at the peak, as (label, bytes), largest first.
+    """
+
+    def __init__(
+        self,
+        *,
+        minimum_nbytes: int,
+        budget_nbytes: int,
+        moment: str,
+        module: str,
+        contents: Sequence[tuple[str, int]],
+    ) -> None:
+        self.minimum_nbytes = minimum_nbytes
+        self.budget_nbytes = budget_nbytes
+        self.moment = moment
+        self.module = module
+        self.contents = tuple(contents)
+        where = f"{moment} in {module}" if module else moment
+        filled = "".join(f"\n  {format_nbytes(nbytes):>36}  {label}" for label, nbytes in self.contents)
+        super().__init__(
+            f"memory_budget is {format_nbytes(budget_nbytes)}; the smallest that works is "
+            f"{format_nbytes(minimum_nbytes)}. The peak is at {where}, filled by:{filled}"
+        )
+
+    def __reduce__(self) -> tuple:
+        fields = ("minimum_nbytes", "budget_nbytes", "moment", "module", "contents")
+        return _rebuild_budget_error, (tuple(getattr(self, field) for field in fields),)
+
+
+def _rebuild_budget_error(fields: tuple) -> BudgetError:
+    minimum, budget, moment, module, contents = fields
+    return BudgetError(
+        minimum_nbytes=minimum, budget_nbytes=budget, moment=moment, module=module, contents=contents
+    )
+
+
+class HomeError(ChunkcError, OSError):
+    """The home tier cannot be created or used: no space, no permission, an I/O error."""
+
+
+class ChunkStateError(ChunkcError):
+    """An illegal chunk transition: a bug in a plan or in the runtime, never the user's fault."""
+
+
+class StreamError(ChunkcError):
+    """A stream's worker thread died or a copy failed; the original error is the `__cause__`."""
+
+
+class VerificationError(ChunkcError):
+    """A plan breaks one of the verifier's rules. `violations` lists them all."""
+
+    def __init__(self, violations: Sequence[str]) -> None:
+        self.violations = tuple(violations)
+        super().__init__("the plan is not valid:\n  " + "\n  ".join(self.violations))

@@ -1,0 +1,127 @@
+"""The plan: which chunk moves before which call, and the bytes that are then in use at every moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PREFETCH, WAIT, EVICT, WRITE_BACK = "prefetch", "wait", "evict", "write_back"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happens to a chunk between two calls.
+
+    prefetch: take a slot and start to fill it from home (a gradient chunk is only read when it holds gradients).
+    wait: hold the computation until the chunk's copy, either way, is done.
+    write_back: start to copy the slot home.
+    evict: give the slot back.
+    """
+
+    kind: str
+    chunk: str
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.chunk})"
+
+
+@dataclass(frozen=True)
+class Position:
+    """One call as the scheduler sees it.
+
+    Attributes:
+        non_model_nbytes: activations, temporaries and held inputs at the call's own peak.
+        op, module: the operation at that peak and the user's module it belongs to.
+        reads, writes: chunks that must be in slots during the call; written ones become dirty.
+        cost_s: estimated seconds of arithmetic, to place copies against.
+    """
+
+    name: str
+    phase: str
+    non_model_nbytes: int
+    op: str
+    module: str
+    reads: frozenset[str]
+    writes: frozenset[str]
+    cost_s: float
+
+    @property
+    def chunks(self) -> frozenset[str]:
+        return self.reads | self.writes
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Predicted bytes on the compute tier at one position, by what they are."""
+
+    name: str
+    phase: str
+    op: str
+    module: str
+    resident_nbytes: int
+    non_model_nbytes: int
+    slot_nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.resident_nbytes + self.non_model_nbytes + self.slot_nbytes
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """Events before each call, and (last entry) after the last one."""
+
+    phase: str
+    stops: tuple[tuple[Event, ...], ...]
+    moments: tuple[Moment, ...]
+
+    def traffic_nbytes(self, kind: str) -> int:
+        return sum(event.nbytes for stop in self.stops for event in stop if event.kind == kind)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan for one step, or for the part of it that one graph covers.
+
+    Attributes:
+        budget_nbytes: the limit it keeps to.
+        minimum_nbytes: the smallest budget for which there is a plan.
+        resident: groups whose parameters, gradients and states never leave the compute tier.
+        phases: forward, then backward where there is one; or the optimizer's update.
+        kept: chunks left in their slots from the forward to the backward.
+    """
+
+    budget_nbytes: int
+    minimum_nbytes: int
+    resident: frozenset[int]
+    phases: tuple[PhasePlan, ...]
+    kept: frozenset[str]
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        return tuple(moment for phase in self.phases for moment in phase.moments)
+
+    @property
+    def peak(self) -> Moment:
+        return max(self.moments, key=lambda moment: moment.nbytes)
+
+    @property
+    def predicted_peak_nbytes(self) -> int:
+        return max((moment.nbytes for moment in self.moments), default=0)
+
+    def __str__(self) -> str:
+        lines = [
+            f"plan: budget {self.budget_nbytes:,} bytes, minimum {self.minimum_nbytes:,}, "
+            f"predicted peak {self.predicted_peak_nbytes:,}",
+            f"resident groups: {sorted(self.resident) or 'none'}; kept for the backward: {sorted(self.kept) or 'none'}",
+        ]
+        for phase in self.phases:
+            for stop, moment in zip(phase.stops, phase.moments):
+                lines += [f"    {event}" for event in stop]
+                lines.append(
+                    f"{moment.name:<16} {moment.nbytes:>15,} = {moment.resident_nbytes:,} resident "
+                    f"+ {moment.non_model_nbytes:,} non-model + {moment.slot_nbytes:,} slots   "
+                    f"{moment.op} {moment.module}".rstrip()
+                )
+            lines += [f"    {event}" for event in phase.stops[-1]]
+        return "\n".join(lines) + "\n"

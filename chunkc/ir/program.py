@@ -1,0 +1,98 @@
+"""A captured step as data: segments, the calls of each phase, the values and storages that flow between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+
+
+@dataclass(frozen=True)
+class MemoryStep:
+    """One moment inside a segment: an operation and the bytes alive while it runs.
+
+    `nbytes` counts what the segment itself allocated (scratch included), not its inputs.
+    """
+
+    op: str
+    module: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class SegmentMemory:
+    """What a compiled segment allocates and frees, moment by moment. Nothing ran to find it out.
+
+    Attributes:
+        steps: the moments, in order; never empty.
+        input_released: per input, the first step at which the segment no longer holds it.
+        outputs: per output, the storage it lives in: `>= 0` for one the segment allocated (an index into
+            `storage_nbytes`), `-1 - k` for input k's own storage.
+        storage_nbytes: bytes of each storage that leaves the segment.
+    """
+
+    steps: tuple[MemoryStep, ...]
+    input_released: tuple[int, ...]
+    outputs: tuple[int, ...]
+    storage_nbytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SegmentCall:
+    """One run of a segment.
+
+    Attributes:
+        inputs: value names, in the order of the segment's inputs.
+        outputs: value names, in the order of the segment's outputs.
+        output_storages: the storage of each output.
+        parameters: (position among the inputs, parameter name) for inputs that may live in chunks.
+        gradients: (output value, parameter name): complete gradients that this call produces.
+        module: the user's module that most of the call belongs to.
+        cost_s: estimated seconds of arithmetic.
+    """
+
+    name: str
+    segment: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    output_storages: tuple[str, ...]
+    parameters: tuple[tuple[int, str], ...]
+    gradients: tuple[tuple[str, str], ...]
+    module: str
+    cost_s: float
+
+
+@dataclass(frozen=True)
+class PhaseProgram:
+    """The forward or the backward of a step.
+
+    Attributes:
+        inputs: input value -> storage, in the order of the graph's placeholders.
+        storages: storage -> bytes, of every storage in the phase but parameters'.
+        held: storages that outlive the phase whatever it does: the caller holds them.
+        parameters: input value -> parameter name, for inputs that are parameters in the layout.
+        calls: segment calls, in order.
+        outputs: what the phase returns, in order (None where nothing is returned).
+        num_user_outputs: how many of the outputs the caller gets (the rest is saved for the backward).
+    """
+
+    phase: str
+    inputs: Mapping[str, str]
+    storages: Mapping[str, int]
+    held: frozenset[str]
+    parameters: Mapping[str, str]
+    calls: tuple[SegmentCall, ...]
+    outputs: tuple[str | None, ...]
+    num_user_outputs: int
+
+    @property
+    def held_nbytes(self) -> int:
+        return sum(self.storages[name] for name in self.held)
+
+    def value_storages(self) -> dict[str, str]:
+        """The storage of every value of the phase."""
+        found = dict(self.inputs)
+        for call in self.calls:
+            found.update(zip(call.outputs, call.output_storages))
+        return found

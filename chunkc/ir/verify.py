@@ -1,0 +1,246 @@
+"""The verifier: from a rewritten graph alone, is every read safe, every write kept and every byte within budget?
+
+It shares no code with the planner. It walks the graph in order and keeps, per chunk, what a device would: the slot
+(each time a chunk gets one, a new generation), whether the data in it is ready, which copy is under way, whether it is
+newer than home. Bytes are counted by reference counts over storages, not by lifetimes.
+
+Rules, by the words their violations begin with:
+    read      a parameter view is read only while its chunk is in the same slot, with its data ready
+    write     a gradient or an update goes only into a slot that is ready and under no copy
+    slot      a slot is given back only when no copy to or from it is under way
+    dirty     a slot with data newer than home is not given back before it was written back
+    state     no event makes sense twice: no prefetch of a present chunk, no wait or evict of an absent one
+    budget    bytes never exceed the budget
+    end       the phase ends with exactly the chunks it should, clean and quiet
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from chunkc.ir import chunk_ops
+from chunkc.ir.chunks import GRAD, ChunkLayout, chunk_name
+from chunkc.ir.program import SegmentMemory
+
+
+@dataclass
+class _Slot:
+    generation: int
+    ready: bool = False
+    copying: str = ""  # "", "in" or "out"
+    dirty: bool = False
+
+
+class _Checker:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        layout: ChunkLayout,
+        memories: Mapping[str, SegmentMemory],
+        fixed_nbytes: int,
+        budget_nbytes: int,
+        present: Collection[str],
+    ) -> None:
+        self.graph, self.layout, self.memories = graph, layout, memories
+        self.fixed_nbytes, self.budget_nbytes = fixed_nbytes, budget_nbytes
+        self.violations: list[str] = []
+        self.generations = 0
+        self.slots: dict[str, _Slot] = {}
+        for chunk in present:
+            self.slots[chunk] = self._new_slot()
+            self.slots[chunk].ready = True
+        self.view_of: dict[fx.Node, tuple[str, int]] = {}  # parameter node -> (chunk, generation)
+        self.storage_of: dict[fx.Node, str] = {}
+        self.storage_nbytes: dict[str, int] = {}
+        self.readers: dict[fx.Node, int] = {}  # value -> reads still to come
+        self.holders: Counter[str] = Counter()  # storage -> values alive in it
+        self.held: set[str] = set()
+        self.peak_nbytes = 0
+
+    def _new_slot(self) -> _Slot:
+        self.generations += 1
+        return _Slot(self.generations)
+
+    def fail(self, rule: str, node: fx.Node | None, text: str) -> None:
+        where = f" at {node.name}" if node is not None else ""
+        self.violations.append(f"{rule}{where}: {text}")
+
+    # --- bytes ---
+
+    def value_nbytes(self) -> int:
+        alive = {s for s, count in self.holders.items() if count > 0} | self.held
+        return sum(self.storage_nbytes[storage] for storage in alive)
+
+    def slot_nbytes(self) -> int:
+        return sum(self.layout.chunk_nbytes_of(chunk) for chunk in self.slots)
+
+    def check_budget(self, node: fx.Node | None, extra_nbytes: int = 0) -> None:
+        nbytes = self.fixed_nbytes + self.value_nbytes() + self.slot_nbytes() + extra_nbytes
+        self.peak_nbytes = max(self.peak_nbytes, nbytes)
+        if nbytes > self.budget_nbytes:
+            self.fail("budget", node, f"{nbytes:,} bytes are in use, {self.budget_nbytes:,} allowed")
+
+    def bind(self, node: fx.Node, storage: str, nbytes: int) -> None:
+        self.storage_of[node] = storage
+        self.storage_nbytes[storage] = nbytes
+        self.readers[node] = sum(n is node for user in node.users for n in _reads(user))
+        if self.readers[node]:
+            self.holders[storage] += 1
+
+    def read_once(self, node: fx.Node) -> None:
+        if node in self.readers:
+            self.readers[node] -= 1
+            if self.readers[node] == 0:
+                self.holders[self.storage_of[node]] -= 1
+
+    # --- nodes ---
+
+    def walk(self) -> None:
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                storage, nbytes, held = node.meta["storage"]
+                self.bind(node, storage, nbytes)
+                if held:
+                    self.held.add(storage)
+            elif node.op == "call_module":
+                self.call(node)
+            elif node.op == "call_function" and node.target is not operator.getitem:
+                handler = getattr(self, f"on_{node.target.__name__}", None)
+                if handler is None:
+                    self.fail("state", node, f"{node.target} is not a chunk operation")
+                else:
+                    handler(node, *node.args)
+            if node.op not in ("placeholder", "output"):
+                self.check_budget(node)
+
+    def call(self, node: fx.Node) -> None:
+        memory = self.memories[str(node.target)]
+        given: dict[str, int] = {}  # storage whose last holders are this call's arguments -> first step without it
+        leaving = Counter(n for n in node.args if isinstance(n, fx.Node) and n not in self.view_of)
+        last = {n for n, times in leaving.items() if self.readers[n] == times}
+        per_storage = Counter(self.storage_of[n] for n in last)
+        for position, arg in enumerate(node.args):
+            if arg in self.view_of:
+                chunk, generation = self.view_of[arg]  # type: ignore[index]
+                slot = self.slots.get(chunk)
+                if slot is None or slot.generation != generation or not slot.ready:
+                    self.fail("read", node, f"{arg} is a view of {chunk}, which is not in that slot any more")
+            elif arg in last:
+                storage = self.storage_of[arg]  # type: ignore[index]
+                if storage not in self.held and per_storage[storage] == self.holders[storage]:
+                    given[storage] = max(given.get(storage, 0), memory.input_released[position])
+        around = self.value_nbytes() - sum(self.storage_nbytes[s] for s in given)
+        for index, step in enumerate(memory.steps):
+            inside = step.nbytes + sum(self.storage_nbytes[s] for s, until in given.items() if index < until)
+            self.check_budget(node, around + inside - self.value_nbytes())
+        outputs = sorted((n for n in node.users), key=lambda n: n.args[1])  # type: ignore[arg-type, return-value]
+        for output in outputs:
+            number = memory.outputs[output.args[1]]  # type: ignore[index]
+            if number >= 0:
+                self.bind(output, f"{node.name}:{number}", memory.storage_nbytes[number])
+            else:
+                source = node.args[-1 - number]
+                if source in self.view_of:
+                    self.fail("read", node, f"{output} outlives the slot that {source} is a view of")
+                    self.bind(output, f"{node.name}:view", 0)
+                else:
+                    storage = self.storage_of[source]  # type: ignore[index]
+                    self.bind(output, storage, self.storage_nbytes[storage])
+        for arg in node.args:
+            self.read_once(arg)  # type: ignore[arg-type]
+
+    def on_prefetch(self, node: fx.Node, chunk: str) -> None:
+        if chunk in self.slots:
+            return self.fail("state", node, f"{chunk} has a slot already")
+        self.slots[chunk] = self._new_slot()
+        self.slots[chunk].copying = "in"
+
+    def on_wait(self, node: fx.Node, chunk: str) -> None:
+        slot = self.slots.get(chunk)
+        if slot is None:
+            return self.fail("state", node, f"{chunk} has no slot to wait for")
+        slot.copying, slot.ready = "", True
+
+    def on_evict(self, node: fx.Node, chunk: str) -> None:
+        slot = self.slots.pop(chunk, None)
+        if slot is None:
+            return self.fail("state", node, f"{chunk} has no slot")
+        if slot.copying:
+            self.fail("slot", node, f"{chunk} is given back while a copy {slot.copying} is under way")
+        elif slot.dirty:
+            self.fail("dirty", node, f"{chunk} is newer than its home and was not written back")
+
+    def on_write_back(self, node: fx.Node, chunk: str) -> None:
+        slot = self.slots.get(chunk)
+        if slot is None:
+            return self.fail("state", node, f"{chunk} has no slot to write back")
+        if slot.copying or not slot.ready:
+            self.fail("state", node, f"{chunk} is written back while a copy is under way")
+        slot.copying, slot.dirty = "out", False
+
+    def on_parameter(self, node: fx.Node, chunk: str, name: str) -> None:
+        slot = self.slots.get(chunk)
+        if slot is None or not slot.ready:
+            self.fail("read", node, f"{name} is read from {chunk}, which is not there and ready")
+        self.view_of[node] = (chunk, slot.generation if slot else -1)
+
+    def on_sink(self, node: fx.Node, name: str, chunk: str | None, gradient: fx.Node, owned: bool) -> None:
+        if chunk is not None:
+            self._write(node, chunk, f"the gradient of {name}")
+        self.read_once(gradient)
+
+    def on_update(self, node: fx.Node, group: int) -> None:
+        for kind in self.layout.groups[group].update_kinds:
+            chunk = chunk_name(kind, group)
+            if kind == GRAD:
+                slot = self.slots.get(chunk)
+                if slot is None or not slot.ready:
+                    self.fail("read", node, f"the update reads {chunk}, which is not there and ready")
+            else:
+                self._write(node, chunk, "the update")
+
+    def _write(self, node: fx.Node, chunk: str, what: str) -> None:
+        slot = self.slots.get(chunk)
+        if slot is None or not slot.ready or slot.copying:
+            self.fail("write", node, f"{what} goes into {chunk}, which is not there, ready and quiet")
+        if slot is not None:
+            slot.dirty = True
+
+
+def _reads(user: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg((user.args, user.kwargs), found.append)
+    return found
+
+
+def verify_phase(
+    graph: fx.Graph,
+    *,
+    layout: ChunkLayout,
+    memories: Mapping[str, SegmentMemory],
+    fixed_nbytes: int,
+    budget_nbytes: int,
+    present: Collection[str] = (),
+    kept: Collection[str] = (),
+) -> list[str]:
+    """Check one rewritten phase; the violations found, none when it is safe.
+
+    Args:
+        memories: what each segment allocates, by the name it is called by.
+        fixed_nbytes: bytes on the compute tier that the phase does not touch: residents, other graphs' values.
+        present: chunks that have a ready, clean slot when the phase begins.
+        kept: chunks that must have one, and no others, when it ends.
+    """
+    checker = _Checker(graph, layout, memories, fixed_nbytes, budget_nbytes, present)
+    checker.walk()
+    for chunk in sorted(set(checker.slots) ^ set(kept)):
+        checker.fail("end", None, f"{chunk} {'is still' if chunk in checker.slots else 'is not'} in a slot")
+    for chunk, slot in checker.slots.items():
+        if slot.copying or slot.dirty or not slot.ready:
+            checker.fail("end", None, f"{chunk} is left dirty or under a copy")
+    return checker.violations

@@ -1,0 +1,268 @@
+"""Adam and AdamW as `torch.optim.Optimizer`s that update chunk by chunk, inside the memory budget.
+
+Parameters that chunkc has sent home are updated in slots: parameter, gradient and states of one chunk group are
+fetched, updated by one fused pass and written back, while the next group is on its way. `state[p]` holds home views, so
+`state_dict`, schedulers and hooks see ordinary tensors. Every other parameter is updated where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from chunkc.ir.chunks import EXP_AVG, EXP_AVG_SQ, GRAD, MASTER, PARAM
+from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.kernels.adam_cpu import adam_update
+from chunkc.kernels.hyper import AdamHyper
+from chunkc.session import Session, owner
+from chunkc.update import GroupUpdate, run_updates
+
+_UNSUPPORTED = ("amsgrad", "differentiable", "capturable")
+
+
+class _Adam(Optimizer):
+    _decoupled: bool
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            self._hyper(group, 1)  # checks the values
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for name in _UNSUPPORTED:
+            if param_group.get(name):
+                raise OptionsError(f"{type(self).__name__} does not support {name}=True")
+
+    def _hyper(self, group: Mapping[str, Any], step: int) -> AdamHyper:
+        beta1, beta2 = group["betas"]
+        try:
+            return AdamHyper(
+                lr=float(group["lr"]),
+                beta1=float(beta1),
+                beta2=float(beta2),
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+                step=step,
+                decoupled=self._decoupled,
+                maximize=bool(group.get("maximize", False)),
+            )
+        except ValueError as error:
+            raise OptionsError(str(error)) from error
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient.
+
+        Raises:
+            HomeError, StreamError: the home tier failed; parameters stay readable.
+            UnsupportedError: a gradient is sparse, or of a dtype that no kernel takes.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        chunked: dict[Session, dict[int, list[_Task]]] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if parameter.grad.is_sparse:
+                    raise UnsupportedError(f"{type(self).__name__} does not support sparse gradients")
+                session, name = owner(parameter) or (None, "")
+                if session is not None and session.store.is_managed(name):
+                    task = _Task(self, parameter, name, group)
+                    by_group = chunked.setdefault(session, {})
+                    by_group.setdefault(session.store.group_index(name), []).append(task)
+                else:
+                    self._update_in_place(parameter, group)
+        for session, by_group in chunked.items():
+            run_updates(session, {index: _group_update(session, index, tasks) for index, tasks in by_group.items()})
+        return loss
+
+    def _update_in_place(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> None:
+        state = self._state_on_tier(parameter)
+        step = _advance(state)
+        flat = [_flat(t) for t in (parameter, _like(parameter.grad, parameter), state["exp_avg"], state["exp_avg_sq"])]
+        master = _flat(state["master"]) if "master" in state else None
+        adam_update(*flat, master, self._hyper(group, step))
+
+    def _state_on_tier(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """The state of a parameter that does not move, made on its first update."""
+        state = self.state[parameter]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        if "exp_avg" not in state:
+            for kind in _kinds(parameter):
+                state[kind] = torch.zeros_like(parameter, dtype=_state_dtype(parameter), memory_format=torch.preserve_format)
+                if kind == MASTER:
+                    state[kind].copy_(parameter)
+        for kind in _kinds(parameter):
+            if state[kind].stride() != parameter.stride():
+                state[kind] = _like(state[kind], parameter)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state in this optimizer's or `torch.optim.AdamW`'s format.
+
+        States of chunked parameters are copied home one by one; fp32 states of 16-bit parameters keep their
+        precision. A missing master copy is made from the parameter.
+
+        Raises:
+            ValueError: the state does not fit the parameters, as in `torch.optim`.
+        """
+        states = state_dict["state"]
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        with torch.no_grad():
+            for index, parameter in zip(ids, parameters, strict=True):
+                if index in states:
+                    self._load_state(parameter, states[index])
+
+    def _load_state(self, parameter: torch.Tensor, loaded: Mapping[str, Any]) -> None:
+        unsupported = [k for k in loaded if k not in ("step", EXP_AVG, EXP_AVG_SQ, MASTER)]
+        if unsupported:
+            raise OptionsError(f"{type(self).__name__} cannot use the state {', '.join(map(str, unsupported))}")
+        state: dict[str, Any] = {"step": torch.as_tensor(loaded["step"], dtype=torch.float32).clone()}
+        session, name = owner(parameter) or (None, "")
+        managed = session is not None and session.store.is_managed(name)
+        if managed:
+            session.store.ensure_regions(_kinds(parameter), session.store.group_index(name))  # type: ignore[union-attr]
+        for kind in _kinds(parameter):
+            source = loaded.get(kind, parameter if kind == MASTER else None)
+            if source is None:
+                raise ValueError(f"the loaded state lacks {kind}")
+            if managed:
+                state[kind] = session.store.home_view(kind, name)  # type: ignore[union-attr]
+            else:
+                state[kind] = torch.empty_strided(
+                    parameter.shape, parameter.stride(), dtype=_state_dtype(parameter), device=parameter.device
+                )
+            state[kind].copy_(source)
+        self.state[parameter] = state
+
+
+class AdamW(_Adam):
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) with `torch.optim.AdamW`'s semantics.
+
+    Args:
+        params: parameters, or groups of them with their own `lr`, `betas`, `eps`, `weight_decay`, `maximize`.
+
+    fp32 parameters, or bf16/fp16 ones with an fp32 master copy in `state[p]["master"]`. Where a gradient is None,
+    nothing happens to that parameter.
+    """
+
+    _decoupled = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize)
+
+
+class Adam(_Adam):
+    """Adam (Kingma and Ba, arXiv:1412.6980) with `torch.optim.Adam`'s semantics: weight decay joins the gradient."""
+
+    _decoupled = False
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One chunked parameter that has a gradient."""
+
+    optimizer: _Adam
+    parameter: torch.Tensor
+    name: str
+    group: Mapping[str, Any]
+
+
+def _group_update(session: Session, index: int, tasks: list[_Task]) -> GroupUpdate:
+    """The update of one chunk group as runs of neighbours with equal hyper-parameters."""
+    store = session.store
+    chunk_group = store.layout.groups[index]
+    kinds = [kind for kind in chunk_group.update_kinds if kind not in (PARAM, GRAD)]
+    store.ensure_regions(kinds, index)
+    hypers: dict[str, AdamHyper] = {}
+    for task in tasks:
+        state = task.optimizer.state[task.parameter]
+        task_kinds = {kind: store.home_view(kind, task.name) for kind in kinds}
+        fresh = EXP_AVG not in state
+        for kind, view in task_kinds.items():
+            if fresh:
+                view.copy_(task.parameter) if kind == MASTER else view.zero_()
+            elif state[kind].data_ptr() != view.data_ptr():
+                view.copy_(state[kind])
+            else:
+                continue
+            state[kind] = view
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        hypers[task.name] = task.optimizer._hyper(task.group, _advance(state))
+    runs: list[tuple[int, int, AdamHyper]] = []
+    follows = False
+    for tensor_slice in chunk_group.slices:
+        hyper = hypers.get(tensor_slice.spec.name)
+        if hyper is None:
+            follows = False
+            continue
+        if follows and runs[-1][2] == hyper:
+            runs[-1] = (runs[-1][0], tensor_slice.end, hyper)
+        else:
+            runs.append((tensor_slice.offset, tensor_slice.end, hyper))
+        follows = True
+
+    def update(slots: Mapping[str, torch.Tensor]) -> None:
+        for begin, end, hyper in runs:
+            part = {kind: slot[begin:end] for kind, slot in slots.items()}
+            adam_update(part[PARAM], part[GRAD], part[EXP_AVG], part[EXP_AVG_SQ], part.get(MASTER), hyper)
+
+    return GroupUpdate(index, update)
+
+
+def _advance(state: dict[str, Any]) -> int:
+    """Count a step in `state` and return its number."""
+    state["step"] = state["step"] + 1
+    return int(state["step"])
+
+
+def _kinds(parameter: torch.Tensor) -> tuple[str, ...]:
+    return (EXP_AVG, EXP_AVG_SQ) if parameter.dtype.itemsize >= 4 else (EXP_AVG, EXP_AVG_SQ, MASTER)
+
+
+def _state_dtype(parameter: torch.Tensor) -> torch.dtype:
+    return parameter.dtype if parameter.dtype.itemsize >= 4 else torch.float32
+
+
+def _like(tensor: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor with the parameter's strides; itself if it has them."""
+    assert tensor is not None
+    if tensor.stride() == parameter.stride():
+        return tensor
+    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=tensor.dtype).copy_(tensor)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements in memory order, as a flat view."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))

@@ -1,0 +1,228 @@
+"""What `torch.compile(..., backend="chunkc", options={...})` accepts, and what a budget means in bytes.
+
+`parse_options` turns the dictionary into one frozen `Options`; its mistakes become one `OptionsError` of one
+line. Parsing looks at no machine: `resolve_budget` and `compute_tier_memory` do, later and apart.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import reprlib
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+
+from chunkc.ir.errors import OptionsError
+
+MIN_CHUNK_NBYTES = 4 * 1024
+AUTO_BUDGET = Fraction(9, 10)
+"""The part of the available memory that `memory_budget="auto"` takes."""
+
+_DECIMAL = {f"{prefix}b": 1000**power for power, prefix in enumerate(("", "k", "m", "g", "t"))}
+_BINARY = {f"{prefix}ib": 1024**power for power, prefix in enumerate(("k", "m", "g", "t"), start=1)}
+_UNITS = _DECIMAL | _BINARY
+_NUMBER = r"([0-9]{1,18}(?:\.[0-9]{1,18})?)"
+_SIZE = re.compile(rf"{_NUMBER}\s*({'|'.join(_UNITS)})", re.IGNORECASE)
+_PERCENT = re.compile(rf"{_NUMBER}\s*%")
+
+_ALLOWED = {
+    "memory_budget": 'a positive int of bytes, a size such as "6GiB", "6GB" or "512MiB", '
+    'a percentage such as "80%" (above 0%, at most 100%), or "auto"',
+    "home": '"cpu", "disk" or "disk:DIR"',
+    "chunk_size": 'an int of bytes or a size such as "4MiB" (at least 4 KiB), or "auto"',
+    "codegen": '"inductor" or "eager"',
+    "whole_graph": '"auto" or "never"',
+    "verify": "True or False",
+    "debug": "True or False",
+}
+
+
+class Options(BaseModel):
+    """Checked options. Build one with `parse_options`, whose errors are written for users.
+
+    Attributes:
+        memory_budget: bytes (> 0), "auto", or a percentage of the compute tier such as "80%":
+            `resolve_budget` makes bytes of it.
+        home: "cpu", "disk" or "disk:DIR"; `home_kind` and `home_directory` take it apart.
+        chunk_size: bytes (>= 4096) or "auto".
+        codegen: who compiles the segments.
+        whole_graph: "auto" compiles the graph whole where all fits; "never" always cuts it into segments.
+        verify: check every plan with the independent verifier.
+        debug: fill released slots with NaN and check more while running.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    memory_budget: int | str = "auto"
+    home: str = "cpu"
+    chunk_size: int | Literal["auto"] = "auto"
+    codegen: Literal["inductor", "eager"] = "inductor"
+    whole_graph: Literal["auto", "never"] = "auto"
+    verify: bool = True
+    debug: bool = False
+
+    @field_validator("memory_budget", mode="before")
+    @classmethod
+    def _check_memory_budget(cls, value: object) -> int | str:
+        if isinstance(value, str) and value == "auto":
+            return "auto"
+        if isinstance(value, str) and (match := _PERCENT.fullmatch(value.strip())):
+            if not 0 < Fraction(match[1]) <= 100:
+                raise ValueError("a percentage is above 0% and at most 100%")
+            return f"{match[1]}%"
+        return _size_nbytes(value, at_least=1)
+
+    @field_validator("chunk_size", mode="before")
+    @classmethod
+    def _check_chunk_size(cls, value: object) -> int | str:
+        if isinstance(value, str) and value == "auto":
+            return "auto"
+        return _size_nbytes(value, at_least=MIN_CHUNK_NBYTES)
+
+    @field_validator("home")
+    @classmethod
+    def _check_home(cls, value: str) -> str:
+        kind, colon, directory = value.partition(":")
+        is_plain = value in ("cpu", "disk")
+        is_directory = kind == "disk" and bool(colon) and bool(directory.strip()) and "\0" not in directory
+        if not (is_plain or is_directory):
+            raise ValueError("not a home")
+        return value
+
+    @property
+    def home_kind(self) -> Literal["cpu", "disk"]:
+        """Where model data lives when it is not on the compute tier."""
+        return "cpu" if self.home == "cpu" else "disk"
+
+    @property
+    def home_directory(self) -> Path | None:
+        """The directory of `"disk:DIR"` (`~` expanded), which need not exist; None where none was named."""
+        _, _, directory = self.home.partition(":")
+        return Path(os.path.expanduser(directory)) if directory else None
+
+
+def parse_options(options: dict[str, Any] | None) -> Options:
+    """Check the `options` of `torch.compile`; None means all defaults.
+
+    Raises:
+        OptionsError: one line that names each bad key, the value given and what is allowed.
+    """
+    if options is None:
+        return Options()
+    if not isinstance(options, dict):
+        raise OptionsError(f"options must be a dict, not {_show(options)}; its keys are {_allowed_keys()}")
+    unknown = [key for key in options if key not in Options.model_fields]
+    if unknown:
+        raise OptionsError("; ".join(_unknown_key(key) for key in unknown))
+    try:
+        return Options.model_validate(options)
+    except ValidationError as error:
+        # A union reports one error per member: name each key once.
+        keys = dict.fromkeys(str(detail["loc"][0]) for detail in error.errors())
+        lines = [f"option {key!r} is {_show(options[key])}; allowed: {_ALLOWED[key]}" for key in keys]
+    raise OptionsError("; ".join(lines))
+
+
+def resolve_budget(memory_budget: int | str, total_nbytes: int, available_nbytes: int) -> int:
+    """The budget in bytes.
+
+    Args:
+        memory_budget: as in `Options`: bytes, "auto" (90 % of what is available) or "80%" (of the total).
+        total_nbytes: the compute tier's memory.
+        available_nbytes: the part of it that nobody uses now.
+    Raises:
+        OptionsError: the percentage of this machine's memory is less than one byte.
+    """
+    if isinstance(memory_budget, int):
+        return memory_budget
+    if memory_budget == "auto":
+        nbytes = int(AUTO_BUDGET * available_nbytes)
+    else:
+        match = _PERCENT.fullmatch(memory_budget)
+        assert match is not None, f"parse_options let {memory_budget!r} through"
+        nbytes = int(Fraction(match[1]) / 100 * total_nbytes)
+    if nbytes < 1:
+        raise OptionsError(
+            f"option 'memory_budget' is {memory_budget!r}, which leaves no memory: the compute tier has "
+            f"{total_nbytes:,} bytes, {available_nbytes:,} of them available; "
+            f"allowed: {_ALLOWED['memory_budget']}"
+        )
+    return nbytes
+
+
+def compute_tier_memory(root: Path = Path("/")) -> tuple[int, int]:
+    """(total, available) bytes of RAM, the compute tier of a model that runs on the CPU.
+
+    Linux: `MemTotal` and `MemAvailable` of /proc/meminfo, lowered to the tightest `memory.max` among the
+    process's control groups (version 2); page cache charged to a group counts as available: the kernel
+    drops it. Elsewhere (macOS): physical pages by `os.sysconf`; where it does not know the available
+    ones, both are the total.
+
+    Args:
+        root: where `proc` and `sys` are mounted; tests give a directory of their own.
+    """
+    meminfo = root / "proc/meminfo"
+    if not meminfo.exists():
+        page_nbytes = os.sysconf("SC_PAGE_SIZE")
+        total = os.sysconf("SC_PHYS_PAGES") * page_nbytes
+        knows_available = "SC_AVPHYS_PAGES" in os.sysconf_names
+        return total, os.sysconf("SC_AVPHYS_PAGES") * page_nbytes if knows_available else total
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    for limit, used in _cgroup_limits(root):
+        total, available = min(total, limit), min(available, max(0, limit - used))
+    return total, available
+
+
+def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, bytes in use that cannot be dropped) of each control group that has a limit."""
+    membership = root / "proc/self/cgroup"
+    if not membership.exists():
+        return
+    paths = [line[3:] for line in membership.read_text().splitlines() if line.startswith("0::")]
+    for path in paths:
+        group = Path(path.lstrip("/"))
+        for folder in (root / "sys/fs/cgroup" / part for part in (group, *group.parents)):
+            limit = folder / "memory.max"
+            if not limit.exists() or (text := limit.read_text().strip()) == "max":
+                continue
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            droppable = int(stat["active_file"]) + int(stat["inactive_file"])
+            yield int(text), int((folder / "memory.current").read_text()) - droppable
+
+
+def _size_nbytes(value: object, *, at_least: int) -> int:
+    """Bytes of an int or of a string such as "1.5GiB" (a fraction of a byte is cut off)."""
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value.strip())
+        if match is None:
+            raise ValueError("not a size")
+        value = int(Fraction(match[1]) * _UNITS[match[2].lower()])
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError("not a whole number of bytes")
+    if value < at_least:
+        raise ValueError(f"less than {at_least} bytes")
+    return int(value)
+
+
+def _show(value: object) -> str:
+    """The value on one short line, with its type where that may be what is wrong."""
+    text = " ".join(reprlib.repr(value).split())
+    return text if isinstance(value, str) else f"{text} ({type(value).__name__})"
+
+
+def _allowed_keys() -> str:
+    return ", ".join(repr(key) for key in Options.model_fields)
+
+
+def _unknown_key(key: object) -> str:
+    nearest = (
+        difflib.get_close_matches(key, Options.model_fields, n=1, cutoff=0.5) if isinstance(key, str) else []
+    )
+    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    return f"unknown option {_show(key)}{hint}; allowed: {_allowed_keys()}"

@@ -1,0 +1,105 @@
+"""`chunkc.report`: what was predicted, what was measured, what moved and where the time went."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from chunkc.ir.errors import ChunkcError, format_nbytes
+from chunkc.session import Session, owner
+
+
+@dataclass(frozen=True)
+class Report:
+    """A model's training so far.
+
+    Attributes:
+        memory_budget_nbytes, predicted_peak_nbytes: of the compute tier.
+        measured_peak_nbytes: None where nothing meters the tier (on a CPU: `chunkc.runtime.cpu_allocator.install`).
+        minimum_budget_nbytes: the smallest budget for which the latest plans exist.
+        home_nbytes: bytes at home.
+        chunk_size_nbytes, num_chunks: chunks of parameters; gradients and states have as many again.
+        num_resident_chunks: those that never leave the compute tier.
+        traffic_nbytes: bytes copied `to_device` and `to_home` so far.
+        time_s: seconds so far in `compute`, `wait` (for copies), `to_device`, `to_home` (busy links).
+        moments: (label, predicted bytes, measured bytes or None) of the latest step.
+        plan_text: the latest plans, printed.
+    """
+
+    memory_budget_nbytes: int
+    predicted_peak_nbytes: int
+    measured_peak_nbytes: int | None
+    minimum_budget_nbytes: int
+    home_nbytes: int
+    chunk_size_nbytes: int
+    num_chunks: int
+    num_resident_chunks: int
+    traffic_nbytes: Mapping[str, int]
+    time_s: Mapping[str, float]
+    moments: tuple[tuple[str, int, int | None], ...]
+    plan_text: str
+
+    def __str__(self) -> str:
+        measured = self.measured_peak_nbytes
+        rows = [
+            ("budget", format_nbytes(self.memory_budget_nbytes)),
+            ("smallest budget", format_nbytes(self.minimum_budget_nbytes)),
+            ("predicted peak", format_nbytes(self.predicted_peak_nbytes)),
+            ("measured peak", "not metered" if measured is None else format_nbytes(measured)),
+            ("at home", format_nbytes(self.home_nbytes)),
+            (
+                "chunks",
+                f"{self.num_chunks} of {format_nbytes(self.chunk_size_nbytes)}, {self.num_resident_chunks} resident",
+            ),
+            *((f"moved {way.replace('_', ' ')}", format_nbytes(n)) for way, n in self.traffic_nbytes.items()),
+            *((f"time, {what.replace('_', ' ')}", f"{seconds:.3f} s") for what, seconds in self.time_s.items()),
+        ]
+        return "\n".join(f"{label:<18} {value}" for label, value in rows)
+
+
+def report(model: nn.Module) -> Report:
+    """What chunkc knows of a model that was placed or compiled by it.
+
+    Raises:
+        ChunkcError: chunkc has nothing to do with the model (yet).
+    """
+    sessions = {hit[0] for p in model.parameters() if (hit := owner(p)) is not None}
+    if len(sessions) != 1:
+        raise ChunkcError(
+            "no parameter of this model was placed or compiled by chunkc (compilation happens at the first call)"
+            if not sessions
+            else "parameters of this model belong to several compiled models; ask for them one by one"
+        )
+    return _report(sessions.pop())
+
+
+def _report(session: Session) -> Report:
+    store = session.store
+    moments, plans = [], {}
+    for phase, record in session.records.items():
+        planned = {m.name: m.nbytes for part in record.plan.phases if part.phase == phase for m in part.moments}
+        moments += [
+            (name, planned[name], measured) for name, measured in record.measurement.peaks if name in planned
+        ]
+        plans[str(record.plan)] = None
+    return Report(
+        memory_budget_nbytes=session.budget_nbytes,
+        predicted_peak_nbytes=session.predicted_peak_nbytes,
+        measured_peak_nbytes=session.peak_nbytes,
+        minimum_budget_nbytes=max((r.plan.minimum_nbytes for r in session.records.values()), default=0),
+        home_nbytes=store.home_nbytes,
+        chunk_size_nbytes=store.layout.chunk_nbytes,
+        num_chunks=len(store.layout.groups),
+        num_resident_chunks=len(store.resident),
+        traffic_nbytes={"to_device": store.traffic.to_device_nbytes, "to_home": store.traffic.to_home_nbytes},
+        time_s={
+            "compute": session.compute_s,
+            "wait": store.traffic.wait_s,
+            "to_device": store.tier.to_device.busy_s,
+            "to_home": store.tier.to_home.busy_s,
+        },
+        moments=tuple(moments),
+        plan_text="\n".join(plans),
+    )

@@ -1,0 +1,191 @@
+"""One session per model: its chunk store, its budget, and the values of earlier calls that are still alive.
+
+Sessions are found by the parameters they own. The registry below is the one piece of state that lives in a module;
+it holds parameters weakly and dies with them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from chunkc.ir.chunks import ChunkLayout, ParamSpec
+from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.hardware import CPU, Hardware
+from chunkc.ir.plan import Plan
+from chunkc.options import Options, compute_tier_memory, resolve_budget
+from chunkc.passes.layout import lay_out
+from chunkc.runtime.executor import Executable, Measurement
+from chunkc.runtime.homes import open_home
+from chunkc.runtime.store import ChunkStore
+from chunkc.runtime.tier import CpuTier
+
+EMPTY_LAYOUT = ChunkLayout(0, (), ())
+
+
+@dataclass
+class LiveValues:
+    """Storages that calls returned, saved or were given, watched without keeping them alive."""
+
+    _watched: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
+
+    def watch(self, tensors: Iterable[object]) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._watched[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+
+    def nbytes(self, leaving_out: Iterable[object] = ()) -> int:
+        """Bytes of those still alive, without the storages of `leaving_out`."""
+        self._watched = {key: (ref, n) for key, (ref, n) in self._watched.items() if not ref.expired()}
+        skipped = {t.untyped_storage().data_ptr() for t in leaving_out if isinstance(t, torch.Tensor)}
+        return sum(n for key, (_, n) in self._watched.items() if key not in skipped)
+
+
+@dataclass(frozen=True)
+class Record:
+    """The latest run of a phase: who ran it, by which plan, and what was measured."""
+
+    graph: object
+    plan: Plan
+    measurement: Measurement
+
+
+class Session:
+    """What all graphs compiled for one model share.
+
+    Attributes:
+        budget_nbytes: the limit for the compute tier, in bytes.
+        live: values of earlier calls.
+        records: the latest run of each phase, by phase name.
+        peak_nbytes: the largest measured bytes of any run, None where nothing meters the compute tier.
+        predicted_peak_nbytes: the largest predicted bytes of any plan that ran.
+        unplanned: whether no graph has been compiled yet, so that any group may still become resident.
+        update_plans: plans of the optimizer's step, by what they depend on.
+        update_held_nbytes: what the caller still holds of the latest forward when the optimizer steps.
+    """
+
+    def __init__(self, options: Options, source: object = None) -> None:
+        self.options = options
+        self.options_source = source
+        self.hardware: Hardware = CPU
+        self.budget_nbytes = resolve_budget(options.memory_budget, *compute_tier_memory())
+        self.store = ChunkStore(EMPTY_LAYOUT, open_home(options.home), CpuTier(), options.debug)
+        self.live = LiveValues()
+        self.records: dict[str, Record] = {}
+        self.peak_nbytes: int | None = None
+        self.predicted_peak_nbytes = 0
+        self.compute_s = 0.0
+        self.update_held_nbytes = 0
+        self.update_plans: dict[tuple, tuple[Executable, Plan]] = {}
+        self.unplanned = True
+
+    def configure(self, options: Options, source: Mapping[str, object] | None) -> None:
+        """Take over the options of a (later) compilation.
+
+        Raises:
+            OptionsError: they contradict where the parameters already are.
+        """
+        if source is self.options_source:
+            return
+        if "home" in (source or {}) and options.home != self.options.home and self.store.layout.groups:
+            raise OptionsError(
+                f"home is {options.home!r}, but the model's parameters already live in {self.options.home!r}; "
+                "use one home for place() and torch.compile()"
+            )
+        self.options, self.options_source = options, source
+        self.budget_nbytes = resolve_budget(options.memory_budget, *compute_tier_memory())
+        self.store.debug = options.debug
+
+    def extend_layout(self, specs: Iterable[ParamSpec], fixed: Iterable[ParamSpec] = ()) -> ChunkLayout:
+        """The layout with room for parameters it does not know yet, given in order of use. Moves nothing.
+
+        `fixed` are parameters that cannot live in chunks; they count among the small ones.
+        """
+        layout = self.store.layout
+        known = set(layout.group_of()) | {spec.name for spec in layout.small}
+        new = [spec for spec in specs if spec.name not in known]
+        if new:
+            chunk_nbytes = self.options.chunk_size if isinstance(self.options.chunk_size, int) else None
+            layout = lay_out(new, chunk_nbytes, extending=layout if layout.chunk_nbytes else None)
+        staying = tuple(spec for spec in fixed if spec.name not in known)
+        return ChunkLayout(layout.chunk_nbytes, layout.groups, (*layout.small, *staying))
+
+    def record(self, phase: str, graph: object, plan: Plan, measurement: Measurement) -> None:
+        """Keep what a run measured."""
+        self.records[phase] = Record(graph, plan, measurement)
+        self.predicted_peak_nbytes = max(self.predicted_peak_nbytes, plan.predicted_peak_nbytes)
+        self.compute_s += measurement.compute_s
+        for _, nbytes in measurement.peaks:
+            if nbytes is not None:
+                self.peak_nbytes = max(self.peak_nbytes or 0, nbytes)
+
+    def own(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Register parameters as this session's."""
+        for name, parameter in parameters.items():
+            _owners[parameter] = (self, name)
+
+
+_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def owner(parameter: torch.Tensor) -> tuple[Session, str] | None:
+    """The session that owns a parameter, and the parameter's name in it."""
+    return _owners.get(parameter)
+
+
+def session_for(
+    parameters: Iterable[nn.Parameter], options: Options, source: Mapping[str, object] | None
+) -> Session:
+    """The session of a graph being compiled: its parameters' own, else that of the same options object, else new.
+
+    Raises:
+        UnsupportedError: the parameters belong to several sessions.
+        OptionsError: see `Session.configure`.
+    """
+    found = {id(hit[0]): hit[0] for p in parameters if (hit := owner(p)) is not None}
+    if len(found) > 1:
+        raise UnsupportedError(
+            "the graph uses parameters of models that were compiled or placed apart; compile them as one model"
+        )
+    session = next(iter(found.values()), None)
+    if session is None and source is not None:
+        session = next((s for s in _sessions if s.options_source is source), None)
+    if session is None:
+        session = Session(options, source)
+        _sessions.add(session)
+    session.configure(options, source)
+    return session
+
+
+def spec_of(name: str, parameter: nn.Parameter) -> ParamSpec:
+    """What the planner needs to know of a parameter."""
+    return ParamSpec(
+        name, tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype, parameter.requires_grad
+    )
+
+
+def can_move(parameter: nn.Parameter) -> bool:
+    """Whether a parameter can live in a chunk: a dense CPU tensor that fills its own storage."""
+    return (
+        type(parameter) is nn.Parameter
+        and parameter.layout is torch.strided
+        and parameter.device.type == "cpu"
+        and parameter.dtype.is_floating_point
+        and parameter.numel() > 0
+        and _is_dense(parameter)
+        and parameter.untyped_storage().nbytes() == parameter.nbytes
+    )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements fill its span without gaps or overlap, in whatever order of dimensions."""
+    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.shape[d]), reverse=True)
+    return tensor.detach().permute(order).is_contiguous()

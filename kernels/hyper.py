@@ -1,0 +1,107 @@
+"""What every Adam kernel shares: the hyper-parameters of one update and the check of its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+GRAD_DTYPES = (torch.float32, *LOW_PRECISION)
+
+
+class AdamScalars(NamedTuple):
+    """The scalars of the inner loop, each computed in double precision on the host, as `torch.optim` does.
+
+    Kernels round them to fp32 once, where `torch.optim` rounds them at every operation: the same value.
+    """
+
+    grad_sign: float  # -1 to maximize, else 1
+    decay: float  # AdamW: what parameters are multiplied by; 1 otherwise
+    l2: float  # Adam: the weight decay added to the gradient; 0 otherwise
+    lerp_weight: float  # 1 - beta1
+    beta2: float
+    one_minus_beta2: float
+    bias_correction2_sqrt: float
+    eps: float
+    neg_step_size: float  # -lr / (1 - beta1 ** step)
+
+
+@dataclass(frozen=True, slots=True)
+class AdamHyper:
+    """Hyper-parameters of one Adam or AdamW update. Hashable, so kernels may cache what they derive.
+
+    Args:
+        step: the number of this update, from 1: `torch.optim`'s step after its increment.
+        decoupled: AdamW's weight decay if true, else Adam's (added to the gradient).
+
+    Raises:
+        ValueError: a value is outside the range that `torch.optim.Adam` accepts, or `step` is under 1.
+    """
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    step: int = 1
+    decoupled: bool = True
+    maximize: bool = False
+
+    def __post_init__(self) -> None:
+        if self.step < 1:
+            raise ValueError(f"step counts updates from 1, got {self.step}")
+        for name in ("beta1", "beta2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        for name in ("lr", "eps", "weight_decay"):
+            if not getattr(self, name) >= 0.0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+
+    def scalars(self) -> AdamScalars:
+        """The derived scalars, in double precision."""
+        return AdamScalars(
+            grad_sign=-1.0 if self.maximize else 1.0,
+            decay=1 - self.lr * self.weight_decay if self.decoupled else 1.0,
+            l2=0.0 if self.decoupled else self.weight_decay,
+            lerp_weight=1 - self.beta1,
+            beta2=self.beta2,
+            one_minus_beta2=1 - self.beta2,
+            bias_correction2_sqrt=(1 - self.beta2**self.step) ** 0.5,
+            eps=self.eps,
+            neg_step_size=-(self.lr / (1 - self.beta1**self.step)),
+        )
+
+
+def check_adam_run(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The run's tensors in that order, without a master that is None.
+
+    Raises:
+        ValueError: a tensor is not flat and contiguous, lengths differ, or a dtype is not one of: fp32
+            parameters without master, bf16 or fp16 parameters with an fp32 master; fp32 moments;
+            fp32, bf16 or fp16 gradients.
+    """
+    states = (exp_avg, exp_avg_sq) if master is None else (exp_avg, exp_avg_sq, master)
+    tensors = (param, grad, *states)
+    num_elements = param.numel()
+    for tensor in tensors:
+        if tensor.dim() != 1 or tensor.numel() != num_elements or not tensor.is_contiguous():
+            raise ValueError(
+                "an Adam run needs flat, contiguous tensors of one length, got shapes "
+                f"{[tuple(t.shape) for t in tensors]} with strides {[t.stride() for t in tensors]}"
+            )
+    for state in states:
+        if state.dtype != torch.float32:
+            raise ValueError(f"moments and master must be float32, got {[s.dtype for s in states]}")
+    if grad.dtype not in GRAD_DTYPES:
+        raise ValueError(f"gradients must be float32, bfloat16 or float16, got {grad.dtype}")
+    if param.dtype not in LOW_PRECISION if master is not None else param.dtype != torch.float32:
+        raise ValueError(
+            "parameters must be float32 without a master, or bfloat16 or float16 with one; got "
+            f"{param.dtype} {'without' if master is None else 'with'} a master"
+        )
+    return tensors

@@ -1,0 +1,142 @@
+"""Compile each distinct segment once, and read off what it will allocate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext
+from torch._inductor.compile_fx import compile_fx_inner
+
+from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.program import SegmentMemory
+from chunkc.passes.graphs import is_compute, output_node, placeholders, returned
+from chunkc.passes.segment_memory import eager_memory, inductor_memory
+from chunkc.passes.segments import Segment
+
+BoxedCallable = Callable[[list[Any]], Sequence[Any]]
+"""Takes a list of inputs, which it empties, and returns the outputs."""
+
+
+@dataclass(frozen=True)
+class CompiledSegment:
+    """A segment ready to run, and its memory."""
+
+    run: BoxedCallable
+    memory: SegmentMemory
+
+
+def compile_segment(segment: Segment, codegen: str, num_threads: int) -> CompiledSegment:
+    """Compile by Inductor, or for `codegen="eager"` into a plain walk over the graph.
+
+    Raises:
+        UnsupportedError: Inductor generated something whose memory cannot be read off.
+    """
+    graph = segment.module.graph
+    if codegen == "eager" or not any(is_compute(node) for node in graph.nodes):
+        return CompiledSegment(EagerSegment(segment.module), eager_memory(graph, num_threads))
+    with _own_output_strides():
+        compiled = compile_fx_inner(segment.module, segment.example_inputs)
+    source = getattr(compiled, "source_code", None)
+    if not source:
+        raise UnsupportedError(
+            "this version of Inductor keeps no source of its wrappers, so their memory cannot be read off; "
+            'compile with options={"codegen": "eager"}'
+        )
+    expected = [node.meta["val"] for node in returned(graph) if node is not None]
+    memory = inductor_memory(source, segment.example_inputs, num_threads)
+    assert len(memory.outputs) == len(expected)
+    return CompiledSegment(compiled, memory)
+
+
+@contextmanager
+def _own_output_strides() -> Iterator[None]:
+    """Keep a segment's output strides away from the tracing context, which expects those of the whole graph."""
+    context = TracingContext.try_get()
+    if context is None:
+        yield
+        return
+    former, context.output_strides = context.output_strides, None
+    try:
+        yield
+    finally:
+        context.output_strides = former
+
+
+class EagerSegment:
+    """Runs a segment node by node; every value is dropped right after its last reader."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        graph = module.graph
+        nodes = [node for node in graph.nodes if is_compute(node)]
+        index = {node: i for i, node in enumerate([*placeholders(graph), *nodes])}
+        last: dict[fx.Node, fx.Node] = {}
+        for node in [*nodes, output_node(graph)]:
+            for source in node.all_input_nodes:
+                last[source] = node
+        self._size = len(index)
+        self._steps = []
+        for node in nodes:
+            target: Any = node.target
+            if node.op == "get_attr":
+                constant = _attribute(module, str(node.target))
+                target = _Constant(constant)
+            dead = tuple(index[source] for source in node.all_input_nodes if last[source] is node)
+            args = () if node.op == "get_attr" else node.args
+            self._steps.append((target, _template(args, index), _template(node.kwargs, index), index[node], dead))
+        self._outputs = tuple(index[node] for node in returned(graph) if node is not None)
+
+    def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
+        values: list[Any] = [None] * self._size
+        values[: len(inputs)] = inputs
+        inputs.clear()
+        for target, args, kwargs, position, dead in self._steps:
+            values[position] = target(*_fill(args, values), **_fill(kwargs, values))
+            for index in dead:
+                values[index] = None
+        return tuple(values[index] for index in self._outputs)
+
+
+@dataclass(frozen=True)
+class _Constant:
+    value: object
+
+    def __call__(self) -> object:
+        return self.value
+
+
+@dataclass(frozen=True)
+class _Ref:
+    index: int
+
+
+def _attribute(module: torch.nn.Module, path: str) -> object:
+    value: object = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _template(value: Any, index: Mapping[fx.Node, int]) -> Any:
+    """Arguments with nodes replaced by references to their values."""
+    if isinstance(value, fx.Node):
+        return _Ref(index[value])
+    if isinstance(value, (list, tuple)):
+        return tuple(_template(item, index) for item in value)
+    if isinstance(value, dict):
+        return {key: _template(item, index) for key, item in value.items()}
+    return value
+
+
+def _fill(template: Any, values: list[Any]) -> Any:
+    if isinstance(template, _Ref):
+        return values[template.index]
+    if isinstance(template, tuple):
+        return tuple(_fill(item, values) for item in template)
+    if isinstance(template, dict):
+        return {key: _fill(item, values) for key, item in template.items()}
+    return template

@@ -1,0 +1,98 @@
+"""Small questions about an ATen FX graph: storages behind a node, bytes, the user's module and parameter names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """The fake tensors a node produced while it was traced (empty for symbols and None)."""
+    return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identifies a storage within one graph; meaningless outside it."""
+    return tensor.untyped_storage()._cdata
+
+
+def storage_keys(node: fx.Node) -> list[int]:
+    return [storage_key(tensor) for tensor in tensors_of(node)]
+
+
+def storage_nbytes(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage().nbytes())
+
+
+def is_compute(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_module", "call_method", "get_attr")
+
+
+def is_getitem(node: fx.Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
+
+
+def is_view_of(node: fx.Node, base_keys: set[int]) -> bool:
+    """Whether everything a node produces lives in one of the given storages."""
+    keys = storage_keys(node)
+    return is_compute(node) and bool(keys) and all(key in base_keys for key in keys)
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    return next(iter(reversed(graph.nodes)))
+
+
+def returned(graph: fx.Graph) -> list[fx.Node | None]:
+    """What a graph returns, flat: a node, or None for an output that is not there."""
+    (values,) = output_node(graph).args
+    assert isinstance(values, (tuple, list))
+    return [value if isinstance(value, fx.Node) else None for value in values]
+
+
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return list(graph.find_nodes(op="placeholder"))
+
+
+def op_name(node: fx.Node) -> str:
+    """`aten.mm` for an ATen overload, the target's own name otherwise."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, _, name = target._schema.name.partition("::")
+        return f"{namespace}.{name}"
+    return str(getattr(target, "__name__", target))
+
+
+_ATTRIBUTE = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]|\.([A-Za-z_]\w*)|\[(\d+)\]")
+
+
+def attribute_path(source: str) -> str:
+    """The user's name for what Dynamo's source expression reads.
+
+    `L['self']._modules['h']._modules['0']._parameters['weight']` is `h.0.weight`.
+    """
+    head = re.match(r"^[LG]\['[^']*'\]", source)
+    parts = [a or b or c for a, b, c in _ATTRIBUTE.findall(source[head.end() :] if head else source)]
+    return ".".join(part for part in parts if part not in ("_modules", "_parameters", "_buffers"))
+
+
+def module_path(node: fx.Node) -> str:
+    """The user's module that a node was traced in, innermost; "" when the trace does not say."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = list(stack.values())[-1][0]
+    return attribute_path(path) if path.startswith(("L[", "G[")) else str(path)
+
+
+def input_nodes_in_order(nodes: list[fx.Node]) -> Iterator[fx.Node]:
+    """Nodes read by `nodes` from outside of it, each once, in order of first use."""
+    inside, seen = set(nodes), set()
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source not in inside and source not in seen:
+                seen.add(source)
+                yield source

@@ -1,0 +1,83 @@
+"""Program and plan into an FX graph with chunk nodes: what the verifier checks, the runtime lowers and people read."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Mapping
+
+from torch import fx, nn
+
+from chunkc.ir import chunk_ops
+from chunkc.ir.chunks import EXP_AVG, GRAD, MASTER, PARAM, ChunkLayout, chunk_name
+from chunkc.ir.plan import PhasePlan
+from chunkc.ir.program import PhaseProgram
+
+WRITTEN_BY_UPDATE = frozenset({PARAM, MASTER, EXP_AVG, "exp_avg_sq"})
+
+
+def insert_events(
+    program: PhaseProgram,
+    plan: PhasePlan,
+    segments: Mapping[str, nn.Module],
+    *,
+    group_of: Mapping[str, int],
+    resident: frozenset[int],
+) -> fx.GraphModule:
+    """Build the rewritten graph of one phase.
+
+    Placeholders carry `meta["storage"] = (name, bytes, held)`, for the verifier. A gradient is owned by its sink when
+    its storage was made by the call, for it alone: one value, one gradient, nothing returned.
+    """
+    graph = fx.Graph()
+    values: dict[str, fx.Node] = {}
+    program_storages = program.value_storages()
+    sharing = Counter(program_storages[value] for value in program.outputs if value is not None)
+    for call in program.calls:
+        sharing.update(call.output_storages)
+        sharing.update(program_storages[value] for value, _ in call.gradients)
+    for value, storage in program.inputs.items():
+        node = graph.placeholder(value)
+        node.meta["storage"] = (storage, program.storages[storage], storage in program.held)
+        node.meta["parameter"] = program.parameters.get(value)
+        values[value] = node
+    for call, stop in zip(program.calls, plan.stops):
+        _events(graph, stop)
+        args = [values[value] for value in call.inputs]
+        for position, name in call.parameters:
+            group = group_of.get(name)
+            if group is not None and group not in resident:
+                args[position] = graph.call_function(chunk_ops.parameter, (chunk_name(PARAM, group), name))
+        result = graph.call_module(call.segment, tuple(args))
+        result.meta["call"] = call.name
+        for index, value in enumerate(call.outputs):
+            values[value] = graph.call_function(operator.getitem, (result, index))
+        for value, name in call.gradients:
+            group = group_of.get(name)
+            chunk = None if group is None or group in resident else chunk_name(GRAD, group)
+            storage = program_storages[value]
+            owned = storage.startswith(f"{call.name}:") and sharing[storage] == 2
+            graph.call_function(chunk_ops.sink, (name, chunk, values[value], owned))
+    _events(graph, plan.stops[-1])
+    graph.output(tuple(None if value is None else values[value] for value in program.outputs))
+    root = nn.Module()
+    for call in program.calls:
+        if not hasattr(root, call.segment):
+            root.add_module(call.segment, segments[call.segment])
+    return fx.GraphModule(root, graph, f"chunkc_{program.phase}")
+
+
+def insert_update_events(plan: PhasePlan, groups: tuple[int, ...], layout: ChunkLayout) -> fx.GraphModule:
+    """The optimizer's step over `groups`, one fused update per group, with the events of `plan`."""
+    graph = fx.Graph()
+    for group, stop in zip(groups, plan.stops):
+        _events(graph, stop)
+        graph.call_function(chunk_ops.update, (group,))
+    _events(graph, plan.stops[-1])
+    graph.output(())
+    return fx.GraphModule(nn.Module(), graph, "chunkc_update")
+
+
+def _events(graph: fx.Graph, stop: tuple) -> None:
+    for event in stop:
+        graph.call_function(chunk_ops.EVENT_TARGETS[event.kind], (event.chunk,))

@@ -1,0 +1,98 @@
+"""Parameters into fixed-size chunks, in order of use (PatrickStar's chunk mapping, made block by block).
+
+A chunk boundary inside a repeated block would fall at a different place in every block, and with it the cuts
+between segments: then no two blocks would compile to the same code. So a block (`h.3`, `encoder.layer.11`) that
+fits a chunk is never torn, and one that does not is torn at the same places everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from chunkc.ir.chunks import ALIGNMENT_NBYTES, ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
+
+SMALL_SHARE = 64
+"""A parameter below this share of a chunk (norms, biases) stays on the compute tier."""
+
+
+def block_of(name: str) -> tuple[str, bool]:
+    """The repeated block a parameter belongs to, and whether it is one: up to the first numeric component."""
+    parts = name.split(".")
+    for position, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: position + 1]), True
+    return ".".join(parts[:-1]) or name, False
+
+
+def blocks_in_order(specs: Iterable[ParamSpec]) -> list[list[ParamSpec]]:
+    blocks: dict[str, list[ParamSpec]] = {}
+    for spec in specs:
+        blocks.setdefault(block_of(spec.name)[0], []).append(spec)
+    return list(blocks.values())
+
+
+def auto_chunk_nbytes(specs: Sequence[ParamSpec]) -> int:
+    """One repeated block per chunk; without repetition, a sixteenth of the model but no less than a tensor."""
+    total = sum(spec.nbytes for spec in specs)
+    repeated = [block for block in blocks_in_order(specs) if block_of(block[0].name)[1]]
+    if repeated:
+        wanted = max(max(_room(block) for block in repeated), total // 64)
+    else:
+        wanted = max(max((spec.nbytes for spec in specs), default=0), total // 16)
+    return max(4096, -(-wanted // 4096) * 4096)
+
+
+def lay_out(
+    specs: Sequence[ParamSpec], chunk_nbytes: int | None = None, *, extending: ChunkLayout | None = None
+) -> ChunkLayout:
+    """Lay parameters, given in order of use, into chunks of `chunk_nbytes` (None: chosen from the model alone).
+
+    A tensor larger than a chunk gets a chunk of its own size. Frozen and trainable parameters, and dtypes, never
+    share a chunk. With `extending`, its groups stay as they are and the new ones come after them.
+    """
+    if chunk_nbytes is None:
+        chunk_nbytes = extending.chunk_nbytes if extending else auto_chunk_nbytes(specs)
+    small = [spec for spec in specs if spec.nbytes * SMALL_SHARE <= chunk_nbytes]
+    large = [spec for spec in specs if spec.nbytes * SMALL_SHARE > chunk_nbytes]
+    bins: list[list[ParamSpec]] = []
+    open_bin: dict[tuple, int] = {}  # (dtype, trainable) -> index of the bin that may still take more
+    for block in blocks_in_order(large):
+        by_class: dict[tuple, list[ParamSpec]] = {}
+        for spec in block:
+            by_class.setdefault((spec.dtype, spec.trainable), []).append(spec)
+        for key, members in by_class.items():
+            whole = _room(members) <= chunk_nbytes
+            if key in open_bin and whole and _room([*bins[open_bin[key]], *members]) <= chunk_nbytes:
+                bins[open_bin[key]].extend(members)
+                continue
+            bins.append([])
+            open_bin[key] = len(bins) - 1
+            for spec in members:
+                if bins[-1] and _room([*bins[-1], spec]) > chunk_nbytes:
+                    bins.append([])
+                bins[-1].append(spec)
+            if whole:
+                open_bin[key] = len(bins) - 1
+            else:
+                del open_bin[key]
+    first = extending.groups if extending else ()
+    groups = [_group(len(first) + index, members) for index, members in enumerate(bins)]
+    known = extending.small if extending else ()
+    return ChunkLayout(chunk_nbytes, (*first, *groups), (*known, *small))
+
+
+def _aligned(numel: int, itemsize: int) -> int:
+    unit = ALIGNMENT_NBYTES // itemsize
+    return -(-numel // unit) * unit
+
+
+def _room(specs: Iterable[ParamSpec]) -> int:
+    return sum(_aligned(spec.numel, spec.dtype.itemsize) * spec.dtype.itemsize for spec in specs)
+
+
+def _group(index: int, specs: Sequence[ParamSpec]) -> ChunkGroup:
+    slices, offset = [], 0
+    for spec in specs:
+        slices.append(TensorSlice(spec, offset))
+        offset += _aligned(spec.numel, spec.dtype.itemsize)
+    return ChunkGroup(index, specs[0].dtype, specs[0].trainable, offset, tuple(slices))

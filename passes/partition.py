@@ -1,0 +1,52 @@
+"""Joint graph to forward and backward, such that no view or cast of a parameter is saved for the backward.
+
+A saved view or cast would pin its chunk, or a second copy of it, from the forward to the backward. Saving the
+parameter itself costs nothing: the backward reads it from its chunk again. So everything that is computed from
+one parameter alone, without arithmetic, is marked to be recomputed, and the min-cut partitioner
+(Chen et al., arXiv:1604.06174, as a cut; PyTorch's `min_cut_rematerialization_partition`) does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import CheckpointPolicy
+
+from chunkc.passes.graphs import is_compute, is_view_of, placeholders, storage_keys
+
+aten = torch.ops.aten
+_CASTS = {
+    aten._to_copy.default,
+    torch.ops.prims.convert_element_type.default,
+    aten.clone.default,
+}
+
+
+def mark_parameter_views(joint: fx.GraphModule, is_parameter: Sequence[bool]) -> None:
+    """Mark views, casts and copies of single parameters to be recomputed in the backward.
+
+    `is_parameter` is aligned with the joint graph's primals.
+    """
+    for primal, parameter in zip(placeholders(joint.graph), is_parameter):
+        if not parameter:
+            continue
+        frontier = [primal]
+        while frontier:
+            source = frontier.pop()
+            keys = set(storage_keys(source))
+            for user in source.users:
+                if is_compute(user) and (user.target in _CASTS or is_view_of(user, keys)):
+                    user.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+                    frontier.append(user)
+
+
+def partition(
+    joint: fx.GraphModule, joint_inputs: Sequence[object], *, is_parameter: Sequence[bool], **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Min-cut partition with parameters' views recomputed. `kwargs` are the partitioner's own."""
+    mark_parameter_views(joint, is_parameter)
+    return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)

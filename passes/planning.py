@@ -1,0 +1,234 @@
+"""From positions to a `Plan`: what stays resident, what the minimum is, when everything else moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from chunkc.ir.chunks import MASTER, ChunkLayout, chunk_name, split_chunk_name
+from chunkc.ir.errors import BudgetError
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.plan import EVICT, PREFETCH, Event, Moment, PhasePlan, Plan, Position
+from chunkc.ir.program import UPDATE
+from chunkc.passes.schedule import required_nbytes, schedule
+
+BETWEEN = "between"
+
+SLACK_CHUNKS = 2
+"""Room for copies on the way that a resident group may not take: one chunk arriving, one leaving."""
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """What a graph needs, before any budget is known.
+
+    Attributes:
+        forward, backward: positions of the phases (backward empty in inference).
+        update: one position per trainable group: the optimizer's step over it (empty in inference).
+        boundary_nbytes: held between forward and backward: inputs, saved values, outputs with room for a loss.
+    """
+
+    forward: tuple[Position, ...]
+    backward: tuple[Position, ...]
+    update: tuple[Position, ...]
+    boundary_nbytes: int
+
+    @property
+    def all(self) -> tuple[Position, ...]:
+        return self.forward + self.backward + self.update
+
+
+def update_positions(layout: ChunkLayout, groups: Sequence[int], held_nbytes: int) -> tuple[Position, ...]:
+    """The optimizer's step as positions: each group needs its parameters, gradients and states at once."""
+    found = []
+    for index in groups:
+        group = layout.groups[index]
+        chunks = {kind: chunk_name(kind, index) for kind in group.update_kinds}
+        gradient = chunks.pop("grad")
+        found.append(
+            Position(
+                name=f"{UPDATE}.{index}",
+                phase=UPDATE,
+                non_model_nbytes=held_nbytes,
+                op="optimizer update",
+                module=group.slices[0].spec.name.rpartition(".")[0],
+                reads=frozenset({gradient}),
+                writes=frozenset(chunks.values()),
+                cost_s=group.numel * 30 / 1.5e10,
+            )
+        )
+    return tuple(found)
+
+
+def small_nbytes(layout: ChunkLayout) -> int:
+    """Parameters that never move, with their gradients and states."""
+    return sum(spec.nbytes + spec.state_nbytes for spec in layout.small)
+
+
+def chunk_sizes(layout: ChunkLayout) -> dict[str, int]:
+    return {
+        chunk_name(kind, group.index): group.nbytes(kind)
+        for group in layout.groups
+        for kind in {*group.update_kinds, MASTER}
+    }
+
+
+def fixed_nbytes(layout: ChunkLayout, resident: frozenset[int]) -> int:
+    """Model data on the compute tier for good."""
+    return small_nbytes(layout) + sum(layout.groups[index].resident_nbytes for index in resident)
+
+
+def _moving(position: Position, resident: frozenset[int]) -> Position:
+    """The position without the chunks of resident groups."""
+
+    def keep(chunks: frozenset[str]) -> frozenset[str]:
+        return frozenset(chunk for chunk in chunks if split_chunk_name(chunk)[1] not in resident)
+
+    return Position(
+        position.name,
+        position.phase,
+        position.non_model_nbytes,
+        position.op,
+        position.module,
+        keep(position.reads),
+        keep(position.writes),
+        position.cost_s,
+    )
+
+
+def choose_resident(
+    profile: StepProfile, layout: ChunkLayout, budget_nbytes: int, allowed: frozenset[int]
+) -> frozenset[int]:
+    """The groups that stay on the compute tier: all if they fit, else the first ones used that leave room to move.
+
+    First ones first: at the end of a step the next forward needs them soonest (cyclic furthest next use).
+    """
+    sizes = chunk_sizes(layout)
+
+    def fits(resident: frozenset[int], slack_nbytes: int) -> bool:
+        fixed = fixed_nbytes(layout, resident) + slack_nbytes
+        return all(
+            fixed + p.non_model_nbytes + required_nbytes(_moving(p, resident), sizes) <= budget_nbytes
+            for p in profile.all
+        )
+
+    everything = frozenset(group.index for group in layout.groups)
+    if allowed == everything and fits(everything, 0):
+        return everything
+    slack = SLACK_CHUNKS * max((size for size in sizes.values()), default=0)
+    resident: frozenset[int] = frozenset()
+    for group in layout.groups:
+        wider = resident | {group.index}
+        if group.index in allowed and fits(wider, slack):
+            resident = wider
+    return resident
+
+
+def check_minimum(
+    positions: Sequence[Position],
+    layout: ChunkLayout,
+    budget_nbytes: int,
+    held_nbytes: int,
+    resident: frozenset[int] = frozenset(),
+) -> int:
+    """The smallest budget that works.
+
+    Raises:
+        BudgetError: `budget_nbytes` is below it.
+    """
+    sizes = chunk_sizes(layout)
+    fixed = fixed_nbytes(layout, resident)
+    if not positions:
+        return fixed + held_nbytes
+
+    def total(position: Position) -> int:
+        moving = required_nbytes(_moving(position, resident), sizes)
+        return fixed + held_nbytes + position.non_model_nbytes + moving
+
+    worst = max(positions, key=total)
+    minimum = total(worst)
+    if minimum > budget_nbytes:
+        moving = _moving(worst, resident)
+        contents = [
+            ("activations, temporaries and inputs", worst.non_model_nbytes),
+            ("parameters on the compute tier, with gradients and optimizer states", fixed),
+            ("values of earlier calls that are still held", held_nbytes),
+            *((f"chunk {chunk} ({_describe(layout, chunk)})", sizes[chunk]) for chunk in sorted(moving.chunks)),
+        ]
+        raise BudgetError(
+            minimum_nbytes=minimum,
+            budget_nbytes=budget_nbytes,
+            moment=f"{worst.op} ({worst.name})",
+            module=worst.module,
+            contents=sorted(((k, n) for k, n in contents if n), key=lambda item: -item[1]),
+        )
+    return minimum
+
+
+def _describe(layout: ChunkLayout, chunk: str) -> str:
+    slices = layout.groups[split_chunk_name(chunk)[1]].slices
+    names = [s.spec.name for s in slices]
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+
+def plan_phases(
+    phases: Sequence[tuple[str, Sequence[Position]]],
+    layout: ChunkLayout,
+    *,
+    budget_nbytes: int,
+    resident: frozenset[int],
+    hardware: Hardware,
+    held_nbytes: int = 0,
+    boundary_nbytes: int = 0,
+) -> Plan:
+    """Plan phases that follow each other; chunks may stay in their slots from one to the next.
+
+    Args:
+        held_nbytes: bytes on the compute tier that belong to others: values of earlier calls still in flight.
+        boundary_nbytes: non-model bytes while user code runs between the phases.
+
+    Raises:
+        BudgetError: no plan fits; its `minimum_nbytes` holds for this `resident`.
+    """
+    fixed = fixed_nbytes(layout, resident)
+    sizes = chunk_sizes(layout)
+    line: list[Position] = []
+    spans, barriers = [], []
+    for name, phase in phases:
+        if line:
+            line.append(_between(boundary_nbytes))
+        barriers.append(len(line))
+        spans.append((name, len(line), len(line) + len(phase)))
+        line += [_moving(position, resident) for position in phase]
+    calls = [position for position in line if position.phase != BETWEEN]
+    minimum = check_minimum(calls, layout, budget_nbytes, held_nbytes, resident)
+    capacity = [max(0, budget_nbytes - fixed - held_nbytes - position.non_model_nbytes) for position in line]
+    stops, occupancy = schedule(line, sizes, capacity, hardware, barriers)
+    planned, kept = [], frozenset[str]()
+    for index, (name, begin, end) in enumerate(spans):
+        moments = tuple(
+            Moment(p.name, name, p.op, p.module, fixed + held_nbytes, p.non_model_nbytes, slots)
+            for p, slots in zip(line[begin:end], occupancy[begin:end])
+        )
+        # The stop before "between", and the one after it, both belong to the end of the earlier phase.
+        tail = stops[end]
+        planned.append(PhasePlan(name, (*stops[begin:end], tail), moments))
+        if index + 1 < len(spans):
+            kept = _present_after([*stops[: end + 1]])
+    return Plan(budget_nbytes, minimum, resident, tuple(planned), kept)
+
+
+def _between(non_model_nbytes: int) -> Position:
+    """User code between phases, as a call that needs no chunk: what it leaves may stay in slots."""
+    return Position(BETWEEN, BETWEEN, non_model_nbytes, "user code", "", frozenset(), frozenset(), 0.0)
+
+
+def _present_after(stops: Sequence[tuple[Event, ...]]) -> frozenset[str]:
+    present: set[str] = set()
+    for stop in stops:
+        for event in stop:
+            if event.kind == PREFETCH:
+                present.add(event.chunk)
+            elif event.kind == EVICT:
+                present.remove(event.chunk)
+    return frozenset(present)

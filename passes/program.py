@@ -1,0 +1,155 @@
+"""Pieces of a cut graph into a `PhaseProgram`: values, their storages, and what each call reads and makes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram, SegmentCall, SegmentMemory
+from chunkc.passes.graphs import module_path, placeholders, returned, storage_key, storage_nbytes, tensors_of
+from chunkc.passes.segments import Piece
+
+
+def forward_program(
+    graph: fx.Graph,
+    pieces: Sequence[Piece],
+    memories: Mapping[str, SegmentMemory],
+    *,
+    parameters: Mapping[str, str],
+    num_user_outputs: int,
+    hardware: Hardware,
+) -> PhaseProgram:
+    """`parameters` maps placeholder names to parameter names, for parameters in the layout."""
+    inputs, storages = _input_storages(graph, parameters)
+    held = frozenset(inputs.values())
+    calls = _calls(FORWARD, pieces, memories, inputs, storages, parameters, {}, hardware)
+    outputs = tuple(node.name if node is not None else None for node in returned(graph))
+    return PhaseProgram(FORWARD, inputs, storages, held, dict(parameters), calls, outputs, num_user_outputs)
+
+
+def backward_program(
+    graph: fx.Graph,
+    pieces: Sequence[Piece],
+    memories: Mapping[str, SegmentMemory],
+    forward: PhaseProgram,
+    *,
+    parameters: Mapping[str, str],
+    gradients: Mapping[int, str],
+    hardware: Hardware,
+) -> PhaseProgram:
+    """`gradients` maps positions among the graph's outputs to parameter names."""
+    inputs, storages = _input_storages(graph, parameters)
+    forward_storages = forward.value_storages()
+    saved = forward.outputs[forward.num_user_outputs :]
+    for node, value in zip(placeholders(graph), saved):
+        if node.name not in parameters and value is not None:
+            storage = forward_storages[value]
+            storages.pop(inputs[node.name], None)
+            inputs[node.name] = storage
+            storages[storage] = forward.storages.get(storage, 0)
+    user_outputs = [value for value in forward.outputs[: forward.num_user_outputs] if value is not None]
+    held = set(forward.held) | {forward_storages[value] for value in user_outputs}
+    tangents = [node.name for node in placeholders(graph)[len(saved) :] if node.name not in parameters]
+    held |= {inputs[name] for name in tangents}
+    for storage in held - set(storages):
+        storages[storage] = forward.storages.get(storage, 0)
+    nodes = returned(graph)
+    wanted: dict[str, list[str]] = {}
+    for position, parameter in gradients.items():
+        node = nodes[position]
+        if node is not None:
+            wanted.setdefault(node.name, []).append(parameter)
+    calls = _calls(BACKWARD, pieces, memories, inputs, storages, parameters, wanted, hardware)
+    outputs = tuple(
+        node.name if node is not None and index not in gradients else None for index, node in enumerate(nodes)
+    )
+    return PhaseProgram(
+        BACKWARD, inputs, storages, frozenset(held), dict(parameters), calls, outputs, len(outputs)
+    )
+
+
+def _input_storages(graph: fx.Graph, parameters: Mapping[str, str]) -> tuple[dict[str, str], dict[str, int]]:
+    """Input value -> storage, storage -> bytes. Parameters' own storages are not the program's: zero bytes."""
+    inputs, storages, names = {}, {}, {}
+    for node in placeholders(graph):
+        tensors = tensors_of(node)
+        if not tensors:
+            inputs[node.name] = f"in:{node.name}"
+            storages[inputs[node.name]] = 0
+            continue
+        name = names.setdefault(storage_key(tensors[0]), f"in:{node.name}")
+        inputs[node.name] = name
+        storages[name] = 0 if node.name in parameters else storage_nbytes(tensors[0])
+    return inputs, storages
+
+
+def _calls(
+    phase: str,
+    pieces: Sequence[Piece],
+    memories: Mapping[str, SegmentMemory],
+    inputs: Mapping[str, str],
+    storages: dict[str, int],
+    parameters: Mapping[str, str],
+    gradients: Mapping[str, Sequence[str]],
+    hardware: Hardware,
+) -> tuple[SegmentCall, ...]:
+    value_storage = dict(inputs)
+    calls = []
+    for index, piece in enumerate(pieces):
+        name, memory = f"{phase}.{index}", memories[piece.segment.name]
+        in_names = tuple(node.name for node in piece.inputs)
+        read = tuple((i, parameters[n]) for i, n in enumerate(in_names) if n in parameters)
+        out_storages = []
+        for node, number in zip(piece.outputs, memory.outputs):
+            if number >= 0:
+                storage = f"{name}:{number}"
+                storages[storage] = memory.storage_nbytes[number]
+            else:
+                source = in_names[-1 - number]
+                if source in parameters and not piece.reads_home:
+                    raise UnsupportedError(
+                        f"{node.name} in {module_path(node) or 'the model'} is a view of parameter "
+                        f"{parameters[source]} that outlives its chunk; return a copy (`.clone()`) instead"
+                    )
+                storage = value_storage[source]
+            value_storage[node.name] = storage
+            out_storages.append(storage)
+        made = tuple((n.name, p) for n in piece.outputs for p in gradients.get(n.name, ()))
+        calls.append(
+            SegmentCall(
+                name,
+                piece.segment.name,
+                in_names,
+                tuple(node.name for node in piece.outputs),
+                tuple(out_storages),
+                () if piece.reads_home else read,
+                made,
+                _main_module(piece.nodes),
+                _cost_s(piece.nodes, hardware),
+            )
+        )
+    return tuple(calls)
+
+
+def _main_module(nodes: Sequence[fx.Node]) -> str:
+    """The user's module most of the nodes stem from, two levels of nesting below a repeated block at most."""
+    paths = Counter(path for node in nodes if (path := module_path(node)))
+    return paths.most_common(1)[0][0] if paths else ""
+
+
+def _cost_s(nodes: Sequence[fx.Node], hardware: Hardware) -> float:
+    """Seconds by a two-term roofline: operations of matrix products, bytes written by everything else."""
+    flops = nbytes = 0
+    for node in nodes:
+        packet = getattr(node.target, "overloadpacket", None)
+        if packet in flop_registry:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+            flops += int(flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val")))
+        nbytes += sum(t.numel() * t.element_size() for t in tensors_of(node))
+    return flops / hardware.flops_per_s + nbytes / hardware.memory_bytes_per_s

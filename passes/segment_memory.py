@@ -1,0 +1,251 @@
+"""Bytes over the moments of one segment, known before it ever runs.
+
+For `codegen="eager"`: liveness over the storages of the segment's graph. For `codegen="inductor"`: the wrapper that
+Inductor generated is a straight-line program that allocates, reuses and deletes buffers explicitly, so it is
+replayed on fake tensors with the kernels left out, and the storages that come and go are counted.
+"""
+
+from __future__ import annotations
+
+import ast
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.program import MemoryStep, SegmentMemory
+from chunkc.passes.graphs import (
+    is_compute,
+    module_path,
+    op_name,
+    output_node,
+    placeholders,
+    returned,
+    storage_key,
+    storage_nbytes,
+    tensors_of,
+)
+from chunkc.passes.scratch import scratch_nbytes
+
+
+def eager_memory(graph: fx.Graph, num_threads: int) -> SegmentMemory:
+    """Memory of a segment that runs node by node, every value dropped right after its last reader."""
+    nodes = [node for node in graph.nodes if is_compute(node)]
+    inputs = placeholders(graph)
+    position = {node: index for index, node in enumerate(nodes)} | {output_node(graph): len(nodes)}
+    last_hold: dict[int, int] = {}  # storage -> last step at which some value still holds it
+    size: dict[int, int] = {}
+    for node in [*inputs, *nodes]:
+        born = position.get(node, -1)
+        last_use = max((position[user] for user in node.users), default=born)
+        for tensor in tensors_of(node):
+            key = storage_key(tensor)
+            size.setdefault(key, storage_nbytes(tensor))
+            last_hold[key] = max(last_hold.get(key, -1), last_use)
+    input_keys = [storage_key(node.meta["val"]) if tensors_of(node) else None for node in inputs]
+    live: dict[int, int] = {}
+    steps = []
+    for index, node in enumerate(nodes):
+        for tensor in tensors_of(node):
+            key = storage_key(tensor)
+            if key not in input_keys:
+                live.setdefault(key, size[key])
+        steps.append(MemoryStep(op_name(node), module_path(node), sum(live.values()) + _scratch(node, num_threads)))
+        live = {key: nbytes for key, nbytes in live.items() if last_hold[key] > index}
+    released = tuple(len(nodes) if key is None else last_hold[key] + 1 for key in input_keys)
+    outputs, storages = _number_storages(
+        [storage_key(node.meta["val"]) for node in returned(graph) if node is not None], input_keys, size
+    )
+    return SegmentMemory(tuple(steps), released, outputs, storages)
+
+
+def _scratch(node: fx.Node, num_threads: int) -> int:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    return scratch_nbytes(node.target, args, dict(kwargs), node.meta.get("val"), num_threads)
+
+
+def _number_storages(
+    keys: Sequence[int], input_keys: Sequence[int | None], size: dict[int, int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Storages of the outputs as `SegmentMemory.outputs` and `.storage_nbytes` count them."""
+    fresh: dict[int, int] = {}
+    outputs = []
+    for key in keys:
+        if key in input_keys:
+            outputs.append(-1 - input_keys.index(key))
+        else:
+            outputs.append(fresh.setdefault(key, len(fresh)))
+    return tuple(outputs), tuple(size[key] for key in fresh)
+
+
+# --- Inductor ---------------------------------------------------------------------------------------------------
+
+
+class _StorageTracker(TorchDispatchMode):
+    """Counts the storages that operators allocate, until nothing holds them any more."""
+
+    def __init__(self, num_threads: int) -> None:
+        super().__init__()
+        self.num_threads = num_threads
+        self.live: dict[int, int] = {}
+        self.steps: list[MemoryStep] = []
+        self.input_released: dict[int, int] = {}
+
+    def adopt_input(self, index: int, tensor: torch.Tensor) -> None:
+        weakref.finalize(tensor.untyped_storage(), self._release_input, index).atexit = False
+        self.live[storage_key(tensor)] = 0
+
+    def _release_input(self, index: int) -> None:
+        self.input_released[index] = len(self.steps)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        fresh = False
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and storage_key(tensor) not in self.live:
+                key = storage_key(tensor)
+                self.live[key] = storage_nbytes(tensor)
+                weakref.finalize(tensor.untyped_storage(), self.live.pop, key, None).atexit = False
+                fresh = True
+        scratch = scratch_nbytes(func, args, kwargs, result, self.num_threads)
+        if fresh or scratch:
+            self.step(op_name_of(func), scratch)
+        return result
+
+    def step(self, label: str, scratch: int = 0) -> None:
+        self.steps.append(MemoryStep(label, "", sum(self.live.values()) + scratch))
+
+
+def op_name_of(func: torch._ops.OpOverload) -> str:
+    return func._schema.name.replace("::", ".")
+
+
+class _ExternKernels:
+    """Stands for Inductor's `extern_kernels`: with `out=` nothing is allocated but scratch."""
+
+    def __init__(self, tracker: _StorageTracker) -> None:
+        self._tracker = tracker
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is None:
+            raise UnsupportedError(
+                f"Inductor calls extern_kernels.{name}, whose memory chunkc does not know; "
+                'compile with options={"codegen": "eager"}'
+            )
+
+        def call(*args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> Any:
+            if out is None:
+                return packet(*args, **kwargs)
+            scratch = scratch_nbytes(packet.default, args, kwargs, out, self._tracker.num_threads)
+            self._tracker.step(f"aten.{name}", scratch)
+            return out
+
+        return call
+
+
+def inductor_memory(source: str, example_inputs: Sequence[torch.Tensor], num_threads: int) -> SegmentMemory:
+    """Memory of an Inductor-compiled segment, from the source of its generated wrapper.
+
+    Raises:
+        UnsupportedError: the wrapper uses something this reader does not know.
+    """
+    module = ast.parse(source)
+    function = _call_function(module)
+    kernels = {name for name in _assigned_by_async_compile(module)}
+    with FakeTensorMode() as mode, _StorageTracker(num_threads) as tracker:
+        args = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+            if isinstance(t, torch.Tensor)
+            else t
+            for t in example_inputs
+        ]
+        tracker.steps.clear()
+        tracker.live.clear()
+        input_keys = [storage_key(t) if isinstance(t, torch.Tensor) else None for t in args]
+        for index, tensor in enumerate(args):
+            if isinstance(tensor, torch.Tensor):
+                tracker.adopt_input(index, tensor)
+            del tensor
+        namespace = _wrapper_namespace(tracker)
+        namespace.update({name: _kernel_stub(tracker, name) for name in kernels})
+        _refuse_unknown_names(function, namespace)
+        exec(compile(ast.Module([function], []), "<inductor wrapper>", "exec"), namespace)
+        tracker.step("start")
+        outputs = namespace["call"](args)
+        keys = [storage_key(t) for t in outputs if isinstance(t, torch.Tensor)]
+        size = {storage_key(t): storage_nbytes(t) for t in outputs if isinstance(t, torch.Tensor)}
+        numbers, storages = _number_storages(keys, input_keys, size)
+        steps = tuple(tracker.steps)
+        released = tuple(tracker.input_released.get(k, len(steps)) for k in range(len(input_keys)))
+        del mode
+    return SegmentMemory(steps, released, numbers, storages)
+
+
+def _call_function(module: ast.Module) -> ast.FunctionDef:
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef) and node.name == "call":
+            node.args.args = [arg for arg in node.args.args if arg.arg != "self"]
+            return node
+    raise UnsupportedError("Inductor generated a wrapper without a `call` function")
+
+
+def _assigned_by_async_compile(module: ast.Module) -> list[str]:
+    names = []
+    for node in module.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            called = node.value.func
+            if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
+                if called.value.id == "async_compile":
+                    names += [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return names
+
+
+def _kernel_stub(tracker: _StorageTracker, name: str) -> Callable[..., None]:
+    return lambda *args: tracker.step(name)
+
+
+def _wrapper_namespace(tracker: _StorageTracker) -> dict[str, Any]:
+    def empty_strided_cpu(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+
+    def reinterpret_tensor(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+        return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    return {
+        "torch": torch,
+        "aten": torch.ops.aten,
+        "device": torch.device,
+        "inf": float("inf"),
+        "nan": float("nan"),
+        "empty_strided_cpu": empty_strided_cpu,
+        "reinterpret_tensor": reinterpret_tensor,
+        "extern_kernels": _ExternKernels(tracker),
+        "assert_size_stride": nothing,
+        "assert_alignment": nothing,
+        "inductor_ops": torch.ops.inductor,
+    }
+
+
+def _refuse_unknown_names(function: ast.FunctionDef, known: dict[str, Any]) -> None:
+    bound = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    bound |= {arg.arg for arg in function.args.args}
+    read = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    unknown = sorted(read - bound - set(known) - {"None", "True", "False", "float", "int", "bool", "range", "len"})
+    if unknown:
+        raise UnsupportedError(
+            f"Inductor's wrapper uses {', '.join(unknown)}, whose memory chunkc does not know; "
+            'compile with options={"codegen": "eager"}'
+        )

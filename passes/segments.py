@@ -1,0 +1,246 @@
+"""Cut a phase's graph into segments; build each distinct segment once.
+
+A cut falls right before an operation that needs a chunk the segment so far does not have: a matrix product, a
+convolution, an embedding, before which Inductor would end a fused kernel anyway. So cuts depend on the graph and
+on the chunk layout alone, never on a budget, and repeated blocks give identical segments.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from chunkc.passes.graphs import (
+    input_nodes_in_order,
+    is_compute,
+    is_getitem,
+    is_view_of,
+    op_name,
+    placeholders,
+    returned,
+    storage_keys,
+)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of operations that is compiled as one. `module` returns a tuple; inputs in order of first use."""
+
+    name: str
+    module: fx.GraphModule
+
+    @property
+    def example_inputs(self) -> list[object]:
+        return [node.meta["val"] for node in placeholders(self.module.graph)]
+
+
+@dataclass
+class SegmentTable:
+    """The distinct segments of a step, found by their canonical text."""
+
+    segments: dict[str, Segment] = field(default_factory=dict)
+
+    def intern(self, module: fx.GraphModule) -> Segment:
+        key = canonical_text(module.graph)
+        if module.graph.find_nodes(op="get_attr"):
+            key += f"\nconstants of its own: {len(self.segments)}"
+        if key not in self.segments:
+            self.segments[key] = Segment(f"segment{len(self.segments)}", module)
+        return self.segments[key]
+
+
+def clone_parameter_views(graph: fx.Graph, parameters: Sequence[fx.Node]) -> None:
+    """Give every reader of a parameter's view its own copy of the view, right before it.
+
+    Then no view of a slot ever crosses a cut. Views that the graph returns stay where they are: they are read
+    from the parameter's home.
+    """
+    for parameter in parameters:
+        keys = set(storage_keys(parameter))
+        order, frontier = [], [parameter]
+        while frontier:
+            for user in list(frontier.pop().users):
+                if user not in order and is_view_of(user, keys):
+                    order.append(user)
+                    frontier.append(user)
+        for view in order:
+            for user in [u for u in view.users if u not in order and u.op != "output"]:
+                user.replace_input_with(view, _clone_chain(graph, view, parameter, user))
+        for view in reversed(order):
+            if not view.users:
+                graph.erase_node(view)
+
+
+def _clone_chain(graph: fx.Graph, view: fx.Node, parameter: fx.Node, before: fx.Node) -> fx.Node:
+    copies = {parameter: parameter}
+
+    def copy(node: fx.Node) -> fx.Node:
+        if node not in copies:
+            sources = {source: copy(source) for source in node.all_input_nodes}
+            with graph.inserting_before(before):
+                copies[node] = graph.node_copy(node, lambda n: sources[n])
+        return copies[node]
+
+    return copy(view)
+
+
+def materialise_returned_placeholders(graph: fx.Graph, positions: Sequence[int]) -> None:
+    """Make outputs at `positions` (gradients) nodes of their own where they are bare placeholders."""
+    output = next(iter(reversed(graph.nodes)))
+    values = list(output.args[0])  # type: ignore[arg-type]
+    for position in positions:
+        value = values[position]
+        if isinstance(value, fx.Node) and value.op == "placeholder":
+            with graph.inserting_before(output):
+                copy = graph.call_function(torch.ops.aten.clone.default, (value,))
+            copy.meta["val"] = value.meta["val"].new_empty(value.meta["val"].shape)
+            values[position] = copy
+    output.args = (tuple(values),)
+
+
+def cut(
+    graph: fx.Graph,
+    *,
+    groups: Mapping[fx.Node, int],
+    gradient_groups: Mapping[fx.Node, int],
+    whole: bool = False,
+) -> list[list[fx.Node]]:
+    """Split the compute nodes of `graph` into runs, in order.
+
+    Args:
+        groups: parameter placeholder -> index of its chunk group.
+        gradient_groups: returned gradient -> index of its chunk group.
+        whole: make one run of everything.
+    """
+    returned_views = set(home_views(graph, list(groups)))
+    nodes = [node for node in graph.nodes if is_compute(node) and node not in returned_views]
+    if whole:
+        return [nodes] if nodes else []
+    sources: dict[fx.Node, set[int]] = {}
+    for gradient, group in gradient_groups.items():
+        sources.setdefault(_producer(gradient), set()).add(group)
+    needs_of: dict[fx.Node, set[int]] = {}
+    base = {key: group for node, group in groups.items() for key in storage_keys(node)}
+    for node in nodes:
+        read = {base[key] for source in node.all_input_nodes for key in storage_keys(source) if key in base}
+        needs_of[node] = read | sources.get(node, set())
+    runs: list[list[fx.Node]] = [[]]
+    held: set[int] = set()
+    for node in nodes:
+        needs = needs_of[node]
+        if held and needs and not needs <= held and not is_getitem(node):
+            runs.append([])
+            held = set()
+        held |= needs
+        runs[-1].append(node)
+    return _keep_getitems_with_producer([run for run in runs if run])
+
+
+def home_views(graph: fx.Graph, parameters: Sequence[fx.Node]) -> list[fx.Node]:
+    """Views of parameters that are left after `clone_parameter_views`: those that the graph returns."""
+    keys = {key for parameter in parameters for key in storage_keys(parameter)}
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if is_view_of(node, keys) and all(user.op == "output" or user in found for user in node.users):
+            found.add(node)
+    return [node for node in graph.nodes if node in found]
+
+
+def _producer(gradient: fx.Node) -> fx.Node:
+    """The node that computes a gradient, behind the views that shape it."""
+    keys, node = set(storage_keys(gradient)), gradient
+    while True:
+        before = [s for s in node.all_input_nodes if s.op != "placeholder" and set(storage_keys(s)) & keys]
+        if not before:
+            return node
+        node = before[0]
+
+
+def _keep_getitems_with_producer(runs: list[list[fx.Node]]) -> list[list[fx.Node]]:
+    run_of = {node: index for index, run in enumerate(runs) for node in run}
+    for index, run in enumerate(runs):
+        for node in list(run):
+            if is_getitem(node):
+                owner = run_of[node.all_input_nodes[0]]
+                if owner != index:
+                    run.remove(node)
+                    runs[owner].append(node)
+                    run_of[node] = owner
+    return [run for run in runs if run]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One use of a segment in a phase: which of the phase's nodes go in and come out.
+
+    With `reads_home`, parameters among the inputs are read from their homes: the piece only makes views of them.
+    """
+
+    segment: Segment
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
+    reads_home: bool
+
+
+def extract(
+    gm: fx.GraphModule, runs: Sequence[list[fx.Node]], table: SegmentTable, *, reads_home: bool = False
+) -> list[Piece]:
+    """Build (or find) the segment of every run."""
+    return_values = {node for node in returned(gm.graph) if node is not None}
+    pieces = []
+    for run in runs:
+        inside = set(run)
+        inputs = [node for node in input_nodes_in_order(run)]
+        outputs = [n for n in run if n in return_values or any(u not in inside for u in n.users)]
+        outputs = [n for n in outputs if not isinstance(n.meta.get("val"), (tuple, list))]
+        if not outputs:
+            continue
+        segment = table.intern(_build(gm, run, inputs, outputs))
+        pieces.append(Piece(segment, tuple(inputs), tuple(outputs), tuple(run), reads_home))
+    return pieces
+
+
+def _build(
+    gm: fx.GraphModule, run: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> fx.GraphModule:
+    graph, copies = fx.Graph(), {}
+    for index, node in enumerate(inputs):
+        copies[node] = graph.placeholder(f"arg{index}_1")
+        copies[node].meta["val"] = node.meta["val"]
+    root = torch.nn.Module()
+    for node in run:
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+        if node.op == "get_attr":
+            setattr(root, str(node.target), operator.attrgetter(str(node.target))(gm))
+    result = graph.output(tuple(copies[node] for node in outputs))
+    result.meta["user_visible_output_idxs"] = list(range(len(outputs)))
+    graph.eliminate_dead_code()
+    return fx.GraphModule(root, graph)
+
+
+def canonical_text(graph: fx.Graph) -> str:
+    """Text that is equal for two segments exactly if the same code serves both."""
+    names: dict[fx.Node, str] = {}
+    lines = []
+    for node in graph.nodes:
+        names[node] = f"%{len(names)}"
+        args = fx.map_arg((node.args, node.kwargs), lambda n: fx.immutable_collections.immutable_list([names[n]]))
+        value = _describe(node.meta.get("val")) if node.op in ("placeholder", "call_function") else ""
+        target = "" if node.op == "placeholder" else op_name(node)
+        if node.op == "call_function":
+            target = str(node.target)
+        lines.append(f"{names[node]} = {node.op} {target} {args} {value}")
+    return "\n".join(lines)
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{tuple(value.shape)}{tuple(value.stride())}{value.storage_offset()}{value.device}"
+    if isinstance(value, (tuple, list)):
+        return ",".join(_describe(item) for item in value)
+    return repr(value)

@@ -1,0 +1,205 @@
+"""The executor: a rewritten FX graph as a flat list of instructions over a register file.
+
+A value's register is cleared before its last reader runs, so that the reader holds the only reference and may free
+the value inside. Nothing here decides anything: order, slots and waits are the plan's.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from chunkc.ir import chunk_ops
+from chunkc.ir.errors import ChunkcError
+from chunkc.runtime.store import ChunkStore
+
+Registers = list[Any]
+Segment = Callable[[list[Any]], Sequence[Any]]
+
+
+class Instruction(Protocol):
+    def __call__(self, registers: Registers, run: Run) -> None: ...
+
+
+@dataclass
+class Measurement:
+    """Measured bytes per moment, in order, and seconds of arithmetic."""
+
+    peaks: list[tuple[str, int | None]] = field(default_factory=list)
+    compute_s: float = 0.0
+
+
+@dataclass
+class Run:
+    """What one execution needs besides its registers."""
+
+    store: ChunkStore
+    measurement: Measurement
+    update: Callable[[int], None] | None = None
+
+
+@dataclass(frozen=True)
+class _Event:
+    method: str
+    chunk: str
+
+    def __call__(self, registers: Registers, run: Run) -> None:
+        getattr(run.store, self.method)(self.chunk)
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    chunk: str
+    name: str
+    target: int
+
+    def __call__(self, registers: Registers, run: Run) -> None:
+        registers[self.target] = run.store.parameter_view(self.chunk, self.name)
+
+
+@dataclass(frozen=True)
+class _Call:
+    name: str
+    segment: Segment
+    arguments: tuple[int, ...]
+    cleared: tuple[int, ...]
+    targets: tuple[tuple[int, int], ...]  # (register, output)
+    chunks: tuple[str, ...]
+
+    def __call__(self, registers: Registers, run: Run) -> None:
+        store = run.store
+        arguments = [registers[index] for index in self.arguments]
+        for index in self.cleared:
+            registers[index] = None
+        for chunk in self.chunks:
+            store.begin_compute(chunk)
+        start_s = time.perf_counter()
+        outputs = self.segment(arguments)
+        run.measurement.compute_s += time.perf_counter() - start_s
+        for chunk in self.chunks:
+            store.end_compute(chunk)
+        for register, position in self.targets:
+            registers[register] = outputs[position]
+        run.measurement.peaks.append((self.name, store.tier.lap_peak_nbytes()))
+
+
+@dataclass(frozen=True)
+class _Sink:
+    name: str
+    chunk: str | None
+    source: int
+    owned: bool
+    last: bool
+
+    def __call__(self, registers: Registers, run: Run) -> None:
+        gradient = registers[self.source]
+        if self.last:
+            registers[self.source] = None
+        run.store.sink(self.name, self.chunk, gradient, owned=self.owned and self.last)
+
+
+@dataclass(frozen=True)
+class _Update:
+    group: int
+
+    def __call__(self, registers: Registers, run: Run) -> None:
+        assert run.update is not None
+        run.update(self.group)
+        run.measurement.peaks.append((f"update.{self.group}", run.store.tier.lap_peak_nbytes()))
+
+
+_EVENTS = {target: name for name, target in chunk_ops.EVENT_TARGETS.items()}
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A phase, lowered."""
+
+    instructions: tuple[Instruction, ...]
+    num_registers: int
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+
+    def __call__(self, arguments: list[Any], run: Run) -> list[Any]:
+        """Run with `arguments`, a list that is emptied. An error leaves the store without slots.
+
+        Raises:
+            StreamError, HomeError: a copy failed; parameters and gradients at home stay valid.
+        """
+        registers: Registers = [None] * self.num_registers
+        for register, argument in zip(self.inputs, arguments, strict=True):
+            if register is not None:
+                registers[register] = argument
+        arguments.clear()
+        argument = None
+        try:
+            with torch.no_grad():
+                for instruction in self.instructions:
+                    instruction(registers, run)
+        except BaseException as error:
+            registers.clear()
+            try:
+                run.store.release_slots()
+            except ChunkcError as second:
+                error.add_note(f"while giving slots back after this: {second}")
+            raise
+        return [None if register is None else registers[register] for register in self.outputs]
+
+
+def lower(graph: fx.Graph, segments: Mapping[str, Segment]) -> Executable:
+    """Turn a rewritten graph into instructions.
+
+    Args:
+        graph: as `passes.insert` builds it.
+        segments: compiled segments by name; each takes a list, which it empties, and returns a sequence.
+    """
+    register = {n: i for i, n in enumerate(n for n in graph.nodes if _has_value(n))}
+    last_reader: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            last_reader[source] = node
+    chunk_of = {n: n.args[0] for n in graph.nodes if n.target is chunk_ops.parameter}
+    instructions: list[Instruction] = []
+    for node in graph.nodes:
+        if node.op == "call_module":
+            arguments: list[fx.Node] = list(node.args)  # type: ignore[arg-type]
+            instructions.append(
+                _Call(
+                    name=node.meta["call"],
+                    segment=segments[str(node.target)],
+                    arguments=tuple(register[a] for a in arguments),
+                    cleared=tuple(register[a] for a in dict.fromkeys(arguments) if last_reader[a] is node),
+                    targets=tuple((register[u], u.args[1]) for u in node.users if u in last_reader),  # type: ignore[misc]
+                    chunks=tuple(dict.fromkeys(str(chunk_of[a]) for a in arguments if a in chunk_of)),
+                )
+            )
+        elif node.op == "call_function" and node.target in _EVENTS:
+            instructions.append(_Event(_EVENTS[node.target], node.args[0]))  # type: ignore[index, arg-type]
+        elif node.target is chunk_ops.parameter:
+            instructions.append(_Parameter(*node.args, register[node]))  # type: ignore[arg-type, misc]
+        elif node.target is chunk_ops.sink:
+            name, chunk, source, owned = node.args
+            last = last_reader[source] is node  # type: ignore[index]
+            instructions.append(_Sink(name, chunk, register[source], owned, last))  # type: ignore[arg-type, index]
+        elif node.target is chunk_ops.update:
+            instructions.append(_Update(node.args[0]))  # type: ignore[arg-type]
+        else:
+            assert node.op in ("placeholder", "output") or node.target is operator.getitem, node.format_node()
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    (returned,) = next(iter(reversed(graph.nodes))).args
+    return Executable(
+        tuple(instructions),
+        len(register),
+        tuple(register[n] if n in last_reader else None for n in inputs),
+        tuple(None if value is None else register[value] for value in returned),  # type: ignore[union-attr, index]
+    )
+
+
+def _has_value(node: fx.Node) -> bool:
+    return node.op == "placeholder" or node.target in (operator.getitem, chunk_ops.parameter)

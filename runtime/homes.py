@@ -1,0 +1,288 @@
+"""Home memory: where chunks live when they are not on the compute tier.
+
+    home = open_home("disk:/data")
+    region = home.allocate(1 << 20)                                        # zeros, page aligned
+    view = home.tensor(region, torch.bfloat16, (256, 64), (64, 1), 4096)   # a home view: a plain tensor
+    home.read(region, 4096, slot)                                          # any thread, without the GIL
+    home.write(region, 4096, slot)
+
+Every allocation is a memory map of its own, so nothing here is charged to torch's CPU allocator. A map is
+never closed by hand: it goes when the home has dropped it and the last home view is gone.
+"""
+
+from __future__ import annotations
+
+import abc
+import ctypes
+import errno
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from chunkc.ir.errors import HomeError, OptionsError, format_nbytes
+
+
+@dataclass(frozen=True)
+class Region:
+    """What one `allocate` gave: `nbytes` bytes at `offset`, a page-aligned address within that home only."""
+
+    offset: int
+    nbytes: int
+
+
+class _File:
+    """An open file; closed by `close`, or with the last user of this object: never under a running copy."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.close = weakref.finalize(self, os.close, fd)
+        self.close.atexit = False  # a daemon thread may still be copying then
+
+
+class _Mapping:
+    """The memory of one region, and the file behind it if there is one."""
+
+    def __init__(self, memory: mmap.mmap, file: _File | None) -> None:
+        self.memory = memory
+        self.address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        self.file = file
+
+
+class Home(abc.ABC):
+    """Memory in regions. Any number of threads may `read` and `write`; who overlaps must order himself."""
+
+    def __init__(self) -> None:
+        self._mappings: dict[int, _Mapping] = {}
+        self._next_offset = 0
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def allocate(self, nbytes: int) -> Region:
+        """Reserve `nbytes` > 0 bytes of zeros.
+
+        Raises:
+            HomeError: there is no room for them, the home cannot be used, or it is closed.
+        """
+        if nbytes <= 0:
+            raise ValueError(f"a region has at least one byte, not {nbytes}")
+        mapped_nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self._lock:
+            if self._closed:
+                raise HomeError("this home is closed")
+            mapping = self._map(mapped_nbytes)
+            region = Region(self._next_offset, nbytes)
+            self._mappings[region.offset] = mapping
+            self._next_offset += mapped_nbytes
+        return region
+
+    def tensor(
+        self,
+        region: Region,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        offset_nbytes: int,
+    ) -> torch.Tensor:
+        """A home view: a tensor over a region's bytes, valid as long as it lives, even after the home.
+
+        Its storage is its own and spans just its elements, so `torch.save` and `deepcopy` carry no
+        neighbours; home views of the same bytes share them, but torch does not know that they alias.
+
+        Args:
+            shape, stride: in elements; `stride` is not negative.
+            offset_nbytes: where element 0 is in the region, a multiple of the element size.
+
+        Raises:
+            ValueError: the bytes are not all in the region, or not aligned to the element size.
+        """
+        steps = [(size - 1) * step for size, step in zip(shape, stride, strict=True)]
+        span = 0 if 0 in shape else 1 + sum(steps)
+        if offset_nbytes % dtype.itemsize:
+            raise ValueError(f"offset {offset_nbytes} is not a multiple of {dtype}'s {dtype.itemsize} bytes")
+        mapping = self._find(region, offset_nbytes, span * dtype.itemsize)
+        if span == 0:
+            return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
+        flat = torch.frombuffer(mapping.memory, dtype=dtype, count=span, offset=offset_nbytes)
+        # Not flat.as_strided: that would be an autograd view, with `flat` as its base.
+        return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, tuple(shape), tuple(stride))
+
+    @abc.abstractmethod
+    def read(self, region: Region, offset_nbytes: int, destination: torch.Tensor) -> None:
+        """Fill `destination` (contiguous, on the CPU, any dtype) with a region's bytes from `offset_nbytes`.
+
+        Blocks until done, without the GIL. Raises HomeError if the medium fails or the home is closed,
+        ValueError if the bytes are not all in the region.
+        """
+
+    @abc.abstractmethod
+    def write(self, region: Region, offset_nbytes: int, source: torch.Tensor) -> None:
+        """Copy `source` into the region at `offset_nbytes`; otherwise as `read`."""
+
+    def close(self) -> None:
+        """Give the memory back, each region as soon as no home view and no running copy uses it."""
+        with self._lock:
+            self._closed = True
+            self._mappings.clear()
+
+    @abc.abstractmethod
+    def _map(self, nbytes: int) -> _Mapping:
+        """New zeroed memory of `nbytes` bytes, a multiple of the page size. Raises HomeError."""
+
+    def _find(self, region: Region, offset_nbytes: int, nbytes: int) -> _Mapping:
+        mapping = self._mappings.get(region.offset)
+        if mapping is None:
+            raise HomeError("this home is closed" if self._closed else f"{region} is not of this home")
+        if not 0 <= offset_nbytes <= offset_nbytes + nbytes <= region.nbytes:
+            raise ValueError(f"bytes {offset_nbytes} to {offset_nbytes + nbytes} are not all in {region}")
+        return mapping
+
+
+class MemoryHome(Home):
+    """Home memory in RAM: anonymous, private maps. After os.fork each process has its own copy."""
+
+    def read(self, region: Region, offset_nbytes: int, destination: torch.Tensor) -> None:
+        nbytes = _copied_nbytes(destination)
+        mapping = self._find(region, offset_nbytes, nbytes)
+        ctypes.memmove(destination.data_ptr(), mapping.address + offset_nbytes, nbytes)
+
+    def write(self, region: Region, offset_nbytes: int, source: torch.Tensor) -> None:
+        nbytes = _copied_nbytes(source)
+        mapping = self._find(region, offset_nbytes, nbytes)
+        ctypes.memmove(mapping.address + offset_nbytes, source.data_ptr(), nbytes)
+
+    def _map(self, nbytes: int) -> _Mapping:
+        try:
+            return _Mapping(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), None)
+        except OSError as error:
+            message = f"cannot map {format_nbytes(nbytes)} of memory as a home: {error.strerror}"
+            raise _home_error(message, error) from error
+
+
+class DiskHome(Home):
+    """Home memory in files without a name: nothing is left behind, however the process ends.
+
+    Home views are shared maps of the file, coherent with `read` and `write` through the page cache; a fork
+    shares them too. Space is reserved at `allocate`, so that a full disk is an error there and not a crash at
+    a later access; a file system that copies on write may not keep that promise.
+
+    Args:
+        directory: where the files are made; the system's temporary directory by default.
+
+    Raises:
+        HomeError: the directory does not exist, is not a directory, or no file can be made in it.
+    """
+
+    def __init__(self, directory: str | None = None) -> None:
+        super().__init__()
+        if directory is None:
+            try:
+                directory = tempfile.gettempdir()
+            except FileNotFoundError as error:
+                raise _home_error(f"no directory for a disk home: {error.strerror}", error) from error
+        self.directory = os.path.abspath(os.path.expanduser(directory))
+        os.close(_open_nameless(self.directory))
+
+    def read(self, region: Region, offset_nbytes: int, destination: torch.Tensor) -> None:
+        self._transfer(os.preadv, "read", region, offset_nbytes, destination)
+
+    def write(self, region: Region, offset_nbytes: int, source: torch.Tensor) -> None:
+        self._transfer(os.pwritev, "write", region, offset_nbytes, source)
+
+    def _transfer(
+        self,
+        call: Callable[[int, list[memoryview], int], int],
+        verb: str,
+        region: Region,
+        offset_nbytes: int,
+        tensor: torch.Tensor,
+    ) -> None:
+        """Repeat a positional read or write until all is moved; Python itself repeats after a signal."""
+        nbytes = _copied_nbytes(tensor)
+        mapping = self._find(region, offset_nbytes, nbytes)
+        assert mapping.file is not None
+        left = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+        try:
+            while left:
+                moved_nbytes = call(mapping.file.fd, [left], offset_nbytes)
+                if moved_nbytes == 0:
+                    raise OSError(errno.EIO, "the file has ended early")
+                left = left[moved_nbytes:]
+                offset_nbytes += moved_nbytes
+        except OSError as error:
+            what = f"{format_nbytes(nbytes)} of a disk home in {self.directory}"
+            message = f"cannot {verb} {what}: {error.strerror}"
+            raise _home_error(message, error) from error
+
+    def _map(self, nbytes: int) -> _Mapping:
+        file = _File(_open_nameless(self.directory))
+        try:
+            os.posix_fallocate(file.fd, 0, nbytes)
+            return _Mapping(mmap.mmap(file.fd, nbytes), file)
+        except OSError as error:
+            file.close()  # gives back what was reserved; the traceback would keep it
+            disk = os.statvfs(self.directory)
+            message = (
+                f"cannot reserve {format_nbytes(nbytes)} for a disk home in {self.directory}, where "
+                f"{format_nbytes(disk.f_bavail * disk.f_frsize)} are free: {error.strerror}"
+            )
+            raise _home_error(message, error) from error
+
+
+def open_home(spec: str) -> Home:
+    """The home that an option names: `"cpu"`, `"disk"` (temporary directory) or `"disk:DIR"`.
+
+    Raises:
+        OptionsError: it names none.
+        HomeError: the directory cannot be used.
+    """
+    kind, colon, directory = spec.partition(":")
+    if kind == "cpu" and not colon:
+        return MemoryHome()
+    if kind == "disk" and bool(colon) == bool(directory):
+        return DiskHome(directory or None)
+    raise OptionsError(f'home is "cpu", "disk" or "disk:DIR", not {spec!r}')
+
+
+# How kernels and file systems refuse O_TMPFILE.
+_NO_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
+
+
+def _open_nameless(directory: str) -> int:
+    """A descriptor of a new empty file in `directory` that has no name, or lost it at once."""
+    try:
+        try:
+            return os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600)
+        except OSError as error:
+            if error.errno not in _NO_NAMELESS_FILES:
+                raise
+        fd, path = tempfile.mkstemp(prefix="chunkc-", dir=directory)
+        os.unlink(path)
+        return fd
+    except OSError as error:
+        if not os.path.exists(directory):
+            problem = "it does not exist"
+        elif not os.path.isdir(directory):
+            problem = "it is not a directory"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            problem = f"it is not writable ({error.strerror})"
+        else:
+            problem = str(error.strerror)
+        raise _home_error(f"cannot make a home in the directory {directory}: {problem}", error) from error
+
+
+def _copied_nbytes(tensor: torch.Tensor) -> int:
+    assert tensor.device.type == "cpu", "homes copy CPU tensors"
+    assert tensor.is_contiguous(), "homes copy contiguous tensors"
+    return tensor.numel() * tensor.itemsize
+
+
+def _home_error(message: str, cause: OSError) -> HomeError:
+    error = HomeError(message)
+    error.errno = cause.errno
+    return error

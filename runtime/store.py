@@ -1,0 +1,349 @@
+"""The chunk store: every chunk of a model, its home, its slot, its state, and the parameters that live in it.
+
+Between calls no chunk has a slot: parameters and gradients are home views, valid for any reader and writer.
+During a call the executor moves chunks; computation reads slots only.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from chunkc.ir.chunks import GRAD, PARAM, ChunkGroup, ChunkLayout, TensorSlice, chunk_name, split_chunk_name
+from chunkc.ir.errors import ChunkcError, ChunkStateError, HomeError, StreamError, UnsupportedError
+from chunkc.runtime.homes import Home, Region
+from chunkc.runtime.states import ChunkState, advance
+from chunkc.runtime.streams import Event
+from chunkc.runtime.tier import CpuTier
+
+
+@dataclass
+class _Slot:
+    """A chunk's room on the compute tier and what is happening to it."""
+
+    state: ChunkState = ChunkState.FREE
+    buffer: torch.Tensor | None = None
+    copy: Event | None = None
+    dirty: bool = False
+
+
+@dataclass
+class Traffic:
+    """Bytes copied and seconds waited since the store was made."""
+
+    to_device_nbytes: int = 0
+    to_home_nbytes: int = 0
+    wait_s: float = 0.0
+
+
+@dataclass
+class ChunkStore:
+    """Owns homes and slots of one model's chunks. Holds parameters weakly: the model's life is its user's.
+
+    Args:
+        layout: groups of parameters; may be extended, never changed.
+        debug: fill every slot with NaN when it is taken and when it is given back.
+    """
+
+    layout: ChunkLayout
+    home: Home
+    tier: CpuTier
+    debug: bool = False
+    resident: frozenset[int] = frozenset()
+    traffic: Traffic = field(default_factory=Traffic)
+    _parameters: dict[str, weakref.ref[nn.Parameter]] = field(default_factory=dict)
+    _regions: dict[str, Region] = field(default_factory=dict)
+    _slots: dict[str, _Slot] = field(default_factory=dict)
+    _slices: dict[str, tuple[ChunkGroup, TensorSlice]] = field(default_factory=dict)
+    _handed_out: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+
+    # --- parameters and their homes ---
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """The parameter of that name.
+
+        Raises:
+            UnsupportedError: the model it belonged to is gone.
+        """
+        parameter = self._parameters[name]()
+        if parameter is None:
+            raise UnsupportedError(f"parameter {name} no longer exists, but code compiled for it still runs")
+        return parameter
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Every parameter that still exists, by name."""
+        return {name: p for name, ref in self._parameters.items() if (p := ref()) is not None}
+
+    def is_managed(self, name: str) -> bool:
+        """Whether the parameter's home is on the home tier (it is neither small nor resident)."""
+        found = self._slices.get(name)
+        return found is not None and found[0].index not in self.resident
+
+    def group_index(self, name: str) -> int:
+        return self._slices[name][0].index
+
+    def place(self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], resident: frozenset[int]) -> None:
+        """Extend the layout by new parameters and move every group to where `resident` says.
+
+        Room at home is reserved for all groups before the first parameter moves.
+
+        Raises:
+            HomeError: the home tier has no room. No parameter was moved.
+        """
+        assert layout.groups[: len(self.layout.groups)] == self.layout.groups, "a layout is only ever extended"
+        known = set(self._parameters)
+        self._parameters.update({name: weakref.ref(p) for name, p in parameters.items()})
+        slices = {s.spec.name: (group, s) for group in layout.groups for s in group.slices}
+        new = [g for g in layout.groups if g.index >= len(self.layout.groups)]
+        leaving = [layout.groups[i] for i in sorted(self.resident - resident)]
+        to_home = [g for g in (*new, *leaving) if g.index not in resident]
+        to_tier = [layout.groups[i] for i in sorted(resident - self.resident) if i < len(self.layout.groups)]
+        reserved: dict[str, Region] = {}
+        try:
+            for group in to_home:
+                for kind in (PARAM, GRAD) if group.trainable else (PARAM,):
+                    name = chunk_name(kind, group.index)
+                    reserved[name] = self.home.allocate(group.nbytes(kind))
+        except BaseException:
+            for name in set(self._parameters) - known:
+                del self._parameters[name]
+            raise
+        self.layout, self._slices, self.resident = layout, slices, resident
+        self._regions.update(reserved)
+        for group in to_home:
+            self._move(group, lambda s: self.home_view(PARAM, s.spec.name), GRAD)
+        for group in to_tier:
+            self._move(group, _tier_tensor, None)
+            for name in [n for n in self._regions if split_chunk_name(n)[1] == group.index]:
+                del self._regions[name]
+
+    def _move(
+        self, group: ChunkGroup, target: Callable[[TensorSlice], torch.Tensor], grad_kind: str | None
+    ) -> None:
+        for tensor_slice in group.slices:
+            name = tensor_slice.spec.name
+            parameter = self._parameters[name]()
+            if parameter is None:
+                continue
+            with torch.no_grad():
+                data = target(tensor_slice)
+                data.copy_(parameter)
+                parameter.data = data
+                if parameter.grad is not None:
+                    grad = self.home_view(GRAD, name) if grad_kind else _tier_tensor(tensor_slice)
+                    grad.copy_(parameter.grad)
+                    parameter.grad = grad
+
+    def ensure_regions(self, kinds: Iterable[str], group: int) -> bool:
+        """Reserve home room for optimizer states; whether there was none yet (then it is all zeros)."""
+        missing = [chunk_name(k, group) for k in kinds if chunk_name(k, group) not in self._regions]
+        for chunk in missing:
+            self._regions[chunk] = self.home.allocate(self.layout.chunk_nbytes_of(chunk))
+        return bool(missing)
+
+    def home_view(self, kind: str, name: str) -> torch.Tensor:
+        """A tensor over a parameter's bytes (or its gradient's, or a state's) at home; its storage is its own."""
+        group, where = self._slices[name]
+        dtype = group.kind_dtype(kind)
+        region = self._regions[chunk_name(kind, group.index)]
+        return self.home.tensor(region, dtype, where.spec.shape, where.spec.stride, where.offset * dtype.itemsize)
+
+    @property
+    def home_nbytes(self) -> int:
+        return sum(region.nbytes for region in self._regions.values())
+
+    # --- chunks on the move ---
+
+    def slot(self, chunk: str) -> _Slot:
+        found = self._slots.get(chunk)
+        if found is None:
+            found = self._slots[chunk] = _Slot()
+        return found
+
+    @property
+    def present(self) -> frozenset[str]:
+        """Chunks that have a slot now."""
+        return frozenset(chunk for chunk, slot in self._slots.items() if slot.state is not ChunkState.FREE)
+
+    def prefetch(self, chunk: str) -> None:
+        """Take a slot and start to fill it from home. A gradient chunk without gradients has nothing to read."""
+        kind, group_index = split_chunk_name(chunk)
+        group, slot = self.layout.groups[group_index], self.slot(chunk)
+        slot.state = advance(chunk, slot.state, ChunkState.PREFETCHING)
+        needs_data = kind != GRAD or self._collect_gradients(group)
+        slot.buffer = buffer = self.tier.allocate_slot(group.numel, group.kind_dtype(kind))
+        if self.debug:
+            buffer.fill_(float("nan"))
+        slot.copy, slot.dirty = None, False
+        if needs_data:
+            region = self._regions[chunk]
+            slot.copy = self.tier.to_device.submit(lambda: self.home.read(region, 0, buffer))
+            self.traffic.to_device_nbytes += region.nbytes
+
+    def wait(self, chunk: str) -> None:
+        """The copy under way, in or out, is done; the chunk can be read."""
+        slot = self.slot(chunk)
+        if slot.copy is not None:
+            start_s = time.perf_counter()
+            slot.copy.wait()
+            slot.copy = None
+            self.traffic.wait_s += time.perf_counter() - start_s
+        if slot.state in (ChunkState.PREFETCHING, ChunkState.EVICTING):
+            slot.state = advance(chunk, slot.state, ChunkState.HOLD)
+
+    def write_back(self, chunk: str) -> None:
+        """Start to copy a dirty slot home; nothing moves if it is clean."""
+        slot = self.slot(chunk)
+        slot.state = advance(chunk, slot.state, ChunkState.EVICTING)
+        buffer, region = slot.buffer, self._regions[chunk]
+        assert buffer is not None
+        if slot.dirty:
+            slot.copy = self.tier.to_home.submit(lambda: self.home.write(region, 0, buffer))
+            self.traffic.to_home_nbytes += region.nbytes
+            slot.dirty = False
+
+    def evict(self, chunk: str) -> None:
+        """Give the slot back. Its data must be at home by now."""
+        slot = self.slot(chunk)
+        if slot.dirty:
+            raise ChunkStateError(f"chunk {chunk} would be evicted before it was written back")
+        slot.state = advance(chunk, slot.state, ChunkState.FREE)
+        if self.debug and slot.buffer is not None:
+            slot.buffer.fill_(float("nan"))
+        slot.buffer = slot.copy = None
+
+    def begin_compute(self, chunk: str) -> torch.Tensor:
+        """The slot's flat buffer, for the computation that starts now."""
+        slot = self.slot(chunk)
+        slot.state = advance(chunk, slot.state, ChunkState.COMPUTE)
+        assert slot.buffer is not None
+        return slot.buffer
+
+    def end_compute(self, chunk: str, *, wrote: bool = False) -> None:
+        slot = self.slot(chunk)
+        slot.state = advance(chunk, slot.state, ChunkState.HOLD)
+        slot.dirty |= wrote
+
+    def parameter_view(self, chunk: str, name: str) -> torch.Tensor:
+        """The parameter in its slot, which must hold it."""
+        slot, (_, where) = self.slot(chunk), self._slices[name]
+        if slot.buffer is None or slot.state not in (ChunkState.HOLD, ChunkState.COMPUTE):
+            raise ChunkStateError(f"{name} is read from chunk {chunk}, which is {slot.state.value}")
+        return slot.buffer.as_strided(where.spec.shape, where.spec.stride, where.offset)
+
+    def release_slots(self) -> None:
+        """Give every slot back after copies have ended; dirty ones (an interrupted step) are written home first.
+
+        Raises:
+            StreamError, HomeError: a copy failed; all slots are given back all the same. Gradients that could not
+                be written home are gone: their `.grad` is None.
+        """
+        problem: ChunkcError | None = None
+        for chunk in sorted(self.present):
+            slot = self.slot(chunk)
+            try:
+                self.wait(chunk)
+                if slot.state is ChunkState.COMPUTE:
+                    slot.state = advance(chunk, slot.state, ChunkState.HOLD)
+                if slot.dirty:
+                    self.write_back(chunk)
+                    self.wait(chunk)
+                self.evict(chunk)
+            except (StreamError, HomeError) as error:
+                problem = problem or error
+                self._lose(chunk)
+        if problem is not None:
+            raise problem
+
+    def _lose(self, chunk: str) -> None:
+        """Forget a slot whose copy failed. A reader must find no gradient rather than a wrong one."""
+        self._slots[chunk] = _Slot()
+        kind, group = split_chunk_name(chunk)
+        if kind == GRAD:
+            for tensor_slice in self.layout.groups[group].slices:
+                self.parameter(tensor_slice.spec.name).grad = None
+
+    # --- gradients ---
+
+    def _collect_gradients(self, group: ChunkGroup) -> bool:
+        """Make home the place of every gradient the group has; whether it has any.
+
+        A gradient that the user replaced by another tensor is copied home. A tensor that was handed out as
+        `.grad` and is still held by someone gets a copy of its own, before its home is written again.
+        """
+        found = False
+        for tensor_slice in group.slices:
+            name = tensor_slice.spec.name
+            parameter = self.parameter(name)
+            handed = self._handed_out.get(name, _gone)()
+            grad = parameter.grad
+            if grad is None:
+                if handed is not None:
+                    handed.data = handed.detach().clone()
+                continue
+            found = True
+            if handed is not grad or grad.data_ptr() != self.home_view(GRAD, name).data_ptr():
+                self._hand_out(name, parameter).copy_(grad)
+        return found
+
+    def _hand_out(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
+        view = self.home_view(GRAD, name)
+        parameter.grad = view
+        self._handed_out[name] = weakref.ref(view)
+        return view
+
+    def sink(self, name: str, chunk: str | None, gradient: torch.Tensor, *, owned: bool) -> None:
+        """Take a complete gradient: into the slot of `chunk`, or, for a resident, straight into `.grad`.
+
+        As autograd's AccumulateGrad: the first gradient is stored, later ones are added. `owned`: nothing else
+        will ever read the gradient's storage, so a resident parameter may keep it without a copy.
+        """
+        parameter = self.parameter(name)
+        for hook in (parameter._backward_hooks or {}).values():
+            replaced = hook(gradient)
+            if replaced is not None:
+                gradient, owned = replaced, False
+        if chunk is None:
+            _accumulate(parameter, gradient, owned)
+            return
+        slot = self.slot(chunk)
+        target = self.parameter_view(chunk, name)
+        slot.dirty = True
+        if parameter.grad is None:
+            target.copy_(gradient)
+            self._hand_out(name, parameter)
+        else:
+            target.add_(gradient)
+
+
+def _gone() -> None:
+    return None
+
+
+def _tier_tensor(tensor_slice: TensorSlice) -> torch.Tensor:
+    spec = tensor_slice.spec
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+
+
+def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor, owned: bool) -> None:
+    if parameter.grad is not None:
+        parameter.grad.add_(gradient)
+    elif owned and _fits_exactly(gradient, parameter):
+        parameter.grad = gradient
+    else:
+        grad = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+        parameter.grad = grad.copy_(gradient)
+
+
+def _fits_exactly(gradient: torch.Tensor, parameter: nn.Parameter) -> bool:
+    """Whether a gradient may become `.grad` as it is: autograd's layout contract, and no unseen bytes behind it."""
+    return (
+        gradient.stride() == parameter.stride()
+        and gradient.dtype == parameter.dtype
+        and gradient.untyped_storage().nbytes() == gradient.nbytes
+    )

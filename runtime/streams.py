@@ -1,0 +1,278 @@
+"""Streams on a CPU: one worker thread with a queue each, shaped like CUDA streams and events.
+
+    saved = write_stream.submit(lambda: home.write(old_region, 0, slot))                # returns at once
+    loaded = read_stream.submit(lambda: home.read(new_region, 0, slot), after=[saved])
+    loaded.wait()                                         # blocks the caller, raises what the job raised
+
+Jobs of one stream run in the order they were submitted; between streams only `after` orders. No wait outlives
+the worker thread: a waiter looks at it every `POLL_S` seconds, and Ctrl-C gets through.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from types import TracebackType
+
+from chunkc.ir.errors import HomeError, StreamError
+
+POLL_S = 0.1  # how often a waiter looks whether the thread is still alive; a finished job wakes it at once
+
+
+class Event:
+    """Marks the end of one job of a stream. Made by `WorkerStream.submit` only."""
+
+    def __init__(
+        self, stream_name: str, thread: threading.Thread, job: Callable[[], None], after: Sequence[Event]
+    ) -> None:
+        self._stream_name = stream_name
+        self._thread = thread
+        self._pid = os.getpid()
+        self._job: Callable[[], None] | None = job
+        self._after = tuple(after)
+        self._finished = threading.Event()
+        self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
+        self._reported = False
+        self._elapsed_s = 0.0
+
+    def done(self) -> bool:
+        """True when `wait` would not block: the job ended, well or badly, or never will."""
+        return self._finished.is_set() or not self._thread.is_alive()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds that the job itself ran, without what it waited for; 0 if it never did. Once it is done."""
+        assert self.done(), "elapsed_s of a job that has not ended"
+        return self._elapsed_s
+
+    def wait(self) -> None:
+        """Block the calling thread until the job has ended. May be called often, by any thread.
+
+        Raises:
+            HomeError: the job raised it; the very same exception.
+            StreamError: the job raised anything else (the `__cause__`), its worker thread died, this process
+                is a fork of the one that submitted it, or the caller is the stream's own thread.
+        """
+        if not self._finished.is_set():
+            self._block()
+        if self._error is None:
+            return
+        self._reported = True
+        if isinstance(self._error, (HomeError, StreamError)):
+            raise self._error.with_traceback(self._traceback)  # not longer with every wait
+        problem = f"{type(self._error).__name__}: {self._error}"
+        raise StreamError(f"a job of stream '{self._stream_name}' failed: {problem}") from self._error
+
+    def _block(self) -> None:
+        if os.getpid() != self._pid:
+            raise StreamError(
+                f"a job of stream '{self._stream_name}' is the parent's: it began before os.fork"
+            )
+        if threading.current_thread() is self._thread:
+            raise StreamError(f"a job of stream '{self._stream_name}' waits for a job queued behind itself")
+        while not self._finished.wait(POLL_S):
+            # In this order: a thread that ends after it finished the job is no loss.
+            if not self._thread.is_alive() and not self._finished.is_set():
+                self._reported = True
+                raise _lost(self._stream_name)
+
+    def _run(self, ledger: _Ledger, delay: Callable[[], float] | None) -> None:
+        """On the worker thread: wait for `after`, run the job, note how it went, wake the waiters."""
+        error: BaseException | None = None
+        try:
+            for prerequisite in self._after:
+                prerequisite.wait()
+            if delay is not None:
+                time.sleep(delay())
+            assert self._job is not None, "a job runs once"
+            start_s = time.perf_counter()
+            try:
+                self._job()
+            finally:
+                self._elapsed_s = time.perf_counter() - start_s
+        except BaseException as caught:  # SystemExit and KeyboardInterrupt too; `wait` raises them
+            error = caught
+            # Without this frame, which would be a cycle.
+            self._traceback = caught.__traceback__ and caught.__traceback__.tb_next
+            caught.__traceback__ = self._traceback
+        self._finish(error, ledger)
+
+    def _finish(self, error: BaseException | None, ledger: _Ledger) -> None:
+        # What the job held must be gone before anyone is told that it ended: memory is counted to the byte.
+        self._job, self._after = None, ()
+        self._error = error
+        ledger.busy_s += self._elapsed_s
+        if error is not None:
+            ledger.failed.append(self)
+        self._finished.set()
+
+
+def _lost(stream_name: str) -> StreamError:
+    return StreamError(f"the worker thread of stream '{stream_name}' died before a job had ended")
+
+
+class _Ledger:
+    """What a stream and its worker share besides the queue. Written by the worker."""
+
+    def __init__(self) -> None:
+        self.busy_s = 0.0
+        self.failed: deque[Event] = deque()
+
+
+class _Worker:
+    """A thread and its jobs. Knows nothing of the stream, so that the stream can be collected.
+
+    `jobs` holds what has not ended, the running job first: what is left when the thread is dead was lost.
+    `wakes` only wakes: True to look at `jobs`, False to end; its `put` is safe inside a garbage collection.
+    """
+
+    def __init__(self, name: str, ledger: _Ledger, delay: Callable[[], float] | None) -> None:
+        self.jobs: deque[Event] = deque()
+        self.wakes: SimpleQueue[bool] = SimpleQueue()
+        arguments = (self.jobs, self.wakes, ledger, delay)
+        self.thread = threading.Thread(target=_work, args=arguments, name=f"chunkc-{name}", daemon=True)
+
+    def put(self, event: Event) -> None:
+        self.jobs.append(event)
+        self.wakes.put(True)
+
+    def end(self) -> None:
+        """End the thread behind its jobs and wait for that, unless it is the caller; Ctrl-C gets through."""
+        self.wakes.put(False)
+        while self.thread.is_alive() and self.thread is not threading.current_thread():
+            self.thread.join(POLL_S)
+
+
+def _work(
+    jobs: deque[Event], wakes: SimpleQueue[bool], ledger: _Ledger, delay: Callable[[], float] | None
+) -> None:
+    while wakes.get():
+        while jobs:
+            jobs[0]._run(ledger, delay)
+            jobs.popleft()
+
+
+class WorkerStream:
+    """A queue of jobs on a daemon thread of its own, the CPU's stand-in for a CUDA stream.
+
+    The thread starts with the first job, and again with the next job after it died. It ends, queued jobs
+    first, on `close` or when the stream is garbage-collected. A stream belongs to the process that made it.
+
+    Args:
+        name: for messages and the thread's name.
+        delay: race tests only: seconds to sleep before each job, so that a missing wait shows.
+    """
+
+    def __init__(self, name: str, *, delay: Callable[[], float] | None = None) -> None:
+        self.name = name
+        self._delay = delay
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._ledger = _Ledger()
+        self._worker: _Worker | None = None
+        self._end_worker: weakref.finalize | None = None
+        self._closed = False
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that this stream's jobs have run in all."""
+        return self._ledger.busy_s
+
+    def submit(self, job: Callable[[], None], *, after: Sequence[Event] = ()) -> Event:
+        """Queue a job, to run behind all earlier ones and once every event of `after` is done. Never blocks.
+
+        A job that raises spoils its own event and those submitted `after` it, which do not run and raise the
+        same error; other jobs of the stream run.
+
+        Raises:
+            StreamError: the stream is closed, was made before os.fork, or its thread cannot be started.
+        """
+        self._refuse_fork()
+        with self._lock:
+            if self._closed:
+                raise StreamError(f"stream '{self.name}' is closed")
+            while self._ledger.failed and self._ledger.failed[0]._reported:
+                self._ledger.failed.popleft()
+            worker = self._living_worker()
+            event = Event(self.name, worker.thread, job, after)
+            worker.put(event)
+        return event
+
+    def drain(self) -> None:
+        """Wait for every job submitted so far, then raise the first error that no `Event.wait` has raised.
+
+        Raises:
+            HomeError, StreamError: as `Event.wait`.
+        """
+        self._refuse_fork()
+        with self._lock:
+            worker, marker = self._worker, None
+            if worker is not None and worker.thread is threading.current_thread():
+                raise StreamError(f"a job of stream '{self.name}' drains its own stream")
+            if worker is not None and worker.thread.is_alive() and not self._closed:
+                marker = Event(self.name, worker.thread, _nothing, ())
+                worker.put(marker)
+        if marker is not None:
+            while not marker.done():
+                marker._finished.wait(POLL_S)
+        elif worker is not None:
+            worker.end()  # it is dead, or the stream is closed
+        self._raise_first()
+
+    def close(self) -> None:
+        """Let the queued jobs end, end the thread, and raise as `drain` does. May be called again."""
+        if os.getpid() != self._pid:
+            return  # a fork has no thread to end
+        with self._lock:
+            worker = self._worker
+            self._closed = True
+        if worker is not None:
+            worker.end()
+        self._raise_first()
+
+    def _refuse_fork(self) -> None:
+        if os.getpid() != self._pid:
+            raise StreamError(f"stream '{self.name}' was made before os.fork: its thread is the parent's")
+
+    def _living_worker(self) -> _Worker:
+        if self._worker is not None and self._worker.thread.is_alive():
+            return self._worker
+        self._bury_worker()
+        worker = _Worker(self.name, self._ledger, self._delay)
+        self._end_worker = weakref.finalize(self, worker.wakes.put, False)
+        self._end_worker.atexit = False
+        self._worker = worker
+        try:
+            worker.thread.start()
+        except RuntimeError as error:
+            raise StreamError(f"cannot start the worker thread of stream '{self.name}': {error}") from error
+        return worker
+
+    def _bury_worker(self) -> None:
+        """If the worker thread is dead, fail the jobs that it left behind, and forget it. Holds the lock."""
+        if self._worker is None or self._worker.thread.is_alive():
+            return
+        for event in self._worker.jobs:
+            if not event._finished.is_set():
+                event._finish(_lost(self.name), self._ledger)
+        if self._end_worker is not None:
+            self._end_worker.detach()
+        self._worker = self._end_worker = None
+
+    def _raise_first(self) -> None:
+        with self._lock:
+            self._bury_worker()
+            failed = [event for event in self._ledger.failed if not event._reported]
+            self._ledger.failed.clear()
+        if failed:
+            failed[0].wait()
+
+
+def _nothing() -> None:
+    """The job of a drain's marker."""

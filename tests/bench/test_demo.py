@@ -1,0 +1,236 @@
+"""The demonstration: its command line, its verdicts, its figures, and its runs in processes of their own."""
+
+import io
+import json
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+import demo
+from demo import SIZES, RunFailed, RunResult, judge, parse_args, run_in_process, summarise
+from figures import draw_losses, draw_memory, loss_curves, results_table, sparkline
+from gpt import GPT, num_parameters
+from one_run import RunSpec
+
+
+def test_command_line_defaults():
+    args = parse_args([])
+    assert (args.steps, args.size, args.fraction) == (30, "small", Fraction(1, 3))
+    assert (args.data, args.home, args.out, args.seed) == (None, "disk", Path("runs/demo"), 0)
+
+
+def test_command_line(tmp_path: Path):
+    data = tmp_path / "data"
+    data.write_text("x")
+    args = parse_args(
+        ["--steps", "5", "--fraction", "0.25", "--size", "tiny", "--data", str(data), "--out", "o"]
+    )
+    assert (args.steps, args.fraction, args.size) == (5, Fraction(1, 4), "tiny")
+    assert (args.data, args.out) == (data, Path("o"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "2"], "at least 3"),
+        (["--steps", "many"], "many"),
+        (["--fraction", "0"], "above 0"),
+        (["--fraction", "1/0"], "above 0"),
+        (["--fraction", "4/3"], "at most 1"),
+        (["--fraction", "third"], "third"),
+        (["--size", "huge"], "small"),
+        (["--data", "no/such/file"], "no/such/file"),
+    ],
+)
+def test_command_line_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        parse_args(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_model_has_at_least_twenty_million_parameters():
+    with torch.device("meta"):
+        assert 20e6 <= num_parameters(GPT(SIZES["small"][0])) <= 25e6
+
+
+def test_the_model_is_causal_and_its_loss_starts_at_that_of_chance():
+    torch.manual_seed(0)
+    config, _ = SIZES["tiny"]
+    model = GPT(config)
+    x = torch.randint(256, (2, config.length), requires_grad=False)
+    loss = model(x, x)
+    assert loss.shape == ()
+    assert loss.item() == pytest.approx(5.545, abs=0.1)  # log(256)
+    seen: list[torch.Tensor] = []
+    model.norm.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    changed = x.clone()
+    changed[:, -1] += 1
+    model(x, x)
+    model(changed % 256, x)
+    assert torch.equal(seen[0][:, :-1], seen[1][:, :-1])
+    assert not torch.equal(seen[0][:, -1], seen[1][:, -1])
+
+
+def test_a_spec_survives_the_command_line_of_its_process():
+    spec = RunSpec(
+        "chunkc", SIZES["tiny"][0], 2, 5, 0, 3e-4, data="a b", memory_budget_nbytes=7, is_limited=True
+    )
+    assert RunSpec.from_json(spec.to_json()) == spec
+
+
+def _result(losses: tuple[float, ...] = (3.0, 2.0, 1.0, 0.5), **end: Any) -> RunResult:
+    report = {
+        "predicted_peak_nbytes": 95,
+        "chunk_size_nbytes": 4096,
+        "num_chunks": 3,
+        "traffic_nbytes": [10, 20],
+        "time_s": {"compile": 1.0},
+    }
+    fields = {"event": "end", "measured_peak_nbytes": 90, **report, **end}
+    return RunResult(22_000_000, losses, (10.0, 3.0, 1.0, 2.0)[: len(losses)], fields)
+
+
+def _summary(limited: RunResult | None = None) -> dict[str, Any]:
+    plain = RunResult(
+        22_000_000, (3.0, 2.0, 1.0, 0.5005), (8.0, 2.0, 1.0, 1.0), {"measured_peak_nbytes": 300}
+    )
+    return summarise(plain, limited or _result(), _result(), 100)
+
+
+def test_summary_holds_what_it_must():
+    summary = json.loads(json.dumps(_summary()))
+    assert summary["plain_peak_nbytes"] == 300
+    assert summary["memory_budget_nbytes"] == 100
+    assert summary["predicted_peak_nbytes"] == 95
+    assert summary["measured_peak_nbytes"] == 90
+    assert summary["plain_losses"] == [3.0, 2.0, 1.0, 0.5005]
+    assert summary["losses"] == summary["unlimited_budget_losses"] == [3.0, 2.0, 1.0, 0.5]
+    assert (summary["step_time_s"], summary["plain_step_time_s"]) == (1.5, 1.0)
+    assert (summary["compile_time_s"], summary["plain_compile_time_s"]) == (10.0, 8.0)
+    assert summary["max_loss_difference"] == pytest.approx(5e-4)
+
+
+@pytest.mark.parametrize(
+    ("limited", "broken"),
+    [
+        (_result(), ()),
+        (_result(measured_peak_nbytes=96), (0,)),
+        (_result(predicted_peak_nbytes=101, measured_peak_nbytes=100), (0,)),
+        (_result(predicted_peak_nbytes=100, measured_peak_nbytes=90), (1,)),
+        (_result((3.0, 2.0, 1.0, 0.5 + 1e-12)), (2,)),
+        (_result((3.0, 2.0, 1.0, 0.49)), (2, 3)),
+        (_result((3.0, float("nan"), 1.0, 0.5)), (2, 3)),
+    ],
+)
+def test_each_broken_promise_is_noticed(limited: RunResult, broken: tuple[int, ...]):
+    kept = list(judge(_summary(limited)).values())
+    assert [index for index, ok in enumerate(kept) if not ok] == list(broken)
+
+
+def test_the_table_shows_memory_times_and_losses():
+    console = Console(file=io.StringIO(), width=140)
+    console.print(results_table(_summary()))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "22.0M" in shown
+    assert "3 x 0.0 MiB" in shown
+    assert "1.50 s" in shown
+    assert "0.500500" in shown
+
+
+def test_both_curves_are_drawn_on_one_scale():
+    assert loss_curves(_summary(_result((3.0, 3.0, 3.0, 0.5)))).splitlines() == [
+        "loss, 3.00 to 0.50:",
+        "█▅▂▁  plain",
+        "███▁  chunkc under the budget",
+        "█▅▂▁  no limit",
+    ]
+
+
+def test_sparkline():
+    assert sparkline([0.0, 0.5, 1.0], low=0, high=1) == "▁▅█"
+    assert sparkline([1.0, float("nan"), float("inf")], low=1, high=1) == "▁??"
+    assert sparkline([0.0] * 30 + [1.0] * 30, low=0, high=1) == "▁" * 15 + "█" * 15
+
+
+def test_figures_are_written(tmp_path: Path):
+    draw_losses(tmp_path / "losses.png", {"a": [3.0, 2.0], "b": [3.0, 2.0]})
+    moments = [("forward", 10, 9), ("backward", 20, None)]
+    draw_memory(tmp_path / "memory.png", moments, budget_nbytes=25, plain_peak_nbytes=75)
+    draw_memory(tmp_path / "unmetered.png", [("forward", 1, None)], budget_nbytes=2, plain_peak_nbytes=3)
+    for name in ("losses.png", "memory.png", "unmetered.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_fails_says_why(tmp_path: Path):
+    (tmp_path / "short").write_text("too short")
+    spec = RunSpec("plain", SIZES["tiny"][0], 2, 3, 0, 3e-4, data=str(tmp_path / "short"))
+    events: list[dict[str, Any]] = []
+    with (tmp_path / "log").open("w") as log:
+        log.write("an earlier run\n")
+        log.flush()
+        with pytest.raises(RunFailed, match="the text has 9 bytes") as caught:
+            run_in_process(spec, log, events.append)
+    assert "an earlier run" not in str(caught.value)
+    assert [event["event"] for event in events] == ["begin"]
+
+
+@pytest.mark.parametrize(("measured_nbytes", "exit_code"), [(90, 0), (99, 1)])
+def test_the_driver_runs_all_three_and_leaves_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured_nbytes: int, exit_code: int
+):
+    specs: list[RunSpec] = []
+
+    def run(spec: RunSpec, _log: Any, on_event: Any) -> RunResult:
+        specs.append(spec)
+        on_event({"event": "begin", "num_parameters": 1})
+        on_event({"event": "step", "step": 0, "loss": 3.0, "step_s": 1.0})
+        if spec.mode == "plain":
+            return _result(measured_peak_nbytes=302)
+        moments = [["forward", 95, measured_nbytes], ["backward", 90, None]]
+        return _result(measured_peak_nbytes=measured_nbytes, moments=moments, plan_text="the plan")
+
+    monkeypatch.setattr(demo, "run_in_process", run)
+    assert demo.main(["--out", str(tmp_path / "a/b"), "--seed", "5"]) == exit_code
+    assert [(spec.mode, spec.memory_budget_nbytes, spec.is_limited) for spec in specs] == [
+        ("plain", 0, False),
+        ("chunkc", 302 // 3, True),
+        ("chunkc", demo.UNLIMITED_NBYTES, False),
+    ]
+    assert {(spec.model, spec.seed, spec.num_steps) for spec in specs} == {(SIZES["small"][0], 5, 30)}
+    names = {path.name for path in (tmp_path / "a/b").iterdir()}
+    assert names == {"summary.json", "memory.png", "losses.png", "plan.txt", "log.txt"}
+    assert (tmp_path / "a/b/plan.txt").read_text() == "the plan\n"
+    summary = json.loads((tmp_path / "a/b/summary.json").read_text())
+    assert all(summary["promises"].values()) == (exit_code == 0)
+
+
+@pytest.mark.slow
+def test_plain_runs_repeat_to_the_bit_and_are_metered(tmp_path: Path):
+    spec = RunSpec("plain", SIZES["tiny"][0], 2, 4, 0, 3e-3)
+    with (tmp_path / "log").open("w") as log:
+        first, second = (run_in_process(spec, log, lambda _event: None) for _ in range(2))
+    assert len(first.losses) == len(first.steps_s) == 4
+    assert first.losses == second.losses
+    assert first.losses[-1] < first.losses[0]
+    states_nbytes = 16 * first.num_parameters  # parameters, gradients, two moments
+    assert states_nbytes < first.end["measured_peak_nbytes"] < 3 * states_nbytes
+
+
+@pytest.mark.slow
+def test_the_whole_demonstration(tmp_path: Path):
+    assert demo.main(["--size", "tiny", "--steps", "4", "--fraction", "3/4", "--out", str(tmp_path)]) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (
+        summary["measured_peak_nbytes"] <= summary["predicted_peak_nbytes"] <= summary["memory_budget_nbytes"]
+    )
+    assert summary["losses"] == summary["unlimited_budget_losses"]
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "plan.txt").read_text().strip()

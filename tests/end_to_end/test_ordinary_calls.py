@@ -1,0 +1,192 @@
+"""Models under a small budget may be called, written to and hooked in every way that PyTorch allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from harness import HUGE, array, compile_case, differences, gradients, weights
+from scripts import CASE, assert_close, backward, run_three_ways, sgd, small_budget, train_steps
+from torch import Tensor, nn
+from zoo import byte_batch
+
+
+def test_evaluation_in_between() -> None:
+    def script(model: nn.Module, call: Callable[..., Tensor]) -> tuple:
+        optimizer, seen = sgd(model.parameters()), []
+        for step in range(2):
+            seen += train_steps(call, optimizer, range(step, step + 1))
+            before = weights(model)
+            model.eval()
+            with torch.no_grad():
+                loss = call(**CASE.batch(10 + step))
+            assert not loss.requires_grad
+            seen.append(array(loss))
+            model.train()
+            assert not differences(before, weights(model))
+        return seen, weights(model)
+
+    run_three_ways(script)
+
+
+def test_evaluation_between_forward_and_backward() -> None:
+    def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
+        loss = call(**CASE.batch(0))
+        with torch.no_grad():
+            other = call(**CASE.batch(1))
+        loss.backward()
+        return [array(loss), array(other), gradients(model)]
+
+    run_three_ways(script)
+
+
+def test_new_input_shapes() -> None:
+    def script(model: nn.Module, call: Callable[..., Tensor]) -> tuple:
+        optimizer, losses = sgd(model.parameters()), []
+        for step, length in enumerate((32, 24, 32, 17, 40)):
+            loss = call(**byte_batch(step, length))
+            loss.backward()
+            losses.append(array(loss))
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, weights(model)
+
+    small = script(*compile_case(CASE, memory_budget=2 * small_budget(), whole_graph="never"))
+    large = script(*compile_case(CASE, memory_budget=HUGE, whole_graph="never"))
+    assert not differences(small, large)
+    model = CASE.build(0)
+    assert_close(small, script(model, model))
+
+
+def test_two_forwards_before_one_backward() -> None:
+    def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
+        loss = call(**CASE.batch(0)) + 2 * call(**CASE.batch(1))
+        loss.backward()
+        return [array(loss), gradients(model)]
+
+    run_three_ways(script)
+
+
+def test_two_forwards_then_two_backwards_in_either_order() -> None:
+    def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
+        seen = []
+        for first, second in ((0, 1), (1, 0)):
+            losses = [call(**CASE.batch(0)), call(**CASE.batch(1))]
+            losses[first].backward()
+            seen.append(gradients(model))
+            losses[second].backward()
+            seen.append(gradients(model))
+            model.zero_grad()
+        return seen
+
+    run_three_ways(script)
+
+
+def test_a_forward_without_backward_is_forgotten() -> None:
+    def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
+        dropped = array(call(**CASE.batch(5)))
+        return [dropped, *train_steps(call, sgd(model.parameters()), range(2)), weights(model)]
+
+    run_three_ways(script)
+
+
+# ---------------------------------------------------------------- writes between steps
+
+
+def _scale_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+
+
+def _scale_in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+def _load_state(model: nn.Module) -> None:
+    model.load_state_dict(CASE.build(3).state_dict())
+
+
+def _load_state_of_one_layer(model: nn.Module) -> None:
+    model.get_submodule("blocks.1.up").load_state_dict(CASE.build(3).blocks[1].up.state_dict())
+
+
+WRITES = (_scale_data, _scale_in_place, _load_state, _load_state_of_one_layer)
+
+
+@pytest.mark.parametrize("home", ["cpu", "disk"])
+@pytest.mark.parametrize("write", WRITES, ids=lambda w: w.__name__.strip("_"))
+def test_a_write_between_steps_is_seen(write: Callable[[nn.Module], None], home: str) -> None:
+    def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
+        optimizer = sgd(model.parameters())
+        seen = train_steps(call, optimizer, range(1))
+        before = weights(model)
+        write(model)
+        assert differences(before, weights(model))
+        seen += train_steps(call, optimizer, range(1, 3))
+        return [*seen, weights(model)]
+
+    run_three_ways(script, home=home)
+
+
+# ---------------------------------------------------------------- hooks
+
+
+def test_gradient_hooks_fire_and_may_change_the_gradient() -> None:
+    def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
+        weight, untouched = model.blocks[1].up.weight, model.blocks[1].down.weight
+        seen: list = []
+        doubling = weight.register_hook(lambda gradient: seen.append(array(gradient)) or 2 * gradient)
+        watching = untouched.register_hook(lambda gradient: seen.append(array(gradient)))
+        backward(call, 0)
+        assert len(seen) == 2
+        doubling.remove()
+        watching.remove()
+        result = [gradients(model)]
+        model.zero_grad()
+        backward(call, 0)
+        assert len(seen) == 2
+        return [*result, gradients(model)]
+
+    doubled, plain = run_three_ways(script)
+    name = "blocks.1.up.weight"
+    assert not differences(doubled.pop(name), 2 * plain.pop(name))
+    assert not differences(doubled, plain)
+
+
+def test_post_accumulate_hooks_fire_with_the_gradient_in_place() -> None:
+    def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
+        seen: dict[str, list] = {}
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, name=name: seen.setdefault(name, []).append(array(p.grad))
+            )
+        backward(call, 0)
+        once = gradients(model)
+        backward(call, 1)
+        assert {name: len(arrays) for name, arrays in seen.items()} == dict.fromkeys(once, 2)
+        assert not differences({name: arrays[0] for name, arrays in seen.items()}, once)
+        assert not differences({name: arrays[1] for name, arrays in seen.items()}, gradients(model))
+        return [once, gradients(model)]
+
+    run_three_ways(script)
+
+
+def test_optimizer_in_the_backward() -> None:
+    """The step of a plain optimizer inside a post-accumulate hook, and the gradient dropped there."""
+
+    def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
+        def update(parameter: nn.Parameter) -> None:
+            with torch.no_grad():
+                parameter.sub_(parameter.grad, alpha=0.05)
+            parameter.grad = None
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+        losses = [backward(call, step) for step in range(3)]
+        assert all(p.grad is None for p in model.parameters())
+        return [losses, weights(model)]
+
+    run_three_ways(script)

@@ -1,0 +1,192 @@
+"""Runs the zoo's models under chunkc and compares what came out, bit by bit.
+
+`conftest.py` registers this file as module `harness`. Results are NumPy arrays: they are outside torch's
+allocator, so keeping them charges nothing to a hard limit.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from chunkc.runtime import cpu_allocator
+from torch import Tensor, nn
+from zoo import CASES, Case
+
+import chunkc
+
+HUGE = 1 << 34
+"""A budget in which every model of the zoo fits many times over."""
+
+TINY = 4096
+"""A budget in which no model fits."""
+
+Arrays = dict[str, np.ndarray]
+Optimizer = torch.optim.Optimizer
+OptimizerFactory = Callable[[Any], Optimizer]
+
+
+def adamw(parameters: Any) -> Optimizer:
+    """chunkc's AdamW with the settings of every end-to-end test."""
+    return chunkc.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a training run left.
+
+    Attributes:
+        losses: one float32 scalar per step.
+        grads: per step, each parameter's gradient by name; a parameter without gradient is missing.
+        weights: parameters and buffers after the last step, by name.
+        predicted_peak_nbytes, measured_peak_nbytes, num_chunks: of `chunkc.report`.
+        allocator_peak_nbytes: the hard limit's own measure; bytes.
+    """
+
+    losses: tuple[np.ndarray, ...]
+    grads: tuple[Arrays, ...]
+    weights: Arrays
+    predicted_peak_nbytes: int
+    measured_peak_nbytes: int
+    num_chunks: int
+    allocator_peak_nbytes: int
+
+
+def array(tensor: Tensor) -> np.ndarray:
+    """A copy of the tensor's bits in memory that torch does not know of."""
+    tensor = tensor.detach()
+    return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy().copy()
+
+
+def gradients(model: nn.Module) -> Arrays:
+    """Copies of all gradients that exist, by parameter name."""
+    return {name: array(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def weights(model: nn.Module) -> Arrays:
+    """Copies of all parameters and buffers, by name."""
+    return {name: array(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+
+
+def differences(left: Any, right: Any, path: str = "") -> list[str]:
+    """Where two nested results (mappings, sequences, arrays) differ in shape, type or any bit."""
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        if left.keys() != right.keys():
+            return [f"{path}: names {sorted(left.keys() ^ right.keys())} are in one only"]
+        return [d for key in left for d in differences(left[key], right[key], f"{path}.{key}")]
+    if isinstance(left, tuple | list) and isinstance(right, tuple | list):
+        if len(left) != len(right):
+            return [f"{path}: {len(left)} against {len(right)} entries"]
+        return [d for i, pair in enumerate(zip(left, right)) for d in differences(*pair, f"{path}[{i}]")]
+    left, right = np.asarray(left), np.asarray(right)
+    if (left.shape, left.dtype) != (right.shape, right.dtype):
+        return [f"{path}: {left.dtype}{left.shape} against {right.dtype}{right.shape}"]
+    if left.tobytes() == right.tobytes():
+        return []
+    num_different = int((left != right).sum())
+    return [f"{path}: {num_different} of {left.size} elements differ"]
+
+
+def assert_same_training(result: Result, reference: Result) -> None:
+    """Losses, every gradient of every step and every weight are the same bits."""
+    for part in ("losses", "grads", "weights"):
+        found = differences(getattr(result, part), getattr(reference, part), part)
+        assert not found, "\n".join(found[:20])
+
+
+def compile_case(
+    case: Case, *, memory_budget: int, home: str = "cpu", codegen: str = "eager", seed: int = 0,
+    place: bool = True, **options: Any,
+) -> tuple[nn.Module, nn.Module]:  # fmt: skip
+    """The model, placed in its home unless `place` is false, and the same model compiled by chunkc."""
+    torch._dynamo.reset()
+    gc.collect()
+    model = case.build(seed)
+    if place:
+        sizes = {"chunk_size": options["chunk_size"]} if "chunk_size" in options else {}
+        model = chunkc.place(model, home=home, **sizes)
+    options |= {"memory_budget": memory_budget, "home": home, "codegen": codegen}
+    return model, torch.compile(model, backend="chunkc", options=options)
+
+
+def train(
+    case: Case, *, memory_budget: int, home: str = "cpu", codegen: str = "eager", steps: int = 3,
+    limit: bool = True, seed: int = 0, optimizer: OptimizerFactory = adamw, **options: Any,
+) -> Result:  # fmt: skip
+    """Train `case` for some steps, inside a hard limit equal to the budget unless `limit` is false.
+
+    The limit starts from what is charged before the run (tensors that other tests left behind), so the run
+    itself, with its batches, gets exactly the budget.
+    """
+    cpu_allocator.install()
+    gc.collect()
+    foreign_nbytes = cpu_allocator.current_nbytes()
+    model, compiled = compile_case(
+        case, memory_budget=memory_budget, home=home, codegen=codegen, seed=seed, **options
+    )
+    update = optimizer(model.parameters())
+    losses: list[np.ndarray] = []
+    grads: list[Arrays] = []
+    torch.manual_seed(seed)
+    cpu_allocator.reset_peak()
+    with cpu_allocator.hard_limit(foreign_nbytes + memory_budget if limit else None):
+        for step in range(steps):
+            batch = case.batch(seed + step)
+            loss = case.loss(compiled(**batch))
+            loss.backward()
+            losses.append(array(loss))
+            grads.append(gradients(model))
+            del batch, loss
+            update.step()
+            update.zero_grad()
+    peak_nbytes = cpu_allocator.peak_nbytes() - foreign_nbytes
+    report = chunkc.report(compiled)
+    return Result(
+        tuple(losses), tuple(grads), weights(model), report.predicted_peak_nbytes,
+        report.measured_peak_nbytes, report.num_chunks, peak_nbytes,
+    )  # fmt: skip
+
+
+def refuse(case: Case, *, memory_budget: int, **options: Any) -> chunkc.BudgetError:
+    """The error of the first call of a model that does not fit `memory_budget`."""
+    options.setdefault("whole_graph", "never")
+    _, compiled = compile_case(case, memory_budget=memory_budget, **options)
+    try:
+        case.loss(compiled(**case.batch(0))).backward()
+    except chunkc.BudgetError as error:
+        return error.with_traceback(None)
+    raise AssertionError(f"{case.name} trains in {memory_budget} bytes")
+
+
+@functools.cache
+def everything_fits(name: str, codegen: str = "eager", steps: int = 3) -> Result:
+    """What every budget and home must reproduce: all resident, with the segments of a small budget."""
+    case = CASES[name]
+    return train(case, memory_budget=HUGE, codegen=codegen, steps=steps, limit=False, whole_graph="never")
+
+
+@functools.cache
+def minimum_nbytes(name: str, home: str = "cpu", codegen: str = "eager") -> int:
+    """The smallest budget, in bytes, that `BudgetError` says works for a model of the zoo."""
+    case = CASES[name]
+    nbytes = refuse(case, memory_budget=TINY, home=home, codegen=codegen).minimum_nbytes
+    for _ in range(case.num_graphs - 1):  # graphs are planned one by one: a later one may need more
+        try:
+            train(
+                case, memory_budget=nbytes, home=home, codegen=codegen, steps=2, limit=False,
+                whole_graph="never",
+            )  # fmt: skip
+        except chunkc.BudgetError as error:
+            nbytes = error.minimum_nbytes
+    return nbytes
+
+
+def budget_nbytes(name: str, percent: int, home: str = "cpu", codegen: str = "eager") -> int:
+    """A percentage of the predicted peak where everything fits, raised to the minimum; 0: the minimum."""
+    share = everything_fits(name, codegen).predicted_peak_nbytes * percent // 100
+    return max(share, minimum_nbytes(name, home, codegen))

@@ -1,0 +1,351 @@
+"""The fused CPU update: accuracy, bits that do not depend on the cut, memory, recompilation, overhead."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+from torch._subclasses import FakeTensorMode
+
+from chunkc.kernels import adam_cpu, reference
+from chunkc.kernels.hyper import AdamHyper
+from chunkc.runtime import cpu_allocator
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = [(FP32, FP32), (BF16, BF16), (BF16, FP32), (FP16, FP16)]
+ADAMW = AdamHyper(lr=1e-2, weight_decay=0.1, step=3)
+ADAM_L2 = AdamHyper(lr=1e-2, weight_decay=0.1, step=3, decoupled=False)
+Run = list[Tensor | None]
+
+
+def make_run(
+    num_elements: int, dtype: torch.dtype = FP32, grad_dtype: torch.dtype = FP32, seed: int = 0
+) -> Run:
+    """[param, grad, exp_avg, exp_avg_sq, master] as some training step leaves them."""
+    generator = torch.Generator().manual_seed(seed)
+    value, grad, exp_avg, exp_avg_sq = torch.randn(4, num_elements, generator=generator)
+    states = [exp_avg.mul(0.1), exp_avg_sq.square().mul(0.1)]
+    master = None if dtype == FP32 else value.clone()
+    return [value.to(dtype), grad.to(grad_dtype), *states, master]
+
+
+def clone(run: Run) -> Run:
+    return [None if tensor is None else tensor.clone() for tensor in run]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+
+
+def assert_same_bits(run: Run, other: Run) -> None:
+    for tensor, expected in zip(run, other, strict=True):
+        assert (tensor is None) == (expected is None)
+        if tensor is not None and expected is not None:
+            assert torch.equal(bits(tensor), bits(expected))
+
+
+def num_compiled() -> Counter[str]:
+    """What Inductor and Dynamo count per compilation, cache hits too."""
+    return Counter(
+        {f"{group}.{name}": n for group in ("inductor", "stats") for name, n in counters[group].items()}
+    )
+
+
+def with_special_values(run: Run) -> Run:
+    """Infinities, NaN, signed zeros, subnormals and rounding ties at several places of every tensor."""
+    infinity = float("inf")
+    special = torch.tensor(
+        [infinity - infinity, infinity, -infinity, 0, -0.0, 1e-40, 1 + 2**-8, 1 + 3 * 2**-8]
+    )
+    for shift, tensor in enumerate(run):
+        if tensor is not None:
+            for start in range(shift, tensor.numel() - len(special), 37):
+                tensor[start : start + len(special)] = special
+    return run
+
+
+@pytest.mark.parametrize("update", [reference.adam_update, adam_cpu.adam_update], ids=["reference", "cpu"])
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.4, 0.9), (0.0, 0.99)])
+def test_fp32_follows_torch(update, maximize, decoupled, betas):
+    num_elements = 1003
+    theirs = torch.nn.Parameter(make_run(num_elements)[0].clone())
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    optimizer = kind([theirs], betas=betas, eps=1e-6, maximize=maximize, foreach=False, fused=False)
+    ours, exp_avg, exp_avg_sq = theirs.detach().clone(), torch.zeros(num_elements), torch.zeros(num_elements)
+    for step in range(1, 101):
+        lr, weight_decay = 1e-3 * (1 + step % 7), 0.1 * (step % 3)
+        optimizer.param_groups[0].update(lr=lr, weight_decay=weight_decay)
+        grad = make_run(num_elements, seed=step)[1]
+        theirs.grad = grad.clone()
+        optimizer.step()
+        hyper = AdamHyper(lr, *betas, 1e-6, weight_decay, step, decoupled=decoupled, maximize=maximize)
+        update(ours, grad, exp_avg, exp_avg_sq, None, hyper)
+    state = optimizer.state[theirs]
+    tolerance = {"rtol": 0.0, "atol": 0.0 if update is reference.adam_update else 1e-6}
+    torch.testing.assert_close(ours, theirs.detach(), **tolerance)
+    torch.testing.assert_close(exp_avg, state["exp_avg"], **tolerance)
+    torch.testing.assert_close(exp_avg_sq, state["exp_avg_sq"], **tolerance)
+
+
+@pytest.mark.parametrize("hyper", [ADAMW, ADAM_L2], ids=["adamw", "adam"])
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES[1:])
+def test_low_precision_follows_the_reference(dtype, grad_dtype, hyper):
+    ours, expected = make_run(1003, dtype, grad_dtype), make_run(1003, dtype, grad_dtype)
+    adam_cpu.adam_update(*ours, hyper)
+    reference.adam_update(*expected, hyper)
+    torch.testing.assert_close(ours[2:], expected[2:], rtol=0.0, atol=1e-6)
+    assert torch.equal(ours[0], expected[0])
+    assert not torch.equal(ours[0], make_run(1003, dtype, grad_dtype)[0])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_copies_are_rounded_as_torch_rounds(dtype):
+    """With lr = 0 and no decay the master stays, so each copy must equal `master.to(dtype)` exactly."""
+    for high in range(0, 1 << 16, 1 << 13):
+        low_halves = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+        patterns = (torch.arange(high, high + (1 << 13)).unsqueeze(1) << 16) + low_halves
+        master = patterns.flatten().to(torch.int32).view(FP32)
+        finite = master[master.isfinite()]
+        param, zeros = torch.empty_like(finite, dtype=dtype), torch.zeros_like(finite)
+        adam_cpu.adam_update(param, zeros, zeros.clone(), zeros.clone(), finite, AdamHyper(lr=0.0))
+        assert torch.equal(param, finite.to(dtype))
+
+
+@pytest.mark.parametrize("hyper", [ADAMW, ADAM_L2], ids=["adamw", "adam"])
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
+def test_bits_do_not_depend_on_the_cut(dtype, grad_dtype, hyper):
+    whole = with_special_values(make_run(90_003, dtype, grad_dtype))
+    pieces = clone(whole)
+    adam_cpu.adam_update(*whole, hyper)
+    cuts = [
+        0,
+        1,
+        2,
+        5,
+        20,
+        37,
+        53,
+        116,
+        244,
+        1000,
+        1016,
+        3033,
+        40_001,
+        90_002,
+        90_003,
+    ]  # one long run among them
+    for start, end in pairwise(cuts):
+        adam_cpu.adam_update(*[None if t is None else t[start:end] for t in pieces], hyper)
+    assert_same_bits(pieces, whole)
+
+
+def test_bits_do_not_depend_on_the_number_of_threads():
+    one, many = make_run(100_003, BF16, BF16), make_run(100_003, BF16, BF16)
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        adam_cpu.adam_update(*one, ADAMW)
+        torch.set_num_threads(3)
+        adam_cpu.adam_update(*many, ADAMW)
+    finally:
+        torch.set_num_threads(num_threads)
+    assert_same_bits(one, many)
+
+
+@pytest.mark.parametrize("num_elements", [0, 1, 2, 15, 16, 17, 1000])
+def test_slices_of_one_mapped_buffer(num_elements):
+    """All tensors of a run in one file-like buffer, at 64-byte offsets; the bytes around stay."""
+    buffer = torch.frombuffer(mmap.mmap(-1, 1 << 16), dtype=torch.uint8)
+    buffer.fill_(0xA5)
+    expected = make_run(num_elements, BF16, BF16)
+    run, untouched = [], torch.ones_like(buffer, dtype=torch.bool)
+    for place, tensor in enumerate(expected):
+        start = 64 + place * 12 * 1024
+        end = start + tensor.nbytes
+        view = buffer[start:end].view(tensor.dtype)
+        view.copy_(tensor)
+        untouched[start:end] = False
+        run.append(view)
+    adam_cpu.adam_update(*run, ADAMW)
+    adam_cpu.adam_update(*expected, ADAMW)
+    assert_same_bits(run, expected)
+    assert (buffer[untouched] == 0xA5).all()
+
+
+@pytest.mark.parametrize("offset", [1, 3])
+def test_offsets_need_no_alignment(offset):
+    expected = make_run(333)
+    run = [None if t is None else torch.cat([torch.zeros(offset), t])[offset:] for t in expected]
+    adam_cpu.adam_update(*run, ADAMW)
+    adam_cpu.adam_update(*expected, ADAMW)
+    assert_same_bits(run, expected)
+
+
+@pytest.mark.parametrize("hyper", [ADAMW, ADAM_L2], ids=["adamw", "adam"])
+@pytest.mark.parametrize("update", [reference.adam_update, adam_cpu.adam_update], ids=["reference", "cpu"])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_gradient_may_lie_in_the_parameter(dtype, update, hyper):
+    apart = make_run(1003, dtype, dtype)
+    shared = clone(apart)
+    if dtype == FP32:  # without a master the parameter's memory is its own gradient
+        apart[1] = apart[0].clone()
+    else:
+        shared[0] = shared[1]
+    shared[1] = shared[0]
+    update(*apart, hyper)
+    update(*shared, hyper)
+    assert torch.equal(shared[0], apart[0])
+    assert_same_bits(shared[2:], apart[2:])
+
+
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
+def test_nothing_is_allocated(dtype, grad_dtype):
+    adam_cpu.warm_up(dtype, grad_dtype)
+    cpu_allocator.install()
+    run = make_run(300_007, dtype, grad_dtype)
+    before = clone(run)
+    with cpu_allocator.hard_limit(0), pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1)
+    with cpu_allocator.hard_limit(0):
+        for step in range(1, 4):
+            adam_cpu.adam_update(*run, AdamHyper(lr=1e-3 / step, step=step))
+    assert not torch.equal(run[0], before[0])
+
+
+def test_compiles_once_for_all_lengths_and_hyper_parameters():
+    adam_cpu._kernel.cache_clear()
+    start = num_compiled()
+    adam_cpu.warm_up(FP32, FP32)
+    compiled = num_compiled()
+    assert compiled != start
+    for step, num_elements in enumerate([0, 1, 2, 3, 1, 8, 9, 64, 1000, 70_001, 0, 1], start=1):
+        hyper = AdamHyper(lr=0.1 / step, weight_decay=0.01 * step, step=step, maximize=step % 2 == 0)
+        adam_cpu.adam_update(*make_run(num_elements), hyper)
+    adam_cpu.adam_update(*make_run(10), AdamHyper(lr=0.1, decoupled=False))
+    assert num_compiled() == compiled
+    adam_cpu.adam_update(*make_run(10), ADAM_L2)
+    assert num_compiled() != compiled
+
+
+def test_the_state_of_the_caller_does_not_matter():
+    """Reset, stances, grad and inference modes, fake modes and a Parameter: same bits, no compilation."""
+    hyper = AdamHyper(lr=1e-2, step=7)  # a value of its own, so that its scalars are made in here
+    initial, expected = make_run(100), make_run(100)
+    adam_cpu.warm_up(FP32, FP32)
+    compiled = num_compiled()
+    faked = clone(initial)
+    with FakeTensorMode():
+        adam_cpu.adam_update(*faked, hyper)
+    adam_cpu.adam_update(*expected, hyper)
+    assert_same_bits(faked, expected)
+
+    inferred = clone(initial)
+    with torch.inference_mode():
+        adam_cpu.adam_update(*inferred, hyper)
+    parameter = clone(initial)
+    parameter[0] = torch.nn.Parameter(parameter[0])
+    adam_cpu.adam_update(*parameter, hyper)
+    stanced = clone(initial)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        adam_cpu.adam_update(*stanced, hyper)
+    compiled_after = num_compiled()
+    torch._dynamo.reset()
+    after_reset = clone(initial)
+    adam_cpu.adam_update(*after_reset, hyper)
+    assert compiled_after == compiled
+    for run in (inferred, stanced, after_reset, [parameter[0].detach(), *parameter[1:]]):
+        assert_same_bits(run, expected)
+
+
+def test_compiling_ignores_and_leaves_the_users_settings():
+    expected, run = make_run(1003), make_run(1003)
+    adam_cpu.adam_update(*expected, ADAMW)
+    adam_cpu._kernel.cache_clear()
+    users = {"cpp.enable_floating_point_contract_flag": "fast", "cpp.threads": 1, "size_asserts": True}
+    with inductor_config.patch(users), torch.compiler.set_stance("force_eager"), FakeTensorMode():
+        before = inductor_config.get_config_copy()
+        adam_cpu.adam_update(*run, ADAMW)
+        assert inductor_config.get_config_copy() == before
+    adam_cpu._kernel.cache_clear()
+    assert_same_bits(run, expected)
+
+
+def test_works_inside_a_compiled_function():
+    run, expected = make_run(100), make_run(100)
+
+    @torch.compile(backend="eager")
+    def step(x: Tensor) -> Tensor:
+        adam_cpu.adam_update(*run, ADAMW)
+        return x + 1
+
+    assert step(torch.ones(())) == 2
+    adam_cpu.adam_update(*expected, ADAMW)
+    assert_same_bits(run, expected)
+
+
+def test_autograd_notices_the_update():
+    run = make_run(10)
+    weight = torch.ones(10, requires_grad=True)
+    product = weight * run[0]
+    adam_cpu.adam_update(*run, ADAMW)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_a_tiny_call_is_cheap():
+    run = make_run(8, BF16, BF16)
+    adam_cpu.adam_update(*run, ADAMW)
+    batches_s = []
+    for _ in range(20):
+        start_s = time.perf_counter()
+        for _ in range(50):
+            adam_cpu.adam_update(*run, ADAMW)
+        batches_s.append((time.perf_counter() - start_s) / 50)
+    assert min(batches_s) < 60e-6
+
+
+@pytest.mark.parametrize("update", [reference.adam_update, adam_cpu.adam_update], ids=["reference", "cpu"])
+@pytest.mark.parametrize(
+    ("place", "wrong", "message"),
+    [
+        (1, torch.zeros(9), "one length"),
+        (0, torch.zeros(20)[::2], "contiguous"),
+        (2, torch.zeros(2, 5), "flat"),
+        (3, torch.zeros(10, dtype=BF16), "moments and master must be float32"),
+        (1, torch.zeros(10, dtype=torch.float64), "gradients must be"),
+        (0, torch.zeros(10, dtype=BF16), "without a master"),
+        (4, torch.zeros(10), "with a master"),
+    ],
+)
+def test_unsuitable_tensors_are_refused(update, place, wrong, message):
+    run = make_run(10)
+    run[place] = wrong
+    with pytest.raises(ValueError, match=message):
+        update(*run, ADAMW)
+
+
+def test_other_devices_are_refused():
+    run = [None if tensor is None else tensor.to("meta") for tensor in make_run(10)]
+    with pytest.raises(ValueError, match="on the CPU"):
+        adam_cpu.adam_update(*run, ADAMW)
+    with pytest.raises(ValueError, match="no Adam kernel"):
+        adam_cpu.warm_up(torch.float64, FP32)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"step": 0}, {"beta1": 1.0}, {"beta2": -0.1}, {"lr": -1.0}, {"lr": float("nan")}, {"eps": -1.0}],
+    ids=str,
+)
+def test_hyper_parameters_are_checked(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        AdamHyper(**{"lr": 1e-3, **wrong})

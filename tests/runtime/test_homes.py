@@ -1,0 +1,525 @@
+"""Homes: views and copies see the same bytes, storages are separate, bad disks are errors, no file stays."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import io
+import mmap
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from chunkc.runtime.homes import DiskHome, Home, MemoryHome, Region, open_home
+
+from chunkc.ir.errors import HomeError, OptionsError
+
+MIB = 1 << 20
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]
+
+
+@pytest.fixture(params=["cpu", "disk"])
+def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Home]:
+    home = open_home("cpu") if request.param == "cpu" else open_home(f"disk:{tmp_path}")
+    yield home
+    home.close()
+
+
+def random_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.randint(0, 100, shape).to(dtype)
+
+
+def random_bytes(nbytes: int) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_views_and_copies_see_the_same_bytes(home: Home, dtype: torch.dtype) -> None:
+    region = home.allocate(10_000)
+    offset_nbytes = 64
+    view = home.tensor(region, dtype, (3, 5), (5, 1), offset_nbytes)
+    assert torch.equal(view, torch.zeros(3, 5, dtype=dtype))
+
+    written = random_tensor(dtype, 3, 5)
+    view.copy_(written)
+    out = torch.ones(3, 5, dtype=dtype)
+    home.read(region, offset_nbytes, out)
+    assert torch.equal(out, written)
+
+    written = random_tensor(dtype, 3, 5)
+    home.write(region, offset_nbytes, written)
+    assert torch.equal(view, written)
+
+
+def test_a_copy_touches_its_bytes_only(home: Home) -> None:
+    region, other = home.allocate(9000), home.allocate(9000)
+    whole, neighbour = (home.tensor(each, torch.uint8, (9000,), (1,), 0) for each in (region, other))
+    expected = random_bytes(9000)
+    whole.copy_(expected)
+    home.write(region, 4095, torch.full((3,), 7, dtype=torch.uint8))
+    expected[4095:4098] = 7
+    assert torch.equal(whole, expected)
+    assert not neighbour.any()
+    buffer = torch.full((10,), 9, dtype=torch.uint8)
+    home.read(region, 8997, buffer[3:6])
+    assert buffer.tolist() == [9] * 3 + expected[8997:].tolist() + [9] * 4
+
+
+@pytest.mark.parametrize(("shape", "stride"), [((), ()), ((0,), (1,)), ((3, 0), (1, 3)), ((1, 1), (7, 7))])
+def test_scalars_and_empty_tensors(home: Home, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    region = home.allocate(4)
+    view = home.tensor(region, torch.float32, shape, stride, 0)
+    assert view.shape == shape
+    source = torch.full(shape, 2.5)
+    home.write(region, 0, source)
+    assert torch.equal(view, source)
+    home.read(region, 0, torch.empty(shape))
+
+
+def test_strided_views(home: Home) -> None:
+    region = home.allocate(4096)
+    home.write(region, 8, torch.arange(12, dtype=torch.float32))
+    transposed = home.tensor(region, torch.float32, (3, 4), (1, 3), 8)
+    assert torch.equal(transposed, torch.arange(12.0).reshape(4, 3).t())
+    assert transposed.stride() == (1, 3)
+    spread = home.tensor(region, torch.float32, (2, 2), (8, 2), 8)
+    assert spread.tolist() == [[0, 2], [8, 10]]
+    assert spread.untyped_storage().nbytes() == 11 * 4
+    broadcast = home.tensor(region, torch.float32, (2, 3), (0, 1), 8)
+    assert broadcast.tolist() == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_regions_are_page_aligned_and_apart(home: Home) -> None:
+    regions = [home.allocate(nbytes) for nbytes in (1, mmap.PAGESIZE, mmap.PAGESIZE + 1, 100)]
+    ends = [0]
+    for region in regions:
+        assert region.offset % mmap.PAGESIZE == 0
+        assert region.offset >= ends[-1]
+        ends.append(region.offset + region.nbytes)
+        assert home.tensor(region, torch.uint8, (1,), (1,), 0).data_ptr() % mmap.PAGESIZE == 0
+    assert [region.nbytes for region in regions] == [1, mmap.PAGESIZE, mmap.PAGESIZE + 1, 100]
+
+
+def test_a_view_owns_a_storage_of_its_own_size(home: Home) -> None:
+    region = home.allocate(MIB)
+    view = home.tensor(region, torch.bfloat16, (4, 8), (8, 1), 512)
+    next_view = home.tensor(region, torch.bfloat16, (4, 8), (8, 1), 512 + 64)
+    twin = home.tensor(region, torch.bfloat16, (4, 8), (8, 1), 512)
+    assert view.untyped_storage().nbytes() == view.numel() * view.itemsize
+    assert view.storage_offset() == 0
+    assert not view._is_view()
+    storages = {each.untyped_storage()._cdata for each in (view, next_view, twin)}
+    assert len(storages) == 3
+    assert next_view.data_ptr() - view.data_ptr() == 64
+    view.fill_(3)  # no copy was made: the bytes are the home's, and shared
+    assert torch.equal(twin, view)
+    assert not next_view.any()
+
+
+def test_save_and_deepcopy_carry_a_views_own_bytes(home: Home) -> None:
+    region = home.allocate(MIB)
+    view = home.tensor(region, torch.bfloat16, (4, 8), (8, 1), 512)
+    view.copy_(random_tensor(torch.bfloat16, 4, 8))
+    file = io.BytesIO()
+    torch.save(view, file)
+    assert file.tell() < 4096
+    file.seek(0)
+    assert torch.equal(torch.load(file), view)
+    clone = copy.deepcopy(torch.nn.Parameter(view))
+    assert clone.untyped_storage().nbytes() == 64
+    before = view.clone()
+    with torch.no_grad():
+        clone.fill_(7)
+    assert torch.equal(view, before)
+
+
+def test_a_view_is_a_parameter_that_trains(home: Home) -> None:
+    model = torch.nn.Linear(4, 3)
+    expected = copy.deepcopy(model)
+    region = home.allocate(4 * 12)
+    view = home.tensor(region, torch.float32, (3, 4), (4, 1), 0)
+    view.copy_(model.weight.detach())
+    model.weight.data = view
+    x = torch.randn(5, 4)
+    for each in (model, expected):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        each(x).sum().backward()
+        optimizer.step()
+    out = torch.empty(3, 4)
+    home.read(region, 0, out)
+    assert torch.equal(out, expected.weight.detach())
+
+
+def test_views_outlive_the_home(home: Home) -> None:
+    region = home.allocate(MIB)
+    view = home.tensor(region, torch.uint8, (MIB,), (1,), 0)
+    expected = random_bytes(MIB)
+    home.write(region, 0, expected)
+    home.close()
+    assert torch.equal(view, expected)
+    view.add_(1)
+    assert torch.equal(view, expected + 1)
+    for call in (lambda: home.allocate(1), lambda: home.read(region, 0, torch.zeros(1))):
+        with pytest.raises(HomeError, match="closed"):
+            call()
+    home.close()
+
+
+def test_everything_goes_with_the_last_user(tmp_path: Path) -> None:
+    before = open_fds()
+    home = DiskHome(str(tmp_path))
+    view = home.tensor(home.allocate(MIB), torch.uint8, (MIB,), (1,), 0)
+    assert open_fds() > before
+    del home
+    assert view.sum() == 0
+    del view
+    assert open_fds() == before
+
+
+def test_closing_does_not_pull_the_file_from_under_a_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = DiskHome(str(tmp_path))
+    region = home.allocate(100)
+    expected = random_bytes(100)
+    home.write(region, 0, expected)
+    inside, closed, real = threading.Event(), threading.Event(), os.preadv
+
+    def slow_preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+        inside.set()
+        assert closed.wait(10)
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", slow_preadv)
+    out = torch.empty(100, dtype=torch.uint8)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(home.read, region, 0, out)
+        assert inside.wait(10)
+        home.close()
+        closed.set()
+        reading.result()
+    assert torch.equal(out, expected)
+
+
+def test_bytes_outside_a_region_are_refused(home: Home) -> None:
+    region = home.allocate(100)
+    for offset_nbytes, nbytes in ((0, 101), (99, 2), (-1, 1), (101, 0)):
+        buffer = torch.zeros(nbytes, dtype=torch.uint8)
+        for copied in (home.read, home.write):
+            with pytest.raises(ValueError, match="not all in"):
+                copied(region, offset_nbytes, buffer)
+        with pytest.raises(ValueError, match="not all in"):
+            home.tensor(region, torch.uint8, (nbytes,), (1,), offset_nbytes)
+    with pytest.raises(ValueError, match="not a multiple of"):
+        home.tensor(region, torch.float32, (1,), (1,), 2)
+    with pytest.raises(HomeError, match="not of this home"):
+        home.read(Region(8 * MIB, 100), 0, torch.zeros(1))
+    with pytest.raises(ValueError, match="at least one byte"):
+        home.allocate(0)
+
+
+def test_many_threads_read_and_write_at_once(home: Home) -> None:
+    region = home.allocate(MIB)
+    expected = random_bytes(MIB)
+    home.write(region, 0, expected)
+    part_nbytes = MIB // 16
+
+    def mix(part: int) -> bool:
+        """Rewrite one part over and over, and read the parts that no thread rewrites."""
+        numbers, good = random.Random(part), True
+        start = (8 + part) * part_nbytes
+        for _ in range(20):
+            written = random_bytes(part_nbytes)
+            home.write(region, start, written)
+            out = torch.empty_like(written)
+            home.read(region, start, out)
+            good &= torch.equal(out, written)
+            offset_nbytes = numbers.randrange(7 * part_nbytes)
+            home.read(region, offset_nbytes, out)
+            good &= torch.equal(out, expected[offset_nbytes : offset_nbytes + part_nbytes])
+        return good
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(mix, range(8)))
+
+
+def test_copies_release_the_gil(home: Home) -> None:
+    region = home.allocate(32 * MIB)
+    slot = torch.ones(32 * MIB, dtype=torch.uint8)
+    switch_s = sys.getswitchinterval()
+    copying, ran_while_copying = [False], []
+
+    def look(go: threading.Event) -> None:
+        go.wait()
+        ran_while_copying.append(copying[0])
+
+    for copied in (home.write, home.read) * 3:
+        go = threading.Event()
+        thread = threading.Thread(target=look, args=(go,))
+        thread.start()
+        sys.setswitchinterval(10)  # so the other thread runs only where this one gives way
+        try:
+            copying[0] = True
+            go.set()
+            copied(region, 0, slot)
+            copying[0] = False
+            thread.join()
+        finally:
+            sys.setswitchinterval(switch_s)
+    assert any(ran_while_copying[::2]), "write"
+    assert any(ran_while_copying[1::2]), "read"
+
+
+def test_short_reads_and_writes_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = DiskHome(str(tmp_path))
+    region = home.allocate(10_000)
+    view = home.tensor(region, torch.uint8, (10_000,), (1,), 0)
+    calls = []
+
+    def shortened(real):
+        def call(fd: int, buffers: list[memoryview], offset: int) -> int:
+            calls.append(offset)
+            return real(fd, [buffers[0][:777]], offset)
+
+        return call
+
+    monkeypatch.setattr(os, "preadv", shortened(os.preadv))
+    monkeypatch.setattr(os, "pwritev", shortened(os.pwritev))
+    expected = random_bytes(9000)
+    home.write(region, 1000, expected)
+    assert torch.equal(view[1000:], expected)
+    assert not view[:1000].any()
+    out = torch.empty_like(expected)
+    home.read(region, 1000, out)
+    assert torch.equal(out, expected)
+    assert calls == [*range(1000, 10_000, 777)] * 2
+
+
+def test_signals_do_not_break_a_copy(tmp_path: Path) -> None:
+    home = DiskHome(str(tmp_path))
+    region, expected, signals = home.allocate(4 * MIB), random_bytes(4 * MIB), []
+    previous = signal.signal(signal.SIGUSR1, lambda *_: signals.append(1))
+    stop, main = threading.Event(), threading.get_ident()
+
+    def send() -> None:
+        while not stop.wait(0.0005):
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        for _ in range(20):
+            home.write(region, 0, expected)
+            out = torch.empty_like(expected)
+            home.read(region, 0, out)
+            assert torch.equal(out, expected)
+    finally:
+        stop.set()
+        sender.join()
+        signal.signal(signal.SIGUSR1, previous)
+    assert signals
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_io_errors_are_home_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    home = DiskHome(str(tmp_path))
+    region = home.allocate(100)
+
+    def fail(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    monkeypatch.setattr(os, "pwritev", fail)
+    for verb, copied in (("read", home.read), ("write", home.write)):
+        with pytest.raises(HomeError, match=f"cannot {verb} 100 bytes") as caught:
+            copied(region, 0, torch.zeros(100, dtype=torch.uint8))
+        assert caught.value.errno == code
+        assert str(tmp_path) in str(caught.value)
+        assert os.strerror(code) in str(caught.value)
+
+
+def test_a_file_that_ended_early_is_an_error_and_no_endless_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = DiskHome(str(tmp_path))
+    region = home.allocate(100)
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    with pytest.raises(HomeError, match="ended early"):
+        home.read(region, 0, torch.zeros(100, dtype=torch.uint8))
+
+
+def refuse_nameless_files(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A file system without O_TMPFILE. Returns the refusals."""
+    real, refused = os.open, []
+
+    def refuse(path, flags: int, *arguments, **keywords) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            refused.append(flags)
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return real(path, flags, *arguments, **keywords)
+
+    monkeypatch.setattr(os, "open", refuse)
+    return refused
+
+
+@pytest.mark.parametrize("nameless", [True, False])
+def test_no_file_is_to_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nameless: bool) -> None:
+    refused = [] if nameless else refuse_nameless_files(monkeypatch)
+    home = DiskHome(str(tmp_path))
+    region = home.allocate(MIB)
+    assert list(tmp_path.iterdir()) == []
+    assert bool(refused) != nameless
+    source = random_bytes(MIB)
+    home.write(region, 0, source)
+    assert torch.equal(home.tensor(region, torch.uint8, (MIB,), (1,), 0), source)
+
+
+def test_no_file_is_left_after_sigkill(tmp_path: Path) -> None:
+    script = (
+        "import sys, time, torch; from chunkc.runtime.homes import open_home\n"
+        "home = open_home('disk:' + sys.argv[1]); region = home.allocate(1 << 20)\n"
+        "home.tensor(region, torch.uint8, (1 << 20,), (1,), 0).fill_(1)\n"
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, tmp_path], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.kill()
+        assert process.wait(10) == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB, where the machine lets us mount one."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", tmp_path], check=True)
+
+
+def test_a_really_full_disk(small_disk: Path) -> None:
+    home = DiskHome(str(small_disk))
+    kept = home.allocate(MIB // 2)
+    fds = open_fds()
+    with pytest.raises(HomeError) as caught:
+        home.allocate(MIB)
+    message = str(caught.value)
+    assert caught.value.errno == errno.ENOSPC
+    assert str(small_disk) in message
+    assert "1.00 MiB (1,048,576 bytes)" in message
+    assert "512.00 KiB (524,288 bytes) are free" in message
+    assert open_fds() == fds
+    second = home.allocate(MIB // 2)  # what the failed one had reserved is free again
+    for region in (kept, second):
+        home.tensor(region, torch.uint8, (MIB // 2,), (1,), 0).fill_(5)  # no SIGBUS: the space was reserved
+    with pytest.raises(HomeError):
+        home.allocate(1)
+
+
+def test_no_space_to_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = DiskHome(str(tmp_path))
+    fds = open_fds()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(HomeError, match=r"cannot reserve 1\.00 MiB") as caught:
+        home.allocate(MIB)
+    assert caught.value.errno == errno.ENOSPC
+    assert str(tmp_path) in str(caught.value)
+    assert " are free" in str(caught.value)
+    assert open_fds() == fds
+
+
+def test_space_is_reserved_not_promised(tmp_path: Path) -> None:
+    home = DiskHome(str(tmp_path))
+    region = home.allocate(MIB)
+    mapping = home._mappings[region.offset]
+    assert mapping.file is not None
+    assert os.fstat(mapping.file.fd).st_blocks * 512 >= MIB
+
+
+def test_too_much_memory_is_a_home_error() -> None:
+    with pytest.raises(HomeError, match="cannot map") as caught:
+        MemoryHome().allocate(1 << 55)
+    assert caught.value.errno == errno.ENOMEM
+
+
+def test_a_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(HomeError, match="nowhere: it does not exist") as caught:
+        DiskHome(str(tmp_path / "nowhere"))
+    assert caught.value.errno == errno.ENOENT
+
+
+def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HomeError, match="file: it is not a directory"):
+        DiskHome(str(tmp_path / "file"))
+    with pytest.raises(HomeError, match="file/below: it does not exist"):
+        DiskHome(str(tmp_path / "file" / "below"))
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
+def test_an_unwritable_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    home = DiskHome(str(tmp_path))
+
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "open", refuse)
+    for call in (lambda: DiskHome(str(tmp_path)), lambda: home.allocate(1)):
+        with pytest.raises(HomeError, match="it is not writable") as caught:
+            call()
+        assert caught.value.errno == code
+        assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_without_write_permission(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(HomeError, match="it is not writable"):
+        DiskHome(str(tmp_path))
+
+
+def test_a_really_read_only_directory() -> None:
+    if not os.path.isdir("/proc/sys"):
+        pytest.skip("needs /proc")
+    with pytest.raises(HomeError, match="/proc/sys"):
+        DiskHome("/proc/sys")
+
+
+def test_open_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(open_home("cpu")) is MemoryHome
+    default, named = open_home("disk"), open_home(f"disk:{tmp_path}")
+    assert isinstance(default, DiskHome)
+    assert isinstance(named, DiskHome)
+    assert default.directory == tempfile.gettempdir()
+    assert named.directory == str(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a:b").mkdir()
+    relative = open_home("disk:a:b")
+    monkeypatch.chdir("/")
+    relative.allocate(1)
+    for wrong in ("", "cuda", "cpu:", "cpu:x", "disk:", "Disk", "disc:/tmp"):
+        with pytest.raises(OptionsError, match="disk:DIR"):
+            open_home(wrong)

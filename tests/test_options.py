@@ -1,0 +1,240 @@
+"""Options: every way of writing a value, one clear line for every mistake, and budgets in bytes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from chunkc.ir.errors import OptionsError
+from chunkc.options import Options, compute_tier_memory, parse_options, resolve_budget
+
+GIB = 2**30
+KEYS = ("memory_budget", "home", "chunk_size", "codegen", "whole_graph", "verify", "debug")
+
+
+def test_defaults():
+    expected = {
+        "memory_budget": "auto",
+        "home": "cpu",
+        "chunk_size": "auto",
+        "codegen": "inductor",
+        "whole_graph": "auto",
+        "verify": True,
+        "debug": False,
+    }
+    assert parse_options(None).model_dump() == expected
+    assert parse_options({}) == parse_options(None)
+
+
+@pytest.mark.parametrize(
+    ("given", "nbytes"),
+    [
+        (1, 1),
+        (123_456_789, 123_456_789),
+        ("6GiB", 6 * GIB),
+        ("6GB", 6 * 10**9),
+        ("6 GiB", 6 * GIB),
+        (" 6gib ", 6 * GIB),
+        ("512MiB", 512 * 2**20),
+        ("1.5GiB", 3 * GIB // 2),
+        ("0.1GB", 10**8),
+        ("4096B", 4096),
+        ("3kB", 3000),
+        ("2TiB", 2 * 2**40),
+    ],
+)
+def test_sizes(given: object, nbytes: int):
+    assert parse_options({"memory_budget": given}).memory_budget == nbytes
+
+
+def test_percentages_and_auto_are_kept_for_later():
+    assert parse_options({"memory_budget": "80%"}).memory_budget == "80%"
+    assert parse_options({"memory_budget": " 12.5 % "}).memory_budget == "12.5%"
+    assert parse_options({"memory_budget": "auto"}).memory_budget == "auto"
+
+
+def test_chunk_size():
+    assert parse_options({"chunk_size": 4096}).chunk_size == 4096
+    assert parse_options({"chunk_size": "4MiB"}).chunk_size == 4 * 2**20
+
+
+def test_home(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert (parse_options({"home": "cpu"}).home_kind, parse_options({"home": "cpu"}).home_directory) == (
+        "cpu",
+        None,
+    )
+    assert (parse_options({"home": "disk"}).home_kind, parse_options({"home": "disk"}).home_directory) == (
+        "disk",
+        None,
+    )
+    named = parse_options({"home": "disk:~/a:b"})
+    assert (named.home_kind, named.home_directory) == ("disk", Path("/home/somebody/a:b"))
+
+
+BAD = [
+    *(
+        ("memory_budget", value)
+        for value in (
+            True,
+            1.5,
+            float("nan"),
+            float("inf"),
+            -1,
+            0,
+            None,
+            [1],
+            b"6GiB",
+            "lots",
+            "",
+            "0%",
+            "101%",
+            "-5%",
+        )
+    ),
+    *(
+        ("memory_budget", value)
+        for value in ("6XB", "6", "6G", "GiB", "-6GiB", "0GiB", "0.1B", "nan%", "1e3MiB", "AUTO")
+    ),
+    *(("memory_budget", value) for value in ("9" * 5000 + "GiB", "6GiB\nmore", "٦GiB")),
+    *(("chunk_size", value) for value in ("80%", 4095, "4kB", True, 4096.0, "big", None)),
+    *(
+        ("home", value)
+        for value in ("gpu", "disk:", "disk: ", "cpu:x", "disk:a\0b", "", 3, None, Path("disk"))
+    ),
+    *(("codegen", value) for value in ("Inductor", "", None, True)),
+    *(("whole_graph", value) for value in ("always", True, None)),
+    *(("verify", value) for value in (1, 0, "yes", "true", None)),
+    *(("debug", value) for value in (1, "False", None)),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), BAD)
+def test_a_bad_value_is_one_line_with_the_key_the_value_and_what_is_allowed(key: str, value: object):
+    with pytest.raises(OptionsError) as caught:
+        parse_options({key: value})
+    message = str(caught.value)
+    assert message.startswith(f"option {key!r} is ")
+    assert message.count(key) == 1
+    assert message.count("allowed: ") == 1
+    assert "\n" not in message
+    assert len(message) < 300
+    if len(repr(value)) < 20:
+        assert repr(value) in message
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("memory_buget", "memory_budget"),
+        ("budget", "memory_budget"),
+        ("chunksize", "chunk_size"),
+        ("Verify", "verify"),
+    ],
+)
+def test_an_unknown_key_lists_the_keys_and_the_nearest(key: str, nearest: str):
+    with pytest.raises(OptionsError) as caught:
+        parse_options({key: 1})
+    message = str(caught.value)
+    assert f"unknown option {key!r} (did you mean {nearest!r}?)" in message
+    assert all(repr(known) in message for known in KEYS)
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("key", ["zzzz", 7, None])
+def test_an_unknown_key_like_no_other_gets_no_suggestion(key: Any):
+    with pytest.raises(OptionsError, match="unknown option") as caught:
+        parse_options({key: 1})
+    assert "did you mean" not in str(caught.value)
+
+
+def test_several_mistakes_are_one_error():
+    with pytest.raises(OptionsError) as caught:
+        parse_options({"verify": 1, "codegen": "c"})
+    assert "'verify'" in str(caught.value)
+    assert "'codegen'" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_options_must_be_a_dict():
+    with pytest.raises(OptionsError, match="must be a dict"):
+        parse_options([("debug", True)])  # type: ignore[arg-type]
+
+
+def test_an_options_error_is_a_value_error_without_pydantic_behind_it():
+    with pytest.raises(ValueError, match="debug") as caught:
+        parse_options({"debug": 1})
+    assert caught.value.__context__ is None
+
+
+def test_options_are_frozen_and_hashable():
+    options = parse_options({"debug": True})
+    assert hash(options) == hash(parse_options({"debug": True}))
+    with pytest.raises(ValidationError):
+        options.debug = False
+    assert set(Options.model_fields) == set(KEYS)
+
+
+def test_resolve_budget():
+    assert resolve_budget(12345, 10, 10) == 12345
+    assert resolve_budget("auto", 1000, 500) == 450
+    assert resolve_budget("80%", 1000, 500) == 800
+    assert resolve_budget("12.5%", 1000, 500) == 125
+    assert resolve_budget("100%", 2**62 + 1, 1) == 2**62 + 1
+
+
+@pytest.mark.parametrize(("budget", "total", "available"), [("auto", 1000, 0), ("0.01%", 1000, 1000)])
+def test_a_budget_of_nothing_is_an_error(budget: str, total: int, available: int):
+    with pytest.raises(OptionsError, match="leaves no memory"):
+        resolve_budget(budget, total, available)
+
+
+def _machine(root: Path, *, cgroup: str = "") -> Path:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "sys/fs/cgroup").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(
+        "MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 600 kB\nHugePages_Total: 0\n"
+    )
+    (root / "proc/self/cgroup").write_text(cgroup)
+    return root
+
+
+def _group(folder: Path, *, limit: str, current: int, file: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{current}\n")
+    (folder / "memory.stat").write_text(f"anon 7\nactive_file {file}\ninactive_file {file}\n")
+
+
+def test_memory_without_a_control_group(tmp_path: Path):
+    assert compute_tier_memory(_machine(tmp_path)) == (1000 * 1024, 600 * 1024)
+
+
+def test_memory_under_the_tightest_limit_of_nested_control_groups(tmp_path: Path):
+    root = _machine(tmp_path, cgroup="1:name=systemd:/x\n0::/a/b\n")
+    _group(root / "sys/fs/cgroup/a", limit="300000", current=250_000, file=50_000)
+    _group(root / "sys/fs/cgroup/a/b", limit="max", current=1, file=0)
+    assert compute_tier_memory(root) == (300_000, 150_000)
+
+
+def test_memory_in_a_container_that_sees_its_own_group_as_the_root(tmp_path: Path):
+    root = _machine(tmp_path, cgroup="0::/\n")
+    _group(root / "sys/fs/cgroup", limit="200000", current=250_000, file=0)
+    assert compute_tier_memory(root) == (200_000, 0)
+
+
+def test_a_limit_above_the_machine_changes_nothing(tmp_path: Path):
+    root = _machine(tmp_path, cgroup="0::/gone\n")
+    _group(root / "sys/fs/cgroup", limit="9000000", current=0, file=0)
+    assert compute_tier_memory(root) == (1000 * 1024, 600 * 1024)
+
+
+def test_memory_where_there_is_no_proc(tmp_path: Path):
+    total, available = compute_tier_memory(tmp_path)
+    assert total >= available > 0
+
+
+def test_memory_of_this_machine():
+    total, available = compute_tier_memory()
+    assert total >= available > 0
