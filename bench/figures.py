@@ -33,7 +33,7 @@ def results_table(summary: Mapping[str, Any]) -> Table:
     def seconds(key: str) -> str:
         return f"{summary[key]:.2f} s"
 
-    to_device, to_home = summary["traffic_nbytes"]
+    to_device, to_home = (summary["traffic_nbytes"][way] for way in ("to_device", "to_home"))
     curves = [summary[key] for key in ("plain_losses", "losses", "unlimited_budget_losses")]
     table.add_row("memory budget", "none", mib("memory_budget_nbytes"), "none")
     table.add_row("predicted peak", "", mib("predicted_peak_nbytes"), "")
@@ -42,7 +42,9 @@ def results_table(summary: Mapping[str, Any]) -> Table:
     table.add_row("time per step (median)", *(seconds(key) for key in step_keys))
     table.add_row("compilation", seconds("plain_compile_time_s"), seconds("compile_time_s"), "")
     table.add_row("chunks", "", f"{summary['num_chunks']} x {mib('chunk_size_nbytes')}", "")
-    table.add_row("moved, in and out", "", f"{to_device / 2**20:.0f} and {to_home / 2**20:.0f} MiB", "")
+    table.add_row(
+        "moved in and out, in all", "", f"{to_device / 2**20:.0f} and {to_home / 2**20:.0f} MiB", ""
+    )
     last = len(curves[0]) - 1
     for step in sorted({0, last // 3, 2 * last // 3, last}):
         table.add_row(f"loss at step {step + 1}", *(f"{curve[step]:.6f}" for curve in curves))

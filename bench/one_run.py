@@ -123,7 +123,7 @@ def _report(compiled: Any) -> dict[str, Any]:
         "moments": [list(moment) for moment in report.moments],
         "chunk_size_nbytes": report.chunk_size_nbytes,
         "num_chunks": report.num_chunks,
-        "traffic_nbytes": list(report.traffic_nbytes),
+        "traffic_nbytes": dict(report.traffic_nbytes),
         "time_s": dict(report.time_s),
         "plan_text": report.plan_text,
     }

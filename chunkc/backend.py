@@ -6,6 +6,7 @@ paper, laid into chunks, planned and verified; only then do parameters move home
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ from chunkc.passes.planning import check_minimum, choose_resident, fixed_nbytes
 from chunkc.passes.program import backward_program, forward_program
 from chunkc.passes.segment_memory import eager_memory
 from chunkc.passes.segments import (
+    RUN_BY_ATEN,
     Piece,
     SegmentTable,
     clone_parameter_views,
@@ -55,11 +57,10 @@ def chunkc(
         if mode is not None:
             raise OptionsError(f'mode={mode!r} is for the backend "inductor"; chunkc takes options={{...}}')
         settings = parse_options(options)
-        if any(isinstance(node.meta.get("example_value"), torch.SymInt) for node in placeholders(gm.graph)) or any(
-            isinstance(value, torch.SymInt) for value in example_inputs
-        ):
-            return _PerShape(gm, _input_names(gm), settings, options)
-        return compile_graph(gm, example_inputs, _input_names(gm), settings, options)
+        variants = _Variants(gm, _input_names(gm), settings, options)
+        if not any(isinstance(value, torch.SymInt) for value in _example_values(gm, example_inputs)):
+            variants.compile(example_inputs)
+        return variants
     except ChunkcError as error:
         return _raising(error)
 
@@ -71,20 +72,58 @@ def _raising(error: ChunkcError) -> Callable[..., Any]:
     return call
 
 
-class _PerShape:
-    """A graph with symbolic shapes, compiled at its first call with each set of concrete ones."""
+class _Variants:
+    """A graph compiled once per set of concrete shapes and of parameters.
+
+    Dynamo gives one graph to all modules that look alike (blocks in a loop with a graph break), and symbolic shapes to
+    a graph whose input shapes change; plans are for given parameters and given shapes.
+    """
 
     def __init__(
         self, gm: fx.GraphModule, names: Sequence[str], settings: Options, source: Mapping[str, Any] | None
     ) -> None:
         self._gm, self._names, self._settings, self._source = gm, names, settings, source
-        self._compiled: dict[tuple, Callable[..., Any]] = {}
+        self._variants: list[_Variant] = []
+
+    def compile(self, inputs: Sequence[Any]) -> _Variant:
+        call = compile_graph(self._gm, inputs, self._names, self._settings, self._source)
+        variant = _Variant(tuple(_identity(value) for value in inputs), call)
+        self._variants.insert(0, variant)
+        return variant
 
     def __call__(self, *args: Any) -> Any:
-        key = tuple((tuple(a.shape), a.stride()) if isinstance(a, torch.Tensor) else a for a in args)
-        if key not in self._compiled:
-            self._compiled[key] = compile_graph(self._gm, args, self._names, self._settings, self._source)
-        return self._compiled[key](*args)
+        for variant in self._variants:
+            if variant.serves(args):
+                return variant.call(*args)
+        return self.compile(args).call(*args)
+
+
+@dataclass(frozen=True)
+class _Variant:
+    identities: tuple[Any, ...]
+    call: Callable[..., Any]
+
+    def serves(self, args: Sequence[Any]) -> bool:
+        for identity, value in zip(self.identities, args, strict=True):
+            if isinstance(identity, weakref.ref):
+                if identity() is not value:
+                    return False
+            elif identity != _identity(value):
+                return False
+        return True
+
+
+def _identity(value: object) -> Any:
+    """What must be equal for a compiled variant to serve: the very parameter, a tensor's layout, a number."""
+    if isinstance(value, nn.Parameter):
+        return weakref.ref(value)
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    return value
+
+
+def _example_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
+    return [*example_inputs, *(node.meta.get("example_value") for node in placeholders(gm.graph))]
 
 
 def _input_names(gm: fx.GraphModule) -> list[str]:
@@ -153,10 +192,15 @@ def compile_graph(
         bw_compiler=backward_compiler,
         inference_compiler=forward_compiler,
         partition_fn=partition_fn,
-        decompositions=select_decomp_table() if options.codegen == "inductor" else {},
+        decompositions=_inductor_decompositions() if options.codegen == "inductor" else {},
     )
     capture.compiled = _build(session, capture, options, parameters, parameter_names)
     return call
+
+
+def _inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's, but for the operators that run as they are (see `segments.RUN_BY_ATEN`)."""
+    return {op: decompose for op, decompose in select_decomp_table().items() if op not in RUN_BY_ATEN}
 
 
 def _compiled(capture: _Capture) -> CompiledGraph:

@@ -243,7 +243,7 @@ def _group_update(session: Session, index: int, tasks: list[_Task]) -> GroupUpda
 
 def _advance(state: dict[str, Any]) -> int:
     """Count a step in `state` and return its number."""
-    state["step"] = state["step"] + 1
+    state["step"].add_(1)
     return int(state["step"])
 
 

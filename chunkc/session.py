@@ -122,9 +122,9 @@ class Session:
         self.records[phase] = Record(graph, plan, measurement)
         self.predicted_peak_nbytes = max(self.predicted_peak_nbytes, plan.predicted_peak_nbytes)
         self.compute_s += measurement.compute_s
-        for _, nbytes in measurement.peaks:
-            if nbytes is not None:
-                self.peak_nbytes = max(self.peak_nbytes or 0, nbytes)
+        readings = [nbytes for _, nbytes in measurement.peaks if nbytes is not None]
+        if readings:
+            self.peak_nbytes = max(self.peak_nbytes or 0, measurement.between_nbytes, *readings)
 
     def own(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Register parameters as this session's."""

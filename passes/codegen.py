@@ -37,7 +37,7 @@ def compile_segment(segment: Segment, codegen: str, num_threads: int) -> Compile
         UnsupportedError: Inductor generated something whose memory cannot be read off.
     """
     graph = segment.module.graph
-    if codegen == "eager" or not any(is_compute(node) for node in graph.nodes):
+    if codegen == "eager" or segment.run_by_aten or not any(is_compute(node) for node in graph.nodes):
         return CompiledSegment(EagerSegment(segment.module), eager_memory(graph, num_threads))
     with _own_output_strides():
         compiled = compile_fx_inner(segment.module, segment.example_inputs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from chunkc.ir.chunks import MASTER, ChunkLayout, chunk_name, split_chunk_name
+from chunkc.ir.chunks import MASTER, STEP_NBYTES, ChunkLayout, chunk_name, split_chunk_name
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import EVICT, PREFETCH, Event, Moment, PhasePlan, Plan, Position
@@ -61,8 +61,10 @@ def update_positions(layout: ChunkLayout, groups: Sequence[int], held_nbytes: in
 
 
 def small_nbytes(layout: ChunkLayout) -> int:
-    """Parameters that never move, with their gradients and states."""
-    return sum(spec.nbytes + spec.state_nbytes for spec in layout.small)
+    """What never moves: small parameters with their gradients and states, and every parameter's step counter."""
+    specs = [*layout.small, *(s.spec for group in layout.groups for s in group.slices)]
+    counters = STEP_NBYTES * sum(spec.trainable for spec in specs)
+    return counters + sum(spec.nbytes + spec.state_nbytes for spec in layout.small)
 
 
 def chunk_sizes(layout: ChunkLayout) -> dict[str, int]:

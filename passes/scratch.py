@@ -31,6 +31,7 @@ from chunkc.passes.scratch_rules import (
     convolution_backward_rule,
     convolution_rule,
     copy_rule,
+    dropout_backward_rule,
     dropout_rule,
     embedding_rule,
     gather_rule,
@@ -117,7 +118,7 @@ _GROUPS: tuple[tuple[Callable[[Call], int], tuple[str, ...]], ...] = (
         addr alias_copy arange as_strided_copy as_strided_scatter avg_pool3d bernoulli cat cauchy
         complex constant_pad_nd diag_embed diagonal_backward diagonal_copy diagonal_scatter
         elu_backward empty empty_like empty_permuted empty_strided expand_copy exponential eye fill
-        flip floor_divide full full_like geometric glu glu_backward grid_sampler_2d
+        flip full full_like geometric glu glu_backward grid_sampler_2d
         hardshrink_backward hardsigmoid_backward hardswish hardswish_backward hardtanh_backward
         leaky_relu_backward linspace log_normal logspace mish_backward new_empty new_empty_strided
         new_full new_ones new_zeros nonzero nonzero_static normal_ ones ones_like permute_copy polar
@@ -138,13 +139,14 @@ _GROUPS: tuple[tuple[Callable[[Call], int], tuple[str, ...]], ...] = (
         reflection_pad2d_backward reflection_pad3d reflection_pad3d_backward replication_pad1d
         replication_pad1d_backward replication_pad2d replication_pad2d_backward replication_pad3d
         replication_pad3d_backward searchsorted tril triu""")),
-    (pointwise_rule, _names("aten", "rsub mse_loss_backward huber_loss_backward smooth_l1_loss_backward")),
-    (copy_rule, _names("aten", "clone copy_ copy _to_copy contiguous")),
+    (pointwise_rule, _names("aten", "rsub floor_divide mse_loss_backward huber_loss_backward smooth_l1_loss_backward")),
+    (copy_rule, _names("aten", "clone copy_ copy _to_copy contiguous lift_fresh_copy")),
     (select_rule, _names("aten", "where masked_fill")),
     (pointwise_temporaries_rule, _names("aten", """
-        isinf isfinite ldexp deg2rad rad2deg native_dropout_backward mse_loss huber_loss smooth_l1_loss soft_margin_loss soft_margin_loss_backward
+        isinf isfinite ldexp deg2rad rad2deg mse_loss huber_loss smooth_l1_loss soft_margin_loss soft_margin_loss_backward
         binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits""")),
     (pointwise_temporaries_rule, _names("prims", "fma")),
+    (nothing_rule, _names("prims", "iota convert_element_type")),
     (reduction_rule, _names("aten", """
         sum mean nansum prod all any amax amin aminmax argmax argmin max min var std var_mean std_mean norm
         linalg_vector_norm""")),
@@ -163,6 +165,7 @@ RULES: dict[str, Callable[[Call], int]] = {name: rule for rule, names in _GROUPS
     "aten::_safe_softmax": safe_softmax_rule,
     "aten::sort": sort_rule,
     "aten::native_dropout": dropout_rule,
+    "aten::native_dropout_backward": dropout_backward_rule,
     "aten::_scaled_dot_product_flash_attention_for_cpu": attention_rule,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward_rule,
     "aten::convolution": convolution_rule,
@@ -182,3 +185,12 @@ RULES: dict[str, Callable[[Call], int]] = {name: rule for rule, names in _GROUPS
     "aten::repeat": constant_rule,
     "aten::mvlgamma": guess_rule,
 }
+
+# Exact to the byte in full precision on contiguous operands; what grows with threads is exact where all work.
+EXACT = frozenset(
+    _names("aten", """
+        mm addmm bmm baddbmm clone copy cat embedding embedding_dense_backward native_dropout _softmax _log_softmax
+        _softmax_backward_data _log_softmax_backward_data _safe_softmax native_layer_norm native_layer_norm_backward
+        native_group_norm_backward cumsum sort nll_loss_forward nll_loss_backward gelu gelu_backward
+        _scaled_dot_product_flash_attention_for_cpu""")
+)

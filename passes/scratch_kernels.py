@@ -19,8 +19,8 @@ _CACHE_NBYTES = 2 << 20
 _THREAD_NBYTES = 16 << 10
 
 
-def _padded(size: int) -> int:
-    return -(-size // _BLOCK) * _BLOCK
+def _padded(size: int, block: int = _BLOCK) -> int:
+    return -(-size // block) * block
 
 
 def nbytes_of(tensor: Tensor, itemsize: int | None = None) -> int:
@@ -82,7 +82,10 @@ def _attention_blocks(num_queries: int, num_keys: int) -> tuple[int, int]:
 
 def _attention_gemm_nbytes(dtype: torch.dtype, rows: int, keys: int, head: int, num_threads: int) -> int:
     shapes = ((keys, head, rows), (head, keys, rows), (head, rows, keys))
-    return num_threads * max(gemm_nbytes(dtype, *shape, 1) for shape in shapes)
+    if not uses_onednn(dtype):
+        return 0
+    # Operands and outputs are strided here, so oneDNN takes buffers of its own for them: measured, 3 times as much.
+    return num_threads * max(4 * gemm_nbytes(dtype, *shape, 1) for shape in shapes)
 
 
 def attention_nbytes(query: Tensor, key: Tensor, num_threads: int) -> int:
@@ -128,29 +131,38 @@ def convolution_nbytes(
     kernel may run instead, it unfolds the input: one column per position, as long as a filter.
     """
     low = input.dtype in _LOW_PRECISION
-    block = _BLOCK if low else 16
     itemsize = 4 if low else input.itemsize
+    spatial = math.prod(weight.shape[2:])
+    depthwise = groups > 1 and groups == input.shape[1] == output_shape[1]
+    channels_last = not input.is_contiguous()
+    if depthwise and not channels_last:  # blocks span the groups
+        num_groups, block, filters = 1, 16, _padded(groups) * spatial * itemsize
+    else:
+        num_groups, block = (1, 16) if depthwise else (groups, 32 if low else 16)
+        block_w = 16 if depthwise else block
+        outer, inner = _padded(-(-weight.shape[0] // groups), block_w), _padded(weight.shape[1], block_w)
+        filters = groups * outer * inner * spatial * itemsize
+        filters *= 2 if channels_last else 1
 
-    def blocked(shape: Sequence[int], num_groups: int) -> int:
-        channels = -(-shape[1] // num_groups)
-        return shape[0] * num_groups * (-(-channels // block) * block) * math.prod(shape[2:]) * itemsize
+    def blocked(shape: Sequence[int]) -> int:
+        channels = num_groups * _padded(-(-shape[1] // num_groups), block)
+        return shape[0] * channels * math.prod(shape[2:]) * itemsize
 
-    per_group = (-(-weight.shape[0] // groups), *weight.shape[1:])
-    filters = groups * blocked((-(-per_group[0] // block) * block, *per_group[1:]), 1)
-    nbytes = blocked(input.shape, groups) + blocked(output_shape, groups) + filters
+    nbytes = blocked(input.shape) + blocked(output_shape) + filters
     nbytes += num_threads * (1 << 20 if low else 64 << 10) + (num_threads * filters if backward else 0)
-    if transposed or _may_unfold(input):
-        positions = max(math.prod(input.shape[2:]), math.prod(output_shape[2:]))
-        channels = max(input.shape[1], output_shape[1])
-        columns = channels * math.prod(weight.shape[2:]) * positions * input.itemsize
-        nbytes += input.shape[0] * columns + nbytes_of(weight)
+    if transposed or _may_unfold(input, weight, groups):
+        channels, positions = input.shape[1], math.prod(output_shape[2:])
+        if transposed:
+            channels, positions = output_shape[1], math.prod(input.shape[2:])
+        nbytes += input.shape[0] * channels * spatial * positions * input.itemsize + nbytes_of(weight)
     return nbytes
 
 
-def _may_unfold(input: Tensor) -> bool:
+def _may_unfold(input: Tensor, weight: Tensor, groups: int) -> bool:
     """Whether ATen's own convolution may run: other dtypes, small single images, processors without support."""
-    if input.dtype in _LOW_PRECISION:
-        bf16 = input.dtype == torch.bfloat16
-        supported = torch.ops.mkldnn._is_mkldnn_bf16_supported if bf16 else torch.ops.mkldnn._is_mkldnn_fp16_supported
-        return not supported()
-    return input.dtype != torch.float32 or (input.shape[0] == 1 and input.numel() <= 20480)
+    if input.dtype == torch.bfloat16:
+        return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if input.dtype == torch.float16:
+        return not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    small = input.shape[0] == 1 and input.numel() <= 20480 and groups == 1 and min(weight.shape[-2:]) <= 3
+    return input.dtype != torch.float32 or small

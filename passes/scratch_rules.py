@@ -138,8 +138,12 @@ def _sums_in_one_run(call: Call) -> bool:
 
 
 def logsumexp_rule(call: Call) -> int:
+    """The exponentials, the maxima, and one partial sum per thread where everything is reduced."""
     source, result = call["self"], call.outputs[0]
-    return 2 * nbytes_of(source, result.itemsize) + 4 * nbytes_of(result) + 4 * SCALAR_NBYTES
+    cast = nbytes_of(source, result.itemsize) if source.dtype != result.dtype else 0
+    partial = 8 * call.num_threads + SCALAR_NBYTES if result.numel() == 1 else 0
+    low = nbytes_of(source, 4) + nbytes_of(result, 4) if source.dtype in _LOW_PRECISION else 0
+    return nbytes_of(source, result.itemsize) + nbytes_of(result) + cast + partial + low
 
 
 def safe_softmax_rule(call: Call) -> int:
@@ -156,9 +160,15 @@ def scan_rule(call: Call) -> int:
 
 
 def sort_rule(call: Call) -> int:
-    """Values and indices of the rows that are sorted at a time, twice for a parallel radix sort."""
+    """The indices of one row at a time."""
     source = call["self"]
-    return 2 * source.numel() * (8 + source.itemsize) + contiguous_copy_nbytes(source)
+    return 8 * source.shape[call["dim"]] if source.dim() else 0
+
+
+def dropout_backward_rule(call: Call) -> int:
+    """The mask in the gradient's dtype; an integer gradient is converted step by step."""
+    steps = 1 if call["grad_output"].dtype.is_floating_point else 3
+    return steps * nbytes_of(call["mask"], call.outputs[0].itemsize) + 2 * SCALAR_NBYTES
 
 
 def dropout_rule(call: Call) -> int:
@@ -217,7 +227,7 @@ def layer_norm_backward_rule(call: Call) -> int:
     per_row = math.prod(call["normalized_shape"])
     wanted = call["output_mask"][1] or call["output_mask"][2]
     partial = 2 * call.num_threads * per_row * itemsize if wanted else 0
-    return partial + sum(contiguous_copy_nbytes(t) for t in (call["grad_out"], source, weight))
+    return partial + sum(contiguous_copy_nbytes(t) for t in (call["grad_out"], source, weight, weight))
 
 
 def group_norm_backward_rule(call: Call) -> int:

@@ -100,15 +100,19 @@ class _StorageTracker(TorchDispatchMode):
         self.input_released: dict[int, int] = {}
 
     def adopt_input(self, index: int, tensor: torch.Tensor) -> None:
-        weakref.finalize(tensor.untyped_storage(), self._release_input, index).atexit = False
-        self.live[storage_key(tensor)] = 0
+        key = storage_key(tensor)
+        weakref.finalize(tensor.untyped_storage(), self._release_input, index, key).atexit = False
+        self.live[key] = 0
 
-    def _release_input(self, index: int) -> None:
+    def _release_input(self, index: int, key: int) -> None:
         self.input_released[index] = len(self.steps)
+        del self.live[key]  # the address may serve another storage from now on
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func.namespace == "prim":  # asks for a device or a layout
+            return result
         fresh = False
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and storage_key(tensor) not in self.live:
@@ -184,7 +188,8 @@ def inductor_memory(source: str, example_inputs: Sequence[torch.Tensor], num_thr
         outputs = namespace["call"](args)
         keys = [storage_key(t) for t in outputs if isinstance(t, torch.Tensor)]
         size = {storage_key(t): storage_nbytes(t) for t in outputs if isinstance(t, torch.Tensor)}
-        numbers, storages = _number_storages(keys, input_keys, size)
+        held = [None if k in tracker.input_released else key for k, key in enumerate(input_keys)]
+        numbers, storages = _number_storages(keys, held, size)
         steps = tuple(tracker.steps)
         released = tuple(tracker.input_released.get(k, len(steps)) for k in range(len(input_keys)))
         del mode

@@ -26,6 +26,11 @@ from chunkc.passes.graphs import (
 )
 
 
+RUN_BY_ATEN = frozenset({torch.ops.aten.embedding_dense_backward.default})
+"""Operators that Inductor never sees: each is a segment of its own. Inductor turns an embedding's backward into atomic
+additions, whose order, and so whose rounding, differs from run to run; ATen's kernel always adds in the same order."""
+
+
 @dataclass(frozen=True)
 class Segment:
     """A run of operations that is compiled as one. `module` returns a tuple; inputs in order of first use."""
@@ -36,6 +41,10 @@ class Segment:
     @property
     def example_inputs(self) -> list[object]:
         return [node.meta["val"] for node in placeholders(self.module.graph)]
+
+    @property
+    def run_by_aten(self) -> bool:
+        return any(node.target in RUN_BY_ATEN for node in self.module.graph.nodes)
 
 
 @dataclass
@@ -114,27 +123,28 @@ def cut(
     Args:
         groups: parameter placeholder -> index of its chunk group.
         gradient_groups: returned gradient -> index of its chunk group.
-        whole: make one run of everything.
+        whole: cut only around the operators that run by themselves.
     """
     returned_views = set(home_views(graph, list(groups)))
     nodes = [node for node in graph.nodes if is_compute(node) and node not in returned_views]
-    if whole:
-        return [nodes] if nodes else []
     sources: dict[fx.Node, set[int]] = {}
     for gradient, group in gradient_groups.items():
         sources.setdefault(_producer(gradient), set()).add(group)
-    needs_of: dict[fx.Node, set[int]] = {}
     base = {key: group for node, group in groups.items() for key in storage_keys(node)}
-    for node in nodes:
-        read = {base[key] for source in node.all_input_nodes for key in storage_keys(source) if key in base}
-        needs_of[node] = read | sources.get(node, set())
     runs: list[list[fx.Node]] = [[]]
     held: set[int] = set()
+    alone = False
     for node in nodes:
-        needs = needs_of[node]
-        if held and needs and not needs <= held and not is_getitem(node):
+        needs: set[int] = set()
+        if not whole:
+            needs = {base[key] for source in node.all_input_nodes for key in storage_keys(source) if key in base}
+            needs |= sources.get(node, set())
+        new_chunk = bool(held and needs and not needs <= held)
+        by_aten = node.target in RUN_BY_ATEN
+        if (new_chunk or by_aten or alone) and not is_getitem(node):
             runs.append([])
             held = set()
+        alone = by_aten
         held |= needs
         runs[-1].append(node)
     return _keep_getitems_with_producer([run for run in runs if run])

@@ -18,6 +18,7 @@ from torch import fx
 from chunkc.ir import chunk_ops
 from chunkc.ir.errors import ChunkcError
 from chunkc.runtime.store import ChunkStore
+from chunkc.runtime.tier import CpuTier
 
 Registers = list[Any]
 Segment = Callable[[list[Any]], Sequence[Any]]
@@ -29,10 +30,22 @@ class Instruction(Protocol):
 
 @dataclass
 class Measurement:
-    """Measured bytes per moment, in order, and seconds of arithmetic."""
+    """Measured bytes per moment, in order, and seconds of arithmetic.
+
+    `between_nbytes` is the largest reading between moments: while chunks come and go and gradients are sunk.
+    """
 
     peaks: list[tuple[str, int | None]] = field(default_factory=list)
+    between_nbytes: int = 0
     compute_s: float = 0.0
+
+    def begin(self, tier: CpuTier) -> None:
+        """A moment begins: what was read so far belongs to the time before it."""
+        self.between_nbytes = max(self.between_nbytes, tier.lap_peak_nbytes() or 0)
+
+    def end(self, name: str, tier: CpuTier) -> None:
+        """A moment has ended."""
+        self.peaks.append((name, tier.lap_peak_nbytes()))
 
 
 @dataclass
@@ -79,6 +92,7 @@ class _Call:
             registers[index] = None
         for chunk in self.chunks:
             store.begin_compute(chunk)
+        run.measurement.begin(store.tier)
         start_s = time.perf_counter()
         outputs = self.segment(arguments)
         run.measurement.compute_s += time.perf_counter() - start_s
@@ -86,7 +100,7 @@ class _Call:
             store.end_compute(chunk)
         for register, position in self.targets:
             registers[register] = outputs[position]
-        run.measurement.peaks.append((self.name, store.tier.lap_peak_nbytes()))
+        run.measurement.end(self.name, store.tier)
 
 
 @dataclass(frozen=True)
@@ -110,8 +124,9 @@ class _Update:
 
     def __call__(self, registers: Registers, run: Run) -> None:
         assert run.update is not None
+        run.measurement.begin(run.store.tier)
         run.update(self.group)
-        run.measurement.peaks.append((f"update.{self.group}", run.store.tier.lap_peak_nbytes()))
+        run.measurement.end(f"update.{self.group}", run.store.tier)
 
 
 _EVENTS = {target: name for name, target in chunk_ops.EVENT_TARGETS.items()}
@@ -149,6 +164,7 @@ class Executable:
             except ChunkcError as second:
                 error.add_note(f"while giving slots back after this: {second}")
             raise
+        run.measurement.begin(run.store.tier)
         return [None if register is None else registers[register] for register in self.outputs]
 
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+STEP_NBYTES = 4
+"""An optimizer's step counter: one fp32 scalar per trainable parameter, always on the compute tier."""
+
 ALIGNMENT_NBYTES = 256
 """Tensors start at multiples of this inside a chunk: enough for vector loads on CPUs and CUDA devices."""
 
@@ -47,7 +50,10 @@ class ParamSpec:
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes of gradient and Adam states that training this parameter takes (fp32 masters for 16-bit)."""
+        """Bytes of gradient and Adam states that training this parameter takes (fp32 masters for 16-bit).
+
+        The step counter is not among them: it stays on the compute tier wherever the parameter is.
+        """
         if not self.trainable:
             return 0
         num_states = 2 if self.dtype.itemsize >= 4 else 3

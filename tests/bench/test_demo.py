@@ -90,7 +90,7 @@ def _result(losses: tuple[float, ...] = (3.0, 2.0, 1.0, 0.5), **end: Any) -> Run
         "predicted_peak_nbytes": 95,
         "chunk_size_nbytes": 4096,
         "num_chunks": 3,
-        "traffic_nbytes": [10, 20],
+        "traffic_nbytes": {"to_device": 10, "to_home": 20},
         "time_s": {"compile": 1.0},
     }
     fields = {"event": "end", "measured_peak_nbytes": 90, **report, **end}
