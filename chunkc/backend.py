@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._decomp import get_decompositions
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
@@ -192,15 +193,28 @@ def compile_graph(
         bw_compiler=backward_compiler,
         inference_compiler=forward_compiler,
         partition_fn=partition_fn,
-        decompositions=_inductor_decompositions() if options.codegen == "inductor" else {},
+        decompositions=_decompositions(options.codegen),
     )
     capture.compiled = _build(session, capture, options, parameters, parameter_names)
     return call
 
 
-def _inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's, but for the operators that run as they are (see `segments.RUN_BY_ATEN`)."""
+def _decompositions(codegen: str) -> Mapping[Any, Callable[..., Any]]:
+    """What AOTAutograd takes apart: for Inductor its own table, but for the operators that run as they are
+    (`segments.RUN_BY_ATEN`); for eager, next to nothing."""
+    if codegen == "eager":
+        return get_decompositions(_KEEP_MORE_THAN_THEY_SHOW)
     return {op: decompose for op, decompose in select_decomp_table().items() if op not in RUN_BY_ATEN}
+
+
+_KEEP_MORE_THAN_THEY_SHOW = [
+    torch.ops.aten.mse_loss,
+    torch.ops.aten.smooth_l1_loss,
+    torch.ops.aten.huber_loss,
+    torch.ops.aten.binary_cross_entropy,
+    torch.ops.aten.soft_margin_loss,
+]
+"""Losses whose scalar result lives in storage of the unreduced size on a CPU: bytes that no shape tells of."""
 
 
 def _compiled(capture: _Capture) -> CompiledGraph:

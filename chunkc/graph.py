@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx, nn
@@ -15,7 +15,7 @@ from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram
 from chunkc.ir.verify import verify_phase
 from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.insert import insert_events
-from chunkc.passes.planning import StepProfile, fixed_nbytes, plan_phases, update_positions
+from chunkc.passes.planning import StepProfile, fixed_nbytes, plan_phases, update_positions, update_tiles
 from chunkc.passes.profile import positions
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
 from chunkc.session import Session
@@ -48,6 +48,12 @@ class Captured:
     modules: Mapping[str, nn.Module]
     whole: bool
 
+    def returning(self, parameters: frozenset[str]) -> Captured:
+        """The same graph, with these parameters' gradients returned to autograd instead of sunk."""
+        if not parameters or self.backward is None:
+            return self
+        return replace(self, backward=self.backward.returning(parameters))
+
     @property
     def output_nbytes(self) -> int:
         """Bytes the caller gets from the forward, inputs that are returned left out."""
@@ -77,7 +83,7 @@ def profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
     backward = positions(captured.backward, memories, group_of=group_of)
     held_nbytes = captured.forward.held_nbytes + captured.output_nbytes
     trained = sorted({group_of[p] for c in captured.backward.calls for _, p in c.gradients if p in group_of})
-    update = update_positions(layout, trained, held_nbytes)
+    update = update_positions(layout, update_tiles(layout, trained, 0), held_nbytes)
     boundary_nbytes = captured.between_nbytes + ROOM_FOR_LOSS * captured.output_nbytes
     return StepProfile(forward, backward, update, boundary_nbytes)
 
@@ -105,8 +111,10 @@ class CompiledGraph:
 
     # --- planning ---
 
-    def plan(self, held_nbytes: int, *, cold_backward: bool = False) -> PlannedStep:
-        """The verified plan beside `held_nbytes` of others' values.
+    def plan(
+        self, held_nbytes: int, *, cold_backward: bool = False, hooked: frozenset[str] = frozenset()
+    ) -> PlannedStep:
+        """The verified plan beside `held_nbytes` of others' values, returning the gradients of `hooked` parameters.
 
         Raises:
             BudgetError: there is none within the budget.
@@ -114,9 +122,13 @@ class CompiledGraph:
         """
         session = self.session
         layout, resident = session.store.layout, session.store.resident
-        key = (session.budget_nbytes, held_nbytes, cold_backward, resident, len(layout.groups), len(layout.small))
+        key = (
+            *(session.budget_nbytes, held_nbytes, cold_backward, hooked),
+            *(resident, len(layout.groups), len(layout.small)),
+        )
         if key not in self._plans:
-            step = profile(self.captured, layout)
+            captured = self.captured.returning(hooked)
+            step = profile(captured, layout)
             phases = [(FORWARD, step.forward), (BACKWARD, step.backward)]
             plan = plan_phases(
                 [(name, calls) for name, calls in phases if calls and not (cold_backward and name == FORWARD)],
@@ -127,11 +139,11 @@ class CompiledGraph:
                 held_nbytes=held_nbytes,
                 boundary_nbytes=step.boundary_nbytes,
             )
-            self._plans[key] = self._build(plan, layout, held_nbytes)
+            self._plans[key] = self._build(captured, plan, layout, held_nbytes)
         return self._plans[key]
 
-    def _build(self, plan: Plan, layout: ChunkLayout, held_nbytes: int) -> PlannedStep:
-        programs = {FORWARD: self.captured.forward, BACKWARD: self.captured.backward}
+    def _build(self, captured: Captured, plan: Plan, layout: ChunkLayout, held_nbytes: int) -> PlannedStep:
+        programs = {FORWARD: captured.forward, BACKWARD: captured.backward}
         memories = {name: segment.memory for name, segment in self.captured.segments.items()}
         runs = {name: segment.run for name, segment in self.captured.segments.items()}
         phases: dict[str, PlannedPhase] = {}
@@ -167,33 +179,41 @@ class CompiledGraph:
         session, program = self.session, self.captured.forward
         session.store.release_slots()
         live = session.live.nbytes(leaving_out=arguments)
-        planned = self.plan(max(0, live - self.captured.output_nbytes))
+        planned = self.plan(max(0, live - self.captured.output_nbytes), hooked=self._hooked())
         inputs = [a for a, name in zip(arguments, program.inputs) if name not in program.parameters]
         outputs = self._run(FORWARD, planned, arguments)
         session.live.watch(inputs)
-        parameters = set(program.parameters)
-        session.live.watch(o for o, name in zip(outputs, program.outputs) if name not in parameters)
+        storage_of = program.value_storages()
+        parameters = {program.inputs[name] for name in program.parameters}
+        session.live.watch(
+            output for output, name in zip(outputs, program.outputs) if name and storage_of[name] not in parameters
+        )
         session.update_held_nbytes = program.held_nbytes + self.captured.output_nbytes
         if self.captured.backward is None:
             session.store.release_slots()
         return outputs
 
     def backward(self, arguments: list[Any]) -> list[Any]:
-        """The backward as AOTAutograd calls it: gradients of parameters are sunk, None stands for them."""
+        """The backward as AOTAutograd calls it: sunk gradients are in `.grad` when it returns, None stands for them."""
         session, store = self.session, self.session.store
-        program = self.captured.backward
-        assert program is not None
-        held = max(0, session.live.nbytes() - self.captured.between_nbytes)
-        planned = self.plan(held)
+        assert self.captured.backward is not None
+        held, hooked = max(0, session.live.nbytes() - self.captured.between_nbytes), self._hooked()
+        planned = self.plan(held, hooked=hooked)
         if store.present != planned.plan.kept or len(planned.plan.phases) < 2:
             store.release_slots()
-            planned = self.plan(held, cold_backward=True)
+            planned = self.plan(held, cold_backward=True, hooked=hooked)
         outputs = self._run(BACKWARD, planned, arguments)
-        for name in dict.fromkeys(p for call in program.calls for _, p in call.gradients):
-            parameter = store.parameter(name)
-            for hook in list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
-                hook(parameter)
+        if hooked:  # autograd will keep these as `.grad`, on the compute tier, until the next backward takes them home
+            session.live.watch(outputs[position] for position, _, name in self._sunk() if name in hooked)
         return outputs
+
+    def _sunk(self) -> tuple[tuple[int, str, str], ...]:
+        return self.captured.backward.gradient_outputs if self.captured.backward is not None else ()
+
+    def _hooked(self) -> frozenset[str]:
+        """Parameters whose gradients autograd must see, because a hook wants them."""
+        store = self.session.store
+        return frozenset(name for _, _, name in self._sunk() if store.parameter(name)._backward_hooks)
 
     def _run(self, phase: str, planned: PlannedStep, arguments: list[Any]) -> list[Any]:
         session = self.session

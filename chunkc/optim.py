@@ -142,7 +142,7 @@ class _Adam(Optimizer):
         session, name = owner(parameter) or (None, "")
         managed = session is not None and session.store.is_managed(name)
         if managed:
-            session.store.ensure_regions(_kinds(parameter), session.store.group_index(name))  # type: ignore[union-attr]
+            session.store.reserve_states(session.store.group_index(name))  # type: ignore[union-attr]
         for kind in _kinds(parameter):
             source = loaded.get(kind, parameter if kind == MASTER else None)
             if source is None:
@@ -203,7 +203,7 @@ def _group_update(session: Session, index: int, tasks: list[_Task]) -> GroupUpda
     store = session.store
     chunk_group = store.layout.groups[index]
     kinds = [kind for kind in chunk_group.update_kinds if kind not in (PARAM, GRAD)]
-    store.ensure_regions(kinds, index)
+    store.reserve_states(index)
     hypers: dict[str, AdamHyper] = {}
     for task in tasks:
         state = task.optimizer.state[task.parameter]
@@ -233,9 +233,12 @@ def _group_update(session: Session, index: int, tasks: list[_Task]) -> GroupUpda
             runs.append((tensor_slice.offset, tensor_slice.end, hyper))
         follows = True
 
-    def update(slots: Mapping[str, torch.Tensor]) -> None:
+    def update(slots: Mapping[str, torch.Tensor], at: int) -> None:
+        until = at + slots[PARAM].numel()
         for begin, end, hyper in runs:
-            part = {kind: slot[begin:end] for kind, slot in slots.items()}
+            if end <= at or begin >= until:
+                continue
+            part = {kind: slot[max(begin - at, 0) : end - at] for kind, slot in slots.items()}
             adam_update(part[PARAM], part[GRAD], part[EXP_AVG], part[EXP_AVG_SQ], part.get(MASTER), hyper)
 
     return GroupUpdate(index, update)

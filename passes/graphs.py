@@ -66,7 +66,7 @@ def op_name(node: fx.Node) -> str:
     return str(getattr(target, "__name__", target))
 
 
-_ATTRIBUTE = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]|\.(\w+)|\[(\d+)\]")
+_ATTRIBUTE = re.compile(r"\.?_(?:modules|parameters|buffers)\['([^']+)'\]|\.(\w+)|\[(\d+)\]")
 
 
 def attribute_path(source: str) -> str:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import fx, nn
 
 from chunkc.ir import chunk_ops
-from chunkc.ir.chunks import EXP_AVG, GRAD, MASTER, PARAM, ChunkLayout, chunk_name
-from chunkc.ir.plan import PhasePlan
+from chunkc.ir.chunks import GRAD, PARAM, chunk_name
+from chunkc.ir.plan import Event, PhasePlan, Tile
 from chunkc.ir.program import PhaseProgram
-
-WRITTEN_BY_UPDATE = frozenset({PARAM, MASTER, EXP_AVG, "exp_avg_sq"})
 
 
 def insert_events(
@@ -67,17 +65,17 @@ def insert_events(
     return fx.GraphModule(root, graph, f"chunkc_{program.phase}")
 
 
-def insert_update_events(plan: PhasePlan, groups: tuple[int, ...], layout: ChunkLayout) -> fx.GraphModule:
-    """The optimizer's step over `groups`, one fused update per group, with the events of `plan`."""
+def insert_update_events(plan: PhasePlan, tiles: Sequence[Tile]) -> fx.GraphModule:
+    """The optimizer's step over `tiles`, one fused update each, with the events of `plan`."""
     graph = fx.Graph()
-    for group, stop in zip(groups, plan.stops):
+    for tile, stop in zip(tiles, plan.stops):
         _events(graph, stop)
-        graph.call_function(chunk_ops.update, (group,))
+        graph.call_function(chunk_ops.update, (tile.group, tile.begin, tile.end))
     _events(graph, plan.stops[-1])
     graph.output(())
     return fx.GraphModule(nn.Module(), graph, "chunkc_update")
 
 
-def _events(graph: fx.Graph, stop: tuple) -> None:
+def _events(graph: fx.Graph, stop: Sequence[Event]) -> None:
     for event in stop:
         graph.call_function(chunk_ops.EVENT_TARGETS[event.kind], (event.chunk,))

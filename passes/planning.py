@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from chunkc.ir.chunks import MASTER, STEP_NBYTES, ChunkLayout, chunk_name, split_chunk_name
+from chunkc.ir.chunks import GRAD, STEP_NBYTES, ChunkLayout, chunk_name, split_chunk_name
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.plan import EVICT, PREFETCH, Event, Moment, PhasePlan, Plan, Position
+from chunkc.ir.plan import EVICT, PREFETCH, Event, Moment, PhasePlan, Plan, Position, Tile
 from chunkc.ir.program import UPDATE
 from chunkc.passes.schedule import required_nbytes, schedule
 
 BETWEEN = "between"
+
+MIN_TILE_NUMEL, MAX_TILE_NUMEL = 1 << 16, 1 << 22
+"""Bounds on an update's elements: below, events cost more than the update; above, nothing is gained."""
+
+TILES_AT_ONCE = 3
+"""One tile arriving, one being updated, one leaving."""
+
+UPDATE_S_PER_ELEMENT = 2.0e-9
+"""An Adam update's time on a CPU, by about 30 bytes of memory traffic per element."""
 
 SLACK_CHUNKS = 2
 """Room for copies on the way that a resident group may not take: one chunk arriving, one leaving."""
@@ -38,23 +47,37 @@ class StepProfile:
         return self.forward + self.backward + self.update
 
 
-def update_positions(layout: ChunkLayout, groups: Sequence[int], held_nbytes: int) -> tuple[Position, ...]:
-    """The optimizer's step as positions: each group needs its parameters, gradients and states at once."""
-    found = []
+def update_tiles(layout: ChunkLayout, groups: Sequence[int], capacity_nbytes: int) -> tuple[Tile, ...]:
+    """The groups cut into tiles, such that one can be fetched and one written back beside the one updated.
+
+    An update is elementwise, so tiles may depend on the budget; results do not.
+    """
+    tiles = []
     for index in groups:
         group = layout.groups[index]
-        chunks = {kind: chunk_name(kind, index) for kind in group.update_kinds}
-        gradient = chunks.pop("grad")
+        fitting = capacity_nbytes // (group.update_nbytes_per_element * TILES_AT_ONCE)
+        numel = max(MIN_TILE_NUMEL, min(MAX_TILE_NUMEL, fitting // MIN_TILE_NUMEL * MIN_TILE_NUMEL))
+        tiles += [Tile(index, at, min(at + numel, group.numel)) for at in range(0, group.numel, numel)]
+    return tuple(tiles)
+
+
+def update_positions(layout: ChunkLayout, tiles: Sequence[Tile], held_nbytes: int) -> tuple[Position, ...]:
+    """The optimizer's step as positions: each tile needs its parameters, gradients and states at once."""
+    found = []
+    for tile in tiles:
+        group = layout.groups[tile.group]
+        chunks = {k: chunk_name(k, tile.group, (tile.begin, tile.end)) for k in group.update_kinds}
+        gradient = chunks.pop(GRAD)
         found.append(
             Position(
-                name=f"{UPDATE}.{index}",
+                name=f"{UPDATE}.{tile.group}[{tile.begin}:{tile.end}]",
                 phase=UPDATE,
                 non_model_nbytes=held_nbytes,
                 op="optimizer update",
                 module=group.slices[0].spec.name.rpartition(".")[0],
                 reads=frozenset({gradient}),
                 writes=frozenset(chunks.values()),
-                cost_s=group.numel * 30 / 1.5e10,
+                cost_s=(tile.end - tile.begin) * UPDATE_S_PER_ELEMENT,
             )
         )
     return tuple(found)
@@ -67,12 +90,9 @@ def small_nbytes(layout: ChunkLayout) -> int:
     return counters + sum(spec.nbytes + spec.state_nbytes for spec in layout.small)
 
 
-def chunk_sizes(layout: ChunkLayout) -> dict[str, int]:
-    return {
-        chunk_name(kind, group.index): group.nbytes(kind)
-        for group in layout.groups
-        for kind in {*group.update_kinds, MASTER}
-    }
+def chunk_sizes(layout: ChunkLayout, positions: Sequence[Position]) -> dict[str, int]:
+    """Bytes of every chunk, or part of one, that the positions need."""
+    return {chunk: layout.chunk_nbytes_of(chunk) for position in positions for chunk in position.chunks}
 
 
 def fixed_nbytes(layout: ChunkLayout, resident: frozenset[int]) -> int:
@@ -105,7 +125,7 @@ def choose_resident(
 
     First ones first: at the end of a step the next forward needs them soonest (cyclic furthest next use).
     """
-    sizes = chunk_sizes(layout)
+    sizes = chunk_sizes(layout, profile.all)
 
     def fits(resident: frozenset[int], slack_nbytes: int) -> bool:
         fixed = fixed_nbytes(layout, resident) + slack_nbytes
@@ -138,7 +158,7 @@ def check_minimum(
     Raises:
         BudgetError: `budget_nbytes` is below it.
     """
-    sizes = chunk_sizes(layout)
+    sizes = chunk_sizes(layout, positions)
     fixed = fixed_nbytes(layout, resident)
     if not positions:
         return fixed + held_nbytes
@@ -193,7 +213,6 @@ def plan_phases(
         BudgetError: no plan fits; its `minimum_nbytes` holds for this `resident`.
     """
     fixed = fixed_nbytes(layout, resident)
-    sizes = chunk_sizes(layout)
     line: list[Position] = []
     spans, barriers = [], []
     for name, phase in phases:
@@ -205,7 +224,7 @@ def plan_phases(
     calls = [position for position in line if position.phase != BETWEEN]
     minimum = check_minimum(calls, layout, budget_nbytes, held_nbytes, resident)
     capacity = [max(0, budget_nbytes - fixed - held_nbytes - position.non_model_nbytes) for position in line]
-    stops, occupancy = schedule(line, sizes, capacity, hardware, barriers)
+    stops, occupancy = schedule(line, chunk_sizes(layout, line), capacity, hardware, barriers)
     planned, kept = [], frozenset[str]()
     for index, (name, begin, end) in enumerate(spans):
         moments = tuple(

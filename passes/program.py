@@ -61,16 +61,18 @@ def backward_program(
         storages[storage] = forward.storages.get(storage, 0)
     nodes = returned(graph)
     wanted: dict[str, list[str]] = {}
+    sunk = []
     for position, parameter in gradients.items():
         node = nodes[position]
         if node is not None:
             wanted.setdefault(node.name, []).append(parameter)
+            sunk.append((position, node.name, parameter))
     calls = _calls(BACKWARD, pieces, memories, inputs, storages, parameters, wanted, hardware)
     outputs = tuple(
         node.name if node is not None and index not in gradients else None for index, node in enumerate(nodes)
     )
     return PhaseProgram(
-        BACKWARD, inputs, storages, frozenset(held), dict(parameters), calls, outputs, len(outputs)
+        BACKWARD, inputs, storages, frozenset(held), dict(parameters), calls, outputs, len(outputs), tuple(sunk)
     )
 
 

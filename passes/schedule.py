@@ -20,7 +20,8 @@ from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, Position
 class Interval:
     """A chunk in a slot: its slot is held during calls `start` to `end - 1`, its data used from `first` to `last`.
 
-    `floor` and `ceiling` bound how far `start` and `end` may move.
+    `floor` and `ceiling` bound how far `start` and `end` may move; at `begin_s` the load should begin, on the
+    estimated clock.
     """
 
     chunk: str
@@ -31,6 +32,7 @@ class Interval:
     end: int
     floor: int = 0
     ceiling: int = 0
+    begin_s: float = 0.0
 
 
 def required_nbytes(position: Position, sizes: Mapping[str, int]) -> int:
@@ -115,7 +117,11 @@ def _advance_loads(
     hardware: Hardware,
     barriers: Sequence[int],
 ) -> None:
-    """Start each load as late as hides its copy behind arithmetic, as far as there is room."""
+    """Start each load as late as hides its copy behind arithmetic, as far as there is room.
+
+    Backwards in time, the link's queue gives the moment each copy should begin; then room is given out in the order of
+    need, so that what is needed next comes first when the link is the bottleneck.
+    """
     times = _clock(positions)
     previous_end: dict[str, int] = {}
     for interval in intervals:
@@ -123,12 +129,14 @@ def _advance_loads(
         interval.floor = max(earliest, previous_end.get(interval.chunk, 0))
         previous_end[interval.chunk] = interval.end
     link_free = math.inf
-    for interval in sorted(intervals, key=lambda i: (i.first, i.chunk), reverse=True):
+    in_order = sorted(intervals, key=lambda i: (i.first, i.chunk))
+    for interval in reversed(in_order):
         finish = min(times[interval.first], link_free)
-        link_free = finish - sizes[interval.chunk] / hardware.to_device_bytes_per_s
+        interval.begin_s = link_free = finish - sizes[interval.chunk] / hardware.to_device_bytes_per_s
+    for interval in in_order:
         while (
             interval.start > interval.floor
-            and times[interval.start] > link_free
+            and times[interval.start] > interval.begin_s
             and occupancy[interval.start - 1] + sizes[interval.chunk] <= capacity[interval.start - 1]
         ):
             interval.start -= 1

@@ -52,8 +52,8 @@ def uses_onednn(dtype: torch.dtype) -> bool:
 def gemm_nbytes(dtype: torch.dtype, rows: int, inner: int, columns: int, num_threads: int) -> int:
     """Upper bound for packing and accumulating one product `[rows, inner] @ [inner, columns]`.
 
-    Full-precision products run in BLAS, which allocates by itself. oneDNN's are bounded per thread by all three
-    matrices (padded, accumulated in float32), or by what it keeps in a cache.
+    Full-precision products run in BLAS, which allocates by itself. oneDNN's are bounded per thread by all
+    three matrices (padded, accumulated in float32), or by what it keeps in a cache.
     """
     if not uses_onednn(dtype):
         return 0
@@ -84,12 +84,12 @@ def _attention_gemm_nbytes(dtype: torch.dtype, rows: int, keys: int, head: int, 
     shapes = ((keys, head, rows), (head, keys, rows), (head, rows, keys))
     if not uses_onednn(dtype):
         return 0
-    # Operands and outputs are strided here, so oneDNN takes buffers of its own for them: measured, 3 times as much.
+    # Operands and outputs are strided here, so oneDNN takes buffers for them: 3 times as much was measured.
     return num_threads * max(4 * gemm_nbytes(dtype, *shape, 1) for shape in shapes)
 
 
 def attention_nbytes(query: Tensor, key: Tensor, num_threads: int) -> int:
-    """`_scaled_dot_product_flash_attention_for_cpu`: scores, maxima, sums and a block of output per thread."""
+    """`_scaled_dot_product_flash_attention_for_cpu`: scores, maxima, sums and output per thread."""
     head = query.shape[-1]
     rows, keys = _attention_blocks(query.shape[-2], key.shape[-2])
     accumulated = 8 if query.dtype == torch.float64 else 4
@@ -102,7 +102,7 @@ def attention_nbytes(query: Tensor, key: Tensor, num_threads: int) -> int:
 
 
 def attention_backward_nbytes(grad_out: Tensor, query: Tensor, key: Tensor, num_threads: int) -> int:
-    """Its backward: scores and their gradient per thread, a row sum per busy thread, a contiguous `grad_out`."""
+    """Its backward: scores and gradient per thread, a row sum per busy thread, a copy of `grad_out`."""
     head = query.shape[-1]
     rows, keys = _attention_blocks(query.shape[-2], key.shape[-2])
     accumulated = 8 if query.dtype == torch.float64 else 4
@@ -126,16 +126,16 @@ def convolution_nbytes(
 ) -> int:
     """Upper bound for a convolution or its backward (`output_shape` is then the incoming gradient's).
 
-    oneDNN reorders input, weight and output into blocks of channels; in low precision the channels of each group
-    are padded and accumulators are float32. A backward sums one weight gradient per thread. Where ATen's own
-    kernel may run instead, it unfolds the input: one column per position, as long as a filter.
+    oneDNN reorders input, weight and output into blocks of channels; in low precision the channels of each
+    group are padded and accumulators are float32. A backward sums one weight gradient per thread. Where
+    ATen's own kernel may run instead, it unfolds the input: one column per position, as long as a filter.
     """
     low = input.dtype in _LOW_PRECISION
     itemsize = 4 if low else input.itemsize
     spatial = math.prod(weight.shape[2:])
     depthwise = groups > 1 and groups == input.shape[1] == output_shape[1]
     channels_last = not input.is_contiguous()
-    if depthwise and not channels_last:  # blocks span the groups
+    if depthwise and not (channels_last and backward):  # blocks span the groups
         num_groups, block, filters = 1, 16, _padded(groups) * spatial * itemsize
     else:
         num_groups, block = (1, 16) if depthwise else (groups, 32 if low else 16)
@@ -159,7 +159,7 @@ def convolution_nbytes(
 
 
 def _may_unfold(input: Tensor, weight: Tensor, groups: int) -> bool:
-    """Whether ATen's own convolution may run: other dtypes, small single images, processors without support."""
+    """Whether ATen's own convolution may run: other dtypes, small single images, old processors."""
     if input.dtype == torch.bfloat16:
         return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if input.dtype == torch.float16:

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
 from chunkc.passes.scratch_kernels import (
     attention_backward_nbytes,
     attention_nbytes,
@@ -21,8 +24,6 @@ from chunkc.passes.scratch_kernels import (
     nbytes_of,
     operand_copy_nbytes,
 )
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 # A Python number becomes a 0-dim tensor (8 bytes, 16 if complex), which is cast twice at most.
 SCALAR_NBYTES = 32
@@ -31,7 +32,7 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator: its arguments by name, its outputs (tensors only) and the threads it may use."""
+    """One call of an operator: arguments by name, outputs (tensors only) and the threads it may use."""
 
     target: torch._ops.OpOverload
     arguments: dict[str, Any]
@@ -47,10 +48,12 @@ class Call:
         return self.arguments[name]
 
 
-def _scalars(call: Call) -> int:
+def scalars_nbytes(call: Call) -> int:
     """Bytes for Python numbers that stand where the operator computes with tensors."""
     numbers = 0
     for parameter in call.target._schema.arguments:
+        if parameter.name in ("alpha", "beta"):  # factors inside the kernel
+            continue
         kind = str(parameter.type)
         takes_number = any(word in kind for word in ("Tensor", "number", "Scalar"))
         numbers += takes_number and isinstance(call[parameter.name], int | float | complex)
@@ -59,13 +62,16 @@ def _scalars(call: Call) -> int:
 
 def _common_dtype(call: Call, operands: Sequence[Tensor]) -> torch.dtype:
     """What an elementwise operator computes in: its operands' promotion, floating if only the output is."""
-    numbers = [value for value in call.arguments.values() if isinstance(value, int | float | complex)]
-    common = torch.empty((), dtype=torch.bool, device="meta")
-    for operand in (*operands, *numbers):
-        is_vector = isinstance(operand, Tensor) and operand.dim() > 0
-        like = torch.empty((1,) * is_vector, dtype=operand.dtype, device="meta") if is_vector else operand
-        dtype = torch.result_type(common, like)
-        common = torch.empty((1,) * (is_vector or common.dim()), dtype=dtype, device="meta")
+    # Vectors decide before 0-dim tensors, and those before Python numbers.
+    common = torch.empty((1,), dtype=torch.bool, device="meta")
+    if not any(operand.dim() for operand in operands):
+        common = common[0]
+    for operand in sorted(operands, key=lambda operand: operand.dim() == 0):
+        like = torch.empty((1,) * min(operand.dim(), 1), dtype=operand.dtype, device="meta")
+        common = torch.empty_like(common, dtype=torch.result_type(common, like))
+    for name, number in call.arguments.items():
+        if isinstance(number, int | float | complex) and name not in ("alpha", "beta"):
+            common = torch.empty_like(common, dtype=torch.result_type(common, number))
     floating = next((out.dtype for out in call.outputs if out.dtype.is_floating_point), None)
     integral = not (common.dtype.is_floating_point or common.dtype.is_complex)
     return floating if floating is not None and integral else common.dtype
@@ -74,7 +80,9 @@ def _common_dtype(call: Call, operands: Sequence[Tensor]) -> torch.dtype:
 def _casts(call: Call, operands: Sequence[Tensor]) -> int:
     common = _common_dtype(call, operands)
     inputs = sum(nbytes_of(t, common.itemsize) for t in operands if t.dtype != common)
-    return inputs + sum(nbytes_of(t, common.itemsize) for t in call.outputs if t.dtype not in (common, torch.bool))
+    return inputs + sum(
+        nbytes_of(t, common.itemsize) for t in call.outputs if t.dtype not in (common, torch.bool)
+    )
 
 
 def nothing_rule(call: Call) -> int:
@@ -89,12 +97,13 @@ def guess_rule(call: Call) -> int:
 
 def pointwise_rule(call: Call) -> int:
     """A cast of each operand, and of the output, that is not in the common dtype."""
-    return _casts(call, call.tensors) + _scalars(call)
+    return _casts(call, call.tensors) + scalars_nbytes(call)
 
 
 def select_rule(call: Call) -> int:
     """`where`, `masked_fill`: as elementwise, but the condition stays as it is."""
-    return _casts(call, [t for t in call.tensors if t.dtype != torch.bool]) + _scalars(call)
+    condition = call.arguments.get("condition", call.arguments.get("mask"))
+    return _casts(call, [t for t in call.tensors if t is not condition]) + scalars_nbytes(call)
 
 
 def pointwise_temporaries_rule(call: Call) -> int:
@@ -105,7 +114,7 @@ def pointwise_temporaries_rule(call: Call) -> int:
 
 def contiguous_rule(call: Call) -> int:
     """Kernels that read contiguous memory copy the inputs that are not."""
-    return sum(contiguous_copy_nbytes(t) for t in call.tensors) + _scalars(call)
+    return sum(contiguous_copy_nbytes(t) for t in call.tensors) + scalars_nbytes(call)
 
 
 def copy_rule(call: Call) -> int:
@@ -127,7 +136,7 @@ def reduction_rule(call: Call) -> int:
 
 
 def _sums_in_one_run(call: Call) -> bool:
-    """Whether a low-precision sum reduces one contiguous run of dimensions: then nothing is cast to float32."""
+    """Whether a low-precision sum reduces one contiguous run of dimensions: then nothing is cast."""
     source = call["self"]
     if call.target._schema.name != "aten::sum" or not source.is_contiguous():
         return False
@@ -151,7 +160,7 @@ def safe_softmax_rule(call: Call) -> int:
     source, result = call["self"], call.outputs[0]
     rows = result.numel() // result.shape[call["dim"]] if result.dim() and result.numel() else 0
     cast = nbytes_of(source, result.itemsize) if source.dtype != result.dtype else 0
-    return result.numel() + rows + 4 + contiguous_copy_nbytes(source) + cast
+    return result.numel() + rows + result.itemsize + contiguous_copy_nbytes(source) + cast
 
 
 def scan_rule(call: Call) -> int:
@@ -179,13 +188,23 @@ def matrix_product_rule(call: Call) -> int:
     """Operands that the library cannot read in place are copied; oneDNN packs low precision."""
     arguments = call.arguments
     left = next(arguments[name] for name in ("mat1", "batch1", "mat", "self") if name in arguments)
-    right = next(arguments[name] for name in ("mat2", "batch2", "vec", "tensor", "other") if name in arguments)
+    right = next(
+        arguments[name] for name in ("mat2", "batch2", "vec", "tensor", "other") if name in arguments
+    )
     rows = left.shape[-2] if left.dim() > 1 else 1
     columns = right.shape[-1] if right.dim() > 1 else 1
     nbytes = sum(map(operand_copy_nbytes, (left, right, *call.outputs)))
     if left.numel() == 0:
-        return nbytes + _scalars(call)  # nothing to multiply: what is left is beta times the addend
+        return nbytes + 2 * SCALAR_NBYTES  # nothing to multiply: what is left is beta times the addend
     return nbytes + gemm_nbytes(left.dtype, rows, left.shape[-1], columns, call.num_threads)
+
+
+def grouped_fallback_rule(call: Call) -> int:
+    """Transformers' loop over experts: one product at a time, written into the output."""
+    rows, inner = call["input"].shape[-2:]
+    columns = call["weight"].shape[-1]
+    shapes = ((rows, inner, columns), (rows, columns, inner), (inner, rows, columns))
+    return max(gemm_nbytes(call["input"].dtype, *shape, call.num_threads) for shape in shapes)
 
 
 def attention_rule(call: Call) -> int:
@@ -227,7 +246,9 @@ def layer_norm_backward_rule(call: Call) -> int:
     per_row = math.prod(call["normalized_shape"])
     wanted = call["output_mask"][1] or call["output_mask"][2]
     partial = 2 * call.num_threads * per_row * itemsize if wanted else 0
-    return partial + sum(contiguous_copy_nbytes(t) for t in (call["grad_out"], source, weight, weight))
+    return partial + sum(
+        contiguous_copy_nbytes(t) for t in (call["grad_out"], source, weight, weight, call["bias"])
+    )
 
 
 def group_norm_backward_rule(call: Call) -> int:
@@ -247,46 +268,6 @@ def batch_norm_rule(call: Call) -> int:
 def batch_norm_backward_rule(call: Call) -> int:
     copies = contiguous_copy_nbytes(call["input"], call["grad_out"])
     return nbytes_of(call["input"]) + 4 * call["input"].shape[1] * 8 + copies
-
-
-def embedding_rule(call: Call) -> int:
-    return contiguous_copy_nbytes(call["indices"])
-
-
-def scatter_rule(call: Call) -> int:
-    """Low precision is gathered and scattered in float32; indices that are not int64 are cast."""
-    nbytes = 0
-    for tensor in call.tensors:
-        if tensor.dtype in _LOW_PRECISION:
-            nbytes += nbytes_of(tensor, 4)
-        elif tensor.dtype in (torch.int32, torch.int16, torch.int8, torch.uint8):
-            nbytes += nbytes_of(tensor, 8)
-        nbytes += contiguous_copy_nbytes(tensor)
-    return nbytes + _scalars(call)
-
-
-def gather_rule(call: Call) -> int:
-    low = call["self"].dtype in _LOW_PRECISION
-    index = call["index"]
-    cast = nbytes_of(index, 8) if index.dtype != torch.int64 else 0
-    return cast + contiguous_copy_nbytes(index) + (nbytes_of(call.outputs[0], 4) if low else 0)
-
-
-def index_rule(call: Call) -> int:
-    """Indices are brought to one shape and dtype; a mask becomes one index per dimension."""
-    nbytes = 0
-    for index in (leaf for leaf in call["indices"] if isinstance(leaf, Tensor)):
-        width = 8 * (1 + 2 * index.dim()) if index.dtype in (torch.bool, torch.uint8) else 8
-        strided = index.dtype != torch.int64 or not index.is_contiguous()
-        nbytes += index.numel() * width if strided else 0
-    return nbytes + SCALAR_NBYTES
-
-
-def masked_index_rule(call: Call) -> int:
-    indices = sum(nbytes_of(leaf, 8) for leaf in call["indices"] if isinstance(leaf, Tensor))
-    values = call.arguments.get("values")
-    moved = call.outputs[0] if values is None else values
-    return 2 * nbytes_of(moved) + 3 * indices + 2 * moved.numel() + 4 * SCALAR_NBYTES
 
 
 def histogram_rule(call: Call) -> int:

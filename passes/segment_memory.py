@@ -89,6 +89,9 @@ def _number_storages(
 # --- Inductor ---------------------------------------------------------------------------------------------------
 
 
+ALLOCATION = "allocation"
+
+
 class _StorageTracker(TorchDispatchMode):
     """Counts the storages that operators allocate, until nothing holds them any more."""
 
@@ -122,10 +125,17 @@ class _StorageTracker(TorchDispatchMode):
                 fresh = True
         scratch = scratch_nbytes(func, args, kwargs, result, self.num_threads)
         if fresh or scratch:
-            self.step(op_name_of(func), scratch)
+            allocation = func is torch.ops.aten.empty_strided.default
+            self.step(ALLOCATION if allocation else op_name_of(func), scratch)
         return result
 
     def step(self, label: str, scratch: int = 0) -> None:
+        """Note a moment. Allocations before a kernel are the kernel's."""
+        if label != ALLOCATION:
+            for index in reversed(range(len(self.steps))):
+                if self.steps[index].op != ALLOCATION:
+                    break
+                self.steps[index] = MemoryStep(label, "", self.steps[index].nbytes)
         self.steps.append(MemoryStep(label, "", sum(self.live.values()) + scratch))
 
 

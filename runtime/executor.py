@@ -54,7 +54,7 @@ class Run:
 
     store: ChunkStore
     measurement: Measurement
-    update: Callable[[int], None] | None = None
+    update: Callable[[int, int, int], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ class _Call:
             registers[index] = None
         for chunk in self.chunks:
             store.begin_compute(chunk)
+        store.drop_spare_slots()
         run.measurement.begin(store.tier)
         start_s = time.perf_counter()
         outputs = self.segment(arguments)
@@ -121,12 +122,15 @@ class _Sink:
 @dataclass(frozen=True)
 class _Update:
     group: int
+    begin: int
+    end: int
 
     def __call__(self, registers: Registers, run: Run) -> None:
         assert run.update is not None
+        run.store.drop_spare_slots()
         run.measurement.begin(run.store.tier)
-        run.update(self.group)
-        run.measurement.end(f"update.{self.group}", run.store.tier)
+        run.update(self.group, self.begin, self.end)
+        run.measurement.end(f"update.{self.group}[{self.begin}:{self.end}]", run.store.tier)
 
 
 _EVENTS = {target: name for name, target in chunk_ops.EVENT_TARGETS.items()}
@@ -164,6 +168,7 @@ class Executable:
             except ChunkcError as second:
                 error.add_note(f"while giving slots back after this: {second}")
             raise
+        run.store.drop_spare_slots()
         run.measurement.begin(run.store.tier)
         return [None if register is None else registers[register] for register in self.outputs]
 
@@ -204,7 +209,7 @@ def lower(graph: fx.Graph, segments: Mapping[str, Segment]) -> Executable:
             last = last_reader[source] is node  # type: ignore[index]
             instructions.append(_Sink(name, chunk, register[source], owned, last))  # type: ignore[arg-type, index]
         elif node.target is chunk_ops.update:
-            instructions.append(_Update(node.args[0]))  # type: ignore[arg-type]
+            instructions.append(_Update(*node.args))  # type: ignore[arg-type]
         else:
             assert node.op in ("placeholder", "output") or node.target is operator.getitem, node.format_node()
     inputs = [n for n in graph.nodes if n.op == "placeholder"]

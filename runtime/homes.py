@@ -124,6 +124,11 @@ class Home(abc.ABC):
     def write(self, region: Region, offset_nbytes: int, source: torch.Tensor) -> None:
         """Copy `source` into the region at `offset_nbytes`; otherwise as `read`."""
 
+    def free(self, region: Region) -> None:
+        """Give a region back, as soon as no home view and no running copy uses it."""
+        with self._lock:
+            self._mappings.pop(region.offset, None)
+
     def close(self) -> None:
         """Give the memory back, each region as soon as no home view and no running copy uses it."""
         with self._lock:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from chunkc.ir.chunks import GRAD, PARAM, ChunkGroup, ChunkLayout, TensorSlice, chunk_name, split_chunk_name
+from chunkc.ir.chunks import EXP_AVG, GRAD, PARAM, ChunkGroup, ChunkLayout, TensorSlice, chunk_name, chunk_part, split_chunk_name
 from chunkc.ir.errors import ChunkcError, ChunkStateError, HomeError, StreamError, UnsupportedError
 from chunkc.runtime.homes import Home, Region
 from chunkc.runtime.states import ChunkState, advance
@@ -30,6 +30,19 @@ class _Slot:
     buffer: torch.Tensor | None = None
     copy: Event | None = None
     dirty: bool = False
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a chunk's home is."""
+
+    region: Region
+    offset_nbytes: int
+    nbytes: int
+
+
+MAX_REGIONS_PER_CALL = 16
+"""Chunks share regions of the home tier: each region of a disk home takes two file descriptors."""
 
 
 @dataclass
@@ -57,8 +70,9 @@ class ChunkStore:
     resident: frozenset[int] = frozenset()
     traffic: Traffic = field(default_factory=Traffic)
     _parameters: dict[str, weakref.ref[nn.Parameter]] = field(default_factory=dict)
-    _regions: dict[str, Region] = field(default_factory=dict)
+    _places: dict[str, _Place] = field(default_factory=dict)
     _slots: dict[str, _Slot] = field(default_factory=dict)
+    _spare: list[torch.Tensor] = field(default_factory=list)
     _slices: dict[str, tuple[ChunkGroup, TensorSlice]] = field(default_factory=dict)
     _handed_out: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)
 
@@ -103,24 +117,24 @@ class ChunkStore:
         leaving = [layout.groups[i] for i in sorted(self.resident - resident)]
         to_home = [g for g in (*new, *leaving) if g.index not in resident]
         to_tier = [layout.groups[i] for i in sorted(resident - self.resident) if i < len(self.layout.groups)]
-        reserved: dict[str, Region] = {}
+        wanted = {
+            chunk_name(kind, group.index): group.nbytes(kind)
+            for group in to_home
+            for kind in ((PARAM, GRAD) if group.trainable else (PARAM,))
+        }
         try:
-            for group in to_home:
-                for kind in (PARAM, GRAD) if group.trainable else (PARAM,):
-                    name = chunk_name(kind, group.index)
-                    reserved[name] = self.home.allocate(group.nbytes(kind))
+            reserved = self._reserve(wanted)
         except BaseException:
             for name in set(self._parameters) - known:
                 del self._parameters[name]
             raise
         self.layout, self._slices, self.resident = layout, slices, resident
-        self._regions.update(reserved)
+        self._places.update(reserved)
         for group in to_home:
             self._move(group, lambda s: self.home_view(PARAM, s.spec.name), GRAD)
         for group in to_tier:
             self._move(group, _tier_tensor, None)
-            for name in [n for n in self._regions if split_chunk_name(n)[1] == group.index]:
-                del self._regions[name]
+            self._free([name for name in self._places if split_chunk_name(name)[1] == group.index])
 
     def _move(
         self, group: ChunkGroup, target: Callable[[TensorSlice], torch.Tensor], grad_kind: str | None
@@ -139,23 +153,68 @@ class ChunkStore:
                     grad.copy_(parameter.grad)
                     parameter.grad = grad
 
-    def ensure_regions(self, kinds: Iterable[str], group: int) -> bool:
-        """Reserve home room for optimizer states; whether there was none yet (then it is all zeros)."""
-        missing = [chunk_name(k, group) for k in kinds if chunk_name(k, group) not in self._regions]
-        for chunk in missing:
-            self._regions[chunk] = self.home.allocate(self.layout.chunk_nbytes_of(chunk))
-        return bool(missing)
+    def _reserve(self, wanted: Mapping[str, int]) -> dict[str, _Place]:
+        """Room at home for chunks, several to a region; all of it or none."""
+        enough = -(-sum(wanted.values()) // MAX_REGIONS_PER_CALL)
+        batches: list[list[str]] = []
+        room = 0
+        for chunk, nbytes in wanted.items():
+            if not batches or room >= enough:
+                batches.append([])
+                room = 0
+            batches[-1].append(chunk)
+            room += nbytes
+        places: dict[str, _Place] = {}
+        regions: list[Region] = []
+        try:
+            for batch in batches:
+                regions.append(self.home.allocate(sum(wanted[chunk] for chunk in batch)))
+                offset = 0
+                for chunk in batch:
+                    places[chunk] = _Place(regions[-1], offset, wanted[chunk])
+                    offset += wanted[chunk]
+        except BaseException:
+            for region in regions:
+                self.home.free(region)
+            raise
+        return places
+
+    def _free(self, chunks: Iterable[str]) -> None:
+        regions = {self._places.pop(chunk).region for chunk in chunks}
+        for region in regions - {place.region for place in self._places.values()}:
+            self.home.free(region)
+
+    def reserve_states(self, group: int) -> None:
+        """Reserve home room, all zeros, for the optimizer states of a group, and of all others at the same time.
+
+        Raises:
+            HomeError: the home tier has no room.
+        """
+        if chunk_name(EXP_AVG, group) in self._places:
+            return
+        groups = [g for g in self.layout.groups if g.trainable and g.index not in self.resident]
+        self._places.update(
+            self._reserve(
+                {
+                    chunk: g.nbytes(kind)
+                    for g in groups
+                    for kind in g.update_kinds
+                    if (chunk := chunk_name(kind, g.index)) not in self._places
+                }
+            )
+        )
 
     def home_view(self, kind: str, name: str) -> torch.Tensor:
         """A tensor over a parameter's bytes (or its gradient's, or a state's) at home; its storage is its own."""
         group, where = self._slices[name]
         dtype = group.kind_dtype(kind)
-        region = self._regions[chunk_name(kind, group.index)]
-        return self.home.tensor(region, dtype, where.spec.shape, where.spec.stride, where.offset * dtype.itemsize)
+        place = self._places[chunk_name(kind, group.index)]
+        offset_nbytes = place.offset_nbytes + where.offset * dtype.itemsize
+        return self.home.tensor(place.region, dtype, where.spec.shape, where.spec.stride, offset_nbytes)
 
     @property
     def home_nbytes(self) -> int:
-        return sum(region.nbytes for region in self._regions.values())
+        return sum(place.nbytes for place in self._places.values())
 
     # --- chunks on the move ---
 
@@ -176,14 +235,16 @@ class ChunkStore:
         group, slot = self.layout.groups[group_index], self.slot(chunk)
         slot.state = advance(chunk, slot.state, ChunkState.PREFETCHING)
         needs_data = kind != GRAD or self._collect_gradients(group)
-        slot.buffer = buffer = self.tier.allocate_slot(group.numel, group.kind_dtype(kind))
+        begin, end = chunk_part(chunk) or (0, group.numel)
+        slot.buffer = buffer = self._take_slot(end - begin, group.kind_dtype(kind))
         if self.debug:
             buffer.fill_(float("nan"))
         slot.copy, slot.dirty = None, False
         if needs_data:
-            region = self._regions[chunk]
-            slot.copy = self.tier.to_device.submit(lambda: self.home.read(region, 0, buffer))
-            self.traffic.to_device_nbytes += region.nbytes
+            place = self._place_of(chunk)
+            read = self.home.read
+            slot.copy = self.tier.to_device.submit(lambda: read(place.region, place.offset_nbytes, buffer))
+            self.traffic.to_device_nbytes += place.nbytes
 
     def wait(self, chunk: str) -> None:
         """The copy under way, in or out, is done; the chunk can be read."""
@@ -200,11 +261,12 @@ class ChunkStore:
         """Start to copy a dirty slot home; nothing moves if it is clean."""
         slot = self.slot(chunk)
         slot.state = advance(chunk, slot.state, ChunkState.EVICTING)
-        buffer, region = slot.buffer, self._regions[chunk]
+        buffer, place = slot.buffer, self._place_of(chunk)
         assert buffer is not None
         if slot.dirty:
-            slot.copy = self.tier.to_home.submit(lambda: self.home.write(region, 0, buffer))
-            self.traffic.to_home_nbytes += region.nbytes
+            write = self.home.write
+            slot.copy = self.tier.to_home.submit(lambda: write(place.region, place.offset_nbytes, buffer))
+            self.traffic.to_home_nbytes += place.nbytes
             slot.dirty = False
 
     def evict(self, chunk: str) -> None:
@@ -213,9 +275,33 @@ class ChunkStore:
         if slot.dirty:
             raise ChunkStateError(f"chunk {chunk} would be evicted before it was written back")
         slot.state = advance(chunk, slot.state, ChunkState.FREE)
-        if self.debug and slot.buffer is not None:
+        assert slot.buffer is not None
+        if self.debug:
             slot.buffer.fill_(float("nan"))
+        self._spare.append(slot.buffer)
         slot.buffer = slot.copy = None
+        if chunk_part(chunk) is not None:
+            del self._slots[chunk]
+
+    def drop_spare_slots(self) -> None:
+        """Give the tier back what evicted chunks left and no prefetch has taken since."""
+        self._spare.clear()
+
+    def _take_slot(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The room of a chunk that has just gone, if it is of the same size; else new room."""
+        nbytes = [buffer.nbytes for buffer in self._spare]
+        if numel * dtype.itemsize in nbytes:
+            return self._spare.pop(nbytes.index(numel * dtype.itemsize)).view(dtype)
+        self.drop_spare_slots()
+        return self.tier.allocate_slot(numel, dtype)
+
+    def _place_of(self, chunk: str) -> _Place:
+        kind, index = split_chunk_name(chunk)
+        place, part = self._places[chunk_name(kind, index)], chunk_part(chunk)
+        if part is None:
+            return place
+        itemsize = self.layout.groups[index].kind_dtype(kind).itemsize
+        return _Place(place.region, place.offset_nbytes + part[0] * itemsize, (part[1] - part[0]) * itemsize)
 
     def begin_compute(self, chunk: str) -> torch.Tensor:
         """The slot's flat buffer, for the computation that starts now."""
@@ -257,6 +343,7 @@ class ChunkStore:
             except (StreamError, HomeError) as error:
                 problem = problem or error
                 self._lose(chunk)
+        self.drop_spare_slots()
         if problem is not None:
             raise problem
 
@@ -304,10 +391,6 @@ class ChunkStore:
         will ever read the gradient's storage, so a resident parameter may keep it without a copy.
         """
         parameter = self.parameter(name)
-        for hook in (parameter._backward_hooks or {}).values():
-            replaced = hook(gradient)
-            if replaced is not None:
-                gradient, owned = replaced, False
         if chunk is None:
             _accumulate(parameter, gradient, owned)
             return

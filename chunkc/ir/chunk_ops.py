@@ -7,7 +7,7 @@
                                                            `p.grad`); True: nothing else reads its storage
     %write_back = write_back("grad:3")                     start to copy the slot home
     %evict      = evict("param:3")                         give the slot back
-    %update     = update(3)                                one fused optimizer pass over group 3's slots
+    %update     = update(3, 0, 65536)                      one fused optimizer pass over these elements of group 3
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def sink(parameter_name: str, chunk: str | None, gradient: object, owned: bool) 
     _never_called("sink")
 
 
-def update(group: int) -> None:
+def update(group: int, begin: int, end: int) -> None:
     _never_called("update")
 
 

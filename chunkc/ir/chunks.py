@@ -16,15 +16,27 @@ PARAM, GRAD, MASTER, EXP_AVG, EXP_AVG_SQ = "param", "grad", "master", "exp_avg",
 OPTIMIZER_KINDS = (MASTER, EXP_AVG, EXP_AVG_SQ)
 
 
-def chunk_name(kind: str, group: int) -> str:
-    """The stable name of a chunk, as plans and graphs print it: `param3`, `grad3`."""
-    return f"{kind}:{group}"
+def chunk_name(kind: str, group: int, part: tuple[int, int] | None = None) -> str:
+    """The stable name of a chunk, as plans and graphs print it: `param:3`, or of a part of it: `param:3[0:65536]`.
+
+    A part is a range of elements; optimizer updates move chunks part by part.
+    """
+    return f"{kind}:{group}" if part is None else f"{kind}:{group}[{part[0]}:{part[1]}]"
 
 
 def split_chunk_name(name: str) -> tuple[str, int]:
-    """Kind and group of a chunk's name."""
-    kind, _, group = name.partition(":")
+    """Kind and group of a chunk's (or a part's) name."""
+    kind, _, group = name.partition("[")[0].partition(":")
     return kind, int(group)
+
+
+def chunk_part(name: str) -> tuple[int, int] | None:
+    """The range of elements a name stands for; None for the whole chunk."""
+    _, bracket, part = name.partition("[")
+    if not bracket:
+        return None
+    begin, _, end = part.rstrip("]").partition(":")
+    return int(begin), int(end)
 
 
 @dataclass(frozen=True)
@@ -101,6 +113,10 @@ class ChunkGroup:
         return (PARAM, GRAD, *master, EXP_AVG, EXP_AVG_SQ)
 
     @property
+    def update_nbytes_per_element(self) -> int:
+        return sum(self.kind_dtype(kind).itemsize for kind in self.update_kinds)
+
+    @property
     def resident_nbytes(self) -> int:
         """What the group takes when it stays on the compute tier: parameters, gradients, states."""
         return sum(s.spec.nbytes + s.spec.state_nbytes for s in self.slices)
@@ -118,5 +134,8 @@ class ChunkLayout:
         return {s.spec.name: group.index for group in self.groups for s in group.slices}
 
     def chunk_nbytes_of(self, chunk: str) -> int:
-        kind, group = split_chunk_name(chunk)
-        return self.groups[group].nbytes(kind)
+        kind, index = split_chunk_name(chunk)
+        group, part = self.groups[index], chunk_part(chunk)
+        if part is None:
+            return group.nbytes(kind)
+        return (part[1] - part[0]) * group.kind_dtype(kind).itemsize

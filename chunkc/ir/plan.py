@@ -51,6 +51,15 @@ class Position:
 
 
 @dataclass(frozen=True)
+class Tile:
+    """Elements `begin` to `end` of a chunk group: what one optimizer update covers."""
+
+    group: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
 class Moment:
     """Predicted bytes on the compute tier at one position, by what they are."""
 

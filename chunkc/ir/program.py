@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
@@ -75,6 +75,7 @@ class PhaseProgram:
         calls: segment calls, in order.
         outputs: what the phase returns, in order (None where nothing is returned).
         num_user_outputs: how many of the outputs the caller gets (the rest is saved for the backward).
+        gradient_outputs: (position among the outputs, value, parameter): gradients that are sunk, not returned.
     """
 
     phase: str
@@ -85,6 +86,7 @@ class PhaseProgram:
     calls: tuple[SegmentCall, ...]
     outputs: tuple[str | None, ...]
     num_user_outputs: int
+    gradient_outputs: tuple[tuple[int, str, str], ...] = ()
 
     @property
     def held_nbytes(self) -> int:
@@ -96,3 +98,17 @@ class PhaseProgram:
         for call in self.calls:
             found.update(zip(call.outputs, call.output_storages))
         return found
+
+    def returning(self, parameters: frozenset[str]) -> PhaseProgram:
+        """The program that returns these parameters' gradients, as autograd hooks on them need, and sinks the others."""
+        if not parameters:
+            return self
+        outputs = list(self.outputs)
+        for position, value, parameter in self.gradient_outputs:
+            if parameter in parameters:
+                outputs[position] = value
+        calls = tuple(
+            replace(call, gradients=tuple(pair for pair in call.gradients if pair[1] not in parameters))
+            for call in self.calls
+        )
+        return replace(self, outputs=tuple(outputs), calls=calls)

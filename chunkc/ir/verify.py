@@ -194,9 +194,9 @@ class _Checker:
             self._write(node, chunk, f"the gradient of {name}")
         self.read_once(gradient)
 
-    def on_update(self, node: fx.Node, group: int) -> None:
+    def on_update(self, node: fx.Node, group: int, begin: int, end: int) -> None:
         for kind in self.layout.groups[group].update_kinds:
-            chunk = chunk_name(kind, group)
+            chunk = chunk_name(kind, group, (begin, end))
             if kind == GRAD:
                 slot = self.slots.get(chunk)
                 if slot is None or not slot.ready:

@@ -65,7 +65,7 @@ def test_two_forwards_before_one_backward() -> None:
         loss.backward()
         return [array(loss), gradients(model)]
 
-    run_three_ways(script)
+    run_three_ways(script, room=1.6)
 
 
 def test_two_forwards_then_two_backwards_in_either_order() -> None:
@@ -80,7 +80,7 @@ def test_two_forwards_then_two_backwards_in_either_order() -> None:
             model.zero_grad()
         return seen
 
-    run_three_ways(script)
+    run_three_ways(script, room=1.6)
 
 
 def test_a_forward_without_backward_is_forgotten() -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from chunkc.runtime import cpu_allocator
 
 from chunkc.ir.errors import ChunkcError, UnsupportedError
+from chunkc.runtime import cpu_allocator
 
 
 @pytest.fixture(autouse=True)

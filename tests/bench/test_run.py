@@ -1,0 +1,321 @@
+"""The benchmark harness: command line, arithmetic, turns, tables; and one small suite for real."""
+
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+import disk
+import driving
+import fits
+import machine
+import report
+import run
+from driving import DoesNotFit, SubjectFailed, SubjectProcess, Turn, interleave, rotated
+from gpt import GPTConfig
+from metrics import Metric, Row, Section, flat, one, paired_ratios
+from subject import SubjectSpec, serve
+
+TINY = GPTConfig(num_layers=1, width=32, num_heads=2, length=16)
+NOW = datetime(2026, 1, 31, 12, 5, tzinfo=UTC)
+
+
+def _turn(
+    *step_s: float, losses: tuple[float, ...] = (3.0,), counters: dict[str, float] | None = None
+) -> Turn:
+    return Turn(step_s, step_s, step_s, losses, counters or {})
+
+
+def test_command_line_defaults_to_every_suite():
+    args = run.parse_args([])
+    assert (args.suites, args.small, args.out) == (["fits", "disk"], False, None)
+
+
+def test_command_line():
+    args = run.parse_args(["disk", "--small", "--out", "a.json"])
+    assert (args.suites, args.small, args.out) == (["disk"], True, Path("a.json"))
+    assert run.parse_args(["disk", "disk"]).suites == ["disk"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fast"], "there is no suite 'fast'; there are fits, disk"),
+        (["fits", "disk", "--out", "a.json"], "one suite"),
+        (["--out", "a.json"], "one suite"),
+    ],
+)
+def test_command_line_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        run.parse_args(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_rehearsals_and_measurements_do_not_share_a_file():
+    assert run.default_out("fits", False, NOW) == run.RESULTS / "fits-2026-01-31-1205.json"
+    assert run.default_out("fits", True, NOW) == run.RESULTS / "fits-small-2026-01-31-1205.json"
+
+
+def test_median_and_quartiles():
+    assert Metric("s", (4.0, 1.0, 3.0, 2.0, 5.0)).quartiles == (2.0, 4.0)
+    assert Metric("s", (1.0, 2.0)).median == 1.5
+    assert one("s", 7.0).quartiles == (7.0, 7.0)
+    assert Metric("s", (2.0, 1.0)).to_json()["samples"] == [2.0, 1.0]
+
+
+def test_ratios_are_taken_round_by_round():
+    base = [(1.0, 1.0, 9.0), (10.0, 10.0, 10.0)]  # the machine got ten times slower
+    ratios = paired_ratios([(2.0, 2.0, 2.0), (20.0, 20.0, 90.0)], base)
+    assert ratios.samples == (2.0, 2.0)
+    with pytest.raises(ValueError, match="zip"):
+        paired_ratios([(1.0,)], base)
+
+
+def test_subjects_take_turns_and_none_profits_from_its_place():
+    order: list[str] = []
+
+    class Fake:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def step(self, num_steps: int) -> Turn:
+            order.append(self.name)
+            return _turn(*(float(step) for step in range(num_steps)))
+
+    turns = interleave({name: Fake(name) for name in "abc"}, num_rounds=3, num_steps=4)
+    assert "".join(order) == "abcbcacab"
+    first_timed = float(driving.NUM_SETTLING_STEPS)
+    assert [turn.step_s for turn in turns["b"]] == [tuple(first_timed + step for step in range(4))] * 3
+    assert rotated("abc", 4) == ["b", "c", "a"]
+
+
+def test_compilation_time_leaves_out_the_step_itself_and_the_second_one():
+    turn = Turn((10.0, 5.0, 1.0, 1.5, 2.0), (0.1, 0.2, 0.2, 0.2, 0.2), (), (), {})
+    assert fits.cold_times_s(turn) == (8.5, 0.0)
+
+
+def test_step_metrics():
+    metrics = fits.step_metrics([_turn(2.0, 4.0)], [_turn(1.0, 3.0)], 12, 7)
+    assert metrics["step"].samples == (2.0, 4.0)
+    assert metrics["to plain"].samples == (1.5,)
+    assert metrics["tokens/s"].samples == (6.0, 3.0)
+    assert metrics["moments"].median == 7
+    assert "moments" not in fits.step_metrics([_turn(2.0)], [_turn(1.0)], 12, None)
+
+
+@pytest.mark.parametrize("losses", [(3.1,), (float("nan"),)])
+def test_times_of_different_models_are_not_compared(losses: tuple[float, ...]):
+    with pytest.raises(ValueError, match="do not train the same model"):
+        fits.step_metrics([_turn(1.0, losses=losses)], [_turn(1.0)], 12, None)
+
+
+def test_budgets_are_parts_of_plain_memory():
+    assert disk.budgets_nbytes(1000, 300) == {
+        "100 %": 1000,
+        "60 %": 600,
+        "40 %": 400,
+        "33 %": 333,
+        "minimum": 300,
+    }
+
+
+class _FakeProcess:
+    """Stands for a subject's process in the suite `disk`: the minimum is 350 bytes, plain takes 1000."""
+
+    def __init__(self, spec: SubjectSpec, _cache: Path) -> None:
+        self.spec = spec
+        self.ready = {"num_parameters": 1, "num_threads": 2}
+
+    def __enter__(self) -> "_FakeProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def step(self, num_steps: int) -> Turn:
+        if self.spec.options is None:
+            return _turn(*[1.0] * num_steps)
+        if self.spec.options["memory_budget"] < 350:
+            raise DoesNotFit(350)
+        assert self.spec.is_limited
+        return _turn(*[2.0] * num_steps, counters={"to_device_nbytes": 5, "to_home_nbytes": 6, "wait_s": 7})
+
+    def report(self) -> dict[str, Any]:
+        if self.spec.options is None:
+            return {"measured_peak_nbytes": 1000}
+        return {"measured_peak_nbytes": 90, "predicted_peak_nbytes": 95}
+
+
+def test_the_disk_suite_covers_every_budget_and_home(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(disk, "SubjectProcess", _FakeProcess)
+    shown: list[tuple[int, int]] = []
+    sections = list(
+        disk.run(is_small=True, show=lambda _what, num_done, num_parts: shown.append((num_done, num_parts)))
+    )
+    assert [section.setting["home"] for section in sections] == ["cpu", "disk"]
+    plain, *limited = sections[1].rows
+    assert "bytes" not in plain.metrics
+    assert {row.labels["budget"]: row.metrics["bytes"].median for row in limited} == {
+        "100 %": 1000,
+        "60 %": 600,
+        "40 %": 400,
+        "33 %": 333,
+        "minimum": 350,
+    }
+    assert limited[0].metrics["to plain"].median == 2
+    assert limited[0].metrics["waited"].median == 7
+    assert limited[3].note.startswith("does not fit")
+    assert "step" not in limited[3].metrics
+    assert shown[0][0] == 0
+    assert all(num_done < num_parts for num_done, num_parts in shown)
+
+
+def test_cells():
+    def shown(unit: str, *samples: float) -> str:
+        return report.cell(Metric(unit, samples).to_json())  # type: ignore[arg-type]
+
+    assert shown("s", 0.5123) == "0.512 s"
+    assert shown("s", 0.01, 0.02, 0.03) == "20 ms (15–25)"
+    assert shown("s", 1234.5) == "1,234 s"
+    assert shown("nbytes", 3 * 2**20) == "3.0 MiB"
+    assert shown("ratio", 1.0, 1.1, 1.2) == "1.100 x (1.050–1.150)"
+    assert shown("per_s", 12345.6) == "12,346"
+    assert shown("number", 4.7e-7) == "4.7e-07"
+    assert shown("number", 4) == "4"
+    with pytest.raises(ValueError, match="furlong"):
+        report.cell({**one("s", 1).to_json(), "unit": "furlong"})
+
+
+def test_tables_show_every_metric_that_some_row_has():
+    rows = [
+        Row({"subject": "plain"}, {"step": one("s", 1.0)}),
+        Row({"subject": "chunkc"}, {"moments": one("number", 4), "step": one("s", 2.0)}, note="fine"),
+    ]
+    assert report.table([row.to_json() for row in rows]).splitlines() == [
+        "| subject | moments | step | note |",
+        "| --- | ---: | ---: | --- |",
+        "| plain | – | 1 s |  |",
+        "| chunkc | 4 | 2 s | fine |",
+    ]
+
+
+def _fake_suite(fails: bool) -> Callable[..., Iterator[Section]]:
+    def suite(*, is_small: bool, show: Callable[[str, int, int], None]) -> Iterator[Section]:
+        show("something", 0, 2)
+        setting = {"num_layers": 24, "width": 1256, "is_small": is_small}
+        yield Section("First", setting, [Row({"subject": "plain"}, {"step": flat("s", [(1.0,), (2.0,)])})])
+        if fails:
+            raise SubjectFailed("it fell over")
+        yield Section("Second", {}, [])
+
+    return suite
+
+
+def test_a_run_writes_json_and_prints_markdown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(run, "SUITES", {"fits": _fake_suite(fails=False)})
+    out = tmp_path / "a/b.json"
+    assert run.main(["fits", "--small", "--out", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert (result["suite"], result["is_small"], result["is_complete"]) == ("fits", True, True)
+    assert result["sections"][0]["rows"][0]["metrics"]["step"] == {
+        "unit": "s",
+        "median": 1.5,
+        "quartiles": [1.25, 1.75],
+        "samples": [1.0, 2.0],
+    }
+    assert result["hardware"]["num_cores"] >= 1
+    assert result["hardware"]["ram_nbytes"] > 2**28
+    assert result["versions"]["torch"].startswith("2.")
+    printed = capsys.readouterr().out
+    assert "### Second" in printed
+    assert "24 layers, width 1,256" in printed
+    assert "| plain | 1.5 s (1.25–1.75) |" in printed
+    assert report.main([str(out)]) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_a_run_cut_short_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run, "SUITES", {"fits": _fake_suite(fails=True)})
+    out = tmp_path / "b.json"
+    assert run.main(["fits", "--out", str(out)]) == 1
+    result = json.loads(out.read_text())
+    assert [section["title"] for section in result["sections"]] == ["First"]
+    assert result["is_complete"] is False
+    assert "sections are missing" in report.markdown(result)
+
+
+def test_report_names_a_missing_file(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        report.main(["no/such.json"])
+    assert "no/such.json" in capsys.readouterr().err
+
+
+def test_the_processor_has_a_name(tmp_path: Path):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: Some CPU\n")
+    assert machine.cpu_name(cpuinfo) == "Some CPU"
+    assert machine.cpu_name(tmp_path / "none")
+
+
+def test_a_spec_survives_the_command_line_of_its_process():
+    spec = SubjectSpec(TINY, 2, {"memory_budget": 7, "home": "disk"}, is_metered=True, seed=3)
+    assert SubjectSpec.from_json(spec.to_json()) == spec
+
+
+def test_a_subject_obeys():
+    options = {"memory_budget": 2**40, "codegen": "eager", "whole_graph": "never"}
+    replies: list[dict[str, Any]] = []
+    serve(SubjectSpec(TINY, 2, options), ["step 3", "report", "step 1"], replies.append)
+    ready, steps, peaks, more = replies
+    assert ready["num_parameters"] > 0
+    assert len(steps["steps"]) == 3
+    for step in [*steps["steps"], *more["steps"]]:
+        assert step["step_s"] == pytest.approx(step["forward_backward_s"] + step["optimizer_s"])
+        assert step["loss"] == pytest.approx(5.545, abs=0.3)  # log(256)
+    assert peaks["num_moments"] > 4
+    assert set(steps["counters"]) == {"to_device_nbytes", "to_home_nbytes", "wait_s"}
+
+
+def test_a_subject_says_what_would_fit_and_knows_no_other_commands():
+    options = {"memory_budget": 1, "codegen": "eager", "whole_graph": "never"}
+    replies: list[dict[str, Any]] = []
+    with pytest.raises(ValueError, match="jump"):
+        serve(SubjectSpec(TINY, 2, options, is_placed=True), ["step 1", "jump"], replies.append)
+    assert replies[1]["minimum_nbytes"] > 1
+
+
+def test_a_subject_that_fails_says_why():
+    spec = SubjectSpec(TINY, 2, {"memory_budget": 2**40, "codegen": "fortran"})
+    with SubjectProcess(spec) as subject:
+        assert subject.ready["num_parameters"] > 0
+        with pytest.raises(SubjectFailed, match="fortran"):
+            subject.step(1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_suite_fits(tmp_path: Path):
+    out = tmp_path / "fits.json"
+    console = Console(file=io.StringIO())
+    run.run_suite("fits", is_small=True, out=out, console=console, now=NOW)
+    result = json.loads(out.read_text())
+    compilation, steps = result["sections"]
+    assert result["is_complete"]
+    for section in (compilation, steps):
+        names = [row["labels"]["subject"] for row in section["rows"]]
+        assert names == ["plain", "chunkc fast path", "chunkc segmented"]
+        assert section["rows"][0]["metrics"]["to plain"]["median"] == 1
+    assert all(row["metrics"]["compilation"]["median"] > 0.5 for row in compilation["rows"])
+    fast, segmented = (row["metrics"]["moments"]["median"] for row in steps["rows"][1:])
+    assert fast < segmented  # the fast path really is one
+    assert all(len(row["metrics"]["step"]["samples"]) == 3 for row in steps["rows"])

@@ -1,0 +1,128 @@
+"""Small questions about graphs, asked of graphs whose answers are known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from chunkc.passes import graphs
+
+
+def trace(function, *args: torch.Tensor) -> fx.Graph:
+    return make_fx(function, tracing_mode="fake")(*args).graph
+
+
+def find(graph: fx.Graph, name: str) -> fx.Node:
+    return next(node for node in graph.nodes if node.name == name)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("L['self']._modules['h']._modules['0']._parameters['weight']", "h.0.weight"),
+        ("L['self']._modules['encoder.layer']._buffers['mask']", "encoder.layer.mask"),
+        ("L['self'].blocks[3].weight", "blocks.3.weight"),
+        ("L['fn'].weight", "weight"),
+        ("G['model']._modules['head']._parameters['bias']", "head.bias"),
+        ("L['x']", ""),
+        ("", ""),
+    ],
+)
+def test_attribute_path_is_the_users_name(source: str, name: str) -> None:
+    assert graphs.attribute_path(source) == name
+
+
+def test_attribute_path_of_what_dynamo_really_writes() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(3, 3)) for _ in range(2))
+            self.scale = torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x * self.scale
+
+    found: list[str] = []
+
+    def backend(gm: fx.GraphModule, inputs: list[object]) -> object:
+        for node in graphs.placeholders(gm.graph):
+            name = node.meta["grapharg"].source.name
+            found.append(graphs.attribute_path(name() if callable(name) else name))
+        return gm.forward
+
+    torch._dynamo.reset()
+    model = Model()
+    torch.compile(model, backend=backend)(torch.ones(2, 3))
+    assert {name for name in found if name} == {name for name, _ in model.named_parameters()}
+
+
+def test_module_path_is_the_innermost_module() -> None:
+    node = trace(lambda x: (x + 1,), torch.ones(2)).find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)[0]
+    node.meta.pop("nn_module_stack", None)
+    assert graphs.module_path(node) == ""
+    node.meta["nn_module_stack"] = {"a": ("L['self']", object), "b": ("L['self']._modules['h']._modules['2']", object)}
+    assert graphs.module_path(node) == "h.2"
+    node.meta["nn_module_stack"] = {"b": ("h.3.mlp", object)}
+    assert graphs.module_path(node) == "h.3.mlp"
+
+
+def test_module_path_of_a_backward_node_is_its_forwards() -> None:
+    node = trace(lambda x: (x + 1,), torch.ones(2)).find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)[0]
+    node.meta.pop("nn_module_stack", None)
+    node.meta["fwd_nn_module_stack"] = {"a": ("L['self']._modules['head']", object)}
+    assert graphs.module_path(node) == "head"
+
+
+def test_op_name_leaves_out_the_overload() -> None:
+    graph = trace(lambda x: (torch.mm(x, x), x.view(-1)), torch.ones(2, 2))
+    names = [graphs.op_name(node) for node in graph.nodes if graphs.is_compute(node)]
+    assert names == ["aten.mm", "aten.view"]
+
+
+def test_op_name_of_anything_else_is_its_own() -> None:
+    graph = trace(lambda x: (torch.var_mean(x)[0],), torch.ones(4))
+    assert "getitem" in [graphs.op_name(node) for node in graph.nodes if graphs.is_compute(node)]
+    assert graphs.op_name(fx.Graph().get_attr("constant", type_expr=None)) == "constant"
+
+
+def test_views_share_a_storage_and_results_do_not() -> None:
+    graph = trace(lambda x: (x.t(), x + 1), torch.ones(3, 4))
+    x, view, add = graphs.placeholders(graph)[0], *(n for n in graph.nodes if graphs.is_compute(n))
+    keys = set(graphs.storage_keys(x))
+    assert graphs.is_view_of(view, keys)
+    assert not graphs.is_view_of(add, keys)
+    assert not graphs.is_view_of(x, keys), "a placeholder is no view"
+    assert [graphs.storage_nbytes(t) for t in graphs.tensors_of(add)] == [48]
+
+
+def test_storage_bytes_of_a_slice_are_those_of_all_of_it() -> None:
+    graph = trace(lambda x: (x[0],), torch.ones(3, 4))
+    (tensor,) = graphs.tensors_of(graphs.returned(graph)[0])
+    assert graphs.storage_nbytes(tensor) == 48
+
+
+def test_a_node_with_several_results_has_all_their_storages() -> None:
+    graph = trace(lambda x: tuple(torch.var_mean(x, 0)), torch.ones(3, 4))
+    node = next(n for n in graph.nodes if graphs.op_name(n) == "aten.var_mean")
+    assert len(set(graphs.storage_keys(node))) == 2
+    assert all(graphs.is_getitem(user) for user in node.users)
+
+
+def test_returned_keeps_the_place_of_nothing() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((None, x))
+    assert graphs.returned(graph) == [None, x]
+    assert graphs.output_node(graph).op == "output"
+
+
+def test_inputs_come_once_in_order_of_first_use() -> None:
+    graph = trace(lambda a, b, c: ((b + a) * b, c + 1), *(torch.ones(2) for _ in range(3)))
+    a, b, c = graphs.placeholders(graph)
+    add, mul, other = (node for node in graph.nodes if graphs.is_compute(node))
+    assert list(graphs.input_nodes_in_order([add, mul, other])) == [b, a, c]
+    assert list(graphs.input_nodes_in_order([mul])) == [add, b]

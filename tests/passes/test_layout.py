@@ -1,0 +1,173 @@
+"""The layout: nothing lost, nothing overlapping, blocks torn alike."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunkc.ir.chunks import ALIGNMENT_NBYTES, ChunkLayout, ParamSpec
+from chunkc.passes.layout import SMALL_SHARE, auto_chunk_nbytes, block_of, lay_out
+
+
+def spec(name: str, numel: int, dtype: torch.dtype = torch.float32, trainable: bool = True) -> ParamSpec:
+    return ParamSpec(name, (numel,), (1,), dtype, trainable)
+
+
+def names(layout: ChunkLayout) -> list[list[str]]:
+    return [[s.spec.name for s in group.slices] for group in layout.groups]
+
+
+def check_invariants(layout: ChunkLayout, specs: list[ParamSpec]) -> None:
+    placed = [s.spec for group in layout.groups for s in group.slices] + list(layout.small)
+    assert sorted(s.name for s in placed) == sorted(s.name for s in specs)
+    for index, group in enumerate(layout.groups):
+        assert group.index == index
+        assert group.slices
+        assert {s.spec.dtype for s in group.slices} == {group.dtype}
+        assert {s.spec.trainable for s in group.slices} == {group.trainable}
+        for this, after in itertools.pairwise(group.slices):
+            assert this.end <= after.offset
+        for tensor in group.slices:
+            assert tensor.offset * group.dtype.itemsize % ALIGNMENT_NBYTES == 0
+        assert group.slices[-1].end <= group.numel
+        assert group.nbytes("param") <= layout.chunk_nbytes or len(group.slices) == 1
+    assert all(s.nbytes * SMALL_SHARE <= layout.chunk_nbytes for s in layout.small)
+    assert layout.group_of().keys() == {s.name for s in specs} - {s.name for s in layout.small}
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        ("h.3.mlp.weight", ("h.3", True)),
+        ("encoder.layer.11.output.dense.weight", ("encoder.layer.11", True)),
+        ("h.0.experts.7.weight", ("h.0", True)),
+        ("wte.weight", ("wte", False)),
+        ("model.embed.weight", ("model.embed", False)),
+        ("weight", ("weight", False)),
+    ],
+)
+def test_blocks_end_at_the_first_number(name: str, block: tuple[str, bool]) -> None:
+    assert block_of(name) == block
+
+
+def test_a_block_that_fits_a_chunk_is_never_torn() -> None:
+    specs = [spec(f"h.{i}.{part}", 640) for i in range(5) for part in ("a", "b", "c")]
+    layout = lay_out(specs, 4 * 640 * 4)
+    check_invariants(layout, specs)
+    assert names(layout) == [[f"h.{i}.{part}" for part in ("a", "b", "c")] for i in range(5)]
+
+
+def test_blocks_share_a_chunk_where_they_fit_whole() -> None:
+    specs = [spec(f"h.{i}.{part}", 640) for i in range(5) for part in ("a", "b")]
+    assert [len(group) for group in names(lay_out(specs, 4 * 640 * 4))] == [4, 4, 2]
+
+
+def test_a_block_larger_than_a_chunk_is_torn_at_the_same_places_everywhere() -> None:
+    specs = [spec("wte.weight", 64)]
+    specs += [spec(f"h.{i}.{part}", n) for i in range(4) for part, n in (("a", 640), ("b", 640), ("c", 1280))]
+    specs += [spec("head.weight", 640)]
+    layout = lay_out(specs, 2 * 640 * 4)
+    check_invariants(layout, specs)
+    torn = [[n.partition(".")[2].partition(".")[2] for n in group] for group in names(layout) if group[0][0:2] == "h."]
+    assert torn == [["a", "b"], ["c"]] * 4
+
+
+def test_what_follows_a_torn_block_does_not_join_its_rest() -> None:
+    specs = [spec("h.0.a", 1280), spec("h.0.b", 64), spec("h.1.a", 64)]
+    assert names(lay_out(specs, 1280 * 4)) == [["h.0.a"], ["h.0.b"], ["h.1.a"]]
+
+
+def test_a_tensor_larger_than_a_chunk_gets_one_of_its_own_size() -> None:
+    specs = [spec("a.weight", 64), spec("big.weight", 100_000), spec("b.weight", 64)]
+    layout = lay_out(specs, 4096)
+    check_invariants(layout, specs)
+    group = next(g for g in layout.groups if g.slices[0].spec.name == "big.weight")
+    assert len(group.slices) == 1
+    assert group.nbytes("param") >= 400_000
+
+
+def test_frozen_parameters_and_dtypes_never_share_a_chunk() -> None:
+    specs = [
+        spec("h.0.a", 640),
+        spec("h.0.b", 640, torch.bfloat16),
+        spec("h.0.c", 640, trainable=False),
+        spec("h.0.d", 640),
+    ]
+    layout = lay_out(specs, 1 << 16)
+    check_invariants(layout, specs)
+    assert names(layout) == [["h.0.a", "h.0.d"], ["h.0.b"], ["h.0.c"]]
+
+
+def test_parameters_below_a_share_of_a_chunk_stay() -> None:
+    chunk_nbytes = 4096 * SMALL_SHARE
+    layout = lay_out([spec("a.bias", 1024), spec("a.weight", 1025)], chunk_nbytes)
+    assert [s.name for s in layout.small] == ["a.bias"]
+    assert names(layout) == [["a.weight"]]
+
+
+def test_chosen_chunks_hold_a_block_each() -> None:
+    specs = [spec("wte.weight", 5000)] + [spec(f"h.{i}.{p}", 3000) for i in range(6) for p in ("a", "b")]
+    nbytes = auto_chunk_nbytes(specs)
+    assert nbytes % 4096 == 0
+    layout = lay_out(specs)
+    assert layout.chunk_nbytes == nbytes
+    assert [f"h.{i}.a" for i in range(6)] == [g[0] for g in names(layout) if g[0] != "wte.weight"]
+
+
+def test_without_repetition_a_chunk_holds_the_largest_tensor() -> None:
+    specs = [spec("a.weight", 5000), spec("b.weight", 100)]
+    assert 20_000 <= auto_chunk_nbytes(specs) < 20_000 + 4096
+    assert auto_chunk_nbytes([]) == 4096
+
+
+def test_extending_leaves_what_is_there() -> None:
+    first = lay_out([spec("h.0.a", 640), spec("h.0.bias", 1)], 4096)
+    more = lay_out([spec("h.1.a", 640), spec("h.1.bias", 1)], extending=first)
+    assert more.chunk_nbytes == first.chunk_nbytes
+    assert more.groups[: len(first.groups)] == first.groups
+    assert more.small[: len(first.small)] == first.small
+    check_invariants(more, [spec(f"h.{i}.{p}", n) for i in (0, 1) for p, n in (("a", 640), ("bias", 1))])
+
+
+def test_extending_by_nothing_changes_nothing() -> None:
+    first = lay_out([spec("h.0.a", 640)], 4096)
+    assert lay_out([], extending=first) == first
+
+
+SPECS = st.lists(
+    st.builds(
+        lambda block, numel, dtype, trainable: (block, numel, dtype, trainable),
+        st.sampled_from(["h.0", "h.1", "h.2", "wte", "head"]),
+        st.integers(1, 4000),
+        st.sampled_from([torch.float32, torch.bfloat16]),
+        st.booleans(),
+    ),
+    max_size=20,
+)
+
+
+@settings(deadline=None)
+@given(SPECS, st.integers(256, 20_000))
+def test_nothing_is_lost_and_nothing_overlaps(rows: list[tuple], chunk_nbytes: int) -> None:
+    specs = [spec(f"{block}.p{i}", numel, dtype, train) for i, (block, numel, dtype, train) in enumerate(rows)]
+    check_invariants(lay_out(specs, chunk_nbytes), specs)
+    check_invariants(lay_out(specs), specs)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=6), st.integers(512, 12_000), st.integers(3, 6))
+def test_repeated_blocks_larger_than_half_a_chunk_are_laid_out_alike(
+    numels: list[int], chunk_nbytes: int, num_blocks: int
+) -> None:
+    specs = [spec(f"h.{i}.p{k}", numel) for i in range(num_blocks) for k, numel in enumerate(numels)]
+    room = sum(-(-n // 64) * 256 for n in numels if n * 4 * SMALL_SHARE > chunk_nbytes)
+    layout = lay_out(specs, chunk_nbytes)
+    check_invariants(layout, specs)
+    shapes = [[(s.spec.numel, s.offset) for s in g.slices] for g in layout.groups]
+    if 2 * room > chunk_nbytes and shapes:
+        per_block = len(shapes) // num_blocks
+        assert shapes == shapes[:per_block] * num_blocks

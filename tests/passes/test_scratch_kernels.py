@@ -1,0 +1,164 @@
+"""Matrix products, attention and convolution: the table against the allocator, measured to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from chunkc.passes import scratch
+from chunkc.runtime import cpu_allocator
+
+aten = torch.ops.aten
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+THREADS = (1, 2, 3)
+
+
+@pytest.fixture(autouse=True)
+def _meter() -> Iterator[None]:
+    cpu_allocator.install()
+    torch.manual_seed(0)
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def measure(target, args: tuple, kwargs: dict) -> tuple[int, object]:
+    """Bytes at the operator's peak beyond its inputs and outputs, and its outputs."""
+    before = cpu_allocator.current_nbytes()
+    cpu_allocator.reset_peak()
+    outputs = target(*args, **kwargs)
+    return cpu_allocator.peak_nbytes() - max(cpu_allocator.current_nbytes(), before), outputs
+
+
+def check(target, *args, exact: bool = False, threads: tuple[int, ...] = THREADS, **kwargs) -> None:
+    """Measured <= table for every number of threads; equal where said to be exact."""
+    for num_threads in threads:
+        torch.set_num_threads(num_threads)
+        measured, outputs = measure(target, args, kwargs)
+        predicted = scratch.scratch_nbytes(target, args, kwargs, outputs, num_threads)
+        say = f"{target} with {num_threads} threads: measured {measured}, table {predicted}"
+        assert scratch.is_known(target), say
+        assert measured == predicted if exact else measured <= predicted, say
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
+    """A matrix that is contiguous, transposed, strided inside, a slice of rows, or expanded."""
+    if layout == "transposed":
+        return torch.randn(columns, rows).to(dtype).t()
+    if layout == "strided":
+        return torch.randn(rows, 2 * columns).to(dtype)[:, ::2]
+    if layout == "rows":
+        return torch.randn(2 * rows, columns).to(dtype)[::2]
+    if layout == "expanded":
+        return torch.randn(columns).to(dtype).expand(rows, columns)
+    return torch.randn(rows, columns).to(dtype)
+
+
+LAYOUTS = ("contiguous", "transposed", "strided", "rows", "expanded")
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("right", LAYOUTS)
+@pytest.mark.parametrize("left", LAYOUTS)
+def test_matrix_products(left: str, right: str, dtype: torch.dtype) -> None:
+    exact = dtype == torch.float32
+    for rows, inner, columns in ((3, 5, 4), (32, 32, 96), (100, 80, 60), (33, 77, 129), (300, 64, 500)):
+        a, b = matrix(rows, inner, dtype, left), matrix(inner, columns, dtype, right)
+        bias = torch.randn(columns).to(dtype)
+        check(aten.mm.default, a, b, exact=exact)
+        check(aten.addmm.default, bias, a, b, exact=exact)
+        check(aten.mm.out, a, b, out=matrix(rows, columns, dtype, "strided"), exact=exact)
+        check(aten.mv.default, a, b[:, 0].contiguous())
+    for batch, rows, inner, columns in ((8, 16, 8, 16), (3, 100, 37, 50)):
+        a = torch.stack([matrix(rows, inner, dtype, "contiguous")] * batch)
+        b = torch.stack([matrix(inner, columns, dtype, right)] * batch)
+        check(aten.bmm.default, a.mT.contiguous().mT if left == "transposed" else a, b, exact=exact)
+        check(aten.baddbmm.default, torch.randn(batch, rows, columns).to(dtype), a, b, exact=exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "shape", [(512, 256, 768), (512, 1000, 64), (64, 64, 4000), (4000, 64, 64), (64, 4000, 64)]
+)
+def test_large_low_precision_products(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    rows, inner, columns = shape
+    for left in ("contiguous", "transposed"):
+        for right in ("contiguous", "transposed"):
+            a, b = matrix(rows, inner, dtype, left), matrix(inner, columns, dtype, right)
+            check(aten.mm.default, a, b, threads=(1, 2, 16))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_grouped_products(transposed: bool) -> None:
+    tokens, experts = torch.randn(64, 32).bfloat16(), torch.randn(4, 32, 128).bfloat16()
+    experts = experts.mT.contiguous().mT if transposed else experts
+    ends = torch.tensor([10, 30, 31, 64], dtype=torch.int32)
+    check(aten._grouped_mm.default, tokens, experts, ends)
+    check(aten._grouped_mm.default, tokens.t(), torch.randn(64, 128).bfloat16(), ends)
+
+
+ATTENTION = [
+    (2, 4, 4, 16, 16, 8), (1, 2, 2, 65, 65, 64), (2, 4, 2, 256, 256, 64), (1, 2, 2, 800, 800, 32),
+    (1, 4, 4, 300, 700, 80), (2, 2, 2, 40, 600, 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("heads_last", [False, True])
+@pytest.mark.parametrize("shape", ATTENTION)
+def test_attention(shape: tuple[int, ...], heads_last: bool, dtype: torch.dtype) -> None:
+    batch, heads, kv_heads, queries, keys, size = shape
+
+    def make(num_heads: int, length: int) -> torch.Tensor:
+        if heads_last:
+            return torch.randn(batch, length, num_heads, size).to(dtype).transpose(1, 2)
+        return torch.randn(batch, num_heads, length, size).to(dtype)
+
+    q, k, v, grad = make(heads, queries), make(kv_heads, keys), make(kv_heads, keys), make(heads, queries)
+    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    exact = dtype == torch.float32
+    for mask in (None, torch.zeros(queries, keys, dtype=dtype)):
+        causal = mask is None and queries == keys
+        out, lse = forward(q, k, v, 0.0, causal, attn_mask=mask)
+        check(forward, q, k, v, 0.0, causal, attn_mask=mask, exact=exact)
+        check(backward, grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask)
+        check(backward, grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, exact=exact, threads=(1,))
+
+
+CONVOLUTIONS = [  # images, channels in and out, pixels, kernel, stride, padding, groups
+    (1, 3, 16, 8, 3, 1, 1, 1), (1, 3, 64, 32, 7, 2, 3, 1), (2, 3, 64, 32, 4, 4, 0, 1),
+    (8, 64, 64, 14, 3, 1, 1, 1), (2, 64, 128, 28, 1, 1, 0, 1), (2, 128, 128, 14, 3, 2, 1, 1),
+    (2, 96, 96, 14, 7, 1, 3, 96), (2, 64, 64, 14, 3, 1, 1, 4), (1, 64, 64, 14, 1, 1, 0, 1),
+    (4, 256, 256, 7, 3, 1, 1, 32), (2, 20, 50, 9, 5, 1, 2, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", CONVOLUTIONS)
+def test_convolutions(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    images, channels, filters, pixels, kernel, stride, padding, groups = shape
+    image = torch.randn(images, channels, pixels, pixels).to(dtype)
+    weight, bias = (
+        torch.randn(filters, channels // groups, kernel, kernel).to(dtype),
+        torch.zeros(filters).to(dtype),
+    )
+    how = ([stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups)
+    for x in (image, image.to(memory_format=torch.channels_last)):
+        grad = torch.randn_like(aten.convolution.default(x, weight, bias, *how))
+        check(aten.convolution.default, x, weight, bias, *how)
+        check(aten.convolution_backward.default, grad, x, weight, [filters], *how, [True, True, True])
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
+def test_other_convolutions(dtype: torch.dtype) -> None:
+    x, w = torch.randn(2, 16, 50).to(dtype), torch.randn(32, 16, 3).to(dtype)
+    check(aten.convolution.default, x, w, None, [1], [0], [1], False, [0], 1)
+    up = torch.randn(16, 32, 3).to(dtype)
+    check(aten.convolution.default, x, up, None, [2], [1], [1], True, [1], 1)
+    image, small = torch.randn(2, 8, 9, 9).to(dtype), torch.randn(6, 8, 3, 3).to(dtype)
+    check(aten.convolution.default, image, small, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    volume, filters = torch.randn(2, 4, 6, 7, 8).to(dtype), torch.randn(8, 4, 3, 3, 3).to(dtype)
+    check(aten.convolution.default, volume, filters, None, [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1)

@@ -1,0 +1,113 @@
+"""The compute tier: exact slots, its meter, and copies that are waited for."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from chunkc.runtime import cpu_allocator
+from chunkc.runtime.tier import CpuTier
+
+from chunkc.ir.errors import HomeError, StreamError
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_slot_is_flat_and_charged_to_the_byte(dtype: torch.dtype) -> None:
+    cpu_allocator.install()
+    tier = CpuTier()
+    before = tier.measured_nbytes()
+    slot = tier.allocate_slot(1001, dtype)
+    assert (slot.shape, slot.dtype, slot.device) == ((1001,), dtype, tier.device)
+    assert tier.measured_nbytes() - before == 1001 * dtype.itemsize == slot.untyped_storage().nbytes()
+    del slot
+    assert tier.measured_nbytes() == before
+
+
+def test_a_slot_beyond_the_hard_limit_is_refused() -> None:
+    cpu_allocator.install()
+    tier = CpuTier()
+    with cpu_allocator.hard_limit(tier.measured_nbytes() + 4095), pytest.raises(torch.OutOfMemoryError):
+        tier.allocate_slot(1024, torch.float32)
+
+
+def test_the_lap_peak_starts_anew_each_time() -> None:
+    cpu_allocator.install()
+    tier = CpuTier()
+    tier.lap_peak_nbytes()
+    base = tier.measured_nbytes()
+    tier.allocate_slot(1 << 20, torch.uint8)
+    assert tier.lap_peak_nbytes() == base + (1 << 20)
+    assert tier.lap_peak_nbytes() == base
+
+
+def test_without_a_meter_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None, not a made-up number."""
+    monkeypatch.setattr(cpu_allocator, "is_installed", lambda: False)
+    assert CpuTier().measured_nbytes() is None
+    assert CpuTier().lap_peak_nbytes() is None
+
+
+def test_the_two_directions_do_not_wait_for_each_other() -> None:
+    """Each job waits for a sign from the other stream's: on one thread neither would end."""
+    tier, there, back = CpuTier(), threading.Event(), threading.Event()
+
+    def go() -> None:
+        there.set()
+        assert back.wait(10)
+
+    def come() -> None:
+        back.set()
+        assert there.wait(10)
+
+    events = [tier.to_device.submit(go), tier.to_home.submit(come)]
+    for event in events:
+        event.wait()
+
+
+def test_drain_waits_for_both_directions() -> None:
+    tier, done = CpuTier(delay=lambda: 0.05), []
+    tier.to_device.submit(lambda: done.append("to_device"))
+    tier.to_home.submit(lambda: done.append("to_home"))
+    assert done == []
+    tier.drain()
+    assert sorted(done) == ["to_device", "to_home"]
+
+
+def test_the_delay_comes_before_every_copy_of_either_direction() -> None:
+    asked = []
+
+    def delay() -> float:
+        asked.append(threading.current_thread().name)
+        return 0.02
+
+    tier = CpuTier(delay=delay)
+    start_s = time.perf_counter()
+    streams = (tier.to_device, tier.to_device, tier.to_home)
+    events = [stream.submit(lambda: None) for stream in streams]
+    assert not any(event.done() for event in events)  # the caller never sleeps
+    for event in events:
+        event.wait()
+    assert time.perf_counter() - start_s >= 0.04
+    assert len(asked) == 3
+    assert len(set(asked)) == 2
+    assert threading.current_thread().name not in asked
+
+
+@pytest.mark.parametrize("stream", ["to_device", "to_home"])
+def test_drain_raises_what_a_copy_raised(stream: str) -> None:
+    def fail(error: Exception) -> None:
+        raise error
+
+    tier = CpuTier()
+    getattr(tier, stream).submit(lambda: fail(HomeError("the disk is on fire")))
+    with pytest.raises(HomeError, match="on fire"):
+        tier.drain()
+    getattr(tier, stream).submit(lambda: fail(ZeroDivisionError("oops")))
+    with pytest.raises(StreamError, match="oops") as caught:
+        tier.drain()
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    tier.drain()  # told once
