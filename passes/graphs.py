@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import fx
@@ -36,7 +36,7 @@ def is_getitem(node: fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
 
 
-def is_view_of(node: fx.Node, base_keys: set[int]) -> bool:
+def is_view_of(node: fx.Node, base_keys: Collection[int]) -> bool:
     """Whether everything a node produces lives in one of the given storages."""
     keys = storage_keys(node)
     return is_compute(node) and bool(keys) and all(key in base_keys for key in keys)

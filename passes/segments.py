@@ -131,14 +131,17 @@ def cut(
     for gradient, group in gradient_groups.items():
         sources.setdefault(_producer(gradient), set()).add(group)
     base = {key: group for node, group in groups.items() for key in storage_keys(node)}
+    needs_of: dict[fx.Node, set[int]] = {}
+    for node in reversed(nodes if not whole else []):
+        read = {base[key] for source in node.all_input_nodes for key in storage_keys(source) if key in base}
+        needs_of[node] = read | sources.get(node, set())
+        if is_view_of(node, base.keys()):  # right before its one reader, and in one segment with it
+            needs_of[node] |= {group for user in node.users for group in needs_of.get(user, ())}
     runs: list[list[fx.Node]] = [[]]
     held: set[int] = set()
     alone = False
     for node in nodes:
-        needs: set[int] = set()
-        if not whole:
-            needs = {base[key] for source in node.all_input_nodes for key in storage_keys(source) if key in base}
-            needs |= sources.get(node, set())
+        needs = needs_of.get(node, set())
         new_chunk = bool(held and needs and not needs <= held)
         by_aten = node.target in RUN_BY_ATEN
         if (new_chunk or by_aten or alone) and not is_getitem(node):

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from chunkc.runtime import cpu_allocator
-from chunkc.runtime.executor import Executable, Measurement, Run, lower
-from chunkc.runtime.homes import MemoryHome
-from chunkc.runtime.store import ChunkStore
-from chunkc.runtime.tier import CpuTier
 from torch import Tensor, fx, nn
 
 from chunkc.ir import chunk_ops
 from chunkc.ir.chunks import ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
 from chunkc.ir.errors import ChunkStateError, HomeError
+from chunkc.runtime import cpu_allocator
+from chunkc.runtime.executor import Executable, Measurement, Run, lower
+from chunkc.runtime.homes import MemoryHome
+from chunkc.runtime.store import ChunkStore
+from chunkc.runtime.tier import CpuTier
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -30,7 +30,9 @@ def make_store(*names: str) -> tuple[ChunkStore, dict[str, nn.Parameter]]:
     """Square parameters of the given names, each the only one of its group, filled with 1, 2, ..."""
     parameters = {name: nn.Parameter(torch.full((WIDTH, WIDTH), i + 1.0)) for i, name in enumerate(names)}
     groups = tuple(
-        ChunkGroup(i, p.dtype, True, 64, (TensorSlice(ParamSpec(n, (WIDTH, WIDTH), (WIDTH, 1), p.dtype, True), 0),))
+        ChunkGroup(
+            i, p.dtype, True, 64, (TensorSlice(ParamSpec(n, (WIDTH, WIDTH), (WIDTH, 1), p.dtype, True), 0),)
+        )
         for i, (n, p) in enumerate(parameters.items())
     )
     store = ChunkStore(ChunkLayout(0, (), ()), MemoryHome(), CpuTier(), debug=True)
@@ -429,7 +431,10 @@ def test_out_of_memory_for_a_slot_is_raised_itself() -> None:
     build.event("prefetch", "param:1")
     build.graph.output(())
     executable = lower(build.graph, {})
-    with cpu_allocator.hard_limit(cpu_allocator.current_nbytes() + 64 * 4), pytest.raises(torch.OutOfMemoryError):
+    with (
+        cpu_allocator.hard_limit(cpu_allocator.current_nbytes() + 64 * 4),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
         executable([], Run(store, Measurement()))
     assert store.present == frozenset()
     assert executable([], Run(store, Measurement())) == []

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from chunkc.runtime.states import ChunkState, advance
 
 from chunkc.ir.errors import ChunkStateError
+from chunkc.runtime.states import ChunkState, advance
 
 ALLOWED = (
     ("FREE", "PREFETCHING"),  # a slot is taken

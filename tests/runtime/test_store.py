@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
+
+from chunkc.ir.chunks import ChunkGroup, ChunkLayout, ParamSpec, TensorSlice, chunk_name
+from chunkc.ir.errors import ChunkStateError, HomeError, StreamError, UnsupportedError
 from chunkc.runtime.homes import DiskHome, Home, MemoryHome
 from chunkc.runtime.states import ChunkState
 from chunkc.runtime.store import MAX_REGIONS_PER_CALL, ChunkStore
 from chunkc.runtime.streams import WorkerStream
 from chunkc.runtime.tier import CpuTier
-from torch import Tensor, nn
-
-from chunkc.ir.chunks import ChunkGroup, ChunkLayout, ParamSpec, TensorSlice, chunk_name
-from chunkc.ir.errors import ChunkStateError, HomeError, StreamError, UnsupportedError
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -61,7 +61,11 @@ def layout_of(parameters: Parameters, groups: tuple[tuple[str, ...], ...] = GROU
 
 
 def placed(
-    home: Home | None = None, *, resident: frozenset[int] = frozenset(), debug: bool = True, **options: torch.dtype
+    home: Home | None = None,
+    *,
+    resident: frozenset[int] = frozenset(),
+    debug: bool = True,
+    **options: torch.dtype,
 ) -> tuple[ChunkStore, Parameters]:
     """A store with `make_parameters` placed in it."""
     parameters = make_parameters(**options)

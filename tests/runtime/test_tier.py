@@ -7,10 +7,10 @@ import time
 
 import pytest
 import torch
-from chunkc.runtime import cpu_allocator
-from chunkc.runtime.tier import CpuTier
 
 from chunkc.ir.errors import HomeError, StreamError
+from chunkc.runtime import cpu_allocator
+from chunkc.runtime.tier import CpuTier
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -1,0 +1,254 @@
+"""Plans of hand-made and random steps: the minimum is exact, residents fit, every byte is accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from chunkc.ir.chunks import STEP_NBYTES, ChunkLayout, ParamSpec
+from chunkc.ir.errors import BudgetError
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.plan import EVICT, PREFETCH, Plan, Position
+from chunkc.passes.layout import lay_out
+from chunkc.passes.planning import (
+    MAX_TILE_NUMEL,
+    MIN_TILE_NUMEL,
+    TILES_AT_ONCE,
+    StepProfile,
+    check_minimum,
+    choose_resident,
+    fixed_nbytes,
+    plan_phases,
+    small_nbytes,
+    update_positions,
+    update_tiles,
+)
+
+HUGE = 1 << 40
+CHUNK_NBYTES = 4096
+HARDWARE = Hardware(1.0, 1.0, 4096.0, 4096.0)
+
+
+def layout_of(*numels: int, dtype: torch.dtype = torch.float32, trainable: bool = True) -> ChunkLayout:
+    """One group per number."""
+    specs = [ParamSpec(f"h.{i}.w", (n,), (1,), dtype, trainable) for i, n in enumerate(numels)]
+    layout = lay_out(specs, CHUNK_NBYTES)
+    assert len(layout.groups) == len(numels)
+    return layout
+
+
+def position(phase: str, nbytes: int, reads: str = "", writes: str = "", name: str = "call") -> Position:
+    return Position(
+        name, phase, nbytes, "aten.mm", "h.0", frozenset(reads.split()), frozenset(writes.split()), 1.0
+    )  # fmt: skip
+
+
+def step_of(layout: ChunkLayout, activations: Sequence[int], held_nbytes: int = 100) -> StepProfile:
+    """A forward and a backward with one call per group, and the update."""
+    groups = range(len(layout.groups))
+    forward = tuple(position("forward", n, f"param:{i}", name=f"forward.{i}") for i, n in zip(groups, activations))
+    backward = tuple(
+        position("backward", n, f"param:{i}", f"grad:{i}", name=f"backward.{i}")
+        for i, n in reversed(list(zip(groups, activations)))
+    )
+    update = update_positions(layout, update_tiles(layout, list(groups), 0), held_nbytes)
+    return StepProfile(forward, backward, update, sum(activations))
+
+
+def plan_step(step: StepProfile, layout: ChunkLayout, budget: int, resident: frozenset[int] = frozenset()) -> Plan:
+    return plan_phases(
+        [("forward", step.forward), ("backward", step.backward)], layout,
+        budget_nbytes=budget, resident=resident, hardware=HARDWARE, boundary_nbytes=step.boundary_nbytes,
+    )  # fmt: skip
+
+
+LAYOUT = layout_of(1024, 1024, 1000)
+STEP = step_of(LAYOUT, (500, 700, 300))
+
+
+def test_the_minimum_is_the_fullest_call() -> None:
+    fixed = 3 * STEP_NBYTES
+    assert fixed_nbytes(LAYOUT, frozenset()) == fixed
+    assert check_minimum(STEP.forward, LAYOUT, HUGE, 0) == fixed + 700 + 4096
+    assert check_minimum(STEP.backward, LAYOUT, HUGE, 0) == fixed + 700 + 2 * 4096
+    assert check_minimum(STEP.all, LAYOUT, HUGE, 0) == fixed + 100 + 4 * 4096, "the update needs states too"
+    assert check_minimum(STEP.forward, LAYOUT, HUGE, 55) == fixed + 55 + 700 + 4096
+    assert check_minimum((), LAYOUT, HUGE, 55) == fixed + 55
+
+
+def test_at_the_minimum_there_is_a_plan_and_one_byte_below_there_is_none() -> None:
+    calls = STEP.forward + STEP.backward
+    minimum = check_minimum(calls, LAYOUT, HUGE, 0)
+    plan = plan_step(STEP, LAYOUT, minimum)
+    assert plan.minimum_nbytes == plan.predicted_peak_nbytes == minimum
+    for refuse in (
+        lambda: check_minimum(calls, LAYOUT, minimum - 1, 0),
+        lambda: plan_step(STEP, LAYOUT, minimum - 1),
+    ):
+        with pytest.raises(BudgetError) as caught:
+            refuse()
+        assert caught.value.minimum_nbytes == minimum
+        assert caught.value.budget_nbytes == minimum - 1
+
+
+def test_the_error_says_what_fills_the_peak() -> None:
+    with pytest.raises(BudgetError) as caught:
+        check_minimum(STEP.backward, LAYOUT, 1, 55)
+    error = caught.value
+    assert error.moment == "aten.mm (backward.1)"
+    assert error.module == "h.0"
+    assert sum(nbytes for _, nbytes in error.contents) == error.minimum_nbytes
+    sizes = [nbytes for _, nbytes in error.contents]
+    assert sizes == sorted(sizes, reverse=True)
+    assert {label for label, nbytes in error.contents if nbytes == 4096} == {
+        "chunk param:1 (h.1.w)", "chunk grad:1 (h.1.w)",
+    }  # fmt: skip
+
+
+def test_small_parameters_and_step_counters_stay() -> None:
+    specs = [ParamSpec("a.bias", (8,), (1,), torch.float32, True), ParamSpec("a.w", (1024,), (1,), torch.float32, True)]
+    layout = lay_out(specs, CHUNK_NBYTES)
+    assert small_nbytes(layout) == 2 * STEP_NBYTES + 32 * 4
+    frozen = [ParamSpec("a.bias", (8,), (1,), torch.float32, False)]
+    assert small_nbytes(lay_out(frozen, CHUNK_NBYTES)) == 32
+    half = [ParamSpec("a.bias", (8,), (1,), torch.bfloat16, True)]
+    assert small_nbytes(lay_out(half, CHUNK_NBYTES)) == STEP_NBYTES + 8 * (2 + 2 + 12)
+
+
+def test_everything_stays_where_everything_fits_to_the_byte() -> None:
+    everything = frozenset({0, 1, 2})
+    needed = fixed_nbytes(LAYOUT, everything) + 700
+    assert choose_resident(STEP, LAYOUT, needed, everything) == everything
+    assert choose_resident(STEP, LAYOUT, needed - 1, everything) != everything
+
+
+def test_groups_that_may_not_stay_do_not() -> None:
+    assert choose_resident(STEP, LAYOUT, HUGE, frozenset({1})) == {1}
+    assert choose_resident(STEP, LAYOUT, HUGE, frozenset()) == frozenset()
+
+
+def test_the_first_groups_stay_first() -> None:
+    minimum = check_minimum(STEP.all, LAYOUT, HUGE, 0)
+    chosen = [choose_resident(STEP, LAYOUT, b, frozenset({0, 1, 2})) for b in range(minimum, 80_000, 512)]
+    assert chosen[0] == frozenset()
+    assert {0} in chosen
+    assert all(one <= other for one, other in zip(chosen, chosen[1:])), "a larger budget keeps no less"
+    assert chosen[-1] == {0, 1, 2}
+
+
+def test_resident_groups_move_nothing() -> None:
+    plan = plan_step(STEP, LAYOUT, HUGE, frozenset({0, 2}))
+    moved = {event.chunk for phase in plan.phases for stop in phase.stops for event in stop}
+    assert moved == {"param:1", "grad:1"}
+    assert {m.resident_nbytes for m in plan.moments} == {fixed_nbytes(LAYOUT, frozenset({0, 2}))}
+
+
+def test_what_is_kept_for_the_backward_fits_beside_the_boundary() -> None:
+    step = step_of(LAYOUT, (500, 700, 300))
+    roomy = plan_step(step, LAYOUT, 1 << 20)
+    assert roomy.kept == {"param:0", "param:1", "param:2"}
+    fixed = fixed_nbytes(LAYOUT, frozenset())
+    for boundary, num_kept in ((0, 2), (700, 1), (5000, 0), (1 << 30, 0)):
+        plan = plan_phases(
+            [("forward", step.forward), ("backward", step.backward)], LAYOUT,
+            budget_nbytes=fixed + 700 + 2 * 4096, resident=frozenset(), hardware=HARDWARE, boundary_nbytes=boundary,
+        )  # fmt: skip
+        assert len(plan.kept) <= num_kept
+        if plan.kept:
+            kept = sum(LAYOUT.chunk_nbytes_of(chunk) for chunk in plan.kept)
+            assert fixed + boundary + kept <= plan.budget_nbytes
+    assert plan.kept == frozenset()
+
+
+def test_phases_hand_their_chunks_on() -> None:
+    for budget in range(check_minimum(STEP.all, LAYOUT, HUGE, 0), 60_000, 1000):
+        plan = plan_step(STEP, LAYOUT, budget)
+        present: set[str] = set()
+        for phase in plan.phases:
+            for event in (event for stop in phase.stops for event in stop):
+                if event.kind == PREFETCH:
+                    assert event.chunk not in present
+                    present.add(event.chunk)
+                elif event.kind == EVICT:
+                    present.remove(event.chunk)
+            assert present == (plan.kept if phase is plan.phases[0] else set())
+
+
+def test_update_tiles_cover_every_element_once() -> None:
+    layout = lay_out([ParamSpec("w", (3 * MIN_TILE_NUMEL + 5,), (1,), torch.float32, True)], 1 << 30 >> 4)
+    if not layout.groups:
+        layout = lay_out([ParamSpec("w", (3 * MIN_TILE_NUMEL + 5,), (1,), torch.float32, True)], CHUNK_NBYTES)
+    (group,) = layout.groups
+    for capacity in (0, 1 << 20, 1 << 22, 1 << 23, 1 << 40):
+        tiles = update_tiles(layout, [0], capacity)
+        assert (tiles[0].begin, tiles[-1].end) == (0, group.numel)
+        assert all(one.end == other.begin for one, other in zip(tiles, tiles[1:]))
+        for tile in tiles:
+            assert MIN_TILE_NUMEL >= tile.end - tile.begin or (
+                TILES_AT_ONCE * (tile.end - tile.begin) * group.update_nbytes_per_element <= capacity
+            )
+            assert tile.end - tile.begin <= MAX_TILE_NUMEL
+
+
+def test_an_update_reads_the_gradient_and_writes_the_rest() -> None:
+    layout = layout_of(1024, dtype=torch.bfloat16)
+    (found,) = update_positions(layout, update_tiles(layout, [0], 0), 77)
+    numel = layout.groups[0].numel
+    assert found.reads == {f"grad:0[0:{numel}]"}
+    assert found.writes == {f"{kind}:0[0:{numel}]" for kind in ("param", "master", "exp_avg", "exp_avg_sq")}
+    assert found.non_model_nbytes == 77
+    assert sum(layout.chunk_nbytes_of(c) for c in found.chunks) == numel * (2 + 2 + 4 + 4 + 4)
+
+
+@st.composite
+def steps(draw):  # noqa: ANN001, ANN201
+    numels = draw(st.lists(st.integers(65, 1024), min_size=1, max_size=5))
+    specs = [ParamSpec(f"m{i}.w", (n,), (1,), torch.float32, True) for i, n in enumerate(numels)]
+    layout = lay_out(specs, 4 * draw(st.sampled_from([64, 256, 1024])))
+    assume(layout.groups)
+    activations = draw(st.lists(st.integers(0, 20_000), min_size=5, max_size=5))
+    return layout, step_of(layout, activations, draw(st.integers(0, 5000)))
+
+
+@settings(deadline=None, max_examples=100)
+@given(steps(), st.integers(0, 30_000), st.integers(0, 3000))
+def test_the_minimum_is_exact_for_every_step(case, more: int, held_nbytes: int) -> None:  # noqa: ANN001
+    layout, step = case
+    calls = step.forward + step.backward
+    minimum = check_minimum(calls, layout, HUGE, held_nbytes)
+    for budget in (minimum, minimum + more):
+        plan = plan_phases(
+            [("forward", step.forward), ("backward", step.backward)], layout, budget_nbytes=budget,
+            resident=frozenset(), hardware=HARDWARE, held_nbytes=held_nbytes, boundary_nbytes=step.boundary_nbytes,
+        )  # fmt: skip
+        assert plan.minimum_nbytes == minimum <= plan.predicted_peak_nbytes <= budget
+        assert plan.peak.nbytes == plan.predicted_peak_nbytes
+    with pytest.raises(BudgetError) as caught:
+        check_minimum(calls, layout, minimum - 1, held_nbytes)
+    assert caught.value.minimum_nbytes == minimum
+
+
+@settings(deadline=None, max_examples=100)
+@given(steps(), st.integers(0, 60_000))
+def test_with_the_residents_chosen_there_is_a_plan(case, more: int) -> None:  # noqa: ANN001
+    layout, step = case
+    budget = check_minimum(step.all, layout, HUGE, 0) + more
+    resident = choose_resident(step, layout, budget, frozenset(range(len(layout.groups))))
+    assert check_minimum(step.all, layout, budget, 0, resident) <= budget
+    assert plan_step(step, layout, budget, resident).predicted_peak_nbytes <= budget
+
+
+@pytest.mark.parametrize("numels", [(1024, 1024, 1024), (1024, 300), (65,)])
+def test_below_the_minimum_no_choice_of_residents_fits(numels: tuple[int, ...]) -> None:
+    layout = layout_of(*numels)
+    step = step_of(layout, [50] * len(numels))
+    minimum = check_minimum(step.all, layout, HUGE, 0)
+    for size in range(len(numels) + 1):
+        for resident in combinations(range(len(numels)), size):
+            with pytest.raises(BudgetError):
+                check_minimum(step.all, layout, minimum - 1, 0, frozenset(resident))

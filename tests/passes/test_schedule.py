@@ -1,0 +1,284 @@
+"""Schedules replayed event by event: what is checked is what must hold, never where a copy happens to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, Position
+from chunkc.passes.schedule import furthest_next_use, required_nbytes, schedule
+
+Stops = Sequence[Sequence[Event]]
+
+INSTANT = Hardware(1.0, 1.0, 1e12, 1e12)
+ONE_PER_CALL = Hardware(1.0, 1.0, 1.0, 1.0)
+"""A copy of a chunk of one byte takes as long as a call of one second."""
+NEVER = Hardware(1.0, 1.0, 1e-12, 1e-12)
+
+
+def call(reads: str = "", writes: str = "", cost_s: float = 1.0) -> Position:
+    return Position("call", "forward", 0, "op", "", frozenset(reads.split()), frozenset(writes.split()), cost_s)
+
+
+def calls(text: str) -> list[Position]:
+    """`"a b+c"`: two calls, the first reads a, the second b and c; an upper case letter is written."""
+    return [
+        call(" ".join(c for c in group.split("+") if c.islower()), " ".join(c for c in group.split("+") if c.isupper()))
+        for group in text.split()
+    ]
+
+
+@dataclass
+class Slot:
+    ready: bool = False
+    dirty: bool = False
+    leaving: bool = False
+    arrived_at: int = 0
+    sent_at: int = 0
+
+
+def replay(
+    positions: Sequence[Position],
+    sizes: Mapping[str, int],
+    capacity: Sequence[int],
+    stops: Stops,
+    occupancy: Sequence[int],
+    barriers: Sequence[int] = (),
+) -> int:
+    """Walk through the events and check every promise of `schedule`; returns the number of loads."""
+    assert len(stops) == len(positions) + 1
+    slots: dict[str, Slot] = {}
+    num_loads = 0
+    for index, stop in enumerate(stops):
+        roof = max(occupancy[max(0, index - 1)], occupancy[min(index, len(positions) - 1)]) if positions else 0
+        for event in stop:
+            chunk = event.chunk
+            assert event.nbytes == sizes[chunk]
+            if event.kind == PREFETCH:
+                assert chunk not in slots
+                slots[chunk] = Slot(arrived_at=index)
+                num_loads += 1
+            elif event.kind == WAIT:
+                slots[chunk].ready, slots[chunk].leaving = True, False
+            elif event.kind == WRITE_BACK:
+                assert slots[chunk].ready
+                assert slots[chunk].dirty, "clean chunks are dropped without a copy"
+                slots[chunk].dirty, slots[chunk].leaving, slots[chunk].sent_at = False, True, index
+            else:
+                slot = slots.pop(chunk)
+                assert slot.ready
+                assert not slot.dirty, "written back before its slot goes"
+                assert not slot.leaving, "waited for before its slot goes"
+                assert not any(slot.sent_at < b < index for b in barriers if slot.sent_at), "write-back over a barrier"
+            assert sum(sizes[c] for c in slots) <= roof, "never more than around it"
+        if index == len(positions):
+            break
+        position = positions[index]
+        for chunk in position.chunks:
+            assert slots[chunk].ready, f"{chunk} is not there and ready at call {index}"
+            if chunk in position.writes:
+                assert not slots[chunk].leaving, "a slot is not written during its write-back"
+                slots[chunk].dirty = True
+            if slots[chunk].arrived_at >= 0:
+                assert not any(slots[chunk].arrived_at < b <= index for b in barriers), "a load over a barrier"
+                slots[chunk].arrived_at = -1  # its first use is over
+        assert occupancy[index] == sum(sizes[c] for c in slots)
+        assert occupancy[index] <= capacity[index]
+    assert not slots
+    return num_loads
+
+
+def plan(text: str, capacity: int, hardware: Hardware = INSTANT, barriers: Sequence[int] = ()) -> tuple[Stops, int]:
+    positions = calls(text)
+    sizes = {chunk: 1 for position in positions for chunk in position.chunks}
+    capacities = [capacity] * len(positions)
+    stops, occupancy = schedule(positions, sizes, capacities, hardware, barriers)
+    return stops, replay(positions, sizes, capacities, stops, occupancy, barriers)
+
+
+def place(stops: Stops, kind: str, chunk: str) -> list[int]:
+    return [i for i, stop in enumerate(stops) for event in stop if (event.kind, event.chunk) == (kind, chunk)]
+
+
+def test_nothing_to_do() -> None:
+    assert schedule([], {}, [], INSTANT) == (((),), ())
+    assert schedule(calls("+"), {}, [0], INSTANT) == (((), ()), (0,))
+
+
+def test_where_all_fits_each_chunk_is_loaded_once() -> None:
+    stops, num_loads = plan("a b c b a c", 3)
+    assert num_loads == 3
+    assert place(stops, WRITE_BACK, "a") == []
+
+
+def test_the_chunk_whose_next_use_is_furthest_goes() -> None:
+    # At c, a is next used at 3 and b at 4: b goes.
+    stops, num_loads = plan("a b c a b", 2)
+    assert place(stops, EVICT, "b")[0] == 2
+    assert len(place(stops, PREFETCH, "a")) == 1
+    assert num_loads == 4
+
+
+def test_a_chunk_that_is_not_needed_again_goes_first() -> None:
+    stops, _ = plan("a b c b c", 2)
+    assert len(place(stops, PREFETCH, "b")) == len(place(stops, PREFETCH, "c")) == 1
+
+
+def test_a_slot_is_given_back_after_the_last_use_though_there_is_room() -> None:
+    stops, _ = plan("a b b", 3)
+    assert place(stops, EVICT, "a") == [1]
+
+
+def test_a_load_is_hidden_behind_the_call_before() -> None:
+    stops, _ = plan("a b", 2, ONE_PER_CALL)
+    assert place(stops, PREFETCH, "b") == [0]
+    assert place(stops, WAIT, "b") == [1]
+
+
+def test_a_load_starts_no_earlier_than_it_has_to() -> None:
+    stops, _ = plan("a a a b", 2, ONE_PER_CALL)
+    assert place(stops, PREFETCH, "b") == [2]
+
+
+def test_a_load_waits_for_room() -> None:
+    stops, _ = plan("a b", 1, ONE_PER_CALL)
+    assert place(stops, PREFETCH, "b") == [1]
+
+
+def test_loads_queue_on_the_link() -> None:
+    stops, _ = plan("a a a b+c", 3, ONE_PER_CALL)
+    assert sorted([*place(stops, PREFETCH, "b"), *place(stops, PREFETCH, "c")]) == [1, 2]
+
+
+def test_what_is_needed_next_gets_the_room_when_the_link_is_slow() -> None:
+    stops, _ = plan("a a b c", 2, NEVER)
+    assert place(stops, PREFETCH, "b") == [0]
+    assert place(stops, PREFETCH, "c")[0] >= 2
+
+
+def test_a_write_back_keeps_its_slot_until_it_is_hidden() -> None:
+    stops, _ = plan("A b b", 2, ONE_PER_CALL)
+    assert place(stops, WRITE_BACK, "A") == [1]
+    assert place(stops, EVICT, "A") == [2]
+
+
+def test_a_write_back_holds_up_what_there_is_no_room_for() -> None:
+    stops, _ = plan("A b b", 1, ONE_PER_CALL)
+    assert place(stops, WRITE_BACK, "A") == place(stops, EVICT, "A") == [1]
+
+
+def test_no_load_crosses_a_barrier() -> None:
+    stops, _ = plan("a a b", 3, NEVER, barriers=(0, 2))
+    assert place(stops, PREFETCH, "b") == [2]
+
+
+def test_no_write_back_crosses_a_barrier() -> None:
+    stops, _ = plan("A b c c", 3, NEVER, barriers=(0, 2))
+    assert max(place(stops, EVICT, "A")) <= 2
+
+
+def test_a_chunk_may_stay_over_a_barrier() -> None:
+    _, num_loads = plan("a b b a", 2, INSTANT, barriers=(0, 2))
+    assert num_loads == 2
+
+
+def test_capacity_may_change_from_call_to_call() -> None:
+    positions, sizes, capacity = calls("a b + a b"), {"a": 1, "b": 1}, [2, 2, 0, 2, 2]
+    stops, occupancy = schedule(positions, sizes, capacity, INSTANT)
+    assert replay(positions, sizes, capacity, stops, occupancy) == 4
+    assert occupancy[2] == 0
+
+
+def test_a_call_that_does_not_fit_is_a_bug_of_the_caller() -> None:
+    with pytest.raises(AssertionError):
+        schedule(calls("a+b"), {"a": 1, "b": 1}, [1], INSTANT)
+
+
+def test_required_bytes_count_a_chunk_once() -> None:
+    assert required_nbytes(call("a b", "b c"), {"a": 1, "b": 10, "c": 100, "d": 1000}) == 111
+
+
+# --- random positions ---
+
+CHUNKS = "abcdef"
+
+
+@st.composite
+def instances(draw, uniform: bool = False, chunks: str = CHUNKS, max_calls: int = 14):  # noqa: ANN001, ANN201
+    sizes = {c: 1 if uniform else draw(st.integers(1, 9)) for c in chunks}
+    pick = st.frozensets(st.sampled_from(chunks), max_size=2)
+    num_calls = draw(st.integers(1, max_calls))
+    positions = [
+        Position("call", "forward", 0, "op", "", draw(pick), draw(pick), draw(st.sampled_from([0.0, 0.3, 1.0, 5.0])))
+        for _ in range(num_calls)
+    ]
+    spare = st.integers(0, 3 if uniform else 25)
+    capacity = [required_nbytes(p, sizes) + draw(spare) for p in positions]
+    barriers = sorted({0, *draw(st.sets(st.integers(1, num_calls), max_size=2))})
+    rate = st.sampled_from([1e-9, 0.2, 1.0, 3.0, 1e9])
+    return positions, sizes, capacity, Hardware(1.0, 1.0, draw(rate), draw(rate)), barriers
+
+
+@settings(deadline=None, max_examples=400)
+@given(instances())
+def test_every_schedule_is_safe_and_fits(instance) -> None:  # noqa: ANN001
+    positions, sizes, capacity, hardware, barriers = instance
+    stops, occupancy = schedule(positions, sizes, capacity, hardware, barriers)
+    num_loads = replay(positions, sizes, capacity, stops, occupancy, barriers)
+    assert num_loads == len(furthest_next_use(positions, sizes, capacity)), "placing copies adds no copies"
+
+
+def lru_loads(positions: Sequence[Position], slots: Sequence[int]) -> int:
+    """Loads of a least-recently-used policy with chunks of one size."""
+    recent: list[str] = []
+    num_loads = 0
+    for position, room in zip(positions, slots):
+        num_loads += len(position.chunks - set(recent))
+        others = [chunk for chunk in recent if chunk not in position.chunks]
+        room -= len(position.chunks)
+        recent = [*(others[-room:] if room else []), *sorted(position.chunks)]
+    return num_loads
+
+
+def fewest_loads(positions: Sequence[Position], slots: Sequence[int]) -> int:
+    """By trying all sets of chunks to keep at every call."""
+    best: dict[frozenset[str], int] = {frozenset(): 0}
+    for position, room in zip(positions, slots):
+        after: dict[frozenset[str], int] = {}
+        for before, num_loads in best.items():
+            cost = num_loads + len(position.chunks - before)
+            for kept in _subsets(sorted(before - position.chunks)):
+                state = position.chunks | kept
+                if len(state) <= room:
+                    after[state] = min(cost, after.get(state, cost))
+        best = after
+    return min(best.values())
+
+
+def _subsets(items: Sequence[str]) -> Iterator[frozenset[str]]:
+    for mask in range(1 << len(items)):
+        yield frozenset(item for bit, item in enumerate(items) if mask >> bit & 1)
+
+
+def num_loads(positions: Sequence[Position], sizes: Mapping[str, int], capacity: Sequence[int]) -> int:
+    stops, _ = schedule(positions, sizes, capacity, INSTANT)
+    return sum(event.kind == PREFETCH for stop in stops for event in stop)
+
+
+@settings(deadline=None, max_examples=200)
+@given(instances(uniform=True, max_calls=30))
+def test_never_more_loads_than_least_recently_used(instance) -> None:  # noqa: ANN001
+    positions, sizes, capacity, _, _ = instance
+    assert num_loads(positions, sizes, capacity) <= lru_loads(positions, capacity)
+
+
+@settings(deadline=None, max_examples=200)
+@given(instances(uniform=True, chunks="abcde", max_calls=9))
+def test_loads_are_the_fewest_possible(instance) -> None:  # noqa: ANN001
+    positions, sizes, capacity, _, _ = instance
+    assert num_loads(positions, sizes, capacity) == fewest_loads(positions, capacity)
