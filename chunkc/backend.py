@@ -16,7 +16,9 @@ from torch import fx, nn
 from torch._decomp import get_decompositions
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._inductor.decomposition import select_decomp_table
+from torch._guards import detect_fake_mode
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.virtualized import V
 
 from chunkc.graph import Captured, CompiledGraph, boxed, profile
 from chunkc.ir.chunks import ChunkLayout
@@ -173,7 +175,8 @@ def compile_graph(
     def partition_fn(joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
         capture.num_user_outputs = kwargs["num_fwd_outputs"]
         if options.codegen == "inductor":
-            joint_graph_passes(joint)
+            with V.set_fake_mode(detect_fake_mode(joint_inputs)):
+                joint_graph_passes(joint)
         is_parameter = [p is not None for p in parameters]
         forward, capture.backward = partition(joint, joint_inputs, is_parameter=is_parameter, **kwargs)
         return forward, capture.backward

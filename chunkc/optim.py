@@ -19,7 +19,7 @@ from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.kernels.adam_cpu import adam_update
 from chunkc.kernels.hyper import AdamHyper
 from chunkc.session import Session, owner
-from chunkc.update import GroupUpdate, run_updates
+from chunkc.update import GroupUpdate, prepare_updates
 
 _UNSUPPORTED = ("amsgrad", "differentiable", "capturable")
 
@@ -77,6 +77,7 @@ class _Adam(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         chunked: dict[Session, dict[int, list[_Task]]] = {}
+        in_place: list[tuple[torch.Tensor, Mapping[str, Any]]] = []
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -89,9 +90,13 @@ class _Adam(Optimizer):
                     by_group = chunked.setdefault(session, {})
                     by_group.setdefault(session.store.group_index(name), []).append(task)
                 else:
-                    self._update_in_place(parameter, group)
-        for session, by_group in chunked.items():
-            run_updates(session, {index: _group_update(session, index, tasks) for index, tasks in by_group.items()})
+                    in_place.append((parameter, group))
+        # Whatever may fail for want of room fails here, before anything is updated.
+        prepared = [(prepare_updates(session, by_group), by_group) for session, by_group in chunked.items()]
+        for parameter, group in in_place:
+            self._update_in_place(parameter, group)
+        for step, by_group in prepared:
+            step.run({index: _group_update(step.session, index, tasks) for index, tasks in by_group.items()})
         return loss
 
     def _update_in_place(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> None:
@@ -203,7 +208,6 @@ def _group_update(session: Session, index: int, tasks: list[_Task]) -> GroupUpda
     store = session.store
     chunk_group = store.layout.groups[index]
     kinds = [kind for kind in chunk_group.update_kinds if kind not in (PARAM, GRAD)]
-    store.reserve_states(index)
     hypers: dict[str, AdamHyper] = {}
     for task in tasks:
         state = task.optimizer.state[task.parameter]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,28 +29,47 @@ class GroupUpdate:
     update: Callable[[Mapping[str, torch.Tensor], int], None]
 
 
-def run_updates(session: Session, updates: Mapping[int, GroupUpdate]) -> None:
-    """Update the groups, each inside the budget.
+@dataclass(frozen=True)
+class PreparedUpdate:
+    """An optimizer step that is sure to have its room at home and in the budget; nothing was changed yet."""
+
+    session: Session
+    executable: Executable
+    plan: Plan
+
+    def run(self, updates: Mapping[int, GroupUpdate]) -> None:
+        """Update the groups, tile by tile, each inside the budget.
+
+        Raises:
+            HomeError, StreamError: a copy failed.
+        """
+        store = self.session.store
+        store.release_slots()
+
+        def update(group: int, begin: int, end: int) -> None:
+            chunks = {k: chunk_name(k, group, (begin, end)) for k in store.layout.groups[group].update_kinds}
+            updates[group].update({kind: store.begin_compute(chunk) for kind, chunk in chunks.items()}, begin)
+            for kind, chunk in chunks.items():
+                store.end_compute(chunk, wrote=kind != GRAD)
+
+        measurement = Measurement()
+        store.tier.lap_peak_nbytes()
+        self.executable([], Run(store, measurement, update))
+        self.session.record(UPDATE, None, self.plan, measurement)
+
+
+def prepare_updates(session: Session, groups: Iterable[int]) -> PreparedUpdate:
+    """Plan the update of some groups.
 
     Raises:
-        BudgetError: the slots one group needs do not fit beside what the caller holds.
+        BudgetError: the slots one tile needs do not fit beside what the caller holds.
+        HomeError: there is no room at home for the states.
     """
-    store = session.store
-    store.release_slots()
-    groups = tuple(sorted(updates))
+    in_order = tuple(sorted(groups))
+    for group in in_order:
+        session.store.reserve_states(group)
     held_nbytes = max(session.update_held_nbytes, session.live.nbytes())
-    executable, plan = _planned(session, groups, held_nbytes)
-
-    def update(group: int, begin: int, end: int) -> None:
-        chunks = {k: chunk_name(k, group, (begin, end)) for k in store.layout.groups[group].update_kinds}
-        updates[group].update({kind: store.begin_compute(chunk) for kind, chunk in chunks.items()}, begin)
-        for kind, chunk in chunks.items():
-            store.end_compute(chunk, wrote=kind != GRAD)
-
-    measurement = Measurement()
-    store.tier.lap_peak_nbytes()
-    executable([], Run(store, measurement, update))
-    session.record(UPDATE, None, plan, measurement)
+    return PreparedUpdate(session, *_planned(session, in_order, held_nbytes))
 
 
 def _planned(session: Session, groups: tuple[int, ...], held_nbytes: int) -> tuple[Executable, Plan]:

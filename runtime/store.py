@@ -233,13 +233,13 @@ class ChunkStore:
         """Take a slot and start to fill it from home. A gradient chunk without gradients has nothing to read."""
         kind, group_index = split_chunk_name(chunk)
         group, slot = self.layout.groups[group_index], self.slot(chunk)
-        slot.state = advance(chunk, slot.state, ChunkState.PREFETCHING)
+        state = advance(chunk, slot.state, ChunkState.PREFETCHING)
         needs_data = kind != GRAD or self._collect_gradients(group)
         begin, end = chunk_part(chunk) or (0, group.numel)
         slot.buffer = buffer = self._take_slot(end - begin, group.kind_dtype(kind))
         if self.debug:
             buffer.fill_(float("nan"))
-        slot.copy, slot.dirty = None, False
+        slot.state, slot.copy, slot.dirty = state, None, False
         if needs_data:
             place = self._place_of(chunk)
             read = self.home.read
@@ -353,7 +353,9 @@ class ChunkStore:
         kind, group = split_chunk_name(chunk)
         if kind == GRAD:
             for tensor_slice in self.layout.groups[group].slices:
-                self.parameter(tensor_slice.spec.name).grad = None
+                parameter = self._parameters[tensor_slice.spec.name]()
+                if parameter is not None:
+                    parameter.grad = None
 
     # --- gradients ---
 
@@ -369,9 +371,9 @@ class ChunkStore:
             parameter = self.parameter(name)
             handed = self._handed_out.get(name, _gone)()
             grad = parameter.grad
+            if handed is not None and handed is not grad:
+                handed.data = handed.detach().clone()
             if grad is None:
-                if handed is not None:
-                    handed.data = handed.detach().clone()
                 continue
             found = True
             if handed is not grad or grad.data_ptr() != self.home_view(GRAD, name).data_ptr():

@@ -44,8 +44,7 @@ def test_eight_times_the_budget_trains_from_disk(codegen: str, tmp_path: Path) -
     model_data_nbytes = STATES_NBYTES * sum(p.numel() for p in DEEP.build().parameters())
     budget = model_data_nbytes // TIMES
     result = train(DEEP, memory_budget=budget, home=f"disk:{tmp_path}", codegen=codegen, whole_graph="never")
-    assert result.measured_peak_nbytes <= result.predicted_peak_nbytes <= budget
-    assert result.allocator_peak_nbytes <= budget
+    assert result.allocator_peak_nbytes <= result.predicted_peak_nbytes <= budget
     assert sum(value.nbytes for value in result.weights.values()) * 4 == model_data_nbytes
     assert not list(tmp_path.iterdir())
     reference = train(DEEP, memory_budget=HUGE, codegen=codegen, limit=False, whole_graph="never")

@@ -10,7 +10,19 @@ from torch._functorch.aot_autograd import aot_function
 from chunkc.passes.graphs import is_compute, op_name, placeholders, returned, storage_keys
 from chunkc.passes.partition import partition
 
-MOVES = ("view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "clone", "alias")
+MOVES = (
+    "view",
+    "t",
+    "transpose",
+    "permute",
+    "expand",
+    "unsqueeze",
+    "squeeze",
+    "slice",
+    "select",
+    "clone",
+    "alias",
+)
 CASTS = ("_to_copy", "convert_element_type", "to")
 
 
@@ -53,8 +65,10 @@ def from_one_parameter(node: fx.Node, parameters: set[fx.Node]) -> bool:
     return node in parameters
 
 
-def saved_by(model: nn.Module, x: torch.Tensor) -> tuple[list[fx.Node], set[fx.Node], torch.Tensor, list[torch.Tensor]]:
-    """What the forward saves, the forward's parameters, the loss and the gradients that the halves compute."""
+def saved_by(
+    model: nn.Module, x: torch.Tensor
+) -> tuple[list[fx.Node], set[fx.Node], torch.Tensor, list[torch.Tensor]]:
+    """What the forward saves, its parameters, the loss and the gradients that the halves compute."""
     names, parameters = zip(*model.named_parameters())
     found: dict[str, object] = {}
 
@@ -67,7 +81,9 @@ def saved_by(model: nn.Module, x: torch.Tensor) -> tuple[list[fx.Node], set[fx.N
     def function(*args: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(model, dict(zip(names, args[:-1])), (args[-1],))
 
-    compiled = aot_function(function, lambda gm, _: gm.forward, lambda gm, _: gm.forward, partition_fn=partition_fn)
+    compiled = aot_function(
+        function, lambda gm, _: gm.forward, lambda gm, _: gm.forward, partition_fn=partition_fn
+    )
     loss = compiled(*parameters, x)
     gradients = torch.autograd.grad(loss, parameters)
     forward = found["forward"]

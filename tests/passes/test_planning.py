@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -45,13 +45,15 @@ def layout_of(*numels: int, dtype: torch.dtype = torch.float32, trainable: bool 
 def position(phase: str, nbytes: int, reads: str = "", writes: str = "", name: str = "call") -> Position:
     return Position(
         name, phase, nbytes, "aten.mm", "h.0", frozenset(reads.split()), frozenset(writes.split()), 1.0
-    )  # fmt: skip
+    )
 
 
 def step_of(layout: ChunkLayout, activations: Sequence[int], held_nbytes: int = 100) -> StepProfile:
     """A forward and a backward with one call per group, and the update."""
     groups = range(len(layout.groups))
-    forward = tuple(position("forward", n, f"param:{i}", name=f"forward.{i}") for i, n in zip(groups, activations))
+    forward = tuple(
+        position("forward", n, f"param:{i}", name=f"forward.{i}") for i, n in zip(groups, activations)
+    )
     backward = tuple(
         position("backward", n, f"param:{i}", f"grad:{i}", name=f"backward.{i}")
         for i, n in reversed(list(zip(groups, activations)))
@@ -60,11 +62,17 @@ def step_of(layout: ChunkLayout, activations: Sequence[int], held_nbytes: int = 
     return StepProfile(forward, backward, update, sum(activations))
 
 
-def plan_step(step: StepProfile, layout: ChunkLayout, budget: int, resident: frozenset[int] = frozenset()) -> Plan:
+def plan_step(
+    step: StepProfile, layout: ChunkLayout, budget: int, resident: frozenset[int] = frozenset()
+) -> Plan:
     return plan_phases(
-        [("forward", step.forward), ("backward", step.backward)], layout,
-        budget_nbytes=budget, resident=resident, hardware=HARDWARE, boundary_nbytes=step.boundary_nbytes,
-    )  # fmt: skip
+        [("forward", step.forward), ("backward", step.backward)],
+        layout,
+        budget_nbytes=budget,
+        resident=resident,
+        hardware=HARDWARE,
+        boundary_nbytes=step.boundary_nbytes,
+    )
 
 
 LAYOUT = layout_of(1024, 1024, 1000)
@@ -106,12 +114,16 @@ def test_the_error_says_what_fills_the_peak() -> None:
     sizes = [nbytes for _, nbytes in error.contents]
     assert sizes == sorted(sizes, reverse=True)
     assert {label for label, nbytes in error.contents if nbytes == 4096} == {
-        "chunk param:1 (h.1.w)", "chunk grad:1 (h.1.w)",
-    }  # fmt: skip
+        "chunk param:1 (h.1.w)",
+        "chunk grad:1 (h.1.w)",
+    }
 
 
 def test_small_parameters_and_step_counters_stay() -> None:
-    specs = [ParamSpec("a.bias", (8,), (1,), torch.float32, True), ParamSpec("a.w", (1024,), (1,), torch.float32, True)]
+    specs = [
+        ParamSpec("a.bias", (8,), (1,), torch.float32, True),
+        ParamSpec("a.w", (1024,), (1,), torch.float32, True),
+    ]
     layout = lay_out(specs, CHUNK_NBYTES)
     assert small_nbytes(layout) == 2 * STEP_NBYTES + 32 * 4
     frozen = [ParamSpec("a.bias", (8,), (1,), torch.float32, False)]
@@ -137,7 +149,7 @@ def test_the_first_groups_stay_first() -> None:
     chosen = [choose_resident(STEP, LAYOUT, b, frozenset({0, 1, 2})) for b in range(minimum, 80_000, 512)]
     assert chosen[0] == frozenset()
     assert {0} in chosen
-    assert all(one <= other for one, other in zip(chosen, chosen[1:])), "a larger budget keeps no less"
+    assert all(one <= other for one, other in pairwise(chosen)), "a larger budget keeps no less"
     assert chosen[-1] == {0, 1, 2}
 
 
@@ -155,9 +167,13 @@ def test_what_is_kept_for_the_backward_fits_beside_the_boundary() -> None:
     fixed = fixed_nbytes(LAYOUT, frozenset())
     for boundary, num_kept in ((0, 2), (700, 1), (5000, 0), (1 << 30, 0)):
         plan = plan_phases(
-            [("forward", step.forward), ("backward", step.backward)], LAYOUT,
-            budget_nbytes=fixed + 700 + 2 * 4096, resident=frozenset(), hardware=HARDWARE, boundary_nbytes=boundary,
-        )  # fmt: skip
+            [("forward", step.forward), ("backward", step.backward)],
+            LAYOUT,
+            budget_nbytes=fixed + 700 + 2 * 4096,
+            resident=frozenset(),
+            hardware=HARDWARE,
+            boundary_nbytes=boundary,
+        )
         assert len(plan.kept) <= num_kept
         if plan.kept:
             kept = sum(LAYOUT.chunk_nbytes_of(chunk) for chunk in plan.kept)
@@ -180,16 +196,14 @@ def test_phases_hand_their_chunks_on() -> None:
 
 
 def test_update_tiles_cover_every_element_once() -> None:
-    layout = lay_out([ParamSpec("w", (3 * MIN_TILE_NUMEL + 5,), (1,), torch.float32, True)], 1 << 30 >> 4)
-    if not layout.groups:
-        layout = lay_out([ParamSpec("w", (3 * MIN_TILE_NUMEL + 5,), (1,), torch.float32, True)], CHUNK_NBYTES)
+    layout = layout_of(3 * MIN_TILE_NUMEL + 5)
     (group,) = layout.groups
     for capacity in (0, 1 << 20, 1 << 22, 1 << 23, 1 << 40):
         tiles = update_tiles(layout, [0], capacity)
         assert (tiles[0].begin, tiles[-1].end) == (0, group.numel)
-        assert all(one.end == other.begin for one, other in zip(tiles, tiles[1:]))
+        assert all(one.end == other.begin for one, other in pairwise(tiles))
         for tile in tiles:
-            assert MIN_TILE_NUMEL >= tile.end - tile.begin or (
+            assert tile.end - tile.begin <= MIN_TILE_NUMEL or (
                 TILES_AT_ONCE * (tile.end - tile.begin) * group.update_nbytes_per_element <= capacity
             )
             assert tile.end - tile.begin <= MAX_TILE_NUMEL
@@ -206,7 +220,7 @@ def test_an_update_reads_the_gradient_and_writes_the_rest() -> None:
 
 
 @st.composite
-def steps(draw):  # noqa: ANN001, ANN201
+def steps(draw):
     numels = draw(st.lists(st.integers(65, 1024), min_size=1, max_size=5))
     specs = [ParamSpec(f"m{i}.w", (n,), (1,), torch.float32, True) for i, n in enumerate(numels)]
     layout = lay_out(specs, 4 * draw(st.sampled_from([64, 256, 1024])))
@@ -217,15 +231,20 @@ def steps(draw):  # noqa: ANN001, ANN201
 
 @settings(deadline=None, max_examples=100)
 @given(steps(), st.integers(0, 30_000), st.integers(0, 3000))
-def test_the_minimum_is_exact_for_every_step(case, more: int, held_nbytes: int) -> None:  # noqa: ANN001
+def test_the_minimum_is_exact_for_every_step(case, more: int, held_nbytes: int) -> None:
     layout, step = case
     calls = step.forward + step.backward
     minimum = check_minimum(calls, layout, HUGE, held_nbytes)
     for budget in (minimum, minimum + more):
         plan = plan_phases(
-            [("forward", step.forward), ("backward", step.backward)], layout, budget_nbytes=budget,
-            resident=frozenset(), hardware=HARDWARE, held_nbytes=held_nbytes, boundary_nbytes=step.boundary_nbytes,
-        )  # fmt: skip
+            [("forward", step.forward), ("backward", step.backward)],
+            layout,
+            budget_nbytes=budget,
+            resident=frozenset(),
+            hardware=HARDWARE,
+            held_nbytes=held_nbytes,
+            boundary_nbytes=step.boundary_nbytes,
+        )
         assert plan.minimum_nbytes == minimum <= plan.predicted_peak_nbytes <= budget
         assert plan.peak.nbytes == plan.predicted_peak_nbytes
     with pytest.raises(BudgetError) as caught:
@@ -235,7 +254,7 @@ def test_the_minimum_is_exact_for_every_step(case, more: int, held_nbytes: int) 
 
 @settings(deadline=None, max_examples=100)
 @given(steps(), st.integers(0, 60_000))
-def test_with_the_residents_chosen_there_is_a_plan(case, more: int) -> None:  # noqa: ANN001
+def test_with_the_residents_chosen_there_is_a_plan(case, more: int) -> None:
     layout, step = case
     budget = check_minimum(step.all, layout, HUGE, 0) + more
     resident = choose_resident(step, layout, budget, frozenset(range(len(layout.groups))))

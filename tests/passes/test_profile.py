@@ -18,12 +18,21 @@ def call(name: str, segment: str, inputs: str, outputs: str, storages: str, **mo
     fields = {"parameters": (), "gradients": (), "module": "", "cost_s": 1.0} | more
     return SegmentCall(
         name, segment, tuple(inputs.split()), tuple(outputs.split()), tuple(storages.split()), **fields
-    )  # fmt: skip
+    )
 
 
-def program(inputs: Mapping[str, str], storages: Mapping[str, int], held: str, outputs, *calls: SegmentCall, **more):
+def program(
+    inputs: Mapping[str, str], storages: Mapping[str, int], held: str, outputs, *calls: SegmentCall, **more
+):
     return PhaseProgram(
-        "forward", inputs, storages, frozenset(held.split()), more.get("parameters", {}), calls, tuple(outputs), 1
+        "forward",
+        inputs,
+        storages,
+        frozenset(held.split()),
+        more.get("parameters", {}),
+        calls,
+        tuple(outputs),
+        1,
     )
 
 
@@ -78,9 +87,14 @@ def test_a_donated_input_counts_in_the_steps_before_it_is_released() -> None:
 
 def test_an_input_that_is_read_again_is_not_donated() -> None:
     subject = program(
-        {"x": "X"}, {"X": 100, "A": 10, "B": 20, "C": 40}, "X", ["c"],
-        call("0", "s", "x", "a", "A"), call("1", "t", "a", "b", "B"), call("2", "u", "b a", "c", "C"),
-    )  # fmt: skip
+        {"x": "X"},
+        {"X": 100, "A": 10, "B": 20, "C": 40},
+        "X",
+        ["c"],
+        call("0", "s", "x", "a", "A"),
+        call("1", "t", "a", "b", "B"),
+        call("2", "u", "b a", "c", "C"),
+    )
     memories = chain_memories(1) | {"u": memory(40, released=(1, 1), storages=(40,))}
     assert nbytes(subject, memories) == [110, 130, 170]
 
@@ -93,9 +107,14 @@ def test_a_held_input_is_never_donated() -> None:
 def test_aliases_count_once_and_keep_their_storage_alive() -> None:
     # b is a view of a, and is read at the end: A lives all along, and is counted once
     subject = program(
-        {"x": "X"}, {"X": 100, "A": 10, "C": 40, "D": 5}, "X", ["d"],
-        call("0", "s", "x", "a b", "A A"), call("1", "t", "a", "c", "C"), call("2", "u", "c b", "d", "D"),
-    )  # fmt: skip
+        {"x": "X"},
+        {"X": 100, "A": 10, "C": 40, "D": 5},
+        "X",
+        ["d"],
+        call("0", "s", "x", "a b", "A A"),
+        call("1", "t", "a", "c", "C"),
+        call("2", "u", "c b", "d", "D"),
+    )
     memories = {
         "s": memory(10, released=(1,), outputs=(0, 0)),
         "t": memory(40, released=(0,), storages=(40,)),
@@ -107,50 +126,78 @@ def test_aliases_count_once_and_keep_their_storage_alive() -> None:
 
 def test_aliases_given_together_are_released_by_the_later_one() -> None:
     subject = program(
-        {"x": "X"}, {"X": 100, "A": 10, "C": 40}, "X", ["c"],
-        call("0", "s", "x", "a b", "A A"), call("1", "t", "a b", "c", "C"),
-    )  # fmt: skip
-    memories = {"s": memory(10, released=(1,), outputs=(0, 0)), "t": memory(0, 7, 3, released=(1, 2), storages=(40,))}
+        {"x": "X"},
+        {"X": 100, "A": 10, "C": 40},
+        "X",
+        ["c"],
+        call("0", "s", "x", "a b", "A A"),
+        call("1", "t", "a b", "c", "C"),
+    )
+    memories = {
+        "s": memory(10, released=(1,), outputs=(0, 0)),
+        "t": memory(0, 7, 3, released=(1, 2), storages=(40,)),
+    }
     assert nbytes(subject, memories)[1] == 100 + 10 + 7
 
 
 def test_what_is_returned_lives_to_the_end() -> None:
     subject = program(
-        {"x": "X"}, {"X": 100, "A": 10, "B": 20}, "X", ["a", None],
-        call("0", "s", "x", "a", "A"), call("1", "t", "x", "b", "B"),
-    )  # fmt: skip
+        {"x": "X"},
+        {"X": 100, "A": 10, "B": 20},
+        "X",
+        ["a", None],
+        call("0", "s", "x", "a", "A"),
+        call("1", "t", "x", "b", "B"),
+    )
     assert nbytes(subject, {"s": memory(10, released=(1,)), "t": memory(20, released=(1,))}) == [110, 130]
 
 
 def test_inputs_nobody_holds_go_after_their_last_reader() -> None:
     subject = program(
-        {"x": "X", "y": "Y", "unused": "U"}, {"X": 100, "Y": 1000, "U": 5000, "A": 10, "B": 20}, "X", ["b"],
-        call("0", "s", "y", "a", "A"), call("1", "t", "a", "b", "B"),
-    )  # fmt: skip
+        {"x": "X", "y": "Y", "unused": "U"},
+        {"X": 100, "Y": 1000, "U": 5000, "A": 10, "B": 20},
+        "X",
+        ["b"],
+        call("0", "s", "y", "a", "A"),
+        call("1", "t", "a", "b", "B"),
+    )
     memories = {"s": memory(10, released=(1,)), "t": memory(20, released=(1,), storages=(20,))}
     assert nbytes(subject, memories) == [1110, 130]
 
 
 def test_held_storages_count_though_no_call_touches_them() -> None:
-    subject = program(
-        {"x": "X"}, {"X": 1, "H": 500, "A": 10}, "X H", ["a"], call("0", "s", "x", "a", "A")
-    )  # fmt: skip
+    subject = program({"x": "X"}, {"X": 1, "H": 500, "A": 10}, "X H", ["a"], call("0", "s", "x", "a", "A"))
     assert nbytes(subject, {"s": memory(10, released=(1,))}) == [511]
 
 
 def test_a_result_that_nobody_reads_is_gone_after_its_call() -> None:
     subject = program(
-        {"x": "X"}, {"X": 1, "A": 10, "B": 20}, "X", ["b"],
-        call("0", "s", "x", "a", "A"), call("1", "t", "x", "b", "B"),
-    )  # fmt: skip
+        {"x": "X"},
+        {"X": 1, "A": 10, "B": 20},
+        "X",
+        ["b"],
+        call("0", "s", "x", "a", "A"),
+        call("1", "t", "x", "b", "B"),
+    )
     assert nbytes(subject, {"s": memory(10, released=(1,)), "t": memory(20, released=(1,))}) == [11, 21]
 
 
 def test_chunks_that_calls_read_and_write() -> None:
     subject = program(
-        {"p": "P", "q": "Q", "x": "X"}, {"P": 0, "Q": 0, "X": 1, "A": 10}, "X", [None],
-        call("0", "s", "p x q", "a", "A", parameters=((0, "w"), (2, "bias")), gradients=(("a", "v"), ("a", "bias"))),
-    )  # fmt: skip
+        {"p": "P", "q": "Q", "x": "X"},
+        {"P": 0, "Q": 0, "X": 1, "A": 10},
+        "X",
+        [None],
+        call(
+            "0",
+            "s",
+            "p x q",
+            "a",
+            "A",
+            parameters=((0, "w"), (2, "bias")),
+            gradients=(("a", "v"), ("a", "bias")),
+        ),
+    )
     (position,) = positions(subject, {"s": memory(10, released=(1, 1, 1))}, group_of={"w": 3, "v": 4})
     assert position.reads == {"param:3"}
     assert position.writes == {"grad:4"}
@@ -160,9 +207,7 @@ def test_chunks_that_calls_read_and_write() -> None:
 
 def test_the_module_is_the_steps_own_or_the_calls() -> None:
     steps = (MemoryStep("op", "h.0.mlp", 5), MemoryStep("op", "", 9))
-    subject = program(
-        {"x": "X"}, {"X": 1, "A": 10}, "X", ["a"], call("0", "s", "x", "a", "A", module="h.0")
-    )  # fmt: skip
+    subject = program({"x": "X"}, {"X": 1, "A": 10}, "X", ["a"], call("0", "s", "x", "a", "A", module="h.0"))
     found = positions(subject, {"s": SegmentMemory(steps, (2,), (0,), (10,))}, group_of={})
     assert found[0].module == "h.0"
     found = positions(subject, {"s": SegmentMemory(steps[:1], (1,), (0,), (10,))}, group_of={})

@@ -35,7 +35,12 @@ def forward_of(
     pieces += extract(gm, [views], table, reads_home=True) if views else []
     memories = {s.name: eager_memory(s.module.graph, 1) for s in table.segments.values()}
     return forward_program(
-        gm.graph, pieces, memories, parameters=parameters, num_user_outputs=num_user_outputs, hardware=hardware
+        gm.graph,
+        pieces,
+        memories,
+        parameters=parameters,
+        num_user_outputs=num_user_outputs,
+        hardware=hardware,
     )
 
 
@@ -89,7 +94,9 @@ def test_a_small_parameter_is_read_where_it_is() -> None:
 
 
 def test_arithmetic_costs_what_the_hardware_says() -> None:
-    hardware = Hardware(flops_per_s=128.0, memory_bytes_per_s=64.0, to_device_bytes_per_s=1, to_home_bytes_per_s=1)
+    hardware = Hardware(
+        flops_per_s=128.0, memory_bytes_per_s=64.0, to_device_bytes_per_s=1, to_home_bytes_per_s=1
+    )
     program = forward_of(trace(lambda x, w: (torch.mm(x, w),), *MATRICES[:2]), {}, {}, hardware=hardware)
     assert program.calls[0].cost_s == pytest.approx(2 * 4 * 4 * 4 / 128 + 64 / 64)
 

@@ -22,13 +22,18 @@ NEVER = Hardware(1.0, 1.0, 1e-12, 1e-12)
 
 
 def call(reads: str = "", writes: str = "", cost_s: float = 1.0) -> Position:
-    return Position("call", "forward", 0, "op", "", frozenset(reads.split()), frozenset(writes.split()), cost_s)
+    return Position(
+        "call", "forward", 0, "op", "", frozenset(reads.split()), frozenset(writes.split()), cost_s
+    )
 
 
 def calls(text: str) -> list[Position]:
     """`"a b+c"`: two calls, the first reads a, the second b and c; an upper case letter is written."""
     return [
-        call(" ".join(c for c in group.split("+") if c.islower()), " ".join(c for c in group.split("+") if c.isupper()))
+        call(
+            " ".join(c for c in group.split("+") if c.islower()),
+            " ".join(c for c in group.split("+") if c.isupper()),
+        )
         for group in text.split()
     ]
 
@@ -55,7 +60,9 @@ def replay(
     slots: dict[str, Slot] = {}
     num_loads = 0
     for index, stop in enumerate(stops):
-        roof = max(occupancy[max(0, index - 1)], occupancy[min(index, len(positions) - 1)]) if positions else 0
+        roof = (
+            max(occupancy[max(0, index - 1)], occupancy[min(index, len(positions) - 1)]) if positions else 0
+        )
         for event in stop:
             chunk = event.chunk
             assert event.nbytes == sizes[chunk]
@@ -74,7 +81,9 @@ def replay(
                 assert slot.ready
                 assert not slot.dirty, "written back before its slot goes"
                 assert not slot.leaving, "waited for before its slot goes"
-                assert not any(slot.sent_at < b < index for b in barriers if slot.sent_at), "write-back over a barrier"
+                assert not any(slot.sent_at < b < index for b in barriers if slot.sent_at), (
+                    "write-back over a barrier"
+                )
             assert sum(sizes[c] for c in slots) <= roof, "never more than around it"
         if index == len(positions):
             break
@@ -85,7 +94,9 @@ def replay(
                 assert not slots[chunk].leaving, "a slot is not written during its write-back"
                 slots[chunk].dirty = True
             if slots[chunk].arrived_at >= 0:
-                assert not any(slots[chunk].arrived_at < b <= index for b in barriers), "a load over a barrier"
+                assert not any(slots[chunk].arrived_at < b <= index for b in barriers), (
+                    "a load over a barrier"
+                )
                 slots[chunk].arrived_at = -1  # its first use is over
         assert occupancy[index] == sum(sizes[c] for c in slots)
         assert occupancy[index] <= capacity[index]
@@ -93,7 +104,9 @@ def replay(
     return num_loads
 
 
-def plan(text: str, capacity: int, hardware: Hardware = INSTANT, barriers: Sequence[int] = ()) -> tuple[Stops, int]:
+def plan(
+    text: str, capacity: int, hardware: Hardware = INSTANT, barriers: Sequence[int] = ()
+) -> tuple[Stops, int]:
     positions = calls(text)
     sizes = {chunk: 1 for position in positions for chunk in position.chunks}
     capacities = [capacity] * len(positions)
@@ -209,12 +222,21 @@ CHUNKS = "abcdef"
 
 
 @st.composite
-def instances(draw, uniform: bool = False, chunks: str = CHUNKS, max_calls: int = 14):  # noqa: ANN001, ANN201
+def instances(draw, uniform: bool = False, chunks: str = CHUNKS, max_calls: int = 14):
     sizes = {c: 1 if uniform else draw(st.integers(1, 9)) for c in chunks}
     pick = st.frozensets(st.sampled_from(chunks), max_size=2)
     num_calls = draw(st.integers(1, max_calls))
     positions = [
-        Position("call", "forward", 0, "op", "", draw(pick), draw(pick), draw(st.sampled_from([0.0, 0.3, 1.0, 5.0])))
+        Position(
+            "call",
+            "forward",
+            0,
+            "op",
+            "",
+            draw(pick),
+            draw(pick),
+            draw(st.sampled_from([0.0, 0.3, 1.0, 5.0])),
+        )
         for _ in range(num_calls)
     ]
     spare = st.integers(0, 3 if uniform else 25)
@@ -226,7 +248,7 @@ def instances(draw, uniform: bool = False, chunks: str = CHUNKS, max_calls: int 
 
 @settings(deadline=None, max_examples=400)
 @given(instances())
-def test_every_schedule_is_safe_and_fits(instance) -> None:  # noqa: ANN001
+def test_every_schedule_is_safe_and_fits(instance) -> None:
     positions, sizes, capacity, hardware, barriers = instance
     stops, occupancy = schedule(positions, sizes, capacity, hardware, barriers)
     num_loads = replay(positions, sizes, capacity, stops, occupancy, barriers)
@@ -272,13 +294,13 @@ def num_loads(positions: Sequence[Position], sizes: Mapping[str, int], capacity:
 
 @settings(deadline=None, max_examples=200)
 @given(instances(uniform=True, max_calls=30))
-def test_never_more_loads_than_least_recently_used(instance) -> None:  # noqa: ANN001
+def test_never_more_loads_than_least_recently_used(instance) -> None:
     positions, sizes, capacity, _, _ = instance
     assert num_loads(positions, sizes, capacity) <= lru_loads(positions, capacity)
 
 
 @settings(deadline=None, max_examples=200)
 @given(instances(uniform=True, chunks="abcde", max_calls=9))
-def test_loads_are_the_fewest_possible(instance) -> None:  # noqa: ANN001
+def test_loads_are_the_fewest_possible(instance) -> None:
     positions, sizes, capacity, _, _ = instance
     assert num_loads(positions, sizes, capacity) == fewest_loads(positions, capacity)

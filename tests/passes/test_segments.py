@@ -1,4 +1,4 @@
-"""Cuts, on graphs traced from a few lines each: where they fall, and that pieces put together are the whole."""
+"""Cuts, on graphs traced from a few lines each: where they fall, and that the pieces make up the whole."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def mlp_graph(num_layers: int, width: int = 8) -> tuple[fx.GraphModule, list[tor
     return gm, args
 
 
-def cut_mlp(num_layers: int, groups: Sequence[int], *, whole: bool = False) -> tuple[list[list[str]], fx.GraphModule]:
+def cut_mlp(
+    num_layers: int, groups: Sequence[int], *, whole: bool = False
+) -> tuple[list[list[str]], fx.GraphModule]:
     gm, _ = mlp_graph(num_layers)
     by_node = dict(zip(placeholders(gm.graph)[1:], groups))
     return [ops(run) for run in cut(gm.graph, groups=by_node, gradient_groups={}, whole=whole)], gm
@@ -238,7 +240,9 @@ def test_views_that_nobody_reads_go() -> None:
     w = placeholders(gm.graph)[1]
     clone_parameter_views(gm.graph, [w])
     assert all(node.users for node in gm.graph.nodes if is_compute(node))
-    torch.testing.assert_close(fx.GraphModule(gm, gm.graph)(torch.ones(4), torch.ones(16))[0], torch.full((4,), 2.0))
+    torch.testing.assert_close(
+        fx.GraphModule(gm, gm.graph)(torch.ones(4), torch.ones(16))[0], torch.full((4,), 2.0)
+    )
 
 
 def test_views_that_the_graph_returns_are_home_views() -> None:
@@ -277,7 +281,10 @@ def test_gradients_that_are_bare_inputs_become_results() -> None:
     assert op_name(second) == "aten.mul"
     assert third is placeholders(gm.graph)[0], "only what was asked for"
     assert not set(storage_keys(first)) & set(storage_keys(third))
-    assert (first.meta["val"].shape, first.meta["val"].dtype) == (third.meta["val"].shape, third.meta["val"].dtype)
+    assert (first.meta["val"].shape, first.meta["val"].dtype) == (
+        third.meta["val"].shape,
+        third.meta["val"].dtype,
+    )
     gm.recompile()
     gradient = torch.arange(3.0)
     result = gm(gradient, torch.ones(3))

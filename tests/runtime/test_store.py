@@ -469,18 +469,6 @@ def test_zero_grad_either_way() -> None:
     assert store.traffic.to_device_nbytes == moved_nbytes  # nothing to read
 
 
-def test_hooks_of_a_tensor_see_and_replace_the_gradient() -> None:
-    store, parameters = placed()
-    seen = []
-    parameters["conv"].register_hook(lambda gradient: seen.append(gradient.clone()))
-    parameters["matrix"].register_hook(lambda gradient: 2 * gradient)
-    gradients = random_gradients(1, parameters)
-    sink_all(store, {name: gradient.clone() for name, gradient in gradients.items()}, "grad:0")
-    assert torch.equal(seen[0], gradients["conv"])
-    assert torch.equal(parameters["conv"].grad, gradients["conv"])
-    assert torch.equal(parameters["matrix"].grad, 2 * gradients["matrix"])
-
-
 def test_a_resident_parameter_takes_an_owned_gradient_as_it_is() -> None:
     store, parameters = placed(resident=frozenset({2}))
     owned = torch.randn(2, 64)

@@ -1,0 +1,108 @@
+"""Names, sizes and kinds of chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkc.ir.chunks import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    GRAD,
+    MASTER,
+    PARAM,
+    ChunkGroup,
+    ChunkLayout,
+    ParamSpec,
+    TensorSlice,
+    chunk_name,
+    chunk_part,
+    split_chunk_name,
+)
+
+KINDS = (PARAM, GRAD, MASTER, EXP_AVG, EXP_AVG_SQ)
+
+
+def spec(name: str, *shape: int, dtype: torch.dtype = torch.float32, trainable: bool = True) -> ParamSpec:
+    return ParamSpec(name, shape, torch.empty(shape, device="meta").stride(), dtype, trainable)
+
+
+def group(dtype: torch.dtype = torch.float32, trainable: bool = True) -> ChunkGroup:
+    one, two = (
+        spec("a.w", 10, 10, dtype=dtype, trainable=trainable),
+        spec("a.b", 7, dtype=dtype, trainable=trainable),
+    )
+    return ChunkGroup(0, dtype, trainable, 256, (TensorSlice(one, 0), TensorSlice(two, 128)))
+
+
+@given(st.sampled_from(KINDS), st.integers(0, 10**6))
+def test_names_can_be_taken_apart(kind: str, index: int) -> None:
+    name = chunk_name(kind, index)
+    assert split_chunk_name(name) == (kind, index)
+    assert chunk_part(name) is None
+
+
+@given(st.sampled_from(KINDS), st.integers(0, 10**6), st.tuples(st.integers(0, 10**9), st.integers(0, 10**9)))
+def test_names_of_parts_can_be_taken_apart(kind: str, index: int, part: tuple[int, int]) -> None:
+    name = chunk_name(kind, index, part)
+    assert split_chunk_name(name) == (kind, index)
+    assert chunk_part(name) == part
+
+
+def test_names_are_stable() -> None:
+    assert chunk_name(EXP_AVG_SQ, 3) == "exp_avg_sq:3"
+    assert chunk_name(PARAM, 3, (0, 65536)) == "param:3[0:65536]"
+
+
+def test_a_parameters_bytes() -> None:
+    assert (spec("w", 3, 5).numel, spec("w", 3, 5).nbytes) == (15, 60)
+    assert spec("w").numel == 1, "a scalar has one element"
+    assert spec("w", 0, 5).nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "state_nbytes_per_element"),
+    [
+        (torch.float32, 4 + 2 * 4),
+        (torch.bfloat16, 2 + 3 * 4),
+        (torch.float16, 2 + 3 * 4),
+        (torch.float64, 8 + 2 * 8),
+    ],
+)
+def test_gradients_and_states_of_a_parameter(dtype: torch.dtype, state_nbytes_per_element: int) -> None:
+    assert spec("w", 10, dtype=dtype).state_nbytes == 10 * state_nbytes_per_element
+    assert spec("w", 10, dtype=dtype, trainable=False).state_nbytes == 0
+
+
+def test_dtypes_and_bytes_of_each_kind() -> None:
+    full, half = group(), group(torch.bfloat16)
+    assert full.update_kinds == (PARAM, GRAD, EXP_AVG, EXP_AVG_SQ)
+    assert half.update_kinds == (PARAM, GRAD, MASTER, EXP_AVG, EXP_AVG_SQ)
+    assert {full.kind_dtype(kind) for kind in KINDS} == {torch.float32}
+    assert [half.kind_dtype(kind) for kind in KINDS] == [torch.bfloat16] * 2 + [torch.float32] * 3
+    assert group(torch.float64).kind_dtype(EXP_AVG) is torch.float64
+    assert [half.nbytes(kind) for kind in (PARAM, EXP_AVG)] == [512, 1024]
+    assert half.update_nbytes_per_element == 2 + 2 + 3 * 4
+
+
+def test_a_resident_group_takes_no_gaps() -> None:
+    assert group().resident_nbytes == 107 * 4 * 4
+    assert group(trainable=False).resident_nbytes == 107 * 4
+
+
+def test_a_layout_knows_its_chunks() -> None:
+    layout = ChunkLayout(1024, (group(), dataclasses.replace(group(torch.bfloat16), index=1)), ())
+    assert layout.group_of()["a.w"] in (0, 1)
+    assert layout.chunk_nbytes_of("param:0") == 1024
+    assert layout.chunk_nbytes_of("param:1") == 512
+    assert layout.chunk_nbytes_of("master:1") == 1024
+    assert layout.chunk_nbytes_of("param:1[64:128]") == 128
+    assert layout.chunk_nbytes_of("exp_avg:1[64:128]") == 256
+
+
+def test_slices_end_where_their_elements_do() -> None:
+    assert [s.end for s in group().slices] == [100, 135]

@@ -1,0 +1,95 @@
+"""Errors keep what they say, also through a pickle, and can be caught by their ordinary bases."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from chunkc.ir import errors
+
+
+def budget_error() -> errors.BudgetError:
+    return errors.BudgetError(
+        minimum_nbytes=3 * 2**20,
+        budget_nbytes=2**20,
+        moment="aten.mm (forward.3)",
+        module="h.3.mlp",
+        contents=[("activations", 2 * 2**20), ("chunk param:3", 2**20)],
+    )
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 bytes"),
+        (1023, "1,023 bytes"),
+        (1024, "1.00 KiB (1,024 bytes)"),
+        (1_572_864, "1.50 MiB (1,572,864 bytes)"),
+        (2**30, "1.00 GiB (1,073,741,824 bytes)"),
+        (2**40, "1024.00 GiB (1,099,511,627,776 bytes)"),
+        (-2048, "-2.00 KiB (-2,048 bytes)"),
+    ],
+)
+def test_bytes_are_printed_for_people_and_exactly(nbytes: int, text: str) -> None:
+    assert errors.format_nbytes(nbytes) == text
+
+
+def test_a_budget_error_names_all_that_matters() -> None:
+    message = str(budget_error())
+    for part in (
+        "1.00 MiB (1,048,576 bytes)",
+        "3.00 MiB (3,145,728 bytes)",
+        "aten.mm (forward.3) in h.3.mlp",
+    ):
+        assert part in message
+    lines = message.splitlines()[1:]
+    assert [line.split(")")[-1].strip() for line in lines] == ["activations", "chunk param:3"]
+
+
+def test_a_budget_error_without_a_module_does_not_name_one() -> None:
+    error = errors.BudgetError(minimum_nbytes=2, budget_nbytes=1, moment="aten.mm", module="", contents=[])
+    assert "at aten.mm, filled" in str(error)
+
+
+@pytest.mark.parametrize("way", [lambda e: pickle.loads(pickle.dumps(e)), copy.copy, copy.deepcopy])
+def test_a_budget_error_survives_pickling(way) -> None:
+    before = budget_error()
+    after = way(before)
+    assert type(after) is errors.BudgetError
+    assert str(after) == str(before)
+    for name in ("minimum_nbytes", "budget_nbytes", "moment", "module", "contents"):
+        assert getattr(after, name) == getattr(before, name)
+
+
+def test_a_verification_error_lists_every_violation() -> None:
+    error = errors.VerificationError(["read: one", "slot: two"])
+    assert error.violations == ("read: one", "slot: two")
+    assert "read: one" in str(error)
+    assert "slot: two" in str(error)
+
+
+def test_a_verification_error_survives_pickling() -> None:
+    error = errors.VerificationError(["read: one", "slot: two"])
+    after = pickle.loads(pickle.dumps(error))
+    assert (after.violations, str(after)) == (error.violations, str(error))
+
+
+@pytest.mark.parametrize(
+    ("kind", "base"),
+    [
+        (errors.OptionsError, ValueError),
+        (errors.HomeError, OSError),
+        (errors.ChunkcError, RuntimeError),
+    ],
+)
+def test_errors_are_what_users_expect_to_catch(kind: type[Exception], base: type[Exception]) -> None:
+    with pytest.raises(base, match="words"):
+        raise kind("words")
+
+
+def test_every_error_is_chunkcs_own() -> None:
+    kinds = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, Exception)]
+    assert len(kinds) >= 8
+    assert all(issubclass(kind, errors.ChunkcError) for kind in kinds)

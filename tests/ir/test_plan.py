@@ -1,0 +1,110 @@
+"""A plan is data: it adds up, and prints the same text for the same program.
+
+To accept a changed print, delete `tests/golden/plan.txt` and run this file twice.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from chunkc.ir.chunks import ParamSpec
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, Moment, PhasePlan, Plan, Position
+from chunkc.passes.layout import lay_out
+from chunkc.passes.planning import check_minimum, plan_phases
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "plan.txt"
+
+
+def tiny_plan() -> Plan:
+    """Three layers of one chunk each, forward and backward, under the smallest budget and one chunk more."""
+    layout = lay_out([ParamSpec(f"h.{i}.w", (1024,), (1,), torch.float32, True) for i in range(3)], 4096)
+
+    def call(
+        phase: str, number: int, layer: int, nbytes: int, writes: frozenset[str] = frozenset()
+    ) -> Position:
+        reads = frozenset({f"param:{layer}"})
+        return Position(f"{phase}.{number}", phase, nbytes, "aten.mm", f"h.{layer}", reads, writes, 1.0)
+
+    forward = [call("forward", i, i, 1000 + 100 * i) for i in range(3)]
+    backward = [call("backward", 2 - i, i, 1200, frozenset({f"grad:{i}"})) for i in reversed(range(3))]
+    budget = check_minimum((*forward, *backward), layout, 1 << 30, 0) + 4096
+    return plan_phases(
+        [("forward", forward), ("backward", backward)],
+        layout,
+        budget_nbytes=budget,
+        resident=frozenset(),
+        hardware=Hardware(1.0, 1.0, 4096.0, 4096.0),
+        boundary_nbytes=500,
+    )
+
+
+def test_a_plan_prints_as_it_did() -> None:
+    text = str(tiny_plan())
+    if not GOLDEN.exists():
+        GOLDEN.write_text(text)
+        pytest.fail(f"{GOLDEN.name} was missing and is written anew: read it, and run again")
+    assert text == GOLDEN.read_text()
+
+
+def test_planning_twice_gives_the_same_plan() -> None:
+    assert tiny_plan() == tiny_plan()
+
+
+def test_a_plan_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        tiny_plan().budget_nbytes = 1  # type: ignore[misc]
+
+
+def moment(name: str, *nbytes: int) -> Moment:
+    return Moment(name, "forward", "aten.mm", "h.0", *nbytes)
+
+
+def test_a_moment_is_the_sum_of_its_parts() -> None:
+    assert moment("a", 1, 20, 300).nbytes == 321
+
+
+def test_the_peak_is_the_fullest_moment_of_all_phases() -> None:
+    phases = (
+        PhasePlan("forward", ((), ()), (moment("a", 1, 2, 3),)),
+        PhasePlan("backward", ((), (), ()), (moment("b", 1, 2, 4), moment("c", 0, 0, 0))),
+    )
+    plan = Plan(100, 7, frozenset(), phases, frozenset())
+    assert [m.name for m in plan.moments] == ["a", "b", "c"]
+    assert plan.peak.name == "b"
+    assert plan.predicted_peak_nbytes == 7
+    assert Plan(100, 0, frozenset(), (), frozenset()).predicted_peak_nbytes == 0
+
+
+def test_traffic_is_counted_by_kind() -> None:
+    stops = (
+        (Event(PREFETCH, "param:0", 5), Event(WAIT, "param:0", 5)),
+        (Event(EVICT, "param:0", 5),),
+        (Event(PREFETCH, "param:1", 7), Event(WRITE_BACK, "grad:1", 11)),
+    )
+    phase = PhasePlan("forward", stops, (moment("a", 0, 0, 5), moment("b", 0, 0, 0)))
+    assert phase.traffic_nbytes(PREFETCH) == 12
+    assert phase.traffic_nbytes(WRITE_BACK) == 11
+
+
+def test_everything_of_a_plan_is_printed() -> None:
+    plan = tiny_plan()
+    lines = str(plan).splitlines()
+    for phase in plan.phases:
+        for event in (event for stop in phase.stops for event in stop):
+            assert f"    {event}" in lines
+        for found in phase.moments:
+            (line,) = [line for line in lines if line.startswith(f"{found.name} ")]
+            assert f"{found.nbytes:,} = " in line
+            assert line.endswith(f"{found.op} {found.module}")
+    assert f"{plan.minimum_nbytes:,}" in lines[0]
+    assert f"{plan.budget_nbytes:,}" in lines[0]
+    assert all(chunk in lines[1] for chunk in plan.kept)
+
+
+def test_a_position_needs_what_it_reads_and_writes() -> None:
+    found = Position("a", "forward", 0, "op", "", frozenset({"x", "y"}), frozenset({"y", "z"}), 0.0)
+    assert found.chunks == {"x", "y", "z"}

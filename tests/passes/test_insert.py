@@ -1,0 +1,219 @@
+"""The rewritten graph of hand-made programs: which nodes, in which order, reading what."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from torch import fx, nn
+
+from chunkc.ir import chunk_ops
+from chunkc.ir.chunks import ParamSpec
+from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, PhasePlan, Tile
+from chunkc.ir.program import PhaseProgram, SegmentCall
+from chunkc.passes.insert import insert_events, insert_update_events
+from chunkc.passes.layout import lay_out
+
+GROUPS = {"w": 0, "v": 1}
+
+
+def events(*pairs: tuple[str, str]) -> tuple[Event, ...]:
+    return tuple(Event(kind, chunk, 4) for kind, chunk in pairs)
+
+
+def call(name: str, inputs: str, outputs: str, storages: str, parameters=(), gradients=()) -> SegmentCall:
+    return SegmentCall(
+        name,
+        "segment0",
+        tuple(inputs.split()),
+        tuple(outputs.split()),
+        tuple(storages.split()),
+        parameters,
+        gradients,
+        "",
+        0.0,
+    )
+
+
+def program(
+    *calls: SegmentCall, outputs: tuple[str | None, ...] = (), **inputs: tuple[str, int]
+) -> PhaseProgram:
+    storages = dict(inputs.values()) | {
+        s: 4 for c in calls for s in c.output_storages if s not in dict(inputs.values())
+    }
+    return PhaseProgram(
+        "backward",
+        {value: storage for value, (storage, _) in inputs.items()},
+        storages,
+        frozenset({"X"}),
+        {"w_in": "w", "v_in": "v"},
+        calls,
+        outputs,
+        len(outputs),
+    )
+
+
+def rewritten(
+    subject: PhaseProgram, *stops: tuple[Event, ...], resident: frozenset[int] = frozenset()
+) -> fx.Graph:
+    stops = stops or ((),) * (len(subject.calls) + 1)
+    plan = PhasePlan("backward", stops, ())
+    gm = insert_events(subject, plan, {"segment0": nn.Identity()}, group_of=GROUPS, resident=resident)
+    gm.graph.lint()
+    return gm.graph
+
+
+def lines(graph: fx.Graph) -> list[str]:
+    """Chunk nodes and calls, in order."""
+    found = []
+    for node in graph.nodes:
+        if node.op == "call_module":
+            found.append(f"{node.meta['call']}({', '.join(map(str, node.args))})")
+        elif node.op == "call_function" and node.target is not operator.getitem:
+            found.append(f"{node.target.__name__}({', '.join(map(str, node.args))})")
+    return found
+
+
+ONE_CALL = program(
+    call("backward.0", "x w_in", "a", "backward.0:0", parameters=((1, "w"),)),
+    outputs=("a",),
+    x=("X", 8),
+    w_in=("W", 0),
+)
+
+
+def test_events_come_before_their_call_and_after_the_last_one() -> None:
+    before, after = events((PREFETCH, "param:0"), (WAIT, "param:0")), events((EVICT, "param:0"))
+    assert lines(rewritten(ONE_CALL, before, after)) == [
+        "prefetch(param:0)",
+        "wait(param:0)",
+        "parameter(param:0, w)",
+        "backward.0(x, parameter)",
+        "evict(param:0)",
+    ]
+
+
+def test_a_view_is_made_anew_for_every_call() -> None:
+    subject = program(
+        call("backward.0", "x w_in", "a", "A", parameters=((1, "w"),)),
+        call("backward.1", "a w_in", "b", "B", parameters=((1, "w"),)),
+        outputs=("b",),
+        x=("X", 8),
+        w_in=("W", 0),
+    )
+    found = lines(rewritten(subject))
+    assert found == [
+        "parameter(param:0, w)",
+        "backward.0(x, parameter)",
+        "parameter(param:0, w)",
+        "backward.1(getitem, parameter_1)",
+    ]
+
+
+def test_residents_and_small_parameters_are_read_where_they_are() -> None:
+    assert lines(rewritten(ONE_CALL, resident=frozenset({0}))) == ["backward.0(x, w_in)"]
+    small = program(
+        call("backward.0", "x w_in", "a", "A", parameters=((1, "bias"),)),
+        outputs=("a",),
+        x=("X", 8),
+        w_in=("W", 0),
+    )
+    assert lines(rewritten(small)) == ["backward.0(x, w_in)"]
+
+
+def test_what_placeholders_say_for_the_verifier() -> None:
+    graph = rewritten(ONE_CALL)
+    x, w = graph.find_nodes(op="placeholder")
+    assert x.meta["storage"] == ("X", 8, True)
+    assert w.meta["storage"] == ("W", 0, False)
+    assert (x.meta["parameter"], w.meta["parameter"]) == (None, "w")
+
+
+def sinks(graph: fx.Graph) -> list[tuple]:
+    return [(n.args[0], n.args[1], n.args[3]) for n in graph.nodes if n.target is chunk_ops.sink]
+
+
+def test_gradients_are_sunk_right_after_their_call() -> None:
+    subject = program(
+        call("backward.0", "x", "g h", "backward.0:0 backward.0:1", gradients=(("g", "w"), ("h", "bias"))),
+        call("backward.1", "x", "k", "backward.1:0", gradients=(("k", "v"),)),
+        outputs=(None, None, None),
+        x=("X", 8),
+    )
+    graph = rewritten(subject)
+    assert [line.partition("(")[0] for line in lines(graph)] == [
+        "backward.0",
+        "sink",
+        "sink",
+        "backward.1",
+        "sink",
+    ]
+    assert sinks(graph) == [("w", "grad:0", True), ("bias", None, True), ("v", "grad:1", True)]
+    assert sinks(rewritten(subject, resident=frozenset({1})))[2] == ("v", None, True)
+
+
+@pytest.mark.parametrize(
+    ("case", "outputs"),
+    [
+        (call("backward.0", "x", "g", "X", gradients=(("g", "w"),)), (None,)),
+        (call("backward.0", "x", "g", "backward.0:0", gradients=(("g", "w"), ("g", "v"))), (None,)),
+        (call("backward.0", "x", "g h", "backward.0:0 backward.0:0", gradients=(("g", "w"),)), (None,)),
+        (call("backward.0", "x", "g", "backward.0:0", gradients=(("g", "w"),)), ("g",)),
+    ],
+    ids=["in an input's storage", "of two parameters", "beside an alias", "that is returned too"],
+)
+def test_a_gradient_is_not_its_sinks_own(case: SegmentCall, outputs: tuple[str | None, ...]) -> None:
+    assert not any(owned for _, _, owned in sinks(rewritten(program(case, outputs=outputs, x=("X", 8)))))
+
+
+def test_a_gradient_made_by_an_earlier_call_is_not_its_sinks_own() -> None:
+    subject = program(
+        call("backward.0", "x", "a", "backward.0:0"),
+        call("backward.1", "a", "g", "backward.0:0", gradients=(("g", "w"),)),
+        outputs=(None,),
+        x=("X", 8),
+    )
+    assert [owned for _, _, owned in sinks(rewritten(subject))] == [False]
+
+
+def test_outputs_keep_their_places() -> None:
+    subject = program(call("backward.0", "x", "a", "backward.0:0"), outputs=(None, "a", "x"), x=("X", 8))
+    (values,) = next(iter(reversed(rewritten(subject).nodes))).args
+    assert [str(value) for value in values] == ["None", "getitem", "x"]
+
+
+def test_every_segment_is_there_once() -> None:
+    subject = program(
+        call("backward.0", "x", "a", "A"), call("backward.1", "a", "b", "B"), outputs=("b",), x=("X", 8)
+    )
+    plan = PhasePlan("backward", ((), (), ()), ())
+    segment = nn.Identity()
+    gm = insert_events(subject, plan, {"segment0": segment}, group_of={}, resident=frozenset())
+    assert list(gm.children()) == [segment]
+
+
+def test_an_update_is_one_node_per_tile() -> None:
+    tiles = [Tile(0, 0, 64), Tile(0, 64, 100), Tile(2, 0, 8)]
+    chunk = "grad:0[0:64]"
+    stops = (events((PREFETCH, chunk), (WAIT, chunk)), (), (), events((WRITE_BACK, chunk), (EVICT, chunk)))
+    graph = insert_update_events(PhasePlan("update", stops, ()), tiles).graph
+    assert lines(graph) == [
+        f"prefetch({chunk})",
+        f"wait({chunk})",
+        "update(0, 0, 64)",
+        "update(0, 64, 100)",
+        "update(2, 0, 8)",
+        f"write_back({chunk})",
+        f"evict({chunk})",
+    ]
+
+
+def test_chunk_nodes_are_never_called() -> None:
+    layout = lay_out([ParamSpec("w", (1024,), (1,), torch.float32, True)], 4096)
+    assert layout.groups
+    for target in chunk_ops.EVENT_TARGETS.values():
+        with pytest.raises(AssertionError, match="never called"):
+            target("param:0")
+    with pytest.raises(AssertionError, match="never called"):
+        chunk_ops.update(0, 0, 1)

@@ -1,0 +1,247 @@
+"""Bytes of a segment on paper against the allocator's, when the segment really runs."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.program import SegmentMemory
+from chunkc.passes.codegen import CompiledSegment, compile_segment
+from chunkc.passes.graphs import placeholders
+from chunkc.passes.segment_memory import eager_memory, inductor_memory
+from chunkc.passes.segments import SegmentTable, cut, extract
+from chunkc.runtime import cpu_allocator
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def _meter() -> None:
+    cpu_allocator.install()
+    torch.manual_seed(0)
+
+
+def trace(function, *args: torch.Tensor) -> fx.GraphModule:
+    return make_fx(function, tracing_mode="fake")(*args)
+
+
+def compiled(function, args: list[torch.Tensor], codegen: str = "eager") -> CompiledSegment:
+    gm = trace(function, *args)
+    (piece,) = extract(gm, cut(gm.graph, groups={}, gradient_groups={}), SegmentTable())
+    order = [placeholders(gm.graph).index(node) for node in piece.inputs]
+    args[:] = [args[index] for index in order]
+    return compile_segment(piece.segment, codegen, torch.get_num_threads())
+
+
+def predicted_peak_nbytes(memory: SegmentMemory, input_nbytes: list[int]) -> int:
+    return max(
+        step.nbytes + sum(n for n, until in zip(input_nbytes, memory.input_released) if index < until)
+        for index, step in enumerate(memory.steps)
+    )
+
+
+def check_peak(segment: CompiledSegment, args: list[torch.Tensor]) -> tuple:
+    """Donate the arguments to the segment: its peak, and what is left, are as predicted, to the byte."""
+    memory = segment.memory
+    input_nbytes = [t.untyped_storage().nbytes() for t in args]
+    gc.collect()
+    around = cpu_allocator.current_nbytes() - sum(input_nbytes)
+    cpu_allocator.reset_peak()
+    outputs = tuple(segment.run(args))
+    measured, left = cpu_allocator.peak_nbytes() - around, cpu_allocator.current_nbytes() - around
+    assert measured == predicted_peak_nbytes(memory, input_nbytes)
+    fresh = sum(memory.storage_nbytes)
+    assert left == fresh + sum(input_nbytes[-1 - n] for n in set(memory.outputs) if n < 0)
+    assert len(outputs) == len(memory.outputs)
+    return outputs
+
+
+def mlp(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    hidden = torch.relu(torch.mm(x, w))
+    return (torch.mm(hidden, v) + 1,)
+
+
+def softmax(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (torch.softmax(x * 2, -1), x.sum(0))
+
+
+def norm(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    variance, mean = torch.var_mean(x, -1, keepdim=True)
+    return (mean, (x - mean) * torch.rsqrt(variance + 1e-5) * w)
+
+
+def views(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    one = (x + w).view(-1)
+    return one[:8], one.view(32, 32).t(), x.t()
+
+
+def chain(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    for _ in range(5):
+        x = torch.exp(-x)
+    return (x,)
+
+
+CASES = {
+    "mlp": (mlp, [(32, 64), (64, 128), (128, 16)]),
+    "softmax": (softmax, [(64, 128)]),
+    "norm": (norm, [(64, 128), (128,)]),
+    "views": (views, [(32, 32), (32, 32)]),
+    "chain": (chain, [(1000,)]),
+}
+
+
+def arguments(name: str) -> list[torch.Tensor]:
+    return [torch.randn(shape) for shape in CASES[name][1]]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_eager_bytes_are_those_of_the_allocator(name: str) -> None:
+    args = arguments(name)
+    expected = CASES[name][0](*args)
+    outputs = check_peak(compiled(CASES[name][0], args), args)
+    for output, reference in zip(outputs, expected):
+        torch.testing.assert_close(output, reference)
+
+
+def test_a_donated_input_goes_inside_the_segment() -> None:
+    memory = compiled(chain, [torch.randn(1000)]).memory
+    assert memory.input_released == (1,)
+    assert [step.nbytes for step in memory.steps] == [4000, *[8000] * 9]
+    assert [step.op for step in memory.steps[:2]] == ["aten.neg", "aten.exp"]
+    assert memory.outputs == (0,)
+    assert memory.storage_nbytes == (4000,)
+
+
+def test_an_input_that_is_returned_is_not_let_go() -> None:
+    memory = compiled(lambda x: (x.t(), torch.exp(x) + 1), [torch.randn(4, 4)]).memory
+    assert memory.outputs == (-1, 0)
+    assert memory.input_released[0] > len(memory.steps) - 1
+
+
+def test_views_of_one_result_are_one_storage() -> None:
+    memory = compiled(lambda x: ((y := x + 1), y.view(-1), x * 2), [torch.randn(4, 4)]).memory
+    assert memory.outputs == (0, 0, 1)
+    assert memory.storage_nbytes == (64, 64)
+
+
+def test_scratch_counts_while_its_operator_runs() -> None:
+    gm = trace(lambda x: (torch.logsumexp(x, -1),), torch.randn(64, 256))
+    memory = eager_memory(gm.graph, torch.get_num_threads())
+    args = [torch.randn(64, 256)]
+    check_peak(compiled(lambda x: (torch.logsumexp(x, -1),), args), args)
+    assert max(step.nbytes for step in memory.steps) > memory.storage_nbytes[0]
+
+
+# --- Inductor ---
+
+
+@pytest.fixture(scope="module")
+def fused() -> tuple[list[torch.Tensor], CompiledSegment]:
+    cpu_allocator.install()
+    args = arguments("mlp")
+    return args, compiled(mlp, args, "inductor")
+
+
+def test_inductor_bytes_are_those_of_the_allocator(fused) -> None:
+    shapes, segment = fused
+    args = [torch.randn(t.shape) for t in shapes]
+    expected = mlp(*args)
+    segment.run([t.clone() for t in args])  # libraries set themselves up
+    outputs = check_peak(segment, args)
+    torch.testing.assert_close(outputs[0], expected[0], rtol=1e-4, atol=1e-4)
+
+
+def test_inductor_wrappers_name_their_kernels(fused) -> None:
+    ops = [step.op for step in fused[1].memory.steps]
+    assert any("mm" in op for op in ops)
+    assert any(op.startswith("cpp_fused") for op in ops)
+
+
+def test_inductor_uses_less_than_eager(fused) -> None:
+    eager = compiled(mlp, arguments("mlp")).memory
+    assert max(s.nbytes for s in fused[1].memory.steps) <= max(s.nbytes for s in eager.steps)
+
+
+WRAPPER = """
+cpp_fused_relu_0 = async_compile.cpp_pybinding(['float*'], 'code')
+
+def call(args):
+    arg0_1, arg1_1 = args
+    args.clear()
+    assert_size_stride(arg0_1, (8, 8), (8, 1))
+    buf0 = empty_strided_cpu((8, 8), (8, 1), torch.float32)
+    extern_kernels.mm(arg0_1, arg1_1, out=buf0)
+    del arg1_1
+    buf1 = buf0; del buf0  # reuse
+    cpp_fused_relu_0(buf1)
+    buf2 = empty_strided_cpu((8, 8), (8, 1), torch.float32)
+    {line}
+    return (buf2, reinterpret_tensor(buf2, (64, ), (1, ), 0), reinterpret_tensor(arg0_1, (8, 8), (1, 8), 0), )
+"""
+
+
+def replay(line: str = "del buf1", source: str = WRAPPER) -> SegmentMemory:
+    with FakeTensorMode():
+        inputs = [torch.empty(8, 8), torch.empty(8, 8)]
+    return inductor_memory(source.format(line=line), inputs, 1)
+
+
+def test_a_wrapper_is_replayed_line_by_line() -> None:
+    memory = replay()
+    ops = [step.op for step in memory.steps]
+    assert "aten.mm" in ops
+    assert "cpp_fused_relu_0" in ops
+    assert max(step.nbytes for step in memory.steps) == 2 * 256
+    assert memory.outputs == (0, 0, -1)
+    assert memory.storage_nbytes == (256,)
+    kept, given = memory.input_released
+    assert kept == len(memory.steps), "it is returned"
+    assert ops.index("aten.mm") < given < len(memory.steps)
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("unknown_helper(buf1)", "unknown_helper"),
+        ("buf3 = empty_strided_cuda((8, 8), (8, 1), torch.float32)", "empty_strided_cuda"),
+        ("extern_kernels.no_such_operator(buf1)", "no_such_operator"),
+        ("workspace_pool.take(buf1)", "workspace_pool"),
+    ],
+)
+def test_what_is_not_known_is_refused(line: str, name: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf'{name}.*codegen": "eager"'):
+        replay(line)
+
+
+def test_a_wrapper_without_a_call_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="call"):
+        inductor_memory("x = 1", [], 1)
+
+
+def test_a_method_is_read_like_a_function() -> None:
+    body = "\n".join("    " + line for line in WRAPPER.split("\n\n", 1)[1].splitlines())
+    source = f"class Runner:\n{body}".replace("def call(args)", "def call(self, args)").replace(
+        "{line}", "del buf1"
+    )
+    kernel = WRAPPER.split("\n\n", 1)[0]
+    assert replay(source=f"{kernel}\n{source}") == replay()
+
+
+def test_segments_without_arithmetic_are_not_compiled() -> None:
+    segment = compiled(lambda x: (x.t(), x), [torch.randn(4, 4)], "eager")
+    assert segment.memory.outputs[0] == -1
+
+
+def test_the_operator_run_by_aten_is_not_given_to_inductor() -> None:
+    args = [torch.randn(32, 16), torch.randint(10, (32,))]
+    segment = compiled(
+        lambda g, i: (aten.embedding_dense_backward.default(g, i, 10, -1, False),), args, "inductor"
+    )
+    assert [step.op for step in segment.memory.steps] == ["aten.embedding_dense_backward"]
+    check_peak(segment, args)
