@@ -135,9 +135,7 @@ def run_in_process(spec: RunSpec, log: TextIO, on_event: Callable[[dict[str, Any
     )
 
 
-def summarise(
-    plain: RunResult, limited: RunResult, unlimited: RunResult, budget_nbytes: int
-) -> dict[str, Any]:
+def summarise(plain: RunResult, limited: RunResult, unlimited: RunResult, budget_nbytes: int) -> dict[str, Any]:
     """The contents of summary.json; times are seconds, sizes bytes."""
     end = limited.end
     return {
@@ -178,15 +176,11 @@ def judge(summary: dict[str, Any]) -> dict[str, bool]:
     }
 
 
-def train_three(
-    args: argparse.Namespace, console: Console, log: TextIO
-) -> tuple[RunResult, RunResult, RunResult, int]:
+def train_three(args: argparse.Namespace, console: Console, log: TextIO) -> tuple[RunResult, RunResult, RunResult, int]:
     """The three runs under a progress bar: plain, limited, unlimited; and the budget in bytes."""
     config, batch_size = SIZES[args.size]
     data = None if args.data is None else str(args.data.resolve())
-    plain_spec = RunSpec(
-        "plain", config, batch_size, args.steps, args.seed, args.lr, data=data, home=args.home
-    )
+    plain_spec = RunSpec("plain", config, batch_size, args.steps, args.seed, args.lr, data=data, home=args.home)
     columns = (
         TextColumn("{task.description:<24}"),
         BarColumn(),
@@ -251,16 +245,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     draw_losses(args.out / "losses.png", curves | {"chunkc, no limit": unlimited.losses})
     moments: list[Moment] = [tuple(moment) for moment in limited.end["moments"]]
     plain_peak_nbytes = summary["plain_peak_nbytes"]
-    draw_memory(
-        args.out / "memory.png", moments, budget_nbytes=budget_nbytes, plain_peak_nbytes=plain_peak_nbytes
-    )
+    draw_memory(args.out / "memory.png", moments, budget_nbytes=budget_nbytes, plain_peak_nbytes=plain_peak_nbytes)
     console.print(results_table(summary))
     console.print(loss_curves(summary), highlight=False)
     for promise, kept in verdicts.items():
         console.print("[green]kept  [/]" if kept else "[bold red]BROKEN[/]", promise, highlight=False)
-    console.print(
-        f"{summary['total_time_s']:.0f} s; {args.out}/: summary.json memory.png losses.png plan.txt"
-    )
+    console.print(f"{summary['total_time_s']:.0f} s; {args.out}/: summary.json memory.png losses.png plan.txt")
     return 0 if all(verdicts.values()) else 1
 
 

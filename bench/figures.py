@@ -21,9 +21,7 @@ Moment = tuple[str, int, int | None]
 
 def results_table(summary: Mapping[str, Any]) -> Table:
     """Plain and chunkc side by side."""
-    table = Table(
-        title=f"GPT of {summary['num_parameters'] / 1e6:.1f}M parameters, {len(summary['losses'])} steps"
-    )
+    table = Table(title=f"GPT of {summary['num_parameters'] / 1e6:.1f}M parameters, {len(summary['losses'])} steps")
     for column in ("", "plain torch.compile", "chunkc under the budget", "chunkc, no limit"):
         table.add_column(column, justify="right" if column else "left")
 
@@ -42,9 +40,7 @@ def results_table(summary: Mapping[str, Any]) -> Table:
     table.add_row("time per step (median)", *(seconds(key) for key in step_keys))
     table.add_row("compilation", seconds("plain_compile_time_s"), seconds("compile_time_s"), "")
     table.add_row("chunks", "", f"{summary['num_chunks']} x {mib('chunk_size_nbytes')}", "")
-    table.add_row(
-        "moved in and out, in all", "", f"{to_device / 2**20:.0f} and {to_home / 2**20:.0f} MiB", ""
-    )
+    table.add_row("moved in and out, in all", "", f"{to_device / 2**20:.0f} and {to_home / 2**20:.0f} MiB", "")
     last = len(curves[0]) - 1
     for step in sorted({0, last // 3, 2 * last // 3, last}):
         table.add_row(f"loss at step {step + 1}", *(f"{curve[step]:.6f}" for curve in curves))

@@ -148,15 +148,12 @@ def _steps(size: Size, specs: Mapping[str, SubjectSpec], advance: Callable[[str]
         num_steps_per_round=size.num_steps,
     )
     rows = [
-        Row({"subject": name}, step_metrics(turns[name], turns[PLAIN], tokens, num_moments[name]))
-        for name in specs
+        Row({"subject": name}, step_metrics(turns[name], turns[PLAIN], tokens, num_moments[name])) for name in specs
     ]
     return Section("Time per step", setting, rows)
 
 
-def step_metrics(
-    turns: list[Turn], base: list[Turn], tokens: int, num_moments: int | None
-) -> dict[str, Metric]:
+def step_metrics(turns: list[Turn], base: list[Turn], tokens: int, num_moments: int | None) -> dict[str, Metric]:
     """A subject's times, and their ratios to the base's, round by round.
 
     Raises:
@@ -174,9 +171,7 @@ def step_metrics(
             [turn.forward_backward_s for turn in turns], [turn.forward_backward_s for turn in base]
         ),
         "optimizer": flat("s", [turn.optimizer_s for turn in turns]),
-        "optimizer to plain": paired_ratios(
-            [turn.optimizer_s for turn in turns], [turn.optimizer_s for turn in base]
-        ),
+        "optimizer to plain": paired_ratios([turn.optimizer_s for turn in turns], [turn.optimizer_s for turn in base]),
         "tokens/s": Metric("per_s", tuple(tokens / sample for sample in step_s.samples)),
         "largest loss difference": one("number", difference),
     }

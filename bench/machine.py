@@ -47,9 +47,7 @@ def versions() -> dict[str, Any]:
 def _git(*arguments: str) -> str | None:
     """What git says of this repository; None where there is no git or no repository."""
     try:
-        done = subprocess.run(
-            ["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, check=True
-        )
+        done = subprocess.run(["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, check=True)
     except (FileNotFoundError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()

@@ -22,11 +22,11 @@ from typing import Any, Literal
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from chunkc.runtime import cpu_allocator
 from gpt import GPT, GPTConfig, num_parameters
 from text import batches, file_text, stdlib_text
 
 import chunkc
+from chunkc.runtime import cpu_allocator
 
 Emit = Callable[[dict[str, Any]], None]
 

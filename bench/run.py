@@ -46,9 +46,7 @@ SUITES: Mapping[str, Suite] = {"fits": fits.run, "disk": disk.run}
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; `suites` are names, `out` a path or None."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)} (default: all)")
     parser.add_argument("--small", action="store_true", help="a tiny model, hardly repeated")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="of one suite")

@@ -1,7 +1,7 @@
 """chunkc: a `torch.compile` backend that trains models larger than the memory they compute in.
 
-    model = torch.compile(model, backend="chunkc", options={"memory_budget": "6GiB"})
-    optimizer = chunkc.optim.AdamW(model.parameters(), lr=3e-4)
+model = torch.compile(model, backend="chunkc", options={"memory_budget": "6GiB"})
+optimizer = chunkc.optim.AdamW(model.parameters(), lr=3e-4)
 """
 
 from chunkc import optim

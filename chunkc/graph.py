@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from chunkc.ir.chunks import ChunkLayout
-from chunkc.ir.errors import VerificationError
+from chunkc.ir.errors import UnsupportedError, VerificationError
 from chunkc.ir.plan import Plan, Position
 from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram
 from chunkc.ir.verify import verify_phase
@@ -156,7 +157,9 @@ class CompiledGraph:
             )
             kept = plan.kept if phase is not plan.phases[-1] else frozenset[str]()
             if self.session.options.verify:
-                extra = self.captured.output_nbytes if phase.phase == FORWARD else 0
+                elsewhere = program.held - set(program.inputs.values())  # held by the caller, not passed in
+                extra = sum(program.storages[storage] for storage in elsewhere)
+                extra += captured.output_nbytes if phase.phase == FORWARD else 0
                 violations = verify_phase(
                     graph.graph,
                     layout=layout,
@@ -165,6 +168,7 @@ class CompiledGraph:
                     budget_nbytes=plan.budget_nbytes,
                     present=present,
                     kept=kept,
+                    gradients={name for call in program.calls for _, name in call.gradients},
                 )
                 if violations:
                     raise VerificationError(violations)
@@ -197,6 +201,7 @@ class CompiledGraph:
         """The backward as AOTAutograd calls it: sunk gradients are in `.grad` when it returns, None stands for them."""
         session, store = self.session, self.session.store
         assert self.captured.backward is not None
+        self._refuse_partial_backward()
         held, hooked = max(0, session.live.nbytes() - self.captured.between_nbytes), self._hooked()
         planned = self.plan(held, hooked=hooked)
         if store.present != planned.plan.kept or len(planned.plan.phases) < 2:
@@ -206,6 +211,20 @@ class CompiledGraph:
         if hooked:  # autograd will keep these as `.grad`, on the compute tier, until the next backward takes them home
             session.live.watch(outputs[position] for position, _, name in self._sunk() if name in hooked)
         return outputs
+
+    def _refuse_partial_backward(self) -> None:
+        """Gradients are sunk as they are made, so autograd cannot hand out some of them.
+
+        Raises:
+            UnsupportedError: `torch.autograd.grad`, or `backward(inputs=...)`, asks for something else than all.
+        """
+        for _, _, name in self._sunk():
+            node = torch.autograd.graph.get_gradient_edge(self.session.store.parameter(name)).node
+            if not torch._C._will_engine_execute_node(node):
+                raise UnsupportedError(
+                    f"this backward leaves out the gradient of {name}: torch.autograd.grad and backward(inputs=...) "
+                    "do not work through a model compiled by chunkc; call backward() and read .grad"
+                )
 
     def _sunk(self) -> tuple[tuple[int, str, str], ...]:
         return self.captured.backward.gradient_outputs if self.captured.backward is not None else ()

@@ -44,6 +44,9 @@ class _Adam(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise UnsupportedError(f"{type(self).__name__} updates fp32, bf16 and fp16, not {parameter.dtype}")
         for name in _UNSUPPORTED:
             if param_group.get(name):
                 raise OptionsError(f"{type(self).__name__} does not support {name}=True")
@@ -93,8 +96,8 @@ class _Adam(Optimizer):
                     in_place.append((parameter, group))
         # Whatever may fail for want of room fails here, before anything is updated.
         prepared = [(prepare_updates(session, by_group), by_group) for session, by_group in chunked.items()]
-        for parameter, group in in_place:
-            self._update_in_place(parameter, group)
+        for parameter, param_group in in_place:
+            self._update_in_place(parameter, param_group)
         for step, by_group in prepared:
             step.run({index: _group_update(step.session, index, tasks) for index, tasks in by_group.items()})
         return loss
@@ -113,7 +116,9 @@ class _Adam(Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32)
         if "exp_avg" not in state:
             for kind in _kinds(parameter):
-                state[kind] = torch.zeros_like(parameter, dtype=_state_dtype(parameter), memory_format=torch.preserve_format)
+                state[kind] = torch.zeros_like(
+                    parameter, dtype=_state_dtype(parameter), memory_format=torch.preserve_format
+                )
                 if kind == MASTER:
                     state[kind].copy_(parameter)
         for kind in _kinds(parameter):
@@ -156,7 +161,10 @@ class _Adam(Optimizer):
                 state[kind] = session.store.home_view(kind, name)  # type: ignore[union-attr]
             else:
                 state[kind] = torch.empty_strided(
-                    parameter.shape, parameter.stride(), dtype=_state_dtype(parameter), device=parameter.device
+                    parameter.shape,
+                    parameter.stride(),
+                    dtype=_state_dtype(parameter),
+                    device=parameter.device,
                 )
             state[kind].copy_(source)
         self.state[parameter] = state

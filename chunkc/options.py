@@ -221,8 +221,6 @@ def _allowed_keys() -> str:
 
 
 def _unknown_key(key: object) -> str:
-    nearest = (
-        difflib.get_close_matches(key, Options.model_fields, n=1, cutoff=0.5) if isinstance(key, str) else []
-    )
+    nearest = difflib.get_close_matches(key, Options.model_fields, n=1, cutoff=0.5) if isinstance(key, str) else []
     hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
     return f"unknown option {_show(key)}{hint}; allowed: {_allowed_keys()}"

@@ -7,7 +7,7 @@ from torch import nn
 
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.options import parse_options
-from chunkc.session import can_move, owner, session_for, spec_of
+from chunkc.session import Session, can_move, owner, spec_of
 
 
 def place(
@@ -48,7 +48,7 @@ def place(
         if owner(parameter) is not None:
             raise UnsupportedError(f"{name} is placed or compiled already")
     options = parse_options({"home": home, "chunk_size": chunk_size, "debug": debug})
-    session = session_for([], options, None)
+    session = Session(options)
     layout = session.extend_layout(
         [spec_of(name, p) for name, p in named.items() if can_move(p)],
         [spec_of(name, p) for name, p in named.items() if not can_move(p)],

@@ -18,7 +18,7 @@ class Report:
     Attributes:
         memory_budget_nbytes, predicted_peak_nbytes: of the compute tier.
         measured_peak_nbytes: None where nothing meters the tier (on a CPU: `chunkc.runtime.cpu_allocator.install`).
-        minimum_budget_nbytes: the smallest budget for which the latest plans exist.
+        minimum_budget_nbytes: the smallest budget that every graph compiled so far can work with.
         home_nbytes: bytes at home.
         chunk_size_nbytes, num_chunks: chunks of parameters; gradients and states have as many again.
         num_resident_chunks: those that never leave the compute tier.
@@ -77,18 +77,17 @@ def report(model: nn.Module) -> Report:
 
 def _report(session: Session) -> Report:
     store = session.store
-    moments, plans = [], {}
+    moments: list[tuple[str, int, int | None]] = []
+    plans: dict[str, None] = {}
     for phase, record in session.records.items():
         planned = {m.name: m.nbytes for part in record.plan.phases if part.phase == phase for m in part.moments}
-        moments += [
-            (name, planned[name], measured) for name, measured in record.measurement.peaks if name in planned
-        ]
+        moments += [(name, planned[name], measured) for name, measured in record.measurement.peaks if name in planned]
         plans[str(record.plan)] = None
     return Report(
         memory_budget_nbytes=session.budget_nbytes,
         predicted_peak_nbytes=session.predicted_peak_nbytes,
         measured_peak_nbytes=session.peak_nbytes,
-        minimum_budget_nbytes=max((r.plan.minimum_nbytes for r in session.records.values()), default=0),
+        minimum_budget_nbytes=session.minimum_nbytes,
         home_nbytes=store.home_nbytes,
         chunk_size_nbytes=store.layout.chunk_nbytes,
         num_chunks=len(store.layout.groups),

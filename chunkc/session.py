@@ -1,7 +1,7 @@
 """One session per model: its chunk store, its budget, and the values of earlier calls that are still alive.
 
-Sessions are found by the parameters they own. The registry below is the one piece of state that lives in a module;
-it holds parameters weakly and dies with them.
+Sessions are found by the parameters they own, or by the options they were compiled with. The two registries below are
+the only state of this kind that lives in a module; they hold parameters and sessions weakly.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -21,10 +22,14 @@ from chunkc.ir.hardware import CPU, Hardware
 from chunkc.ir.plan import Plan
 from chunkc.options import Options, compute_tier_memory, resolve_budget
 from chunkc.passes.layout import lay_out
+from chunkc.runtime.arena import Arena
 from chunkc.runtime.executor import Executable, Measurement
 from chunkc.runtime.homes import open_home
 from chunkc.runtime.store import ChunkStore
 from chunkc.runtime.tier import CpuTier
+
+DEFAULTS: Mapping[str, object] = MappingProxyType({})
+"""Stands for the options of a model that was compiled without any."""
 
 EMPTY_LAYOUT = ChunkLayout(0, (), ())
 
@@ -67,6 +72,7 @@ class Session:
         peak_nbytes: the largest measured bytes of any run, None where nothing meters the compute tier.
         predicted_peak_nbytes: the largest predicted bytes of any plan that ran.
         unplanned: whether no graph has been compiled yet, so that any group may still become resident.
+        minimum_nbytes: the smallest budget that every graph compiled so far can work with.
         update_plans: plans of the optimizer's step, by what they depend on.
         update_held_nbytes: what the caller still holds of the latest forward when the optimizer steps.
     """
@@ -76,17 +82,18 @@ class Session:
         self.options_source = source
         self.hardware: Hardware = CPU
         self.budget_nbytes = resolve_budget(options.memory_budget, *compute_tier_memory())
-        self.store = ChunkStore(EMPTY_LAYOUT, open_home(options.home), CpuTier(), options.debug)
+        self.store = ChunkStore(EMPTY_LAYOUT, Arena(open_home(options.home)), CpuTier(), options.debug)
         self.live = LiveValues()
         self.records: dict[str, Record] = {}
         self.peak_nbytes: int | None = None
         self.predicted_peak_nbytes = 0
+        self.minimum_nbytes = 0
         self.compute_s = 0.0
         self.update_held_nbytes = 0
         self.update_plans: dict[tuple, tuple[Executable, Plan]] = {}
         self.unplanned = True
 
-    def configure(self, options: Options, source: Mapping[str, object] | None) -> None:
+    def configure(self, options: Options, source: Mapping[str, object]) -> None:
         """Take over the options of a (later) compilation.
 
         Raises:
@@ -94,7 +101,7 @@ class Session:
         """
         if source is self.options_source:
             return
-        if "home" in (source or {}) and options.home != self.options.home and self.store.layout.groups:
+        if "home" in source and options.home != self.options.home and self.store.layout.groups:
             raise OptionsError(
                 f"home is {options.home!r}, but the model's parameters already live in {self.options.home!r}; "
                 "use one home for place() and torch.compile()"
@@ -141,22 +148,23 @@ def owner(parameter: torch.Tensor) -> tuple[Session, str] | None:
     return _owners.get(parameter)
 
 
-def session_for(
-    parameters: Iterable[nn.Parameter], options: Options, source: Mapping[str, object] | None
-) -> Session:
+def session_for(parameters: Iterable[nn.Parameter], options: Options, source: Mapping[str, object] | None) -> Session:
     """The session of a graph being compiled: its parameters' own, else that of the same options object, else new.
+
+    All models compiled without options are one to the budget, which is the machine's.
 
     Raises:
         UnsupportedError: the parameters belong to several sessions.
         OptionsError: see `Session.configure`.
     """
-    found = {id(hit[0]): hit[0] for p in parameters if (hit := owner(p)) is not None}
+    found = {hit[0] for p in parameters if (hit := owner(p)) is not None}
     if len(found) > 1:
         raise UnsupportedError(
             "the graph uses parameters of models that were compiled or placed apart; compile them as one model"
         )
-    session = next(iter(found.values()), None)
-    if session is None and source is not None:
+    session = next(iter(found), None)
+    source = DEFAULTS if source is None else source
+    if session is None:
         session = next((s for s in _sessions if s.options_source is source), None)
     if session is None:
         session = Session(options, source)
@@ -167,9 +175,7 @@ def session_for(
 
 def spec_of(name: str, parameter: nn.Parameter) -> ParamSpec:
     """What the planner needs to know of a parameter."""
-    return ParamSpec(
-        name, tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype, parameter.requires_grad
-    )
+    return ParamSpec(name, tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype, parameter.requires_grad)
 
 
 def can_move(parameter: nn.Parameter) -> bool:

@@ -95,6 +95,7 @@ def _planned(session: Session, groups: tuple[int, ...], held_nbytes: int) -> tup
                 memories={},
                 fixed_nbytes=fixed,
                 budget_nbytes=budget,
+                updates=groups,
             )
             if violations:
                 raise VerificationError(violations)

@@ -1,1 +1,1 @@
-
+"""Ground floor: fused optimizer updates, and a plain PyTorch reference of each."""

@@ -136,9 +136,7 @@ def _untouched(dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.empty(_HINT_NUM_ELEMENTS * dtype.itemsize, dtype=np.uint8)).view(dtype)
 
 
-def _update(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *rest: Tensor, l2: bool
-) -> tuple[()]:
+def _update(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *rest: Tensor, l2: bool) -> tuple[()]:
     """What is compiled; `rest` is (master,) scalars. The order of operations is the reference's."""
     scalars = AdamScalars(*rest[-1].unbind())
     target = rest[0] if len(rest) == 2 else param

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chunkc.ir.chunks import GRAD, STEP_NBYTES, ChunkLayout, chunk_name, split_chunk_name
@@ -152,8 +152,10 @@ def check_minimum(
     budget_nbytes: int,
     held_nbytes: int,
     resident: frozenset[int] = frozenset(),
+    *,
+    all_may_stay: bool = False,
 ) -> int:
-    """The smallest budget that works.
+    """The smallest budget that works with these residents; with `all_may_stay`, or with everything resident.
 
     Raises:
         BudgetError: `budget_nbytes` is below it.
@@ -169,6 +171,9 @@ def check_minimum(
 
     worst = max(positions, key=total)
     minimum = total(worst)
+    if all_may_stay:  # without the gaps that chunks have, and optimizer tiles, a very small model may need less
+        everything = fixed_nbytes(layout, frozenset(group.index for group in layout.groups))
+        minimum = min(minimum, everything + held_nbytes + max(p.non_model_nbytes for p in positions))
     if minimum > budget_nbytes:
         moving = _moving(worst, resident)
         contents = [
@@ -217,6 +222,7 @@ def plan_phases(
     spans, barriers = [], []
     for name, phase in phases:
         if line:
+            barriers.append(len(line))
             line.append(_between(boundary_nbytes))
         barriers.append(len(line))
         spans.append((name, len(line), len(line) + len(phase)))

@@ -13,7 +13,7 @@ def last_holds(program: PhaseProgram) -> dict[str, int]:
     """Storage -> index of the last call that holds it; `len(calls)` for those that are returned or held outside."""
     end = len(program.calls)
     storage_of = program.value_storages()
-    last = {storage: end for storage in program.held}
+    last = dict.fromkeys(program.held, end)
     for index, call in enumerate(program.calls):
         for value in (*call.inputs, *call.outputs):
             last.setdefault(storage_of[value], index)
@@ -73,8 +73,9 @@ def _peak(
     around = sum(nbytes_of[storage] for storage in live if storage not in released)
     best = max(
         range(len(memory.steps)),
-        key=lambda t: memory.steps[t].nbytes
-        + sum(nbytes_of[storage] for storage, step in released.items() if t < step),
+        key=lambda t: (
+            memory.steps[t].nbytes + sum(nbytes_of[storage] for storage, step in released.items() if t < step)
+        ),
     )
     inside = memory.steps[best].nbytes
     return around + inside + sum(nbytes_of[s] for s, step in released.items() if best < step), best

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
@@ -72,7 +71,15 @@ def backward_program(
         node.name if node is not None and index not in gradients else None for index, node in enumerate(nodes)
     )
     return PhaseProgram(
-        BACKWARD, inputs, storages, frozenset(held), dict(parameters), calls, outputs, len(outputs), tuple(sunk)
+        BACKWARD,
+        inputs,
+        storages,
+        frozenset(held),
+        dict(parameters),
+        calls,
+        outputs,
+        len(outputs),
+        tuple(sunk),
     )
 
 

@@ -174,9 +174,7 @@ def _delay_evictions(
             interval.end += 1
 
 
-def _emit(
-    intervals: Sequence[Interval], num_positions: int, sizes: Mapping[str, int]
-) -> tuple[tuple[Event, ...], ...]:
+def _emit(intervals: Sequence[Interval], num_positions: int, sizes: Mapping[str, int]) -> tuple[tuple[Event, ...], ...]:
     """Intervals as events: at each stop write-backs first, then slots given back, then taken, then waited for."""
     write_backs: list[list[Event]] = [[] for _ in range(num_positions + 1)]
     evictions: list[list[Event]] = [[] for _ in range(num_positions + 1)]
@@ -190,4 +188,4 @@ def _emit(
             write_backs[interval.last + 1].append(Event(WRITE_BACK, chunk, nbytes))
             evictions[interval.end].append(Event(WAIT, chunk, nbytes))
         evictions[interval.end].append(Event(EVICT, chunk, nbytes))
-    return tuple(tuple([*w, *e, *p, *r]) for w, e, p, r in zip(write_backs, evictions, prefetches, waits))
+    return tuple((*w, *e, *p, *r) for w, e, p, r in zip(write_backs, evictions, prefetches, waits))

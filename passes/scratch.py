@@ -64,9 +64,7 @@ from chunkc.passes.scratch_rules import (
 )
 
 
-def scratch_nbytes(
-    target: torch._ops.OpOverload, args: tuple, kwargs: dict, outputs: object, num_threads: int
-) -> int:
+def scratch_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict, outputs: object, num_threads: int) -> int:
     """Upper bound of the bytes that `target` holds inside while it runs on the CPU, beyond its outputs.
 
     Args:

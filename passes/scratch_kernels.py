@@ -44,9 +44,7 @@ def copy_block_nbytes(source: Tensor) -> int:
 
 def uses_onednn(dtype: torch.dtype) -> bool:
     """Whether matrix products in `dtype` may run in oneDNN, with scratch from torch's allocator."""
-    return dtype in _LOW_PRECISION or (
-        dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    )
+    return dtype in _LOW_PRECISION or (dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest")
 
 
 def gemm_nbytes(dtype: torch.dtype, rows: int, inner: int, columns: int, num_threads: int) -> int:

@@ -80,9 +80,7 @@ def _common_dtype(call: Call, operands: Sequence[Tensor]) -> torch.dtype:
 def _casts(call: Call, operands: Sequence[Tensor]) -> int:
     common = _common_dtype(call, operands)
     inputs = sum(nbytes_of(t, common.itemsize) for t in operands if t.dtype != common)
-    return inputs + sum(
-        nbytes_of(t, common.itemsize) for t in call.outputs if t.dtype not in (common, torch.bool)
-    )
+    return inputs + sum(nbytes_of(t, common.itemsize) for t in call.outputs if t.dtype not in (common, torch.bool))
 
 
 def nothing_rule(call: Call) -> int:
@@ -188,9 +186,7 @@ def matrix_product_rule(call: Call) -> int:
     """Operands that the library cannot read in place are copied; oneDNN packs low precision."""
     arguments = call.arguments
     left = next(arguments[name] for name in ("mat1", "batch1", "mat", "self") if name in arguments)
-    right = next(
-        arguments[name] for name in ("mat2", "batch2", "vec", "tensor", "other") if name in arguments
-    )
+    right = next(arguments[name] for name in ("mat2", "batch2", "vec", "tensor", "other") if name in arguments)
     rows = left.shape[-2] if left.dim() > 1 else 1
     columns = right.shape[-1] if right.dim() > 1 else 1
     nbytes = sum(map(operand_copy_nbytes, (left, right, *call.outputs)))
@@ -246,9 +242,7 @@ def layer_norm_backward_rule(call: Call) -> int:
     per_row = math.prod(call["normalized_shape"])
     wanted = call["output_mask"][1] or call["output_mask"][2]
     partial = 2 * call.num_threads * per_row * itemsize if wanted else 0
-    return partial + sum(
-        contiguous_copy_nbytes(t) for t in (call["grad_out"], source, weight, weight, call["bias"])
-    )
+    return partial + sum(contiguous_copy_nbytes(t) for t in (call["grad_out"], source, weight, weight, call["bias"]))
 
 
 def group_norm_backward_rule(call: Call) -> int:

@@ -175,7 +175,7 @@ def inductor_memory(source: str, example_inputs: Sequence[torch.Tensor], num_thr
     """
     module = ast.parse(source)
     function = _call_function(module)
-    kernels = {name for name in _assigned_by_async_compile(module)}
+    kernels = set(_assigned_by_async_compile(module))
     with FakeTensorMode() as mode, _StorageTracker(num_threads) as tracker:
         args = [
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
@@ -219,9 +219,9 @@ def _assigned_by_async_compile(module: ast.Module) -> list[str]:
     for node in module.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             called = node.value.func
-            if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
-                if called.value.id == "async_compile":
-                    names += [target.id for target in node.targets if isinstance(target, ast.Name)]
+            owner = called.value if isinstance(called, ast.Attribute) else None
+            if isinstance(owner, ast.Name) and owner.id == "async_compile":
+                names += [target.id for target in node.targets if isinstance(target, ast.Name)]
     return names
 
 

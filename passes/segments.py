@@ -25,7 +25,6 @@ from chunkc.passes.graphs import (
     storage_keys,
 )
 
-
 RUN_BY_ATEN = frozenset({torch.ops.aten.embedding_dense_backward.default})
 """Operators that Inductor never sees: each is a segment of its own. Inductor turns an embedding's backward into atomic
 additions, whose order, and so whose rounding, differs from run to run; ATen's kernel always adds in the same order."""
@@ -106,7 +105,7 @@ def materialise_returned_placeholders(graph: fx.Graph, positions: Sequence[int])
         if isinstance(value, fx.Node) and value.op == "placeholder":
             with graph.inserting_before(output):
                 copy = graph.call_function(torch.ops.aten.clone.default, (value,))
-            copy.meta["val"] = value.meta["val"].new_empty(value.meta["val"].shape)
+            copy.meta["val"] = torch.empty_like(value.meta["val"])
             values[position] = copy
     output.args = (tuple(values),)
 
@@ -208,7 +207,7 @@ def extract(
     pieces = []
     for run in runs:
         inside = set(run)
-        inputs = [node for node in input_nodes_in_order(run)]
+        inputs = list(input_nodes_in_order(run))
         outputs = [n for n in run if n in return_values or any(u not in inside for u in n.users)]
         outputs = [n for n in outputs if not isinstance(n.meta.get("val"), (tuple, list))]
         if not outputs:
@@ -239,6 +238,7 @@ def _build(
 def canonical_text(graph: fx.Graph) -> str:
     """Text that is equal for two segments exactly if the same code serves both."""
     names: dict[fx.Node, str] = {}
+    shared: dict[int, str] = {}  # storage of an input -> the first input in it
     lines = []
     for node in graph.nodes:
         names[node] = f"%{len(names)}"
@@ -247,6 +247,8 @@ def canonical_text(graph: fx.Graph) -> str:
         target = "" if node.op == "placeholder" else op_name(node)
         if node.op == "call_function":
             target = str(node.target)
+        elif node.op == "placeholder":
+            target = " ".join(shared.setdefault(key, names[node]) for key in storage_keys(node))
         lines.append(f"{names[node]} = {node.op} {target} {args} {value}")
     return "\n".join(lines)
 

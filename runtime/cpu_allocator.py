@@ -51,8 +51,7 @@ def install() -> None:
         if outcome != 1:
             reason = "keeps its place by priority" if outcome == 0 else "cannot be metered (no raw deleter)"
             raise UnsupportedError(
-                f"another CPU allocator is registered with torch and {reason}; "
-                "do not register it to limit CPU memory"
+                f"another CPU allocator is registered with torch and {reason}; do not register it to limit CPU memory"
             )
         _library = library
 
@@ -115,9 +114,7 @@ def hard_limit(nbytes: int | None) -> Iterator[None]:
 
 def _installed() -> ctypes.CDLL:
     if _library is None:
-        raise ChunkcError(
-            "the CPU memory meter is not installed: call chunkc.runtime.cpu_allocator.install() first"
-        )
+        raise ChunkcError("the CPU memory meter is not installed: call chunkc.runtime.cpu_allocator.install() first")
     return _library
 
 

@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from chunkc.ir.chunks import EXP_AVG, GRAD, PARAM, ChunkGroup, ChunkLayout, TensorSlice, chunk_name, chunk_part, split_chunk_name
+from chunkc.ir.chunks import (
+    EXP_AVG,
+    GRAD,
+    PARAM,
+    ChunkGroup,
+    ChunkLayout,
+    TensorSlice,
+    chunk_name,
+    chunk_part,
+    split_chunk_name,
+)
 from chunkc.ir.errors import ChunkcError, ChunkStateError, HomeError, StreamError, UnsupportedError
-from chunkc.runtime.homes import Home, Region
+from chunkc.runtime.arena import Arena
 from chunkc.runtime.states import ChunkState, advance
 from chunkc.runtime.streams import Event
 from chunkc.runtime.tier import CpuTier
@@ -30,19 +40,6 @@ class _Slot:
     buffer: torch.Tensor | None = None
     copy: Event | None = None
     dirty: bool = False
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a chunk's home is."""
-
-    region: Region
-    offset_nbytes: int
-    nbytes: int
-
-
-MAX_REGIONS_PER_CALL = 16
-"""Chunks share regions of the home tier: each region of a disk home takes two file descriptors."""
 
 
 @dataclass
@@ -64,13 +61,12 @@ class ChunkStore:
     """
 
     layout: ChunkLayout
-    home: Home
+    arena: Arena
     tier: CpuTier
     debug: bool = False
     resident: frozenset[int] = frozenset()
     traffic: Traffic = field(default_factory=Traffic)
     _parameters: dict[str, weakref.ref[nn.Parameter]] = field(default_factory=dict)
-    _places: dict[str, _Place] = field(default_factory=dict)
     _slots: dict[str, _Slot] = field(default_factory=dict)
     _spare: list[torch.Tensor] = field(default_factory=list)
     _slices: dict[str, tuple[ChunkGroup, TensorSlice]] = field(default_factory=dict)
@@ -123,22 +119,19 @@ class ChunkStore:
             for kind in ((PARAM, GRAD) if group.trainable else (PARAM,))
         }
         try:
-            reserved = self._reserve(wanted)
+            self.arena.reserve(wanted)
         except BaseException:
             for name in set(self._parameters) - known:
                 del self._parameters[name]
             raise
         self.layout, self._slices, self.resident = layout, slices, resident
-        self._places.update(reserved)
         for group in to_home:
             self._move(group, lambda s: self.home_view(PARAM, s.spec.name), GRAD)
         for group in to_tier:
             self._move(group, _tier_tensor, None)
-            self._free([name for name in self._places if split_chunk_name(name)[1] == group.index])
+            self.arena.free([name for name in self.arena.chunks if split_chunk_name(name)[1] == group.index])
 
-    def _move(
-        self, group: ChunkGroup, target: Callable[[TensorSlice], torch.Tensor], grad_kind: str | None
-    ) -> None:
+    def _move(self, group: ChunkGroup, target: Callable[[TensorSlice], torch.Tensor], grad_kind: str | None) -> None:
         for tensor_slice in group.slices:
             name = tensor_slice.spec.name
             parameter = self._parameters[name]()
@@ -153,68 +146,34 @@ class ChunkStore:
                     grad.copy_(parameter.grad)
                     parameter.grad = grad
 
-    def _reserve(self, wanted: Mapping[str, int]) -> dict[str, _Place]:
-        """Room at home for chunks, several to a region; all of it or none."""
-        enough = -(-sum(wanted.values()) // MAX_REGIONS_PER_CALL)
-        batches: list[list[str]] = []
-        room = 0
-        for chunk, nbytes in wanted.items():
-            if not batches or room >= enough:
-                batches.append([])
-                room = 0
-            batches[-1].append(chunk)
-            room += nbytes
-        places: dict[str, _Place] = {}
-        regions: list[Region] = []
-        try:
-            for batch in batches:
-                regions.append(self.home.allocate(sum(wanted[chunk] for chunk in batch)))
-                offset = 0
-                for chunk in batch:
-                    places[chunk] = _Place(regions[-1], offset, wanted[chunk])
-                    offset += wanted[chunk]
-        except BaseException:
-            for region in regions:
-                self.home.free(region)
-            raise
-        return places
-
-    def _free(self, chunks: Iterable[str]) -> None:
-        regions = {self._places.pop(chunk).region for chunk in chunks}
-        for region in regions - {place.region for place in self._places.values()}:
-            self.home.free(region)
-
     def reserve_states(self, group: int) -> None:
         """Reserve home room, all zeros, for the optimizer states of a group, and of all others at the same time.
 
         Raises:
             HomeError: the home tier has no room.
         """
-        if chunk_name(EXP_AVG, group) in self._places:
+        if chunk_name(EXP_AVG, group) in self.arena:
             return
         groups = [g for g in self.layout.groups if g.trainable and g.index not in self.resident]
-        self._places.update(
-            self._reserve(
-                {
-                    chunk: g.nbytes(kind)
-                    for g in groups
-                    for kind in g.update_kinds
-                    if (chunk := chunk_name(kind, g.index)) not in self._places
-                }
-            )
+        self.arena.reserve(
+            {
+                chunk: g.nbytes(kind)
+                for g in groups
+                for kind in g.update_kinds
+                if (chunk := chunk_name(kind, g.index)) not in self.arena
+            }
         )
 
     def home_view(self, kind: str, name: str) -> torch.Tensor:
         """A tensor over a parameter's bytes (or its gradient's, or a state's) at home; its storage is its own."""
         group, where = self._slices[name]
         dtype = group.kind_dtype(kind)
-        place = self._places[chunk_name(kind, group.index)]
-        offset_nbytes = place.offset_nbytes + where.offset * dtype.itemsize
-        return self.home.tensor(place.region, dtype, where.spec.shape, where.spec.stride, offset_nbytes)
+        chunk, offset_nbytes = chunk_name(kind, group.index), where.offset * dtype.itemsize
+        return self.arena.view(chunk, dtype, where.spec.shape, where.spec.stride, offset_nbytes)
 
     @property
     def home_nbytes(self) -> int:
-        return sum(place.nbytes for place in self._places.values())
+        return self.arena.nbytes
 
     # --- chunks on the move ---
 
@@ -241,10 +200,8 @@ class ChunkStore:
             buffer.fill_(float("nan"))
         slot.state, slot.copy, slot.dirty = state, None, False
         if needs_data:
-            place = self._place_of(chunk)
-            read = self.home.read
-            slot.copy = self.tier.to_device.submit(lambda: read(place.region, place.offset_nbytes, buffer))
-            self.traffic.to_device_nbytes += place.nbytes
+            slot.copy = self.tier.to_device.submit(self.arena.reader(*self._whole(chunk), buffer))
+            self.traffic.to_device_nbytes += buffer.nbytes
 
     def wait(self, chunk: str) -> None:
         """The copy under way, in or out, is done; the chunk can be read."""
@@ -261,12 +218,11 @@ class ChunkStore:
         """Start to copy a dirty slot home; nothing moves if it is clean."""
         slot = self.slot(chunk)
         slot.state = advance(chunk, slot.state, ChunkState.EVICTING)
-        buffer, place = slot.buffer, self._place_of(chunk)
+        buffer = slot.buffer
         assert buffer is not None
         if slot.dirty:
-            write = self.home.write
-            slot.copy = self.tier.to_home.submit(lambda: write(place.region, place.offset_nbytes, buffer))
-            self.traffic.to_home_nbytes += place.nbytes
+            slot.copy = self.tier.to_home.submit(self.arena.writer(*self._whole(chunk), buffer))
+            self.traffic.to_home_nbytes += buffer.nbytes
             slot.dirty = False
 
     def evict(self, chunk: str) -> None:
@@ -295,13 +251,11 @@ class ChunkStore:
         self.drop_spare_slots()
         return self.tier.allocate_slot(numel, dtype)
 
-    def _place_of(self, chunk: str) -> _Place:
+    def _whole(self, chunk: str) -> tuple[str, int]:
+        """The whole chunk that a name is of, and where in it the name's bytes begin."""
         kind, index = split_chunk_name(chunk)
-        place, part = self._places[chunk_name(kind, index)], chunk_part(chunk)
-        if part is None:
-            return place
-        itemsize = self.layout.groups[index].kind_dtype(kind).itemsize
-        return _Place(place.region, place.offset_nbytes + part[0] * itemsize, (part[1] - part[0]) * itemsize)
+        begin, _ = chunk_part(chunk) or (0, 0)
+        return chunk_name(kind, index), begin * self.layout.groups[index].kind_dtype(kind).itemsize
 
     def begin_compute(self, chunk: str) -> torch.Tensor:
         """The slot's flat buffer, for the computation that starts now."""
@@ -348,10 +302,10 @@ class ChunkStore:
             raise problem
 
     def _lose(self, chunk: str) -> None:
-        """Forget a slot whose copy failed. A reader must find no gradient rather than a wrong one."""
-        self._slots[chunk] = _Slot()
+        """Forget a slot whose copy failed. A reader must find no gradient rather than one that never got home."""
+        slot = self._slots.pop(chunk)
         kind, group = split_chunk_name(chunk)
-        if kind == GRAD:
+        if kind == GRAD and (slot.dirty or slot.state is ChunkState.EVICTING):
             for tensor_slice in self.layout.groups[group].slices:
                 parameter = self._parameters[tensor_slice.spec.name]()
                 if parameter is not None:

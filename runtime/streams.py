@@ -71,9 +71,7 @@ class Event:
 
     def _block(self) -> None:
         if os.getpid() != self._pid:
-            raise StreamError(
-                f"a job of stream '{self._stream_name}' is the parent's: it began before os.fork"
-            )
+            raise StreamError(f"a job of stream '{self._stream_name}' is the parent's: it began before os.fork")
         if threading.current_thread() is self._thread:
             raise StreamError(f"a job of stream '{self._stream_name}' waits for a job queued behind itself")
         while not self._finished.wait(POLL_S):
@@ -149,9 +147,7 @@ class _Worker:
             self.thread.join(POLL_S)
 
 
-def _work(
-    jobs: deque[Event], wakes: SimpleQueue[bool], ledger: _Ledger, delay: Callable[[], float] | None
-) -> None:
+def _work(jobs: deque[Event], wakes: SimpleQueue[bool], ledger: _Ledger, delay: Callable[[], float] | None) -> None:
     while wakes.get():
         while jobs:
             jobs[0]._run(ledger, delay)

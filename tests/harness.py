@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from chunkc.runtime import cpu_allocator
 from torch import Tensor, nn
 from zoo import CASES, Case
 
 import chunkc
+from chunkc.runtime import cpu_allocator
 
 HUGE = 1 << 34
 """A budget in which every model of the zoo fits many times over."""
@@ -126,9 +126,7 @@ def train(
     cpu_allocator.install()
     gc.collect()
     foreign_nbytes = cpu_allocator.current_nbytes()
-    model, compiled = compile_case(
-        case, memory_budget=memory_budget, home=home, codegen=codegen, seed=seed, **options
-    )
+    model, compiled = compile_case(case, memory_budget=memory_budget, home=home, codegen=codegen, seed=seed, **options)
     update = optimizer(model.parameters())
     losses: list[np.ndarray] = []
     grads: list[Arrays] = []

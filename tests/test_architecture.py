@@ -62,9 +62,7 @@ def roof_imports(source: str, package: str) -> set[str]:
         if head == "chunkc" and (not rest or rest.partition(".")[0] in names):
             wanted.add(module)
     # `from chunkc import kernels` names the package only to reach a room
-    reaches_room = any(
-        room_of(m) in ALLOWED and room_of(m) != "chunkc" for m in imports(ast.parse(source), package)
-    )
+    reaches_room = any(room_of(m) in ALLOWED and room_of(m) != "chunkc" for m in imports(ast.parse(source), package))
     return wanted - ({"chunkc"} if reaches_room else set())
 
 
@@ -114,8 +112,7 @@ def test_the_packages_listed_are_the_folders_there_are() -> None:
     folders = {
         path.parent.relative_to(ROOT).as_posix()
         for path in ROOT.rglob("__init__.py")
-        if path.relative_to(ROOT).parts[0] not in left_out
-        and not path.relative_to(ROOT).parts[0].startswith(".")
+        if path.relative_to(ROOT).parts[0] not in left_out and not path.relative_to(ROOT).parts[0].startswith(".")
     }
     assert folders == set(SETUP["package-dir"].values())
     assert set(SETUP["packages"]) == set(SETUP["package-dir"]) == set(ALLOWED)

@@ -99,10 +99,7 @@ BAD = [
     ),
     *(("memory_budget", value) for value in ("9" * 5000 + "GiB", "6GiB\nmore", "٦GiB")),
     *(("chunk_size", value) for value in ("80%", 4095, "4kB", True, 4096.0, "big", None)),
-    *(
-        ("home", value)
-        for value in ("gpu", "disk:", "disk: ", "cpu:x", "disk:a\0b", "", 3, None, Path("disk"))
-    ),
+    *(("home", value) for value in ("gpu", "disk:", "disk: ", "cpu:x", "disk:a\0b", "", 3, None, Path("disk"))),
     *(("codegen", value) for value in ("Inductor", "", None, True)),
     *(("whole_graph", value) for value in ("always", True, None)),
     *(("verify", value) for value in (1, 0, "yes", "true", None)),
@@ -193,9 +190,7 @@ def test_a_budget_of_nothing_is_an_error(budget: str, total: int, available: int
 def _machine(root: Path, *, cgroup: str = "") -> Path:
     (root / "proc/self").mkdir(parents=True)
     (root / "sys/fs/cgroup").mkdir(parents=True)
-    (root / "proc/meminfo").write_text(
-        "MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 600 kB\nHugePages_Total: 0\n"
-    )
+    (root / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 600 kB\nHugePages_Total: 0\n")
     (root / "proc/self/cgroup").write_text(cgroup)
     return root
 

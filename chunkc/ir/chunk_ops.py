@@ -1,13 +1,13 @@
 """The chunk nodes of a rewritten FX graph. They are targets only: the runtime lowers them, nothing calls them.
 
-    %prefetch   = prefetch("param:3")                      take a slot, start to fill it from home
-    %wait       = wait("param:3")                          the copy, either way, is done
-    %p          = parameter("param:3", "h.2.mlp.weight")   a view of the slot
-    %sink       = sink("h.2.mlp.weight", "grad:3", %g, True)   a gradient into its slot (None: resident, into
-                                                           `p.grad`); True: nothing else reads its storage
-    %write_back = write_back("grad:3")                     start to copy the slot home
-    %evict      = evict("param:3")                         give the slot back
-    %update     = update(3, 0, 65536)                      one fused optimizer pass over these elements of group 3
+%prefetch   = prefetch("param:3")                      take a slot, start to fill it from home
+%wait       = wait("param:3")                          the copy, either way, is done
+%p          = parameter("param:3", "h.2.mlp.weight")   a view of the slot
+%sink       = sink("h.2.mlp.weight", "grad:3", %g, True)   a gradient into its slot (None: resident, into
+                                                       `p.grad`); True: nothing else reads its storage
+%write_back = write_back("grad:3")                     start to copy the slot home
+%evict      = evict("param:3")                         give the slot back
+%update     = update(3, 0, 65536)                      one fused optimizer pass over these elements of group 3
 """
 
 from __future__ import annotations

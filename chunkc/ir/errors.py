@@ -66,9 +66,7 @@ class BudgetError(ChunkcError):
 
 def _rebuild_budget_error(fields: tuple) -> BudgetError:
     minimum, budget, moment, module, contents = fields
-    return BudgetError(
-        minimum_nbytes=minimum, budget_nbytes=budget, moment=moment, module=module, contents=contents
-    )
+    return BudgetError(minimum_nbytes=minimum, budget_nbytes=budget, moment=moment, module=module, contents=contents)
 
 
 class HomeError(ChunkcError, OSError):
@@ -89,3 +87,6 @@ class VerificationError(ChunkcError):
     def __init__(self, violations: Sequence[str]) -> None:
         self.violations = tuple(violations)
         super().__init__("the plan is not valid:\n  " + "\n  ".join(self.violations))
+
+    def __reduce__(self) -> tuple:
+        return VerificationError, (self.violations,)

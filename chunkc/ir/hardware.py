@@ -18,7 +18,5 @@ class Hardware:
     to_home_bytes_per_s: float
 
 
-CPU = Hardware(
-    flops_per_s=1.0e11, memory_bytes_per_s=1.5e10, to_device_bytes_per_s=2.0e9, to_home_bytes_per_s=1.5e9
-)
+CPU = Hardware(flops_per_s=1.0e11, memory_bytes_per_s=1.5e10, to_device_bytes_per_s=2.0e9, to_home_bytes_per_s=1.5e9)
 """A few cores with a disk behind the page cache: cautious round figures."""

@@ -100,7 +100,7 @@ class PhaseProgram:
         return found
 
     def returning(self, parameters: frozenset[str]) -> PhaseProgram:
-        """The program that returns these parameters' gradients, as autograd hooks on them need, and sinks the others."""
+        """The program that returns these parameters' gradients to autograd, for hooks on them, and sinks the others."""
         if not parameters:
             return self
         outputs = list(self.outputs)

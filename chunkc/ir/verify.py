@@ -5,8 +5,8 @@ It shares no code with the planner. It walks the graph in order and keeps, per c
 newer than home. Bytes are counted by reference counts over storages, not by lifetimes.
 
 Rules, by the words their violations begin with:
-    read      a parameter view is read only while its chunk is in the same slot, with its data ready
-    write     a gradient or an update goes only into a slot that is ready and under no copy
+    read      a parameter is read from the chunk it lies in, while that is in the same slot with its data ready
+    write     gradients and updates go into their own chunk's slot, ready and under no copy; all that are due, once
     slot      a slot is given back only when no copy to or from it is under way
     dirty     a slot with data newer than home is not given back before it was written back
     state     no event makes sense twice: no prefetch of a present chunk, no wait or evict of an absent one
@@ -23,8 +23,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from chunkc.ir import chunk_ops
-from chunkc.ir.chunks import GRAD, ChunkLayout, chunk_name
+from chunkc.ir.chunks import GRAD, PARAM, ChunkLayout, chunk_name, split_chunk_name
 from chunkc.ir.program import SegmentMemory
 
 
@@ -61,6 +60,9 @@ class _Checker:
         self.holders: Counter[str] = Counter()  # storage -> values alive in it
         self.held: set[str] = set()
         self.peak_nbytes = 0
+        self.group_of = layout.group_of()
+        self.sunk: Counter[str] = Counter()
+        self.updated: dict[int, list[tuple[int, int]]] = {}
 
     def _new_slot(self) -> _Slot:
         self.generations += 1
@@ -184,17 +186,23 @@ class _Checker:
         slot.copying, slot.dirty = "out", False
 
     def on_parameter(self, node: fx.Node, chunk: str, name: str) -> None:
+        if split_chunk_name(chunk) != (PARAM, self.group_of.get(name)):
+            self.fail("read", node, f"{name} does not lie in {chunk}")
         slot = self.slots.get(chunk)
         if slot is None or not slot.ready:
             self.fail("read", node, f"{name} is read from {chunk}, which is not there and ready")
         self.view_of[node] = (chunk, slot.generation if slot else -1)
 
     def on_sink(self, node: fx.Node, name: str, chunk: str | None, gradient: fx.Node, owned: bool) -> None:
+        self.sunk[name] += 1
         if chunk is not None:
+            if split_chunk_name(chunk) != (GRAD, self.group_of.get(name)):
+                self.fail("write", node, f"the gradient of {name} does not lie in {chunk}")
             self._write(node, chunk, f"the gradient of {name}")
         self.read_once(gradient)
 
     def on_update(self, node: fx.Node, group: int, begin: int, end: int) -> None:
+        self.updated.setdefault(group, []).append((begin, end))
         for kind in self.layout.groups[group].update_kinds:
             chunk = chunk_name(kind, group, (begin, end))
             if kind == GRAD:
@@ -227,6 +235,8 @@ def verify_phase(
     budget_nbytes: int,
     present: Collection[str] = (),
     kept: Collection[str] = (),
+    gradients: Collection[str] | None = None,
+    updates: Collection[int] | None = None,
 ) -> list[str]:
     """Check one rewritten phase; the violations found, none when it is safe.
 
@@ -235,6 +245,8 @@ def verify_phase(
         fixed_nbytes: bytes on the compute tier that the phase does not touch: residents, other graphs' values.
         present: chunks that have a ready, clean slot when the phase begins.
         kept: chunks that must have one, and no others, when it ends.
+        gradients: parameters whose gradients must be sunk, once each, and no others'; None: whichever are.
+        updates: groups that must be updated, every element once, and no others; None: whichever are.
     """
     checker = _Checker(graph, layout, memories, fixed_nbytes, budget_nbytes, present)
     checker.walk()
@@ -243,4 +255,15 @@ def verify_phase(
     for chunk, slot in checker.slots.items():
         if slot.copying or slot.dirty or not slot.ready:
             checker.fail("end", None, f"{chunk} is left dirty or under a copy")
+    if gradients is not None:
+        for name in sorted(set(checker.sunk) | set(gradients)):
+            if checker.sunk[name] != (1 if name in gradients else 0):
+                checker.fail("write", None, f"the gradient of {name} is sunk {checker.sunk[name]} times")
+    if updates is not None:
+        for group in sorted(set(checker.updated) | set(updates)):
+            tiles = sorted(checker.updated.get(group, []))
+            ends = [0, *(end for _, end in tiles)]
+            is_whole = [begin for begin, _ in tiles] == ends[:-1] and ends[-1] == layout.groups[group].numel
+            if not is_whole or group not in updates:
+                checker.fail("write", None, f"the updates of group {group} cover {tiles}")
     return checker.violations

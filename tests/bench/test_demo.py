@@ -28,9 +28,7 @@ def test_command_line_defaults():
 def test_command_line(tmp_path: Path):
     data = tmp_path / "data"
     data.write_text("x")
-    args = parse_args(
-        ["--steps", "5", "--fraction", "0.25", "--size", "tiny", "--data", str(data), "--out", "o"]
-    )
+    args = parse_args(["--steps", "5", "--fraction", "0.25", "--size", "tiny", "--data", str(data), "--out", "o"])
     assert (args.steps, args.fraction, args.size) == (5, Fraction(1, 4), "tiny")
     assert (args.data, args.out) == (data, Path("o"))
 
@@ -79,9 +77,7 @@ def test_the_model_is_causal_and_its_loss_starts_at_that_of_chance():
 
 
 def test_a_spec_survives_the_command_line_of_its_process():
-    spec = RunSpec(
-        "chunkc", SIZES["tiny"][0], 2, 5, 0, 3e-4, data="a b", memory_budget_nbytes=7, is_limited=True
-    )
+    spec = RunSpec("chunkc", SIZES["tiny"][0], 2, 5, 0, 3e-4, data="a b", memory_budget_nbytes=7, is_limited=True)
     assert RunSpec.from_json(spec.to_json()) == spec
 
 
@@ -98,9 +94,7 @@ def _result(losses: tuple[float, ...] = (3.0, 2.0, 1.0, 0.5), **end: Any) -> Run
 
 
 def _summary(limited: RunResult | None = None) -> dict[str, Any]:
-    plain = RunResult(
-        22_000_000, (3.0, 2.0, 1.0, 0.5005), (8.0, 2.0, 1.0, 1.0), {"measured_peak_nbytes": 300}
-    )
+    plain = RunResult(22_000_000, (3.0, 2.0, 1.0, 0.5005), (8.0, 2.0, 1.0, 1.0), {"measured_peak_nbytes": 300})
     return summarise(plain, limited or _result(), _result(), 100)
 
 
@@ -227,9 +221,7 @@ def test_plain_runs_repeat_to_the_bit_and_are_metered(tmp_path: Path):
 def test_the_whole_demonstration(tmp_path: Path):
     assert demo.main(["--size", "tiny", "--steps", "4", "--fraction", "3/4", "--out", str(tmp_path)]) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (
-        summary["measured_peak_nbytes"] <= summary["predicted_peak_nbytes"] <= summary["memory_budget_nbytes"]
-    )
+    assert summary["measured_peak_nbytes"] <= summary["predicted_peak_nbytes"] <= summary["memory_budget_nbytes"]
     assert summary["losses"] == summary["unlimited_budget_losses"]
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")

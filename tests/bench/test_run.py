@@ -27,9 +27,7 @@ TINY = GPTConfig(num_layers=1, width=32, num_heads=2, length=16)
 NOW = datetime(2026, 1, 31, 12, 5, tzinfo=UTC)
 
 
-def _turn(
-    *step_s: float, losses: tuple[float, ...] = (3.0,), counters: dict[str, float] | None = None
-) -> Turn:
+def _turn(*step_s: float, losses: tuple[float, ...] = (3.0,), counters: dict[str, float] | None = None) -> Turn:
     return Turn(step_s, step_s, step_s, losses, counters or {})
 
 

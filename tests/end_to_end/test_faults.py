@@ -74,9 +74,7 @@ def model_nbytes(model: nn.Module) -> int:
 def compiled_anew(model: nn.Module, **options: Any) -> nn.Module:
     """The same model after a failed compilation, as a user would compile it again."""
     torch._dynamo.reset()
-    return torch.compile(
-        model, backend="chunkc", options={"codegen": "eager", "whole_graph": "never", **options}
-    )
+    return torch.compile(model, backend="chunkc", options={"codegen": "eager", "whole_graph": "never", **options})
 
 
 def expected_losses(num_steps: int) -> list[np.ndarray]:
@@ -120,9 +118,7 @@ class Disk:
             return
         disk = os.statvfs(self.path)
         used_nbytes = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
-        subprocess.run(
-            ["mount", "-o", f"remount,size={max(4096, used_nbytes + nbytes)}", str(self.path)], check=True
-        )
+        subprocess.run(["mount", "-o", f"remount,size={max(4096, used_nbytes + nbytes)}", str(self.path)], check=True)
 
 
 @pytest.fixture(params=["tmpfs", "patched"])
@@ -211,9 +207,7 @@ def test_a_disk_that_is_full_at_the_first_optimizer_step(disk: Disk) -> None:
 @pytest.mark.parametrize("where", ["absent", "a file", "read-only"])
 def test_an_unwritable_home_directory(tmp_path: Path, where: str, place: bool) -> None:
     """The message names the directory; the model is left as it was."""
-    directory = {"absent": tmp_path / "absent", "a file": tmp_path / "file", "read-only": Path("/proc")}[
-        where
-    ]
+    directory = {"absent": tmp_path / "absent", "a file": tmp_path / "file", "read-only": Path("/proc")}[where]
     (tmp_path / "file").touch()
     model = CASE.build(0)
     before = addresses(model)
@@ -334,9 +328,7 @@ def test_a_failed_optimizer_step_tears_no_parameter(
     """Each parameter is as before the step or as after it."""
 
     def until_the_step() -> tuple[nn.Module, Any]:
-        model, compiled = compile_case(
-            CASE, memory_budget=small_budget(), home=f"disk:{tmp_path}", whole_graph="never"
-        )
+        model, compiled = compile_case(CASE, memory_budget=small_budget(), home=f"disk:{tmp_path}", whole_graph="never")
         optimizer = adamw(model.parameters())
         train_steps(compiled, optimizer, range(1))
         compiled(**CASE.batch(1)).backward()
@@ -365,9 +357,7 @@ def test_a_failed_optimizer_step_tears_no_parameter(
 
 def test_a_batch_whose_loss_is_nan_can_be_left_out() -> None:
     """`if isfinite(loss)`, as many training loops do: as if the batch had never been."""
-    model, compiled = compile_case(
-        CASE, memory_budget=small_budget(), home="disk", whole_graph="never", debug=True
-    )
+    model, compiled = compile_case(CASE, memory_budget=small_budget(), home="disk", whole_graph="never", debug=True)
     optimizer = adamw(model.parameters())
     losses = train_steps(compiled, optimizer, range(1))
     loss = compiled(x=torch.full((8, 64), float("nan")))

@@ -67,9 +67,7 @@ INTERRUPTED = Case("interrupted", Interrupted, byte_batch, num_graphs=2)
 @pytest.mark.parametrize("home", ["cpu", "disk"])
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_control_c_between_graphs(when: str, home: str) -> None:
-    model, compiled = compile_case(
-        INTERRUPTED, memory_budget=2 * small_budget(home), home=home, whole_graph="never"
-    )
+    model, compiled = compile_case(INTERRUPTED, memory_budget=2 * small_budget(home), home=home, whole_graph="never")
     optimizer = adamw(model.parameters())
     losses = train_steps(compiled, optimizer, range(1))
     before = weights(model)

@@ -33,9 +33,7 @@ class Deep(nn.Module):
         return (x - y).square().mean()
 
 
-DEEP = Case(
-    "deep", Deep, lambda seed: {"x": floats(seed, (ROWS, WIDTH)), "y": floats(seed + 1000, (ROWS, WIDTH))}
-)
+DEEP = Case("deep", Deep, lambda seed: {"x": floats(seed, (ROWS, WIDTH)), "y": floats(seed + 1000, (ROWS, WIDTH))})
 
 
 @pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -103,9 +103,7 @@ RECIPES = st.builds(
     fraction=st.floats(0.0, 1.0),
     home=st.sampled_from(("cpu", "disk")),
 )
-def test_random_modules_train_to_the_same_bits(
-    recipe: Recipe, chunk_nbytes: int, fraction: float, home: str
-) -> None:
+def test_random_modules_train_to_the_same_bits(recipe: Recipe, chunk_nbytes: int, fraction: float, home: str) -> None:
     """`fraction` of the way from the minimum to everything, inside a hard limit."""
     case = _case(recipe)
     shared = {"chunk_size": chunk_nbytes, "whole_graph": "never", "steps": 2}

@@ -23,9 +23,7 @@ def tiny_plan() -> Plan:
     """Three layers of one chunk each, forward and backward, under the smallest budget and one chunk more."""
     layout = lay_out([ParamSpec(f"h.{i}.w", (1024,), (1,), torch.float32, True) for i in range(3)], 4096)
 
-    def call(
-        phase: str, number: int, layer: int, nbytes: int, writes: frozenset[str] = frozenset()
-    ) -> Position:
+    def call(phase: str, number: int, layer: int, nbytes: int, writes: frozenset[str] = frozenset()) -> Position:
         reads = frozenset({f"param:{layer}"})
         return Position(f"{phase}.{number}", phase, nbytes, "aten.mm", f"h.{layer}", reads, writes, 1.0)
 

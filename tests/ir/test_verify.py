@@ -27,9 +27,7 @@ from chunkc.passes.profile import positions
 HUGE = 1 << 40
 NUM_LAYERS = 4
 CHUNK_NBYTES = 4096
-LAYOUT = lay_out(
-    [ParamSpec(f"h.{i}.w", (1024,), (1,), torch.float32, True) for i in range(NUM_LAYERS)], CHUNK_NBYTES
-)
+LAYOUT = lay_out([ParamSpec(f"h.{i}.w", (1024,), (1,), torch.float32, True) for i in range(NUM_LAYERS)], CHUNK_NBYTES)
 HARDWARE = Hardware(1.0, 1.0, 4096.0, 4096.0)
 """A chunk takes as long as a call: copies are spread over the calls around them."""
 
@@ -157,16 +155,12 @@ def case(phase: str, spare: int = 0) -> Case:
         tiles = update_tiles(LAYOUT, range(NUM_LAYERS), 0)
         calls = update_positions(LAYOUT, tiles, 100)
         budget = check_minimum(calls, LAYOUT, HUGE, 0) + spare
-        plan = plan_phases(
-            [("update", calls)], LAYOUT, budget_nbytes=budget, resident=frozenset(), hardware=HARDWARE
-        )
+        plan = plan_phases([("update", calls)], LAYOUT, budget_nbytes=budget, resident=frozenset(), hardware=HARDWARE)
         graph = insert_update_events(plan.phases[0], tiles)
         return Case(plan, graph.graph, {"fixed_nbytes": fixed + 100, "budget_nbytes": budget})
     plan = plan_step(None, spare)
     program, index = (forward_program(), 0) if phase == "forward" else (backward_program(), 1)
-    graph = insert_events(
-        program, plan.phases[index], MODULES, group_of=LAYOUT.group_of(), resident=frozenset()
-    )
+    graph = insert_events(program, plan.phases[index], MODULES, group_of=LAYOUT.group_of(), resident=frozenset())
     options = {"fixed_nbytes": fixed, "budget_nbytes": plan.budget_nbytes}
     options |= {"kept": plan.kept} if phase == "forward" else {"present": plan.kept}
     return Case(plan, graph.graph, options)
@@ -463,9 +457,7 @@ def a_value_is_read_again_later(c: Case) -> None:
 def a_call_needs_more_than_planned(c: Case) -> None:
     memory = MEMORIES["layer_backward"]
     more = (MemoryStep("mm", "h", 4197), *memory.steps[1:])
-    c.names["layer_backward"] = SegmentMemory(
-        more, memory.input_released, memory.outputs, memory.storage_nbytes
-    )  # type: ignore[assignment]
+    c.names["layer_backward"] = SegmentMemory(more, memory.input_released, memory.outputs, memory.storage_nbytes)  # type: ignore[assignment]
 
 
 @sabotage("end", "backward")
@@ -591,12 +583,8 @@ def run_is_safe(subject: Case) -> bool:
             slot.copying = "out"
         elif kind == EVICT and slots.pop(chunk).copying:
             return False
-    lost = [
-        chunk for chunk, version in newest.items() if chunk not in slots and home.get(chunk, 0) != version
-    ]
-    stale = [
-        chunk for chunk, slot in slots.items() if slot.copying or home.get(chunk, 0) != newest.get(chunk, 0)
-    ]
+    lost = [chunk for chunk, version in newest.items() if chunk not in slots and home.get(chunk, 0) != version]
+    stale = [chunk for chunk, slot in slots.items() if slot.copying or home.get(chunk, 0) != newest.get(chunk, 0)]
     return not lost and not stale and set(slots) == set(subject.options.get("kept", ()))
 
 

@@ -25,9 +25,7 @@ ADAM_L2 = AdamHyper(lr=1e-2, weight_decay=0.1, step=3, decoupled=False)
 Run = list[Tensor | None]
 
 
-def make_run(
-    num_elements: int, dtype: torch.dtype = FP32, grad_dtype: torch.dtype = FP32, seed: int = 0
-) -> Run:
+def make_run(num_elements: int, dtype: torch.dtype = FP32, grad_dtype: torch.dtype = FP32, seed: int = 0) -> Run:
     """[param, grad, exp_avg, exp_avg_sq, master] as some training step leaves them."""
     generator = torch.Generator().manual_seed(seed)
     value, grad, exp_avg, exp_avg_sq = torch.randn(4, num_elements, generator=generator)
@@ -53,17 +51,13 @@ def assert_same_bits(run: Run, other: Run) -> None:
 
 def num_compiled() -> Counter[str]:
     """What Inductor and Dynamo count per compilation, cache hits too."""
-    return Counter(
-        {f"{group}.{name}": n for group in ("inductor", "stats") for name, n in counters[group].items()}
-    )
+    return Counter({f"{group}.{name}": n for group in ("inductor", "stats") for name, n in counters[group].items()})
 
 
 def with_special_values(run: Run) -> Run:
     """Infinities, NaN, signed zeros, subnormals and rounding ties at several places of every tensor."""
     infinity = float("inf")
-    special = torch.tensor(
-        [infinity - infinity, infinity, -infinity, 0, -0.0, 1e-40, 1 + 2**-8, 1 + 3 * 2**-8]
-    )
+    special = torch.tensor([infinity - infinity, infinity, -infinity, 0, -0.0, 1e-40, 1 + 2**-8, 1 + 3 * 2**-8])
     for shift, tensor in enumerate(run):
         if tensor is not None:
             for start in range(shift, tensor.numel() - len(special), 37):

@@ -61,9 +61,7 @@ def test_attribute_path_of_what_dynamo_really_writes() -> None:
 
 
 def test_module_path_is_the_innermost_module() -> None:
-    node = trace(lambda x: (x + 1,), torch.ones(2)).find_nodes(
-        op="call_function", target=torch.ops.aten.add.Tensor
-    )[0]
+    node = trace(lambda x: (x + 1,), torch.ones(2)).find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)[0]
     node.meta.pop("nn_module_stack", None)
     assert graphs.module_path(node) == ""
     node.meta["nn_module_stack"] = {
@@ -76,9 +74,7 @@ def test_module_path_is_the_innermost_module() -> None:
 
 
 def test_module_path_of_a_backward_node_is_its_forwards() -> None:
-    node = trace(lambda x: (x + 1,), torch.ones(2)).find_nodes(
-        op="call_function", target=torch.ops.aten.add.Tensor
-    )[0]
+    node = trace(lambda x: (x + 1,), torch.ones(2)).find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)[0]
     node.meta.pop("nn_module_stack", None)
     node.meta["fwd_nn_module_stack"] = {"a": ("L['self']._modules['head']", object)}
     assert graphs.module_path(node) == "head"

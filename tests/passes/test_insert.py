@@ -36,9 +36,7 @@ def call(name: str, inputs: str, outputs: str, storages: str, parameters=(), gra
     )
 
 
-def program(
-    *calls: SegmentCall, outputs: tuple[str | None, ...] = (), **inputs: tuple[str, int]
-) -> PhaseProgram:
+def program(*calls: SegmentCall, outputs: tuple[str | None, ...] = (), **inputs: tuple[str, int]) -> PhaseProgram:
     storages = dict(inputs.values()) | {
         s: 4 for c in calls for s in c.output_storages if s not in dict(inputs.values())
     }
@@ -54,9 +52,7 @@ def program(
     )
 
 
-def rewritten(
-    subject: PhaseProgram, *stops: tuple[Event, ...], resident: frozenset[int] = frozenset()
-) -> fx.Graph:
+def rewritten(subject: PhaseProgram, *stops: tuple[Event, ...], resident: frozenset[int] = frozenset()) -> fx.Graph:
     stops = stops or ((),) * (len(subject.calls) + 1)
     plan = PhasePlan("backward", stops, ())
     gm = insert_events(subject, plan, {"segment0": nn.Identity()}, group_of=GROUPS, resident=resident)
@@ -184,9 +180,7 @@ def test_outputs_keep_their_places() -> None:
 
 
 def test_every_segment_is_there_once() -> None:
-    subject = program(
-        call("backward.0", "x", "a", "A"), call("backward.1", "a", "b", "B"), outputs=("b",), x=("X", 8)
-    )
+    subject = program(call("backward.0", "x", "a", "A"), call("backward.1", "a", "b", "B"), outputs=("b",), x=("X", 8))
     plan = PhasePlan("backward", ((), (), ()), ())
     segment = nn.Identity()
     gm = insert_events(subject, plan, {"segment0": segment}, group_of={}, resident=frozenset())

@@ -72,11 +72,7 @@ def test_a_block_larger_than_a_chunk_is_torn_at_the_same_places_everywhere() -> 
     specs += [spec("head.weight", 640)]
     layout = lay_out(specs, 2 * 640 * 4)
     check_invariants(layout, specs)
-    torn = [
-        [n.partition(".")[2].partition(".")[2] for n in group]
-        for group in names(layout)
-        if group[0][0:2] == "h."
-    ]
+    torn = [[n.partition(".")[2].partition(".")[2] for n in group] for group in names(layout) if group[0][0:2] == "h."]
     assert torn == [["a", "b"], ["c"]] * 4
 
 
@@ -157,9 +153,7 @@ SPECS = st.lists(
 @settings(deadline=None)
 @given(SPECS, st.integers(256, 20_000))
 def test_nothing_is_lost_and_nothing_overlaps(rows: list[tuple], chunk_nbytes: int) -> None:
-    specs = [
-        spec(f"{block}.p{i}", numel, dtype, train) for i, (block, numel, dtype, train) in enumerate(rows)
-    ]
+    specs = [spec(f"{block}.p{i}", numel, dtype, train) for i, (block, numel, dtype, train) in enumerate(rows)]
     check_invariants(lay_out(specs, chunk_nbytes), specs)
     check_invariants(lay_out(specs), specs)
 

@@ -65,9 +65,7 @@ def from_one_parameter(node: fx.Node, parameters: set[fx.Node]) -> bool:
     return node in parameters
 
 
-def saved_by(
-    model: nn.Module, x: torch.Tensor
-) -> tuple[list[fx.Node], set[fx.Node], torch.Tensor, list[torch.Tensor]]:
+def saved_by(model: nn.Module, x: torch.Tensor) -> tuple[list[fx.Node], set[fx.Node], torch.Tensor, list[torch.Tensor]]:
     """What the forward saves, its parameters, the loss and the gradients that the halves compute."""
     names, parameters = zip(*model.named_parameters())
     found: dict[str, object] = {}
@@ -81,9 +79,7 @@ def saved_by(
     def function(*args: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(model, dict(zip(names, args[:-1])), (args[-1],))
 
-    compiled = aot_function(
-        function, lambda gm, _: gm.forward, lambda gm, _: gm.forward, partition_fn=partition_fn
-    )
+    compiled = aot_function(function, lambda gm, _: gm.forward, lambda gm, _: gm.forward, partition_fn=partition_fn)
     loss = compiled(*parameters, x)
     gradients = torch.autograd.grad(loss, parameters)
     forward = found["forward"]

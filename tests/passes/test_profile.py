@@ -16,14 +16,10 @@ def memory(*nbytes: int, released: tuple[int, ...] = (), outputs: tuple[int, ...
 
 def call(name: str, segment: str, inputs: str, outputs: str, storages: str, **more) -> SegmentCall:
     fields = {"parameters": (), "gradients": (), "module": "", "cost_s": 1.0} | more
-    return SegmentCall(
-        name, segment, tuple(inputs.split()), tuple(outputs.split()), tuple(storages.split()), **fields
-    )
+    return SegmentCall(name, segment, tuple(inputs.split()), tuple(outputs.split()), tuple(storages.split()), **fields)
 
 
-def program(
-    inputs: Mapping[str, str], storages: Mapping[str, int], held: str, outputs, *calls: SegmentCall, **more
-):
+def program(inputs: Mapping[str, str], storages: Mapping[str, int], held: str, outputs, *calls: SegmentCall, **more):
     return PhaseProgram(
         "forward",
         inputs,

@@ -22,9 +22,7 @@ NEVER = Hardware(1.0, 1.0, 1e-12, 1e-12)
 
 
 def call(reads: str = "", writes: str = "", cost_s: float = 1.0) -> Position:
-    return Position(
-        "call", "forward", 0, "op", "", frozenset(reads.split()), frozenset(writes.split()), cost_s
-    )
+    return Position("call", "forward", 0, "op", "", frozenset(reads.split()), frozenset(writes.split()), cost_s)
 
 
 def calls(text: str) -> list[Position]:
@@ -60,9 +58,7 @@ def replay(
     slots: dict[str, Slot] = {}
     num_loads = 0
     for index, stop in enumerate(stops):
-        roof = (
-            max(occupancy[max(0, index - 1)], occupancy[min(index, len(positions) - 1)]) if positions else 0
-        )
+        roof = max(occupancy[max(0, index - 1)], occupancy[min(index, len(positions) - 1)]) if positions else 0
         for event in stop:
             chunk = event.chunk
             assert event.nbytes == sizes[chunk]
@@ -81,9 +77,7 @@ def replay(
                 assert slot.ready
                 assert not slot.dirty, "written back before its slot goes"
                 assert not slot.leaving, "waited for before its slot goes"
-                assert not any(slot.sent_at < b < index for b in barriers if slot.sent_at), (
-                    "write-back over a barrier"
-                )
+                assert not any(slot.sent_at < b < index for b in barriers if slot.sent_at), "write-back over a barrier"
             assert sum(sizes[c] for c in slots) <= roof, "never more than around it"
         if index == len(positions):
             break
@@ -94,9 +88,7 @@ def replay(
                 assert not slots[chunk].leaving, "a slot is not written during its write-back"
                 slots[chunk].dirty = True
             if slots[chunk].arrived_at >= 0:
-                assert not any(slots[chunk].arrived_at < b <= index for b in barriers), (
-                    "a load over a barrier"
-                )
+                assert not any(slots[chunk].arrived_at < b <= index for b in barriers), "a load over a barrier"
                 slots[chunk].arrived_at = -1  # its first use is over
         assert occupancy[index] == sum(sizes[c] for c in slots)
         assert occupancy[index] <= capacity[index]
@@ -104,9 +96,7 @@ def replay(
     return num_loads
 
 
-def plan(
-    text: str, capacity: int, hardware: Hardware = INSTANT, barriers: Sequence[int] = ()
-) -> tuple[Stops, int]:
+def plan(text: str, capacity: int, hardware: Hardware = INSTANT, barriers: Sequence[int] = ()) -> tuple[Stops, int]:
     positions = calls(text)
     sizes = {chunk: 1 for position in positions for chunk in position.chunks}
     capacities = [capacity] * len(positions)

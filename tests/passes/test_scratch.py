@@ -222,9 +222,7 @@ def test_dropout_activations_and_pooling(dtype: torch.dtype) -> None:
     check(aten.avg_pool2d.default, x, [2, 2])
     check(aten.avg_pool2d_backward.default, pooled, x, [2, 2], [], [0, 0], False, True, None)
     check(aten._adaptive_avg_pool2d.default, x, [3, 3])
-    check(
-        aten._adaptive_avg_pool2d_backward.default, torch.ones(8, 64, 1, 1).to(dtype).expand(8, 64, 3, 3), x
-    )
+    check(aten._adaptive_avg_pool2d_backward.default, torch.ones(8, 64, 1, 1).to(dtype).expand(8, 64, 3, 3), x)
     prims = torch.ops.prims
     check(prims._low_memory_max_pool_with_offsets.default, x, [2, 2], [2, 2], [0, 0], [1, 1], False)
     check(prims.fma.default, x, x, x)

@@ -79,9 +79,7 @@ def test_matrix_products(left: str, right: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "shape", [(512, 256, 768), (512, 1000, 64), (64, 64, 4000), (4000, 64, 64), (64, 4000, 64)]
-)
+@pytest.mark.parametrize("shape", [(512, 256, 768), (512, 1000, 64), (64, 64, 4000), (4000, 64, 64), (64, 4000, 64)])
 def test_large_low_precision_products(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     rows, inner, columns = shape
     for left in ("contiguous", "transposed"):

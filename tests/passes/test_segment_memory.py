@@ -226,9 +226,7 @@ def test_a_wrapper_without_a_call_is_refused() -> None:
 
 def test_a_method_is_read_like_a_function() -> None:
     body = "\n".join("    " + line for line in WRAPPER.split("\n\n", 1)[1].splitlines())
-    source = f"class Runner:\n{body}".replace("def call(args)", "def call(self, args)").replace(
-        "{line}", "del buf1"
-    )
+    source = f"class Runner:\n{body}".replace("def call(args)", "def call(self, args)").replace("{line}", "del buf1")
     kernel = WRAPPER.split("\n\n", 1)[0]
     assert replay(source=f"{kernel}\n{source}") == replay()
 
@@ -240,8 +238,6 @@ def test_segments_without_arithmetic_are_not_compiled() -> None:
 
 def test_the_operator_run_by_aten_is_not_given_to_inductor() -> None:
     args = [torch.randn(32, 16), torch.randint(10, (32,))]
-    segment = compiled(
-        lambda g, i: (aten.embedding_dense_backward.default(g, i, 10, -1, False),), args, "inductor"
-    )
+    segment = compiled(lambda g, i: (aten.embedding_dense_backward.default(g, i, 10, -1, False),), args, "inductor")
     assert [step.op for step in segment.memory.steps] == ["aten.embedding_dense_backward"]
     check_peak(segment, args)

@@ -54,9 +54,7 @@ def mlp_graph(num_layers: int, width: int = 8) -> tuple[fx.GraphModule, list[tor
     return gm, args
 
 
-def cut_mlp(
-    num_layers: int, groups: Sequence[int], *, whole: bool = False
-) -> tuple[list[list[str]], fx.GraphModule]:
+def cut_mlp(num_layers: int, groups: Sequence[int], *, whole: bool = False) -> tuple[list[list[str]], fx.GraphModule]:
     gm, _ = mlp_graph(num_layers)
     by_node = dict(zip(placeholders(gm.graph)[1:], groups))
     return [ops(run) for run in cut(gm.graph, groups=by_node, gradient_groups={}, whole=whole)], gm
@@ -240,9 +238,7 @@ def test_views_that_nobody_reads_go() -> None:
     w = placeholders(gm.graph)[1]
     clone_parameter_views(gm.graph, [w])
     assert all(node.users for node in gm.graph.nodes if is_compute(node))
-    torch.testing.assert_close(
-        fx.GraphModule(gm, gm.graph)(torch.ones(4), torch.ones(16))[0], torch.full((4,), 2.0)
-    )
+    torch.testing.assert_close(fx.GraphModule(gm, gm.graph)(torch.ones(4), torch.ones(16))[0], torch.full((4,), 2.0))
 
 
 def test_views_that_the_graph_returns_are_home_views() -> None:

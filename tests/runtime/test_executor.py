@@ -15,6 +15,7 @@ from chunkc.ir import chunk_ops
 from chunkc.ir.chunks import ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
 from chunkc.ir.errors import ChunkStateError, HomeError
 from chunkc.runtime import cpu_allocator
+from chunkc.runtime.arena import Arena
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
 from chunkc.runtime.homes import MemoryHome
 from chunkc.runtime.store import ChunkStore
@@ -30,12 +31,10 @@ def make_store(*names: str) -> tuple[ChunkStore, dict[str, nn.Parameter]]:
     """Square parameters of the given names, each the only one of its group, filled with 1, 2, ..."""
     parameters = {name: nn.Parameter(torch.full((WIDTH, WIDTH), i + 1.0)) for i, name in enumerate(names)}
     groups = tuple(
-        ChunkGroup(
-            i, p.dtype, True, 64, (TensorSlice(ParamSpec(n, (WIDTH, WIDTH), (WIDTH, 1), p.dtype, True), 0),)
-        )
+        ChunkGroup(i, p.dtype, True, 64, (TensorSlice(ParamSpec(n, (WIDTH, WIDTH), (WIDTH, 1), p.dtype, True), 0),))
         for i, (n, p) in enumerate(parameters.items())
     )
-    store = ChunkStore(ChunkLayout(0, (), ()), MemoryHome(), CpuTier(), debug=True)
+    store = ChunkStore(ChunkLayout(0, (), ()), Arena(MemoryHome()), CpuTier(), debug=True)
     store.place(ChunkLayout(4096, groups, ()), parameters, frozenset())
     return store, parameters
 
@@ -410,7 +409,7 @@ def test_a_second_error_while_slots_are_given_back_is_a_note() -> None:
         def no_space(*args: object) -> None:
             raise HomeError("the disk is on fire")
 
-        store.home.write = no_space  # type: ignore[method-assign]
+        store.arena.home.write = no_space  # type: ignore[method-assign]
         raise ZeroDivisionError("oops")
 
     segments = {"square": boxed(lambda x: x.expand(WIDTH, WIDTH).clone()), "fail": fail}

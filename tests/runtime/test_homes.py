@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from chunkc.runtime.homes import DiskHome, Home, MemoryHome, Region, open_home
 
 from chunkc.ir.errors import HomeError, OptionsError
+from chunkc.runtime.homes import DiskHome, Home, MemoryHome, Region, open_home
 
 MIB = 1 << 20
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]
@@ -189,9 +189,7 @@ def test_everything_goes_with_the_last_user(tmp_path: Path) -> None:
     assert open_fds() == before
 
 
-def test_closing_does_not_pull_the_file_from_under_a_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_does_not_pull_the_file_from_under_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = DiskHome(str(tmp_path))
     region = home.allocate(100)
     expected = random_bytes(100)

@@ -215,9 +215,7 @@ def waits_of(phase: str, executable: executor.Executable) -> list[Wait]:
             if instruction.method == "wait":
                 found.append(Wait(phase, index, instruction.chunk, way[instruction.chunk]))
             else:
-                way[instruction.chunk] = {"prefetch": "in", "write_back": "out"}.get(
-                    instruction.method, "none"
-                )
+                way[instruction.chunk] = {"prefetch": "in", "write_back": "out"}.get(instruction.method, "none")
     return found
 
 
@@ -294,15 +292,11 @@ class Subject:
             graph: Any = records[phase].graph
             (planned,) = [step for step in graph._plans.values() if step.plan is records[phase].plan]
             found[phase] = planned.phases[phase].executable
-        (found["update"],) = [
-            e for e, plan in self.session.update_plans.values() if plan is records["update"].plan
-        ]
+        (found["update"],) = [e for e, plan in self.session.update_plans.values() if plan is records["update"].plan]
         return found
 
     def waits(self) -> list[Wait]:
-        return [
-            wait for phase, executable in self.executables().items() for wait in waits_of(phase, executable)
-        ]
+        return [wait for phase, executable in self.executables().items() for wait in waits_of(phase, executable)]
 
     def outcome_without(self, wait: Wait, *, forced: bool) -> tuple[list[str], BaseException | None]:
         """How a step without that wait differs from one with it; or the error it raised."""

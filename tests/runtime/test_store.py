@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from chunkc.ir.chunks import ChunkGroup, ChunkLayout, ParamSpec, TensorSlice, chunk_name
 from chunkc.ir.errors import ChunkStateError, HomeError, StreamError, UnsupportedError
+from chunkc.runtime.arena import MAX_REGIONS_PER_CALL, Arena
 from chunkc.runtime.homes import DiskHome, Home, MemoryHome
 from chunkc.runtime.states import ChunkState
-from chunkc.runtime.store import MAX_REGIONS_PER_CALL, ChunkStore
+from chunkc.runtime.store import ChunkStore
 from chunkc.runtime.streams import WorkerStream
 from chunkc.runtime.tier import CpuTier
 
@@ -69,7 +70,7 @@ def placed(
 ) -> tuple[ChunkStore, Parameters]:
     """A store with `make_parameters` placed in it."""
     parameters = make_parameters(**options)
-    store = ChunkStore(EMPTY, home or MemoryHome(), CpuTier(), debug)
+    store = ChunkStore(EMPTY, Arena(home or MemoryHome()), CpuTier(), debug)
     store.place(layout_of(parameters), parameters, resident)
     return store, parameters
 
@@ -181,7 +182,7 @@ def test_a_resident_group_takes_no_room_at_home() -> None:
 def test_placing_resident_parameters_moves_nothing() -> None:
     parameters = make_parameters()
     addresses = {name: p.data_ptr() for name, p in parameters.items()}
-    store = ChunkStore(EMPTY, MemoryHome(), CpuTier())
+    store = ChunkStore(EMPTY, Arena(MemoryHome()), CpuTier())
     store.place(layout_of(parameters), parameters, frozenset({0, 1, 2}))
     assert {name: p.data_ptr() for name, p in parameters.items()} == addresses
 
@@ -191,7 +192,7 @@ def test_a_gradient_from_before_is_adopted(home: Home) -> None:
     gradients = random_gradients(1, parameters)
     for name, gradient in gradients.items():
         parameters[name].grad = gradient.clone()
-    store = ChunkStore(EMPTY, home, CpuTier(), True)
+    store = ChunkStore(EMPTY, Arena(home), CpuTier(), True)
     store.place(layout_of(parameters), parameters, frozenset())
     for name, gradient in gradients.items():
         assert torch.equal(parameters[name].grad, gradient)
@@ -205,7 +206,7 @@ def test_a_layout_is_extended(home: Home) -> None:
     """A second graph brings new parameters: the first one's stay where they are."""
     parameters = make_parameters()
     first = {name: parameters[name] for name in ("conv", "matrix")}
-    store = ChunkStore(EMPTY, home, CpuTier(), True)
+    store = ChunkStore(EMPTY, Arena(home), CpuTier(), True)
     store.place(layout_of(first, GROUPS[:1]), first, frozenset())
     addresses = [p.data_ptr() for p in first.values()]
     others = {name: parameters[name] for name in ("frozen", "last")}
@@ -221,7 +222,7 @@ def test_many_chunks_share_few_regions() -> None:
     """A region of a disk home takes two file descriptors."""
     parameters = {f"p{i}": nn.Parameter(torch.full((64,), float(i))) for i in range(100)}
     home = MemoryHome()
-    store = ChunkStore(EMPTY, home, CpuTier(), True)
+    store = ChunkStore(EMPTY, Arena(home), CpuTier(), True)
     store.place(layout_of(parameters, tuple((name,) for name in parameters)), parameters, frozenset())
     assert len(home._mappings) <= MAX_REGIONS_PER_CALL
     for i in (0, 1, 57, 99):
@@ -253,7 +254,7 @@ def test_a_full_home_moves_no_parameter(num_pages: int) -> None:
     addresses = {name: p.data_ptr() for name, p in parameters.items()}
     layout = layout_of(parameters)
     home = FullHome(num_pages * 4096)
-    store = ChunkStore(EMPTY, home, CpuTier(), True)
+    store = ChunkStore(EMPTY, Arena(home), CpuTier(), True)
     with pytest.raises(HomeError, match="no room"):
         store.place(layout, parameters, frozenset())
     assert {name: p.data_ptr() for name, p in parameters.items()} == addresses
@@ -370,7 +371,7 @@ def test_a_clean_chunk_is_not_copied_home() -> None:
 
 def test_waiting_is_measured() -> None:
     parameters = make_parameters()
-    store = ChunkStore(EMPTY, MemoryHome(), CpuTier(delay=lambda: 0.03))
+    store = ChunkStore(EMPTY, Arena(MemoryHome()), CpuTier(delay=lambda: 0.03))
     store.place(layout_of(parameters), parameters, frozenset())
     fetch(store, "param:0")
     assert 0.02 < store.traffic.wait_s < 5
@@ -506,10 +507,10 @@ def failing(error: Exception) -> Callable[..., None]:
 @pytest.mark.parametrize("error", [HomeError("the disk is on fire"), ZeroDivisionError("oops")])
 def test_a_failed_read_is_raised_at_the_wait_and_releases_all_the_same(error: Exception) -> None:
     store, parameters = placed()
-    read = store.home.read
-    store.home.read = failing(error)  # type: ignore[method-assign]
+    read = store.arena.home.read
+    store.arena.home.read = failing(error)  # type: ignore[method-assign]
     store.prefetch("param:0")
-    store.home.read = read  # type: ignore[method-assign]
+    store.arena.home.read = read  # type: ignore[method-assign]
     store.prefetch("param:1")
     expected = HomeError if isinstance(error, HomeError) else StreamError
     with pytest.raises(expected, match=str(error)):
@@ -541,7 +542,7 @@ def test_release_writes_dirty_chunks_home() -> None:
 
 def test_release_ends_a_write_back_under_way() -> None:
     parameters = make_parameters()
-    store = ChunkStore(EMPTY, MemoryHome(), CpuTier(delay=lambda: 0.03), True)
+    store = ChunkStore(EMPTY, Arena(MemoryHome()), CpuTier(delay=lambda: 0.03), True)
     store.place(layout_of(parameters), parameters, frozenset())
     fetch(store, "param:2")
     store.begin_compute("param:2").fill_(7)
@@ -559,12 +560,12 @@ def test_a_gradient_that_could_not_be_written_home_is_none() -> None:
     fetch(store, "grad:2")
     last = torch.randn(2, 64)
     store.sink("last", "grad:2", last, owned=True)
-    write = store.home.write
-    store.home.write = failing(HomeError("the disk is on fire"))  # type: ignore[method-assign]
+    write = store.arena.home.write
+    store.arena.home.write = failing(HomeError("the disk is on fire"))  # type: ignore[method-assign]
     store.write_back("grad:0")
     with pytest.raises(HomeError, match="on fire"):
         store.wait("grad:0")
-    store.home.write = write  # type: ignore[method-assign]
+    store.arena.home.write = write  # type: ignore[method-assign]
     with pytest.raises(HomeError, match="on fire"):
         store.release_slots()
     assert store.present == frozenset()
@@ -601,7 +602,7 @@ def test_a_lost_gradient_of_a_dead_parameter_does_not_stop_the_release() -> None
     fetch(store, "param:2")
     del parameters["conv"]
     gc.collect()
-    store.home.write = failing(HomeError("the disk is on fire"))  # type: ignore[method-assign]
+    store.arena.home.write = failing(HomeError("the disk is on fire"))  # type: ignore[method-assign]
     with pytest.raises(HomeError, match="on fire"):
         store.release_slots()
     assert store.present == frozenset()

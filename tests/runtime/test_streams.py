@@ -15,9 +15,9 @@ import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
-from chunkc.runtime.streams import Event, WorkerStream
 
 from chunkc.ir.errors import HomeError, StreamError
+from chunkc.runtime.streams import Event, WorkerStream
 
 pytestmark = pytest.mark.timeout(30)  # a hang is a failure
 dies_on_purpose = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -1,0 +1,60 @@
+"""One graph, many variants: compiled code for given parameters and given shapes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Variants:
+    """A graph compiled once per set of concrete shapes and of parameters.
+
+    Dynamo gives one graph to all modules that look alike (blocks in a loop with a graph break), and symbolic shapes to
+    a graph whose input shapes change; plans are for given parameters and given shapes.
+    """
+
+    def __init__(self, compile_for: Callable[[Sequence[Any]], Callable[..., Any]]) -> None:
+        self._compile_for = compile_for
+        self._variants: list[_Variant] = []
+
+    def compile(self, inputs: Sequence[Any]) -> _Variant:
+        """Compile for these inputs: their shapes, and those of them that are parameters."""
+        call = self._compile_for(inputs)
+        variant = _Variant(tuple(_identity(value) for value in inputs), call)
+        self._variants.insert(0, variant)
+        return variant
+
+    def __call__(self, *args: Any) -> Any:
+        for variant in self._variants:
+            if variant.serves(args):
+                return variant.call(*args)
+        return self.compile(args).call(*args)
+
+
+@dataclass(frozen=True)
+class _Variant:
+    identities: tuple[Any, ...]
+    call: Callable[..., Any]
+
+    def serves(self, args: Sequence[Any]) -> bool:
+        for identity, value in zip(self.identities, args, strict=True):
+            if isinstance(identity, weakref.ref):
+                if identity() is not value:
+                    return False
+            elif identity != _identity(value):
+                return False
+        return True
+
+
+def _identity(value: object) -> Any:
+    """What must be equal for a compiled variant to serve: the very parameter, a tensor's layout, a number."""
+    if isinstance(value, nn.Parameter):
+        return weakref.ref(value)
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    return value
