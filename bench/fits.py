@@ -44,8 +44,8 @@ class Size:
 FULL = Size(
     GPTConfig(num_layers=24, width=256, num_heads=4, length=128),
     batch_size=6,
-    num_repeats=3,
-    num_rounds=12,
+    num_repeats=2,
+    num_rounds=10,
     num_steps=5,
 )
 SMALL = Size(

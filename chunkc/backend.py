@@ -22,6 +22,7 @@ from chunkc.build import Builder, Capture, order_of_use
 from chunkc.graph import CompiledGraph, boxed, profile
 from chunkc.ir.errors import ChunkcError, OptionsError, UnsupportedError
 from chunkc.options import Options, parse_options
+from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs import attribute_path, placeholders, returned
 from chunkc.passes.partition import partition
 from chunkc.passes.planning import check_minimum, choose_resident
@@ -50,6 +51,8 @@ def chunkc(
         if mode is not None:
             raise OptionsError(f'mode={mode!r} is for the backend "inductor"; chunkc takes options={{...}}')
         settings = parse_options(options)
+        if settings.codegen == "inductor":
+            find_vector_isa()
         names = _input_names(gm)
         variants = Variants(lambda inputs: compile_graph(gm, inputs, names, settings, options))
         if not any(isinstance(value, torch.SymInt) for value in _example_values(gm, example_inputs)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ import torch
 from torch import fx
 from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import SegmentMemory
@@ -20,6 +23,18 @@ from chunkc.passes.segments import Segment
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """Takes a list of inputs, which it empties, and returns the outputs."""
+
+
+@functools.cache
+def find_vector_isa() -> threading.Thread:
+    """Let Inductor find out which vector instructions the C++ compiler can use, beside the tracing of the graph.
+
+    The first compilation in a new cache directory needs it, and would spend seconds waiting for the C++ compiler.
+    Returns the thread; the answer is kept by Inductor.
+    """
+    thread = threading.Thread(target=pick_vec_isa, name="chunkc-vector-isa", daemon=True)
+    thread.start()
+    return thread
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,7 @@ def compile_segment(segment: Segment, codegen: str, num_threads: int) -> Compile
     graph = segment.module.graph
     if codegen == "eager" or segment.run_by_aten or not any(is_compute(node) for node in graph.nodes):
         return CompiledSegment(EagerSegment(segment.module), eager_memory(graph, num_threads))
+    find_vector_isa().join()
     with _own_output_strides():
         compiled = compile_fx_inner(segment.module, segment.example_inputs)
     source = getattr(compiled, "source_code", None)
