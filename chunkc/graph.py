@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class Captured:
             return self
         return replace(self, backward=self.backward.returning(parameters))
 
-    @property
+    @cached_property
     def output_nbytes(self) -> int:
         """Bytes the caller gets from the forward, inputs that are returned left out."""
         storage_of = self.forward.value_storages()
@@ -63,7 +64,7 @@ class Captured:
         storages = {storage_of[v] for v in values if v is not None} - self.forward.held
         return sum(self.forward.storages[storage] for storage in storages)
 
-    @property
+    @cached_property
     def between_nbytes(self) -> int:
         """Bytes alive between the phases: inputs, outputs and what is saved for the backward."""
         storage_of = self.forward.value_storages()
@@ -102,6 +103,32 @@ def _with_more(position: Position, nbytes: int) -> Position:
     )
 
 
+@dataclass(frozen=True)
+class _Positions:
+    """Where in a forward's inputs and outputs the values are that take memory of their own, parameters left out.
+
+    `saved` are those that only the backward gets, the largest first.
+    """
+
+    inputs: tuple[int, ...]
+    user_outputs: tuple[int, ...]
+    saved: tuple[int, ...]
+
+    @staticmethod
+    def of(program: PhaseProgram) -> _Positions:
+        storage_of = program.value_storages()
+        seen = {program.inputs[name] for name in program.inputs}
+        user_outputs: list[int] = []
+        saved: list[int] = []
+        for position, name in enumerate(program.outputs):
+            if name is not None and storage_of[name] not in seen:
+                seen.add(storage_of[name])
+                (user_outputs if position < program.num_user_outputs else saved).append(position)
+        saved.sort(key=lambda position: -program.storages[storage_of[program.outputs[position]]])  # type: ignore[index]
+        inputs = tuple(i for i, name in enumerate(program.inputs) if name not in program.parameters)
+        return _Positions(inputs, tuple(user_outputs), tuple(saved))
+
+
 @dataclass
 class CompiledGraph:
     """Runs a captured graph under its session's budget, planning anew when what is around it changes."""
@@ -109,6 +136,9 @@ class CompiledGraph:
     session: Session
     captured: Captured
     _plans: dict[tuple, PlannedStep] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._positions = _Positions.of(self.captured.forward)
 
     # --- planning ---
 
@@ -180,19 +210,18 @@ class CompiledGraph:
 
     def forward(self, arguments: list[Any]) -> list[Any]:
         """The forward as AOTAutograd calls it: `arguments` is emptied."""
-        session, program = self.session, self.captured.forward
+        session, captured, program = self.session, self.captured, self.captured.forward
         session.store.release_slots()
         live = session.live.nbytes(leaving_out=arguments)
-        planned = self.plan(max(0, live - self.captured.output_nbytes), hooked=self._hooked())
-        inputs = [a for a, name in zip(arguments, program.inputs) if name not in program.parameters]
+        planned = self.plan(max(0, live - captured.output_nbytes), hooked=self._hooked())
+        inputs = [arguments[position] for position in self._positions.inputs]
         outputs = self._run(FORWARD, planned, arguments)
         session.live.watch(inputs)
-        storage_of = program.value_storages()
-        parameters = {program.inputs[name] for name in program.parameters}
-        session.live.watch(
-            output for output, name in zip(outputs, program.outputs) if name and storage_of[name] not in parameters
-        )
-        session.update_held_nbytes = program.held_nbytes + self.captured.output_nbytes
+        session.live.watch(outputs[position] for position in self._positions.user_outputs)
+        if self._positions.saved:  # saved values live and die together: one stands for all
+            nbytes = captured.between_nbytes - captured.output_nbytes - program.held_nbytes
+            session.live.watch([outputs[self._positions.saved[0]]], nbytes)
+        session.update_held_nbytes = program.held_nbytes + captured.output_nbytes
         if self.captured.backward is None:
             session.store.release_slots()
         return outputs
@@ -218,12 +247,15 @@ class CompiledGraph:
         Raises:
             UnsupportedError: `torch.autograd.grad`, or `backward(inputs=...)`, asks for something else than all.
         """
-        for _, _, name in self._sunk():
-            node = torch.autograd.graph.get_gradient_edge(self.session.store.parameter(name)).node
-            if not torch._C._will_engine_execute_node(node):
+        running = torch._C._current_autograd_node()
+        for node, _ in running.next_functions if running is not None else ():
+            variable = getattr(node, "variable", None)
+            if node is not None and variable is not None and not torch._C._will_engine_execute_node(node):
+                names = [name for _, _, name in self._sunk() if self.session.store.parameter(name) is variable]
                 raise UnsupportedError(
-                    f"this backward leaves out the gradient of {name}: torch.autograd.grad and backward(inputs=...) "
-                    "do not work through a model compiled by chunkc; call backward() and read .grad"
+                    f"this backward leaves out the gradient of {', '.join(names) or 'an input'}: torch.autograd.grad "
+                    "and backward(inputs=...) do not work through a model compiled by chunkc; call backward() and "
+                    "read .grad"
                 )
 
     def _sunk(self) -> tuple[tuple[int, str, str], ...]:

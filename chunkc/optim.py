@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from chunkc.ir.chunks import EXP_AVG, EXP_AVG_SQ, GRAD, MASTER, PARAM
 from chunkc.ir.errors import OptionsError, UnsupportedError
-from chunkc.kernels.adam_cpu import adam_update
+from chunkc.kernels.adam_cpu import adam_update, prepare
 from chunkc.kernels.hyper import AdamHyper
 from chunkc.session import Session, owner
 from chunkc.update import GroupUpdate, prepare_updates
@@ -67,8 +67,9 @@ class _Adam(Optimizer):
         except ValueError as error:
             raise OptionsError(str(error)) from error
 
+    @torch.compiler.disable
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One update of every parameter that has a gradient.
 
         Raises:
@@ -80,8 +81,8 @@ class _Adam(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         chunked: dict[Session, dict[int, list[_Task]]] = {}
-        in_place: list[tuple[torch.Tensor, Mapping[str, Any]]] = []
-        for group in self.param_groups:
+        in_place: list[tuple[torch.Tensor, int]] = []
+        for index, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -93,25 +94,41 @@ class _Adam(Optimizer):
                     by_group = chunked.setdefault(session, {})
                     by_group.setdefault(session.store.group_index(name), []).append(task)
                 else:
-                    in_place.append((parameter, group))
+                    in_place.append((parameter, index))
         # Whatever may fail for want of room fails here, before anything is updated.
         prepared = [(prepare_updates(session, by_group), by_group) for session, by_group in chunked.items()]
-        for parameter, param_group in in_place:
-            self._update_in_place(parameter, param_group)
+        self._update_in_place(in_place)
         for step, by_group in prepared:
             step.run({index: _group_update(step.session, index, tasks) for index, tasks in by_group.items()})
         return loss
 
-    def _update_in_place(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> None:
-        state = self._state_on_tier(parameter)
-        step = _advance(state)
-        flat = [_flat(t) for t in (parameter, _like(parameter.grad, parameter), state["exp_avg"], state["exp_avg_sq"])]
-        master = _flat(state["master"]) if "master" in state else None
-        adam_update(*flat, master, self._hyper(group, step))
+    def _update_in_place(self, tasks: list[tuple[torch.Tensor, int]]) -> None:
+        """Update parameters that do not move, given with the index of their group; each is one run of its own."""
+        states = [self._state_on_tier(parameter) for parameter, _ in tasks]
+        if not tasks:
+            return
+        torch._foreach_add_([state["step"] for state in states], 1)
+        updates: dict[tuple, Callable[[list[torch.Tensor]], None]] = {}
+        written = []
+        for (parameter, index), state in zip(tasks, states):
+            grad = parameter.grad
+            assert grad is not None
+            key = (index, float(state["step"]), parameter.dtype, grad.dtype)
+            update = updates.get(key)
+            if update is None:
+                hyper = self._hyper(self.param_groups[index], int(state["step"]))
+                update = prepare(parameter.dtype, grad.dtype, hyper)
+                updates[key] = update
+            runs = [_flat(t) for t in (parameter, _like(grad, parameter), *(state[k] for k in _kinds(parameter)))]
+            update(runs)
+            written += [parameter, *(state[kind] for kind in _kinds(parameter))]
+        torch.autograd.graph.increment_version(written)
 
     def _state_on_tier(self, parameter: torch.Tensor) -> dict[str, Any]:
         """The state of a parameter that does not move, made on its first update."""
         state = self.state[parameter]
+        if len(state) == 1 + len(_kinds(parameter)) and state[EXP_AVG].stride() == parameter.stride():
+            return state
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
         if "exp_avg" not in state:
@@ -280,4 +297,4 @@ def _like(tensor: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """A dense tensor's elements in memory order, as a flat view."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -40,11 +40,15 @@ class LiveValues:
 
     _watched: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
 
-    def watch(self, tensors: Iterable[object]) -> None:
+    def watch(self, tensors: Iterable[object], nbytes: int | None = None) -> None:
+        """Watch tensors' storages; with `nbytes`, let each stand for so many bytes."""
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                self._watched[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+                self._watched[storage.data_ptr()] = (
+                    StorageWeakRef(storage),
+                    storage.nbytes() if nbytes is None else nbytes,
+                )
 
     def nbytes(self, leaving_out: Iterable[object] = ()) -> int:
         """Bytes of those still alive, without the storages of `leaving_out`."""

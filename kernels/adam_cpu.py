@@ -76,13 +76,27 @@ def adam_update(
     for tensor in tensors:
         if not tensor.is_cpu:
             raise ValueError(f"adam_cpu needs tensors on the CPU, got {[str(t.device) for t in tensors]}")
-    num_elements = param.numel()
-    if num_elements == 0:
-        return
-    l2 = not hyper.decoupled and hyper.weight_decay != 0
-    parallel = num_elements >= _SERIAL_NUM_ELEMENTS
-    _kernel(param.dtype, grad.dtype, l2, parallel)([*tensors, _scalars(hyper)])
+    prepare(param.dtype, grad.dtype, hyper)([*tensors])
     torch.autograd.graph.increment_version((param, *tensors[2:]))
+
+
+def prepare(param_dtype: torch.dtype, grad_dtype: torch.dtype, hyper: AdamHyper) -> Callable[[list[Tensor]], None]:
+    """The update for given dtypes and hyper-parameters, to be called for many runs of a step.
+
+    Returns:
+        A function of a list [param, grad, exp_avg, exp_avg_sq] and, for low precision, master, as `adam_update` wants
+        them. It empties the list, checks nothing and leaves version counters alone: both are the caller's.
+    """
+    l2 = not hyper.decoupled and hyper.weight_decay != 0
+    scalars = _scalars(hyper)
+
+    def update(tensors: list[Tensor]) -> None:
+        num_elements = tensors[0].numel()
+        if num_elements:
+            tensors.append(scalars)
+            _kernel(param_dtype, grad_dtype, l2, num_elements >= _SERIAL_NUM_ELEMENTS)(tensors)
+
+    return update
 
 
 def warm_up(param_dtype: torch.dtype, grad_dtype: torch.dtype, *, l2: bool = False) -> None:

@@ -16,6 +16,7 @@ from zoo import CASES, PLAIN, TRANSFORMERS
 
 BUDGETS = {"fits": HUGE, "60%": 60, "30%": 30, "minimum": 0}
 QUICK_INDUCTOR = {("gpt2", "cpu"), ("llama", "cpu")}
+QUICK_DISK = {"gpt2", "t5", "mixtral"}
 
 
 def _nbytes(budget: str, name: str, home: str, codegen: str) -> int:
@@ -26,12 +27,15 @@ def _nbytes(budget: str, name: str, home: str, codegen: str) -> int:
 
 
 def _matrix() -> list:
-    """Every transformers model, home and codegen; Inductor is slow but for a few."""
+    """Every transformers model, home and codegen; all but a few of those with Inductor or on disk are slow."""
     rows = []
     for name in TRANSFORMERS:
         for home in ("cpu", "disk"):
             for codegen in ("eager", "inductor"):
-                slow = codegen == "inductor" and (name, home) not in QUICK_INDUCTOR
+                if codegen == "inductor":
+                    slow = (name, home) not in QUICK_INDUCTOR
+                else:
+                    slow = home == "disk" and name not in QUICK_DISK
                 rows.append(pytest.param(name, home, codegen, marks=[pytest.mark.slow] * slow))
     return rows
 
