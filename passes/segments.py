@@ -52,12 +52,13 @@ class SegmentTable:
 
     segments: dict[str, Segment] = field(default_factory=dict)
 
-    def intern(self, module: fx.GraphModule) -> Segment:
-        key = canonical_text(module.graph)
-        if module.graph.find_nodes(op="get_attr"):
+    def intern(self, root: torch.nn.Module, graph: fx.Graph) -> Segment:
+        """The segment of this graph, whose constants are attributes of `root`."""
+        key = canonical_text(graph)
+        if graph.find_nodes(op="get_attr"):
             key += f"\nconstants of its own: {len(self.segments)}"
         if key not in self.segments:
-            self.segments[key] = Segment(f"segment{len(self.segments)}", module)
+            self.segments[key] = Segment(f"segment{len(self.segments)}", fx.GraphModule(root, graph))
         return self.segments[key]
 
 
@@ -212,14 +213,14 @@ def extract(
         outputs = [n for n in outputs if not isinstance(n.meta.get("val"), (tuple, list))]
         if not outputs:
             continue
-        segment = table.intern(_build(gm, run, inputs, outputs))
+        segment = table.intern(*_build(gm, run, inputs, outputs))
         pieces.append(Piece(segment, tuple(inputs), tuple(outputs), tuple(run), reads_home))
     return pieces
 
 
 def _build(
     gm: fx.GraphModule, run: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
-) -> fx.GraphModule:
+) -> tuple[torch.nn.Module, fx.Graph]:
     graph, copies = fx.Graph(), {}
     for index, node in enumerate(inputs):
         copies[node] = graph.placeholder(f"arg{index}_1")
@@ -232,7 +233,7 @@ def _build(
     result = graph.output(tuple(copies[node] for node in outputs))
     result.meta["user_visible_output_idxs"] = list(range(len(outputs)))
     graph.eliminate_dead_code()
-    return fx.GraphModule(root, graph)
+    return root, graph
 
 
 def canonical_text(graph: fx.Graph) -> str:

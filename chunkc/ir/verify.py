@@ -59,6 +59,7 @@ class _Checker:
         self.readers: dict[fx.Node, int] = {}  # value -> reads still to come
         self.holders: Counter[str] = Counter()  # storage -> values alive in it
         self.held: set[str] = set()
+        self.value_nbytes = 0
         self.peak_nbytes = 0
         self.group_of = layout.group_of()
         self.sunk: Counter[str] = Counter()
@@ -74,15 +75,20 @@ class _Checker:
 
     # --- bytes ---
 
-    def value_nbytes(self) -> int:
-        alive = {s for s, count in self.holders.items() if count > 0} | self.held
-        return sum(self.storage_nbytes[storage] for storage in alive)
+    def hold(self, storage: str, values: int) -> None:
+        """Count values that come to a storage, or leave it; its bytes with the first and the last."""
+        before = self.holders[storage]
+        self.holders[storage] += values
+        if before == 0 and values > 0:
+            self.value_nbytes += self.storage_nbytes[storage]
+        elif before > 0 and before + values == 0:
+            self.value_nbytes -= self.storage_nbytes[storage]
 
     def slot_nbytes(self) -> int:
         return sum(self.layout.chunk_nbytes_of(chunk) for chunk in self.slots)
 
     def check_budget(self, node: fx.Node | None, extra_nbytes: int = 0) -> None:
-        nbytes = self.fixed_nbytes + self.value_nbytes() + self.slot_nbytes() + extra_nbytes
+        nbytes = self.fixed_nbytes + self.value_nbytes + self.slot_nbytes() + extra_nbytes
         self.peak_nbytes = max(self.peak_nbytes, nbytes)
         if nbytes > self.budget_nbytes:
             self.fail("budget", node, f"{nbytes:,} bytes are in use, {self.budget_nbytes:,} allowed")
@@ -92,13 +98,13 @@ class _Checker:
         self.storage_nbytes[storage] = nbytes
         self.readers[node] = sum(n is node for user in node.users for n in _reads(user))
         if self.readers[node]:
-            self.holders[storage] += 1
+            self.hold(storage, 1)
 
     def read_once(self, node: fx.Node) -> None:
         if node in self.readers:
             self.readers[node] -= 1
             if self.readers[node] == 0:
-                self.holders[self.storage_of[node]] -= 1
+                self.hold(self.storage_of[node], -1)
 
     # --- nodes ---
 
@@ -107,8 +113,9 @@ class _Checker:
             if node.op == "placeholder":
                 storage, nbytes, held = node.meta["storage"]
                 self.bind(node, storage, nbytes)
-                if held:
+                if held and storage not in self.held:
                     self.held.add(storage)
+                    self.hold(storage, 1)  # by the caller
             elif node.op == "call_module":
                 self.call(node)
             elif node.op == "call_function" and node.target is not operator.getitem:
@@ -136,10 +143,10 @@ class _Checker:
                 storage = self.storage_of[arg]  # type: ignore[index]
                 if storage not in self.held and per_storage[storage] == self.holders[storage]:
                     given[storage] = max(given.get(storage, 0), memory.input_released[position])
-        around = self.value_nbytes() - sum(self.storage_nbytes[s] for s in given)
+        around = self.value_nbytes - sum(self.storage_nbytes[s] for s in given)
         for index, step in enumerate(memory.steps):
             inside = step.nbytes + sum(self.storage_nbytes[s] for s, until in given.items() if index < until)
-            self.check_budget(node, around + inside - self.value_nbytes())
+            self.check_budget(node, around + inside - self.value_nbytes)
         outputs = sorted((n for n in node.users), key=lambda n: n.args[1])  # type: ignore[arg-type, return-value]
         for output in outputs:
             number = memory.outputs[output.args[1]]  # type: ignore[index]
