@@ -250,7 +250,7 @@ class CompiledGraph:
         running = torch._C._current_autograd_node()
         for node, _ in running.next_functions if running is not None else ():
             variable = getattr(node, "variable", None)
-            if node is not None and variable is not None and not torch._C._will_engine_execute_node(node):
+            if node is not None and variable is not None and not _is_accumulated(node):
                 names = [name for _, _, name in self._sunk() if self.session.store.parameter(name) is variable]
                 raise UnsupportedError(
                     f"this backward leaves out the gradient of {', '.join(names) or 'an input'}: torch.autograd.grad "
@@ -273,6 +273,14 @@ class CompiledGraph:
         outputs = planned.phases[phase].executable(arguments, Run(session.store, measurement))
         session.record(phase, self, planned.plan, measurement)
         return outputs
+
+
+def _is_accumulated(node: torch.autograd.graph.Node) -> bool:
+    """Whether the backward that runs now will add to the leaf's `.grad`."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # "a leaf node was passed ... but we are currently running autograd.grad()"
+        return False
 
 
 def boxed(function: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:

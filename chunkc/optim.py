@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from chunkc.ir.chunks import EXP_AVG, EXP_AVG_SQ, GRAD, MASTER, PARAM
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.kernels.adam_cpu import adam_update, prepare
-from chunkc.kernels.hyper import AdamHyper
+from chunkc.kernels.hyper import GRAD_DTYPES, AdamHyper
 from chunkc.session import Session, owner
 from chunkc.update import GroupUpdate, prepare_updates
 
@@ -39,17 +39,28 @@ class _Adam(Optimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            self._hyper(group, 1)  # checks the values
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        """Add a group, as in `torch.optim`; one that is refused is not added.
+
+        Raises:
+            OptionsError: a value is out of range, or asks for something this optimizer does not do.
+            UnsupportedError: a parameter's dtype has no kernel.
+        """
+        params = param_group["params"]
+        param_group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+        self._check_group({**self.defaults, **param_group})
+        for entry in param_group["params"]:
+            parameter = entry[1] if isinstance(entry, tuple) else entry
+            if isinstance(parameter, torch.Tensor) and parameter.dtype not in GRAD_DTYPES:
                 raise UnsupportedError(f"{type(self).__name__} updates fp32, bf16 and fp16, not {parameter.dtype}")
+        super().add_param_group(param_group)
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
         for name in _UNSUPPORTED:
-            if param_group.get(name):
+            if group.get(name):
                 raise OptionsError(f"{type(self).__name__} does not support {name}=True")
+        self._hyper(group, 1)
 
     def _hyper(self, group: Mapping[str, Any], step: int) -> AdamHyper:
         beta1, beta2 = group["betas"]
@@ -76,6 +87,8 @@ class _Adam(Optimizer):
             HomeError, StreamError: the home tier failed; parameters stay readable.
             UnsupportedError: a gradient is sparse, or of a dtype that no kernel takes.
         """
+        for group in self.param_groups:
+            self._check_group(group)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -152,6 +165,8 @@ class _Adam(Optimizer):
         Raises:
             ValueError: the state does not fit the parameters, as in `torch.optim`.
         """
+        for loaded in state_dict["param_groups"]:
+            self._check_group({**self.defaults, **loaded})
         states = state_dict["state"]
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]

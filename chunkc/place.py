@@ -34,7 +34,11 @@ def place(
         UnsupportedError: the model is on another device, on "meta", or already placed.
         HomeError: the home has no room; no parameter was moved.
     """
-    if torch.device(device).type != "cpu":
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise OptionsError(f"device is {device!r}, which torch does not know") from error
+    if kind != "cpu":
         raise UnsupportedError(f"device is {device!r}; this version computes on the CPU only")
     named = dict(model.named_parameters())
     if not named:

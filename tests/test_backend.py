@@ -1,0 +1,329 @@
+"""The backend as a user meets it: found by name, errors as themselves, one session per options object."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Arrays, compile_case, differences, gradients, weights
+from torch import Tensor, nn
+from zoo import CASES
+
+import chunkc
+from chunkc.session import Session, owner
+
+WIDTH, LAYERS = 128, 4
+SMALL, LARGE = 400 * 1024, 64 * 2**20
+"""Bytes: a budget in which no weight stays on the compute tier, and one in which all do."""
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def build(seed: int = 0) -> MLP:
+    torch.manual_seed(seed)
+    return MLP()
+
+
+def compiled(model: nn.Module, **options: Any) -> Callable[..., Tensor]:
+    options = {"memory_budget": SMALL, "codegen": "eager", "whole_graph": "never"} | options
+    return torch.compile(model, backend="chunkc", options=options)
+
+
+def batch(step: int = 0) -> Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def session_of(model: nn.Module) -> Session:
+    """The one session that owns all parameters of a model."""
+    sessions = {hit[0] for p in model.parameters() if (hit := owner(p)) is not None}
+    assert len(sessions) == 1
+    return sessions.pop()
+
+
+def forward_calls(model: nn.Module) -> list[str]:
+    return [label for label, _, _ in chunkc.report(model).moments if label.startswith("forward")]
+
+
+# ---------------------------------------------------------------- the name
+
+
+def test_the_name_is_enough(tmp_path: Path) -> None:
+    script = """
+import sys, torch
+model = torch.nn.Linear(8, 8)
+call = torch.compile(model, backend="chunkc", options={"memory_budget": "1GiB", "codegen": "eager"})
+call(torch.ones(2, 8)).sum().backward()
+assert torch.equal(model.bias.grad, torch.full((8,), 2.0))
+import chunkc
+print(chunkc.report(model).memory_budget_nbytes)
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, str(2**30)), done.stderr
+
+
+def test_the_backend_is_listed() -> None:
+    assert "chunkc" in torch.compiler.list_backends()
+
+
+# ---------------------------------------------------------------- errors arrive as themselves
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"memory_budgte": 1}, "memory_budget"),
+        ({"memory_budget": -1}, "memory_budget"),
+        ({"codegen": "llvm"}, "codegen"),
+        ({"whole_graph": True}, "whole_graph"),
+        ({"home": "attic"}, "home"),
+        ({"verify": "yes"}, "verify"),
+    ],
+)
+def test_options_errors(options: dict[str, Any], match: str) -> None:
+    model = build()
+    before = weights(model)
+    with pytest.raises(chunkc.OptionsError, match=match) as error:
+        torch.compile(model, backend="chunkc", options=options)(batch())
+    assert type(error.value) is chunkc.OptionsError
+    assert "\n" not in str(error.value)
+    assert not differences(weights(model), before)
+    assert all(owner(p) is None for p in model.parameters())
+
+
+def test_mode_is_refused() -> None:
+    with pytest.raises(chunkc.OptionsError, match="max-autotune"):
+        torch.compile(build(), backend="chunkc", mode="max-autotune")(batch())
+
+
+@pytest.mark.parametrize("is_placed", [True, False])
+def test_a_budget_error_leaves_the_model_as_it_was(is_placed: bool) -> None:
+    model = chunkc.place(build()) if is_placed else build()
+    before, where = weights(model), [p.data_ptr() for p in model.parameters()]
+    call = compiled(model, memory_budget=4096)
+    for _ in range(2):  # the second time too
+        with pytest.raises(chunkc.BudgetError) as error:
+            call(batch())
+        assert type(error.value) is chunkc.BudgetError
+    assert (error.value.budget_nbytes, error.value.minimum_nbytes > 4096) == (4096, True)
+    assert [p.data_ptr() for p in model.parameters()] == where
+    assert not differences(weights(model), before)
+    torch._dynamo.reset()
+    compiled(model, memory_budget=error.value.minimum_nbytes)(batch()).backward()
+    assert chunkc.report(model).predicted_peak_nbytes <= error.value.minimum_nbytes
+    assert len(gradients(model)) == 2 * LAYERS
+
+
+def test_an_unwritable_home_is_a_home_error() -> None:
+    model = build()
+    before = weights(model)
+    with pytest.raises(chunkc.HomeError):
+        compiled(model, home="disk:/proc/none")(batch())
+    assert not differences(weights(model), before)
+
+
+# ---------------------------------------------------------------- partial backwards
+
+
+def _grad_of_some(model: MLP, loss: Tensor) -> None:
+    torch.autograd.grad(loss, [model.layers[0].weight, model.layers[2].bias])
+
+
+def _grad_of_all(model: MLP, loss: Tensor) -> None:
+    torch.autograd.grad(loss, list(model.parameters()))
+
+
+def _backward_of_some(model: MLP, loss: Tensor) -> None:
+    loss.backward(inputs=[model.layers[1].weight])
+
+
+@pytest.mark.parametrize("budget_nbytes", [SMALL, LARGE])
+@pytest.mark.parametrize("ask", [_grad_of_some, _grad_of_all, _backward_of_some])
+def test_partial_backwards_are_refused_before_any_gradient_is_touched(
+    ask: Callable[[MLP, Tensor], None], budget_nbytes: int
+) -> None:
+    model = build()
+    call = compiled(model, memory_budget=budget_nbytes)
+    with pytest.raises(chunkc.UnsupportedError, match=r"backward\(\)"):
+        ask(model, call(batch()))
+    assert all(p.grad is None for p in model.parameters())
+    call(batch(1)).backward()
+    before: Arrays = gradients(model)
+    with pytest.raises(chunkc.UnsupportedError, match=r"backward\(\)"):
+        ask(model, call(batch(2)))
+    assert not differences(gradients(model), before)
+    model.zero_grad()
+    call(batch(1)).backward()  # and it works on
+    assert not differences(gradients(model), before)
+
+
+def test_a_backward_that_names_all_parameters_works() -> None:
+    model, other = build(), build()
+    compiled(model)(batch()).backward(inputs=list(model.parameters()))
+    compiled(other)(batch()).backward()
+    assert not differences(gradients(model), gradients(other))
+
+
+# ---------------------------------------------------------------- graphs and variants
+
+
+def test_one_segment_where_all_fits() -> None:
+    model = build()
+    compiled(model, memory_budget=LARGE, whole_graph="auto")(batch()).backward()
+    assert len(forward_calls(model)) == 1
+    assert sum(label.startswith("backward") for label, _, _ in chunkc.report(model).moments) == 1
+
+
+@pytest.mark.parametrize("options", [{"memory_budget": LARGE}, {"whole_graph": "auto"}])
+def test_several_segments_otherwise(options: dict[str, Any]) -> None:
+    model = build()
+    compiled(model, **options)(batch()).backward()
+    assert len(forward_calls(model)) >= LAYERS
+
+
+def test_modules_that_look_alike_have_parameters_of_their_own() -> None:
+    """Dynamo hands over one graph for the blocks of a loop with a graph break."""
+    case = CASES["breaks_in_loop"]
+    plain = case.build()
+    case.loss(plain(**case.batch(0))).backward()
+    model, call = compile_case(case, memory_budget=2**23, whole_graph="never")
+    for _ in range(2):
+        model.zero_grad()
+        case.loss(call(**case.batch(0))).backward()
+    names = [name for name, _ in model.named_parameters()]
+    assert sorted(gradients(model)) == sorted(names)
+    assert {owner(p)[1] for p in model.parameters()} == set(names)
+    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_shapes_may_change() -> None:
+    model, plain = build(), build()
+    call = compiled(model, memory_budget=2 * SMALL)
+    for num_rows in (2, 3, 5, 2, 1):
+        x = torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(num_rows))
+        for module in (call, plain):
+            module(x).backward()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_evaluation_and_training_take_turns() -> None:
+    model = build()
+    call = compiled(model)
+    expected = model(batch()).item()
+    for _ in range(2):
+        with torch.no_grad():
+            assert call(batch()).item() == pytest.approx(expected, rel=1e-6)
+        call(batch()).backward()
+    assert len(gradients(model)) == 2 * LAYERS
+
+
+# ---------------------------------------------------------------- code generation
+
+
+def test_inductor() -> None:
+    model, plain = build(), build()
+    call = compiled(model, codegen="inductor")
+    optimizers = [chunkc.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, plain)]
+    for step in range(2):
+        for module, optimizer in zip((call, plain), optimizers):
+            module(batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(forward_calls(model)) >= LAYERS
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-4)
+
+
+# ---------------------------------------------------------------- sessions
+
+
+def test_one_options_object_is_one_session() -> None:
+    options = {"memory_budget": SMALL, "codegen": "eager", "whole_graph": "never"}
+    first, second = build(0), build(1)
+    for model in (first, second):
+        torch.compile(model, backend="chunkc", options=options)(batch()).backward()
+    assert session_of(first) is session_of(second)
+    assert chunkc.report(first).num_chunks == 2 * LAYERS
+    assert len({owner(p)[1] for m in (first, second) for p in m.parameters()}) == 4 * LAYERS
+    plain = build(1)
+    plain(batch()).backward()
+    for p, q in zip(second.parameters(), plain.parameters()):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize(("second_budget_nbytes", "is_shared"), [(SMALL + 4096, False), (SMALL, True)])
+def test_two_options_objects_are_two_sessions(second_budget_nbytes: int, is_shared: bool) -> None:
+    """Unless the models look alike and the options are equal: Dynamo then keeps one graph, with one backend, for both."""
+    first, second = build(0), build(1)
+    compiled(first)(batch()).backward()
+    compiled(second, memory_budget=second_budget_nbytes)(batch()).backward()
+    assert (session_of(first) is session_of(second)) == is_shared
+    num_chunks = 2 * LAYERS if is_shared else LAYERS
+    assert chunkc.report(first).num_chunks == chunkc.report(second).num_chunks == num_chunks
+
+
+def test_unlike_models_with_equal_options_are_two_sessions() -> None:
+    first, second = build(0), nn.Linear(WIDTH, WIDTH)
+    compiled(first)(batch()).backward()
+    compiled(second)(batch()).sum().backward()
+    assert session_of(first) is not session_of(second)
+
+
+def test_all_models_without_options_are_one_session() -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(3, 3)
+    for model in (first, second):
+        torch.compile(model, backend="chunkc")(torch.ones(2, model.in_features)).sum().backward()
+        assert torch.equal(model.bias.grad, torch.full((model.out_features,), 2.0))
+    assert session_of(first) is session_of(second)
+
+
+def test_parts_compiled_apart_cannot_be_one_graph() -> None:
+    first, second = build(0), build(1)
+    compiled(first)(batch())
+    compiled(second, memory_budget=SMALL + 4096)(batch())
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([first, second])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.parts[0](x) + self.parts[1](x)
+
+    both = Both()
+    with pytest.raises(chunkc.UnsupportedError, match="as one model"):
+        compiled(both)(batch())
+
+
+def test_a_later_compilation_may_change_the_budget() -> None:
+    model = build()
+    compiled(model)(batch()).backward()
+    before = gradients(model)
+    torch._dynamo.reset()
+    model.zero_grad()
+    compiled(model, memory_budget=LARGE)(batch()).backward()
+    assert chunkc.report(model).memory_budget_nbytes == LARGE
+    assert not differences(gradients(model), before)

@@ -1,0 +1,219 @@
+"""`chunkc.place`: parameters go home before compilation, and stay what they were to everybody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import array, differences
+from torch import Tensor, nn
+
+import chunkc
+from chunkc.session import owner
+
+WIDTH = 128
+
+
+class Model(nn.Module):
+    """Two tied weights, a frozen one, biases too small to move, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.frozen, self.last = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.first.weight
+        self.frozen.weight.requires_grad_(False)
+        self.register_buffer("scale", torch.full((WIDTH,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.second, self.frozen, self.last):
+            x = torch.tanh(layer(x)) * self.scale
+        return x.square().mean()
+
+
+def build() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def batch() -> Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def pointers(model: nn.Module) -> dict[str, int]:
+    return {name: p.data_ptr() for name, p in model.named_parameters()}
+
+
+def values(model: nn.Module) -> dict[str, Any]:
+    return {name: array(tensor) for name, tensor in model.state_dict().items()}
+
+
+def compiled(model: nn.Module, **options: Any) -> Callable[..., Tensor]:
+    torch._dynamo.reset()
+    options = {"memory_budget": "1MiB", "codegen": "eager", "whole_graph": "never"} | options
+    return torch.compile(model, backend="chunkc", options=options)
+
+
+@pytest.mark.parametrize("home", ["cpu", "disk"])
+def test_the_model_is_the_same_to_everybody(home: str) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parameters, before, where = list(model.parameters()), values(model), pointers(model)
+    expected = model(batch()).item()
+    assert chunkc.place(model, home=home) is model
+    assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+    assert not differences(values(model), before)
+    assert model.first.weight is model.last.weight
+    assert [p.requires_grad for p in parameters] == [p.requires_grad for p in build().parameters()]
+    moved = {name for name, pointer in pointers(model).items() if pointer != where[name]}
+    assert moved == {"first.weight", "second.weight", "frozen.weight"}
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in parameters)
+    loss = model(batch())
+    assert loss.item() == expected
+    loss.backward()
+    assert model.frozen.weight.grad is None
+    optimizer.step()
+    assert differences(values(model), before)
+
+
+def test_a_placed_model_trains_as_an_unplaced_one() -> None:
+    results = []
+    for is_placed in (True, False):
+        model = build()
+        if is_placed:
+            chunkc.place(model)
+        call = compiled(model, memory_budget="400KiB")
+        optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            call(batch()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(values(model))
+    assert not differences(*results)
+
+
+@pytest.mark.parametrize("home", ["cpu", "disk"])
+def test_gradients_that_exist_are_kept(home: str) -> None:
+    model = build()
+    model(batch()).backward()
+    before = {name: array(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    chunkc.place(model, home=home)
+    assert not differences({n: array(p.grad) for n, p in model.named_parameters() if p.grad is not None}, before)
+    compiled(model, home=home)(batch()).backward()
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, 2 * torch.from_numpy(before[name]))
+
+
+def test_a_state_dict_can_be_loaded_into_a_placed_model() -> None:
+    model, state = chunkc.place(build()), {k: v + 1 for k, v in build().state_dict().items()}
+    where = pointers(model)
+    model.load_state_dict(state)
+    assert pointers(model) == where
+    assert not differences(values(model), {k: array(v) for k, v in state.items()})
+
+
+def test_the_report_of_a_placed_model() -> None:
+    report = chunkc.report(chunkc.place(build(), chunk_size="64KiB"))
+    assert report.chunk_size_nbytes == 64 * 1024
+    assert (report.num_chunks, report.num_resident_chunks) == (3, 0)
+    assert report.home_nbytes >= 3 * 4 * WIDTH * WIDTH
+    assert report.predicted_peak_nbytes == 0
+    assert (report.moments, report.plan_text) == ((), "")
+
+
+def test_chunks_follow_the_order_of_the_parameters() -> None:
+    model = chunkc.place(build(), chunk_size="64KiB")
+    session, _ = owner(model.first.weight) or pytest.fail("not placed")
+    names = [s.spec.name for group in session.store.layout.groups for s in group.slices]
+    assert names == ["first.weight", "second.weight", "frozen.weight"]
+
+
+def test_the_compiler_takes_over_the_home() -> None:
+    model = chunkc.place(build(), home="disk")
+    where = pointers(model)
+    call = compiled(model, memory_budget="400KiB")  # says nothing of a home
+    call(batch()).backward()
+    report = chunkc.report(model)
+    assert (report.memory_budget_nbytes, report.num_resident_chunks) == (400 * 1024, 0)
+    assert pointers(model) == where
+
+
+def test_another_home_is_refused() -> None:
+    model = chunkc.place(build(), home="disk")
+    before = values(model)
+    with pytest.raises(chunkc.OptionsError, match="home"):
+        compiled(model, home="cpu")(batch())
+    assert not differences(values(model), before)
+
+
+def test_a_disk_home_leaves_no_file(tmp_path: Path) -> None:
+    model = chunkc.place(build(), home=f"disk:{tmp_path}")
+    model(batch())
+    del model
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"device": "cuda"}, chunkc.UnsupportedError, "CPU"),
+        ({"device": "no such device"}, chunkc.OptionsError, "device"),
+        ({"home": "attic"}, chunkc.OptionsError, "home"),
+        ({"home": 3}, chunkc.OptionsError, "home"),
+        ({"chunk_size": 0}, chunkc.OptionsError, "chunk_size"),
+        ({"chunk_size": "many"}, chunkc.OptionsError, "chunk_size"),
+        ({"debug": "yes"}, chunkc.OptionsError, "debug"),
+        ({"home": "disk:/proc/none"}, chunkc.HomeError, "none"),
+    ],
+)
+def test_arguments_that_make_no_sense_move_nothing(
+    arguments: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    model = build()
+    where = pointers(model)
+    with pytest.raises(error, match=match):
+        chunkc.place(model, **arguments)
+    assert pointers(model) == where
+    chunkc.place(model)
+
+
+def test_a_model_is_placed_once() -> None:
+    model = chunkc.place(build())
+    with pytest.raises(chunkc.UnsupportedError, match=r"first\.weight is placed"):
+        chunkc.place(model)
+    with pytest.raises(chunkc.UnsupportedError, match="placed"):
+        chunkc.place(nn.Sequential(nn.Linear(2, 2), model))
+
+
+def test_a_compiled_model_is_not_placed() -> None:
+    model = build()
+    compiled(model)(batch())
+    with pytest.raises(chunkc.UnsupportedError, match="compiled already"):
+        chunkc.place(model)
+
+
+def test_nothing_to_place() -> None:
+    with pytest.raises(chunkc.OptionsError, match="no parameters"):
+        chunkc.place(nn.ReLU())
+
+
+def test_meta_parameters_are_refused() -> None:
+    model = build()
+    model.second = nn.Linear(WIDTH, WIDTH, device="meta")
+    where = pointers(model)
+    with pytest.raises(chunkc.UnsupportedError, match=r"second\.weight is on meta"):
+        chunkc.place(model)
+    assert pointers(model) == where
+
+
+def test_a_model_without_large_parameters() -> None:
+    model = nn.Linear(3, 3)
+    chunkc.place(model, chunk_size="64KiB")
+    assert chunkc.report(model).num_chunks == 0
+    call = compiled(model)
+    call(torch.ones(2, 3)).sum().backward()
+    assert torch.equal(model.bias.grad, torch.full((3,), 2.0))

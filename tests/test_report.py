@@ -1,0 +1,191 @@
+"""`chunkc.report`: its fields agree with each other, with the plan and with what ran."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from harness import train
+from torch import Tensor, nn
+from zoo import CASES
+
+import chunkc
+
+WIDTH, LAYERS = 128, 4
+BUDGET_NBYTES = 400 * 1024
+WEIGHT_NBYTES = 4 * WIDTH * WIDTH
+
+
+class MLP(nn.Module):
+    """Weights that live in chunks of their own, without biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def compiled(model: nn.Module, **options: Any) -> Callable[..., Tensor]:
+    torch._dynamo.reset()
+    options = {"memory_budget": BUDGET_NBYTES, "codegen": "eager", "whole_graph": "never"} | options
+    return torch.compile(model, backend="chunkc", options=options)
+
+
+def trained(num_steps: int = 2, **options: Any) -> tuple[nn.Module, Callable[..., Tensor], torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = MLP()
+    call, optimizer = compiled(model, **options), chunkc.optim.AdamW(model.parameters())
+    for _ in range(num_steps):
+        step(call, optimizer)
+    return model, call, optimizer
+
+
+def step(call: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> None:
+    call(torch.ones(2, WIDTH)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_fields_under_a_small_budget() -> None:
+    model, call, _ = trained()
+    report = chunkc.report(model)
+    assert dataclasses.replace(chunkc.report(call), time_s=report.time_s) == report
+    assert report.memory_budget_nbytes == BUDGET_NBYTES
+    assert 0 < report.minimum_budget_nbytes <= report.predicted_peak_nbytes <= BUDGET_NBYTES
+    assert report.chunk_size_nbytes == WEIGHT_NBYTES
+    assert (report.num_chunks, report.num_resident_chunks) == (LAYERS, 0)
+    assert report.home_nbytes == 4 * LAYERS * WEIGHT_NBYTES  # parameter, gradient, two moments
+    assert set(report.traffic_nbytes) == {"to_device", "to_home"}
+    assert set(report.time_s) == {"compute", "wait", "to_device", "to_home"}
+    assert report.time_s["compute"] > 0
+    assert all(seconds >= 0 for seconds in report.time_s.values())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.num_chunks = 3  # type: ignore[misc]
+
+
+def test_where_all_fits_nothing_moves() -> None:
+    model, _, _ = trained(memory_budget="64MiB")
+    report = chunkc.report(model)
+    assert (report.num_chunks, report.num_resident_chunks) == (LAYERS, LAYERS)
+    assert (dict(report.traffic_nbytes), report.home_nbytes) == ({"to_device": 0, "to_home": 0}, 0)
+
+
+def test_moments_are_those_of_the_latest_step() -> None:
+    model, _, _ = trained()
+    report = chunkc.report(model)
+    labels = [label for label, _, _ in report.moments]
+    assert len(set(labels)) == len(labels)
+    phases = [label.partition(".")[0] for label in labels]
+    assert list(dict.fromkeys(phases)) == ["forward", "backward", "update"]
+    assert phases.count("update") == LAYERS
+    assert max(nbytes for _, nbytes, _ in report.moments) == report.predicted_peak_nbytes
+
+
+def test_moments_are_sums_of_what_the_plan_says() -> None:
+    model, _, _ = trained()
+    report = chunkc.report(model)
+    lines = {line.split()[0]: line for line in report.plan_text.splitlines() if " = " in line}
+    for label, nbytes, _ in report.moments:
+        total, _, parts = lines[label].split(maxsplit=1)[1].partition(" = ")
+        numbers = [int(word.replace(",", "")) for word in parts.split()[:8] if word.replace(",", "").isdigit()]
+        assert int(total.replace(",", "")) == nbytes == sum(numbers[:3]), lines[label]
+
+
+def test_traffic_grows_by_the_same_bytes_every_step() -> None:
+    model, call, optimizer = trained()
+    seen = [chunkc.report(model).traffic_nbytes]
+    for _ in range(3):
+        step(call, optimizer)
+        seen.append(chunkc.report(model).traffic_nbytes)
+    for way in ("to_device", "to_home"):
+        grown = [after[way] - before[way] for before, after in pairwise(seen)]
+        assert len(set(grown)) == 1
+        assert grown[0] >= 3 * LAYERS * WEIGHT_NBYTES, way  # at least the update's
+
+
+def test_a_report_is_a_snapshot() -> None:
+    model, call, optimizer = trained(1)
+    report = chunkc.report(model)
+    before = dataclasses.replace(report, traffic_nbytes=dict(report.traffic_nbytes), time_s=dict(report.time_s))
+    step(call, optimizer)
+    assert report == before
+    assert chunkc.report(model).traffic_nbytes["to_device"] > report.traffic_nbytes["to_device"]
+
+
+def test_after_the_first_forward_only() -> None:
+    model, call, _ = trained(0)
+    loss = call(torch.ones(2, WIDTH))
+    assert {label.partition(".")[0] for label, _, _ in chunkc.report(model).moments} == {"forward"}
+    loss.backward()
+
+
+def test_the_minimum_works() -> None:
+    model, _, _ = trained()
+    minimum = chunkc.report(model).minimum_budget_nbytes
+    again, _, _ = trained(memory_budget=minimum)
+    report = chunkc.report(again)
+    assert report.predicted_peak_nbytes == report.minimum_budget_nbytes == minimum
+    with pytest.raises(chunkc.BudgetError) as error:
+        trained(memory_budget=minimum - 1)
+    assert error.value.minimum_nbytes == minimum
+
+
+def test_printed() -> None:
+    report = chunkc.Report(
+        memory_budget_nbytes=3 * 2**20,
+        predicted_peak_nbytes=2**20,
+        measured_peak_nbytes=None,
+        minimum_budget_nbytes=512,
+        home_nbytes=1536,
+        chunk_size_nbytes=4096,
+        num_chunks=7,
+        num_resident_chunks=2,
+        traffic_nbytes={"to_device": 2048, "to_home": 0},
+        time_s={"compute": 1.25, "to_home": 0.0},
+        moments=(),
+        plan_text="",
+    )
+    assert str(report).splitlines() == [
+        "budget             3.00 MiB (3,145,728 bytes)",
+        "smallest budget    512 bytes",
+        "predicted peak     1.00 MiB (1,048,576 bytes)",
+        "measured peak      not metered",
+        "at home            1.50 KiB (1,536 bytes)",
+        "chunks             7 of 4.00 KiB (4,096 bytes), 2 resident",
+        "moved to device    2.00 KiB (2,048 bytes)",
+        "moved to home      0 bytes",
+        "time, compute      1.250 s",
+        "time, to home      0.000 s",
+    ]
+    metered = str(dataclasses.replace(report, measured_peak_nbytes=1024))
+    assert "measured peak      1.00 KiB (1,024 bytes)" in metered
+
+
+def test_measured_where_the_tier_is_metered() -> None:
+    result = train(CASES["frozen_mlp"], memory_budget=4 * 2**20, limit=False, whole_graph="never")
+    assert 0 < result.measured_peak_nbytes <= result.predicted_peak_nbytes <= 4 * 2**20
+
+
+def test_nothing_is_known_of_other_models() -> None:
+    for model in (MLP(), nn.ReLU()):
+        with pytest.raises(chunkc.ChunkcError, match="placed or compiled"):
+            chunkc.report(model)
+    model = MLP()
+    compiled(model)  # not called yet
+    with pytest.raises(chunkc.ChunkcError, match="first call"):
+        chunkc.report(model)
+
+
+def test_models_compiled_apart_have_reports_of_their_own() -> None:
+    both = nn.ModuleList([trained()[0], trained(memory_budget="64MiB")[0]])
+    with pytest.raises(chunkc.ChunkcError, match="several"):
+        chunkc.report(both)
+    assert [chunkc.report(model).memory_budget_nbytes for model in both] == [BUDGET_NBYTES, 64 * 2**20]
