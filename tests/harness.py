@@ -23,6 +23,9 @@ from chunkc.runtime import cpu_allocator
 HUGE = 1 << 34
 """A budget in which every model of the zoo fits many times over."""
 
+TRACING_NBYTES = 16384
+"""What Dynamo itself may allocate while it traces: two copies of the random generator's state, 5056 bytes each."""
+
 TINY = 4096
 """A budget in which no model fits."""
 
@@ -135,7 +138,11 @@ def train(
     with cpu_allocator.hard_limit(foreign_nbytes + memory_budget if limit else None):
         for step in range(steps):
             batch = case.batch(seed + step)
+            if limit and step == 0:
+                cpu_allocator.set_limit(foreign_nbytes + memory_budget + TRACING_NBYTES)
             loss = case.loss(compiled(**batch))
+            if limit:
+                cpu_allocator.set_limit(foreign_nbytes + memory_budget)
             loss.backward()
             losses.append(array(loss))
             grads.append(gradients(model))

@@ -276,7 +276,7 @@ def test_one_options_object_is_one_session() -> None:
 
 @pytest.mark.parametrize(("second_budget_nbytes", "is_shared"), [(SMALL + 4096, False), (SMALL, True)])
 def test_two_options_objects_are_two_sessions(second_budget_nbytes: int, is_shared: bool) -> None:
-    """Unless the models look alike and the options are equal: Dynamo then keeps one graph, with one backend, for both."""
+    """Unless the models look alike and the options are equal: Dynamo then keeps one graph for both."""
     first, second = build(0), build(1)
     compiled(first)(batch()).backward()
     compiled(second, memory_budget=second_budget_nbytes)(batch()).backward()
