@@ -13,7 +13,6 @@ ALIGNMENT_NBYTES = 256
 """Tensors start at multiples of this inside a chunk: enough for vector loads on CPUs and CUDA devices."""
 
 PARAM, GRAD, MASTER, EXP_AVG, EXP_AVG_SQ = "param", "grad", "master", "exp_avg", "exp_avg_sq"
-OPTIMIZER_KINDS = (MASTER, EXP_AVG, EXP_AVG_SQ)
 
 
 def chunk_name(kind: str, group: int, part: tuple[int, int] | None = None) -> str:
