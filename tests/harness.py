@@ -24,7 +24,8 @@ HUGE = 1 << 34
 """A budget in which every model of the zoo fits many times over."""
 
 TRACING_NBYTES = 16384
-"""What Dynamo itself may allocate while it traces: two copies of the random generator's state, 5056 bytes each."""
+"""What Dynamo itself may allocate while it traces: two copies of the random generator's state, 5056 bytes each. It
+frees them before the compiled graph runs for the first time."""
 
 TINY = 4096
 """A budget in which no model fits."""
@@ -104,7 +105,7 @@ def assert_same_training(result: Result, reference: Result) -> None:
 
 def compile_case(
     case: Case, *, memory_budget: int, home: str = "cpu", codegen: str = "eager", seed: int = 0,
-    place: bool = True, **options: Any,
+    place: bool = True, backend: Any = "chunkc", **options: Any,
 ) -> tuple[nn.Module, nn.Module]:  # fmt: skip
     """The model, placed in its home unless `place` is false, and the same model compiled by chunkc."""
     torch._dynamo.reset()
@@ -114,7 +115,22 @@ def compile_case(
         sizes = {"chunk_size": options["chunk_size"]} if "chunk_size" in options else {}
         model = chunkc.place(model, home=home, **sizes)
     options |= {"memory_budget": memory_budget, "home": home, "codegen": codegen}
-    return model, torch.compile(model, backend="chunkc", options=options)
+    return model, torch.compile(model, backend=backend, options=options)
+
+
+def limited_once_traced(limit_nbytes: int) -> Callable[..., Any]:
+    """The backend, with the hard limit lowered to `limit_nbytes` when a graph is about to run."""
+
+    def backend(*args: Any, **options: Any) -> Callable[..., Any]:
+        compiled = chunkc.backend.chunkc(*args, **options)
+
+        def run(*arguments: Any) -> Any:
+            cpu_allocator.set_limit(limit_nbytes)
+            return compiled(*arguments)
+
+        return run
+
+    return backend
 
 
 def train(
@@ -129,20 +145,21 @@ def train(
     cpu_allocator.install()
     gc.collect()
     foreign_nbytes = cpu_allocator.current_nbytes()
+    limit_nbytes = foreign_nbytes + memory_budget
+    if limit:
+        options["backend"] = limited_once_traced(limit_nbytes)
     model, compiled = compile_case(case, memory_budget=memory_budget, home=home, codegen=codegen, seed=seed, **options)
     update = optimizer(model.parameters())
     losses: list[np.ndarray] = []
     grads: list[Arrays] = []
     torch.manual_seed(seed)
     cpu_allocator.reset_peak()
-    with cpu_allocator.hard_limit(foreign_nbytes + memory_budget if limit else None):
+    with cpu_allocator.hard_limit(limit_nbytes if limit else None):
         for step in range(steps):
             batch = case.batch(seed + step)
             if limit and step == 0:
-                cpu_allocator.set_limit(foreign_nbytes + memory_budget + TRACING_NBYTES)
+                cpu_allocator.set_limit(limit_nbytes + TRACING_NBYTES)
             loss = case.loss(compiled(**batch))
-            if limit:
-                cpu_allocator.set_limit(foreign_nbytes + memory_budget)
             loss.backward()
             losses.append(array(loss))
             grads.append(gradients(model))
