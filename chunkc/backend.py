@@ -11,26 +11,16 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._decomp import get_decompositions
-from torch._functorch.aot_autograd import aot_module_simplified
-from torch._guards import detect_fake_mode
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-from torch._inductor.virtualized import V
 
-from chunkc.build import Builder, Capture, order_of_use
-from chunkc.graph import CompiledGraph, boxed, profile
+from chunkc.build import Builder
+from chunkc.capture import Capture, capture_graph, input_names
+from chunkc.captured import profile
+from chunkc.graph import CompiledGraph
 from chunkc.ir.errors import ChunkcError, OptionsError, UnsupportedError
 from chunkc.options import Options, parse_options
 from chunkc.passes.codegen import find_vector_isa
-from chunkc.passes.graphs import attribute_path, placeholders, returned
-from chunkc.passes.partition import partition
+from chunkc.passes.graphs import placeholders
 from chunkc.passes.planning import check_minimum, choose_resident
-from chunkc.passes.segments import (
-    RUN_BY_ATEN,
-    clone_parameter_views,
-    materialise_returned_placeholders,
-)
 from chunkc.session import Session, can_move, owner, session_for, spec_of
 from chunkc.variants import Variants
 
@@ -53,7 +43,7 @@ def chunkc(
         settings = parse_options(options)
         if settings.codegen == "inductor":
             find_vector_isa()
-        names = _input_names(gm)
+        names = input_names(gm)
         variants = Variants(lambda inputs: compile_graph(gm, inputs, names, settings, options))
         if not any(isinstance(value, torch.SymInt) for value in _example_values(gm, example_inputs)):
             variants.compile(example_inputs)
@@ -71,16 +61,6 @@ def _raising(error: ChunkcError) -> Callable[..., Any]:
 
 def _example_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
     return [*example_inputs, *(node.meta.get("example_value") for node in placeholders(gm.graph))]
-
-
-def _input_names(gm: fx.GraphModule) -> list[str]:
-    """The user's name of every input: a parameter's attribute path, an argument's own name."""
-    names = []
-    for node in placeholders(gm.graph):
-        source = getattr(node.meta.get("grapharg"), "source", None)
-        name = getattr(source, "name", "")
-        names.append(attribute_path(name() if callable(name) else name) or node.name)
-    return names
 
 
 def compile_graph(
@@ -103,59 +83,18 @@ def compile_graph(
     parameters = [value if isinstance(value, nn.Parameter) else None for value in inputs]
     session = session_for([p for p in parameters if p is not None], options, source)
     parameter_names = _name_parameters(session, parameters, names)
-    capture = Capture()
-
-    def partition_fn(joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        capture.num_user_outputs = kwargs["num_fwd_outputs"]
-        if options.codegen == "inductor":
-            with V.set_fake_mode(detect_fake_mode(joint_inputs)):
-                joint_graph_passes(joint)
-        is_parameter = [p is not None for p in parameters]
-        forward, capture.backward = partition(joint, joint_inputs, is_parameter=is_parameter, **kwargs)
-        return forward, capture.backward
-
-    def forward_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        capture.forward = gm
-        return boxed(lambda arguments: _compiled(capture).forward(arguments))
-
-    # AOTAutograd may ask for the backward at its first run only; it was planned with the forward all the same.
-    def backward_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        return boxed(lambda arguments: _compiled(capture).backward(arguments))
-
-    call = aot_module_simplified(
+    compiled: list[CompiledGraph] = []
+    call, capture = capture_graph(
         gm,
         inputs,
-        fw_compiler=forward_compiler,
-        bw_compiler=backward_compiler,
-        inference_compiler=forward_compiler,
-        partition_fn=partition_fn,
-        decompositions=_decompositions(options.codegen),
+        parameter_names,
+        codegen=options.codegen,
+        run_forward=lambda arguments: compiled[0].forward(arguments),
+        run_backward=lambda arguments: compiled[0].backward(arguments),
     )
-    capture.compiled = _build(session, capture, options, parameters, parameter_names)
+    named = {name: p for name, p in zip(parameter_names, parameters) if name is not None and p is not None}
+    compiled.append(_build(session, capture, options, named))
     return call
-
-
-def _decompositions(codegen: str) -> dict[Any, Callable[..., Any]]:
-    """What AOTAutograd takes apart: for Inductor its own table, but for the operators that run as they are
-    (`segments.RUN_BY_ATEN`); for eager, next to nothing."""
-    if codegen == "eager":
-        return get_decompositions(_KEEP_MORE_THAN_THEY_SHOW)
-    return {op: decompose for op, decompose in select_decomp_table().items() if op not in RUN_BY_ATEN}
-
-
-_KEEP_MORE_THAN_THEY_SHOW = [
-    torch.ops.aten.mse_loss,
-    torch.ops.aten.smooth_l1_loss,
-    torch.ops.aten.huber_loss,
-    torch.ops.aten.binary_cross_entropy,
-    torch.ops.aten.soft_margin_loss,
-]
-"""Losses whose scalar result lives in storage of the unreduced size on a CPU: bytes that no shape tells of."""
-
-
-def _compiled(capture: Capture) -> CompiledGraph:
-    assert capture.compiled is not None, "the graph runs before it is compiled"
-    return capture.compiled
 
 
 def _name_parameters(
@@ -182,33 +121,19 @@ def _name_parameters(
     return found
 
 
-def _build(
-    session: Session,
-    capture: Capture,
-    options: Options,
-    parameters: Sequence[nn.Parameter | None],
-    names: Sequence[str | None],
-) -> CompiledGraph:
-    forward, backward = capture.forward, capture.backward
-    assert forward is not None
-    primals = placeholders(forward.graph)
-    if len(primals) != len(parameters):
-        raise UnsupportedError("the model changes inputs that share memory; pass copies of them")
-    by_placeholder = {node.name: name for node, name in zip(primals, names) if name is not None}
-    named = {name: p for name, p in zip(names, parameters) if name is not None and p is not None}
-    gradients: dict[int, str] = {}
-    clone_parameter_views(forward.graph, [n for n in primals if n.name in by_placeholder])
-    if backward is not None:
-        results = returned(backward.graph)
-        gradients = {i: name for i, name in enumerate(names) if name is not None and results[i] is not None}
-        materialise_returned_placeholders(backward.graph, list(gradients))
-        clone_parameter_views(backward.graph, [n for n in placeholders(backward.graph) if n.name in by_placeholder])
-    in_order = order_of_use(forward.graph, by_placeholder)
+def _build(session: Session, capture: Capture, options: Options, named: Mapping[str, nn.Parameter]) -> CompiledGraph:
+    in_order = capture.order_of_use()
     movable = [spec_of(name, named[name]) for name in in_order if can_move(named[name])]
     fixed = [spec_of(name, named[name]) for name in in_order if not can_move(named[name])]
     layout = session.extend_layout(movable, fixed)
-    builder = Builder(session, capture, options, by_placeholder, gradients, layout)
-    captured = builder.build()
+    captured = Builder(
+        capture,
+        options.codegen,
+        layout,
+        session.budget_nbytes,
+        session.hardware,
+        may_be_whole=options.whole_graph == "auto" and (not layout.groups or session.all_may_stay()),
+    ).build()
     step = profile(captured, layout)
     new = frozenset(g.index for g in layout.groups[len(session.store.layout.groups) :])
     everything = frozenset(g.index for g in layout.groups)

@@ -9,71 +9,51 @@ from typing import Any
 import torch
 from torch import fx
 
-from chunkc.graph import Captured, CompiledGraph, profile
+from chunkc.capture import Capture
+from chunkc.captured import Captured, profile
 from chunkc.ir.chunks import ChunkLayout
+from chunkc.ir.hardware import Hardware
 from chunkc.ir.program import PhaseProgram
-from chunkc.options import Options
 from chunkc.passes.codegen import CompiledSegment, compile_segment
 from chunkc.passes.graphs import placeholders, returned
 from chunkc.passes.planning import fixed_nbytes
 from chunkc.passes.program import backward_program, forward_program
 from chunkc.passes.segment_memory import eager_memory
 from chunkc.passes.segments import Piece, SegmentTable, cut, extract, home_views
-from chunkc.session import Session
-
-
-@dataclass
-class Capture:
-    """What AOTAutograd hands over, piece by piece, and what was made of it."""
-
-    forward: fx.GraphModule | None = None
-    backward: fx.GraphModule | None = None
-    num_user_outputs: int | None = None
-    compiled: CompiledGraph | None = None
-
-
-def order_of_use(graph: fx.Graph, by_placeholder: Mapping[str, str]) -> list[str]:
-    """Parameter names in the order in which a graph reads them first; those it never reads come last."""
-    found: dict[str, None] = {}
-    for node in graph.nodes:
-        for source in node.all_input_nodes:
-            if source.name in by_placeholder and node.op != "output":
-                found.setdefault(by_placeholder[source.name])
-    return [*found, *(name for name in by_placeholder.values() if name not in found)]
 
 
 @dataclass
 class Builder:
-    """Cuts, compiles and describes both phases: whole where everything fits, in segments otherwise."""
+    """Cuts, compiles and describes both phases: whole where everything fits, in segments otherwise.
 
-    session: Session
+    Attributes:
+        may_be_whole: whether the graph may be compiled whole if all its model data fits.
+        compiled: false for a description alone, of the graphs as they are before any fusion: nothing can run.
+    """
+
     capture: Capture
-    options: Options
-    by_placeholder: Mapping[str, str]
-    gradients: Mapping[int, str]
+    codegen: str
     layout: ChunkLayout
+    budget_nbytes: int
+    hardware: Hardware
+    may_be_whole: bool
+    compiled: bool = True
 
     def build(self) -> Captured:
-        if self.options.whole_graph == "auto" and (not self.layout.groups or self._can_be_resident()):
+        if self.may_be_whole:
             estimate = self._captured(whole=True, compiled=False)
             if self._fits(estimate):
-                whole = self._captured(whole=True, compiled=True)
+                whole = self._captured(whole=True, compiled=True) if self.compiled else estimate
                 if self._fits(whole):
                     return whole
-        return self._captured(whole=False, compiled=True)
-
-    def _can_be_resident(self) -> bool:
-        """Whether no group has been sent home already by another graph's plan."""
-        everything = {group.index for group in self.session.store.layout.groups}
-        return self.session.unplanned or self.session.store.resident == everything
+        return self._captured(whole=False, compiled=self.compiled)
 
     def _fits(self, captured: Captured) -> bool:
         """Whether all model data can stay on the compute tier."""
         resident = frozenset(group.index for group in self.layout.groups)
         fixed = fixed_nbytes(self.layout, resident)
         return all(
-            fixed + position.non_model_nbytes <= self.session.budget_nbytes
-            for position in profile(captured, self.layout).all
+            fixed + position.non_model_nbytes <= self.budget_nbytes for position in profile(captured, self.layout).all
         )
 
     def _captured(self, *, whole: bool, compiled: bool) -> Captured:
@@ -85,7 +65,7 @@ class Builder:
         if capture.backward is not None:
             group_of = self.layout.group_of()
             nodes = returned(capture.backward.graph)
-            wanted = {nodes[i]: group_of[p] for i, p in self.gradients.items() if p in group_of}
+            wanted = {nodes[i]: group_of[p] for i, p in self.capture.gradients.items() if p in group_of}
             backward_pieces = self._pieces(capture.backward, wanted, table, whole)
         segments = self._compile(table, [*forward_pieces, *backward_pieces], compiled)
         memories = {name: segment.memory for name, segment in segments.items()}
@@ -94,9 +74,9 @@ class Builder:
             capture.forward.graph,
             forward_pieces,
             memories,
-            parameters=self.by_placeholder,
+            parameters=self.capture.by_placeholder,
             num_user_outputs=num_outputs if capture.num_user_outputs is None else capture.num_user_outputs,
-            hardware=self.session.hardware,
+            hardware=self.hardware,
         )
         backward: PhaseProgram | None = None
         if capture.backward is not None:
@@ -106,9 +86,10 @@ class Builder:
                 backward_pieces,
                 memories,
                 forward,
-                parameters={name: p for name, p in self.by_placeholder.items() if name in saved},
-                gradients=self.gradients,
-                hardware=self.session.hardware,
+                parameters={name: p for name, p in self.capture.by_placeholder.items() if name in saved},
+                gradients=self.capture.gradients,
+                specs=self.layout.specs(),
+                hardware=self.hardware,
             )
         modules = {segment.name: segment.module for segment in table.segments.values()}
         return Captured(forward, backward, segments, modules, whole)
@@ -117,7 +98,11 @@ class Builder:
         self, gm: fx.GraphModule, gradient_groups: Mapping[Any, int], table: SegmentTable, whole: bool
     ) -> list[Piece]:
         group_of = self.layout.group_of()
-        nodes = {n: self.by_placeholder[n.name] for n in placeholders(gm.graph) if n.name in self.by_placeholder}
+        nodes = {
+            n: self.capture.by_placeholder[n.name]
+            for n in placeholders(gm.graph)
+            if n.name in self.capture.by_placeholder
+        }
         groups = {node: group_of[name] for node, name in nodes.items() if name in group_of}
         views = home_views(gm.graph, list(groups))
         runs = cut(gm.graph, groups=groups, gradient_groups=gradient_groups, whole=whole)
@@ -130,7 +115,7 @@ class Builder:
         found = {}
         for segment in table.segments.values():
             if compiled:
-                codegen = "eager" if segment.name in at_home else self.options.codegen
+                codegen = "eager" if segment.name in at_home else self.codegen
                 found[segment.name] = compile_segment(segment, codegen, threads)
             else:
                 memory = eager_memory(segment.module.graph, threads)

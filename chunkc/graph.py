@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
-from chunkc.ir.chunks import ChunkLayout
-from chunkc.ir.errors import UnsupportedError, VerificationError
-from chunkc.ir.plan import Plan, Position
+from chunkc.captured import Captured, plan_step, rewrite, verify
+from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.plan import Plan
 from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram
-from chunkc.ir.verify import verify_phase
-from chunkc.passes.codegen import CompiledSegment
-from chunkc.passes.insert import insert_events
-from chunkc.passes.planning import StepProfile, fixed_nbytes, plan_phases, update_positions, update_tiles
-from chunkc.passes.profile import positions
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
 from chunkc.session import Session
-
-ROOM_FOR_LOSS = 3
-"""While user code runs between the phases, it may need this many times the outputs' bytes, for a loss."""
 
 
 @dataclass(frozen=True)
@@ -38,69 +29,6 @@ class PlannedPhase:
 class PlannedStep:
     plan: Plan
     phases: Mapping[str, PlannedPhase]
-
-
-@dataclass(frozen=True)
-class Captured:
-    """What compilation made of a graph, before any plan."""
-
-    forward: PhaseProgram
-    backward: PhaseProgram | None
-    segments: Mapping[str, CompiledSegment]
-    modules: Mapping[str, nn.Module]
-    whole: bool
-
-    def returning(self, parameters: frozenset[str]) -> Captured:
-        """The same graph, with these parameters' gradients returned to autograd instead of sunk."""
-        if not parameters or self.backward is None:
-            return self
-        return replace(self, backward=self.backward.returning(parameters))
-
-    @cached_property
-    def output_nbytes(self) -> int:
-        """Bytes the caller gets from the forward, inputs that are returned left out."""
-        storage_of = self.forward.value_storages()
-        values = self.forward.outputs[: self.forward.num_user_outputs]
-        storages = {storage_of[v] for v in values if v is not None} - self.forward.held
-        return sum(self.forward.storages[storage] for storage in storages)
-
-    @cached_property
-    def between_nbytes(self) -> int:
-        """Bytes alive between the phases: inputs, outputs and what is saved for the backward."""
-        storage_of = self.forward.value_storages()
-        storages = {storage_of[v] for v in self.forward.outputs if v is not None} | self.forward.held
-        return sum(self.forward.storages[storage] for storage in storages)
-
-
-def profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
-    """Positions of every phase. In the forward, the previous call's outputs are still the caller's."""
-    group_of = layout.group_of()
-    memories = {name: segment.memory for name, segment in captured.segments.items()}
-    forward = tuple(
-        _with_more(position, captured.output_nbytes)
-        for position in positions(captured.forward, memories, group_of=group_of)
-    )
-    if captured.backward is None:
-        return StepProfile(forward, (), (), 0)
-    backward = positions(captured.backward, memories, group_of=group_of)
-    held_nbytes = captured.forward.held_nbytes + captured.output_nbytes
-    trained = sorted({group_of[p] for c in captured.backward.calls for _, p in c.gradients if p in group_of})
-    update = update_positions(layout, update_tiles(layout, trained, 0), held_nbytes)
-    boundary_nbytes = captured.between_nbytes + ROOM_FOR_LOSS * captured.output_nbytes
-    return StepProfile(forward, backward, update, boundary_nbytes)
-
-
-def _with_more(position: Position, nbytes: int) -> Position:
-    return Position(
-        position.name,
-        position.phase,
-        position.non_model_nbytes + nbytes,
-        position.op,
-        position.module,
-        position.reads,
-        position.writes,
-        position.cost_s,
-    )
 
 
 @dataclass(frozen=True)
@@ -139,6 +67,8 @@ class CompiledGraph:
 
     def __post_init__(self) -> None:
         self._positions = _Positions.of(self.captured.forward)
+        self._accumulating = False
+        self.session.trained |= self.captured.trained
 
     # --- planning ---
 
@@ -155,56 +85,27 @@ class CompiledGraph:
         layout, resident = session.store.layout, session.store.resident
         key = (
             *(session.budget_nbytes, held_nbytes, cold_backward, hooked),
-            *(resident, len(layout.groups), len(layout.small)),
+            *(resident, len(layout.groups), len(layout.small), len(session.trained)),
         )
         if key not in self._plans:
             captured = self.captured.returning(hooked)
-            step = profile(captured, layout)
-            phases = [(FORWARD, step.forward), (BACKWARD, step.backward)]
-            plan = plan_phases(
-                [(name, calls) for name, calls in phases if calls and not (cold_backward and name == FORWARD)],
+            plan = plan_step(
+                captured,
                 layout,
                 budget_nbytes=session.budget_nbytes,
                 resident=resident,
                 hardware=session.hardware,
                 held_nbytes=held_nbytes,
-                boundary_nbytes=step.boundary_nbytes,
+                cold_backward=cold_backward,
+                elsewhere=session.trained - self.captured.trained,
             )
-            self._plans[key] = self._build(captured, plan, layout, held_nbytes)
+            graphs = rewrite(captured, plan, layout)
+            if session.options.verify:
+                verify(captured, plan, graphs, layout, held_nbytes=held_nbytes)
+            runs = {name: segment.run for name, segment in captured.segments.items()}
+            phases = {name: PlannedPhase(graph, lower(graph.graph, runs)) for name, graph in graphs.items()}
+            self._plans[key] = PlannedStep(plan, phases)
         return self._plans[key]
-
-    def _build(self, captured: Captured, plan: Plan, layout: ChunkLayout, held_nbytes: int) -> PlannedStep:
-        programs = {FORWARD: captured.forward, BACKWARD: captured.backward}
-        memories = {name: segment.memory for name, segment in self.captured.segments.items()}
-        runs = {name: segment.run for name, segment in self.captured.segments.items()}
-        phases: dict[str, PlannedPhase] = {}
-        present: frozenset[str] = frozenset()
-        for phase in plan.phases:
-            program = programs[phase.phase]
-            assert program is not None
-            graph = insert_events(
-                program, phase, self.captured.modules, group_of=layout.group_of(), resident=plan.resident
-            )
-            kept = plan.kept if phase is not plan.phases[-1] else frozenset[str]()
-            if self.session.options.verify:
-                elsewhere = program.held - set(program.inputs.values())  # held by the caller, not passed in
-                extra = sum(program.storages[storage] for storage in elsewhere)
-                extra += captured.output_nbytes if phase.phase == FORWARD else 0
-                violations = verify_phase(
-                    graph.graph,
-                    layout=layout,
-                    memories=memories,
-                    fixed_nbytes=fixed_nbytes(layout, plan.resident) + held_nbytes + extra,
-                    budget_nbytes=plan.budget_nbytes,
-                    present=present,
-                    kept=kept,
-                    gradients={name for call in program.calls for _, name in call.gradients},
-                )
-                if violations:
-                    raise VerificationError(violations)
-            present = kept
-            phases[phase.phase] = PlannedPhase(graph, lower(graph.graph, runs))
-        return PlannedStep(plan, phases)
 
     # --- running ---
 
@@ -214,6 +115,7 @@ class CompiledGraph:
         session.store.release_slots()
         live = session.live.nbytes(leaving_out=arguments)
         planned = self.plan(max(0, live - captured.output_nbytes), hooked=self._hooked())
+        self._accumulating = self._has_staying_gradient()
         inputs = [arguments[position] for position in self._positions.inputs]
         outputs = self._run(FORWARD, planned, arguments)
         session.live.watch(inputs)
@@ -258,6 +160,11 @@ class CompiledGraph:
                     "read .grad"
                 )
 
+    def _has_staying_gradient(self) -> bool:
+        """Whether the step begins with the gradient of a parameter that stays on the compute tier."""
+        store = self.session.store
+        return any(store.parameter(name).grad is not None for _, _, name in self._sunk() if not store.is_managed(name))
+
     def _sunk(self) -> tuple[tuple[int, str, str], ...]:
         return self.captured.backward.gradient_outputs if self.captured.backward is not None else ()
 
@@ -271,7 +178,8 @@ class CompiledGraph:
         measurement = Measurement()
         session.store.tier.lap_peak_nbytes()
         outputs = planned.phases[phase].executable(arguments, Run(session.store, measurement))
-        session.record(phase, self, planned.plan, measurement)
+        plan = planned.plan.accumulating() if self._accumulating else planned.plan
+        session.record(phase, self, plan, measurement)
         return outputs
 
 
@@ -281,13 +189,3 @@ def _is_accumulated(node: torch.autograd.graph.Node) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # "a leaf node was passed ... but we are currently running autograd.grad()"
         return False
-
-
-def boxed(function: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:
-    """Mark a callable as taking one list that it may empty (AOTAutograd's boxed convention)."""
-
-    def call(arguments: list[Any]) -> list[Any]:
-        return function(arguments)
-
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call

@@ -75,6 +75,7 @@ class Session:
         records: the latest run of each phase, by phase name.
         peak_nbytes: the largest measured bytes of any run, None where nothing meters the compute tier.
         predicted_peak_nbytes: the largest predicted bytes of any plan that ran.
+        trained: parameters whose gradients some graph compiled so far makes.
         unplanned: whether no graph has been compiled yet, so that any group may still become resident.
         minimum_nbytes: the smallest budget that every graph compiled so far can work with.
         update_plans: plans of the optimizer's step, by what they depend on.
@@ -96,6 +97,7 @@ class Session:
         self.update_held_nbytes = 0
         self.update_plans: dict[tuple, tuple[Executable, Plan]] = {}
         self.unplanned = True
+        self.trained: frozenset[str] = frozenset()
 
     def configure(self, options: Options, source: Mapping[str, object]) -> None:
         """Take over the options of a (later) compilation.
@@ -127,6 +129,10 @@ class Session:
             layout = lay_out(new, chunk_nbytes, extending=layout if layout.chunk_nbytes else None)
         staying = tuple(spec for spec in fixed if spec.name not in known)
         return ChunkLayout(layout.chunk_nbytes, layout.groups, (*layout.small, *staying))
+
+    def all_may_stay(self) -> bool:
+        """Whether no group has been sent home already by another graph's plan."""
+        return self.unplanned or self.store.resident == frozenset(g.index for g in self.store.layout.groups)
 
     def record(self, phase: str, graph: object, plan: Plan, measurement: Measurement) -> None:
         """Keep what a run measured."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from torch import fx, nn
@@ -25,15 +24,10 @@ def insert_events(
     """Build the rewritten graph of one phase.
 
     Placeholders carry `meta["storage"] = (name, bytes, held)`, for the verifier. A gradient is owned by its sink when
-    its storage was made by the call, for it alone: one value, one gradient, nothing returned.
+    the program hands it over.
     """
     graph = fx.Graph()
     values: dict[str, fx.Node] = {}
-    program_storages = program.value_storages()
-    sharing = Counter(program_storages[value] for value in program.outputs if value is not None)
-    for call in program.calls:
-        sharing.update(call.output_storages)
-        sharing.update(program_storages[value] for value, _ in call.gradients)
     for value, storage in program.inputs.items():
         node = graph.placeholder(value)
         node.meta["storage"] = (storage, program.storages[storage], storage in program.held)
@@ -53,9 +47,7 @@ def insert_events(
         for value, name in call.gradients:
             group = group_of.get(name)
             chunk = None if group is None or group in resident else chunk_name(GRAD, group)
-            storage = program_storages[value]
-            owned = storage.startswith(f"{call.name}:") and sharing[storage] == 2
-            graph.call_function(chunk_ops.sink, (name, chunk, values[value], owned))
+            graph.call_function(chunk_ops.sink, (name, chunk, values[value], value in program.handed_over))
     _events(graph, plan.stops[-1])
     graph.output(tuple(None if value is None else values[value] for value in program.outputs))
     root = nn.Module()

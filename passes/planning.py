@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from chunkc.ir.chunks import GRAD, STEP_NBYTES, ChunkLayout, chunk_name, split_chunk_name
 from chunkc.ir.errors import BudgetError
@@ -96,8 +96,45 @@ def chunk_sizes(layout: ChunkLayout, positions: Sequence[Position]) -> dict[str,
 
 
 def fixed_nbytes(layout: ChunkLayout, resident: frozenset[int]) -> int:
-    """Model data on the compute tier for good."""
+    """Model data on the compute tier for good, once every gradient and state exists."""
     return small_nbytes(layout) + sum(layout.groups[index].resident_nbytes for index in resident)
+
+
+@dataclass(frozen=True)
+class StayingData:
+    """Model data that never leaves the compute tier, by what it is; gradients by parameter."""
+
+    parameter_nbytes: int
+    state_nbytes: int
+    gradients: Mapping[str, int]
+
+    @staticmethod
+    def of(layout: ChunkLayout, resident: frozenset[int]) -> StayingData:
+        staying = [*layout.small, *(s.spec for index in sorted(resident) for s in layout.groups[index].slices)]
+        counters = small_nbytes(layout) - sum(spec.nbytes + spec.state_nbytes for spec in layout.small)
+        return StayingData(
+            sum(spec.nbytes for spec in staying),
+            sum(spec.optimizer_nbytes for spec in staying) + counters,
+            {spec.name: spec.gradient_nbytes for spec in staying if spec.trainable},
+        )
+
+    @property
+    def gradient_nbytes(self) -> int:
+        return sum(self.gradients.values())
+
+    def gradients_at(self, line: Sequence[Position], elsewhere: frozenset[str] = frozenset()) -> list[int]:
+        """Bytes of these gradients while each position runs: those complete before it, and copies it makes of its own.
+
+        Gradients that are made `elsewhere` may be there at any time; with the optimizer's step all are.
+        """
+        found, complete = [], sum(nbytes for name, nbytes in self.gradients.items() if name in elsewhere)
+        for position in line:
+            if position.phase == UPDATE:
+                complete = self.gradient_nbytes
+            own = [(self.gradients[name], handed_over) for name, handed_over in position.sunk if name in self.gradients]
+            found.append(complete + sum(nbytes for nbytes, handed_over in own if not handed_over))
+            complete += sum(nbytes for nbytes, _ in own)
+        return found
 
 
 def _moving(position: Position, resident: frozenset[int]) -> Position:
@@ -106,16 +143,7 @@ def _moving(position: Position, resident: frozenset[int]) -> Position:
     def keep(chunks: frozenset[str]) -> frozenset[str]:
         return frozenset(chunk for chunk in chunks if split_chunk_name(chunk)[1] not in resident)
 
-    return Position(
-        position.name,
-        position.phase,
-        position.non_model_nbytes,
-        position.op,
-        position.module,
-        keep(position.reads),
-        keep(position.writes),
-        position.cost_s,
-    )
+    return replace(position, reads=keep(position.reads), writes=keep(position.writes))
 
 
 def choose_resident(
@@ -207,12 +235,14 @@ def plan_phases(
     hardware: Hardware,
     held_nbytes: int = 0,
     boundary_nbytes: int = 0,
+    elsewhere: frozenset[str] = frozenset(),
 ) -> Plan:
     """Plan phases that follow each other; chunks may stay in their slots from one to the next.
 
     Args:
         held_nbytes: bytes on the compute tier that belong to others: values of earlier calls still in flight.
         boundary_nbytes: non-model bytes while user code runs between the phases.
+        elsewhere: parameters whose gradients are made by other graphs.
 
     Raises:
         BudgetError: no plan fits; its `minimum_nbytes` holds for this `resident`.
@@ -231,18 +261,31 @@ def plan_phases(
     minimum = check_minimum(calls, layout, budget_nbytes, held_nbytes, resident)
     capacity = [max(0, budget_nbytes - fixed - held_nbytes - position.non_model_nbytes) for position in line]
     stops, occupancy = schedule(line, chunk_sizes(layout, line), capacity, hardware, barriers)
+    staying = StayingData.of(layout, resident)
+    gradients = staying.gradients_at(line, elsewhere)
     planned, kept = [], frozenset[str]()
     for index, (name, begin, end) in enumerate(spans):
         moments = tuple(
-            Moment(p.name, name, p.op, p.module, fixed + held_nbytes, p.non_model_nbytes, slots)
-            for p, slots in zip(line[begin:end], occupancy[begin:end])
+            Moment(
+                name=line[at].name,
+                phase=name,
+                op=line[at].op,
+                module=line[at].module,
+                parameter_nbytes=staying.parameter_nbytes,
+                gradient_nbytes=gradients[at],
+                state_nbytes=staying.state_nbytes,
+                other_nbytes=held_nbytes,
+                non_model_nbytes=line[at].non_model_nbytes,
+                slot_nbytes=occupancy[at],
+            )
+            for at in range(begin, end)
         )
         # The stop before "between", and the one after it, both belong to the end of the earlier phase.
         tail = stops[end]
         planned.append(PhasePlan(name, (*stops[begin:end], tail), moments))
         if index + 1 < len(spans):
             kept = _present_after([*stops[: end + 1]])
-    return Plan(budget_nbytes, minimum, resident, tuple(planned), kept)
+    return Plan(budget_nbytes, minimum, resident, tuple(planned), kept, staying.gradient_nbytes)
 
 
 def _between(non_model_nbytes: int) -> Position:

@@ -49,6 +49,7 @@ def positions(
                 reads=frozenset(chunk_name(PARAM, group_of[p]) for _, p in call.parameters if p in group_of),
                 writes=frozenset(chunk_name(GRAD, group_of[p]) for _, p in call.gradients if p in group_of),
                 cost_s=call.cost_s,
+                sunk=tuple((name, value in program.handed_over) for value, name in call.gradients),
             )
         )
         live |= set(call.output_storages)

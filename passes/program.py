@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram, SegmentCall, SegmentMemory
@@ -40,9 +42,10 @@ def backward_program(
     *,
     parameters: Mapping[str, str],
     gradients: Mapping[int, str],
+    specs: Mapping[str, ParamSpec],
     hardware: Hardware,
 ) -> PhaseProgram:
-    """`gradients` maps positions among the graph's outputs to parameter names."""
+    """`gradients` maps positions among the graph's outputs to parameter names, `specs` these to what they are."""
     inputs, storages = _input_storages(graph, parameters)
     forward_storages = forward.value_storages()
     saved = forward.outputs[forward.num_user_outputs :]
@@ -60,12 +63,14 @@ def backward_program(
         storages[storage] = forward.storages.get(storage, 0)
     nodes = returned(graph)
     wanted: dict[str, list[str]] = {}
-    sunk = []
+    sunk, fitting = [], set()
     for position, parameter in gradients.items():
         node = nodes[position]
         if node is not None:
             wanted.setdefault(node.name, []).append(parameter)
             sunk.append((position, node.name, parameter))
+            if _fits(node.meta["val"], specs[parameter]):
+                fitting.add(node.name)
     calls = _calls(BACKWARD, pieces, memories, inputs, storages, parameters, wanted, hardware)
     outputs = tuple(
         node.name if node is not None and index not in gradients else None for index, node in enumerate(nodes)
@@ -80,6 +85,16 @@ def backward_program(
         outputs,
         len(outputs),
         tuple(sunk),
+        frozenset(fitting),
+    )
+
+
+def _fits(gradient: torch.Tensor, spec: ParamSpec) -> bool:
+    """Whether a gradient may become `.grad` as it is (see `runtime.store`)."""
+    return (
+        tuple(gradient.stride()) == spec.stride
+        and gradient.dtype == spec.dtype
+        and storage_nbytes(gradient) == spec.nbytes
     )
 
 

@@ -65,10 +65,18 @@ class ParamSpec:
 
         The step counter is not among them: it stays on the compute tier wherever the parameter is.
         """
-        if not self.trainable:
-            return 0
+        return self.gradient_nbytes + self.optimizer_nbytes
+
+    @property
+    def gradient_nbytes(self) -> int:
+        """Bytes of the gradient; 0 for a frozen parameter."""
+        return self.nbytes if self.trainable else 0
+
+    @property
+    def optimizer_nbytes(self) -> int:
+        """Bytes of Adam's states but the step counter; 0 for a frozen parameter."""
         num_states = 2 if self.dtype.itemsize >= 4 else 3
-        return self.nbytes + self.numel * num_states * max(4, self.dtype.itemsize)
+        return self.numel * num_states * max(4, self.dtype.itemsize) if self.trainable else 0
 
 
 @dataclass(frozen=True)
@@ -131,6 +139,10 @@ class ChunkLayout:
 
     def group_of(self) -> dict[str, int]:
         return {s.spec.name: group.index for group in self.groups for s in group.slices}
+
+    def specs(self) -> dict[str, ParamSpec]:
+        """Every parameter by name."""
+        return {spec.name: spec for spec in (*self.small, *(s.spec for group in self.groups for s in group.slices))}
 
     def chunk_nbytes_of(self, chunk: str) -> int:
         kind, index = split_chunk_name(chunk)

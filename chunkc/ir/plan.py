@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PREFETCH, WAIT, EVICT, WRITE_BACK = "prefetch", "wait", "evict", "write_back"
 
@@ -34,6 +34,8 @@ class Position:
         op, module: the operation at that peak and the user's module it belongs to.
         reads, writes: chunks that must be in slots during the call; written ones become dirty.
         cost_s: estimated seconds of arithmetic, to place copies against.
+        sunk: (parameter, whether the gradient may stay in the call's own storage) for each complete gradient that the
+            call yields.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Position:
     reads: frozenset[str]
     writes: frozenset[str]
     cost_s: float
+    sunk: tuple[tuple[str, bool], ...] = ()
 
     @property
     def chunks(self) -> frozenset[str]:
@@ -61,15 +64,31 @@ class Tile:
 
 @dataclass(frozen=True)
 class Moment:
-    """Predicted bytes on the compute tier at one position, by what they are."""
+    """Predicted bytes on the compute tier at one position, by what they are.
+
+    Attributes:
+        parameter_nbytes, gradient_nbytes, state_nbytes: model data that never leaves the tier. Gradients count from
+            the moment they are complete.
+        other_nbytes: values of other calls that are still held.
+        non_model_nbytes: activations, temporaries and held inputs.
+        slot_nbytes: chunks, present or on their way.
+    """
 
     name: str
     phase: str
     op: str
     module: str
-    resident_nbytes: int
+    parameter_nbytes: int
+    gradient_nbytes: int
+    state_nbytes: int
+    other_nbytes: int
     non_model_nbytes: int
     slot_nbytes: int
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Everything that neither moves nor belongs to the phase."""
+        return self.parameter_nbytes + self.gradient_nbytes + self.state_nbytes + self.other_nbytes
 
     @property
     def nbytes(self) -> int:
@@ -98,6 +117,8 @@ class Plan:
         resident: groups whose parameters, gradients and states never leave the compute tier.
         phases: forward, then backward where there is one; or the optimizer's update.
         kept: chunks left in their slots from the forward to the backward.
+        gradient_nbytes: of all gradients that stay on the compute tier. The moments are those of a step that begins
+            without gradients, after the optimizer has made its states; see `accumulating`.
     """
 
     budget_nbytes: int
@@ -105,6 +126,15 @@ class Plan:
     resident: frozenset[int]
     phases: tuple[PhasePlan, ...]
     kept: frozenset[str]
+    gradient_nbytes: int = 0
+
+    def accumulating(self) -> Plan:
+        """The same plan, for a step that begins with the gradients of an earlier one."""
+        phases = tuple(
+            replace(phase, moments=tuple(replace(m, gradient_nbytes=self.gradient_nbytes) for m in phase.moments))
+            for phase in self.phases
+        )
+        return replace(self, phases=phases)
 
     @property
     def moments(self) -> tuple[Moment, ...]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
@@ -76,6 +78,7 @@ class PhaseProgram:
         outputs: what the phase returns, in order (None where nothing is returned).
         num_user_outputs: how many of the outputs the caller gets (the rest is saved for the backward).
         gradient_outputs: (position among the outputs, value, parameter): gradients that are sunk, not returned.
+        fitting: gradients that are laid out as their parameters, with no unseen bytes behind them.
     """
 
     phase: str
@@ -87,6 +90,7 @@ class PhaseProgram:
     outputs: tuple[str | None, ...]
     num_user_outputs: int
     gradient_outputs: tuple[tuple[int, str, str], ...] = ()
+    fitting: frozenset[str] = frozenset()
 
     @property
     def held_nbytes(self) -> int:
@@ -98,6 +102,24 @@ class PhaseProgram:
         for call in self.calls:
             found.update(zip(call.outputs, call.output_storages))
         return found
+
+    @cached_property
+    def handed_over(self) -> frozenset[str]:
+        """Gradients that may become `.grad` as they are: laid out as their parameters, in storage that their call made
+        for them alone: one value, one gradient, nothing returned."""
+        storage_of = self.value_storages()
+        sharing = Counter(storage_of[value] for value in self.outputs if value is not None)
+        for call in self.calls:
+            sharing.update(call.output_storages)
+            sharing.update(storage_of[value] for value, _ in call.gradients)
+        return frozenset(
+            value
+            for call in self.calls
+            for value, _ in call.gradients
+            if value in self.fitting
+            and storage_of[value].startswith(f"{call.name}:")
+            and sharing[storage_of[value]] == 2
+        )
 
     def returning(self, parameters: frozenset[str]) -> PhaseProgram:
         """The program that returns these parameters' gradients to autograd, for hooks on them, and sinks the others."""

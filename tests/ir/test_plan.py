@@ -57,8 +57,8 @@ def test_a_plan_cannot_be_changed() -> None:
         tiny_plan().budget_nbytes = 1  # type: ignore[misc]
 
 
-def moment(name: str, *nbytes: int) -> Moment:
-    return Moment(name, "forward", "aten.mm", "h.0", *nbytes)
+def moment(name: str, parameters: int, non_model: int, slots: int) -> Moment:
+    return Moment(name, "forward", "aten.mm", "h.0", parameters, 0, 0, 0, non_model, slots)
 
 
 def test_a_moment_is_the_sum_of_its_parts() -> None:

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
 
-import chunkc
 from chunkc.ir import chunk_ops
 from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.hardware import Hardware
@@ -23,6 +22,7 @@ from chunkc.passes.insert import insert_events, insert_update_events
 from chunkc.passes.layout import lay_out
 from chunkc.passes.planning import check_minimum, fixed_nbytes, plan_phases, update_positions, update_tiles
 from chunkc.passes.profile import positions
+from chunkc.session import owner
 
 HUGE = 1 << 40
 NUM_LAYERS = 4
@@ -666,7 +666,7 @@ class _Model(nn.Module):
 
 def test_bytes_of_a_compiled_model_are_counted_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a phase's predicted peak nothing is reported, one byte below it is: what the caller holds counts."""
-    import chunkc.graph as graph_module
+    import chunkc.captured as captured_module
 
     seen: dict[str, tuple[fx.Graph, dict[str, Any]]] = {}
 
@@ -675,7 +675,7 @@ def test_bytes_of_a_compiled_model_are_counted_exactly(monkeypatch: pytest.Monke
         seen[phase] = (graph, options)
         return verify_phase(graph, **options)
 
-    monkeypatch.setattr(graph_module, "verify_phase", recording)
+    monkeypatch.setattr(captured_module, "verify_phase", recording)
     torch._dynamo.reset()
     torch.manual_seed(0)
     options = {
@@ -685,12 +685,14 @@ def test_bytes_of_a_compiled_model_are_counted_exactly(monkeypatch: pytest.Monke
         "chunk_size": 16640,
         "whole_graph": "never",
     }
-    model = torch.compile(_Model(), backend="chunkc", options=options)
-    model(torch.randn(32, 64)).sum().backward()
-    moments = chunkc.report(model).moments
+    plain = _Model()
+    torch.compile(plain, backend="chunkc", options=options)(torch.randn(32, 64)).sum().backward()
+    hit = owner(plain.layers[0].weight)
+    assert hit is not None
     assert set(seen) == {"forward", "backward"}
     for phase, (graph, found) in seen.items():
-        peak = max(predicted for name, predicted, _ in moments if name.startswith(phase))
+        plan = hit[0].records[phase].plan.accumulating()  # the budget holds with earlier gradients too
+        peak = max(moment.nbytes for moment in plan.moments if moment.phase == phase)
         assert verify_phase(graph, **(found | {"budget_nbytes": peak})) == []
         below = verify_phase(graph, **(found | {"budget_nbytes": peak - 1}))
         assert below, f"the {phase} needs {peak:,} bytes, and passes with one less"

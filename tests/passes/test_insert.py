@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,6 +50,7 @@ def program(*calls: SegmentCall, outputs: tuple[str | None, ...] = (), **inputs:
         calls,
         outputs,
         len(outputs),
+        fitting=frozenset(value for one in calls for value, _ in one.gradients),
     )
 
 
@@ -161,6 +163,14 @@ def test_gradients_are_sunk_right_after_their_call() -> None:
 )
 def test_a_gradient_is_not_its_sinks_own(case: SegmentCall, outputs: tuple[str | None, ...]) -> None:
     assert not any(owned for _, _, owned in sinks(rewritten(program(case, outputs=outputs, x=("X", 8)))))
+
+
+def test_a_gradient_laid_out_otherwise_is_not_its_sinks_own() -> None:
+    subject = program(
+        call("backward.0", "x", "g", "backward.0:0", gradients=(("g", "w"),)), outputs=(None,), x=("X", 8)
+    )
+    assert [owned for _, _, owned in sinks(rewritten(subject))] == [True]
+    assert [owned for _, _, owned in sinks(rewritten(replace(subject, fitting=frozenset())))] == [False]
 
 
 def test_a_gradient_made_by_an_earlier_call_is_not_its_sinks_own() -> None:

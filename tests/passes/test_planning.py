@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -19,6 +20,7 @@ from chunkc.passes.planning import (
     MAX_TILE_NUMEL,
     MIN_TILE_NUMEL,
     TILES_AT_ONCE,
+    StayingData,
     StepProfile,
     check_minimum,
     choose_resident,
@@ -151,7 +153,20 @@ def test_resident_groups_move_nothing() -> None:
     plan = plan_step(STEP, LAYOUT, HUGE, frozenset({0, 2}))
     moved = {event.chunk for phase in plan.phases for stop in phase.stops for event in stop}
     assert moved == {"param:1", "grad:1"}
-    assert {m.resident_nbytes for m in plan.moments} == {fixed_nbytes(LAYOUT, frozenset({0, 2}))}
+    assert {m.resident_nbytes for m in plan.accumulating().moments} == {fixed_nbytes(LAYOUT, frozenset({0, 2}))}
+
+
+def test_a_staying_gradient_counts_once_it_is_complete() -> None:
+    """One that is handed over costs nothing while its call runs (it is an output), one that is copied counts twice."""
+    names = [s.spec.name for group in LAYOUT.groups for s in group.slices]
+    data = StayingData(0, 0, {names[0]: 100, names[1]: 10})
+    line = [
+        replace(position("backward", 0), sunk=((names[0], True),)),
+        replace(position("backward", 0), sunk=((names[1], False), ("elsewhere", False))),
+        position("backward", 0),
+    ]
+    assert data.gradients_at(line) == [0, 110, 110]
+    assert data.gradients_at([position("update", 0)]) == [110]
 
 
 def test_what_is_kept_for_the_backward_fits_beside_the_boundary() -> None:

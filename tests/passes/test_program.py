@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.hardware import CPU, Hardware
 from chunkc.ir.program import PhaseProgram
@@ -166,7 +167,9 @@ def backward_of(num_user_outputs: int = 1) -> tuple[PhaseProgram, PhaseProgram]:
     )  # fmt: skip
     backward = backward_program(
         gm.graph, pieces, memories, forward, parameters=parameters,
-        gradients={0: "one.weight", 1: "two.weight", 3: "unused.weight"}, hardware=CPU,
+        gradients={0: "one.weight", 1: "two.weight", 3: "unused.weight"},
+        specs={name: ParamSpec(name, (4, 4), (4, 1), torch.float32, True) for name in ("one.weight", "two.weight")},
+        hardware=CPU,
     )  # fmt: skip
     return forward, backward
 

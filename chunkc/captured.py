@@ -1,0 +1,166 @@
+"""What compilation made of a graph, and pure functions from it to a plan, a rewritten graph and a verdict.
+
+The backend and `chunkc explain` both come this way: what is explained is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import fx, nn
+
+from chunkc.ir.chunks import ChunkLayout
+from chunkc.ir.errors import VerificationError
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.plan import Plan, Position
+from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram, SegmentMemory
+from chunkc.ir.verify import verify_phase
+from chunkc.passes.codegen import CompiledSegment
+from chunkc.passes.insert import insert_events
+from chunkc.passes.planning import StepProfile, fixed_nbytes, plan_phases, update_positions, update_tiles
+from chunkc.passes.profile import positions
+
+ROOM_FOR_LOSS = 3
+"""While user code runs between the phases, it may need this many times the outputs' bytes, for a loss."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What compilation made of a graph, before any plan."""
+
+    forward: PhaseProgram
+    backward: PhaseProgram | None
+    segments: Mapping[str, CompiledSegment]
+    modules: Mapping[str, nn.Module]
+    whole: bool
+
+    def returning(self, parameters: frozenset[str]) -> Captured:
+        """The same graph, with these parameters' gradients returned to autograd instead of sunk."""
+        if not parameters or self.backward is None:
+            return self
+        return replace(self, backward=self.backward.returning(parameters))
+
+    @cached_property
+    def memories(self) -> Mapping[str, SegmentMemory]:
+        return {name: segment.memory for name, segment in self.segments.items()}
+
+    @property
+    def programs(self) -> Mapping[str, PhaseProgram]:
+        """The phases there are, by name."""
+        return {p.phase: p for p in (self.forward, self.backward) if p is not None}
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """Parameters whose gradients the backward makes."""
+        return frozenset(name for _, _, name in self.backward.gradient_outputs) if self.backward else frozenset()
+
+    @cached_property
+    def output_nbytes(self) -> int:
+        """Bytes the caller gets from the forward, inputs that are returned left out."""
+        storage_of = self.forward.value_storages()
+        values = self.forward.outputs[: self.forward.num_user_outputs]
+        storages = {storage_of[v] for v in values if v is not None} - self.forward.held
+        return sum(self.forward.storages[storage] for storage in storages)
+
+    @cached_property
+    def between_nbytes(self) -> int:
+        """Bytes alive between the phases: inputs, outputs and what is saved for the backward."""
+        storage_of = self.forward.value_storages()
+        storages = {storage_of[v] for v in self.forward.outputs if v is not None} | self.forward.held
+        return sum(self.forward.storages[storage] for storage in storages)
+
+
+def profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
+    """Positions of every phase. In the forward, the previous call's outputs are still the caller's."""
+    group_of = layout.group_of()
+    memories = captured.memories
+    forward: tuple[Position, ...] = tuple(
+        replace(position, non_model_nbytes=position.non_model_nbytes + captured.output_nbytes)
+        for position in positions(captured.forward, memories, group_of=group_of)
+    )
+    if captured.backward is None:
+        return StepProfile(forward, (), (), 0)
+    backward = positions(captured.backward, memories, group_of=group_of)
+    held_nbytes = captured.forward.held_nbytes + captured.output_nbytes
+    trained = sorted({group_of[p] for c in captured.backward.calls for _, p in c.gradients if p in group_of})
+    update = update_positions(layout, update_tiles(layout, trained, 0), held_nbytes)
+    boundary_nbytes = captured.between_nbytes + ROOM_FOR_LOSS * captured.output_nbytes
+    return StepProfile(forward, backward, update, boundary_nbytes)
+
+
+def plan_step(
+    captured: Captured,
+    layout: ChunkLayout,
+    *,
+    budget_nbytes: int,
+    resident: frozenset[int],
+    hardware: Hardware,
+    held_nbytes: int = 0,
+    cold_backward: bool = False,
+    elsewhere: frozenset[str] = frozenset(),
+) -> Plan:
+    """The plan of forward and backward; with `cold_backward` of the backward alone, which finds no chunk in a slot.
+
+    `elsewhere` are parameters whose gradients other graphs make.
+
+    Raises:
+        BudgetError: there is none within the budget.
+    """
+    step = profile(captured, layout)
+    phases = [(FORWARD, step.forward), (BACKWARD, step.backward)]
+    return plan_phases(
+        [(name, calls) for name, calls in phases if calls and not (cold_backward and name == FORWARD)],
+        layout,
+        budget_nbytes=budget_nbytes,
+        resident=resident,
+        hardware=hardware,
+        held_nbytes=held_nbytes,
+        boundary_nbytes=step.boundary_nbytes,
+        elsewhere=elsewhere,
+    )
+
+
+def rewrite(captured: Captured, plan: Plan, layout: ChunkLayout) -> dict[str, fx.GraphModule]:
+    """Phase -> its graph with the plan's chunk nodes."""
+    return {
+        phase.phase: insert_events(
+            captured.programs[phase.phase],
+            phase,
+            captured.modules,
+            group_of=layout.group_of(),
+            resident=plan.resident,
+        )
+        for phase in plan.phases
+    }
+
+
+def verify(
+    captured: Captured, plan: Plan, graphs: Mapping[str, fx.GraphModule], layout: ChunkLayout, *, held_nbytes: int = 0
+) -> None:
+    """Check the rewritten graphs, independently of how they came about.
+
+    Raises:
+        VerificationError: a bug in the planner; nothing has run.
+    """
+    present: frozenset[str] = frozenset()
+    for phase in plan.phases:
+        program = captured.programs[phase.phase]
+        elsewhere = program.held - set(program.inputs.values())  # held by the caller, not passed in
+        extra = sum(program.storages[storage] for storage in elsewhere)
+        extra += captured.output_nbytes if phase.phase == FORWARD else 0
+        kept = plan.kept if phase is not plan.phases[-1] else frozenset[str]()
+        violations = verify_phase(
+            graphs[phase.phase].graph,
+            layout=layout,
+            memories=captured.memories,
+            fixed_nbytes=fixed_nbytes(layout, plan.resident) + held_nbytes + extra,
+            budget_nbytes=plan.budget_nbytes,
+            present=present,
+            kept=kept,
+            gradients={name for call in program.calls for _, name in call.gradients},
+        )
+        if violations:
+            raise VerificationError(violations)
+        present = kept

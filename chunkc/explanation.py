@@ -1,0 +1,194 @@
+"""What `chunkc.explain` answers, as data: one frozen tree of plain values that every format is made from.
+
+`to_dict` gives the documented JSON; `from_dict` reads it back, so that two saved explanations can be compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from chunkc.ir.errors import OptionsError
+
+COMPUTE, TO_DEVICE, TO_HOME = "compute", "to_device", "to_home"
+STREAMS = (COMPUTE, TO_DEVICE, TO_HOME)
+
+KINDS = ("parameters", "gradients", "optimizer states", "slots", "activations", "temporaries", "others")
+"""What bytes on the compute tier can be. Slots hold chunks of all three kinds of model data."""
+
+
+@dataclass(frozen=True)
+class TimedEvent:
+    """Something that takes time on a stream of the predicted step.
+
+    Attributes:
+        stream: of `STREAMS`.
+        kind: `call` (a segment), `update` (the optimizer's, of a part of a chunk group), `prefetch`, `write_back`,
+            or `stall` (the computation waits for a copy).
+        name: the call, or the chunk that moves (or is waited for).
+        start_s, end_s: seconds from the beginning of the step.
+        nbytes: copied; 0 for what is no copy.
+        phase: `forward`, `backward` or `update`.
+        module: the user's module; empty where there is none.
+    """
+
+    stream: str
+    kind: str
+    name: str
+    start_s: float
+    end_s: float
+    nbytes: int
+    phase: str
+    module: str
+
+
+@dataclass(frozen=True)
+class ExplainedMoment:
+    """Bytes on the compute tier while one operation runs.
+
+    Attributes:
+        call: the segment call that the operation belongs to; several moments share one.
+        op, module, source: the operation, the user's module, and `file:line` of the user's code (may be empty).
+        start_s: predicted time of the moment from the beginning of the step.
+        contents: bytes by kind (see `KINDS`).
+    """
+
+    call: str
+    phase: str
+    op: str
+    module: str
+    source: str
+    start_s: float
+    contents: Mapping[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.contents.values())
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The fullest moment. `contents`: what fills it, by kind and module (`activations: model.layers.3`)."""
+
+    moment: str
+    op: str
+    module: str
+    contents: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Chunks of parameters; gradients and optimizer states have as many again.
+
+    `size_nbytes`: of a parameter chunk. `resident`: how many never leave the compute tier.
+    """
+
+    size_nbytes: int
+    count: int
+    resident: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes copied in one step."""
+
+    to_device: int
+    to_home: int
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Predicted seconds of one step.
+
+    `compute` is forward and backward arithmetic, `optimizer` the updates'; the two links are busy for `to_device` and
+    `to_home` beside them; `stall` is time in which the computation waits for a copy. `total` is compute, optimizer and
+    stall.
+    """
+
+    total: float
+    compute: float
+    to_device: float
+    to_home: float
+    optimizer: float
+    stall: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The measured side of a model that has run. `moments`: (call, bytes or None where nothing meters the tier).
+
+    `time_s`: seconds so far in `compute`, `wait`, `to_device`, `to_home`, over `num_steps` steps.
+    """
+
+    peak_nbytes: int | None
+    moments: tuple[tuple[str, int | None], ...]
+    time_s: Mapping[str, float]
+    events: tuple[TimedEvent, ...] = ()
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A training step of a model on given hardware, before it ran.
+
+    Attributes:
+        model: what was explained: a built-in name, `file.py:factory`, or a class name, with its batch.
+        hardware: the name of the hardware; `device_memory_nbytes`, `host_memory_nbytes`: None where unknown.
+        fits: a plan exists within the budget. `host_fits`: home's bytes are within the host's memory.
+        minimum_budget_nbytes: the smallest budget with a plan.
+        predicted_peak_nbytes, non_model_peak_nbytes: on the compute tier; of the plan for the budget, or, where it does
+            not fit, for the minimum budget.
+        overhead_nbytes: what the driver's counters see beyond the plan's bytes (context, libraries), counted apart.
+        home_nbytes: on the home tier: parameters, gradients, optimizer states of every chunk that is not resident.
+        disk_nbytes: of these on disk.
+        notes: assumptions and limits, one sentence each.
+        graphs: phase -> the FX graph with its chunk nodes as readable code.
+        plan_text: the plan, printed.
+    """
+
+    model: str
+    hardware: str
+    codegen: str
+    fits: bool
+    host_fits: bool
+    num_parameters: int
+    memory_budget_nbytes: int
+    minimum_budget_nbytes: int
+    predicted_peak_nbytes: int
+    non_model_peak_nbytes: int
+    overhead_nbytes: int
+    home_nbytes: int
+    disk_nbytes: int
+    device_memory_nbytes: int | None
+    host_memory_nbytes: int | None
+    peak: Peak
+    chunks: Chunks
+    traffic_nbytes: Traffic
+    step_time_s: StepTime
+    moments: tuple[ExplainedMoment, ...]
+    events: tuple[TimedEvent, ...]
+    notes: tuple[str, ...]
+    graphs: Mapping[str, str]
+    plan_text: str
+    measured: Measured | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Explanation:
+        """Read back what `to_dict` wrote.
+
+        Raises:
+            OptionsError: the values are not an explanation's.
+        """
+        try:
+            return TypeAdapter(Explanation).validate_python(dict(values))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise OptionsError(f"not a chunkc explanation: {where}: {first['msg']}") from None
