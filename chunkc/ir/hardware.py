@@ -1,22 +1,155 @@
-"""The machine as the scheduler sees it: what arithmetic and each link can do."""
+"""The machine as the planner and `explain` see it: what arithmetic, each memory and each link can do."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Literal, Self
+
+import torch
+
+from chunkc.ir.errors import OptionsError
+
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Rates that copies are placed against. They decide when a copy starts, never whether a plan is right.
+    """Sizes and achievable rates of one machine. They decide what is worth doing, never whether a plan is right.
 
-    Units: operations per second, bytes per second.
+    Everything here is what programs reach, not what a datasheet promises. Rates, memories and links of the
+    device are those of one device; `host_memory_nbytes`, `cpu_update_bytes_per_s` and the disk's rates are those
+    of the whole machine, which its devices share.
+
+    Units: operations per second, bytes per second, bytes. None: not stated.
+
+    Attributes:
+        flops_per_s: matrix products in the dtype one trains in, where a plan needs a single figure.
+        memory_bytes_per_s: reads and writes of the compute tier's memory together.
+        to_device_bytes_per_s: the link from home to the compute tier while the other direction rests.
+        to_home_bytes_per_s: the link from the compute tier to home while the other direction rests.
+        name: a preset's name, or what the user calls it.
+        kind: whether the compute tier is a CUDA device's memory or RAM.
+        num_devices: devices that compute, all alike.
+        device_memory_nbytes: of one device, as PyTorch reports its total; on a CPU, of RAM.
+        context_nbytes: the part of `device_memory_nbytes` that the driver's context and libraries take before
+            the first tensor; 0 on a CPU.
+        fp32_flops_per_s, tf32_flops_per_s, bf16_flops_per_s, fp16_flops_per_s: matrix products by dtype (tf32: of
+            fp32 tensors, in tf32); None where the device has no unit for it.
+        both_links_bytes_per_s: the two directions together while both run; None: one does not slow the other.
+        host_memory_nbytes: RAM of the machine.
+        cpu_update_bytes_per_s: memory traffic of optimizer updates on the CPU, all cores.
+        disk_read_bytes_per_s, disk_write_bytes_per_s: the medium behind a disk home, without the page cache.
+        source: where the figures come from.
     """
 
     flops_per_s: float
     memory_bytes_per_s: float
     to_device_bytes_per_s: float
     to_home_bytes_per_s: float
+    name: str = "custom"
+    kind: Literal["cpu", "cuda"] = "cpu"
+    num_devices: int = 1
+    device_memory_nbytes: int | None = None
+    context_nbytes: int = 0
+    fp32_flops_per_s: float | None = None
+    tf32_flops_per_s: float | None = None
+    bf16_flops_per_s: float | None = None
+    fp16_flops_per_s: float | None = None
+    both_links_bytes_per_s: float | None = None
+    host_memory_nbytes: int | None = None
+    cpu_update_bytes_per_s: float | None = None
+    disk_read_bytes_per_s: float | None = None
+    disk_write_bytes_per_s: float | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises OptionsError where a figure makes no sense: not positive, or a context larger than its memory."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "context_nbytes":
+                if value < 0:
+                    raise OptionsError(f"hardware {self.name!r}: context_nbytes is {value}; it must not be negative")
+            elif isinstance(value, int | float) and not 0 < value < float("inf"):
+                raise OptionsError(f"hardware {self.name!r}: {field.name} is {value}; it must be positive and finite")
+        if self.device_memory_nbytes is not None and self.context_nbytes >= self.device_memory_nbytes:
+            raise OptionsError(f"hardware {self.name!r}: context_nbytes leaves nothing of device_memory_nbytes")
+
+    @property
+    def usable_memory_nbytes(self) -> int | None:
+        """What tensors may take on one device: its memory without the context. None: not stated."""
+        return None if self.device_memory_nbytes is None else self.device_memory_nbytes - self.context_nbytes
+
+    def matrix_flops_per_s(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
+        """The rate of matrix products in `dtype`.
+
+        A dtype that the device has no unit for is computed in fp32; where fp32 is not stated either, and for any
+        other dtype, the answer is `flops_per_s`.
+
+        Args:
+            tf32: whether fp32 products may round their inputs to tf32 (`torch.backends.cuda.matmul`).
+        """
+        fp32 = self.fp32_flops_per_s or self.flops_per_s
+        if dtype == torch.float32:
+            return (self.tf32_flops_per_s or fp32) if tf32 else fp32
+        if dtype == torch.bfloat16:
+            return self.bf16_flops_per_s or fp32
+        if dtype == torch.float16:
+            return self.fp16_flops_per_s or fp32
+        return self.flops_per_s
+
+    def training_in(self, dtype: torch.dtype, *, tf32: bool = False) -> Self:
+        """The same machine with `flops_per_s` for `dtype`, for a plan of a model in that dtype."""
+        return replace(self, flops_per_s=self.matrix_flops_per_s(dtype, tf32=tf32))
+
+    def link_seconds(self, to_device_nbytes: float, to_home_nbytes: float) -> float:
+        """Seconds to copy both amounts when both directions start at once and go on while they have work.
+
+        While both run they share `both_links_bytes_per_s` in proportion to their single rates, and none runs
+        faster than alone; when one is done the other has the link for itself.
+        """
+        inwards, outwards = self.to_device_bytes_per_s, self.to_home_bytes_per_s
+        together = self.both_links_bytes_per_s
+        slowdown = 1.0 if together is None else min(1.0, together / (inwards + outwards))
+        alone = sorted((to_device_nbytes / inwards, to_home_nbytes / outwards))
+        return alone[0] / slowdown + (alone[1] - alone[0])
+
+    def times(self, count: int) -> Self:
+        """A machine of `count` times as many such devices, with as much more RAM, cores and disks.
+
+        Raises:
+            OptionsError: `count` is not positive.
+        """
+        if count < 1:
+            raise OptionsError(f"a machine has at least one device, not {count}")
+        if count == 1:
+            return self
+        shared = {
+            name: getattr(self, name) * count
+            for name in (
+                "host_memory_nbytes",
+                "cpu_update_bytes_per_s",
+                "disk_read_bytes_per_s",
+                "disk_write_bytes_per_s",
+            )
+            if getattr(self, name) is not None
+        }
+        return replace(self, name=f"{count}x{self.name}", num_devices=self.num_devices * count, **shared)
 
 
-CPU = Hardware(flops_per_s=1.0e11, memory_bytes_per_s=1.5e10, to_device_bytes_per_s=2.0e9, to_home_bytes_per_s=1.5e9)
+CPU = Hardware(
+    name="cpu",
+    kind="cpu",
+    flops_per_s=1.0e11,
+    memory_bytes_per_s=1.5e10,
+    to_device_bytes_per_s=2.0e9,
+    to_home_bytes_per_s=1.5e9,
+    fp32_flops_per_s=1.0e11,
+    both_links_bytes_per_s=2.5e9,
+    device_memory_nbytes=32 * GIB,
+    host_memory_nbytes=32 * GIB,
+    cpu_update_bytes_per_s=1.5e10,
+    disk_read_bytes_per_s=2.0e9,
+    disk_write_bytes_per_s=1.5e9,
+    source="cautious round figures: a few cores, 32 GiB, a disk behind the page cache",
+)
 """A few cores with a disk behind the page cache: cautious round figures."""

@@ -1,0 +1,155 @@
+"""What the built-in models share: configurations, positions, checkpointing, the loss and example inputs.
+
+Nothing here, nor in the models, chooses a device: build under `torch.device("meta")` or a fake tensor mode and
+nothing is allocated. Weights are random; a built-in model is a shape to plan for, not a checkpoint.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+INITIAL_DEVIATION = 0.02
+"""Standard deviation of weights at the start, GPT-2's and BERT's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(abc.ABC):
+    """Sizes of one model. Subclasses add their own and build the module.
+
+    Attributes:
+        num_layers: blocks, one after the other.
+        width: features of the residual stream.
+        num_heads: query heads of an attention.
+        dtype: of parameters and activations; losses are computed in fp32.
+        activation_checkpointing: keep each block's input only, and run the block again in the backward.
+        only_dtype: the one dtype that the model can be traced in; None where any floating-point dtype does.
+    """
+
+    only_dtype: ClassVar[torch.dtype | None] = None
+
+    num_layers: int
+    width: int
+    num_heads: int
+    dtype: torch.dtype = torch.bfloat16
+    activation_checkpointing: bool = False
+
+    @property
+    def head_width(self) -> int:
+        """Features of one head."""
+        return self.width // self.num_heads
+
+    @abc.abstractmethod
+    def module(self) -> nn.Module:
+        """A new module on the ambient device; `forward` takes what `example` gives and returns a scalar loss."""
+
+    @abc.abstractmethod
+    def example(self, batch_size: int, seq_len: int | None) -> tuple[Tensor, ...]:
+        """Positional arguments of `forward`, on the ambient device: the same numbers every time."""
+
+    def for_length(self, seq_len: int) -> Self:
+        """The configuration whose tables of positions, if it has any, reach `seq_len`."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig(ModelConfig):
+    """A model over token ids: `forward(ids, labels)`, both int64 [batch, length].
+
+    Attributes:
+        vocabulary: number of different tokens.
+        max_length: rows of the table of learned positions; None for models without such a table.
+    """
+
+    vocabulary: int
+    max_length: int | None = None
+
+    def example(self, batch_size: int, seq_len: int | None) -> tuple[Tensor, ...]:
+        assert seq_len is not None, "a text model has a sequence length"
+        return token_ids(batch_size, seq_len, self.vocabulary, 7919), token_ids(
+            batch_size, seq_len, self.vocabulary, 104_729
+        )
+
+    def for_length(self, seq_len: int) -> Self:
+        if self.max_length is None or seq_len <= self.max_length:
+            return self
+        return replace(self, max_length=seq_len)
+
+
+def token_ids(batch_size: int, seq_len: int, vocabulary: int, stride: int) -> Tensor:
+    """int64 [batch_size, seq_len] in [0, vocabulary): well spread, and the same every time."""
+    return (torch.arange(batch_size * seq_len) * stride % vocabulary).view(batch_size, seq_len)
+
+
+def run_blocks(blocks: Iterable[nn.Module], x: Tensor, *others: Tensor, activation_checkpointing: bool) -> Tensor:
+    """`x` through all blocks; each block also gets `others`. No block draws random numbers."""
+    for block in blocks:
+        if activation_checkpointing:
+            x = checkpoint(block, x, *others, use_reentrant=False, preserve_rng_state=False)
+        else:
+            x = block(x, *others)
+    return x
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy, a 0-dim float32, of logits [batch, length, vocabulary] and int64 [batch, length].
+
+    In fp32, as training scripts do: for a large vocabulary this is what fills the memory, so it must be here.
+    """
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """[batch, length, num_heads * d] as [batch, num_heads, length, d]."""
+    batch, length, features = x.shape
+    return x.view(batch, length, num_heads, features // num_heads).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """The inverse of `split_heads`, contiguous."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def rotary_angles(length: int, head_width: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [length, head_width] of rotary positions, in `like`'s dtype and on its device.
+
+    Source: Su et al., RoFormer (2021). Made anew in each forward, once for all layers, so that the module has no
+    buffers that a meta device would leave without values.
+    """
+    steps = torch.arange(0, head_width, 2, device=like.device, dtype=torch.float32)
+    frequencies = torch.exp(steps * (-math.log(base) / head_width))
+    angles = torch.arange(length, device=like.device, dtype=torch.float32)[:, None] * frequencies
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Turn the pairs (i, i + d / 2) of x [batch, heads, length, d] by their positions' angles [length, d]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cosines + torch.cat((-second, first), dim=-1) * sines
+
+
+def initialise(module: nn.Module) -> None:
+    """Small normal weights, zero biases, for `nn.Module.apply`."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=INITIAL_DEVIATION)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def num_parameters(module: nn.Module) -> int:
+    """How many numbers the module trains; tied weights count once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def linear(num_inputs: int, num_outputs: int, config: ModelConfig, **kwargs: Any) -> nn.Linear:
+    """A linear layer in the configuration's dtype."""
+    return nn.Linear(num_inputs, num_outputs, dtype=config.dtype, **kwargs)

@@ -1,0 +1,197 @@
+"""The built-in models by name. Sizes are their authors'; the large GPTs are PatrickStar's benchmark family.
+
+PatrickStar (Fang et al., 2021) gives layers and widths; its benchmark fills them with post-norm encoders. Here
+they are GPTs, as its paper calls them, with GPT-2's vocabulary of 50,257 tokens and a tied head.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chunkc.ir.errors import OptionsError
+from chunkc.models.bert import BertConfig
+from chunkc.models.common import ModelConfig
+from chunkc.models.gpt import GPTConfig
+from chunkc.models.llama import LlamaConfig
+from chunkc.models.mixtral import MixtralConfig
+from chunkc.models.palm import PalmConfig
+from chunkc.models.vit import VitConfig
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model that can be built by name.
+
+    Attributes:
+        name: as in `MODELS`.
+        summary: one line for people.
+        config: the sizes, with the default dtype.
+        batch_size: examples in a batch unless said otherwise.
+        seq_len: tokens in an example unless said otherwise; None for models of images.
+    """
+
+    name: str
+    summary: str
+    config: ModelConfig
+    batch_size: int
+    seq_len: int | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The default dtype of parameters and activations."""
+        return self.config.dtype
+
+    def build(
+        self,
+        *,
+        activation_checkpointing: bool = False,
+        dtype: torch.dtype | None = None,
+        seq_len: int | None = None,
+    ) -> nn.Module:
+        """A new module with random weights on the ambient device, in training mode.
+
+        Under `torch.device("meta")` or a fake tensor mode nothing is allocated; otherwise all of it is.
+
+        Args:
+            activation_checkpointing: keep each block's input only, and run the block again in the backward.
+            dtype: of parameters and activations; None: the spec's.
+            seq_len: a table of learned positions shorter than this grows to it; None changes nothing.
+
+        Raises:
+            OptionsError: `seq_len` makes no sense for this model, or it cannot be built in `dtype`.
+        """
+        config = self._config(dtype)
+        length = self._length(seq_len)
+        if length is not None:
+            config = config.for_length(length)
+        return replace(config, activation_checkpointing=activation_checkpointing).module()
+
+    def example(
+        self,
+        batch_size: int | None = None,
+        seq_len: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """(args, kwargs) of one call of `forward`, on the ambient device, the same numbers every time.
+
+        Args:
+            batch_size, seq_len: None: the spec's.
+            dtype: of images; None: the spec's. Tokens and labels are int64.
+
+        Raises:
+            OptionsError: a size is not positive, `seq_len` is given for a model of images, or see `build`.
+        """
+        batch_size = self.batch_size if batch_size is None else batch_size
+        if batch_size < 1:
+            raise OptionsError(f"batch_size is {batch_size}; it must be at least 1")
+        return self._config(dtype).example(batch_size, self._length(seq_len)), {}
+
+    def _config(self, dtype: torch.dtype | None) -> ModelConfig:
+        if dtype is None:
+            return self.config
+        if not dtype.is_floating_point:
+            raise OptionsError(f"{self.name} cannot be built in {dtype}; use a floating-point dtype such as bfloat16")
+        if self.config.only_dtype not in (None, dtype):
+            raise OptionsError(f"{self.name} cannot be built in {dtype}; PyTorch plans its products in bfloat16 only")
+        return replace(self.config, dtype=dtype)
+
+    def _length(self, seq_len: int | None) -> int | None:
+        if seq_len is None:
+            return self.seq_len
+        if self.seq_len is None:
+            raise OptionsError(f"{self.name} reads images of one size and has no sequence length: leave seq_len out")
+        if seq_len < 1:
+            raise OptionsError(f"seq_len is {seq_len}; it must be at least 1")
+        return seq_len
+
+
+_PATRICKSTAR = {
+    # billions of parameters: (layers, width, heads)
+    1: (20, 2048, 16),
+    2: (40, 2048, 16),
+    4: (64, 2304, 16),
+    6: (53, 3072, 16),
+    8: (72, 3072, 16),
+    10: (50, 4096, 16),
+    12: (60, 4096, 16),
+    15: (78, 4096, 16),
+    18: (90, 4096, 16),
+    20: (25, 8192, 16),
+    30: (37, 8192, 16),
+    40: (50, 8192, 16),
+    60: (75, 8192, 16),
+    68: (66, 9216, 16),
+    175: (96, 12288, 96),
+}
+
+
+def _gpt(num_layers: int, width: int, num_heads: int) -> GPTConfig:
+    return GPTConfig(num_layers=num_layers, width=width, num_heads=num_heads)
+
+
+def _llama(num_layers: int, width: int, num_heads: int, inner_width: int, tied: bool = False) -> LlamaConfig:
+    return LlamaConfig(
+        num_layers=num_layers, width=width, num_heads=num_heads, num_kv_heads=8, inner_width=inner_width, tied=tied
+    )
+
+
+def _specs() -> Iterator[ModelSpec]:
+    gpt2 = {"small": _gpt(12, 768, 12), "medium": _gpt(24, 1024, 16), "large": _gpt(36, 1280, 20)}
+    for size, config in (gpt2 | {"xl": _gpt(48, 1600, 25)}).items():
+        yield ModelSpec(f"gpt2-{size}", f"GPT-2 {size}", config, 4, 1024)
+    for billions, sizes in _PATRICKSTAR.items():
+        yield ModelSpec(f"gpt-{billions}b", f"PatrickStar's GPT, {sizes[0]} x {sizes[1]}", _gpt(*sizes), 4, 1024)
+    yield ModelSpec("t-nlg-17b", "Turing-NLG 17B's shape", _gpt(78, 4256, 28), 4, 1024)
+
+    bert_base = BertConfig(num_layers=12, width=768, num_heads=12)
+    bert_large = BertConfig(num_layers=24, width=1024, num_heads=16)
+    yield ModelSpec("bert-base", "BERT base, masked language model", bert_base, 8, 512)
+    yield ModelSpec("bert-large", "BERT large, masked language model", bert_large, 8, 512)
+
+    vit_base = VitConfig(num_layers=12, width=768, num_heads=12, patch=32)
+    vit_large = VitConfig(num_layers=24, width=1024, num_heads=16, patch=16)
+    yield ModelSpec("vit-base-32", "ViT base, patches of 32, images of 224", vit_base, 32, None)
+    yield ModelSpec("vit-large", "ViT large, patches of 16, images of 224", vit_large, 32, None)
+    yield ModelSpec("vit-large-32", "ViT large, patches of 32, images of 224", replace(vit_large, patch=32), 32, None)
+
+    yield ModelSpec("palm-8b", "PaLM 8B", PalmConfig(num_layers=32, width=4096, num_heads=16), 1, 2048)
+    yield ModelSpec("llama3-1b", "Llama 3.2 1B", _llama(16, 2048, 32, 8192, tied=True), 1, 4096)
+    yield ModelSpec("llama3-8b", "Llama 3 8B", _llama(32, 4096, 32, 14_336), 1, 4096)
+    yield ModelSpec("llama3-70b", "Llama 3 70B", _llama(80, 8192, 64, 28_672), 1, 4096)
+    mixtral = MixtralConfig(num_layers=32, width=4096, num_heads=32, num_kv_heads=8, inner_width=14_336)
+    yield ModelSpec("mixtral-8x7b", "Mixtral 8x7B's shape", mixtral, 1, 4096)
+
+
+MODELS: Mapping[str, ModelSpec] = MappingProxyType({spec.name: spec for spec in _specs()})
+"""Every built-in model, by name."""
+
+
+def find_model(name: str) -> ModelSpec:
+    """The built-in model of that name; case and punctuation do not matter (`Llama-3-8B`).
+
+    Raises:
+        OptionsError: there is none; one line with the nearest names, or all names.
+    """
+    wanted = _plain(name)
+    plain = {_plain(known): known for known in MODELS}
+    if wanted in plain:
+        return MODELS[plain[wanted]]
+    nearest = [plain[match] for match in difflib.get_close_matches(wanted, plain, n=3, cutoff=0.6)]
+    if nearest:
+        hint = f"did you mean {' or '.join(repr(match) for match in nearest)}?"
+    else:
+        hint = f"built in are {', '.join(MODELS)}"
+    raise OptionsError(f"no built-in model is called {name!r}; {hint}")
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -1,0 +1,126 @@
+"""The machine's figures: what is allowed, and what is derived from them."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from chunkc.ir.errors import OptionsError
+from chunkc.ir.hardware import CPU, GIB, Hardware
+
+PLAIN = Hardware(4.0, 3.0, 2.0, 1.0)
+GPU = Hardware(
+    flops_per_s=8.0,
+    memory_bytes_per_s=100.0,
+    to_device_bytes_per_s=10.0,
+    to_home_bytes_per_s=5.0,
+    name="gpu",
+    kind="cuda",
+    device_memory_nbytes=1000,
+    context_nbytes=100,
+    fp32_flops_per_s=1.0,
+    tf32_flops_per_s=4.0,
+    fp16_flops_per_s=8.0,
+    both_links_bytes_per_s=7.5,
+    host_memory_nbytes=5000,
+    cpu_update_bytes_per_s=20.0,
+    disk_read_bytes_per_s=3.0,
+    disk_write_bytes_per_s=2.0,
+)
+
+
+def test_four_figures_are_enough() -> None:
+    assert PLAIN.num_devices == 1
+    assert PLAIN.usable_memory_nbytes is None
+    assert PLAIN.matrix_flops_per_s(torch.bfloat16) == 4.0
+    assert hash(PLAIN) == hash(Hardware(4.0, 3.0, 2.0, 1.0))
+
+
+def test_the_context_is_counted_apart() -> None:
+    assert GPU.usable_memory_nbytes == 900
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tf32", "rate"),
+    [
+        (torch.float32, False, 1.0),
+        (torch.float32, True, 4.0),
+        (torch.float16, False, 8.0),
+        (torch.float16, True, 8.0),
+        (torch.bfloat16, False, 1.0),  # no unit for it: as slow as fp32
+        (torch.float64, False, 8.0),  # nothing is known
+    ],
+)
+def test_matrix_rates_by_dtype(dtype: torch.dtype, tf32: bool, rate: float) -> None:
+    assert GPU.matrix_flops_per_s(dtype, tf32=tf32) == rate
+    assert GPU.training_in(dtype, tf32=tf32) == replace(GPU, flops_per_s=rate)
+
+
+def test_tf32_where_there_is_none_is_fp32() -> None:
+    assert replace(GPU, tf32_flops_per_s=None).matrix_flops_per_s(torch.float32, tf32=True) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("to_device", "to_home", "seconds"),
+    [
+        (100, 0, 10.0),
+        (0, 100, 20.0),
+        (100, 50, 20.0),  # 150 bytes at 7.5: both take twice as long
+        (100, 100, 30.0),  # 20 s as above, then 50 bytes alone
+        (0, 0, 0.0),
+    ],
+)
+def test_links_slow_each_other(to_device: int, to_home: int, seconds: float) -> None:
+    assert GPU.link_seconds(to_device, to_home) == pytest.approx(seconds)
+
+
+def test_links_that_do_not_meet_take_the_longer_time() -> None:
+    assert replace(GPU, both_links_bytes_per_s=None).link_seconds(100, 100) == pytest.approx(20.0)
+    assert replace(GPU, both_links_bytes_per_s=99.0).link_seconds(100, 100) == pytest.approx(20.0)
+
+
+def test_more_devices_share_a_larger_machine() -> None:
+    four = GPU.times(4)
+    assert (four.name, four.num_devices) == ("4xgpu", 4)
+    larger = {"host_memory_nbytes", "cpu_update_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s"}
+    for field in fields(Hardware):
+        if field.name not in ("name", "num_devices"):
+            factor = 4 if field.name in larger else 1
+            value = getattr(GPU, field.name)
+            assert getattr(four, field.name) == (value * factor if factor > 1 else value), field.name
+
+
+def test_one_device_is_the_machine_itself() -> None:
+    assert GPU.times(1) is GPU
+    assert PLAIN.times(3).host_memory_nbytes is None
+
+
+@pytest.mark.parametrize("count", [0, -2])
+def test_no_device_is_no_machine(count: int) -> None:
+    with pytest.raises(OptionsError, match="at least one device"):
+        GPU.times(count)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("field", ["flops_per_s", "disk_read_bytes_per_s", "device_memory_nbytes", "num_devices"])
+def test_figures_are_positive_and_finite(field: str, value: float) -> None:
+    with pytest.raises(OptionsError, match=f"{field} is {value}") as caught:
+        replace(GPU, **{field: value})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("context", [-1, 1000, 2000])
+def test_a_context_leaves_some_memory(context: int) -> None:
+    with pytest.raises(OptionsError, match="context_nbytes"):
+        replace(GPU, context_nbytes=context)
+    assert replace(GPU, context_nbytes=0).usable_memory_nbytes == 1000
+
+
+def test_the_cautious_cpu_keeps_the_rates_that_plans_were_made_with() -> None:
+    assert CPU.flops_per_s == 1.0e11
+    assert CPU.memory_bytes_per_s == 1.5e10
+    assert CPU.to_device_bytes_per_s == 2.0e9
+    assert CPU.to_home_bytes_per_s == 1.5e9
+    assert CPU.usable_memory_nbytes == 32 * GIB
