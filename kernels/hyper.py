@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -73,6 +74,12 @@ class AdamHyper:
             eps=self.eps,
             neg_step_size=-(self.lr / (1 - self.beta1**self.step)),
         )
+
+
+def scalar_table(hypers: Sequence[AdamHyper]) -> Tensor:
+    """The scalars of several groups as fp32 `[num_groups, 9]` on the CPU; runs name a row of it."""
+    rows = [hyper.scalars() for hyper in hypers]
+    return torch.tensor(rows, dtype=torch.float64).view(-1, len(AdamScalars._fields)).to(torch.float32)
 
 
 def check_adam_run(

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from chunkc.kernels.hyper import AdamHyper, check_adam_run
+from chunkc.kernels.formats import (
+    NO_SCALE,
+    QUANT_BLOCK,
+    AdamFormat,
+    AdamSlots,
+    GradScale,
+    RoundingKey,
+    Run,
+    check_adam_slots,
+    check_runs,
+)
+from chunkc.kernels.hyper import AdamHyper, AdamScalars, check_adam_run
+from chunkc.kernels.quant import dequantise, quantise
+from chunkc.kernels.rounding import (
+    EXP_AVG_SQ_STREAM,
+    EXP_AVG_STREAM,
+    PARAM_STREAM,
+    random_bits16,
+    round_nearest,
+    round_stochastic,
+)
 
 
 @torch.no_grad()
@@ -50,3 +72,108 @@ def adam_update(
     target.addcdiv_(exp_avg, denom, value=scalars.neg_step_size)
     if master is not None:
         param.copy_(master)
+
+
+@torch.no_grad()
+def adam_chunk_update(
+    fmt: AdamFormat,
+    slots: AdamSlots,
+    runs: Sequence[Run],
+    scalars: Tensor,
+    *,
+    scale: GradScale = NO_SCALE,
+    key: RoundingKey | None = None,
+    first_element: int = 0,
+) -> None:
+    """One Adam or AdamW update of a tile of a chunk group in any format, in place, on any device.
+
+    Elements outside the runs stay as they are. Each operation is one fp32 operation, rounded by itself, in the order
+    that every fused kernel keeps, so their bits are these. The update uses the new moments before they are rounded.
+
+    Args:
+        scalars: `[num_groups, 9]` fp32, see `chunkc.kernels.hyper.scalar_table`.
+        scale: what gradients are multiplied by, and whether to skip the update.
+        key: what stochastic rounding derives its bits from; None without it.
+        first_element: index in the chunk group of the tile's first element.
+
+    Raises:
+        ValueError: see `check_adam_slots` and `check_runs`.
+    """
+    check_adam_slots(fmt, slots, scalars, scale, key, first_element)
+    check_runs(runs, fmt, num_elements=slots.param.numel(), num_groups=len(scalars))
+    for run in runs:
+        if run.end > run.begin:
+            _update_run(fmt, slots, run, AdamScalars(*scalars[run.group].unbind()), scale, key, first_element)
+
+
+def adam_math(
+    wide: Tensor, target: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: AdamScalars
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The update itself: fp32 gradient (scaled), parameter and moments in; new parameter and moments out."""
+    wide = wide * scalars.grad_sign
+    wide = torch.where(torch.as_tensor(scalars.l2 != 0), wide + target * scalars.l2, wide)
+    decayed = target * scalars.decay
+    # Tensor.lerp_: from the nearer end, so that a weight of 1 gives the gradient itself.
+    near = torch.as_tensor(scalars.lerp_weight < 0.5)
+    base = torch.where(near, exp_avg, wide)
+    coefficient = torch.where(near, scalars.lerp_weight, scalars.lerp_weight - 1)
+    new_avg = base + coefficient * (wide - exp_avg)
+    new_avg_sq = exp_avg_sq * scalars.beta2 + scalars.one_minus_beta2 * wide * wide
+    # In double precision, because torch's vectorised fp32 root is not always the nearest; this one is.
+    root = new_avg_sq.to(torch.float64).sqrt().to(torch.float32)
+    denom = root / scalars.bias_correction2_sqrt + scalars.eps
+    return decayed + scalars.neg_step_size * new_avg / denom, new_avg, new_avg_sq
+
+
+def _update_run(
+    fmt: AdamFormat,
+    slots: AdamSlots,
+    run: Run,
+    scalars: AdamScalars,
+    scale: GradScale,
+    key: RoundingKey | None,
+    first_element: int,
+) -> None:
+    part = slice(run.begin, run.end)
+    blocks = slice(run.begin // QUANT_BLOCK, -(-run.end // QUANT_BLOCK))
+
+    def load_moment(codes: Tensor, scales: Tensor | None, *, signed: bool) -> Tensor:
+        if scales is None:
+            return codes[part].to(torch.float32)
+        return dequantise(codes[part], scales[blocks], signed=signed)
+
+    def store(place: Tensor, value: Tensor) -> None:
+        if scale.found_inf is not None:
+            value = torch.where(scale.found_inf != 0, place, value)
+        place.copy_(value)
+
+    def store_rounded(place: Tensor, value: Tensor, stream: int) -> None:
+        if place.dtype != torch.bfloat16:
+            store(place, value.to(place.dtype))
+        elif key is None:
+            store(place, round_nearest(value))
+        else:
+            index = torch.arange(first_element + run.begin, first_element + run.end, device=place.device)
+            store(place, round_stochastic(value, random_bits16(index, key, stream)))
+
+    def store_moment(codes: Tensor, scales: Tensor | None, value: Tensor, stream: int, *, signed: bool) -> None:
+        if scales is None:
+            store_rounded(codes[part], value, stream)
+        else:
+            new_codes, new_scales = quantise(value, signed=signed)
+            store(codes[part], new_codes)
+            store(scales[blocks], new_scales)
+
+    wide = slots.grad[part].to(torch.float32)
+    for factor in (scale.unscale, scale.clip):
+        if factor is not None:
+            wide = wide * factor
+    target = slots.param if slots.master is None else slots.master
+    exp_avg = load_moment(slots.exp_avg, slots.exp_avg_scale, signed=True)
+    exp_avg_sq = load_moment(slots.exp_avg_sq, slots.exp_avg_sq_scale, signed=False)
+    new_target, new_avg, new_avg_sq = adam_math(wide, target[part].to(torch.float32), exp_avg, exp_avg_sq, scalars)
+    store_moment(slots.exp_avg, slots.exp_avg_scale, new_avg, EXP_AVG_STREAM, signed=True)
+    store_moment(slots.exp_avg_sq, slots.exp_avg_sq_scale, new_avg_sq, EXP_AVG_SQ_STREAM, signed=False)
+    if slots.master is not None:
+        store(slots.master[part], new_target)
+    store_rounded(slots.param[part], new_target, PARAM_STREAM)

@@ -1,0 +1,217 @@
+"""Adam and AdamW in Triton: one launch per tile of a chunk group, whatever the number of tensors in it.
+
+Which elements a program updates, and with whose hyper-parameters, is in a work table made once per layout on the host.
+Importing this needs no Triton; updating does. With `TRITON_INTERPRET=1` set before Triton is first imported the same
+code runs on CPU tensors, slowly: for tests.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chunkc.ir.errors import UnsupportedError
+from chunkc.kernels.formats import (
+    NO_SCALE,
+    QUANT_BLOCK,
+    AdamFormat,
+    AdamSlots,
+    GradScale,
+    RoundingKey,
+    Run,
+    check_adam_slots,
+    check_runs,
+)
+from chunkc.kernels.quant import codebook, midpoints
+
+NUM_THREADS = 128
+BLOCK = 8 * NUM_THREADS
+"""Elements a program updates at most: eight per thread, 16 bytes of bf16."""
+UNIT = 16
+"""Elements that a row must begin and end at multiples of to be loaded as vectors: 16 bytes of 8-bit codes."""
+RAGGED_BLOCK = QUANT_BLOCK
+"""Elements that any other program updates at most."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkTable:
+    """What each program of a launch does: rows (begin, end, group), on the device that updates.
+
+    Args:
+        rows: int64 `[num_programs, 3]`, begin and end in elements of the tile.
+        num_elements: the tile has at least so many.
+        num_groups: the scalars have at least so many rows.
+        run_alignment: runs begin at multiples of this (`AdamFormat.run_alignment`).
+    """
+
+    rows: Tensor
+    num_elements: int
+    num_groups: int
+    run_alignment: int
+
+    def to(self, device: torch.device | str) -> WorkTable:
+        """The same table on another device."""
+        return replace(self, rows=self.rows.to(device))
+
+
+def work_table(runs: Sequence[Run], fmt: AdamFormat) -> WorkTable:
+    """Cut runs into the rows of a launch, on the CPU.
+
+    Rows that begin and end at multiples of 16 elements are loaded as vectors; only the ends of runs that do not are
+    rows of their own. Blocks of 8-bit moments are never cut.
+
+    Raises:
+        ValueError: see `check_runs`.
+    """
+    num_elements = max((run.end for run in runs), default=0)
+    num_groups = max((run.group + 1 for run in runs), default=0)
+    check_runs(runs, fmt, num_elements=num_elements, num_groups=num_groups)
+    pieces = [rows for run in runs for rows in _rows_of_run(run, fmt)]
+    rows = torch.cat(pieces) if pieces else torch.empty(0, 3, dtype=torch.int64)
+    return WorkTable(rows, num_elements, num_groups, fmt.run_alignment)
+
+
+def _rows_of_run(run: Run, fmt: AdamFormat) -> list[Tensor]:
+    unit = QUANT_BLOCK if fmt.quantised and run.end % UNIT else UNIT
+    begin = min(-(-run.begin // UNIT) * UNIT, run.end)
+    end = max(run.end // unit * unit, begin)
+    spans = [(run.begin, begin, RAGGED_BLOCK), (begin, end, BLOCK), (end, run.end, RAGGED_BLOCK)]
+    return [_rows_of_span(*span, run.group) for span in spans if span[0] < span[1]]
+
+
+def _rows_of_span(begin: int, end: int, block: int, group: int) -> Tensor:
+    """Rows of `block` elements each, but for the first and the last: cut at multiples of `block`."""
+    cuts = torch.arange(begin // block * block, end + block, block).clamp_(begin, end).unique_consecutive()
+    return torch.stack([cuts[:-1], cuts[1:], torch.full_like(cuts[1:], group)], dim=1)
+
+
+@torch.no_grad()
+@torch.compiler.disable
+def adam_update(
+    fmt: AdamFormat,
+    slots: AdamSlots,
+    work: WorkTable,
+    scalars: Tensor,
+    *,
+    scale: GradScale = NO_SCALE,
+    key: RoundingKey | None = None,
+    first_element: int = 0,
+) -> None:
+    """One Adam or AdamW update of a tile of a chunk group, in place, in one launch on the current stream.
+
+    Computes what `chunkc.kernels.reference.adam_chunk_update` does, to the bit. Waits for nothing and allocates nothing
+    but, once per device, 4 KiB of tables for 8-bit moments. Elements outside the work table's runs stay as they are.
+
+    Args:
+        work: from `work_table`, on the slots' device.
+        scalars: `[num_groups, 9]` fp32 on the slots' device, see `chunkc.kernels.hyper.scalar_table`.
+        scale, key, first_element: as for the reference.
+
+    Raises:
+        ValueError: a tensor does not fit the format or the work table.
+        UnsupportedError: Triton is not installed, or the slots are not on a device that it compiles for.
+    """
+    arguments = launch_arguments(fmt, slots, work, scalars, scale=scale, key=key, first_element=first_element)
+    num_programs = len(work.rows)
+    if num_programs:
+        kernel = _kernels(slots.param.device.type).adam_kernel
+        with torch.cuda.device_of(slots.param):
+            kernel[(num_programs,)](**arguments, **_launch_options_on(slots.param.device))
+        written = (slots.param, slots.exp_avg, slots.exp_avg_sq, slots.master)
+        torch.autograd.graph.increment_version([tensor for tensor in written if tensor is not None])
+
+
+def launch_arguments(
+    fmt: AdamFormat,
+    slots: AdamSlots,
+    work: WorkTable,
+    scalars: Tensor,
+    *,
+    scale: GradScale = NO_SCALE,
+    key: RoundingKey | None = None,
+    first_element: int = 0,
+) -> dict[str, Any]:
+    """The checked arguments of the kernel, by name, as `adam_update` launches it.
+
+    Raises:
+        ValueError: a tensor does not fit the format or the work table.
+    """
+    check_adam_slots(fmt, slots, scalars, scale, key, first_element)
+    if work.num_elements > slots.param.numel() or work.num_groups > len(scalars):
+        raise ValueError(
+            f"the work table is for {work.num_elements} elements and {work.num_groups} groups, the slots have "
+            f"{slots.param.numel()} and the scalars {len(scalars)}"
+        )
+    if work.run_alignment % fmt.run_alignment:
+        raise ValueError(f"the work table was not made for {fmt.moments} moments; call work_table with {fmt}")
+    if work.rows.device != slots.param.device:
+        raise ValueError(f"the work table is on {work.rows.device}, param on {slots.param.device}; use work.to(device)")
+    return {
+        "param": slots.param.detach(),
+        "grad": slots.grad,
+        "exp_avg": slots.exp_avg,
+        "exp_avg_sq": slots.exp_avg_sq,
+        "master": slots.master,
+        "exp_avg_scale": slots.exp_avg_scale,
+        "exp_avg_sq_scale": slots.exp_avg_sq_scale,
+        "code_tables": _code_tables(slots.param.device) if fmt.quantised else None,
+        "work": work.rows,
+        "scalars": scalars,
+        "unscale": scale.unscale,
+        "clip": scale.clip,
+        "found_inf": scale.found_inf,
+        "first_element": first_element,
+        "key_low": key.low if key is not None else 0,
+        "key_high": key.high if key is not None else 0,
+        "STOCHASTIC": fmt.stochastic,
+        "BLOCK": BLOCK,
+        "RAGGED_BLOCK": RAGGED_BLOCK,
+    }
+
+
+def launch_options(backend: str, warp_size: int) -> dict[str, Any]:
+    """How the kernel is compiled; without contraction, so that every device computes the reference's bits.
+
+    Args:
+        backend: Triton's, "cuda" or "hip".
+        warp_size: threads per warp or wavefront.
+    """
+    options = {"num_warps": NUM_THREADS // warp_size, "enable_fp_fusion": False}
+    # Without a bound of its own ptxas aims at 64 registers and spills one in some variants; none needs this many.
+    return options | ({"maxnreg": 128} if backend == "cuda" else {})
+
+
+@functools.cache
+def _launch_options_on(device: torch.device) -> dict[str, Any]:
+    warp_size = torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
+    return launch_options("hip" if torch.version.hip else "cuda", warp_size)
+
+
+@functools.cache
+def _code_tables(device: torch.device) -> Tensor:
+    """fp32 `[4, 256]`: values and midpoints (and one unused place) of signed codes, then of unsigned ones."""
+    rows: list[tuple[float, ...]] = []
+    for signed in (True, False):
+        rows += [codebook(signed=signed), (*midpoints(signed=signed), 0.0)]
+    return torch.tensor(rows, dtype=torch.float32, device=device)
+
+
+def _kernels(device_type: str) -> ModuleType:
+    try:
+        import triton
+    except ImportError as error:
+        raise UnsupportedError("updates in Triton need it installed: pip install 'triton>=3.6'") from error
+    interpreted = triton.knobs.runtime.interpret
+    if device_type != "cuda" and not interpreted:
+        raise UnsupportedError(
+            f"updates in Triton need tensors on a GPU, got {device_type!r}; on the CPU use chunkc.kernels.adam_cpu"
+        )
+    from chunkc.kernels import adam_triton_kernel
+
+    return adam_triton_kernel

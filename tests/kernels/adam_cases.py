@@ -1,0 +1,250 @@
+"""Slots to update, and what the Triton kernel must do, as cases that run on any device.
+
+Cases run in a process of their own where Triton is interpreted: that is decided when Triton is imported, for a whole
+process. As a script this file reads names of cases, a line each, and answers each with a line of JSON. Every case
+computes what it expects on the CPU: a device has no say in an update's bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from chunkc.kernels import adam_triton, reference
+from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale, Run, num_quant_blocks, rounding_key
+from chunkc.kernels.hyper import AdamHyper, scalar_table
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+FORMATS = {
+    "fp32": AdamFormat(FP32, FP32),
+    "fp32-from-bf16": AdamFormat(FP32, BF16),
+    "fp32-bf16-moments": AdamFormat(FP32, FP32, "bfloat16"),
+    "fp32-bf16-moments-stochastic": AdamFormat(FP32, FP16, "bfloat16", rounding="stochastic"),
+    "fp32-int8-moments": AdamFormat(FP32, FP32, "int8"),
+    "bf16-master": AdamFormat(BF16, BF16, master=True),
+    "bf16-master-from-fp32": AdamFormat(BF16, FP32, master=True),
+    "bf16-master-stochastic": AdamFormat(BF16, BF16, master=True, rounding="stochastic"),
+    "bf16-master-bf16-moments": AdamFormat(BF16, BF16, "bfloat16", master=True),
+    "bf16-master-int8-moments": AdamFormat(BF16, BF16, "int8", master=True),
+    "bf16-only": AdamFormat(BF16, BF16, "bfloat16", rounding="stochastic"),
+    "bf16-only-fp32-moments": AdamFormat(BF16, BF16, rounding="stochastic"),
+    "bf16-only-int8-moments": AdamFormat(BF16, BF16, "int8", rounding="stochastic"),
+    "fp16-master": AdamFormat(FP16, FP16, master=True),
+    "fp16-master-bf16-moments": AdamFormat(FP16, FP16, "bfloat16", master=True),
+}
+HYPERS = [
+    AdamHyper(lr=1e-2, weight_decay=0.1, step=3),
+    AdamHyper(lr=3e-3, beta1=0.4, weight_decay=0.2, step=1, decoupled=False, maximize=True),
+    AdamHyper(lr=1e-3, beta2=0.95, eps=1e-6, step=7),
+]
+Update = Callable[..., None]
+
+
+def make_slots(fmt: AdamFormat, num_elements: int, seed: int = 0) -> AdamSlots:
+    """Slots as some step leaves them: parameter and gradient about 1, moments about 0.1, or zeros if 8-bit."""
+    generator = torch.Generator().manual_seed(seed)
+    value, grad, exp_avg, exp_avg_sq = torch.randn(4, num_elements, generator=generator)
+    moments = [exp_avg.mul(0.1).to(fmt.moment_dtype), exp_avg_sq.square().mul(0.1).to(fmt.moment_dtype)]
+    scales: list[Tensor | None] = [None, None]
+    if fmt.quantised:
+        moments = [torch.zeros_like(moment) for moment in moments]
+        scales = [torch.zeros(num_quant_blocks(num_elements)) for _ in moments]
+    master = value.clone() if fmt.master else None
+    return AdamSlots(value.to(fmt.param_dtype), grad.to(fmt.grad_dtype), *moments, master, *scales)
+
+
+def on(slots: AdamSlots, device: str) -> AdamSlots:
+    """A copy on a device."""
+    return AdamSlots(*[None if t is None else t.to(device, copy=True) for t in tensors(slots)])
+
+
+def tensors(slots: AdamSlots) -> list[Tensor | None]:
+    return [getattr(slots, field.name) for field in fields(slots)]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.cpu().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def same_bits(slots: AdamSlots, other: AdamSlots) -> bool:
+    """Whether all tensors are equal to the bit; which of its bit patterns a NaN has is left to the device."""
+    pairs = list(zip(tensors(slots), tensors(other)))
+    assert all((a is None) == (b is None) for a, b in pairs)
+    return all(_same_bits(a.cpu(), b.cpu()) for a, b in pairs if a is not None and b is not None)
+
+
+def _same_bits(tensor: Tensor, other: Tensor) -> bool:
+    nan = tensor.isnan()
+    return torch.equal(nan, other.isnan()) and torch.equal(bits(tensor)[~nan], bits(other)[~nan])
+
+
+def with_special_values(slots: AdamSlots) -> AdamSlots:
+    """Infinities, NaN, signed zeros, subnormals and rounding ties at several places of every tensor, in place."""
+    infinity = float("inf")
+    special = torch.tensor([infinity - infinity, infinity, -infinity, 0, -0.0, 1e-40, 1 + 2**-8, 1 + 3 * 2**-8])
+    for shift, tensor in enumerate(tensors(slots)):
+        if tensor is not None and tensor.is_floating_point() and tensor.numel() > 100:
+            for start in range(shift, tensor.numel() - len(special), 371):
+                tensor[start : start + len(special)] = special.to(tensor.dtype)
+    return slots
+
+
+def triton_update(fmt: AdamFormat, slots: AdamSlots, runs: list[Run], scalars: Tensor, **options: object) -> None:
+    """The kernel with the signature of the reference."""
+    device = slots.param.device
+    adam_triton.adam_update(fmt, slots, adam_triton.work_table(runs, fmt).to(device), scalars.to(device), **options)
+
+
+def check_agrees(device: str, name: str) -> None:
+    """Several groups, ragged runs, gaps, special values and scales: the reference's bits after each of three steps."""
+    fmt = FORMATS[name]
+    align = fmt.run_alignment
+    expected = with_special_values(make_slots(fmt, 4000, seed=1))
+    slots = on(expected, device)
+    runs = [Run(0, 203, 0), Run(3 * align if align > 1 else 205, 1040, 1), Run(1280, 3583, 2), Run(3584, 4000, 0)]
+    for step, first_element in ((1, 0), (2, 1 << 20), (3, 5 << 32)):
+        key = rounding_key(seed=9, step=step, chunk=4) if fmt.stochastic else None
+        scale = GradScale(torch.tensor(0.5), torch.tensor(0.7), torch.tensor(0.0))
+        options = {"key": key, "first_element": first_element}
+        reference.adam_chunk_update(fmt, expected, runs, scalar_table(HYPERS), scale=scale, **options)
+        scale = GradScale(*[t.to(device) for t in (scale.unscale, scale.clip, scale.found_inf)])
+        triton_update(fmt, slots, runs, scalar_table(HYPERS), scale=scale, **options)
+        assert same_bits(slots, expected), f"step {step}"
+
+
+def check_follows_torch(device: str, name: str, decoupled: bool) -> None:
+    """100 steps beside `torch.optim`: fp32 to 1e-6; 16-bit copies are the master's rounding, exactly."""
+    fmt = FORMATS[name]
+    slots = on(make_slots(fmt, 1003), device)
+    for moment in (slots.exp_avg, slots.exp_avg_sq):
+        moment.zero_()
+    target = slots.param if slots.master is None else slots.master
+    theirs = torch.nn.Parameter(target.cpu().clone())
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    optimizer = kind([theirs], lr=1e-3, weight_decay=0.1, foreach=False)
+    for step in range(1, 101):
+        slots.grad.copy_(make_slots(fmt, 1003, seed=step).grad)
+        theirs.grad = slots.grad.float().cpu() * 0.5
+        optimizer.step()
+        hypers = [AdamHyper(lr=1e-3, weight_decay=0.1, step=step, decoupled=decoupled)]
+        scale = GradScale(torch.tensor(0.25, device=device), torch.tensor(2.0, device=device))
+        triton_update(fmt, slots, [Run(0, 1003, 0)], scalar_table(hypers), scale=scale)
+        if slots.master is not None:
+            assert torch.equal(slots.param, slots.master.to(fmt.param_dtype)), f"step {step}"
+    state = optimizer.state[theirs]
+    for ours, expected in (
+        (target, theirs.detach()),
+        (slots.exp_avg, state["exp_avg"]),
+        (slots.exp_avg_sq, state["exp_avg_sq"]),
+    ):
+        torch.testing.assert_close(ours.cpu(), expected, rtol=0, atol=1e-6)
+
+
+def check_found_inf(device: str, name: str) -> None:
+    """Nothing changes where found_inf is not 0, NaN included; all changes where it is."""
+    fmt = FORMATS[name]
+    slots = on(make_slots(fmt, 1000), device)
+    before = on(slots, "cpu")
+    key = rounding_key(0, 1, 0) if fmt.stochastic else None
+    for found_inf in (1.0, float("inf"), float("nan"), 0.0):
+        scale = GradScale(found_inf=torch.tensor(found_inf, device=device))
+        triton_update(fmt, slots, [Run(0, 1000, 0)], scalar_table(HYPERS), scale=scale, key=key)
+        assert same_bits(slots, before) == (found_inf != 0), found_inf
+
+
+def check_cut(device: str, name: str) -> None:
+    """A chunk updated at once and in tiles has the same bits."""
+    fmt = FORMATS[name]
+    whole = on(with_special_values(make_slots(fmt, 5000)), device)
+    tiles = on(whole, device)
+    key = rounding_key(0, 1, 0) if fmt.stochastic else None
+    triton_update(fmt, whole, [Run(0, 5000, 2)], scalar_table(HYPERS), key=key)
+    cuts = [0, 512, 768, 3328, 5000] if fmt.quantised else [0, 1, 18, 500, 1536, 3001, 5000]
+    for begin, end in itertools.pairwise(cuts):
+        runs, part = [Run(0, end - begin, 2)], tiles.part(begin, end)
+        triton_update(fmt, part, runs, scalar_table(HYPERS), key=key, first_element=begin)
+    assert same_bits(whole, tiles)
+    again = on(with_special_values(make_slots(fmt, 5000)), device)
+    triton_update(fmt, again, [Run(0, 1280, 2), Run(1280, 5000, 2)], scalar_table(HYPERS), key=key)
+    assert same_bits(whole, again)
+
+
+def check_gradient_in_parameter(device: str, name: str) -> None:
+    """The gradient may lie in the parameter's very memory."""
+    fmt = FORMATS[name]
+    apart = on(make_slots(fmt, 3000), device)
+    if fmt.master:
+        apart.param.copy_(apart.grad)
+    else:
+        apart.grad.copy_(apart.param)
+    shared = on(apart, device)
+    shared = AdamSlots(shared.param, shared.param, *tensors(shared)[2:])
+    key = rounding_key(0, 1, 0) if fmt.stochastic else None
+    for slots in (apart, shared):
+        triton_update(fmt, slots, [Run(0, 3000, 0)], scalar_table(HYPERS), key=key)
+    assert same_bits(shared, AdamSlots(apart.param, apart.param, *tensors(apart)[2:]))
+
+
+def check_every_rounding(device: str, name: str) -> None:
+    """lr = 0, no decay: parameters are the masters' rounding, for a third of all upper halves, critical lower ones."""
+    fmt = FORMATS[name]
+    lower = torch.tensor([0, 0x1000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    master = ((torch.arange(0, 1 << 16, 3).unsqueeze(1) << 16) + lower).flatten().to(torch.int32).view(FP32)
+    zeros = torch.zeros_like(master)
+    expected = AdamSlots(zeros.to(fmt.param_dtype), zeros.to(fmt.grad_dtype), zeros.clone(), zeros.clone(), master)
+    slots = on(expected, device)
+    key = rounding_key(0, 1, 0) if fmt.stochastic else None
+    for update, each in ((reference.adam_chunk_update, expected), (triton_update, slots)):
+        update(fmt, each, [Run(0, len(master), 0)], scalar_table([AdamHyper(lr=0.0)]), key=key)
+    number = ~expected.param.isnan()
+    assert torch.equal(slots.param.cpu().isnan(), ~number)
+    assert torch.equal(bits(slots.param)[number], bits(expected.param)[number])
+    if not fmt.stochastic:
+        assert torch.equal(bits(slots.param)[number], bits(master.to(fmt.param_dtype))[number])
+
+
+def check_nothing_to_do(device: str) -> None:
+    """Empty runs, and none."""
+    fmt = FORMATS["fp32"]
+    slots = on(make_slots(fmt, 10), device)
+    for runs in ([], [Run(3, 3, 0)]):
+        triton_update(fmt, slots, runs, scalar_table(HYPERS), scale=NO_SCALE)
+    assert same_bits(slots, make_slots(fmt, 10))
+
+
+CASES: dict[str, Callable[[str], None]] = {"nothing-to-do": check_nothing_to_do}
+for _name, _format in FORMATS.items():
+    CASES[f"agrees:{_name}"] = lambda device, name=_name: check_agrees(device, name)  # type: ignore[misc]
+    CASES[f"found-inf:{_name}"] = lambda device, name=_name: check_found_inf(device, name)  # type: ignore[misc]
+    CASES[f"cut:{_name}"] = lambda device, name=_name: check_cut(device, name)  # type: ignore[misc]
+    if _format.param_dtype == _format.grad_dtype:
+        CASES[f"gradient-in-parameter:{_name}"] = lambda device, name=_name: check_gradient_in_parameter(device, name)  # type: ignore[misc]
+for _name in ("bf16-master", "bf16-master-stochastic", "fp16-master"):
+    CASES[f"every-rounding:{_name}"] = lambda device, name=_name: check_every_rounding(device, name)  # type: ignore[misc]
+for _name, _decoupled in itertools.product(("fp32", "bf16-master", "fp16-master"), (True, False)):
+    CASES[f"torch-{'adamw' if _decoupled else 'adam'}:{_name}"] = (
+        lambda device, name=_name, decoupled=_decoupled: check_follows_torch(device, name, decoupled)  # type: ignore[misc]
+    )
+
+
+def serve() -> None:
+    """Answer each name read with whether its case passed, and why not."""
+    for line in sys.stdin:
+        try:
+            CASES[line.strip()]("cpu")
+            failure = ""
+        except Exception:
+            failure = traceback.format_exc()
+        print(json.dumps(failure), flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    serve()

@@ -1,0 +1,176 @@
+"""The Triton update: its cases interpreted on the CPU (in a process of its own) and on a GPU, its table, its errors."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import adam_cases
+import pytest
+import torch
+
+from chunkc.ir.chunks import ALIGNMENT_NBYTES
+from chunkc.ir.errors import UnsupportedError
+from chunkc.kernels import adam_triton
+from chunkc.kernels.formats import QUANT_BLOCK, GradScale, Run, rounding_key
+from chunkc.kernels.hyper import scalar_table
+
+FORMATS = adam_cases.FORMATS
+SCALARS = scalar_table(adam_cases.HYPERS)
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Callable[[str], str]]:
+    """Runs a case where Triton is interpreted; returns why it failed, or ""."""
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore::RuntimeWarning", str(Path(adam_cases.__file__))]
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def run(name: str) -> str:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(f"{name}\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+
+        yield run
+        process.stdin.close()
+
+
+@needs_triton
+@pytest.mark.parametrize("name", adam_cases.CASES)
+def test_interpreted(name: str, interpreted: Callable[[str], str]) -> None:
+    failure = interpreted(name)
+    assert not failure, failure
+
+
+@needs_triton
+def test_a_failing_case_is_reported(interpreted: Callable[[str], str]) -> None:
+    assert "KeyError" in interpreted("no such case")
+
+
+@needs_triton
+@needs_gpu
+@pytest.mark.parametrize("name", adam_cases.CASES)
+def test_on_gpu(name: str) -> None:
+    adam_cases.CASES[name]("cuda")
+
+
+@needs_triton
+@needs_gpu
+def test_on_gpu_past_32_bits() -> None:
+    """Elements past 2 ** 31 of one chunk."""
+    fmt, num_elements = FORMATS["bf16-only"], (1 << 31) + 4096
+    if torch.cuda.mem_get_info()[0] < num_elements * 9:
+        pytest.skip("needs 18 GiB of GPU memory")
+    expected = adam_cases.make_slots(fmt, 4000)
+    parts = [torch.zeros(num_elements, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    slots = replace(expected, param=parts[0], grad=parts[1], exp_avg=parts[2], exp_avg_sq=parts[3])
+    begin, end = (1 << 31) + 16, (1 << 31) + 4016
+    for whole, part in zip(parts, adam_cases.tensors(expected)):
+        assert part is not None
+        whole[begin:end] = part.cuda()
+    key = rounding_key(0, 1, 0)
+    adam_cases.triton_update(fmt, slots, [Run(begin, end, 0)], SCALARS, key=key)
+    adam_cases.reference.adam_chunk_update(fmt, expected, [Run(0, 4000, 0)], SCALARS, key=key, first_element=begin)
+    assert adam_cases.same_bits(slots.part(begin, end), expected)
+    assert not slots.param[:4096].any()
+
+
+def rows_of(name: str, *runs: Run) -> list[list[int]]:
+    return adam_triton.work_table(runs, FORMATS[name]).rows.tolist()
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp32-int8-moments"])
+def test_rows_cover_runs_once_and_only_ends_are_ragged(name: str) -> None:
+    align = FORMATS[name].run_alignment
+    runs, at = [], 0
+    for group, num_elements in enumerate([1, 15, 16, 17, 255, 256, 257, 1023, 1024, 1025, 5000, 0, 40]):
+        begin = -(-(at + 3) // align) * align
+        runs.append(Run(begin, begin + num_elements, group))
+        at = begin + num_elements
+    rows = rows_of(name, *runs)
+    elements = [(element, group) for begin, end, group in rows for element in range(begin, end)]
+    assert elements == [(element, run.group) for run in runs for element in range(run.begin, run.end)]
+    for begin, end, _ in rows:
+        ragged = (begin | end) % adam_triton.UNIT != 0
+        assert end - begin <= (adam_triton.RAGGED_BLOCK if ragged else adam_triton.BLOCK)
+        if align > 1:
+            assert begin % QUANT_BLOCK == 0
+        elif ragged:
+            assert end - begin < adam_triton.UNIT
+    assert len({tuple(row[:2]) for row in rows}) == len(rows)
+
+
+def test_a_chunk_is_one_table_of_full_rows() -> None:
+    assert rows_of("fp32", Run(0, 2048, 0), Run(2048, 3000, 1)) == [
+        [0, 1024, 0],
+        [1024, 2048, 0],
+        [2048, 2992, 1],
+        [2992, 3000, 1],
+    ]
+    assert rows_of("fp32") == []
+
+
+def test_tensors_in_chunks_begin_where_vectors_do() -> None:
+    """So that only the ends of tensors can be ragged, whatever their dtype."""
+    assert ALIGNMENT_NBYTES // 4 % adam_triton.UNIT == 0
+
+
+def test_rows_of_huge_offsets() -> None:
+    num_elements = (1 << 40) + 5
+    assert rows_of("fp32", Run(num_elements - 21, num_elements, 0)) == [
+        [(1 << 40) - 16, 1 << 40, 0],
+        [1 << 40, num_elements, 0],
+    ]
+
+
+def test_arguments_are_checked() -> None:
+    fmt = FORMATS["fp32"]
+    slots, work = adam_cases.make_slots(fmt, 100), adam_triton.work_table([Run(0, 100, 2)], fmt)
+    adam_triton.launch_arguments(fmt, slots, work, SCALARS)
+    with pytest.raises(ValueError, match="work table is for 100 elements and 3 groups"):
+        adam_triton.launch_arguments(fmt, slots.part(0, 99), work, SCALARS)
+    with pytest.raises(ValueError, match="the scalars 2"):
+        adam_triton.launch_arguments(fmt, slots, work, SCALARS[:2])
+    with pytest.raises(ValueError, match="on meta, param on cpu"):
+        adam_triton.launch_arguments(fmt, slots, work.to("meta"), SCALARS)
+    with pytest.raises(ValueError, match="found_inf"):
+        adam_triton.launch_arguments(fmt, slots, work, SCALARS, scale=GradScale(found_inf=torch.zeros(1)))
+    with pytest.raises(ValueError, match="exp_avg must be contiguous"):
+        adam_triton.launch_arguments(fmt, replace(slots, exp_avg=torch.zeros(200)[::2]), work, SCALARS)
+    quantised = FORMATS["fp32-int8-moments"]
+    with pytest.raises(ValueError, match="not made for int8 moments"):
+        adam_triton.launch_arguments(quantised, adam_cases.make_slots(quantised, 100), work, SCALARS)
+
+
+@needs_triton
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted")
+def test_cpu_tensors_are_refused_when_compiled() -> None:
+    fmt = FORMATS["fp32"]
+    slots, work = adam_cases.make_slots(fmt, 100), adam_triton.work_table([Run(0, 100, 0)], fmt)
+    with pytest.raises(UnsupportedError, match="on the CPU use"):
+        adam_triton.adam_update(fmt, slots, work, SCALARS)
+
+
+def test_importing_needs_no_triton() -> None:
+    code = "import sys; sys.modules['triton'] = None; import chunkc.kernels.adam_triton"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_triton_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    fmt = FORMATS["fp32"]
+    slots, work = adam_cases.make_slots(fmt, 100), adam_triton.work_table([Run(0, 100, 0)], fmt)
+    with pytest.raises(UnsupportedError, match="pip install"):
+        adam_triton.adam_update(fmt, slots, work, SCALARS)

@@ -1,0 +1,126 @@
+"""Which formats make sense, and the checks of slots and runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import adam_cases
+import pytest
+import torch
+
+from chunkc.kernels.formats import (
+    NO_SCALE,
+    AdamFormat,
+    GradScale,
+    RoundingKey,
+    Run,
+    check_adam_slots,
+    check_runs,
+    rounding_key,
+)
+from chunkc.kernels.hyper import scalar_table
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+SCALARS = scalar_table(adam_cases.HYPERS)
+KEY = RoundingKey(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"param_dtype": torch.float64}, "parameters must be float32, bfloat16 or float16"),
+        ({"grad_dtype": torch.int8}, "gradients must be float32, bfloat16 or float16"),
+        ({"moments": "float16"}, "moments must be one of"),
+        ({"rounding": "up"}, "rounding must be one of"),
+        ({"master": True}, "their own master"),
+        ({"param_dtype": FP16}, "float16 parameters need master=True"),
+        ({"param_dtype": FP16, "master": True, "rounding": "stochastic"}, "need rounding='nearest'"),
+        ({"param_dtype": FP16, "master": True, "moments": "bfloat16", "rounding": "stochastic"}, "rounding='nearest'"),
+        ({"param_dtype": BF16}, "need master=True or rounding='stochastic'"),
+        ({"rounding": "stochastic"}, "needs something stored in bfloat16"),
+        ({"rounding": "stochastic", "moments": "int8"}, "needs something stored in bfloat16"),
+    ],
+)
+def test_formats_that_make_no_sense(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdamFormat(**{"param_dtype": FP32, "grad_dtype": FP32, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("name", "nbytes"),
+    [("fp32", 8), ("bf16-master", 12), ("bf16-only", 4), ("bf16-only-int8-moments", 2 + 8 / 256)],
+)
+def test_state_nbytes(name: str, nbytes: float) -> None:
+    fmt = adam_cases.FORMATS[name]
+    assert fmt.state_nbytes_per_element == nbytes
+    slots = adam_cases.make_slots(fmt, 2560)
+    states = [t for t in adam_cases.tensors(slots)[2:] if t is not None]
+    assert sum(t.nbytes for t in states) == 2560 * nbytes
+
+
+@pytest.mark.parametrize("name", adam_cases.FORMATS)
+def test_good_slots_pass(name: str) -> None:
+    fmt = adam_cases.FORMATS[name]
+    key = KEY if fmt.stochastic else None
+    check_adam_slots(fmt, adam_cases.make_slots(fmt, 1000), SCALARS, GradScale(*torch.ones(3).unbind()), key, 256)
+
+
+def test_wrong_slots_are_refused() -> None:
+    fmt = adam_cases.FORMATS["bf16-master-int8-moments"]
+    slots = adam_cases.make_slots(fmt, 1000)
+    flat = torch.zeros(1000)
+    for change, message in [
+        ({"param": flat}, "param must be contiguous torch.bfloat16"),
+        ({"param": slots.param.view(10, 100)}, "param must be contiguous"),
+        ({"grad": flat.bfloat16()[1:]}, r"grad must be contiguous .* of shape \(1000,\), got"),
+        ({"exp_avg": flat}, "exp_avg must be contiguous torch.uint8"),
+        ({"master": None}, "master is missing"),
+        ({"master": torch.zeros(2000)[::2]}, "strides"),
+        ({"master": torch.zeros(1000, device="meta")}, "master is on meta, param on cpu"),
+        ({"exp_avg_scale": torch.zeros(3)}, r"exp_avg_scale must be contiguous torch.float32 of shape \(4,\)"),
+        ({"exp_avg_sq_scale": None}, "exp_avg_sq_scale is missing"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            check_adam_slots(fmt, replace(slots, **change), SCALARS, NO_SCALE, None, 0)
+    for scalars in (SCALARS[:, :8], SCALARS.double(), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match=r"scalars must be contiguous torch\.float32"):
+            check_adam_slots(fmt, slots, scalars, NO_SCALE, None, 0)
+    with pytest.raises(ValueError, match="clip must be contiguous"):
+        check_adam_slots(fmt, slots, SCALARS, GradScale(clip=torch.ones(1)), None, 0)
+    with pytest.raises(ValueError, match="a rounding key is needed for rounding='stochastic'"):
+        check_adam_slots(fmt, slots, SCALARS, NO_SCALE, KEY, 0)
+    with pytest.raises(ValueError, match="begin at multiples of 256"):
+        check_adam_slots(fmt, slots, SCALARS, NO_SCALE, None, 128)
+    plain = adam_cases.FORMATS["fp32"]
+    with pytest.raises(ValueError, match="master is not wanted"):
+        check_adam_slots(plain, replace(adam_cases.make_slots(plain, 1000), master=flat), SCALARS, NO_SCALE, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        ([Run(0, 101, 0)], "inside"),
+        ([Run(-1, 5, 0)], "inside"),
+        ([Run(5, 3, 0)], "in order"),
+        ([Run(0, 10, 0), Run(9, 20, 0)], "apart"),
+        ([Run(0, 10, 3)], "group that is not among the 3"),
+    ],
+)
+def test_wrong_runs_are_refused(runs: list[Run], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_runs(runs, adam_cases.FORMATS["fp32"], num_elements=100, num_groups=3)
+
+
+def test_quantised_runs_share_no_block() -> None:
+    fmt = adam_cases.FORMATS["fp32-int8-moments"]
+    check_runs([Run(0, 300, 0), Run(512, 513, 1)], fmt, num_elements=1000, num_groups=3)
+    with pytest.raises(ValueError, match="begin at multiples of 256"):
+        check_runs([Run(0, 300, 0), Run(300, 513, 1)], fmt, num_elements=1000, num_groups=3)
+
+
+def test_rounding_keys_differ() -> None:
+    keys = {rounding_key(seed, step, chunk) for seed in (0, -1, 1 << 40) for step in range(30) for chunk in range(30)}
+    assert len(keys) == 3 * 900
+    assert len({key.low for key in keys}) > 2690
+    assert all(0 <= word < 1 << 31 for key in keys for word in key)
+    assert rounding_key(1, 2, 3) == rounding_key(1, 2, 3)

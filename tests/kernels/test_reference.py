@@ -1,0 +1,137 @@
+"""The reference in any format, against `torch.optim` and against what low precision is for: training all the same."""
+
+from __future__ import annotations
+
+import adam_cases
+import pytest
+import torch
+
+from chunkc.kernels import reference
+from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run, num_quant_blocks, rounding_key
+from chunkc.kernels.hyper import AdamHyper, scalar_table
+
+FORMATS = adam_cases.FORMATS
+SCALARS = scalar_table(adam_cases.HYPERS)
+formats = pytest.mark.parametrize("name", FORMATS)
+
+
+def key_of(fmt: AdamFormat, step: int = 1, seed: int = 0):
+    return rounding_key(seed, step, 0) if fmt.stochastic else None
+
+
+def update(fmt: AdamFormat, slots: AdamSlots, runs: list[Run] | None = None, **options: object) -> AdamSlots:
+    runs = [Run(0, slots.param.numel(), 0)] if runs is None else runs
+    reference.adam_chunk_update(fmt, slots, runs, SCALARS, **{"key": key_of(fmt), **options})
+    return slots
+
+
+@pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
+@pytest.mark.parametrize("name", ["fp32", "bf16-master", "bf16-master-from-fp32", "fp16-master"])
+def test_follows_torch(name: str, decoupled: bool) -> None:
+    fmt = FORMATS[name]
+    slots = adam_cases.make_slots(fmt, 1003)
+    slots.exp_avg.zero_()
+    slots.exp_avg_sq.zero_()
+    target = slots.param if slots.master is None else slots.master
+    theirs = torch.nn.Parameter(target.clone())
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    optimizer = kind([theirs], lr=1e-3, weight_decay=0.1, foreach=False)
+    for step in range(1, 101):
+        slots.grad.copy_(adam_cases.make_slots(fmt, 1003, seed=step).grad)
+        theirs.grad = slots.grad.float() * 0.5
+        optimizer.step()
+        scalars = scalar_table([AdamHyper(lr=1e-3, weight_decay=0.1, step=step, decoupled=decoupled)])
+        scale = GradScale(torch.tensor(0.25), torch.tensor(2.0))
+        reference.adam_chunk_update(fmt, slots, [Run(0, 1003, 0)], scalars, scale=scale)
+        assert torch.equal(slots.param, target.to(fmt.param_dtype))
+    state = optimizer.state[theirs]
+    torch.testing.assert_close(target, theirs.detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(slots.exp_avg, state["exp_avg"], rtol=0, atol=1e-6)
+    torch.testing.assert_close(slots.exp_avg_sq, state["exp_avg_sq"], rtol=0, atol=1e-6)
+
+
+@formats
+def test_groups_gaps_and_cuts(name: str) -> None:
+    """Runs of a chunk are updated as if each were alone, whole or in tiles; nothing else changes."""
+    fmt = FORMATS[name]
+    before = adam_cases.make_slots(fmt, 3000)
+    runs = [Run(0, 700, 0), Run(768, 1500, 1), Run(1536, 2900, 2)]
+    whole = update(fmt, adam_cases.make_slots(fmt, 3000), runs)
+    pieces = adam_cases.make_slots(fmt, 3000)
+    for begin, end, group in runs:
+        for cut in (begin, begin + 256):
+            stop = min(cut + 256, end) if cut == begin else end
+            update(fmt, pieces.part(cut, stop), [Run(0, stop - cut, group)], first_element=cut)
+    assert adam_cases.same_bits(whole, pieces)
+    for gap in ((700, 768), (1500, 1536), (2900, 3000)):
+        gaps = [t[slice(*gap)] for t in adam_cases.tensors(whole)[:5] if t is not None]
+        expected = [t[slice(*gap)] for t in adam_cases.tensors(before)[:5] if t is not None]
+        assert all(torch.equal(a, b) for a, b in zip(gaps, expected))
+    assert not torch.equal(whole.param[:700], before.param[:700])
+    swapped = update(fmt, adam_cases.make_slots(fmt, 3000), [Run(b, e, 2 - g) for b, e, g in runs])
+    assert not adam_cases.same_bits(whole.part(0, 700), swapped.part(0, 700))
+    assert adam_cases.same_bits(whole.part(768, 1500), swapped.part(768, 1500))
+
+
+@formats
+def test_found_inf(name: str) -> None:
+    fmt = FORMATS[name]
+    slots = adam_cases.make_slots(fmt, 1000)
+    for found_inf in (1.0, float("inf"), float("nan"), 0.0):
+        update(fmt, slots, scale=GradScale(found_inf=torch.tensor(found_inf)))
+        assert adam_cases.same_bits(slots, adam_cases.make_slots(fmt, 1000)) == (found_inf != 0)
+
+
+@pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if fmt.stochastic])
+def test_stochastic_rounding_is_reproducible(name: str) -> None:
+    fmt = FORMATS[name]
+    first, again = (update(fmt, adam_cases.make_slots(fmt, 5000)) for _ in range(2))
+    assert adam_cases.same_bits(first, again)
+    for other in ({"key": key_of(fmt, step=2)}, {"key": key_of(fmt, seed=1)}, {"first_element": 256}):
+        assert not adam_cases.same_bits(first, update(fmt, adam_cases.make_slots(fmt, 5000), **other))
+
+
+def test_small_updates_add_up() -> None:
+    """A thousandth of bf16's step each time: stochastic rounding gets there, rounding to nearest would stay."""
+    fmt = FORMATS["bf16-only-fp32-moments"]
+    slots = adam_cases.make_slots(fmt, 4096)
+    for tensor, value in ((slots.param, 1.0), (slots.grad, 1.0), (slots.exp_avg, 0.0), (slots.exp_avg_sq, 0.0)):
+        tensor.fill_(value)
+    for step in range(1, 201):
+        scalars = scalar_table([AdamHyper(lr=1e-5, step=step)])
+        reference.adam_chunk_update(fmt, slots, [Run(0, 4096, 0)], scalars, key=key_of(fmt, step))
+    assert torch.tensor(1.0 - 1e-5).bfloat16() == 1.0
+    assert slots.param.double().mean().item() == pytest.approx(1.0 - 200 * 1e-5, abs=2e-4)
+
+
+@formats
+def test_trains_about_as_well_as_fp32(name: str) -> None:
+    """A small regression: the loss reached is within a fiftieth of the fall that fp32 gets."""
+    losses = {kind: train(FORMATS[kind]) for kind in ("fp32", name)}
+    start, reached = losses["fp32"]
+    assert reached < 0.1 * start
+    assert losses[name][1] < reached + 0.02 * (start - reached)
+
+
+def train(fmt: AdamFormat, num_steps: int = 150) -> tuple[float, float]:
+    """First and last loss of a network of one hidden layer whose parameters are one chunk."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(256, 16, generator=generator)
+    targets = torch.sin(inputs @ torch.randn(16, 4, generator=generator) * 0.5)
+    num_elements = 16 * 64 + 64 * 4
+    value = torch.randn(num_elements, generator=generator) * 0.2
+    blocks = [torch.zeros(num_quant_blocks(num_elements)) if fmt.quantised else None for _ in range(2)]
+    moments = [torch.zeros(num_elements, dtype=fmt.moment_dtype) for _ in range(2)]
+    grad = torch.zeros(num_elements, dtype=fmt.grad_dtype)
+    slots = AdamSlots(value.to(fmt.param_dtype), grad, *moments, value.clone() if fmt.master else None, *blocks)
+    losses = []
+    for step in range(1, num_steps + 1):
+        weights = slots.param.to(torch.float32, copy=True).requires_grad_()
+        hidden = torch.relu(inputs @ weights[: 16 * 64].view(16, 64))
+        loss = (hidden @ weights[16 * 64 :].view(64, 4) - targets).square().mean()
+        loss.backward()
+        slots.grad.copy_(weights.grad)
+        losses.append(loss.item())
+        scalars = scalar_table([AdamHyper(lr=1e-2, step=step)])
+        reference.adam_chunk_update(fmt, slots, [Run(0, num_elements, 0)], scalars, key=key_of(fmt, step))
+    return losses[0], losses[-1]
