@@ -74,23 +74,48 @@ def explain(
         OptionsError: an argument makes no sense.
         UnsupportedError: the model cannot be captured, or has an operator whose memory is not known.
     """
+    asked = {"memory_budget": memory_budget, "home": home, "chunk_size": chunk_size}
+    options = parse_options({**asked, "codegen": codegen, "whole_graph": whole_graph})
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
-    options = parse_options(
-        {
-            "memory_budget": memory_budget, "home": home, "chunk_size": chunk_size, "codegen": codegen,
-            "whole_graph": whole_graph,
-        }
-    )  # fmt: skip
     show = show or (lambda what: None)
     show("tracing the model")
+    graph = _one_graph(model, args, kwargs, options)
+    show("planning")
+    return explain_graph(graph, options, _training_in(machine, graph), name or type(model).__name__)
+
+
+def minimum_budget(
+    model: nn.Module,
+    *args: Any,
+    hardware: str | Hardware = "cpu",
+    chunk_size: int | str = "auto",
+    codegen: str = "eager",
+    memory_budget: int | str = "auto",
+    home: str = "cpu",
+    **kwargs: Any,
+) -> int:
+    """The smallest budget, in bytes, in which `model(*args, **kwargs)` trains; arguments as for `explain`."""
+    asked = {"memory_budget": memory_budget, "home": home, "chunk_size": chunk_size}
+    options = parse_options({**asked, "codegen": codegen})
+    machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+    graph = _one_graph(model, args, kwargs, options)
+    layout = _layout(graph, options)
+    return plan_for(graph, layout, options, _training_in(machine, graph), budget_of(options, machine)).minimum_nbytes
+
+
+def _one_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> OfflineGraph:
     graphs = capture_offline(model, args, kwargs, codegen=options.codegen)
     if len(graphs) > 1:
         raise UnsupportedError(
             f"torch.compile splits this model into {len(graphs)} graphs; only models in one graph can be explained so "
             "far (torch.compile(..., fullgraph=True) says where it breaks)"
         )
-    show("planning")
-    return explain_graph(graphs[0], options, _training_in(machine, graphs[0]), name or type(model).__name__)
+    return graphs[0]
+
+
+def _layout(graph: OfflineGraph, options: Options) -> ChunkLayout:
+    layout = lay_out(list(graph.movable), options.chunk_size if isinstance(options.chunk_size, int) else None)
+    return ChunkLayout(layout.chunk_nbytes, layout.groups, (*layout.small, *graph.fixed))
 
 
 def _training_in(machine: Hardware, graph: OfflineGraph) -> Hardware:
@@ -140,9 +165,7 @@ class _Step:
 
 def explain_graph(graph: OfflineGraph, options: Options, hardware: Hardware, name: str) -> Explanation:
     """Explain one captured graph."""
-    chunk_nbytes = options.chunk_size if isinstance(options.chunk_size, int) else None
-    layout = lay_out(list(graph.movable), chunk_nbytes)
-    layout = ChunkLayout(layout.chunk_nbytes, layout.groups, (*layout.small, *graph.fixed))
+    layout = _layout(graph, options)
     budget = budget_of(options, hardware)
     step = plan_for(graph, layout, options, hardware, budget)
     events = _events(step, hardware)

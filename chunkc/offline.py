@@ -40,18 +40,19 @@ def capture_offline(
     kwargs: Mapping[str, Any],
     *,
     codegen: str,
-    mode: FakeTensorMode | None = None,
 ) -> tuple[OfflineGraph, ...]:
     """The graphs that one call of `model` compiles to, in order.
 
     Args:
-        model, args, kwargs: real, on the meta device, or fake tensors already (then of `mode`).
+        model, args, kwargs: real, on the meta device, or fake tensors already.
         codegen: who would compile the segments.
 
     Raises:
         UnsupportedError: the model cannot be copied, or needs real values between two graphs.
     """
-    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((tuple(args), dict(kwargs)))]
+    fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
+    mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
     fake_model, names = _fake_copy(model, mode)
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (tuple(args), dict(kwargs)))
     graphs: list[OfflineGraph] = []
