@@ -5,6 +5,7 @@ optimizer = chunkc.optim.AdamW(model.parameters(), lr=3e-4)
 """
 
 from chunkc import optim
+from chunkc.explain import explain
 from chunkc.ir.errors import (
     BudgetError,
     ChunkcError,
@@ -15,6 +16,7 @@ from chunkc.ir.errors import (
     UnsupportedError,
     VerificationError,
 )
+from chunkc.ir.explanation import Explanation
 from chunkc.place import place
 from chunkc.report import Report, report
 
@@ -22,12 +24,14 @@ __all__ = [
     "BudgetError",
     "ChunkStateError",
     "ChunkcError",
+    "Explanation",
     "HomeError",
     "OptionsError",
     "Report",
     "StreamError",
     "UnsupportedError",
     "VerificationError",
+    "explain",
     "optim",
     "place",
     "report",

@@ -40,7 +40,7 @@ class Builder:
     compiled: bool = True
 
     def build(self) -> Captured:
-        if self.may_be_whole:
+        if self.may_be_whole and self._staying_nbytes <= self.budget_nbytes:
             estimate = self._captured(whole=True, compiled=False)
             if self._fits(estimate):
                 whole = self._captured(whole=True, compiled=True) if self.compiled else estimate
@@ -50,11 +50,15 @@ class Builder:
 
     def _fits(self, captured: Captured) -> bool:
         """Whether all model data can stay on the compute tier."""
-        resident = frozenset(group.index for group in self.layout.groups)
-        fixed = fixed_nbytes(self.layout, resident)
+        fixed = self._staying_nbytes
         return all(
             fixed + position.non_model_nbytes <= self.budget_nbytes for position in profile(captured, self.layout).all
         )
+
+    @property
+    def _staying_nbytes(self) -> int:
+        """All model data, on the compute tier."""
+        return fixed_nbytes(self.layout, frozenset(group.index for group in self.layout.groups))
 
     def _captured(self, *, whole: bool, compiled: bool) -> Captured:
         """With `compiled` false: only an upper bound of the memory, from the graph before any fusion."""

@@ -19,7 +19,7 @@ from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram, SegmentMemory
 from chunkc.ir.verify import verify_phase
 from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.insert import insert_events
-from chunkc.passes.planning import StepProfile, fixed_nbytes, plan_phases, update_positions, update_tiles
+from chunkc.passes.planning import StepProfile, fixed_nbytes, plan_phases, smallest_tiles, update_positions
 from chunkc.passes.profile import positions
 
 ROOM_FOR_LOSS = 3
@@ -85,7 +85,7 @@ def profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
     backward = positions(captured.backward, memories, group_of=group_of)
     held_nbytes = captured.forward.held_nbytes + captured.output_nbytes
     trained = sorted({group_of[p] for c in captured.backward.calls for _, p in c.gradients if p in group_of})
-    update = update_positions(layout, update_tiles(layout, trained, 0), held_nbytes)
+    update = update_positions(layout, smallest_tiles(layout, trained), held_nbytes)
     boundary_nbytes = captured.between_nbytes + ROOM_FOR_LOSS * captured.output_nbytes
     return StepProfile(forward, backward, update, boundary_nbytes)
 

@@ -196,6 +196,18 @@ def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
             yield int(text), int((folder / "memory.current").read_text()) - droppable
 
 
+def parse_size(text: str, name: str) -> int:
+    """Bytes of a size such as "6GiB", for an option outside `Options`.
+
+    Raises:
+        OptionsError: `text` is no size.
+    """
+    try:
+        return _size_nbytes(text if not text.isdigit() else int(text), at_least=1)
+    except ValueError:
+        raise OptionsError(f'{name} is {_show(text)}; allowed: bytes, or a size such as "6GiB" or "6GB"') from None
+
+
 def _size_nbytes(value: object, *, at_least: int) -> int:
     """Bytes of an int or of a string such as "1.5GiB" (a fraction of a byte is cut off)."""
     if isinstance(value, str):

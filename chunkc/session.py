@@ -192,12 +192,16 @@ def can_move(parameter: nn.Parameter) -> bool:
     """Whether a parameter can live in a chunk: a dense CPU tensor that fills its own storage."""
     return (
         type(parameter) is nn.Parameter
-        and parameter.layout is torch.strided
         and parameter.device.type == "cpu"
-        and parameter.dtype.is_floating_point
-        and parameter.numel() > 0
-        and _is_dense(parameter)
+        and is_chunkable(parameter)
         and parameter.untyped_storage().nbytes() == parameter.nbytes
+    )
+
+
+def is_chunkable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values can be laid into a chunk as they lie: dense floating-point numbers."""
+    return (
+        tensor.layout is torch.strided and tensor.dtype.is_floating_point and tensor.numel() > 0 and _is_dense(tensor)
     )
 
 

@@ -14,7 +14,7 @@ from chunkc.passes.schedule import required_nbytes, schedule
 
 BETWEEN = "between"
 
-MIN_TILE_NUMEL, MAX_TILE_NUMEL = 1 << 16, 1 << 22
+MIN_TILE_NUMEL, MAX_TILE_NUMEL = 1 << 16, 1 << 24
 """Bounds on an update's elements: below, events cost more than the update; above, nothing is gained."""
 
 TILES_AT_ONCE = 3
@@ -33,7 +33,7 @@ class StepProfile:
 
     Attributes:
         forward, backward: positions of the phases (backward empty in inference).
-        update: one position per trainable group: the optimizer's step over it (empty in inference).
+        update: one position per trainable group: the smallest part of its update (empty in inference).
         boundary_nbytes: held between forward and backward: inputs, saved values, outputs with room for a loss.
     """
 
@@ -59,6 +59,11 @@ def update_tiles(layout: ChunkLayout, groups: Sequence[int], capacity_nbytes: in
         numel = max(MIN_TILE_NUMEL, min(MAX_TILE_NUMEL, fitting // MIN_TILE_NUMEL * MIN_TILE_NUMEL))
         tiles += [Tile(index, at, min(at + numel, group.numel)) for at in range(0, group.numel, numel)]
     return tuple(tiles)
+
+
+def smallest_tiles(layout: ChunkLayout, groups: Sequence[int]) -> tuple[Tile, ...]:
+    """One tile of each group, of the smallest size: what the group's update needs room for at the least."""
+    return tuple(Tile(index, 0, min(MIN_TILE_NUMEL, layout.groups[index].numel)) for index in groups)
 
 
 def update_positions(layout: ChunkLayout, tiles: Sequence[Tile], held_nbytes: int) -> tuple[Position, ...]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from chunkc.ir.chunks import GRAD, PARAM, chunk_name
 from chunkc.ir.plan import Position
-from chunkc.ir.program import PhaseProgram, SegmentCall, SegmentMemory
+from chunkc.ir.program import PhaseProgram, SegmentMemory
 
 
 def last_holds(program: PhaseProgram) -> dict[str, int]:
@@ -24,59 +25,75 @@ def last_holds(program: PhaseProgram) -> dict[str, int]:
     return last
 
 
+@dataclass(frozen=True)
+class CallStep:
+    """Non-model bytes while one operation of a call runs.
+
+    `around`: storages that are held outside the call, by name; what the call itself has allocated is `inside_nbytes`.
+    """
+
+    op: str
+    module: str
+    around: frozenset[str]
+    around_nbytes: int
+    inside_nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.around_nbytes + self.inside_nbytes
+
+
+def call_steps(program: PhaseProgram, memories: Mapping[str, SegmentMemory]) -> Iterator[tuple[CallStep, ...]]:
+    """For each call the bytes at every one of its operations.
+
+    Held storages (inputs, buffers, what the caller keeps) count throughout; a value that nobody needs after the call
+    is given up inside it, at the operation that lets it go.
+    """
+    last = last_holds(program)
+    storage_of = program.value_storages()
+    nbytes_of = program.storages
+    live = {storage for storage in program.inputs.values() if last.get(storage, -1) >= 0} | program.held
+    for index, call in enumerate(program.calls):
+        memory = memories[call.segment]
+        live = {storage for storage in live if last[storage] >= index}
+        released: dict[str, int] = {}  # donated storage -> first step without it
+        for position, value in enumerate(call.inputs):
+            storage = storage_of[value]
+            if last[storage] == index and storage in live:
+                released[storage] = max(released.get(storage, 0), memory.input_released[position])
+        kept = frozenset(live.difference(released))
+        kept_nbytes = sum(nbytes_of[storage] for storage in kept)
+        steps = []
+        for at, step in enumerate(memory.steps):
+            donated = [storage for storage, gone in released.items() if at < gone]
+            around = kept.union(donated) if donated else kept
+            around_nbytes = kept_nbytes + sum(nbytes_of[storage] for storage in donated)
+            steps.append(CallStep(step.op, step.module or call.module, around, around_nbytes, step.nbytes))
+        yield tuple(steps)
+        live |= set(call.output_storages)
+
+
 def positions(
     program: PhaseProgram,
     memories: Mapping[str, SegmentMemory],
     *,
     group_of: Mapping[str, int],
 ) -> tuple[Position, ...]:
-    """One `Position` per call. Held storages (inputs, buffers, what the caller keeps) count at every one."""
-    last = last_holds(program)
-    storage_of = program.value_storages()
-    live = {storage for storage in program.inputs.values() if last.get(storage, -1) >= 0} | program.held
+    """One `Position` per call, with the bytes of its fullest operation."""
     found = []
-    for index, call in enumerate(program.calls):
-        memory = memories[call.segment]
-        live = {storage for storage in live if last[storage] >= index}
-        nbytes, step = _peak(call, memory, program.storages, storage_of, live, last, index)
+    for call, steps in zip(program.calls, call_steps(program, memories)):
+        peak = max(steps, key=lambda step: step.nbytes)
         found.append(
             Position(
                 name=call.name,
                 phase=program.phase,
-                non_model_nbytes=nbytes,
-                op=memory.steps[step].op,
-                module=memory.steps[step].module or call.module,
+                non_model_nbytes=peak.nbytes,
+                op=peak.op,
+                module=peak.module,
                 reads=frozenset(chunk_name(PARAM, group_of[p]) for _, p in call.parameters if p in group_of),
                 writes=frozenset(chunk_name(GRAD, group_of[p]) for _, p in call.gradients if p in group_of),
                 cost_s=call.cost_s,
                 sunk=tuple((name, value in program.handed_over) for value, name in call.gradients),
             )
         )
-        live |= set(call.output_storages)
     return tuple(found)
-
-
-def _peak(
-    call: SegmentCall,
-    memory: SegmentMemory,
-    nbytes_of: Mapping[str, int],
-    storage_of: Mapping[str, str],
-    live: set[str],
-    last: Mapping[str, int],
-    index: int,
-) -> tuple[int, int]:
-    """Bytes at the call's fullest step, and which step that is."""
-    released: dict[str, int] = {}  # donated storage -> first step without it
-    for position, value in enumerate(call.inputs):
-        storage = storage_of[value]
-        if last[storage] == index and storage in live:
-            released[storage] = max(released.get(storage, 0), memory.input_released[position])
-    around = sum(nbytes_of[storage] for storage in live if storage not in released)
-    best = max(
-        range(len(memory.steps)),
-        key=lambda t: (
-            memory.steps[t].nbytes + sum(nbytes_of[storage] for storage, step in released.items() if t < step)
-        ),
-    )
-    inside = memory.steps[best].nbytes
-    return around + inside + sum(nbytes_of[s] for s, step in released.items() if best < step), best

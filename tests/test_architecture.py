@@ -18,7 +18,12 @@ ALLOWED = {
     "chunkc.kernels": {"chunkc.ir", "chunkc.kernels"},
     "chunkc.passes": {"chunkc.ir", "chunkc.passes"},
     "chunkc.runtime": {"chunkc.ir", "chunkc.kernels", "chunkc.runtime"},
-    "chunkc": {"chunkc", "chunkc.ir", "chunkc.kernels", "chunkc.passes", "chunkc.runtime"},
+    "chunkc.models": {"chunkc.ir", "chunkc.models"},
+    "chunkc.formats": {"chunkc.ir", "chunkc.formats"},
+    "chunkc": {
+        *("chunkc", "chunkc.ir", "chunkc.formats", "chunkc.models"),
+        *("chunkc.kernels", "chunkc.passes", "chunkc.runtime"),
+    },
 }
 """Which rooms each room may import from; `chunkc` itself is the roof."""
 

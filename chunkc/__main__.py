@@ -1,0 +1,7 @@
+"""`python -m chunkc`."""
+
+import sys
+
+from chunkc.cli import main
+
+sys.exit(main())

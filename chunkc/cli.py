@@ -1,0 +1,213 @@
+"""The command `chunkc`: `explain`, `diff` and `calibrate`.
+
+Exit codes: 0 it fits (or the command did its work), 3 it does not fit, 2 bad input, with one line that says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from chunkc.calibrate import calibrate, default_hardware_path, save_hardware
+from chunkc.explain import Show, budget_of, explain, minimum_budget
+from chunkc.formats import FORMATS, diff, read_explanation, write
+from chunkc.ir.errors import BudgetError, ChunkcError, OptionsError, format_nbytes
+from chunkc.ir.explanation import Explanation
+from chunkc.ir.hardware import Hardware
+from chunkc.largest import largest
+from chunkc.models import MODELS
+from chunkc.options import parse_options, parse_size
+from chunkc.presets import PRESETS, load_hardware
+from chunkc.targets import DTYPES, ModelOptions, Target, built_in, from_file, from_module
+
+FITS, BAD_INPUT, DOES_NOT_FIT = 0, 2, 3
+
+EPILOG = f"""examples:
+  chunkc explain gpt-18b --hardware rtx3090 --host-memory 288GiB --batch-size 4 --activation-checkpointing
+  chunkc explain train.py:build --memory-budget 6GiB
+  chunkc explain --module transformers:LlamaForCausalLM --config llama.json --batch-size 1 --seq-len 4096
+  chunkc explain gpt-18b --hardware 8xv100-32g --largest batch_size
+
+models: {", ".join(MODELS)}
+hardware: {", ".join(PRESETS)}, a count before one (8xv100-32g), or a YAML or JSON file
+exit code: 0 it fits, 3 it does not, 2 bad input"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        """One line, without the usage."""
+        self.exit(BAD_INPUT, f"chunkc: {message}\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = _Parser(prog="chunkc", description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    one = commands.add_parser(
+        "explain",
+        help="what a training step will need, before it runs",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    one.add_argument("target", nargs="?", metavar="MODEL", help="a built-in model's name, or FILE.py:FACTORY")
+    one.add_argument("--module", metavar="PACKAGE:CLASS", help="a model class of transformers, in place of MODEL")
+    one.add_argument("--config", type=Path, metavar="FILE.json", help="the configuration for --module")
+    one.add_argument("--batch-size", type=_positive, metavar="N")
+    one.add_argument("--seq-len", type=_positive, metavar="N")
+    one.add_argument("--dtype", choices=sorted(DTYPES))
+    one.add_argument("--activation-checkpointing", action="store_true", help="recompute each block in the backward")
+    one.add_argument("--hardware", default=None, metavar="NAME|FILE", help="default: what calibrate saved, else cpu")
+    one.add_argument("--host-memory", metavar="SIZE", help="RAM of the machine, in place of the hardware's")
+    one.add_argument("--memory-budget", default="auto", metavar="SIZE", help='bytes, "6GiB", "80%%" or "auto"')
+    one.add_argument("--home", default="cpu", help='"cpu" or "disk"')
+    one.add_argument("--chunk-size", default="auto", metavar="SIZE")
+    one.add_argument("--codegen", choices=["eager", "inductor"], default="eager", help="who compiles the segments")
+    one.add_argument("--largest", choices=["batch_size", "seq_len"], help="the largest that fits")
+    one.add_argument("--format", choices=list(FORMATS), default="text")
+    one.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
+    two = commands.add_parser("diff", help="compare two explanations saved with --format json")
+    two.add_argument("before", type=Path)
+    two.add_argument("after", type=Path)
+    three = commands.add_parser("calibrate", help="measure this machine for --hardware")
+    three.add_argument("--output", type=Path, metavar="FILE.json", help=f"default: {default_hardware_path()}")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    options = build_parser().parse_args(arguments)
+    try:
+        if options.command == "explain":
+            return _explain(options)
+        if options.command == "diff":
+            print(diff(read_explanation(options.before), read_explanation(options.after)), end="")
+            return FITS
+        return _calibrate(options)
+    except ChunkcError as error:
+        print(f"chunkc: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _target(options: argparse.Namespace) -> Target:
+    wanted = ModelOptions(DTYPES.get(options.dtype), options.activation_checkpointing)
+    if options.module is not None:
+        if options.target is not None:
+            raise OptionsError("give a MODEL or --module, not both")
+        return from_module(options.module, options.config, wanted)
+    if options.config is not None:
+        raise OptionsError("--config goes with --module")
+    if options.target is None:
+        raise OptionsError("give a MODEL, FILE.py:FACTORY or --module; see chunkc explain --help")
+    if ":" in options.target or options.target.endswith(".py"):
+        if ":" not in options.target:
+            raise OptionsError(f"which function of {options.target}? Write {options.target}:FACTORY")
+        return from_file(options.target, wanted)
+    return built_in(options.target, wanted)
+
+
+def _hardware(options: argparse.Namespace) -> Hardware:
+    name = options.hardware
+    if name is None:
+        saved = default_hardware_path()
+        name = str(saved) if saved.exists() else "cpu"
+    hardware = load_hardware(name)
+    if options.host_memory is not None:
+        hardware = replace(hardware, host_memory_nbytes=parse_size(options.host_memory, "--host-memory"))
+    return hardware
+
+
+def _explain(options: argparse.Namespace) -> int:
+    target, hardware = _target(options), _hardware(options)
+    settings = {
+        "memory_budget": options.memory_budget,
+        "home": options.home,
+        "chunk_size": options.chunk_size,
+        "codegen": options.codegen,
+    }
+    budget = budget_of(parse_options(settings), hardware)
+    sizes = {"batch_size": options.batch_size, "seq_len": options.seq_len}
+    with _progress() as show:
+        if options.largest is not None:
+            try:
+                sizes[options.largest] = _largest(options.largest, target, hardware, settings, sizes, budget, show)
+            except BudgetError as error:
+                needed = format_nbytes(error.minimum_nbytes)
+                what = options.largest.replace("_", " ")
+                print(f"even {what} 1 does not fit: it needs {needed}, the budget is {format_nbytes(budget)}")
+                return DOES_NOT_FIT
+        show(f"building {target.name}")
+        subject = target.build(sizes["batch_size"], sizes["seq_len"])
+        given = [f"{name.replace('_', ' ')} {size}" for name, size in sizes.items() if size is not None]
+        explanation = explain(
+            subject.model,
+            *subject.args,
+            hardware=hardware,
+            name=", ".join([target.name, *given]),
+            show=show,
+            **settings,
+            **subject.kwargs,
+        )
+    write(explanation, options.format, options.output)
+    return _verdict(explanation)
+
+
+def _verdict(explanation: Explanation) -> int:
+    return FITS if explanation.fits and explanation.host_fits else DOES_NOT_FIT
+
+
+def _largest(
+    what: str,
+    target: Target,
+    hardware: Hardware,
+    settings: dict[str, str],
+    sizes: dict[str, int | None],
+    budget_nbytes: int,
+    show: Show,
+) -> int:
+    def needs(size: int) -> int:
+        show(f"trying {what.replace('_', ' ')} {size}")
+        asked = {**sizes, what: size}
+        subject = target.build(asked["batch_size"], asked["seq_len"])
+        return minimum_budget(subject.model, *subject.args, hardware=hardware, **settings, **subject.kwargs)
+
+    return largest(needs, budget_nbytes).size
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("measuring", total=None)
+
+        def show(what: str, done: int, of: int) -> None:
+            progress.update(task, description=what, completed=done, total=of)
+
+        hardware = calibrate(show=show)
+    path = options.output or default_hardware_path()
+    save_hardware(hardware, path)
+    print(f"saved: {path}")
+    return FITS
+
+
+@contextmanager
+def _progress() -> Iterator[Show]:
+    """What is being done, on standard error, where that is a terminal."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("starting", total=None)
+        yield lambda what: progress.update(task, description=what)

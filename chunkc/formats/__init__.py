@@ -1,0 +1,92 @@
+"""Every way to show an explanation: what `chunkc explain --format` offers, and `diff` of two."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TextIO
+
+from rich.console import Console
+
+from chunkc.formats.diff import diff
+from chunkc.formats.graph import render_graph
+from chunkc.formats.html import render_html
+from chunkc.formats.json_ import parse_json, read_explanation, render_json
+from chunkc.formats.text import print_text, render_text
+from chunkc.formats.trace import render_trace
+from chunkc.ir.errors import OptionsError
+from chunkc.ir.explanation import Explanation
+
+__all__ = [
+    "FORMATS",
+    "Format",
+    "diff",
+    "parse_json",
+    "print_text",
+    "read_explanation",
+    "render",
+    "render_graph",
+    "render_html",
+    "render_json",
+    "render_text",
+    "render_trace",
+    "write",
+]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A way to show an explanation: `render` makes the whole text; `suffix` is usual for its files."""
+
+    render: Callable[[Explanation], str]
+    suffix: str
+    about: str
+
+
+FORMATS: Mapping[str, Format] = MappingProxyType(
+    {
+        "text": Format(render_text, ".txt", "fits or not, the peak, home, traffic and time, for a terminal"),
+        "json": Format(render_json, ".json", "all of it, under stable keys"),
+        "graph": Format(render_graph, ".py", "the FX graphs with their chunk nodes as code"),
+        "html": Format(render_html, ".html", "one page with memory and streams over time"),
+        "trace": Format(render_trace, ".json", "Chrome trace events, for ui.perfetto.dev"),
+    }
+)
+
+
+def render(explanation: Explanation, format: str = "text") -> str:
+    """The text of `explanation` in one of `FORMATS`.
+
+    Raises:
+        OptionsError: there is no such format.
+        UnsupportedError: the format needs a package that is not installed.
+    """
+    if format not in FORMATS:
+        raise OptionsError(f"there is no format {format!r}: use one of {', '.join(FORMATS)}")
+    return FORMATS[format].render(explanation)
+
+
+def write(explanation: Explanation, format: str = "text", output: str | Path | TextIO | None = None) -> None:
+    """Write to a file (in UTF-8, replacing it), to a stream, or to the standard output where `output` is None.
+
+    `text` on a terminal has its colours and its width.
+
+    Raises:
+        OptionsError: there is no such format, or the file cannot be written.
+        UnsupportedError: the format needs a package that is not installed.
+    """
+    if isinstance(output, (str, Path)):
+        text = render(explanation, format)
+        try:
+            Path(output).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise OptionsError(f"cannot write {output}: {error.strerror}") from None
+        return
+    stream = sys.stdout if output is None else output
+    if format == "text" and stream.isatty():
+        print_text(explanation, Console(file=stream))
+    else:
+        stream.write(render(explanation, format))

@@ -1,0 +1,69 @@
+"""What a user can do about a model that does not fit, read off what fills the peak."""
+
+from __future__ import annotations
+
+from chunkc.formats.fold import by_kind
+from chunkc.formats.units import share, short_nbytes
+from chunkc.ir.explanation import Explanation
+
+_WORTH = 0.2
+"""The part of the peak from which a kind of bytes is worth advice."""
+
+_MODEL_DATA = ("parameters", "gradients", "optimizer states", "slots")
+
+
+def advice(explanation: Explanation) -> tuple[str, ...]:
+    """One sentence for each thing to try, the surest first; empty where the model fits device and host."""
+    lines: list[str] = []
+    if not explanation.fits:
+        lines += [*_budget(explanation), *_contents(explanation)]
+    if not explanation.host_fits:
+        lines += _host(explanation)
+    return tuple(lines)
+
+
+def _budget(explanation: Explanation) -> list[str]:
+    minimum, memory = explanation.minimum_budget_nbytes, explanation.device_memory_nbytes
+    needed = minimum + explanation.overhead_nbytes
+    if memory is not None and needed > memory:
+        return [
+            f"No budget helps on this device: the smallest one and the overhead take {short_nbytes(needed)}, "
+            f"the device has {short_nbytes(memory)}."
+        ]
+    return [f"Raise the memory budget to {minimum:,} bytes ({short_nbytes(minimum)}) or more."]
+
+
+def _contents(explanation: Explanation) -> list[str]:
+    kinds = by_kind(explanation.peak.contents)
+    total = sum(kinds.values())
+    lines = []
+    if _large(kinds.get("activations", 0), total):
+        lines.append(
+            f"Activations are {share(kinds['activations'], total)} of that peak: a smaller batch or a shorter sequence "
+            "takes fewer (`--largest batch_size` finds the largest that fits), and so does activation checkpointing "
+            "(`--activation-checkpointing`)."
+        )
+    if _large(kinds.get("temporaries", 0), total):
+        where = f" in {explanation.peak.module}" if explanation.peak.module else ""
+        lines.append(
+            f"Temporaries are {share(kinds['temporaries'], total)} of that peak: {explanation.peak.op}{where} takes "
+            "fewer with a smaller batch, or when it is computed in parts."
+        )
+    model_data = sum(kinds.get(kind, 0) for kind in _MODEL_DATA)
+    if _large(model_data, total):
+        lines.append(
+            f"Model data is {share(model_data, total)} of that peak, though most of it may move: chunks smaller than "
+            f"{short_nbytes(explanation.chunks.size_nbytes)} (`chunk_size`) or a lower precision take less room."
+        )
+    return lines
+
+
+def _host(explanation: Explanation) -> list[str]:
+    host = explanation.home_nbytes - explanation.disk_nbytes
+    memory = explanation.host_memory_nbytes
+    have = "" if memory is None else f", and there are {short_nbytes(memory)}"
+    return [f'Home takes {short_nbytes(host)} of the host\'s memory{have}: use `home="disk"`, or a host with more.']
+
+
+def _large(part: int, total: int) -> bool:
+    return total > 0 and part >= _WORTH * total

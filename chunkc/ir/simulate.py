@@ -1,0 +1,72 @@
+"""A plan replayed against the clock: when each call runs, when each copy is on its link, and where computation waits.
+
+The rules are the runtime's: the computation goes through the plan in order; copies queue on their link, one after
+another, from the moment they are asked for; a wait holds the computation until the copy is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from chunkc.ir.explanation import COMPUTE, TO_DEVICE, TO_HOME, StepTime, TimedEvent
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.plan import PREFETCH, WAIT, WRITE_BACK, PhasePlan
+from chunkc.ir.program import UPDATE
+
+
+def simulate(
+    phases: Sequence[PhasePlan],
+    costs_s: Mapping[str, float],
+    hardware: Hardware,
+) -> tuple[TimedEvent, ...]:
+    """What happens on each stream in one step, in order of time.
+
+    Args:
+        phases: in the order in which they run: forward, backward, the optimizer's update.
+        costs_s: seconds of arithmetic of each call, by the moment's name.
+    """
+    found: list[TimedEvent] = []
+    now = 0.0
+    free = {TO_DEVICE: 0.0, TO_HOME: 0.0}
+    done: dict[str, float] = {}  # chunk -> when its latest copy is done
+    rate = {TO_DEVICE: hardware.to_device_bytes_per_s, TO_HOME: hardware.to_home_bytes_per_s}
+
+    def copy(kind: str, stream: str, chunk: str, nbytes: int, phase: str) -> None:
+        start = max(now, free[stream])
+        free[stream] = done[chunk] = start + nbytes / rate[stream]
+        found.append(TimedEvent(stream, kind, chunk, start, done[chunk], nbytes, phase, ""))
+
+    for phase in phases:
+        for index, stop in enumerate(phase.stops):
+            for event in stop:
+                if event.kind == PREFETCH:
+                    copy(PREFETCH, TO_DEVICE, event.chunk, event.nbytes, phase.phase)
+                elif event.kind == WRITE_BACK:
+                    copy(WRITE_BACK, TO_HOME, event.chunk, event.nbytes, phase.phase)
+                elif event.kind == WAIT and done.get(event.chunk, 0.0) > now:
+                    end = done[event.chunk]
+                    found.append(TimedEvent(COMPUTE, "stall", event.chunk, now, end, 0, phase.phase, ""))
+                    now = end
+            if index < len(phase.moments):
+                moment = phase.moments[index]
+                end = now + costs_s.get(moment.name, 0.0)
+                kind = "update" if phase.phase == UPDATE else "call"
+                found.append(TimedEvent(COMPUTE, kind, moment.name, now, end, 0, phase.phase, moment.module))
+                now = end
+    return tuple(sorted(found, key=lambda event: (event.start_s, event.end_s)))
+
+
+def step_time(events: Sequence[TimedEvent]) -> StepTime:
+    """The seconds of a simulated step, by where they went."""
+
+    def busy(stream: str, *kinds: str) -> float:
+        return sum(e.end_s - e.start_s for e in events if e.stream == stream and e.kind in kinds)
+
+    return StepTime(
+        total=max((event.end_s for event in events if event.stream == COMPUTE), default=0.0),
+        compute=busy(COMPUTE, "call"),
+        to_device=busy(TO_DEVICE, PREFETCH),
+        to_home=busy(TO_HOME, WRITE_BACK),
+        optimizer=busy(COMPUTE, "update"),
+        stall=busy(COMPUTE, "stall"),
+    )
