@@ -17,6 +17,7 @@ from chunkc.capture import Capture, capture_graph, input_names
 from chunkc.captured import profile
 from chunkc.graph import CompiledGraph
 from chunkc.ir.errors import ChunkcError, OptionsError, UnsupportedError
+from chunkc.logs import log_build, log_capture
 from chunkc.options import Options, parse_options
 from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs import placeholders
@@ -93,6 +94,7 @@ def compile_graph(
         run_backward=lambda arguments: compiled[0].backward(arguments),
     )
     named = {name: p for name, p in zip(parameter_names, parameters) if name is not None and p is not None}
+    log_capture(capture)
     compiled.append(_build(session, capture, options, named))
     return call
 
@@ -134,6 +136,7 @@ def _build(session: Session, capture: Capture, options: Options, named: Mapping[
         session.hardware,
         may_be_whole=options.whole_graph == "auto" and (not layout.groups or session.all_may_stay()),
     ).build()
+    log_build(captured, layout)
     step = profile(captured, layout)
     new = frozenset(g.index for g in layout.groups[len(session.store.layout.groups) :])
     everything = frozenset(g.index for g in layout.groups)

@@ -14,11 +14,10 @@ from chunkc.captured import Captured, profile
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.program import PhaseProgram
-from chunkc.passes.codegen import CompiledSegment, compile_segment
+from chunkc.passes.codegen import CompiledSegment, compile_segment, describe_segment
 from chunkc.passes.graphs import placeholders, returned
 from chunkc.passes.planning import fixed_nbytes
 from chunkc.passes.program import backward_program, forward_program
-from chunkc.passes.segment_memory import eager_memory
 from chunkc.passes.segments import Piece, SegmentTable, cut, extract, home_views
 
 
@@ -28,7 +27,7 @@ class Builder:
 
     Attributes:
         may_be_whole: whether the graph may be compiled whole if all its model data fits.
-        compiled: false for a description alone, of the graphs as they are before any fusion: nothing can run.
+        compiled: false for a description alone: the same bytes, but no compiler is started and nothing can run.
     """
 
     capture: Capture
@@ -41,12 +40,13 @@ class Builder:
 
     def build(self) -> Captured:
         if self.may_be_whole and self._staying_nbytes <= self.budget_nbytes:
-            estimate = self._captured(whole=True, compiled=False)
+            estimate = self._captured(whole=True, estimated=True)
             if self._fits(estimate):
-                whole = self._captured(whole=True, compiled=True) if self.compiled else estimate
+                exact = not self.compiled and self.codegen == "eager"
+                whole = estimate if exact else self._captured(whole=True)
                 if self._fits(whole):
                     return whole
-        return self._captured(whole=False, compiled=self.compiled)
+        return self._captured(whole=False)
 
     def _fits(self, captured: Captured) -> bool:
         """Whether all model data can stay on the compute tier."""
@@ -60,8 +60,8 @@ class Builder:
         """All model data, on the compute tier."""
         return fixed_nbytes(self.layout, frozenset(group.index for group in self.layout.groups))
 
-    def _captured(self, *, whole: bool, compiled: bool) -> Captured:
-        """With `compiled` false: only an upper bound of the memory, from the graph before any fusion."""
+    def _captured(self, *, whole: bool, estimated: bool = False) -> Captured:
+        """With `estimated`: only an upper bound of the memory, from the graph before any fusion, which is quick."""
         capture, table = self.capture, SegmentTable()
         assert capture.forward is not None
         forward_pieces = self._pieces(capture.forward, {}, table, whole)
@@ -71,7 +71,7 @@ class Builder:
             nodes = returned(capture.backward.graph)
             wanted = {nodes[i]: group_of[p] for i, p in self.capture.gradients.items() if p in group_of}
             backward_pieces = self._pieces(capture.backward, wanted, table, whole)
-        segments = self._compile(table, [*forward_pieces, *backward_pieces], compiled)
+        segments = self._compile(table, [*forward_pieces, *backward_pieces], estimated)
         memories = {name: segment.memory for name, segment in segments.items()}
         num_outputs = len(returned(capture.forward.graph))
         forward = forward_program(
@@ -113,19 +113,18 @@ class Builder:
         pieces = extract(gm, runs, table)
         return [*pieces, *extract(gm, [views], table, reads_home=True)] if views else pieces
 
-    def _compile(self, table: SegmentTable, pieces: Sequence[Piece], compiled: bool) -> dict[str, CompiledSegment]:
+    def _compile(self, table: SegmentTable, pieces: Sequence[Piece], estimated: bool) -> dict[str, CompiledSegment]:
         threads = torch.get_num_threads()
         at_home = {piece.segment.name for piece in pieces if piece.reads_home}
         found = {}
         for segment in table.segments.values():
-            if compiled:
-                codegen = "eager" if segment.name in at_home else self.codegen
+            codegen = "eager" if estimated or segment.name in at_home else self.codegen
+            if self.compiled and not estimated:
                 found[segment.name] = compile_segment(segment, codegen, threads)
             else:
-                memory = eager_memory(segment.module.graph, threads)
-                found[segment.name] = CompiledSegment(_not_compiled, memory)
+                found[segment.name] = CompiledSegment(_not_compiled, describe_segment(segment, codegen, threads))
         return found
 
 
 def _not_compiled(inputs: list[Any]) -> Sequence[Any]:
-    raise AssertionError("an estimate does not run")
+    raise AssertionError("a description does not run")

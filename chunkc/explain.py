@@ -392,9 +392,9 @@ def _slots_at(step: _Step, peak: Moment) -> list[str]:
 def _notes(step: _Step, options: Options, hardware: Hardware) -> Iterator[str]:
     if step.captured.whole:
         yield "everything fits: the graph is compiled whole and nothing moves"
-    if options.codegen == "inductor":
-        yield "bytes inside fused segments are upper bounds: the graph before Inductor fuses it"
     if hardware.kind == "cuda":
+        if options.codegen == "inductor":
+            yield "fused as on a CPU: Inductor's Triton kernels may fuse other operators and so need other bytes"
         yield "traced on a CPU: operators that CUDA implements otherwise may differ in their own workspaces"
         yield f"the driver's context and libraries take {hardware.context_nbytes:,} bytes more, counted apart"
     yield f"rates of {hardware.name}: {hardware.source or 'as given'}"

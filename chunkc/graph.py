@@ -13,6 +13,7 @@ from chunkc.captured import Captured, plan_step, rewrite, verify
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.plan import Plan
 from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram
+from chunkc.logs import log_plan
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
 from chunkc.session import Session
 
@@ -102,6 +103,7 @@ class CompiledGraph:
             graphs = rewrite(captured, plan, layout)
             if session.options.verify:
                 verify(captured, plan, graphs, layout, held_nbytes=held_nbytes)
+            log_plan(plan, graphs)
             runs = {name: segment.run for name, segment in captured.segments.items()}
             phases = {name: PlannedPhase(graph, lower(graph.graph, runs)) for name, graph in graphs.items()}
             self._plans[key] = PlannedStep(plan, phases)

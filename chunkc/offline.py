@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from chunkc.capture import Capture, capture_graph, input_names
 from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.errors import UnsupportedError
+from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs import returned
 from chunkc.session import is_chunkable, spec_of
 
@@ -45,11 +46,14 @@ def capture_offline(
 
     Args:
         model, args, kwargs: real, on the meta device, or fake tensors already.
-        codegen: who would compile the segments.
+        codegen: who would compile the segments. For Inductor, the C++ compiler is asked for its vector instructions
+            meanwhile: its code depends on them.
 
     Raises:
         UnsupportedError: the model cannot be copied, or needs real values between two graphs.
     """
+    if codegen == "inductor":
+        find_vector_isa()
     tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((tuple(args), dict(kwargs)))]
     fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
     mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)

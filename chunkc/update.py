@@ -48,7 +48,8 @@ class PreparedUpdate:
 
         def update(group: int, begin: int, end: int) -> None:
             chunks = {k: chunk_name(k, group, (begin, end)) for k in store.layout.groups[group].update_kinds}
-            updates[group].update({kind: store.begin_compute(chunk) for kind, chunk in chunks.items()}, begin)
+            slots = {kind: store.begin_compute(chunk) for kind, chunk in chunks.items()}
+            store.tier.enqueue(updates[group].update, slots, begin)
             for kind, chunk in chunks.items():
                 store.end_compute(chunk, wrote=kind != GRAD)
 

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
+from chunkc.ir.chunks import GRAD, PARAM, split_chunk_name
 from chunkc.runtime.homes import Home, Region
 
 MAX_REGIONS_PER_CALL = 16
-"""Chunks share regions: each region of a disk home takes two file descriptors."""
+"""Chunks share regions where the home allows it: each region of a disk home takes two file descriptors."""
+
+
+class Launch(partial[None]):
+    """A copy that has only to be launched: the call returns at once, and the current CUDA stream does the rest.
+
+    Every other job blocks the thread it runs on until the copy is done.
+    """
 
 
 @dataclass(frozen=True)
 class _Place:
     """Where a chunk's home is."""
 
+    home: Home
     region: Region
     offset_nbytes: int
     nbytes: int
@@ -24,9 +34,15 @@ class _Place:
 
 @dataclass
 class Arena:
-    """The homes of all chunks of one model, in one `Home`."""
+    """The homes of all chunks of one model.
+
+    Args:
+        home: of parameters and gradients, and of all else unless there is a `state_home`.
+        state_home: of optimizer states: their home views need not be on the device.
+    """
 
     home: Home
+    state_home: Home | None = None
     _places: dict[str, _Place] = field(default_factory=dict)
 
     def __contains__(self, chunk: object) -> bool:
@@ -46,49 +62,63 @@ class Arena:
         Raises:
             HomeError: the home tier has no room.
         """
-        enough = -(-sum(wanted.values()) // MAX_REGIONS_PER_CALL)
-        batches: list[list[str]] = []
-        room = 0
-        for chunk, nbytes in wanted.items():
-            if not batches or room >= enough:
-                batches.append([])
-                room = 0
-            batches[-1].append(chunk)
-            room += nbytes
         places: dict[str, _Place] = {}
-        regions: list[Region] = []
         try:
-            for batch in batches:
-                regions.append(self.home.allocate(sum(wanted[chunk] for chunk in batch)))
+            for home, batch in self._batches(wanted):
+                region = home.allocate(sum(wanted[chunk] for chunk in batch))
                 offset_nbytes = 0
                 for chunk in batch:
-                    places[chunk] = _Place(regions[-1], offset_nbytes, wanted[chunk])
+                    places[chunk] = _Place(home, region, offset_nbytes, wanted[chunk])
                     offset_nbytes += wanted[chunk]
         except BaseException:
-            for region in regions:
-                self.home.free(region)
+            _free(places.values())
             raise
         self._places.update(places)
 
+    def _batches(self, wanted: Mapping[str, int]) -> list[tuple[Home, list[str]]]:
+        """Chunks that are to share a region, with its home."""
+        by_home: dict[Home, list[str]] = {}
+        for chunk in wanted:
+            is_state = split_chunk_name(chunk)[0] not in (PARAM, GRAD)
+            by_home.setdefault(self.state_home or self.home if is_state else self.home, []).append(chunk)
+        batches: list[tuple[Home, list[str]]] = []
+        for home, chunks in by_home.items():
+            enough = -(-sum(wanted[chunk] for chunk in chunks) // MAX_REGIONS_PER_CALL) if home.shares_regions else 0
+            room: int | None = None
+            for chunk in chunks:
+                if room is None or room >= enough:
+                    batches.append((home, []))
+                    room = 0
+                batches[-1][1].append(chunk)
+                room += wanted[chunk]
+        return batches
+
     def free(self, chunks: Iterable[str]) -> None:
         """Give room back; a region goes when no chunk is left in it."""
-        regions = {self._places.pop(chunk).region for chunk in chunks}
-        for region in regions - {place.region for place in self._places.values()}:
-            self.home.free(region)
+        left = [self._places.pop(chunk) for chunk in chunks]
+        in_use = {(place.home, place.region) for place in self._places.values()}
+        _free([place for place in left if (place.home, place.region) not in in_use])
 
     def view(
         self, chunk: str, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset_nbytes: int
     ) -> torch.Tensor:
         """A home view of a part of a chunk (see `Home.tensor`)."""
         place = self._places[chunk]
-        return self.home.tensor(place.region, dtype, shape, stride, place.offset_nbytes + offset_nbytes)
+        return place.home.tensor(place.region, dtype, shape, stride, place.offset_nbytes + offset_nbytes)
 
     def reader(self, chunk: str, offset_nbytes: int, buffer: torch.Tensor) -> Callable[[], None]:
         """A job that fills `buffer` with a chunk's bytes from `offset_nbytes`."""
-        place, read = self._places[chunk], self.home.read
-        return lambda: read(place.region, place.offset_nbytes + offset_nbytes, buffer)
+        place = self._places[chunk]
+        job = Launch if place.home.asynchronous else partial
+        return job(place.home.read, place.region, place.offset_nbytes + offset_nbytes, buffer)
 
     def writer(self, chunk: str, offset_nbytes: int, buffer: torch.Tensor) -> Callable[[], None]:
         """A job that writes `buffer` into a chunk from `offset_nbytes`."""
-        place, write = self._places[chunk], self.home.write
-        return lambda: write(place.region, place.offset_nbytes + offset_nbytes, buffer)
+        place = self._places[chunk]
+        job = Launch if place.home.asynchronous else partial
+        return job(place.home.write, place.region, place.offset_nbytes + offset_nbytes, buffer)
+
+
+def _free(places: Iterable[_Place]) -> None:
+    for home, region in {(place.home, place.region) for place in places}:
+        home.free(region)

@@ -81,6 +81,11 @@ def lap_peak_nbytes() -> int:
     return _installed().chunkc_meter_lap_peak()
 
 
+def lap_peak_if_installed() -> int | None:
+    """`lap_peak_nbytes`, or None before `install`. Asked twice at every moment of a step."""
+    return None if _library is None else _library.chunkc_meter_lap_peak()
+
+
 def set_limit(nbytes: int | None) -> None:
     """Refuse every allocation that would bring `current_nbytes` above `nbytes`; `None` lifts the limit.
 

@@ -1,7 +1,8 @@
 """The executor: a rewritten FX graph as a flat list of instructions over a register file.
 
 A value's register is cleared before its last reader runs, so that the reader holds the only reference and may free
-the value inside. Nothing here decides anything: order, slots and waits are the plan's.
+the value inside. Nothing here decides anything: order, slots and waits are the plan's. What an instruction computes,
+values in registers included, is enqueued on the tier; all else is the host's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +20,7 @@ from torch import fx
 from chunkc.ir import chunk_ops
 from chunkc.ir.errors import ChunkcError
 from chunkc.runtime.store import ChunkStore
-from chunkc.runtime.tier import CpuTier
+from chunkc.runtime.tier import Tier
 
 Registers = list[Any]
 Segment = Callable[[list[Any]], Sequence[Any]]
@@ -30,7 +32,7 @@ class Instruction(Protocol):
 
 @dataclass
 class Measurement:
-    """Measured bytes per moment, in order, and seconds of arithmetic.
+    """Measured bytes per moment, in order, and seconds of arithmetic, or of enqueuing it where the host runs ahead.
 
     `between_nbytes` is the largest reading between moments: while chunks come and go and gradients are sunk.
     """
@@ -39,11 +41,13 @@ class Measurement:
     between_nbytes: int = 0
     compute_s: float = 0.0
 
-    def begin(self, tier: CpuTier) -> None:
+    def begin(self, tier: Tier) -> None:
         """A moment begins: what was read so far belongs to the time before it."""
-        self.between_nbytes = max(self.between_nbytes, tier.lap_peak_nbytes() or 0)
+        nbytes = tier.lap_peak_nbytes()
+        if nbytes is not None and nbytes > self.between_nbytes:
+            self.between_nbytes = nbytes
 
-    def end(self, name: str, tier: CpuTier) -> None:
+    def end(self, name: str, tier: Tier) -> None:
         """A moment has ended."""
         self.peaks.append((name, tier.lap_peak_nbytes()))
 
@@ -86,22 +90,26 @@ class _Call:
     chunks: tuple[str, ...]
 
     def __call__(self, registers: Registers, run: Run) -> None:
-        store = run.store
-        arguments = [registers[index] for index in self.arguments]
-        for index in self.cleared:
-            registers[index] = None
+        store, measurement = run.store, run.measurement
+        tier = store.tier
         for chunk in self.chunks:
             store.begin_compute(chunk)
         store.drop_spare_slots()
-        run.measurement.begin(store.tier)
+        measurement.begin(tier)
         start_s = time.perf_counter()
-        outputs = self.segment(arguments)
-        run.measurement.compute_s += time.perf_counter() - start_s
+        tier.enqueue(self._compute, registers)
+        measurement.compute_s += time.perf_counter() - start_s
         for chunk in self.chunks:
             store.end_compute(chunk)
+        measurement.end(self.name, tier)
+
+    def _compute(self, registers: Registers) -> None:
+        arguments = [registers[index] for index in self.arguments]
+        for index in self.cleared:
+            registers[index] = None
+        outputs = self.segment(arguments)
         for register, position in self.targets:
             registers[register] = outputs[position]
-        run.measurement.end(self.name, store.tier)
 
 
 @dataclass(frozen=True)
@@ -113,10 +121,13 @@ class _Sink:
     last: bool
 
     def __call__(self, registers: Registers, run: Run) -> None:
+        run.store.sink(self.name, self.chunk, partial(self._take, registers), owned=self.owned)
+
+    def _take(self, registers: Registers) -> torch.Tensor:
         gradient = registers[self.source]
         if self.last:
             registers[self.source] = None
-        run.store.sink(self.name, self.chunk, gradient, owned=self.owned and self.last)
+        return gradient
 
 
 @dataclass(frozen=True)
@@ -145,6 +156,11 @@ class Executable:
     inputs: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
 
+    @cached_property
+    def _calls(self) -> tuple[Callable[[Registers, Run], None], ...]:
+        """The instructions, bound once: there are hundreds, and each takes microseconds."""
+        return tuple(instruction.__call__ for instruction in self.instructions)
+
     def __call__(self, arguments: list[Any], run: Run) -> list[Any]:
         """Run with `arguments`, a list that is emptied. An error leaves the store without slots.
 
@@ -159,8 +175,9 @@ class Executable:
         argument = None
         try:
             with torch.no_grad():
-                for instruction in self.instructions:
-                    instruction(registers, run)
+                for call in self._calls:
+                    call(registers, run)
+                run.store.tier.materialise()
         except BaseException as error:
             registers.clear()
             try:
@@ -207,7 +224,7 @@ def lower(graph: fx.Graph, segments: Mapping[str, Segment]) -> Executable:
         elif node.target is chunk_ops.sink:
             name, chunk, source, owned = node.args
             last = last_reader[source] is node  # type: ignore[index]
-            instructions.append(_Sink(name, chunk, register[source], owned, last))  # type: ignore[arg-type, index]
+            instructions.append(_Sink(name, chunk, register[source], bool(owned) and last, last))  # type: ignore[arg-type, index]
         elif node.target is chunk_ops.update:
             instructions.append(_Update(*node.args))  # type: ignore[arg-type]
         else:

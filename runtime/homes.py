@@ -45,7 +45,7 @@ class _File:
         self.close.atexit = False  # a daemon thread may still be copying then
 
 
-class _Mapping:
+class Mapping:
     """The memory of one region, and the file behind it if there is one."""
 
     def __init__(self, memory: mmap.mmap, file: _File | None) -> None:
@@ -55,10 +55,18 @@ class _Mapping:
 
 
 class Home(abc.ABC):
-    """Memory in regions. Any number of threads may `read` and `write`; who overlaps must order himself."""
+    """Memory in regions. Any number of threads may `read` and `write`; who overlaps must order himself.
+
+    Attributes:
+        asynchronous: `read` and `write` return at once; the current CUDA stream copies. Else they block.
+        shares_regions: regions are dear, so chunks should share them.
+    """
+
+    asynchronous = False
+    shares_regions = True
 
     def __init__(self) -> None:
-        self._mappings: dict[int, _Mapping] = {}
+        self._mappings: dict[int, Mapping] = {}
         self._next_offset = 0
         self._lock = threading.Lock()
         self._closed = False
@@ -101,10 +109,7 @@ class Home(abc.ABC):
         Raises:
             ValueError: the bytes are not all in the region, or not aligned to the element size.
         """
-        steps = [(size - 1) * step for size, step in zip(shape, stride, strict=True)]
-        span = 0 if 0 in shape else 1 + sum(steps)
-        if offset_nbytes % dtype.itemsize:
-            raise ValueError(f"offset {offset_nbytes} is not a multiple of {dtype}'s {dtype.itemsize} bytes")
+        span = home_view_span(dtype, shape, stride, offset_nbytes)
         mapping = self._find(region, offset_nbytes, span * dtype.itemsize)
         if span == 0:
             return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
@@ -136,10 +141,10 @@ class Home(abc.ABC):
             self._mappings.clear()
 
     @abc.abstractmethod
-    def _map(self, nbytes: int) -> _Mapping:
+    def _map(self, nbytes: int) -> Mapping:
         """New zeroed memory of `nbytes` bytes, a multiple of the page size. Raises HomeError."""
 
-    def _find(self, region: Region, offset_nbytes: int, nbytes: int) -> _Mapping:
+    def _find(self, region: Region, offset_nbytes: int, nbytes: int) -> Mapping:
         mapping = self._mappings.get(region.offset)
         if mapping is None:
             raise HomeError("this home is closed" if self._closed else f"{region} is not of this home")
@@ -161,12 +166,17 @@ class MemoryHome(Home):
         mapping = self._find(region, offset_nbytes, nbytes)
         ctypes.memmove(mapping.address + offset_nbytes, source.data_ptr(), nbytes)
 
-    def _map(self, nbytes: int) -> _Mapping:
-        try:
-            return _Mapping(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), None)
-        except OSError as error:
-            message = f"cannot map {format_nbytes(nbytes)} of memory as a home: {error.strerror}"
-            raise _home_error(message, error) from error
+    def _map(self, nbytes: int) -> Mapping:
+        return Mapping(map_memory(nbytes), None)
+
+
+def map_memory(nbytes: int) -> mmap.mmap:
+    """Anonymous, private memory, zeroed. Raises HomeError."""
+    try:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        message = f"cannot map {format_nbytes(nbytes)} of memory as a home: {error.strerror}"
+        raise _home_error(message, error) from error
 
 
 class DiskHome(Home):
@@ -224,11 +234,11 @@ class DiskHome(Home):
             message = f"cannot {verb} {what}: {error.strerror}"
             raise _home_error(message, error) from error
 
-    def _map(self, nbytes: int) -> _Mapping:
+    def _map(self, nbytes: int) -> Mapping:
         file = _File(_open_nameless(self.directory))
         try:
             os.posix_fallocate(file.fd, 0, nbytes)
-            return _Mapping(mmap.mmap(file.fd, nbytes), file)
+            return Mapping(mmap.mmap(file.fd, nbytes), file)
         except OSError as error:
             file.close()  # gives back what was reserved; the traceback would keep it
             disk = os.statvfs(self.directory)
@@ -279,6 +289,13 @@ def _open_nameless(directory: str) -> int:
         else:
             problem = str(error.strerror)
         raise _home_error(f"cannot make a home in the directory {directory}: {problem}", error) from error
+
+
+def home_view_span(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset_nbytes: int) -> int:
+    """Elements from a home view's first to its last. Raises ValueError if they would not be aligned."""
+    if offset_nbytes % dtype.itemsize:
+        raise ValueError(f"offset {offset_nbytes} is not a multiple of {dtype}'s {dtype.itemsize} bytes")
+    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _copied_nbytes(tensor: torch.Tensor) -> int:

@@ -1,7 +1,9 @@
 """The chunk store: every chunk of a model, its home, its slot, its state, and the parameters that live in it.
 
 Between calls no chunk has a slot: parameters and gradients are home views, valid for any reader and writer.
-During a call the executor moves chunks; computation reads slots only.
+During a call the executor moves chunks; computation reads slots only. The host keeps the books here; the order of
+the bytes is the tier's (see `runtime.tier`): copies start after `mark()`, a wait is `hold_for`, and all that computes
+is enqueued.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ from chunkc.ir.chunks import (
 )
 from chunkc.ir.errors import ChunkcError, ChunkStateError, HomeError, StreamError, UnsupportedError
 from chunkc.runtime.arena import Arena
+from chunkc.runtime.gradients import accumulate, add_later, store_first
 from chunkc.runtime.states import ChunkState, advance
-from chunkc.runtime.streams import Event
-from chunkc.runtime.tier import CpuTier
+from chunkc.runtime.tier import Moment, Tier
 
 
 @dataclass
@@ -38,7 +40,7 @@ class _Slot:
 
     state: ChunkState = ChunkState.FREE
     buffer: torch.Tensor | None = None
-    copy: Event | None = None
+    copy: Moment | None = None
     dirty: bool = False
 
 
@@ -62,7 +64,7 @@ class ChunkStore:
 
     layout: ChunkLayout
     arena: Arena
-    tier: CpuTier
+    tier: Tier
     debug: bool = False
     resident: frozenset[int] = frozenset()
     traffic: Traffic = field(default_factory=Traffic)
@@ -128,7 +130,7 @@ class ChunkStore:
         for group in to_home:
             self._move(group, lambda s: self.home_view(PARAM, s.spec.name), GRAD)
         for group in to_tier:
-            self._move(group, _tier_tensor, None)
+            self._move(group, self._tier_tensor, None)
             self.arena.free([name for name in self.arena.chunks if split_chunk_name(name)[1] == group.index])
 
     def _move(self, group: ChunkGroup, target: Callable[[TensorSlice], torch.Tensor], grad_kind: str | None) -> None:
@@ -142,9 +144,13 @@ class ChunkStore:
                 data.copy_(parameter)
                 parameter.data = data
                 if parameter.grad is not None:
-                    grad = self.home_view(GRAD, name) if grad_kind else _tier_tensor(tensor_slice)
+                    grad = self.home_view(GRAD, name) if grad_kind else self._tier_tensor(tensor_slice)
                     grad.copy_(parameter.grad)
                     parameter.grad = grad
+
+    def _tier_tensor(self, tensor_slice: TensorSlice) -> torch.Tensor:
+        spec = tensor_slice.spec
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self.tier.device)
 
     def reserve_states(self, group: int) -> None:
         """Reserve home room, all zeros, for the optimizer states of a group, and of all others at the same time.
@@ -197,22 +203,38 @@ class ChunkStore:
         begin, end = chunk_part(chunk) or (0, group.numel)
         slot.buffer = buffer = self._take_slot(end - begin, group.kind_dtype(kind))
         if self.debug:
-            buffer.fill_(float("nan"))
+            self.tier.enqueue(_fill_with_nan, buffer)
         slot.state, slot.copy, slot.dirty = state, None, False
         if needs_data:
-            slot.copy = self.tier.to_device.submit(self.arena.reader(*self._whole(chunk), buffer))
+            job = self.arena.reader(*self._whole(chunk), buffer)
+            slot.copy = self.tier.to_device.submit(job, after=self.tier.mark())
             self.traffic.to_device_nbytes += buffer.nbytes
 
     def wait(self, chunk: str) -> None:
-        """The copy under way, in or out, is done; the chunk can be read."""
+        """What is computed from now on finds the copy under way, in or out, done; the chunk can be read."""
         slot = self.slot(chunk)
         if slot.copy is not None:
             start_s = time.perf_counter()
-            slot.copy.wait()
+            self.tier.hold_for(slot.copy)
             slot.copy = None
             self.traffic.wait_s += time.perf_counter() - start_s
         if slot.state in (ChunkState.PREFETCHING, ChunkState.EVICTING):
             slot.state = advance(chunk, slot.state, ChunkState.HOLD)
+
+    def await_home(self, chunk: str) -> None:
+        """Block the host until the chunk's home is as all that was enqueued so far leaves it.
+
+        For a host that reads or writes home memory itself, as an update on CPU threads does.
+
+        Raises:
+            StreamError, HomeError: the chunk's copy failed.
+        """
+        slot = self._slots.get(chunk)
+        if slot is not None and slot.copy is not None and slot.state is ChunkState.EVICTING:
+            slot.copy.wait()
+            return
+        for moment in self.tier.mark():
+            moment.wait()
 
     def write_back(self, chunk: str) -> None:
         """Start to copy a dirty slot home; nothing moves if it is clean."""
@@ -221,7 +243,8 @@ class ChunkStore:
         buffer = slot.buffer
         assert buffer is not None
         if slot.dirty:
-            slot.copy = self.tier.to_home.submit(self.arena.writer(*self._whole(chunk), buffer))
+            job = self.arena.writer(*self._whole(chunk), buffer)
+            slot.copy = self.tier.to_home.submit(job, after=self.tier.mark())
             self.traffic.to_home_nbytes += buffer.nbytes
             slot.dirty = False
 
@@ -233,7 +256,7 @@ class ChunkStore:
         slot.state = advance(chunk, slot.state, ChunkState.FREE)
         assert slot.buffer is not None
         if self.debug:
-            slot.buffer.fill_(float("nan"))
+            self.tier.enqueue(_fill_with_nan, slot.buffer)
         self._spare.append(slot.buffer)
         slot.buffer = slot.copy = None
         if chunk_part(chunk) is not None:
@@ -331,7 +354,7 @@ class ChunkStore:
                 continue
             found = True
             if handed is not grad or grad.data_ptr() != self.home_view(GRAD, name).data_ptr():
-                self._hand_out(name, parameter).copy_(grad)
+                self.tier.enqueue(self._hand_out(name, parameter).copy_, grad)
         return found
 
     def _hand_out(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
@@ -340,49 +363,30 @@ class ChunkStore:
         self._handed_out[name] = weakref.ref(view)
         return view
 
-    def sink(self, name: str, chunk: str | None, gradient: torch.Tensor, *, owned: bool) -> None:
+    def sink(self, name: str, chunk: str | None, take: Callable[[], torch.Tensor], *, owned: bool) -> None:
         """Take a complete gradient: into the slot of `chunk`, or, for a resident, straight into `.grad`.
 
-        As autograd's AccumulateGrad: the first gradient is stored, later ones are added. `owned`: nothing else
-        will ever read the gradient's storage, so a resident parameter may keep it without a copy.
+        As autograd's AccumulateGrad: the first gradient is stored, later ones are added. Which of the two, the host
+        decides now; `take` gives the gradient when computation gets there. `owned`: nothing else will ever read the
+        gradient's storage, so a resident parameter may keep it without a copy.
         """
         parameter = self.parameter(name)
         if chunk is None:
-            _accumulate(parameter, gradient, owned)
+            self.tier.enqueue(accumulate, parameter, take, owned)
             return
         slot = self.slot(chunk)
         target = self.parameter_view(chunk, name)
         slot.dirty = True
         if parameter.grad is None:
-            target.copy_(gradient)
+            self.tier.enqueue(store_first, target, take)
             self._hand_out(name, parameter)
         else:
-            target.add_(gradient)
+            self.tier.enqueue(add_later, target, take)
 
 
 def _gone() -> None:
     return None
 
 
-def _tier_tensor(tensor_slice: TensorSlice) -> torch.Tensor:
-    spec = tensor_slice.spec
-    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
-
-
-def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor, owned: bool) -> None:
-    if parameter.grad is not None:
-        parameter.grad.add_(gradient)
-    elif owned and _fits_exactly(gradient, parameter):
-        parameter.grad = gradient
-    else:
-        grad = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
-        parameter.grad = grad.copy_(gradient)
-
-
-def _fits_exactly(gradient: torch.Tensor, parameter: nn.Parameter) -> bool:
-    """Whether a gradient may become `.grad` as it is: autograd's layout contract, and no unseen bytes behind it."""
-    return (
-        gradient.stride() == parameter.stride()
-        and gradient.dtype == parameter.dtype
-        and gradient.untyped_storage().nbytes() == gradient.nbytes
-    )
+def _fill_with_nan(buffer: torch.Tensor) -> None:
+    buffer.fill_(float("nan"))

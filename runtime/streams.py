@@ -45,6 +45,10 @@ class Event:
         """True when `wait` would not block: the job ended, well or badly, or never will."""
         return self._finished.is_set() or not self._thread.is_alive()
 
+    def failed(self) -> bool:
+        """Whether the job has ended badly, or its thread died. Tells nobody: `wait` and `drain` still raise."""
+        return self._error is not None or (not self._finished.is_set() and not self._thread.is_alive())
+
     @property
     def elapsed_s(self) -> float:
         """Seconds that the job itself ran, without what it waited for; 0 if it never did. Once it is done."""

@@ -1,13 +1,100 @@
-"""The compute tier: the one place, with streams and homes, that knows what kind of device computes."""
+"""The compute tier: the one place, with streams and homes, that knows what kind of device computes.
+
+Three orders meet here. The host runs through a phase's instructions and keeps the books: states, slots, registers.
+Computation happens in the order of the compute stream, copies in the order of their links. On a CPU the host is the
+compute stream; on a GPU the host runs ahead of it. What the host decides is thus never late; what must be ordered is
+the bytes, and two edges order them all:
+
+- A copy starts after `mark()`: after all the computation that was enqueued before it. So a prefetch may take memory
+  that earlier computation still uses, and reads from home what eager code has just written there; a write-back finds
+  what computation put into the slot.
+- Computation enqueued after `hold_for(copy)` starts after that copy, in or out. The plan waits for every copy before
+  the slot is read or given back. So a slot is always owned by the compute stream: it is given back in that stream's
+  order, which is the order in which its memory is used again. Also, whatever computation or eager code follows a
+  phase finds home as the phase's write-backs left it: no phase ends before it has waited for them.
+
+A host that reads a value (`.item()`, `.cpu()`) waits for the compute stream, and with it for all of this. A host that
+reads or writes home memory itself, as an update on CPU threads does, asks `ChunkStore.await_home` first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from chunkc.runtime import cpu_allocator
-from chunkc.runtime.streams import WorkerStream
+from chunkc.runtime.streams import Event, WorkerStream
+
+
+class Moment(Protocol):
+    """The end of something enqueued: a copy, or all computation up to a point. Valid as long as it is held."""
+
+    def done(self) -> bool:
+        """Whether `wait` would not block."""
+
+    def wait(self) -> None:
+        """Block the host until it is over; raise what a failed copy raised (HomeError, StreamError)."""
+
+
+class Link(Protocol):
+    """Copies of one direction, in the order they were submitted."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that copies have taken in all, as far as they have ended."""
+
+    def submit(self, job: Callable[[], None], *, after: Sequence[Any] = ()) -> Any:
+        """Queue a copy, to start once every `Moment` of `after` is over. Returns its own; never blocks."""
+
+    def drain(self) -> None:
+        """Block the host until every copy has ended; raise the first error nobody has been told of."""
+
+
+class Tier(Protocol):
+    """The memory the model computes in, and the order in which it does."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def to_device(self) -> Link: ...
+
+    @property
+    def to_home(self) -> Link: ...
+
+    def allocate_slot(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat, uninitialised buffer of the compute stream's; its memory may still be in use by what it ran."""
+
+    def enqueue(self, job: Callable[..., None], *args: Any) -> None:
+        """Compute `job(*args)` behind everything enqueued so far.
+
+        At once, where the host computes or where kernels queue by themselves.
+        """
+
+    def mark(self) -> Sequence[Any]:
+        """A `Moment` at which all computation enqueued so far is over; none if it is over already."""
+
+    def hold_for(self, moment: Any) -> None:
+        """Computation enqueued from now on starts after `moment`.
+
+        Raises:
+            HomeError, StreamError: the copy it stands for failed.
+        """
+
+    def materialise(self) -> None:
+        """Block until enqueued computation has made its values as objects; their bytes may still be on the way."""
+
+    def measured_nbytes(self) -> int | None:
+        """Bytes in use on the tier, or None where nothing meters it."""
+
+    def lap_peak_nbytes(self) -> int | None:
+        """The peak in bytes since the last call of this, or None where nothing meters the tier."""
+
+    def drain(self) -> None:
+        """Block the host until every copy has ended."""
 
 
 class CpuTier:
@@ -18,6 +105,7 @@ class CpuTier:
     """
 
     device = torch.device("cpu")
+    enqueue: ClassVar[Callable[..., None]] = staticmethod(operator.call)  # the host computes, now
 
     def __init__(self, *, delay: Callable[[], float] | None = None) -> None:
         self.to_device = WorkerStream("to_device", delay=delay)
@@ -27,13 +115,24 @@ class CpuTier:
         """A flat, uninitialised buffer."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
+    def mark(self) -> tuple[Event, ...]:
+        """Nothing to wait for: what the host has computed is there."""
+        return ()
+
+    def hold_for(self, moment: Event) -> None:
+        """The host computes, so the host waits."""
+        moment.wait()
+
+    def materialise(self) -> None:
+        """Nothing to do: what the host has computed is there."""
+
     def measured_nbytes(self) -> int | None:
         """Bytes in use on the tier, or None where nothing meters it (see `runtime.cpu_allocator`)."""
         return cpu_allocator.current_nbytes() if cpu_allocator.is_installed() else None
 
     def lap_peak_nbytes(self) -> int | None:
         """The peak since the last call of this, or None where nothing meters the tier."""
-        return cpu_allocator.lap_peak_nbytes() if cpu_allocator.is_installed() else None
+        return cpu_allocator.lap_peak_if_installed()
 
     def drain(self) -> None:
         """Wait for every copy."""

@@ -146,7 +146,8 @@ def test_the_library_neither_prints_nor_swallows_nor_leaves_stubs(path: Path) ->
     for node in ast.walk(tree):
         where = f"{path.name}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            assert node.func.id not in ("print", "breakpoint"), where
+            allowed = ("print",) if path.name == "cli.py" else ()
+            assert node.func.id not in {"print", "breakpoint"} - set(allowed), where
         if isinstance(node, ast.ExceptHandler):
             assert node.type is not None, f"{where}: a bare except"
         if isinstance(node, ast.Name):

@@ -299,7 +299,7 @@ def test_instructions_come_in_the_order_of_the_graph() -> None:
         ("evict", "grad:0"),
     ]
     sinks = store.names("sink")
-    assert [(name, chunk, float(g), owned) for _, name, chunk, g, owned in sinks] == [
+    assert [(name, chunk, float(take()), owned) for _, name, chunk, take, owned in sinks] == [
         ("b", "grad:0", 2.0, True),
         ("a", "grad:0", 1.0, False),
     ]

@@ -92,11 +92,15 @@ def put_back(store: ChunkStore, chunk: str) -> None:
     store.evict(chunk)
 
 
+def taking(gradient: Tensor) -> Callable[[], Tensor]:
+    return lambda: gradient
+
+
 def sink_all(store: ChunkStore, gradients: dict[str, Tensor], chunk: str) -> None:
     """A backward pass: the gradient chunk comes, takes gradients and goes home."""
     fetch(store, chunk)
     for name, gradient in gradients.items():
-        store.sink(name, chunk, gradient, owned=True)
+        store.sink(name, chunk, taking(gradient), owned=True)
     put_back(store, chunk)
 
 
@@ -473,9 +477,9 @@ def test_zero_grad_either_way() -> None:
 def test_a_resident_parameter_takes_an_owned_gradient_as_it_is() -> None:
     store, parameters = placed(resident=frozenset({2}))
     owned = torch.randn(2, 64)
-    store.sink("last", None, owned, owned=True)
+    store.sink("last", None, taking(owned), owned=True)
     assert parameters["last"].grad is owned
-    store.sink("last", None, torch.ones(2, 64), owned=True)
+    store.sink("last", None, taking(torch.ones(2, 64)), owned=True)
     assert parameters["last"].grad is owned  # added in place
 
 
@@ -487,7 +491,7 @@ def test_a_resident_parameter_copies_any_other_gradient(reason: str) -> None:
         "strides": torch.randn(64, 2).t(),
         "a view": torch.randn(4, 64)[:2],
     }[reason]
-    store.sink("last", None, gradient, owned=reason != "not owned")
+    store.sink("last", None, taking(gradient), owned=reason != "not owned")
     taken = parameters["last"].grad
     assert torch.equal(taken, gradient)
     assert taken.data_ptr() != gradient.data_ptr()
@@ -530,7 +534,7 @@ def test_release_writes_dirty_chunks_home() -> None:
     fetch(store, "grad:0")
     gradients = random_gradients(1, parameters)
     for name, gradient in gradients.items():
-        store.sink(name, "grad:0", gradient, owned=True)
+        store.sink(name, "grad:0", taking(gradient), owned=True)
     fetch(store, "param:0")
     store.begin_compute("param:0")
     store.prefetch("param:2")
@@ -556,10 +560,10 @@ def test_a_gradient_that_could_not_be_written_home_is_none() -> None:
     store, parameters = placed()
     fetch(store, "grad:0")
     for name, gradient in random_gradients(1, parameters).items():
-        store.sink(name, "grad:0", gradient, owned=True)
+        store.sink(name, "grad:0", taking(gradient), owned=True)
     fetch(store, "grad:2")
     last = torch.randn(2, 64)
-    store.sink("last", "grad:2", last, owned=True)
+    store.sink("last", "grad:2", taking(last), owned=True)
     write = store.arena.home.write
     store.arena.home.write = failing(HomeError("the disk is on fire"))  # type: ignore[method-assign]
     store.write_back("grad:0")
@@ -598,7 +602,7 @@ def test_a_lost_gradient_of_a_dead_parameter_does_not_stop_the_release() -> None
     store, parameters = placed()
     fetch(store, "grad:0")
     for name, gradient in random_gradients(1, parameters).items():
-        store.sink(name, "grad:0", gradient, owned=True)
+        store.sink(name, "grad:0", taking(gradient), owned=True)
     fetch(store, "param:2")
     del parameters["conv"]
     gc.collect()
@@ -624,3 +628,21 @@ def test_a_store_dies_with_its_user() -> None:
 
 def test_chunk_names_are_stable() -> None:
     assert chunk_name("exp_avg_sq", 12) == "exp_avg_sq:12"
+
+
+@pytest.mark.parametrize("waited", [False, True])
+def test_a_host_that_reads_home_memory_waits_for_the_write_back(waited: bool) -> None:
+    parameters = make_parameters()
+    store = ChunkStore(EMPTY, Arena(MemoryHome()), CpuTier(delay=lambda: 0.03), True)
+    store.place(layout_of(parameters), parameters, frozenset())
+    fetch(store, "grad:2")
+    store.sink("last", "grad:2", taking(torch.full((2, 64), 3.0)), owned=True)
+    store.write_back("grad:2")
+    if waited:
+        store.wait("grad:2")
+        store.evict("grad:2")
+    else:
+        assert not parameters["last"].grad.any()
+    store.await_home("grad:2")
+    assert (parameters["last"].grad == 3.0).all()
+    store.release_slots()

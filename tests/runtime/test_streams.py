@@ -427,3 +427,14 @@ def test_a_fork_gets_errors_and_does_not_hang() -> None:
     stream.close()
     assert pid == child, "the child hangs"
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_an_event_knows_that_its_job_failed_and_does_not_tell() -> None:
+    stream = WorkerStream("s")
+    good, bad = stream.submit(lambda: None), stream.submit(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    good.wait()
+    while not bad.done():
+        time.sleep(0.001)
+    assert (good.failed(), bad.failed()) == (False, True)
+    with pytest.raises(StreamError):
+        stream.drain()  # nobody was told before

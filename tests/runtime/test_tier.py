@@ -46,7 +46,7 @@ def test_the_lap_peak_starts_anew_each_time() -> None:
 
 def test_without_a_meter_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """None, not a made-up number."""
-    monkeypatch.setattr(cpu_allocator, "is_installed", lambda: False)
+    monkeypatch.setattr(cpu_allocator, "_library", None)
     assert CpuTier().measured_nbytes() is None
     assert CpuTier().lap_peak_nbytes() is None
 
@@ -111,3 +111,23 @@ def test_drain_raises_what_a_copy_raised(stream: str) -> None:
         tier.drain()
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     tier.drain()  # told once
+
+
+def test_on_a_cpu_the_host_computes_and_waits_itself() -> None:
+    tier, done, gate = CpuTier(), [], threading.Event()
+    tier.enqueue(done.append, 1)
+    assert done == [1]
+    assert tier.mark() == ()
+    threading.Timer(0.05, gate.set).start()
+    tier.hold_for(tier.to_home.submit(lambda: done.append(gate.wait(10))))
+    assert done == [1, True]
+    tier.materialise()
+
+
+def test_holding_for_a_failed_copy_raises() -> None:
+    def fail() -> None:
+        raise HomeError("the disk is on fire")
+
+    tier = CpuTier()
+    with pytest.raises(HomeError, match="on fire"):
+        tier.hold_for(tier.to_device.submit(fail))

@@ -1,0 +1,69 @@
+"""The pass history through PyTorch's logging: `TORCH_LOGS="+chunkc"`, and artifacts in `TORCH_TRACE` for tlparse."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from torch import fx
+from torch._logging import trace_structured
+
+from chunkc.capture import Capture
+from chunkc.captured import Captured
+from chunkc.ir.chunks import ChunkLayout
+from chunkc.ir.errors import format_nbytes
+from chunkc.ir.plan import Plan
+
+log = logging.getLogger(__name__)
+
+
+def log_capture(capture: Capture) -> None:
+    """What AOTAutograd and the partitioner made."""
+    for phase, graph in (("forward", capture.forward), ("backward", capture.backward)):
+        if graph is not None:
+            log.info("captured %s: %d nodes", phase, len(graph.graph.nodes))
+            log.debug("captured %s:\n%s", phase, graph.code)
+
+
+def log_build(captured: Captured, layout: ChunkLayout) -> None:
+    """How parameters were laid into chunks and graphs cut into segments."""
+    log.info(
+        "layout: %d chunks of %s, %d small parameters stay",
+        len(layout.groups),
+        format_nbytes(layout.chunk_nbytes),
+        len(layout.small),
+    )
+    for group in layout.groups:
+        log.debug("chunk group %d: %s", group.index, ", ".join(s.spec.name for s in group.slices))
+    for program in captured.programs.values():
+        distinct = len({call.segment for call in program.calls})
+        how = "whole" if captured.whole else "in segments"
+        log.info("%s, %s: %d calls of %d distinct segments", program.phase, how, len(program.calls), distinct)
+    for name, memory in captured.memories.items():
+        peak = max(memory.steps, key=lambda step: step.nbytes)
+        log.debug("%s: %s at %s", name, format_nbytes(peak.nbytes), peak.op)
+
+
+def log_plan(plan: Plan, graphs: Mapping[str, fx.GraphModule]) -> None:
+    """The plan, and the graphs with their chunk nodes."""
+    log.info(
+        "plan: budget %s, minimum %s, predicted peak %s at %s %s, %d resident groups",
+        *map(format_nbytes, (plan.budget_nbytes, plan.minimum_nbytes, plan.predicted_peak_nbytes)),
+        plan.peak.name,
+        plan.peak.module,
+        len(plan.resident),
+    )
+    log.debug("%s", plan)
+    _artifact("chunkc_plan", str(plan))
+    for phase, graph in graphs.items():
+        log.debug("%s with chunk nodes:\n%s", phase, graph.code)
+        _artifact(f"chunkc_{phase}", graph.code)
+
+
+def _artifact(name: str, text: str) -> None:
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=lambda: text,
+        expect_trace_id=False,
+    )

@@ -1,0 +1,211 @@
+"""A CUDA device as the compute tier: one stream per direction, ordered by events. See `runtime.tier` for the order.
+
+Kernels queue by themselves on the current stream, the compute stream, so `enqueue` just calls. Slots come from torch's
+caching allocator on that stream; as the store gives a slot back only after the compute stream waits for its last
+copy, the allocator's own rule (memory is used again in stream order) keeps copies safe without `record_stream`.
+
+A copy whose home blocks (a disk) needs a host thread, which launches pieces of it on a stream of their own. Its event
+does not exist for CUDA until the thread is through with it, and CUDA takes a wait for such an event as no wait; so who
+waits for that copy waits, on the host, for the thread. This is the only wait of the host inside a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from chunkc.ir.errors import OptionsError
+from chunkc.runtime.arena import Launch
+from chunkc.runtime.gpu import Gpu, TorchGpu
+from chunkc.runtime.streams import Event, WorkerStream
+
+
+class CudaMoment:
+    """The end of a copy, or of all computation up to a point.
+
+    Attributes:
+        launched: of a copy that a host thread launches: when that has happened.
+    """
+
+    def __init__(self, end: Any, begin: Any = None) -> None:
+        self.begin, self.end = begin, end
+        self.launched: Event | None = None
+
+    def done(self) -> bool:
+        return (self.launched is None or self.launched.done()) and self.end.query()
+
+    def wait(self) -> None:
+        """Block the host; raises HomeError or StreamError if the thread that launches the copy failed."""
+        if self.launched is not None:
+            self.launched.wait()
+        self.end.synchronize()
+
+    def hold(self, stream: Any) -> None:
+        """What `stream` is given from now on starts after this moment; raises as `wait`."""
+        if self.launched is not None:
+            self.launched.wait()
+        stream.wait_event(self.end)
+
+    def copy_s(self) -> float:
+        """Seconds between begin and end of a copy that is done; 0 if it failed."""
+        if self.launched is not None and self.launched.failed():
+            return 0.0
+        return self.begin.elapsed_time(self.end) / 1e3
+
+
+class CudaLink:
+    """Copies of one direction: launched by the caller, or, where they block, by a thread. Neither delays the other."""
+
+    def __init__(self, gpu: Gpu, name: str) -> None:
+        self._gpu = gpu
+        self._stream = gpu.new_stream()
+        self._blocking_stream: Any = None
+        self._worker = WorkerStream(name)
+        self._running: deque[CudaMoment] = deque()
+        self._busy_s = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that copies have taken in all, as far as they have ended; a disk's share included."""
+        self._account()
+        return self._busy_s
+
+    def submit(self, job: Callable[[], None], *, after: Sequence[CudaMoment] = ()) -> CudaMoment:
+        """Queue a copy, to start once all of `after` is over. Never blocks.
+
+        Args:
+            job: copies on the calling thread's current stream; unless it is a `Launch`, it may also block the thread.
+
+        Raises:
+            StreamError: the thread that blocking copies need cannot be had.
+        """
+        self._account()
+        moment = CudaMoment(self._gpu.new_event(timed=True), self._gpu.new_event(timed=True))
+        if isinstance(job, Launch):
+            with self._gpu.using(self._stream):
+                for earlier in after:
+                    earlier.hold(self._stream)
+                self._run(job, moment)
+        else:
+            if self._blocking_stream is None:
+                self._blocking_stream = self._gpu.new_stream()
+            moment.launched = self._worker.submit(partial(self._run_blocking, job, after, moment))
+        self._running.append(moment)
+        return moment
+
+    def drain(self) -> None:
+        """Block the host until every copy has ended; raise the first error nobody has been told of."""
+        try:
+            self._worker.drain()
+        finally:
+            self._stream.synchronize()
+            if self._blocking_stream is not None:
+                self._blocking_stream.synchronize()
+        self._account()
+
+    def _run_blocking(self, job: Callable[[], None], after: Sequence[CudaMoment], moment: CudaMoment) -> None:
+        """On the worker thread, which touches home itself, and so waits itself."""
+        for earlier in after:
+            earlier.wait()
+        with self._gpu.using(self._blocking_stream):
+            try:
+                self._run(job, moment)
+            except BaseException:
+                self._blocking_stream.synchronize()  # what was launched of it must not outlive the slot
+                raise
+
+    def _run(self, job: Callable[[], None], moment: CudaMoment) -> None:
+        stream = self._gpu.current_stream()
+        moment.begin.record(stream)
+        job()
+        moment.end.record(stream)
+
+    def _account(self) -> None:
+        while self._running and self._running[0].done():
+            self._busy_s += self._running.popleft().copy_s()
+
+
+class CudaTier:
+    """A CUDA device as the memory the model computes in.
+
+    Args:
+        gpu: the device; torch's current one by default.
+        meter: read the allocator's statistics at every moment of a step: some 20 microseconds each, hidden as long as
+            the host runs ahead. Without it nothing is measured.
+    """
+
+    enqueue: ClassVar[Callable[..., None]] = staticmethod(operator.call)  # kernels queue by themselves
+
+    def __init__(self, gpu: Gpu | None = None, *, meter: bool = True) -> None:
+        self._gpu = TorchGpu() if gpu is None else gpu
+        self._meter = meter
+        self.to_device = CudaLink(self._gpu, "to_device")
+        self.to_home = CudaLink(self._gpu, "to_home")
+
+    @property
+    def device(self) -> torch.device:
+        return self._gpu.device
+
+    def allocate_slot(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat, uninitialised buffer of the current stream's."""
+        return self._gpu.allocate(numel, dtype)
+
+    def mark(self) -> tuple[CudaMoment, ...]:
+        """When all that the current stream has been given so far is over."""
+        end = self._gpu.new_event()
+        end.record(self._gpu.current_stream())
+        return (CudaMoment(end),)
+
+    def hold_for(self, moment: CudaMoment) -> None:
+        """The current stream waits, the host does not, but for a copy that has not been launched yet."""
+        moment.hold(self._gpu.current_stream())
+
+    def materialise(self) -> None:
+        """Nothing to do: tensors exist from the launch of their kernels on."""
+
+    def measured_nbytes(self) -> int | None:
+        """Bytes that torch's allocator has given out on the device."""
+        return self._gpu.allocated_nbytes()[0] if self._meter else None
+
+    def lap_peak_nbytes(self) -> int | None:
+        """The most that torch's allocator had given out since the last call of this.
+
+        Memory is given out and back as the host runs ahead, so a lap of the host's is the right one.
+        """
+        if not self._meter:
+            return None
+        peak_nbytes = self._gpu.allocated_nbytes()[1]
+        self._gpu.reset_peak()
+        return peak_nbytes
+
+    def drain(self) -> None:
+        """Block the host until every copy has ended."""
+        self.to_device.drain()
+        self.to_home.drain()
+
+
+@contextlib.contextmanager
+def memory_limit(nbytes: int, device: torch.device | int = 0) -> Iterator[None]:
+    """Let torch's allocator take at most `nbytes` on the device inside the block, all of it afterwards.
+
+    For tests and benchmarks: beyond it, allocations raise `torch.OutOfMemoryError`. It limits what is reserved,
+    cached blocks included, so the cache is emptied first.
+
+    Raises:
+        OptionsError: the device does not have that much.
+    """
+    total_nbytes = torch.cuda.get_device_properties(device).total_memory
+    if not 0 < nbytes <= total_nbytes:
+        raise OptionsError(f"a memory limit is between 1 and the device's {total_nbytes} bytes, not {nbytes}")
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(nbytes / total_nbytes, device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)

@@ -1,0 +1,148 @@
+"""The few calls of CUDA that chunkc makes, behind one door, so that all logic above it can be run without a GPU.
+
+`Gpu` is what `runtime.cuda`, `runtime.pinned` and `runtime.staging` see; `TorchGpu` is torch's CUDA and nothing else.
+Streams and events are torch's own objects, or have the same methods:
+`stream.wait_event(event)`, `stream.synchronize()`, `event.record(stream)`, `event.query()`, `event.synchronize()`,
+`event.elapsed_time(later)` in milliseconds. As in CUDA, to wait for an event that was never recorded is not to wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Protocol
+
+import torch
+
+from chunkc.ir.errors import UnsupportedError
+
+_PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
+
+
+class Gpu(Protocol):
+    """One CUDA device."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def new_stream(self) -> Any:
+        """A stream that waits for no other by itself."""
+
+    def current_stream(self) -> Any:
+        """The calling thread's stream, on which eager code computes."""
+
+    def using(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Make `stream` the calling thread's current one."""
+
+    def new_event(self, *, timed: bool = False) -> Any: ...
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy between host and device on the current stream. Returns at once if the host's memory is pinned."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat, uninitialised tensor of the current stream's."""
+
+    def pin(self, address: int, nbytes: int) -> str | None:
+        """Page-lock host memory and map it for the device; why it could not be done, or None."""
+
+    def unpin(self, address: int) -> str | None:
+        """Undo `pin` once the device is idle; why it could not be done, or None."""
+
+    def view(self, address: int, nbytes: int, owner: object) -> torch.Tensor:
+        """A flat uint8 tensor of the device's over pinned host memory; its storage keeps `owner` alive.
+
+        Raises:
+            UnsupportedError: this device cannot address that memory.
+        """
+
+    def allocated_nbytes(self) -> tuple[int, int]:
+        """Bytes allocated now, and at most since `reset_peak`."""
+
+    def reset_peak(self) -> None: ...
+
+
+class _HostMemory:
+    """Memory for `torch.as_tensor`, by the CUDA array interface (version 3)."""
+
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+class TorchGpu:
+    """A CUDA device through torch. Needs torch 2.9 or newer for `view`.
+
+    Args:
+        index: of the device; the current one by default.
+    """
+
+    def __init__(self, index: int | None = None) -> None:
+        if not torch.cuda.is_available():
+            raise UnsupportedError("there is no CUDA device that this torch can use")
+        self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+
+    def new_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def using(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def new_event(self, *, timed: bool = False) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=timed, blocking=True)  # a thread that waits takes no core
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        destination.copy_(source, non_blocking=True)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def pin(self, address: int, nbytes: int) -> str | None:
+        with torch.cuda.device(self.device):
+            problem = _problem(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED))
+            if problem is not None:
+                self._forget_last_error()
+        return problem
+
+    def unpin(self, address: int) -> str | None:
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize()
+            problem = _problem(torch.cuda.cudart().cudaHostUnregister(address))
+            if problem is not None:
+                self._forget_last_error()
+        return problem
+
+    def view(self, address: int, nbytes: int, owner: object) -> torch.Tensor:
+        flat = torch.as_tensor(_HostMemory(address, nbytes, owner), device=self.device)
+        if flat.data_ptr() != address:  # torch copied: it took the memory for another device's
+            raise UnsupportedError(f"{self.device} cannot address pinned host memory in place")
+        return flat
+
+    def allocated_nbytes(self) -> tuple[int, int]:
+        # Not memory_stats(): it flattens and sorts some 200 names, at every moment of a step.
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device).get("allocated_bytes")
+        return (stats["all"]["current"], stats["all"]["peak"]) if stats else (0, 0)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def _forget_last_error(self) -> None:
+        """Clear the thread's last CUDA error: a failed call leaves it for the next kernel launch to find.
+
+        torch offers no `cudaGetLastError`; so launch a kernel, which looks, raises and clears.
+        """
+        with contextlib.suppress(RuntimeError):
+            torch.empty(1, device=self.device).fill_(1.0)
+
+
+def _problem(code: Any) -> str | None:
+    """What a return code of the CUDA runtime says, None for success."""
+    cudart = torch.cuda.cudart()
+    return None if code == cudart.cudaError.success else str(cudart.cudaGetErrorString(code))

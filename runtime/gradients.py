@@ -1,0 +1,46 @@
+"""What computation does with a gradient: into a slot, or straight into `.grad`, as autograd's AccumulateGrad does it.
+
+`take` gives the gradient when computation gets there; the host may be far ahead by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+
+def store_first(target: torch.Tensor, take: Callable[[], torch.Tensor]) -> None:
+    """Store the first gradient in its place in a slot."""
+    target.copy_(take())
+
+
+def add_later(target: torch.Tensor, take: Callable[[], torch.Tensor]) -> None:
+    """Add a later gradient to what is in the slot."""
+    target.add_(take())
+
+
+def accumulate(parameter: nn.Parameter, take: Callable[[], torch.Tensor], owned: bool) -> None:
+    """Store the first gradient of a parameter that never moves, or add a later one.
+
+    Args:
+        owned: nothing else will ever read the gradient's storage, so it may become `.grad` without a copy.
+    """
+    gradient = take()
+    if parameter.grad is not None:
+        parameter.grad.add_(gradient)
+    elif owned and _fits_exactly(gradient, parameter):
+        parameter.grad = gradient
+    else:
+        grad = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
+        parameter.grad = grad.copy_(gradient)
+
+
+def _fits_exactly(gradient: torch.Tensor, parameter: nn.Parameter) -> bool:
+    """Whether a gradient may become `.grad` as it is: autograd's layout contract, and no unseen bytes behind it."""
+    return (
+        gradient.stride() == parameter.stride()
+        and gradient.dtype == parameter.dtype
+        and gradient.untyped_storage().nbytes() == gradient.nbytes
+    )

@@ -1,0 +1,147 @@
+"""Home memory that a GPU copies from and to at the link's full rate, and reads and writes in place.
+
+    home = PinnedHome(TorchGpu())
+    region = home.allocate(1 << 26)                                       # mapped and pinned, exactly so large
+    view = home.tensor(region, torch.bfloat16, (256, 64), (64, 1), 4096)  # a CUDA tensor over host memory
+    with torch.cuda.stream(stream):
+        home.read(region, 4096, slot)                                     # returns at once
+
+Each region is a memory map of its own, pinned by itself (cudaHostRegister): torch's caching host allocator would round
+up to powers of two. Chunks do not share regions, since CUDA refuses a copy across two pinned ranges, and since a
+limit of lockable memory should show between two chunks.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import resource
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from chunkc.ir.errors import HomeError, format_nbytes
+from chunkc.runtime.gpu import Gpu
+from chunkc.runtime.homes import Home, Mapping, Region, home_view_span, map_memory
+
+logger = logging.getLogger(__name__)
+
+
+class _PinnedMapping(Mapping):
+    """The memory of one region; `bytes` is all of it as a CPU tensor. Unpinned when its last user is gone."""
+
+    def __init__(self, memory: mmap.mmap, nbytes: int) -> None:
+        super().__init__(memory, None)
+        self.nbytes = nbytes
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self.unpin: weakref.finalize | None = None
+
+
+class PinnedHome(Home):
+    """Home memory in pinned RAM. Home views are tensors of the GPU's, over that very RAM.
+
+    Args:
+        gpu: what copies and reads it.
+        allow_unpinned: where memory cannot be pinned, go on without, with a warning. Home views of it are CPU tensors,
+            so this is for what eager code need not find on the device, such as optimizer states.
+    """
+
+    asynchronous = True
+    shares_regions = False
+
+    def __init__(self, gpu: Gpu, *, allow_unpinned: bool = False) -> None:
+        super().__init__()
+        self._gpu = gpu
+        self._allow_unpinned = allow_unpinned
+        self._warned = False
+        self._pinned: dict[int, int] = {}  # nbytes by address; finalizers pop from it, in any thread
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Bytes pinned now, in whole pages, regions included that are free but still viewed."""
+        return sum(list(self._pinned.values()))
+
+    @property
+    def unpinned_nbytes(self) -> int:
+        """Bytes of regions that could not be pinned, in whole pages."""
+        mappings = list(self._mappings.values())
+        return sum(m.nbytes for m in mappings if isinstance(m, _PinnedMapping) and m.unpin is None)
+
+    def tensor(
+        self, region: Region, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset_nbytes: int
+    ) -> torch.Tensor:
+        """A home view as `Home.tensor`, but of the GPU's; a CPU tensor where the region is not pinned."""
+        nbytes = home_view_span(dtype, shape, stride, offset_nbytes) * dtype.itemsize
+        mapping = self._find_pinned(region, offset_nbytes, nbytes)
+        if mapping.unpin is None:
+            return super().tensor(region, dtype, shape, stride, offset_nbytes)
+        if nbytes == 0:
+            return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=self._gpu.device)
+        storage = self._gpu.view(mapping.address + offset_nbytes, nbytes, mapping).untyped_storage()
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, tuple(shape), tuple(stride))
+
+    def read(self, region: Region, offset_nbytes: int, destination: torch.Tensor) -> None:
+        """Fill `destination`, a contiguous device tensor, on the current stream. Returns at once."""
+        target = flat_bytes(destination)
+        self._gpu.copy(target, self._part(region, offset_nbytes, target.numel()))
+
+    def write(self, region: Region, offset_nbytes: int, source: torch.Tensor) -> None:
+        """Copy `source` into the region on the current stream; otherwise as `read`."""
+        data = flat_bytes(source)
+        self._gpu.copy(self._part(region, offset_nbytes, data.numel()), data)
+
+    def bytes(self, region: Region) -> torch.Tensor:
+        """A region's bytes as a flat CPU tensor, for the host to read and write. The region must not be freed."""
+        return self._part(region, 0, region.nbytes)
+
+    def _part(self, region: Region, offset_nbytes: int, nbytes: int) -> torch.Tensor:
+        return self._find_pinned(region, offset_nbytes, nbytes).bytes[offset_nbytes : offset_nbytes + nbytes]
+
+    def _find_pinned(self, region: Region, offset_nbytes: int, nbytes: int) -> _PinnedMapping:
+        mapping = self._find(region, offset_nbytes, nbytes)
+        assert isinstance(mapping, _PinnedMapping)
+        return mapping
+
+    def _map(self, nbytes: int) -> _PinnedMapping:
+        mapping = _PinnedMapping(map_memory(nbytes), nbytes)
+        problem = self._gpu.pin(mapping.address, nbytes)
+        if problem is None:
+            self._pinned[mapping.address] = nbytes
+            mapping.unpin = weakref.finalize(mapping, _unpin, self._gpu, self._pinned, mapping.address)
+            mapping.unpin.atexit = False  # the process's end does it
+        elif not self._allow_unpinned:
+            raise HomeError(
+                f"cannot pin {format_nbytes(nbytes)} of host memory beside the {format_nbytes(self.pinned_nbytes)} "
+                f"pinned so far ({problem}; the limit of lockable memory is {_lockable()}): raise the limit "
+                '(`ulimit -l`), free host memory, or use home="disk"'
+            )
+        elif not self._warned:
+            self._warned = True
+            logger.warning(
+                "only %s of host memory is pinned (%s; the limit of lockable memory is %s); the rest stays unpinned: "
+                "its copies pass through the driver's buffers at about half the rate, block the host, and so do not "
+                "overlap with computation",
+                format_nbytes(self.pinned_nbytes),
+                problem,
+                _lockable(),
+            )
+        return mapping
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's bytes, as a flat uint8 view."""
+    assert tensor.is_contiguous(), "homes copy contiguous tensors"
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _unpin(gpu: Gpu, pinned: dict[int, int], address: int) -> None:
+    problem = gpu.unpin(address)
+    nbytes = pinned.pop(address)
+    if problem is not None:  # raised in a finalizer, nobody could handle it
+        logger.warning("could not unpin %s of host memory: %s", format_nbytes(nbytes), problem)
+
+
+def _lockable() -> str:
+    soft_nbytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "not set" if soft_nbytes == resource.RLIM_INFINITY else format_nbytes(soft_nbytes)

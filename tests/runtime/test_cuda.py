@@ -1,0 +1,385 @@
+"""The CUDA tier's order, edge by edge, on a fake GPU whose streams stand still until a gate opens.
+
+Nothing here depends on time: what must wait is shown to wait while the gate is shut, and to be right once it is open.
+`test_queued.py` trains with the same tier.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fake_gpu import FakeGpu, FakeStream
+from queued_tier import QueuedTier
+from torch import Tensor, nn
+
+from chunkc.ir.chunks import ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
+from chunkc.ir.errors import OptionsError, StreamError
+from chunkc.runtime import cuda
+from chunkc.runtime.arena import Arena, Launch
+from chunkc.runtime.cuda import CudaLink, CudaTier
+from chunkc.runtime.homes import Home
+from chunkc.runtime.pinned import PinnedHome
+from chunkc.runtime.staging import StagedDiskHome
+from chunkc.runtime.store import ChunkStore
+
+pytestmark = pytest.mark.timeout(60)
+
+NUMEL = 16
+
+
+class Gate:
+    """Holds a stream up at one point."""
+
+    def __init__(self, stream: FakeStream) -> None:
+        self._open = threading.Event()
+        stream.jobs.submit(self._wait)
+
+    def _wait(self) -> None:
+        assert self._open.wait(20), "nobody opened the gate"
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def open_soon(gate: Gate) -> None:
+    threading.Timer(0.05, gate.open).start()
+
+
+@pytest.fixture
+def gpu() -> FakeGpu:
+    return FakeGpu()
+
+
+@pytest.fixture(params=["pinned", "disk"])
+def home(request: pytest.FixtureRequest, gpu: FakeGpu, tmp_path: Path) -> Home:
+    pinned = PinnedHome(gpu)
+    return pinned if request.param == "pinned" else StagedDiskHome(str(tmp_path), gpu, pinned, piece_nbytes=32)
+
+
+def placed(gpu: FakeGpu, home: Home) -> tuple[ChunkStore, QueuedTier, dict[str, nn.Parameter]]:
+    """Two parameters of NUMEL ones and twos, each a group of its own, on a tier that computes behind the host."""
+    parameters = {name: nn.Parameter(torch.full((NUMEL,), i + 1.0)) for i, name in enumerate("ab")}
+    groups = tuple(
+        ChunkGroup(i, p.dtype, True, NUMEL, (TensorSlice(ParamSpec(n, (NUMEL,), (1,), p.dtype, True), 0),))
+        for i, (n, p) in enumerate(parameters.items())
+    )
+    tier = QueuedTier(gpu)
+    tier.store = store = ChunkStore(ChunkLayout(0, (), ()), Arena(home), tier)
+    store.place(ChunkLayout(4096, groups, ()), parameters, frozenset())
+    return store, tier, parameters
+
+
+def read(tier: QueuedTier, tensor: Tensor) -> list[float]:
+    """A tensor's values, as computation finds them that is enqueued now; filled in when it gets there."""
+    seen: list[float] = []
+    tier.enqueue(lambda: seen.extend(tensor.tolist()))
+    return seen
+
+
+def taking(value: float) -> Callable[[], Tensor]:
+    return lambda: torch.full((NUMEL,), value)
+
+
+# ---------------------------------------------------------------- prefetch after mark
+
+
+@pytest.mark.parametrize("left_out", [(), ("prefetch after mark",)])
+def test_a_prefetch_finds_what_eager_code_writes_home_before_it(
+    gpu: FakeGpu, home: Home, left_out: tuple[str, ...]
+) -> None:
+    """The write is still in the compute stream's queue when the prefetch is submitted."""
+    store, tier, parameters = placed(gpu, home)
+    tier.left_out = frozenset(left_out)
+    gate = Gate(gpu.compute)
+    tier.enqueue(parameters["a"].data.fill_, 5.0)
+    store.prefetch("param:0")
+    if left_out:
+        store.slot("param:0").copy.wait()  # it does not wait for anything, so it ends
+    gate.open()
+    store.wait("param:0")
+    seen = read(tier, store.parameter_view("param:0", "a"))
+    tier.settle()
+    assert seen == [1.0 if left_out else 5.0] * NUMEL
+
+
+@pytest.mark.parametrize("left_out", [(), ("prefetch after mark",)])
+def test_a_prefetch_does_not_overwrite_what_is_still_read(gpu: FakeGpu, home: Home, left_out: tuple[str, ...]) -> None:
+    """Its slot's memory was another chunk's, which a kernel in the queue will read."""
+    store, tier, _ = placed(gpu, home)
+    tier.left_out = frozenset(left_out)
+    store.prefetch("param:0")
+    store.wait("param:0")
+    view = store.parameter_view("param:0", "a")
+    gate = Gate(gpu.compute)
+    seen = read(tier, view)
+    store.evict("param:0")
+    store.drop_spare_slots()
+    store.prefetch("param:1")
+    assert store.slot("param:1").buffer.data_ptr() == view.data_ptr()
+    if left_out:
+        store.slot("param:1").copy.wait()
+    gate.open()
+    store.wait("param:1")
+    tier.settle()
+    assert seen == [2.0 if left_out else 1.0] * NUMEL
+
+
+def test_a_gradient_of_the_user_s_own_goes_home_in_the_stream_s_order(gpu: FakeGpu, home: Home) -> None:
+    """The user put another tensor into `.grad`; the kernel that makes its values has not run yet."""
+    store, tier, parameters = placed(gpu, home)
+    gate = Gate(gpu.compute)
+    own = torch.zeros(NUMEL)
+    tier.enqueue(own.fill_, 3.0)
+    parameters["a"].grad = own
+    store.prefetch("grad:0")
+    gate.open()
+    store.wait("grad:0")
+    store.sink("a", "grad:0", taking(4.0), owned=True)
+    store.write_back("grad:0")
+    store.wait("grad:0")
+    store.evict("grad:0")
+    seen = read(tier, parameters["a"].grad)
+    tier.settle()
+    assert seen == [7.0] * NUMEL
+
+
+# ---------------------------------------------------------------- write-backs
+
+
+@pytest.mark.parametrize("left_out", [(), ("write_back after mark",)])
+def test_a_write_back_finds_what_computation_put_into_the_slot(
+    gpu: FakeGpu, home: Home, left_out: tuple[str, ...]
+) -> None:
+    store, tier, parameters = placed(gpu, home)
+    tier.left_out = frozenset(left_out)
+    store.prefetch("grad:0")
+    store.wait("grad:0")
+    tier.enqueue(store.begin_compute("grad:0").fill_, 0.0)
+    store.end_compute("grad:0")
+    tier.settle()
+    gate = Gate(gpu.compute)
+    store.sink("a", "grad:0", taking(4.0), owned=True)
+    store.write_back("grad:0")
+    if left_out:
+        store.slot("grad:0").copy.wait()
+    gate.open()
+    store.wait("grad:0")
+    store.evict("grad:0")
+    seen = read(tier, parameters["a"].grad)
+    tier.settle()
+    assert seen == [0.0 if left_out else 4.0] * NUMEL
+
+
+def written_back(store: ChunkStore) -> None:
+    store.prefetch("grad:0")
+    store.wait("grad:0")
+    store.sink("a", "grad:0", taking(4.0), owned=True)
+    store.write_back("grad:0")
+
+
+@pytest.mark.parametrize("left_out", [(), ("hold for write_back",)])
+def test_what_follows_a_phase_finds_its_write_backs_at_home(gpu: FakeGpu, left_out: tuple[str, ...]) -> None:
+    """Without a wait of the host: the compute stream waits, and with it any eager reader of `.grad`."""
+    store, tier, parameters = placed(gpu, PinnedHome(gpu))
+    tier.left_out = frozenset(left_out)
+    gate = Gate(tier.to_home._stream)
+    written_back(store)
+    store.wait("grad:0")  # returns though the copy cannot have ended
+    store.evict("grad:0")
+    seen = read(tier, parameters["a"].grad)
+    if left_out:
+        gpu.compute.synchronize()
+    else:
+        assert not seen
+    gate.open()
+    tier.settle()
+    assert seen == [0.0 if left_out else 4.0] * NUMEL
+
+
+@pytest.mark.parametrize("left_out", [(), ("hold for write_back",)])
+def test_a_slot_is_not_used_again_under_its_write_back(gpu: FakeGpu, left_out: tuple[str, ...]) -> None:
+    """The next kernel that gets the slot's memory waits for the copy out of it."""
+    store, tier, parameters = placed(gpu, PinnedHome(gpu))
+    tier.left_out = frozenset(left_out)
+    gate = Gate(tier.to_home._stream)
+    written_back(store)
+    store.wait("grad:0")
+    buffer = store.slot("grad:0").buffer
+    store.evict("grad:0")
+    tier.enqueue(buffer.fill_, -1.0)  # an activation of some later kernel
+    if left_out:
+        gpu.compute.synchronize()
+    gate.open()
+    tier.settle()
+    assert parameters["a"].grad.tolist() == [-1.0 if left_out else 4.0] * NUMEL
+
+
+# ---------------------------------------------------------------- the host itself
+
+
+@pytest.mark.parametrize("waited", ["before", "after"])
+def test_a_host_that_reads_home_memory_waits_for_the_write_back(gpu: FakeGpu, home: Home, waited: str) -> None:
+    """As an update on CPU threads does; whether the plan has come to the write-back's wait already or not."""
+    store, tier, parameters = placed(gpu, home)
+    gate = Gate(gpu.compute)
+    written_back(store)
+    if waited == "after" and isinstance(home, PinnedHome):
+        store.wait("grad:0")
+        store.evict("grad:0")
+    assert parameters["a"].grad.tolist() == [0.0] * NUMEL  # too early: this is what the wait is for
+    open_soon(gate)
+    store.await_home("grad:0")
+    assert parameters["a"].grad.tolist() == [4.0] * NUMEL
+    tier.settle()
+
+
+def test_a_host_that_reads_home_memory_waits_for_eager_code_too(gpu: FakeGpu, home: Home) -> None:
+    store, tier, parameters = placed(gpu, home)
+    gate = Gate(gpu.compute)
+    tier.enqueue(parameters["b"].data.fill_, 9.0)
+    assert parameters["b"].tolist() == [2.0] * NUMEL
+    open_soon(gate)
+    store.await_home("param:1")
+    assert parameters["b"].tolist() == [9.0] * NUMEL
+
+
+def test_releasing_slots_brings_gradients_home_in_order(gpu: FakeGpu, home: Home) -> None:
+    """An interrupted step: the gradient's kernel has not run when the slots are given back."""
+    store, tier, parameters = placed(gpu, home)
+    store.prefetch("grad:0")
+    store.prefetch("param:1")
+    store.wait("grad:0")
+    gate = Gate(gpu.compute)
+    store.sink("a", "grad:0", taking(6.0), owned=True)
+    open_soon(gate)
+    store.release_slots()
+    seen = read(tier, parameters["a"].grad)
+    tier.settle()
+    assert store.present == frozenset()
+    assert seen == [6.0] * NUMEL
+
+
+# ---------------------------------------------------------------- links and moments
+
+
+def test_the_host_is_not_held_up_by_copies_of_pinned_memory(gpu: FakeGpu) -> None:
+    """A whole round of a chunk is submitted while computation stands still."""
+    store, tier, parameters = placed(gpu, PinnedHome(gpu))
+    gate = Gate(gpu.compute)
+    store.prefetch("param:0")
+    store.wait("param:0")
+    written_back(store)
+    store.wait("grad:0")
+    for chunk in ("param:0", "grad:0"):
+        store.evict(chunk)
+    store.drop_spare_slots()
+    assert parameters["a"].grad.tolist() == [0.0] * NUMEL
+    gate.open()
+    tier.settle()
+    assert parameters["a"].grad.tolist() == [4.0] * NUMEL
+
+
+def test_a_copy_that_blocks_does_not_hold_up_one_that_does_not(gpu: FakeGpu) -> None:
+    link, gate = CudaLink(gpu, "link"), threading.Event()
+    slow = link.submit(gate.wait)  # type: ignore[arg-type]
+    quick = link.submit(Launch(lambda: None))
+    quick.wait()
+    assert not slow.done()
+    gate.set()
+    slow.wait()
+    assert slow.done()
+
+
+def test_a_link_counts_the_seconds_its_copies_took(gpu: FakeGpu) -> None:
+    link = CudaLink(gpu, "link")
+    assert link.busy_s == 0.0
+    gate = Gate(link._stream)
+    moment = link.submit(Launch(gpu.copy, torch.zeros(4), torch.ones(4)))
+    assert link.busy_s == 0.0
+    gate.open()
+    moment.wait()
+    first_s = link.busy_s
+    assert first_s > 0.0
+    link.submit(lambda: threading.Event().wait(0.02))
+    link.drain()
+    assert link.busy_s >= first_s + 0.02
+    assert not link._running
+
+
+def test_drain_raises_what_a_blocking_copy_raised(gpu: FakeGpu) -> None:
+    tier = CudaTier(gpu)
+    tier.to_home.submit(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    with pytest.raises(StreamError, match="ZeroDivisionError"):
+        tier.drain()
+    tier.drain()
+    assert tier.to_home.busy_s == 0.0
+
+
+def test_a_launch_that_fails_fails_at_once(gpu: FakeGpu) -> None:
+    with pytest.raises(ZeroDivisionError):
+        CudaTier(gpu).to_home.submit(Launch(lambda: 1 // 0))  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- metering
+
+
+def test_bytes_are_read_off_the_allocator_per_lap(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, resets = CudaTier(gpu), []
+    monkeypatch.setattr(gpu, "allocated_nbytes", lambda: (100, 250))
+    monkeypatch.setattr(gpu, "reset_peak", lambda: resets.append(1))
+    assert tier.measured_nbytes() == 100
+    assert tier.lap_peak_nbytes() == 250
+    assert resets == [1]
+    unmetered = CudaTier(gpu, meter=False)
+    assert unmetered.measured_nbytes() is None
+    assert unmetered.lap_peak_nbytes() is None
+    assert resets == [1]
+
+
+class FakeCudaModule:
+    """What `memory_limit` asks of `torch.cuda`."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+
+    class _Properties:
+        total_memory = 1000
+
+    def get_device_properties(self, device: object) -> object:
+        return self._Properties()
+
+    def empty_cache(self) -> None:
+        self.calls.append(("empty",))
+
+    def set_per_process_memory_fraction(self, fraction: float, device: object) -> None:
+        self.calls.append((fraction, device))
+
+
+@pytest.fixture
+def cuda_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCudaModule]:
+    fake = FakeCudaModule()
+    monkeypatch.setattr(cuda.torch, "cuda", fake)
+    yield fake
+    monkeypatch.undo()
+
+
+def test_the_memory_limit_is_lifted_again(cuda_module: FakeCudaModule) -> None:
+    def limited() -> None:
+        with cuda.memory_limit(250, 1):
+            assert cuda_module.calls == [("empty",), (0.25, 1)]
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        limited()
+    assert cuda_module.calls[-1] == (1.0, 1)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1001])
+def test_a_limit_that_makes_no_sense_is_refused(cuda_module: FakeCudaModule, nbytes: int) -> None:
+    with pytest.raises(OptionsError, match="memory limit"), cuda.memory_limit(nbytes):
+        raise AssertionError
+    assert cuda_module.calls == []

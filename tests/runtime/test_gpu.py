@@ -1,0 +1,137 @@
+"""The door to CUDA itself. All but the first test need a GPU; what is above the door is tested without one."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from chunkc.ir.errors import UnsupportedError
+from chunkc.runtime.arena import Launch
+from chunkc.runtime.cuda import CudaTier, memory_limit
+from chunkc.runtime.gpu import TorchGpu
+from chunkc.runtime.homes import Region
+from chunkc.runtime.pinned import PinnedHome
+from chunkc.runtime.staging import StagedDiskHome
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.timeout(120)
+
+MIB = 1 << 20
+LONG_CYCLES = 200_000_000
+"""A kernel of about a tenth of a second."""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    with pytest.raises(UnsupportedError, match="no CUDA device"):
+        TorchGpu()
+
+
+@pytest.fixture
+def gpu() -> Iterator[TorchGpu]:
+    yield TorchGpu()
+    torch.cuda.synchronize()
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_home_view_is_host_memory_in_place(gpu: TorchGpu, dtype: torch.dtype) -> None:
+    home = PinnedHome(gpu)
+    region = home.allocate(MIB)
+    view = home.tensor(region, dtype, (64, 32), (1, 64), 256)
+    assert view.device == gpu.device
+    assert view.stride() == (1, 64)
+    view.copy_(torch.arange(2048, device=gpu.device).view(64, 32))
+    torch.cuda.synchronize()
+    flat = home.bytes(region)[256 : 256 + 2048 * dtype.itemsize].view(dtype)
+    assert torch.equal(flat, torch.arange(2048).view(64, 32).t().reshape(-1).to(dtype))
+    flat.fill_(3.0)
+    assert (view == 3.0).all().item()
+    home.free(region)
+    gc.collect()
+    assert (view == 3.0).all().item()  # it keeps its memory
+    assert home.pinned_nbytes == MIB
+    del view
+    gc.collect()
+    assert home.pinned_nbytes == 0
+
+
+@needs_gpu
+def test_a_pin_that_fails_leaves_nothing_for_the_next_kernel(gpu: TorchGpu) -> None:
+    memory = mmap.mmap(-1, MIB)
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    assert gpu.pin(address, MIB) is None
+    assert gpu.pin(address, MIB) is not None  # pinned already
+    assert torch.ones(4, device=gpu.device).sum().item() == 4.0
+    assert gpu.unpin(address) is None
+    assert gpu.unpin(address) is not None
+    assert torch.ones(4, device=gpu.device).sum().item() == 4.0
+
+
+@needs_gpu
+def test_a_round_trip_does_not_hold_the_host_and_keeps_its_order(gpu: TorchGpu) -> None:
+    """Behind a long kernel: the write-back waits for it, the compute stream for the write-back, the host for none."""
+    tier, home = CudaTier(gpu), PinnedHome(gpu)
+    region = home.allocate(4 * MIB)
+    slot, back = (tier.allocate_slot(MIB, torch.float32) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG_CYCLES)
+    slot.fill_(2.0)
+    out = tier.to_home.submit(_launch(home.write, region, slot), after=tier.mark())
+    tier.hold_for(out)
+    slot.fill_(-1.0)
+    into = tier.to_device.submit(_launch(home.read, region, back), after=tier.mark())
+    assert not out.done()
+    tier.hold_for(into)
+    assert (back == 2.0).all().item()
+    tier.drain()
+    assert tier.to_home.busy_s > 0.0
+    assert tier.to_device.busy_s > 0.0
+
+
+@needs_gpu
+def test_a_disk_behind_the_gpu(gpu: TorchGpu, tmp_path: Path) -> None:
+    tier = CudaTier(gpu)
+    home = StagedDiskHome(str(tmp_path), gpu, PinnedHome(gpu), piece_nbytes=MIB // 4)
+    region = home.allocate(4 * MIB + 12)
+    data = torch.randn(MIB + 3, device=gpu.device)
+    slot, back = data.clone(), torch.zeros_like(data)
+    out = tier.to_home.submit(lambda: home.write(region, 0, slot), after=tier.mark())
+    tier.hold_for(out)
+    slot.zero_()
+    assert torch.equal(home.tensor(region, torch.float32, (MIB + 3,), (1,), 0), data.cpu())
+    into = tier.to_device.submit(lambda: home.read(region, 0, back), after=tier.mark())
+    tier.hold_for(into)
+    assert torch.equal(back, data)
+
+
+@needs_gpu
+def test_slots_are_metered_to_the_allocator_s_rounding(gpu: TorchGpu) -> None:
+    tier = CudaTier(gpu)
+    before = tier.measured_nbytes()
+    tier.lap_peak_nbytes()
+    slot = tier.allocate_slot(MIB, torch.float32)
+    assert tier.measured_nbytes() - before == 4 * MIB  # type: ignore[operator]
+    del slot
+    assert tier.lap_peak_nbytes() == before + 4 * MIB  # type: ignore[operator]
+    assert tier.lap_peak_nbytes() == before
+
+
+@needs_gpu
+def test_the_memory_limit_holds(gpu: TorchGpu) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    with memory_limit(torch.cuda.memory_reserved() + 64 * MIB, gpu.device):
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(256 * MIB, dtype=torch.uint8, device=gpu.device)
+        torch.empty(16 * MIB, dtype=torch.uint8, device=gpu.device)
+    torch.empty(256 * MIB, dtype=torch.uint8, device=gpu.device)
+
+
+def _launch(call: Callable[..., None], region: Region, tensor: torch.Tensor) -> Launch:
+    return Launch(call, region, 0, tensor)

@@ -1,0 +1,206 @@
+"""Pinned home memory: exact bookkeeping, views in place, copies in the stream's order, and the limit of pinning."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import mmap
+import threading
+
+import pytest
+import torch
+from fake_gpu import FakeGpu
+
+from chunkc.ir.errors import HomeError
+from chunkc.runtime.arena import MAX_REGIONS_PER_CALL, Arena, Launch
+from chunkc.runtime.homes import MemoryHome, Region
+from chunkc.runtime.pinned import PinnedHome
+
+pytestmark = pytest.mark.timeout(30)
+
+PAGE = mmap.PAGESIZE
+
+
+def test_regions_are_pinned_exactly_and_unpinned_when_nobody_uses_them() -> None:
+    gpu = FakeGpu()
+    home = PinnedHome(gpu)
+    first, second = home.allocate(3 * PAGE + 1), home.allocate(PAGE)
+    assert sorted(gpu.pinned.values()) == [PAGE, 4 * PAGE]  # whole pages, no powers of two
+    assert home.pinned_nbytes == 5 * PAGE
+    assert home.unpinned_nbytes == 0
+    view = home.tensor(first, torch.float32, (4,), (1,), 8)
+    home.free(first)
+    gc.collect()
+    assert home.pinned_nbytes == 5 * PAGE  # the view is still there
+    view.fill_(2.0)
+    del view
+    gc.collect()
+    assert home.pinned_nbytes == PAGE
+    home.close()
+    gc.collect()
+    assert gpu.pinned == {}
+    assert home.pinned_nbytes == 0
+    with pytest.raises(HomeError, match="closed"):
+        home.bytes(second)
+
+
+def test_a_home_that_is_dropped_unpins() -> None:
+    gpu = FakeGpu()
+    home = PinnedHome(gpu)
+    home.allocate(PAGE)
+    del home
+    gc.collect()
+    assert gpu.pinned == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_a_view_is_the_home_s_memory(dtype: torch.dtype) -> None:
+    home = PinnedHome(FakeGpu())
+    region = home.allocate(4096)
+    assert not home.bytes(region).any()
+    view = home.tensor(region, dtype, (3, 5), (1, 3), 64)
+    assert (view.shape, view.stride(), view.dtype) == ((3, 5), (1, 3), dtype)
+    assert view.untyped_storage().nbytes() == 15 * dtype.itemsize  # no neighbours to be saved with it
+    assert view._base is None
+    view.copy_(torch.arange(15).view(3, 5))
+    flat = home.bytes(region)[64 : 64 + 15 * dtype.itemsize].view(dtype)
+    assert torch.equal(flat, torch.arange(15).view(3, 5).t().reshape(-1).to(dtype))
+
+
+def test_an_empty_view_and_bad_places() -> None:
+    home = PinnedHome(FakeGpu())
+    region = home.allocate(128)
+    assert home.tensor(region, torch.float32, (0, 4), (4, 1), 0).shape == (0, 4)
+    with pytest.raises(ValueError, match="multiple"):
+        home.tensor(region, torch.float32, (1,), (1,), 2)
+    with pytest.raises(ValueError, match="not all in"):
+        home.tensor(region, torch.float32, (33,), (1,), 0)
+    with pytest.raises(ValueError, match="not all in"):
+        home.read(region, 96, torch.empty(9))
+    with pytest.raises(HomeError, match="not of this home"):
+        home.bytes(Region(1 << 30, 8))
+
+
+def test_copies_return_at_once_and_come_in_the_stream_s_order() -> None:
+    gpu = FakeGpu()
+    home = PinnedHome(gpu)
+    region = home.allocate(64)
+    gate, stream = threading.Event(), gpu.new_stream()
+    stream.jobs.submit(lambda: assert_true(gate.wait(10)))
+    slot = torch.full((8,), 3.0)
+    back = torch.zeros(8)
+    with gpu.using(stream):
+        home.write(region, 32, slot)
+        home.read(region, 32, back)
+    assert not home.bytes(region).any()
+    gate.set()
+    stream.synchronize()
+    assert torch.equal(back, slot)
+
+
+def assert_true(value: bool) -> None:
+    assert value
+
+
+def test_unpinning_waits_for_copies_under_way() -> None:
+    gpu = FakeGpu(longest_s=0.01)
+    home = PinnedHome(gpu)
+    region = home.allocate(1 << 16)
+    slot = torch.empty(1 << 14)
+    home.bytes(region).fill_(1)
+    with gpu.using(gpu.new_stream()):
+        for _ in range(10):
+            home.read(region, 0, slot)
+        copied = gpu.new_event()
+        copied.record(gpu.current_stream())
+    home.free(region)
+    gc.collect()
+    assert gpu.pinned == {}
+    assert copied.query()
+
+
+@pytest.mark.parametrize("failing", [0, 1, 3])
+def test_the_limit_of_pinning_is_one_clear_error(failing: int) -> None:
+    """What was pinned before stays, what failed leaves nothing behind."""
+    gpu = FakeGpu(lockable_nbytes=failing * PAGE)
+    home = PinnedHome(gpu)
+    regions = [home.allocate(PAGE) for _ in range(failing)]
+    with pytest.raises(HomeError, match="cannot pin") as caught:
+        home.allocate(PAGE)
+    for part in ("out of memory", "ulimit -l", 'home="disk"'):
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+    gc.collect()
+    assert len(gpu.pinned) == failing
+    assert home.pinned_nbytes == failing * PAGE
+    for region in regions:
+        home.bytes(region).fill_(1)
+        home.free(region)
+    gc.collect()
+    for _ in regions:
+        home.allocate(PAGE)
+
+
+def test_an_arena_reserves_all_chunks_or_none() -> None:
+    """Each chunk is pinned by itself, so the limit shows between two; those before it are given back."""
+    gpu = FakeGpu(lockable_nbytes=5 * PAGE)
+    arena = Arena(PinnedHome(gpu))
+    arena.reserve({"param:0": PAGE, "param:1": PAGE})
+    assert len(gpu.pinned) == 2
+    with pytest.raises(HomeError, match="cannot pin"):
+        arena.reserve({f"param:{i}": PAGE for i in range(2, 7)})
+    gc.collect()
+    assert gpu.num_pins == 6
+    assert len(gpu.pinned) == 2
+    assert set(arena.chunks) == {"param:0", "param:1"}
+
+
+def test_without_pinning_it_works_and_says_what_that_costs(caplog: pytest.LogCaptureFixture) -> None:
+    gpu = FakeGpu(lockable_nbytes=PAGE)
+    home = PinnedHome(gpu, allow_unpinned=True)
+    with caplog.at_level(logging.WARNING):
+        regions = home.allocate(PAGE), home.allocate(2 * PAGE), home.allocate(PAGE)
+    (record,) = caplog.records  # told once
+    for part in ("unpinned", "half the rate", "block the host", "lockable"):
+        assert part in record.getMessage()
+    assert (home.pinned_nbytes, home.unpinned_nbytes) == (PAGE, 3 * PAGE)
+    for region in regions:
+        home.tensor(region, torch.float32, (4,), (1,), 0).fill_(5.0)
+        slot = torch.empty(4)
+        home.read(region, 0, slot)
+        gpu.compute.synchronize()
+        assert slot.tolist() == [5.0] * 4
+
+
+def test_a_failing_unpin_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    gpu = FakeGpu()
+    home = PinnedHome(gpu)
+    home.allocate(PAGE)
+    gpu.pinned.clear()
+    with caplog.at_level(logging.WARNING):
+        home.close()
+        gc.collect()
+    assert "could not unpin" in caplog.text
+    assert home.pinned_nbytes == 0
+
+
+def test_states_may_live_elsewhere_than_parameters() -> None:
+    pinned, plain = PinnedHome(FakeGpu()), MemoryHome()
+    arena = Arena(pinned, plain)
+    states = {f"exp_avg:{i}": 128 for i in range(40)}
+    arena.reserve({"param:0": 64, **states, "grad:0": 64})
+    assert len(pinned._mappings) == 2
+    assert len(plain._mappings) <= MAX_REGIONS_PER_CALL
+    buffer = torch.empty(4)
+    assert isinstance(arena.reader("param:0", 0, buffer), Launch)
+    assert isinstance(arena.writer("grad:0", 0, buffer), Launch)
+    assert not isinstance(arena.reader("exp_avg:0", 0, buffer), Launch)
+    arena.writer("exp_avg:1", 32, torch.full((4,), 7.0))()
+    assert arena.view("exp_avg:1", torch.float32, (4,), (1,), 32).tolist() == [7.0] * 4
+    assert not arena.view("exp_avg:0", torch.float32, (32,), (1,), 0).any()
+    arena.free(["param:0", "exp_avg:0"])
+    gc.collect()
+    assert len(pinned._mappings) == 1
+    assert arena.view("exp_avg:1", torch.float32, (4,), (1,), 32).tolist() == [7.0] * 4
+    arena.free([chunk for chunk in states if chunk != "exp_avg:0"])
+    assert not plain._mappings

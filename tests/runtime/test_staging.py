@@ -1,0 +1,144 @@
+"""A disk behind a GPU: any size through small buffers, whatever is late; and the waits that make it so."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import FakeEvent, FakeGpu
+
+from chunkc.ir.errors import HomeError, OptionsError
+from chunkc.runtime.cuda import CudaLink
+from chunkc.runtime.homes import DiskHome
+from chunkc.runtime.pinned import PinnedHome
+from chunkc.runtime.staging import StagedDiskHome, open_arena
+
+pytestmark = pytest.mark.timeout(60)
+
+PIECE = 64
+
+
+def staged(
+    directory: Path, gpu: FakeGpu, make: Callable[..., StagedDiskHome] = StagedDiskHome, num_pieces: int = 2
+) -> StagedDiskHome:
+    return make(str(directory), gpu, PinnedHome(gpu), piece_nbytes=PIECE, num_pieces=num_pieces)
+
+
+@pytest.mark.parametrize("nbytes", [1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 7 * PIECE + 5])
+@pytest.mark.parametrize("num_pieces", [1, 3])
+def test_bytes_of_any_size_go_through(tmp_path: Path, nbytes: int, num_pieces: int) -> None:
+    gpu = FakeGpu(longest_s=0.001)
+    home = staged(tmp_path, gpu, num_pieces=num_pieces)
+    region = home.allocate(nbytes + 16)
+    data = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
+    home.write(region, 16, data)
+    assert torch.equal(home.tensor(region, torch.uint8, (nbytes,), (1,), 16), data)  # it is in the file by now
+    back = torch.zeros_like(data)
+    home.read(region, 16, back)
+    gpu.compute.synchronize()
+    assert torch.equal(back, data)
+    assert not home.tensor(region, torch.uint8, (16,), (1,), 0).any()
+
+
+def test_the_buffers_are_all_the_pinned_memory_it_takes(tmp_path: Path) -> None:
+    gpu = FakeGpu()
+    home = staged(tmp_path, gpu, num_pieces=3)
+    home.allocate(1 << 20)
+    assert gpu.num_pins == 6
+    assert not home.asynchronous  # a thread must run it
+
+
+class _NoWait(FakeEvent):
+    def synchronize(self) -> None:
+        pass
+
+
+class _NeverWaits(StagedDiskHome):
+    """A home that uses its buffers again without waiting for the copies out of them, or before those into them."""
+
+    def _record(self) -> Any:
+        event = super()._record()
+        ignored = _NoWait()
+        ignored.recorded = event.recorded
+        return ignored
+
+
+def _read_all(home: StagedDiskHome, gpu: FakeGpu, data: torch.Tensor) -> torch.Tensor:
+    region = home.allocate(data.nbytes)
+    home.tensor(region, data.dtype, tuple(data.shape), (1,), 0).copy_(data)
+    back = torch.empty_like(data)
+    home.read(region, 0, back)
+    gpu.compute.synchronize()
+    return back
+
+
+def _write_all(home: StagedDiskHome, gpu: FakeGpu, data: torch.Tensor) -> torch.Tensor:
+    region = home.allocate(data.nbytes)
+    home.write(region, 0, data)
+    gpu.compute.synchronize()
+    return home.tensor(region, data.dtype, tuple(data.shape), (1,), 0)
+
+
+@pytest.mark.parametrize("way", [_read_all, _write_all])
+def test_the_buffers_waits_matter(tmp_path: Path, way: Callable[..., torch.Tensor]) -> None:
+    data = torch.randn(10 * PIECE)
+    right, wrong = 0, 0
+    for seed in range(20):
+        gpu = FakeGpu(longest_s=0.002)
+        gpu.reseed(seed)
+        right += torch.equal(way(staged(tmp_path, gpu), gpu, data), data)
+        wrong += not torch.equal(way(staged(tmp_path, gpu, _NeverWaits), gpu, data), data)
+    assert right == 20
+    assert wrong > 0
+
+
+@pytest.mark.parametrize("way", ["read", "write"])
+def test_a_failing_disk_is_the_error_of_the_copy_s_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """After the first piece; whoever waits or holds is told, later copies go on, and `drain` tells it no more."""
+    gpu = FakeGpu(longest_s=0.001)
+    home = staged(tmp_path, gpu)
+    region = home.allocate(4 * PIECE)
+    transfer, num_calls = getattr(DiskHome, way), 0
+
+    def failing(*args: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise HomeError("the disk is on fire")
+        transfer(*args)
+
+    monkeypatch.setattr(DiskHome, way, failing)
+    link = CudaLink(gpu, way)
+    slot = torch.zeros(PIECE)
+    moment = link.submit(functools.partial(getattr(home, way), region, 0, slot))
+    for _ in range(2):
+        with pytest.raises(HomeError, match="on fire"):
+            moment.hold(gpu.compute)
+        with pytest.raises(HomeError, match="on fire"):
+            moment.wait()
+    link.submit(functools.partial(getattr(home, way), region, 0, slot)).wait()
+    link.drain()
+    assert link.busy_s >= 0.0
+
+
+def test_an_option_names_the_homes(tmp_path: Path) -> None:
+    memory = open_arena("cpu", FakeGpu())
+    assert isinstance(memory.home, PinnedHome)
+    assert memory.state_home is None
+    disk = open_arena(f"disk:{tmp_path}", FakeGpu())
+    assert isinstance(disk.home, PinnedHome)
+    assert isinstance(disk.state_home, StagedDiskHome)
+    assert disk.state_home.directory == str(tmp_path)
+    assert isinstance(open_arena("disk", FakeGpu()).state_home, StagedDiskHome)
+
+
+@pytest.mark.parametrize("home", ["", "gpu", "disk:", "cpu:x"])
+def test_an_option_that_names_no_home_is_refused(home: str) -> None:
+    with pytest.raises(OptionsError, match="home is"):
+        open_arena(home, FakeGpu())
