@@ -20,6 +20,7 @@ from chunkc.ir.program import SegmentMemory
 from chunkc.passes.graphs import is_compute, output_node, placeholders, returned
 from chunkc.passes.segment_memory import eager_memory, inductor_memory
 from chunkc.passes.segments import Segment
+from chunkc.passes.wrapper_source import wrapper_source
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """Takes a list of inputs, which it empties, and returns the outputs."""
@@ -51,9 +52,8 @@ def compile_segment(segment: Segment, codegen: str, num_threads: int) -> Compile
     Raises:
         UnsupportedError: Inductor generated something whose memory cannot be read off.
     """
-    graph = segment.module.graph
-    if codegen == "eager" or segment.run_by_aten or not any(is_compute(node) for node in graph.nodes):
-        return CompiledSegment(EagerSegment(segment.module), eager_memory(graph, num_threads))
+    if _runs_node_by_node(segment, codegen):
+        return CompiledSegment(EagerSegment(segment.module), eager_memory(segment.module.graph, num_threads))
     find_vector_isa().join()
     with _own_output_strides():
         compiled = compile_fx_inner(segment.module, segment.example_inputs)
@@ -63,10 +63,30 @@ def compile_segment(segment: Segment, codegen: str, num_threads: int) -> Compile
             "this version of Inductor keeps no source of its wrappers, so their memory cannot be read off; "
             'compile with options={"codegen": "eager"}'
         )
-    expected = [node.meta["val"] for node in returned(graph) if node is not None]
+    return CompiledSegment(compiled, _memory_of(segment, source, num_threads))
+
+
+def describe_segment(segment: Segment, codegen: str, num_threads: int) -> SegmentMemory:
+    """The memory of `compile_segment`'s result, without compiling.
+
+    Raises:
+        UnsupportedError: Inductor would generate something whose memory cannot be read off.
+    """
+    if _runs_node_by_node(segment, codegen):
+        return eager_memory(segment.module.graph, num_threads)
+    find_vector_isa().join()
+    return _memory_of(segment, wrapper_source(segment), num_threads)
+
+
+def _runs_node_by_node(segment: Segment, codegen: str) -> bool:
+    nodes = segment.module.graph.nodes
+    return codegen == "eager" or segment.run_by_aten or not any(is_compute(node) for node in nodes)
+
+
+def _memory_of(segment: Segment, source: str, num_threads: int) -> SegmentMemory:
     memory = inductor_memory(source, segment.example_inputs, num_threads)
-    assert len(memory.outputs) == len(expected)
-    return CompiledSegment(compiled, memory)
+    assert len(memory.outputs) == sum(node is not None for node in returned(segment.module.graph))
+    return memory
 
 
 @contextmanager
