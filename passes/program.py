@@ -13,7 +13,7 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram, SegmentCall, SegmentMemory
 from chunkc.passes.cost import cost_s
-from chunkc.passes.graphs import module_path, placeholders, returned, storage_key, storage_nbytes
+from chunkc.passes.graphs import module_path, placeholders, returned, storage_key, storage_nbytes, tensors_of
 from chunkc.passes.segments import Piece
 
 
