@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import fx
 from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.exc import InvalidCxxCompiler
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import SegmentMemory
@@ -31,9 +32,15 @@ def find_vector_isa() -> threading.Thread:
     """Let Inductor find out which vector instructions the C++ compiler can use, beside the tracing of the graph.
 
     The first compilation in a new cache directory needs it, and would spend seconds waiting for the C++ compiler.
-    Returns the thread; the answer is kept by Inductor.
+    Returns the thread; the answer is kept by Inductor. Where there is no compiler it is asked again, and says so,
+    once a segment needs it.
     """
-    thread = threading.Thread(target=pick_vec_isa, name="chunkc-vector-isa", daemon=True)
+
+    def find() -> None:
+        with suppress(InvalidCxxCompiler):
+            pick_vec_isa()
+
+    thread = threading.Thread(target=find, name="chunkc-vector-isa", daemon=True)
     thread.start()
     return thread
 
@@ -50,11 +57,11 @@ def compile_segment(segment: Segment, codegen: str, num_threads: int) -> Compile
     """Compile by Inductor, or for `codegen="eager"` into a plain walk over the graph.
 
     Raises:
-        UnsupportedError: Inductor generated something whose memory cannot be read off.
+        UnsupportedError: Inductor generated something whose memory cannot be read off, or there is no C++ compiler.
     """
     if _runs_node_by_node(segment, codegen):
         return CompiledSegment(EagerSegment(segment.module), eager_memory(segment.module.graph, num_threads))
-    find_vector_isa().join()
+    _require_compiler()
     with _own_output_strides():
         compiled = compile_fx_inner(segment.module, segment.example_inputs)
     source = getattr(compiled, "source_code", None)
@@ -70,12 +77,24 @@ def describe_segment(segment: Segment, codegen: str, num_threads: int) -> Segmen
     """The memory of `compile_segment`'s result, without compiling.
 
     Raises:
-        UnsupportedError: Inductor would generate something whose memory cannot be read off.
+        UnsupportedError: Inductor would generate something whose memory cannot be read off, or what vector
+            instructions it may use is not known yet and there is no C++ compiler to ask.
     """
     if _runs_node_by_node(segment, codegen):
         return eager_memory(segment.module.graph, num_threads)
-    find_vector_isa().join()
+    _require_compiler()
     return _memory_of(segment, wrapper_source(segment), num_threads)
+
+
+def _require_compiler() -> None:
+    find_vector_isa().join()
+    try:
+        pick_vec_isa()
+    except InvalidCxxCompiler as error:
+        raise UnsupportedError(
+            "Inductor finds no C++ compiler, whose vector instructions its code depends on: install g++ or name one in "
+            'the environment variable CXX, or choose codegen="eager"'
+        ) from error
 
 
 def _runs_node_by_node(segment: Segment, codegen: str) -> bool:

@@ -1,9 +1,8 @@
 """The wrapper that Inductor would generate for a segment, without compiling its kernels.
 
-Lowering, scheduling and code generation take well under a second where the C++ compiler takes many. The steps, and
-the modes they run in, are those of `compile_fx_inner`, the same in PyTorch 2.11 to 2.13 (`torch/_inductor/compile_fx.py`,
-`_InProcessFxCompile.codegen_and_compile`), so the source is the same too, but for what only GPUs and the ahead-of-time
-compiler need.
+Lowering, scheduling and code generation take a fraction of the C++ compiler's time. The steps, and the modes they run
+in, are those of `_InProcessFxCompile.codegen_and_compile` in `torch/_inductor/compile_fx.py`, the same in PyTorch 2.11
+to 2.13, less what only GPUs and the ahead-of-time compiler need. So the source is the same as `compile_fx_inner`'s.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from torch._inductor.compile_fx import (
     fake_tensor_prop,
     maybe_disable_comprehensive_padding,
 )
-from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.debug import DebugContext
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import shape_env_from_inputs
