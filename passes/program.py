@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram, SegmentCall, SegmentMemory
+from chunkc.passes.cost import cost_s
 from chunkc.passes.graphs import module_path, placeholders, returned, storage_key, storage_nbytes, tensors_of
 from chunkc.passes.segments import Piece
 
@@ -155,7 +155,7 @@ def _calls(
                 () if piece.reads_home else read,
                 made,
                 _main_module(piece.nodes),
-                _cost_s(piece.nodes, hardware),
+                cost_s(piece.nodes, hardware),
             )
         )
     return tuple(calls)
@@ -165,15 +165,3 @@ def _main_module(nodes: Sequence[fx.Node]) -> str:
     """The user's module most of the nodes stem from, two levels of nesting below a repeated block at most."""
     paths = Counter(path for node in nodes if (path := module_path(node)))
     return paths.most_common(1)[0][0] if paths else ""
-
-
-def _cost_s(nodes: Sequence[fx.Node], hardware: Hardware) -> float:
-    """Seconds by a two-term roofline: operations of matrix products, bytes written by everything else."""
-    flops = nbytes = 0
-    for node in nodes:
-        packet = getattr(node.target, "overloadpacket", None)
-        if packet in flop_registry:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-            flops += int(flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val")))
-        nbytes += sum(t.numel() * t.element_size() for t in tensors_of(node))
-    return flops / hardware.flops_per_s + nbytes / hardware.memory_bytes_per_s

@@ -1,0 +1,61 @@
+"""How long a run of operations takes, by a two-term roofline: arithmetic of matrix products, bytes of everything else.
+
+Floating-point operations come from PyTorch's own counter (`torch.utils.flop_counter`), and for operators it does not
+know from the table here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from chunkc.ir.hardware import Hardware
+from chunkc.passes.graphs import tensors_of
+
+aten = torch.ops.aten
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward_flops(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **kw: Any) -> int:
+    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+
+
+def _grouped_flops(left: Tensor, right: Tensor, *rest: Any, **kwargs: Any) -> int:
+    """Matrix products of groups of rows: each row meets one matrix, whatever the groups' sizes.
+
+    Two plain matrices (then the groups divide their inner dimension) count as one product.
+    """
+    rows, inner = left.shape[-2], left.shape[-1]
+    return int(2 * rows * inner * right.shape[-1])
+
+
+_FLOPS: Mapping[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    aten._grouped_mm: _grouped_flops,
+}
+
+
+def node_flops(node: fx.Node) -> int:
+    """Floating-point operations of a node's matrix products, attention and convolutions; 0 for all else."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet is None or (packet not in _FLOPS and packet not in flop_registry):
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    if packet in _FLOPS:
+        return _FLOPS[packet](*args, **kwargs)
+    return int(flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val")))
+
+
+def cost_s(nodes: Sequence[fx.Node], hardware: Hardware) -> float:
+    """Seconds that the nodes take: their operations at the matrix rate, their results at the memory's rate."""
+    flops = sum(node_flops(node) for node in nodes)
+    nbytes = sum(t.numel() * t.element_size() for node in nodes for t in tensors_of(node))
+    return flops / hardware.flops_per_s + nbytes / hardware.memory_bytes_per_s
