@@ -24,8 +24,8 @@ from torch._inductor.compile_fx import (
     fake_tensor_prop,
     maybe_disable_comprehensive_padding,
 )
-from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.debug import DebugContext
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import shape_env_from_inputs

@@ -10,14 +10,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
 from harness import HUGE, compile_case
 from torch import fx
-from torch.utils import _pytree as pytree
 from zoo import Case
 
 from chunkc.graph import CompiledGraph
@@ -165,19 +164,16 @@ def step_curves(case: Case, codegen: str, **options: Any) -> list[PhaseCurve]:
             gc.collect()
             output = compiled(**batch)  # kept to the end, as the prediction assumes of what a caller gets
             case.loss(output).backward()
-            num_results = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves([output]))
             del output, batch
-    return [_curve(run, num_results if len(runs) <= 2 else None) for run in runs]
+    return [_curve(run) for run in runs]
 
 
-def _curve(run: _PhaseRun, num_results: int | None) -> PhaseCurve:
+def _curve(run: _PhaseRun) -> PhaseCurve:
     captured = run.graph.captured
     program = captured.forward
     if run.phase == "backward":
         assert captured.backward is not None
         program = captured.backward
-        if num_results is not None:
-            program = _as_really_held(program, captured.forward, num_results)
     assert len(program.calls) == len(run.readings)
     memories = {name: segment.memory for name, segment in captured.segments.items()}
     names = {name: _node_names(module) for name, module in captured.modules.items()}
@@ -198,21 +194,6 @@ def _curve(run: _PhaseRun, num_results: int | None) -> PhaseCurve:
             moments.append(Moment(call.name, op, module, predicted, measured - base))
     assert base is not None
     return PhaseCurve(run.phase, tuple(moments), base)
-
-
-def _as_really_held(backward: PhaseProgram, forward: PhaseProgram, num_results: int) -> PhaseProgram:
-    """The backward with nothing held that its caller does not hold while `loss.backward()` runs.
-
-    The plan assumes that the caller holds all that the forward returned, and every output's gradient. In truth
-    AOTAutograd copies new values of buffers (returned first) and drops them, and autograd holds no gradient but the
-    loss's.
-    """
-    storage_of = forward.value_storages()
-    buffers = forward.outputs[: forward.num_user_outputs - num_results]
-    dropped = {storage_of[value] for value in buffers if value is not None}
-    loss_nbytes = 4
-    tangents = {s for s in backward.inputs.values() if s not in forward.storages and backward.storages[s] > loss_nbytes}
-    return replace(backward, held=backward.held - ((dropped | tangents) - forward.held))
 
 
 def _node_names(module: torch.nn.Module) -> list[tuple[str, str]]:
