@@ -7,26 +7,23 @@ the allocator holds every chunkc subject to its budget. All subjects of a sectio
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from context import Context, Progress
 from demo import SIZES
 from driving import DoesNotFit, SubjectProcess, Turn, interleave
 from metrics import Metric, Row, Section, flat, one, paired_ratios, setting_of
-from subject import SubjectSpec
+from specs import CHUNKC, PLAIN, SubjectSpec
 
 HOMES = ("cpu", "disk")
 FRACTIONS = {"100 %": Fraction(1), "60 %": Fraction(3, 5), "40 %": Fraction(2, 5), "33 %": Fraction(1, 3)}
-PLAIN = "plain"
 MINIMUM = "minimum"
-
-Show = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -36,46 +33,47 @@ class Size:
     name: str
     num_rounds: int
     num_steps: int
+    fractions: Mapping[str, Fraction]
+    codegen: str = "inductor"
 
 
-FULL = Size("small", num_rounds=8, num_steps=3)
-SMALL = Size("tiny", num_rounds=1, num_steps=2)
+FULL = Size("small", num_rounds=8, num_steps=3, fractions=FRACTIONS)
+SMALL = Size("tiny", num_rounds=1, num_steps=2, fractions={}, codegen="eager")
 
 
-def run(*, is_small: bool, show: Show) -> Iterator[Section]:
-    """Measure; yields each home's section as soon as it is there.
+def run(context: Context) -> Iterator[Section]:
+    """Measure, on the CPU; yields each home's section as soon as it is there.
 
     Raises:
         SubjectFailed: a subject's process failed.
     """
-    size = SMALL if is_small else FULL
-    num_subjects = len(FRACTIONS) + 2
-    num_parts = len(HOMES) * (num_subjects * (1 + size.num_rounds) + 1)
-    num_done = 0
-
-    def advance(what: str) -> None:
-        nonlocal num_done
-        show(what, num_done, num_parts)
-        num_done += 1
-
-    with TemporaryDirectory(prefix="chunkc-bench-") as cache:
+    size = SMALL if context.is_small else FULL
+    num_subjects = len(size.fractions) + 2
+    progress = Progress(context.show, len(HOMES) * (num_subjects * (1 + size.num_rounds) + 1))
+    with context.code_cache() as cache:
         for home in HOMES:
-            yield _section(size, home, Path(cache), advance)
+            if context.wants_case(home):
+                yield _section(size, home, cache, progress)
 
 
-def budgets_nbytes(plain_peak_nbytes: int, minimum_nbytes: int) -> dict[str, int]:
+def budgets_nbytes(
+    plain_peak_nbytes: int, minimum_nbytes: int, fractions: Mapping[str, Fraction] = FRACTIONS
+) -> dict[str, int]:
     """Budgets by name, largest first: parts of plain's peak, then the minimum."""
-    parts = {name: int(plain_peak_nbytes * part) for name, part in FRACTIONS.items()}
+    parts = {name: int(plain_peak_nbytes * part) for name, part in fractions.items()}
     return {**parts, MINIMUM: minimum_nbytes}
 
 
-def _section(size: Size, home: str, cache: Path, advance: Callable[[str], None]) -> Section:
+def _section(size: Size, home: str, cache: Path, advance: Progress) -> Section:
     model, batch_size = SIZES[size.name]
-    plain_spec = SubjectSpec(model, batch_size, is_metered=True)
+    plain_spec = SubjectSpec(model, batch_size, is_metered=True, codegen=size.codegen)
 
     def spec(budget_nbytes: int, *, is_limited: bool = True) -> SubjectSpec:
-        options = {"memory_budget": budget_nbytes, "home": home, "whole_graph": "never"}
-        return SubjectSpec(model, batch_size, options, is_metered=True, is_placed=True, is_limited=is_limited)
+        options = {"memory_budget": budget_nbytes, "home": home, "whole_graph": "never", "codegen": size.codegen}
+        limit_nbytes = budget_nbytes if is_limited else None
+        return SubjectSpec(
+            model, batch_size, CHUNKC, options, is_metered=True, is_placed=True, limit_nbytes=limit_nbytes
+        )
 
     with ExitStack() as stack:
         advance(f"{home}: compiling {PLAIN}")
@@ -83,7 +81,7 @@ def _section(size: Size, home: str, cache: Path, advance: Callable[[str], None])
         subjects[PLAIN].step(3)
         plain_peak_nbytes = subjects[PLAIN].report()["measured_peak_nbytes"]
         advance(f"{home}: asking for the minimum")
-        budgets = budgets_nbytes(plain_peak_nbytes, _minimum_nbytes(spec(1, is_limited=False), cache))
+        budgets = budgets_nbytes(plain_peak_nbytes, _minimum_nbytes(spec(1, is_limited=False), cache), size.fractions)
         notes: dict[str, str] = {}
         for name, budget_nbytes in budgets.items():
             advance(f"{home}: compiling {name}")
@@ -91,7 +89,7 @@ def _section(size: Size, home: str, cache: Path, advance: Callable[[str], None])
             try:
                 subject.step(2)
             except DoesNotFit as error:
-                notes[name] = f"does not fit: needs {error.minimum_nbytes / 2**20:.1f} MiB"
+                notes[name] = str(error)
                 continue
             subjects[name] = subject
         turns = interleave(

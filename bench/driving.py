@@ -4,35 +4,61 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from subject import SubjectSpec
-
 NUM_SETTLING_STEPS = 1
 """Steps at the start of each turn that count for nothing: caches still hold another subject's data."""
 
+REPLY_TIMEOUT_S = 1800.0
+"""How long a subject may think about one command unless told otherwise."""
+
+Timeout = float | Callable[[], float]
+"""Seconds, or what gives them when an answer is waited for: a deadline comes nearer."""
+
 _EXIT_TIMEOUT_S = 60
+_NUM_LOG_CHARACTERS = 3000
 
 
 class SubjectFailed(Exception):
-    """A subject's process ended with an error; the message holds the end of what it printed."""
+    """A subject's process ended with an error or did not answer; the message holds the end of what it printed."""
+
+
+class TimedOut(SubjectFailed):
+    """A subject's process did not answer in time, and was ended."""
 
 
 class DoesNotFit(Exception):
     """No plan keeps to the subject's budget; `minimum_nbytes` is the smallest for which there is one."""
 
     def __init__(self, minimum_nbytes: int) -> None:
-        super().__init__(f"needs {minimum_nbytes} bytes")
+        super().__init__(f"does not fit: needs {minimum_nbytes / 2**20:,.1f} MiB")
         self.minimum_nbytes = minimum_nbytes
+
+
+class OutOfMemory(Exception):
+    """The subject ran out of memory under its limit; the message is its own, cut to one line."""
+
+
+class Unavailable(Exception):
+    """The subject cannot run here; the message says why."""
+
+
+class Spec(Protocol):
+    """What a process is told on its command line."""
+
+    SCRIPT: str
+
+    def to_json(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -62,29 +88,38 @@ class Steps(Protocol):
     def step(self, num_steps: int) -> Turn: ...
 
 
-class SubjectProcess:
-    """A subject in a fresh process; a context manager that ends it.
+class Process:
+    """A script of this folder in a fresh process, asked line by line; a context manager that ends it.
 
     Args:
+        spec: names the script and is its only argument.
         inductor_cache: a folder for compiled code; None: a fresh one, so that nothing is compiled yet.
+        timeout_s: for each answer.
 
-    Every method raises SubjectFailed where the process has failed.
+    Every method raises SubjectFailed where the process has failed, Unavailable and OutOfMemory where it said so.
     """
 
-    def __init__(self, spec: SubjectSpec, inductor_cache: Path | None = None) -> None:
+    def __init__(self, spec: Spec, inductor_cache: Path | None = None, *, timeout_s: Timeout = REPLY_TIMEOUT_S) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="chunkc-bench-")
+        self._timeout_s = timeout_s
         folder = Path(self._folder.name)
         self._log = folder / "log"
         environment = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(inductor_cache or folder / "inductor"))
-        command = [sys.executable, str(Path(__file__).with_name("subject.py")), spec.to_json()]
+        command = [sys.executable, str(Path(__file__).with_name(spec.SCRIPT)), spec.to_json()]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment
             )
-        self._counters: dict[str, float] = {}
+        self._unread = b""
+        self._has_ended = False
         self.ready: dict[str, Any] = {}
 
-    def __enter__(self) -> SubjectProcess:
+    def start_in(self, stack: ExitStack) -> Any:
+        """Have `stack` end the process; `__enter__` waits for it later. So several can start at the same time."""
+        stack.push(self.__exit__)
+        return self
+
+    def __enter__(self) -> Any:
         try:
             self.ready = self._reply()
         except BaseException:
@@ -97,13 +132,81 @@ class SubjectProcess:
     ) -> None:
         self._end(kill=kind is not None)
 
+    def ask(self, command: str) -> dict[str, Any]:
+        """The answer to one line."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{command}\n".encode())
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise self._failure() from error
+        return self._reply()
+
+    def _reply(self) -> dict[str, Any]:
+        reply = json.loads(self._line())
+        if "unavailable" in reply:
+            raise Unavailable(reply["unavailable"])
+        if "out_of_memory" in reply:
+            raise OutOfMemory(reply["out_of_memory"])
+        return reply
+
+    def _line(self) -> bytes:
+        assert self._process.stdout is not None
+        timeout_s = self._timeout_s() if callable(self._timeout_s) else self._timeout_s
+        pipe, give_up_s = self._process.stdout.fileno(), time.monotonic() + timeout_s
+        while b"\n" not in self._unread:
+            left_s = give_up_s - time.monotonic()
+            if left_s <= 0 or not select.select([pipe], [], [], left_s)[0]:
+                self._process.kill()
+                raise TimedOut(f"no answer within {timeout_s:.0f} s:\n{self._said()}")
+            part = os.read(pipe, 1 << 16)
+            if not part:
+                raise self._failure()
+            self._unread += part
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def _said(self) -> str:
+        return self._log.read_text(errors="replace").strip()[-_NUM_LOG_CHARACTERS:]
+
+    def _failure(self) -> SubjectFailed:
+        code = self._process.wait()
+        return SubjectFailed(f"the subject ended with exit code {code}:\n{self._said()}")
+
+    def _end(self, *, kill: bool) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        if self._has_ended:
+            return
+        self._has_ended = True
+        if kill:
+            self._process.kill()
+        with suppress(BrokenPipeError):  # it has ended already
+            self._process.stdin.close()
+        try:
+            self._process.wait(_EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._folder.cleanup()
+
+
+class SubjectProcess(Process):
+    """A model in training (see `subject.py`)."""
+
+    def __init__(self, spec: Spec, inductor_cache: Path | None = None, *, timeout_s: Timeout = REPLY_TIMEOUT_S) -> None:
+        super().__init__(spec, inductor_cache, timeout_s=timeout_s)
+        self._counters: dict[str, float] = {}
+
     def step(self, num_steps: int) -> Turn:
         """Train.
 
         Raises:
             DoesNotFit: not within the budget.
+            OutOfMemory: the limit was hit.
         """
-        reply = self._ask(f"step {num_steps}")
+        reply = self.ask(f"step {num_steps}")
         if "minimum_nbytes" in reply:
             raise DoesNotFit(reply["minimum_nbytes"])
         before, self._counters = self._counters, reply["counters"]
@@ -119,42 +222,7 @@ class SubjectProcess:
 
     def report(self) -> dict[str, Any]:
         """Peaks and plan, as `subject.Trainer.report` has them."""
-        return self._ask("report")
-
-    def _ask(self, command: str) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        try:
-            print(command, file=self._process.stdin, flush=True)
-        except BrokenPipeError as error:
-            raise self._failure() from error
-        return self._reply()
-
-    def _reply(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise self._failure()
-        return json.loads(line)
-
-    def _failure(self) -> SubjectFailed:
-        code = self._process.wait()
-        said = self._log.read_text(errors="replace").strip()
-        return SubjectFailed(f"the subject ended with exit code {code}:\n{said[-3000:]}")
-
-    def _end(self, *, kill: bool) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        if kill:
-            self._process.kill()
-        with suppress(BrokenPipeError):  # it has ended already
-            self._process.stdin.close()
-        try:
-            self._process.wait(_EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-        self._folder.cleanup()
+        return self.ask("report")
 
 
 def interleave(
@@ -182,3 +250,11 @@ def rotated(names: Sequence[str], by: int) -> list[str]:
     """The same order, begun `by` places later."""
     start = by % len(names)
     return [*names[start:], *names[:start]]
+
+
+def first_line(error: BaseException, at_most: int = 200) -> str:
+    """What a table has room for: of a failed process the last line of its log, else the first of the message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    is_log = isinstance(error, SubjectFailed) and not isinstance(error, TimedOut)
+    line = lines[-1] if is_log else lines[0].rstrip(":")
+    return line.replace("|", "/")[:at_most]

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from driving import SubjectProcess, Turn, interleave, rotated
+from context import Context, Progress
+from driving import REPLY_TIMEOUT_S, SubjectProcess, Timeout, Turn, interleave, rotated
 from gpt import GPTConfig
 from metrics import Metric, Row, Section, flat, one, paired_ratios, setting_of
-from subject import SubjectSpec
+from specs import CHUNKC, PLAIN, SubjectSpec
 
 HUGE_NBYTES = 2**40
 """A budget that everything fits."""
@@ -26,19 +27,17 @@ HUGE_NBYTES = 2**40
 LOSS_TOLERANCE = 1e-2
 """Subjects whose losses differ by more do not train the same model: their times compare nothing."""
 
-Show = Callable[[str, int, int], None]
-"""Told of progress: what is being done, how many parts are done, of how many."""
-
 
 @dataclass(frozen=True)
 class Size:
-    """A model and how often it is measured; `num_steps` are those of one turn."""
+    """A model and how often it is measured; `num_steps` are those of one turn, `codegen` is everybody's."""
 
     model: GPTConfig
     batch_size: int
     num_repeats: int
     num_rounds: int
     num_steps: int
+    codegen: str = "inductor"
 
 
 FULL = Size(
@@ -54,38 +53,49 @@ SMALL = Size(
     num_repeats=1,
     num_rounds=1,
     num_steps=3,
+    codegen="eager",
 )
+GPU = Size(
+    GPTConfig(num_layers=24, width=1024, num_heads=16, length=1024, vocabulary=50_304),
+    batch_size=8,
+    num_repeats=1,
+    num_rounds=6,
+    num_steps=5,
+)
+"""GPT-2 medium's shape, fp32 parameters, matrix products in TF32: the same arithmetic for all."""
 
 NUM_COLD_STEPS = 6
 """Of a compilation's process: the first compiles, the second may still be slow, the others are steady."""
 
-PLAIN = "plain"
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any] | None] = {
     PLAIN: None,
     "chunkc fast path": {"memory_budget": HUGE_NBYTES, "whole_graph": "auto"},
     "chunkc segmented": {"memory_budget": HUGE_NBYTES, "whole_graph": "never"},
 }
 
 
-def run(*, is_small: bool, show: Show) -> Iterator[Section]:
+def run(context: Context) -> Iterator[Section]:
     """Measure; yields each section as soon as it is there.
 
     Raises:
         SubjectFailed: a subject's process failed.
         ValueError: the subjects' losses differ.
     """
-    size = SMALL if is_small else FULL
-    specs = {name: SubjectSpec(size.model, size.batch_size, options) for name, options in OPTIONS.items()}
-    num_parts = len(specs) * (size.num_repeats + 1 + size.num_rounds)
-    num_done = 0
+    size = SMALL if context.is_small else (GPU if context.device == "cuda" else FULL)
+    specs = {name: _spec(size, options, context.device) for name, options in OPTIONS.items()}
+    progress = Progress(context.show, len(specs) * (size.num_repeats + 1 + size.num_rounds))
+    timeout_s = context.reply_timeout(REPLY_TIMEOUT_S)
+    with context.code_cache() as cache:
+        if context.wants_case("compilation"):
+            yield _compilation(size, specs, cache if context.is_small else None, progress, timeout_s)
+        if context.wants_case("steps"):
+            yield _steps(size, specs, cache, progress, timeout_s)
 
-    def advance(what: str) -> None:
-        nonlocal num_done
-        show(what, num_done, num_parts)
-        num_done += 1
 
-    yield _compilation(size, specs, advance)
-    yield _steps(size, specs, advance)
+def _spec(size: Size, options: dict[str, Any] | None, device: str) -> SubjectSpec:
+    if options is None:
+        return SubjectSpec(size.model, size.batch_size, PLAIN, device=device, codegen=size.codegen)
+    return SubjectSpec(size.model, size.batch_size, CHUNKC, options | {"codegen": size.codegen}, device=device)
 
 
 def cold_times_s(turn: Turn) -> tuple[float, float]:
@@ -96,13 +106,16 @@ def cold_times_s(turn: Turn) -> tuple[float, float]:
     )
 
 
-def _compilation(size: Size, specs: Mapping[str, SubjectSpec], advance: Callable[[str], None]) -> Section:
+def _compilation(
+    size: Size, specs: Mapping[str, SubjectSpec], cache: Path | None, advance: Progress, timeout_s: Timeout
+) -> Section:
+    """Each sample by a fresh process; `cache` is None where nothing may be compiled yet."""
     compile_s: dict[str, list[float]] = {name: [] for name in specs}
     optimizer_s: dict[str, list[float]] = {name: [] for name in specs}
     for repeat in range(size.num_repeats):
         for name in rotated(list(specs), repeat):
             advance(f"cold compilation {repeat + 1}: {name}")
-            with SubjectProcess(specs[name]) as subject:
+            with SubjectProcess(specs[name], cache, timeout_s=timeout_s) as subject:
                 graph_s, update_s = cold_times_s(subject.step(NUM_COLD_STEPS))
             compile_s[name].append(graph_s)
             optimizer_s[name].append(update_s)
@@ -122,13 +135,12 @@ def _compilation(size: Size, specs: Mapping[str, SubjectSpec], advance: Callable
     return Section("Cold compilation of forward and backward", setting, rows)
 
 
-def _steps(size: Size, specs: Mapping[str, SubjectSpec], advance: Callable[[str], None]) -> Section:
+def _steps(size: Size, specs: Mapping[str, SubjectSpec], cache: Path, advance: Progress, timeout_s: Timeout) -> Section:
     with ExitStack() as stack:
-        cache = Path(stack.enter_context(TemporaryDirectory(prefix="chunkc-bench-")))
         subjects: dict[str, SubjectProcess] = {}
         for name, spec in specs.items():
             advance(f"compiling: {name}")
-            subjects[name] = stack.enter_context(SubjectProcess(spec, cache))
+            subjects[name] = stack.enter_context(SubjectProcess(spec, cache, timeout_s=timeout_s))
             subjects[name].step(2)
         turns = interleave(
             subjects,

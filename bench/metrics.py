@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Unit = Literal["s", "nbytes", "ratio", "per_s", "number"]
+Unit = Literal["s", "nbytes", "ratio", "per_s", "nbytes_per_s", "flops_per_s", "number"]
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,20 @@ class Metric:
 
 @dataclass(frozen=True)
 class Row:
-    """One case: what it is, what was measured, and what else there is to say of it."""
+    """One case: what it is, what was measured, and what else there is to say of it.
+
+    `is_failure`: chunkc itself did not do what it should have; a peer's trouble is a note.
+    """
 
     labels: Mapping[str, str]
     metrics: Mapping[str, Metric]
     note: str = ""
+    is_failure: bool = False
 
     def to_json(self) -> dict[str, Any]:
         metrics = {name: metric.to_json() for name, metric in self.metrics.items()}
-        return {"labels": dict(self.labels), "metrics": metrics, "note": self.note}
+        fields = {"labels": dict(self.labels), "metrics": metrics, "note": self.note}
+        return fields | {"is_failure": True} if self.is_failure else fields
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,12 @@
 #
 #   bench/on_gpu.sh [SECONDS]      (default 540)
 #
-# Outputs are saved as they come under ${OUT:-bench/results/gpu}: a step cut short leaves what it wrote. Ends with
-# a table of step, seconds and exit code (124 or 137: out of time; "-": no time left to begin), and always exits 0.
-# PYTHON names the interpreter; chunkc need not be installed in it.
+# Needs torch 2.11 or newer, Triton 3.6 or newer, transformers, pytest; other systems are measured where they are
+# installed. Without a GPU every step is rehearsed on the CPU, in small form. Outputs are saved as they come under
+# ${OUT:-bench/results/gpu}: a step cut short leaves what it wrote. Ends with a table of step, seconds and exit code
+# (124 or 137: out of time; "-": not begun), and always exits 0.
+# PYTHON names the interpreter. Where chunkc is not installed in it, it is, without its dependencies; where even that
+# fails, links stand for the installation.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 0
 
@@ -23,30 +26,21 @@ if [[ -z ${PYTHON:-} ]]; then
     [[ -x .venv/bin/python ]] && PYTHON=$PWD/.venv/bin/python
 fi
 scratch=$(mktemp -d)
-export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
-
-# The package as an installation would lay it out, with its entry point, from links alone: needs no network.
-package=$scratch/package
-mkdir -p "$package/chunkc" "$package/chunkc-0.dist-info"
-for path in chunkc/*; do
-    [[ $path == */__pycache__ ]] || ln -s "$PWD/$path" "$package/chunkc/"
-done
-for room in passes runtime kernels; do
-    ln -s "$PWD/$room" "$package/chunkc/$room"
-done
-printf 'Metadata-Version: 2.1\nName: chunkc\nVersion: 0\n' >"$package/chunkc-0.dist-info/METADATA"
-printf '[torch_dynamo_backends]\nchunkc = chunkc.backend:chunkc\n' >"$package/chunkc-0.dist-info/entry_points.txt"
-export PYTHONPATH=$package${PYTHONPATH:+:$PYTHONPATH}
+export PYTHON PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$scratch/inductor}
 
 steps=()
+child=
 finish() {
+    trap '' INT TERM
+    [[ -n $child ]] && kill -TERM "$child" 2>/dev/null
     {
-        printf '\n%-14s %8s %6s\n' step seconds exit
+        printf '\n%-12s %8s %6s\n' step seconds exit
         for row in ${steps[@]+"${steps[@]}"}; do
             # shellcheck disable=SC2086  # three words
-            printf '%-14s %8s %6s\n' $row
+            printf '%-12s %8s %6s\n' $row
         done
-        printf '%-14s %8s %6s\n' total "$SECONDS" ""
+        printf '%-12s %8s %6s\n' total "$SECONDS" ""
     } | tee "$out/table.txt"
     rm -rf "$scratch"
     exit 0
@@ -54,20 +48,50 @@ finish() {
 trap finish EXIT
 trap 'exit 0' INT TERM
 
-# step NAME AT_MOST_S COMMAND...: run it with its output in NAME.txt, for as long as it and the whole may take.
+# step NAME PERCENT COMMAND...: run it with its output in NAME.txt, for as long as its share of the limit and what is
+# left of the whole allow. An argument @limit becomes the seconds that the command has for itself.
 step() {
-    local name=$1 left_s=$((limit_s - SECONDS - 5)) at_most_s=$2 start_s=$SECONDS code
+    local name=$1 at_most_s=$((limit_s * $2 / 100)) left_s=$((limit_s - SECONDS - 3)) start_s=$SECONDS code
     shift 2
-    if ((left_s < 5)); then
+    ((left_s < at_most_s)) && at_most_s=$left_s
+    if ((at_most_s < 4)); then
         steps+=("$name 0 -")
         return
     fi
-    ((left_s < at_most_s)) && at_most_s=$left_s
+    local own_s=$((at_most_s > 24 ? at_most_s - 12 : at_most_s / 2))
     echo "== $name (at most $at_most_s s)"
-    timeout --kill-after=3 "$at_most_s" "$@" 2>&1 | tee "$out/$name.txt"
-    code=${PIPESTATUS[0]}
+    timeout --kill-after=3 "$at_most_s" "${@/#@limit/$own_s}" >"$out/$name.txt" 2>&1 &
+    child=$!
+    wait "$child"
+    code=$?
+    child=
+    tail -n "${LINES_SHOWN:-25}" "$out/$name.txt"
     steps+=("$name $((SECONDS - start_s)) $code")
 }
+
+has_chunkc() {
+    "$PYTHON" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("chunkc") is None)' 2>/dev/null
+}
+
+# The package as an installation would lay it out, with its entry point, from links alone: needs nothing.
+link_package() {
+    local package=$scratch/package path room
+    mkdir -p "$package/chunkc" "$package/chunkc-0.dist-info"
+    for path in chunkc/*; do
+        [[ $path == */__pycache__ ]] || ln -s "$PWD/$path" "$package/chunkc/"
+    done
+    for room in passes runtime kernels; do
+        ln -s "$PWD/$room" "$package/chunkc/$room"
+    done
+    printf 'Metadata-Version: 2.1\nName: chunkc\nVersion: 0\n' >"$package/chunkc-0.dist-info/METADATA"
+    printf '[torch_dynamo_backends]\nchunkc = chunkc.backend:chunkc\n' >"$package/chunkc-0.dist-info/entry_points.txt"
+    export PYTHONPATH=$package${PYTHONPATH:+:$PYTHONPATH}
+}
+
+if ! has_chunkc; then
+    timeout 60 "$PYTHON" -m pip install -q --no-build-isolation --no-deps -e . >"$out/install.txt" 2>&1
+    has_chunkc || link_package
+fi
 
 environment() {
     nvidia-smi
@@ -79,13 +103,18 @@ environment() {
 import importlib.metadata as metadata
 import sys
 
-print("python", sys.version)
-for name in ("torch", "triton", "numpy", "pydantic", "sympy", "nvidia-ml-py", "ninja", "transformers",
-             "pytest", "pytest-timeout", "hypothesis", "matplotlib", "rich", "setuptools"):
+
+def version(name):
     try:
-        print(name, metadata.version(name))
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
-        print(name, "MISSING")
+        return None
+
+
+print("python", sys.version)
+for name in ("torch", "triton", "numpy", "pydantic", "sympy", "nvidia-ml-py", "ninja", "transformers", "pytest",
+             "pytest-timeout", "hypothesis", "matplotlib", "rich", "setuptools", "torchao", "bitsandbytes", "deepspeed"):
+    print(name, version(name) or "MISSING")
 import torch
 
 print("cuda", torch.version.cuda, "available", torch.cuda.is_available(), "threads", torch.get_num_threads())
@@ -95,15 +124,51 @@ import chunkc
 
 print("chunkc from", chunkc.__file__)
 torch._dynamo.lookup_backend("chunkc")
+lacking = [
+    f"{name} {least[0]}.{least[1]} or newer"
+    for name, least in {"torch": (2, 11), "triton": (3, 6), "transformers": (5, 0)}.items()
+    if tuple(int(part) for part in (version(name) or "0.0").split(".")[:2]) < least
+]
+if lacking:
+    sys.exit(f"needed here: {', '.join(lacking)}")
 END
 }
 export -f environment
-export PYTHON
 
-step environment 60 bash -c environment
-step tests $((limit_s * 6 / 10)) "$PYTHON" -m pytest tests -m "not slow" -q -p no:cacheprovider
-step demo 300 "$PYTHON" bench/demo.py --size small --steps 15 --out "$scratch/demo"
-for file in summary.json plan.txt memory.png losses.png; do
-    [[ -f $scratch/demo/$file ]] && cp "$scratch/demo/$file" "$out/"
-done
+device=cpu form=(--small --device cpu)
+if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+    device=cuda form=(--device cuda)
+fi
+echo "device: $device"
+
+bench() { # NAME PERCENT SUITE ARGUMENTS...
+    local name=$1 percent=$2 suite=$3
+    shift 3
+    step "$name" "$percent" "$PYTHON" bench/run.py "$suite" "${form[@]}" --out "$out/$name.json" --time-limit @limit "$@"
+}
+pick() { # the second argument with a GPU, else the first
+    if [[ $device == cuda ]]; then echo "$2"; else echo "$1"; fi
+}
+
+quick=(-q -p no:cacheprovider --timeout=120)
+step environment 12 bash -c environment
+step tests 26 "$PYTHON" -m pytest tests -m gpu "${quick[@]}"
+step sanitizer 12 env TORCH_CUDA_SANITIZER=1 "$PYTHON" -m pytest tests -m "gpu and not slow" "${quick[@]}"
+if command -v compute-sanitizer >/dev/null; then
+    step memcheck 10 compute-sanitizer --error-exitcode 9 "$PYTHON" -m pytest tests/kernels -m gpu "${quick[@]}"
+fi
+bench adam 14 adam
+bench budget 34 budget --case "$(pick 'tiny-3@6MiB' 'llama3-8b@6GB')" --systems chunkc
+bench prediction 20 budget --case "$(pick 'hf-tiny@*' 'gpt-1b@*')" --systems chunkc,plain
+bench fits 20 fits
+bench scale 24 scale
+bench peers 40 budget --case "$(pick 'tiny-3@*' 'gpt-*')"
+bench bound 20 bound
+
+shopt -s nullglob
+results=("$out"/*.json)
+if ((${#results[@]})); then
+    "$PYTHON" bench/report.py "${results[@]}" >"$out/results.md" 2>"$out/report.txt"
+    "$PYTHON" bench/report.py "${results[@]}" --plots "$out" >/dev/null 2>>"$out/report.txt"
+fi
 exit 0

@@ -1,26 +1,35 @@
-"""Results as Markdown.
+"""Results as Markdown, and as plots.
 
-    python bench/report.py bench/results/fits-2026-01-31-1200.json [MORE.json ...]
+    python bench/report.py bench/results/fits-2026-01-31-1200.json [MORE.json ...] [--plots FOLDER]
 
-A table per section: medians, and the quartiles in brackets where there are several samples.
+A table per section: medians, and the quartiles in brackets where there are several samples. `--plots` draws a PNG per
+suite too, and refers to it; it needs matplotlib.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 _MIB = 2**20
+_GIB = 2**30
 _MISSING = "–"
+_NAMED_VERSIONS = frozenset({"python", "torch", "commit", "has_changes"})
 
 
-def markdown(result: Mapping[str, Any]) -> str:
-    """A suite's result, as `run.py` wrote it, in Markdown."""
+def markdown(result: Mapping[str, Any], plot: Path | None = None) -> str:
+    """A suite's result, as `run.py` wrote it, in Markdown, with its plot if there is one."""
     rehearsal = " (small: a rehearsal, no measurement)" if result["is_small"] else ""
     parts = [f"## {result['suite']}{rehearsal}", _origin(result)]
+    if plot is not None:
+        parts.append(f"![{result['suite']}]({plot.name})")
     if not result["is_complete"]:
         parts.append("The run did not end: sections are missing.")
     for section in result["sections"]:
@@ -43,7 +52,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         cells = [row["labels"].get(name, "") for name in labels]
         cells += [cell(row["metrics"][name]) if name in row["metrics"] else _MISSING for name in metrics]
-        lines.append([*cells, *([row["note"]] if has_notes else [])])
+        failed = "**FAILED** " if row.get("is_failure") else ""
+        lines.append([*cells, *([failed + row["note"]] if has_notes else [])])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -59,8 +69,14 @@ def cell(metric: Mapping[str, Any]) -> str:
         case "s":
             scale, suffix = (1000, " ms") if metric["median"] < 0.1 else (1, " s")
             texts = [_three_digits(value * scale) for value in values]
+        case "nbytes" if metric["median"] >= 10 * _GIB:
+            texts, suffix = [f"{value / _GIB:.2f}" for value in values], " GiB"
         case "nbytes":
             texts, suffix = [f"{value / _MIB:.1f}" for value in values], " MiB"
+        case "nbytes_per_s":
+            texts, suffix = [f"{value / 1e9:.1f}" for value in values], " GB/s"
+        case "flops_per_s":
+            texts, suffix = [_three_digits(value / 1e12) for value in values], " TFLOPS"
         case "ratio":
             texts, suffix = [f"{value:.3f}" for value in values], " x"
         case "per_s":
@@ -81,9 +97,11 @@ def _origin(result: Mapping[str, Any]) -> str:
     hardware, versions = result["hardware"], result["versions"]
     commit = versions["commit"] or "unknown"
     changed = " with uncommitted changes" if versions["has_changes"] else ""
+    gpu = f"{hardware['gpu']} ({hardware['gpu_memory_nbytes'] / _GIB:.0f} GiB), " if "gpu" in hardware else ""
+    others = "".join(f", {name} {v}" for name, v in versions.items() if name not in _NAMED_VERSIONS)
     return (
-        f"{hardware['cpu']}, {hardware['num_cores']} cores, {hardware['ram_nbytes'] / 2**30:.0f} GiB of RAM; "
-        f"Python {versions['python']}, torch {versions['torch']}, commit {commit[:10]}{changed}; "
+        f"{gpu}{hardware['cpu']}, {hardware['num_cores']} cores, {hardware['ram_nbytes'] / _GIB:.0f} GiB of RAM; "
+        f"Python {versions['python']}, torch {versions['torch']}{others}, commit {commit[:10]}{changed}; "
         f"{result['date'][:10]}"
     )
 
@@ -105,10 +123,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the files named, one after the other."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("results", nargs="+", type=Path, metavar="FILE.json")
-    for path in parser.parse_args(arguments).results:
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw a PNG per suite there")
+    args = parser.parse_args(arguments)
+    if args.plots is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plots needs matplotlib: pip install matplotlib")
+    for path in args.results:
         if not path.is_file():
             parser.error(f"there is no file {path}")
-        print(markdown(json.loads(path.read_text())))
+        result = json.loads(path.read_text())
+        plot = None
+        if args.plots is not None:
+            from plots import draw
+
+            args.plots.mkdir(parents=True, exist_ok=True)
+            plot = draw(result, args.plots / f"{path.stem}.png")
+        print(markdown(result, plot))
     return 0
 
 

@@ -6,9 +6,14 @@ Suites (all, where none is named):
 
     fits    everything fits: time per step and cold compilation beside plain torch.compile
     disk    smaller and smaller budgets, model data in RAM or on disk
+    adam    Adam updates: bytes per second against the memory bound, beside other Adams
+    budget  models under budgets of 6 to 32 GB beside other systems that offload
+    bound   the same models: how much of what the machine could do is reached
+    scale   the largest model that trains under a budget
 
-`--small` rehearses a suite on a tiny model. Results go to bench/results/SUITE-DATE.json, rewritten after
-every section, so that a run cut short keeps what it had; bench/report.py makes Markdown of them.
+`--small` rehearses a suite on a tiny model. Results go to bench/results/SUITE-DATE.json, rewritten after every
+section, so that a run cut short keeps what it had; bench/report.py makes Markdown of them. Exits with 1 where chunkc
+itself failed; other systems that fail are rows that say why.
 """
 
 from __future__ import annotations
@@ -16,40 +21,57 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import adam
+import bound
+import budget
 import disk
 import fits
 import machine
-from driving import SubjectFailed
+import scale
+from context import Context
+from driving import SubjectFailed, TimedOut
 from metrics import Section
 from report import markdown
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
+Suite = Callable[[Context], Iterator[Section]]
+"""Measures and yields sections as they come."""
 
-class Suite(Protocol):
-    """Measures and yields sections; `show` gets what is being done, the parts done, and of how many."""
-
-    def __call__(self, *, is_small: bool, show: Callable[[str, int, int], None]) -> Iterator[Section]: ...
-
-
-SUITES: Mapping[str, Suite] = {"fits": fits.run, "disk": disk.run}
+SUITES: Mapping[str, Suite] = {
+    "fits": fits.run,
+    "disk": disk.run,
+    "adam": adam.run,
+    "budget": budget.run,
+    "bound": bound.run,
+    "scale": scale.run,
+}
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; `suites` are names, `out` a path or None."""
+    """The command line; `suites` are names, `out` a path or None, `systems` a tuple of names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)} (default: all)")
     parser.add_argument("--small", action="store_true", help="a tiny model, hardly repeated")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="of one suite")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="where models compute (default: a GPU if there is one)"
+    )
+    parser.add_argument("--time-limit", type=_seconds, metavar="SECONDS", help="begin no case later than this")
+    parser.add_argument("--case", default="*", metavar="PATTERN", help='cases to run, such as "llama3-8b@6*"')
+    parser.add_argument("--systems", default="", metavar="NAME,...", help="subject and peers to run (default: all)")
     parsed = parser.parse_args(arguments)
     for name in parsed.suites:
         if name not in SUITES:
@@ -57,7 +79,18 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parsed.suites = list(dict.fromkeys(parsed.suites)) or list(SUITES)
     if parsed.out is not None and len(parsed.suites) > 1:
         parser.error("--out is for one suite; name it")
+    if parsed.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU here")
+    parsed.device = parsed.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    parsed.systems = tuple(name.strip() for name in parsed.systems.split(",") if name.strip())
     return parsed
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < 1e9:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return seconds
 
 
 def default_out(suite: str, is_small: bool, now: datetime) -> Path:
@@ -66,12 +99,24 @@ def default_out(suite: str, is_small: bool, now: datetime) -> Path:
     return RESULTS / f"{suite}{small}-{now:%Y-%m-%d-%H%M}.json"
 
 
-def run_suite(name: str, *, is_small: bool, out: Path, console: Console, now: datetime) -> dict[str, Any]:
+def run_suite(
+    name: str,
+    *,
+    is_small: bool,
+    out: Path,
+    console: Console,
+    now: datetime,
+    device: str = "cpu",
+    deadline_s: float | None = None,
+    case_pattern: str = "*",
+    systems: tuple[str, ...] = (),
+) -> dict[str, Any]:
     """Run a suite under a progress bar and write its result, after every section anew; returns it."""
     result: dict[str, Any] = {
         "suite": name,
         "is_small": is_small,
         "is_complete": False,
+        "device": device,
         "date": now.isoformat(timespec="seconds"),
         "hardware": machine.hardware(),
         "versions": machine.versions(),
@@ -85,19 +130,31 @@ def run_suite(name: str, *, is_small: bool, out: Path, console: Console, now: da
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=console) as progress:
+    with ProgressBar(*columns, console=console) as progress:
         task = progress.add_task("", total=None)
 
         def show(what: str, num_done: int, num_parts: int) -> None:
             progress.update(task, description=what, completed=num_done, total=num_parts)
 
-        for section in SUITES[name](is_small=is_small, show=show):
+        context = Context(is_small, device, show, deadline_s, case_pattern, systems)
+        _write(out, result)
+        for section in SUITES[name](context):
             result["sections"].append(section.to_json())
             _write(out, result)
-        result["is_complete"] = True
+        result["is_complete"] = not context.is_out_of_time
         _write(out, result)
         progress.update(task, description="done", completed=progress.tasks[0].total)
     return result
+
+
+def failures(result: Mapping[str, Any]) -> list[str]:
+    """One line for each row in which chunkc failed."""
+    return [
+        f"{section['title']}: {', '.join(row['labels'].values())}: {row['note']}"
+        for section in result["sections"]
+        for row in section["rows"]
+        if row.get("is_failure")
+    ]
 
 
 def _write(out: Path, result: Mapping[str, Any]) -> None:
@@ -108,17 +165,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the suites named; 1 where a subject failed. Markdown goes to standard output, progress to error."""
     args = parse_args(arguments)
     console = Console(stderr=True)
+    deadline_s = None if args.time_limit is None else time.monotonic() + args.time_limit
+    has_failed = False
     for name in args.suites:
         now = datetime.now(UTC)
         out = args.out or default_out(name, args.small, now)
         try:
-            result = run_suite(name, is_small=args.small, out=out, console=console, now=now)
+            result = run_suite(
+                name,
+                is_small=args.small,
+                out=out,
+                console=console,
+                now=now,
+                device=args.device,
+                deadline_s=deadline_s,
+                case_pattern=args.case,
+                systems=args.systems,
+            )
+        except TimedOut as error:
+            console.print(str(error), markup=False, highlight=False)
+            if deadline_s is None or time.monotonic() < deadline_s:
+                return 1
+            continue
         except SubjectFailed as error:
             console.print(str(error), markup=False, highlight=False)
             return 1
-        print(markdown(result))
+        print(markdown(result), flush=True)
         console.print(f"written: {out}", highlight=False)
-    return 0
+        for line in failures(result):
+            console.print(f"FAILED {line}", markup=False, highlight=False)
+            has_failed = True
+    return 1 if has_failed else 0
 
 
 if __name__ == "__main__":

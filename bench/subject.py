@@ -1,4 +1,4 @@
-"""One subject of a benchmark: a GPT in training, in a process of its own, that obeys commands.
+"""One subject of a benchmark: a model in training, in a process of its own, that obeys commands.
 
     python subject.py '{"model": {...}, ...}'        # the fields of SubjectSpec
 
@@ -8,25 +8,29 @@ Every command, a line on standard input, is answered by one line of JSON on stan
     report      the model's memory, measured and predicted
 
 The first line comes unasked, when the model is ready. Everything printed by others goes to standard error.
-The process ends with its input.
+Where the limit is hit the answer is {"out_of_memory": ...}, where a budget is too small {"minimum_nbytes": ...}, where
+the system cannot run here {"unavailable": ...}. The process ends with its input.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gpt import GPT, GPTConfig, num_parameters
+import families
+import systems
+from driving import Unavailable
+from specs import CHUNKC, SubjectSpec
 
 import chunkc
 from chunkc.runtime import cpu_allocator
@@ -34,72 +38,32 @@ from chunkc.runtime import cpu_allocator
 Reply = Callable[[dict[str, Any]], None]
 
 
-@dataclass(frozen=True)
-class SubjectSpec:
-    """What trains and how.
-
-    Attributes:
-        options: chunkc's, with `chunkc.optim.AdamW`; None: Inductor with `torch.optim.AdamW(fused=True)`.
-        is_metered: the byte-exact allocator is in place before the model exists.
-        is_placed: the model goes to `options["home"]` before it is compiled.
-        is_limited: the allocator refuses every byte above `options["memory_budget"]` (an int); if metered.
-    """
-
-    model: GPTConfig
-    batch_size: int
-    options: dict[str, Any] | None = None
-    is_metered: bool = False
-    is_placed: bool = False
-    is_limited: bool = False
-    seed: int = 0
-
-    def to_json(self) -> str:
-        """The command line argument of this script."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> SubjectSpec:
-        """The inverse of `to_json`."""
-        fields = json.loads(text)
-        return SubjectSpec(**{**fields, "model": GPTConfig(**fields["model"])})
-
-
 class Trainer:
-    """A model, its optimizer and its random data: equal specs see equal batches in equal order."""
+    """A system with its model and its random data: equal specs see equal batches in equal order."""
 
     def __init__(self, spec: SubjectSpec) -> None:
         self.spec = spec
         torch.manual_seed(spec.seed)
-        self.model: torch.nn.Module = GPT(spec.model)
-        if spec.options is None:
-            self.compiled = torch.compile(self.model)
-            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-                self.model.parameters(), lr=3e-4, weight_decay=0.1, fused=True
-            )
-            return
-        if spec.is_placed:
-            chunkc.place(self.model, home=spec.options.get("home", "cpu"))
-        self.compiled = torch.compile(self.model, backend="chunkc", options=spec.options)
-        self.optimizer = chunkc.optim.AdamW(self.model.parameters(), lr=3e-4, weight_decay=0.1)
+        self.trainee = systems.make(spec)
 
-    def batches(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Endless pairs (x, y), int64 [batch, length]."""
         model = self.spec.model
         generator = torch.Generator().manual_seed(self.spec.seed)
+        shape = (2, self.spec.batch_size, model.length)
         while True:
-            x, y = torch.randint(
-                model.vocabulary, (2, self.spec.batch_size, model.length), generator=generator
-            ).unbind()
-            yield x.clone(), y.clone()
+            x, y = torch.randint(families.vocabulary(model), shape, generator=generator).unbind()
+            yield x.clone().to(self.spec.device), y.clone().to(self.spec.device)
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
         """One training step: seconds of forward with backward, of the optimizer, of both; and the loss."""
+        self._wait()
         start_s = time.perf_counter()
-        loss = self.compiled(x, y)
-        loss.backward()
+        loss = self.trainee.forward(x, y)
+        self.trainee.backward(loss)
         middle_s = time.perf_counter()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.trainee.update()
+        self._wait()
         end_s = time.perf_counter()
         return {
             "forward_backward_s": middle_s - start_s,
@@ -109,10 +73,10 @@ class Trainer:
         }
 
     def counters(self) -> dict[str, float]:
-        """Sums since the start: bytes copied either way, seconds waited for copies. Plain: none."""
-        if self.spec.options is None:
+        """Sums since the start: bytes copied either way, seconds waited for copies. Peers: none."""
+        if self.spec.system != CHUNKC:
             return {}
-        report = chunkc.report(self.model)
+        report = chunkc.report(self.trainee.model)
         return {
             "to_device_nbytes": report.traffic_nbytes["to_device"],
             "to_home_nbytes": report.traffic_nbytes["to_home"],
@@ -120,51 +84,118 @@ class Trainer:
         }
 
     def report(self) -> dict[str, Any]:
-        """Peaks in bytes; of chunkc also what its plan looks like."""
-        measured = cpu_allocator.peak_nbytes() if cpu_allocator.is_installed() else None
-        if self.spec.options is None:
-            return {"measured_peak_nbytes": measured}
-        report = chunkc.report(self.model)
-        return {
-            "measured_peak_nbytes": measured,
+        """Peaks in bytes; of chunkc also what its plan looks like.
+
+        `host_nbytes` is the process's largest resident set; on a CPU it holds the compute tier too.
+        """
+        numbers: dict[str, Any] = {
+            "measured_peak_nbytes": _device_peak_nbytes(self.spec.device),
+            "host_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+        if self.spec.device == "cuda":
+            numbers["reserved_peak_nbytes"] = torch.cuda.max_memory_reserved()
+            numbers["driver_nbytes"] = _driver_nbytes()
+        if self.spec.system != CHUNKC:
+            return numbers
+        report = chunkc.report(self.trainee.model)
+        return numbers | {
             "predicted_peak_nbytes": report.predicted_peak_nbytes,
+            "home_nbytes": report.home_nbytes,
             "num_moments": len(report.moments),
             "num_chunks": report.num_chunks,
             "num_resident_chunks": report.num_resident_chunks,
             "chunk_size_nbytes": report.chunk_size_nbytes,
         }
 
+    def _wait(self) -> None:
+        if self.spec.device == "cuda":
+            torch.cuda.synchronize()
+
 
 def serve(spec: SubjectSpec, commands: Iterable[str], reply: Reply) -> None:
     """Build what `spec` says and obey `commands`, a line each, until there are none left.
 
-    A budget too small is an answer, not an error: {"minimum_nbytes": ...} instead of the steps.
-
     Raises:
         ValueError: an unknown command.
     """
-    if spec.is_metered:
+    if spec.is_metered and spec.device == "cpu":
         cpu_allocator.install()
-    trainer = Trainer(spec)
-    if spec.is_metered:
+    try:
+        with _device_limit(spec):
+            trainer = Trainer(spec)
+            _reset_peak(spec.device)
+            with _cpu_limit(spec):
+                reply({"num_parameters": _num_parameters(trainer), "num_threads": torch.get_num_threads()})
+                batches = trainer.batches()
+                for line in commands:
+                    reply(_obey(trainer, batches, line.split()))
+    except Unavailable as error:
+        reply({"unavailable": str(error)})
+    except torch.OutOfMemoryError as error:
+        reply({"out_of_memory": str(error).splitlines()[0]})
+
+
+def _obey(trainer: Trainer, batches: Iterator[tuple[torch.Tensor, torch.Tensor]], words: list[str]) -> dict[str, Any]:
+    match words:
+        case ["step", count]:
+            try:
+                steps = [trainer.step(*next(batches)) for _ in range(int(count))]
+            except chunkc.BudgetError as error:
+                return {"minimum_nbytes": error.minimum_nbytes}
+            return {"steps": steps, "counters": trainer.counters()}
+        case ["report"]:
+            return trainer.report()
+    raise ValueError(f"unknown command {' '.join(words)!r}")
+
+
+def _device_limit(spec: SubjectSpec) -> AbstractContextManager[Any]:
+    """On a GPU the limit holds from the start: a model that does not fit fails while it is moved there."""
+    if spec.device == "cuda":
+        torch.set_float32_matmul_precision("high")
+        if spec.limit_nbytes is not None:
+            total_nbytes = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, spec.limit_nbytes / total_nbytes))
+    return nullcontext()
+
+
+def _cpu_limit(spec: SubjectSpec) -> AbstractContextManager[Any]:
+    """On a CPU it holds once the model is built: until then home and compute tier are the same memory."""
+    if spec.device != "cpu" or spec.limit_nbytes is None:
+        return nullcontext()
+    return cpu_allocator.hard_limit(spec.limit_nbytes)
+
+
+def _reset_peak(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    elif cpu_allocator.is_installed():
         cpu_allocator.reset_peak()
-    limit_nbytes = (spec.options or {})["memory_budget"] if spec.is_limited else None
-    with nullcontext() if limit_nbytes is None else cpu_allocator.hard_limit(limit_nbytes):
-        reply({"num_parameters": num_parameters(trainer.model), "num_threads": torch.get_num_threads()})
-        batches = iter(trainer.batches())
-        for line in commands:
-            match line.split():
-                case ["step", count]:
-                    try:
-                        steps = [trainer.step(*next(batches)) for _ in range(int(count))]
-                    except chunkc.BudgetError as error:
-                        reply({"minimum_nbytes": error.minimum_nbytes})
-                    else:
-                        reply({"steps": steps, "counters": trainer.counters()})
-                case ["report"]:
-                    reply(trainer.report())
-                case _:
-                    raise ValueError(f"unknown command {line!r}")
+
+
+def _device_peak_nbytes(device: str) -> int | None:
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return cpu_allocator.peak_nbytes() if cpu_allocator.is_installed() else None
+
+
+def _driver_nbytes() -> int | None:
+    """This process's memory as the driver counts it, context and all; None where it does not tell."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        device = pynvml.nvmlDeviceGetHandleByIndex(0)
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(device)
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+    return next((process.usedGpuMemory for process in processes if process.pid == os.getpid()), None)
+
+
+def _num_parameters(trainer: Trainer) -> int:
+    """DeepSpeed's partitioned parameters say how large they are; others are as they look."""
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trainer.trainee.model.parameters())
 
 
 def _main() -> None:

@@ -17,6 +17,7 @@ from chunkc.ir.errors import (
     VerificationError,
 )
 from chunkc.ir.explanation import Explanation
+from chunkc.passes.scratch_declared import declare_scratch
 from chunkc.place import place
 from chunkc.report import Report, report
 
@@ -31,6 +32,7 @@ __all__ = [
     "StreamError",
     "UnsupportedError",
     "VerificationError",
+    "declare_scratch",
     "explain",
     "optim",
     "place",

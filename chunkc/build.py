@@ -81,6 +81,7 @@ class Builder:
             parameters=self.capture.by_placeholder,
             num_user_outputs=num_outputs if capture.num_user_outputs is None else capture.num_user_outputs,
             hardware=self.hardware,
+            num_new_buffers=capture.num_new_buffers,
         )
         backward: PhaseProgram | None = None
         if capture.backward is not None:

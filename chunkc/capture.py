@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._decomp import get_decompositions
 from torch._functorch.aot_autograd import aot_module_simplified
-from torch._guards import detect_fake_mode
+from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
@@ -29,6 +29,7 @@ class Capture:
 
     Attributes:
         num_user_outputs: how many of the forward's outputs are the caller's; the rest is saved for the backward.
+        num_new_buffers: how many of these, the first ones, are new values of buffers.
         by_placeholder: the forward's (and so the backward's) placeholders that are parameters -> the parameters' names.
         gradients: positions among the backward's outputs -> the parameters whose gradients these are.
     """
@@ -36,6 +37,7 @@ class Capture:
     forward: fx.GraphModule | None = None
     backward: fx.GraphModule | None = None
     num_user_outputs: int | None = None
+    num_new_buffers: int = 0
     by_placeholder: Mapping[str, str] = field(default_factory=dict)
     gradients: Mapping[int, str] = field(default_factory=dict)
 
@@ -95,6 +97,9 @@ def capture_graph(
 
     def forward_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         capture.forward = gm
+        context = TracingContext.try_get()
+        if context is not None and context.fw_metadata is not None:
+            capture.num_new_buffers = context.fw_metadata.num_mutated_inp_runtime_indices
         return boxed(run_forward)
 
     # AOTAutograd may ask for the backward at its first run only; it was planned with the forward all the same.

@@ -60,8 +60,7 @@ class Captured:
     def output_nbytes(self) -> int:
         """Bytes the caller gets from the forward, inputs that are returned left out."""
         storage_of = self.forward.value_storages()
-        values = self.forward.outputs[: self.forward.num_user_outputs]
-        storages = {storage_of[v] for v in values if v is not None} - self.forward.held
+        storages = {storage_of[value] for value in self.forward.results} - self.forward.held
         return sum(self.forward.storages[storage] for storage in storages)
 
     @cached_property

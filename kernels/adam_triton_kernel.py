@@ -91,10 +91,10 @@ def _update_tile(
     """Elements `[begin, end)`, at most BLOCK of them."""
     offsets = begin + tl.arange(0, BLOCK)
     mask = offsets < end
-    wide = _load_wide(grad, offsets, mask) * factor * second_factor
+    wide = load_wide(grad, offsets, mask) * factor * second_factor
     old_avg = _load_moment(exp_avg, exp_avg_scale, code_tables, 0, offsets, mask, begin, end, BLOCK)
     old_avg_sq = _load_moment(exp_avg_sq, exp_avg_sq_scale, code_tables, 512, offsets, mask, begin, end, BLOCK)
-    target = _load_wide(master if master is not None else param, offsets, mask)
+    target = load_wide(master if master is not None else param, offsets, mask)
 
     grad_sign = tl.load(scalars)
     decay = tl.load(scalars + 1)
@@ -126,7 +126,7 @@ def _update_tile(
         high = tl.add(high, key_high.to(tl.uint32), sanitize_overflow=False)
     if master is not None:
         tl.store(master + offsets, new_target, mask=mask)
-    _store_rounded(param, new_target, offsets, mask, scattered, high, _PARAM_STREAM, STOCHASTIC)
+    store_rounded(param, new_target, offsets, mask, scattered, high, _PARAM_STREAM, STOCHASTIC)
     _store_moment(
         exp_avg, exp_avg_scale, code_tables, 0, new_avg, offsets, mask, begin, end, scattered, high,
         _EXP_AVG_STREAM, STOCHASTIC, BLOCK,
@@ -138,7 +138,7 @@ def _update_tile(
 
 
 @triton.jit
-def _load_wide(place, offsets, mask):
+def load_wide(place, offsets, mask):
     """As fp32. bf16 is widened on the bits: the interpreter's own conversion flushes subnormals to zero."""
     values = tl.load(place + offsets, mask=mask, other=0.0)
     if place.dtype.element_ty == tl.bfloat16:
@@ -151,7 +151,7 @@ def _load_wide(place, offsets, mask):
 def _load_moment(moment, scale, tables, TABLE: tl.constexpr, offsets, mask, begin, end, BLOCK: tl.constexpr):
     """A moment as fp32. For 8-bit codes, `begin` is a multiple of 256, and their tables begin at TABLE."""
     if scale is None:
-        return _load_wide(moment, offsets, mask)
+        return load_wide(moment, offsets, mask)
     else:
         NUM_BLOCKS: tl.constexpr = BLOCK // _QUANT_BLOCK
         codes = tl.load(moment + offsets, mask=mask, other=0).to(tl.int32)
@@ -167,7 +167,7 @@ def _store_moment(
     STREAM: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if scale is None:
-        _store_rounded(moment, value, offsets, mask, scattered, high, STREAM, STOCHASTIC)
+        store_rounded(moment, value, offsets, mask, scattered, high, STREAM, STOCHASTIC)
     else:
         NUM_BLOCKS: tl.constexpr = BLOCK // _QUANT_BLOCK
         blocks = tl.reshape(tl.where(mask, value, 0.0), (NUM_BLOCKS, _QUANT_BLOCK))
@@ -186,7 +186,7 @@ def _store_moment(
 
 
 @triton.jit
-def _store_rounded(place, value, offsets, mask, scattered, high, STREAM: tl.constexpr, STOCHASTIC: tl.constexpr):
+def store_rounded(place, value, offsets, mask, scattered, high, STREAM: tl.constexpr, STOCHASTIC: tl.constexpr):
     """In the dtype of `place`. bf16 is rounded on the bits: the interpreter's own conversion truncates."""
     if place.dtype.element_ty == tl.bfloat16:
         pattern = value.to(tl.uint32, bitcast=True)

@@ -140,7 +140,9 @@ class EagerSegment:
             if node.op == "get_attr":
                 constant = _attribute(module, str(node.target))
                 target = _Constant(constant)
-            dead = tuple(index[source] for source in node.all_input_nodes if last[source] is node)
+            dead = [index[source] for source in node.all_input_nodes if last[source] is node]
+            if node not in last:
+                dead.append(index[node])  # nobody reads it
             args = () if node.op == "get_attr" else node.args
             self._steps.append((target, _template(args, index), _template(node.kwargs, index), index[node], dead))
         self._outputs = tuple(index[node] for node in returned(graph) if node is not None)

@@ -25,13 +25,27 @@ def forward_program(
     parameters: Mapping[str, str],
     num_user_outputs: int,
     hardware: Hardware,
+    num_new_buffers: int = 0,
 ) -> PhaseProgram:
-    """`parameters` maps placeholder names to parameter names, for parameters in the layout."""
+    """`parameters` maps placeholder names to parameter names, for parameters in the layout.
+
+    The first `num_new_buffers` outputs are new values of buffers.
+    """
     inputs, storages = _input_storages(graph, parameters)
     held = frozenset(inputs.values())
     calls = _calls(FORWARD, pieces, memories, inputs, storages, parameters, {}, hardware)
     outputs = tuple(node.name if node is not None else None for node in returned(graph))
-    return PhaseProgram(FORWARD, inputs, storages, held, dict(parameters), calls, outputs, num_user_outputs)
+    return PhaseProgram(
+        FORWARD,
+        inputs,
+        storages,
+        held,
+        dict(parameters),
+        calls,
+        outputs,
+        num_user_outputs,
+        num_new_buffers=num_new_buffers,
+    )
 
 
 def backward_program(
@@ -45,7 +59,10 @@ def backward_program(
     specs: Mapping[str, ParamSpec],
     hardware: Hardware,
 ) -> PhaseProgram:
-    """`gradients` maps positions among the graph's outputs to parameter names, `specs` these to what they are."""
+    """`gradients` maps positions among the graph's outputs to parameter names, `specs` these to what they are.
+
+    Of the outputs' gradients only a loss's is held by who calls `backward()`; autograd lets go of the others.
+    """
     inputs, storages = _input_storages(graph, parameters)
     forward_storages = forward.value_storages()
     saved = forward.outputs[forward.num_user_outputs :]
@@ -55,10 +72,9 @@ def backward_program(
             storages.pop(inputs[node.name], None)
             inputs[node.name] = storage
             storages[storage] = forward.storages.get(storage, 0)
-    user_outputs = [value for value in forward.outputs[: forward.num_user_outputs] if value is not None]
-    held = set(forward.held) | {forward_storages[value] for value in user_outputs}
-    tangents = [node.name for node in placeholders(graph)[len(saved) :] if node.name not in parameters]
-    held |= {inputs[name] for name in tangents}
+    held = set(forward.held) | {forward_storages[value] for value in forward.results}
+    tangents = [node for node in placeholders(graph)[len(saved) :] if node.name not in parameters]
+    held |= {inputs[node.name] for node in tangents if all(tensor.numel() == 1 for tensor in tensors_of(node))}
     for storage in held - set(storages):
         storages[storage] = forward.storages.get(storage, 0)
     nodes = returned(graph)

@@ -128,6 +128,10 @@ def convolution_nbytes(
     group are padded and accumulators are float32. A backward sums one weight gradient per thread. Where
     ATen's own kernel may run instead, it unfolds the input: one column per position, as long as a filter.
     """
+    if not backward and not transposed:
+        known = _blocked_forward_nbytes(input, weight, output_shape, groups, num_threads)
+        if known is not None and not _may_unfold(input, weight, groups):
+            return known
     low = input.dtype in _LOW_PRECISION
     itemsize = 4 if low else input.itemsize
     spatial = math.prod(weight.shape[2:])
@@ -148,12 +152,47 @@ def convolution_nbytes(
 
     nbytes = blocked(input.shape) + blocked(output_shape) + filters
     nbytes += num_threads * (1 << 20 if low else 64 << 10) + (num_threads * filters if backward else 0)
+    if spatial == 1 and tuple(input.shape[2:]) != tuple(output_shape[2:]):
+        nbytes += num_threads * input.shape[1] * math.prod(output_shape[2:]) * itemsize  # the pixels it reads, gathered
     if transposed or _may_unfold(input, weight, groups):
         channels, positions = input.shape[1], math.prod(output_shape[2:])
         if transposed:
             channels, positions = output_shape[1], math.prod(input.shape[2:])
         nbytes += input.shape[0] * channels * spatial * positions * input.itemsize + nbytes_of(weight)
     return nbytes
+
+
+def _blocked_forward_nbytes(
+    input: Tensor, weight: Tensor, output_shape: Sequence[int], groups: int, num_threads: int
+) -> int | None:
+    """A forward in float32, as oneDNN does it with AVX-512's blocks of 16 channels; None where that is not known.
+
+    Plain images whose channels fill blocks: image, filters and result are reordered, and the result goes back to its
+    plain format when the others are gone. With channels last (image or filters), one group: both are copied into that
+    format, filters are reordered, and 4 KiB are for each thread. Filters of one pixel need neither on one thread.
+    """
+    if input.dtype != torch.float32 or input.dim() != 4 or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return None
+    pixels, copies = math.prod(weight.shape[2:]), 0
+    direct = pixels == 1 and num_threads == 1
+    if math.prod(output_shape[2:]) < 4:
+        return None  # results of a pixel or two run as matrix products
+    if pixels == 1 and tuple(input.shape[2:]) != tuple(output_shape[2:]):
+        return None  # strided filters of one pixel gather their input first
+    last = [not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last) for t in (input, weight)]
+    if any(last):
+        if groups != 1 or not all(last[i] or t.is_contiguous() for i, t in enumerate((input, weight))):
+            return None
+        copies += 0 if last[0] else nbytes_of(input)
+        copies += 0 if last[1] or pixels == 1 else nbytes_of(weight)
+        filters = _padded(weight.shape[0], 16) * weight.shape[1] * pixels * 4
+        return copies if direct else copies + filters + 4096 + 4120 * num_threads
+    per_group = (weight.shape[0] // groups, weight.shape[1])
+    depthwise = per_group == (1, 1) and groups % 16 == 0
+    fills = depthwise or all(channels % 16 == 0 for channels in per_group)
+    if not (fills and input.is_contiguous() and weight.is_contiguous()):
+        return None
+    return 0 if direct else max(nbytes_of(input) + nbytes_of(weight), math.prod(output_shape) * 4)
 
 
 def _may_unfold(input: Tensor, weight: Tensor, groups: int) -> bool:

@@ -5,7 +5,6 @@ The functions are put in a table by operator in `chunkc.passes.scratch`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from chunkc.passes.scratch_iterator import common_dtype, number_dtype, number_nbytes, numbers_in
 from chunkc.passes.scratch_kernels import (
     attention_backward_nbytes,
     attention_nbytes,
@@ -23,6 +23,7 @@ from chunkc.passes.scratch_kernels import (
     gemm_nbytes,
     nbytes_of,
     operand_copy_nbytes,
+    uses_onednn,
 )
 
 # A Python number becomes a 0-dim tensor (8 bytes, 16 if complex), which is cast twice at most.
@@ -48,33 +49,64 @@ class Call:
         return self.arguments[name]
 
 
-def scalars_nbytes(call: Call) -> int:
-    """Bytes for Python numbers that stand where the operator computes with tensors."""
-    numbers = 0
+# Overloads that take a Python number where the operator computes with tensors, and make a tensor of it.
+_WRAPS_NUMBERS = frozenset(
+    f"aten::{name}.Scalar"
+    for name in [
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "rsub",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "fmod",
+        "remainder",
+        "floor_divide",
+        "pow",
+        "copysign",
+    ]
+) | frozenset(
+    f"aten::{name}"
+    for name in [
+        "div.Scalar_mode",
+        "xlogy.Scalar_Self",
+        "xlogy.Scalar_Other",
+        "bitwise_and.Scalar",
+        "bitwise_or.Scalar",
+        "bitwise_xor.Scalar",
+        "bitwise_and.Scalar_Tensor",
+        "bitwise_or.Scalar_Tensor",
+        "bitwise_xor.Scalar_Tensor",
+        "bitwise_left_shift.Tensor_Scalar",
+        "bitwise_right_shift.Tensor_Scalar",
+        "remainder.Scalar_Tensor",
+        "special_zeta.other_scalar",
+    ]
+)
+
+
+def numbers_nbytes(call: Call, common: torch.dtype) -> int:
+    """Bytes of the 0-dim tensors that Python numbers become, each cast to the common dtype."""
+    wraps = f"{call.target._schema.name}.{call.target._overloadname}" in _WRAPS_NUMBERS
+    nbytes = 0
     for parameter in call.target._schema.arguments:
-        if parameter.name in ("alpha", "beta"):  # factors inside the kernel
-            continue
+        value = call[parameter.name]
+        if not isinstance(value, int | float | complex) or parameter.name in ("alpha", "beta"):
+            continue  # factors stay inside the kernel
         kind = str(parameter.type)
-        takes_number = any(word in kind for word in ("Tensor", "number", "Scalar"))
-        numbers += takes_number and isinstance(call[parameter.name], int | float | complex)
-    return numbers * SCALAR_NBYTES
+        if "Tensor" in kind or (wraps and ("number" in kind or "Scalar" in kind)):
+            nbytes += number_nbytes(value) + (common.itemsize if number_dtype(value) != common else 0)
+    return nbytes
 
 
 def _common_dtype(call: Call, operands: Sequence[Tensor]) -> torch.dtype:
-    """What an elementwise operator computes in: its operands' promotion, floating if only the output is."""
-    # Vectors decide before 0-dim tensors, and those before Python numbers.
-    common = torch.empty((1,), dtype=torch.bool, device="meta")
-    if not any(operand.dim() for operand in operands):
-        common = common[0]
-    for operand in sorted(operands, key=lambda operand: operand.dim() == 0):
-        like = torch.empty((1,) * min(operand.dim(), 1), dtype=operand.dtype, device="meta")
-        common = torch.empty_like(common, dtype=torch.result_type(common, like))
-    for name, number in call.arguments.items():
-        if isinstance(number, int | float | complex) and name not in ("alpha", "beta"):
-            common = torch.empty_like(common, dtype=torch.result_type(common, number))
-    floating = next((out.dtype for out in call.outputs if out.dtype.is_floating_point), None)
-    integral = not (common.dtype.is_floating_point or common.dtype.is_complex)
-    return floating if floating is not None and integral else common.dtype
+    numbers = [value for name, value in call.arguments.items() if name not in ("alpha", "beta")]
+    return common_dtype(operands, numbers_in(numbers), call.outputs)
 
 
 def _casts(call: Call, operands: Sequence[Tensor]) -> int:
@@ -87,78 +119,65 @@ def nothing_rule(call: Call) -> int:
     return 0
 
 
-def guess_rule(call: Call) -> int:
-    """For operators that nobody looked at: several copies of everything that goes in and comes out."""
-    everything = (*call.tensors, *call.outputs)
-    return 8 * sum(nbytes_of(t, max(t.itemsize, 4)) for t in everything) + 64 * SCALAR_NBYTES
-
-
 def pointwise_rule(call: Call) -> int:
     """A cast of each operand, and of the output, that is not in the common dtype."""
-    return _casts(call, call.tensors) + scalars_nbytes(call)
+    operands = call.tensors
+    return _casts(call, operands) + numbers_nbytes(call, _common_dtype(call, operands))
 
 
 def select_rule(call: Call) -> int:
-    """`where`, `masked_fill`: as elementwise, but the condition stays as it is."""
-    condition = call.arguments.get("condition", call.arguments.get("mask"))
-    return _casts(call, [t for t in call.tensors if t is not condition]) + scalars_nbytes(call)
+    """`where`: as elementwise, but the condition stays as it is."""
+    operands = [t for t in call.tensors if t is not call["condition"]]
+    return _casts(call, operands) + numbers_nbytes(call, _common_dtype(call, operands))
 
 
-def pointwise_temporaries_rule(call: Call) -> int:
-    """Elementwise in several steps, or on contiguous copies."""
-    widest = max((nbytes_of(t, max(t.itemsize, 4)) for t in (*call.tensors, *call.outputs)), default=0)
-    return pointwise_rule(call) + contiguous_copy_nbytes(*call.tensors) + 2 * widest + 4 * SCALAR_NBYTES
+def scaled_rule(call: Call) -> int:
+    """`deg2rad`, `rad2deg`: a product with a number."""
+    dtype = call.outputs[0].dtype
+    cast = nbytes_of(call["self"], dtype.itemsize) if call["self"].dtype != dtype else 0
+    return cast + 8 + (dtype.itemsize if dtype != torch.float64 else 0)
+
+
+def ldexp_rule(call: Call) -> int:
+    """A power of two for every exponent."""
+    return nbytes_of(call["other"], call.outputs[0].itemsize)
+
+
+def isinf_rule(call: Call) -> int:
+    """Absolute values, compared with a number."""
+    source = call["self"]
+    if not source.dtype.is_floating_point:
+        return 0
+    return nbytes_of(source) + 8 + (source.itemsize if source.dtype != torch.float64 else 0)
+
+
+def gelu_backward_rule(call: Call) -> int:
+    """oneDNN takes it where the input is contiguous, and wants everything else in the input's layout."""
+    source = call["self"]
+    if not source.is_contiguous():
+        return _casts(call, call.tensors)
+    return sum(nbytes_of(t) for t in (call["grad_output"], *call.outputs) if not t.is_contiguous())
+
+
+def fma_rule(call: Call) -> int:
+    """The product."""
+    return nbytes_of(call.outputs[0])
+
+
+def concatenation_rule(call: Call) -> int:
+    """One at a time, a copy of each tensor that is not in the common dtype."""
+    dtype = call.outputs[0].dtype
+    return max((nbytes_of(t) for t in call.tensors if t.dtype != dtype), default=0)
 
 
 def contiguous_rule(call: Call) -> int:
     """Kernels that read contiguous memory copy the inputs that are not."""
-    return sum(contiguous_copy_nbytes(t) for t in call.tensors) + scalars_nbytes(call)
+    return sum(contiguous_copy_nbytes(t) for t in call.tensors)
 
 
 def copy_rule(call: Call) -> int:
     source = call.tensors[-1]
     return copy_block_nbytes(source) if all(out.dtype == source.dtype for out in call.outputs) else 0
-
-
-def reduction_rule(call: Call) -> int:
-    """A cast of the input to what is summed up in, and one partial result per thread."""
-    source, result = call["self"], call.outputs[0]
-    nbytes = 16 * call.num_threads * max(1, len(call.outputs)) if result.numel() == 1 else 0
-    if call.target._schema.name in ("aten::max", "aten::min", "aten::aminmax"):
-        nbytes += contiguous_copy_nbytes(source)
-    if result.dtype != source.dtype:
-        nbytes += nbytes_of(source, max(result.itemsize, source.itemsize))
-    if source.dtype in _LOW_PRECISION and not _sums_in_one_run(call):
-        nbytes += nbytes_of(source, 4) + nbytes_of(result, 4)
-    return nbytes + 4 * SCALAR_NBYTES
-
-
-def _sums_in_one_run(call: Call) -> bool:
-    """Whether a low-precision sum reduces one contiguous run of dimensions: then nothing is cast."""
-    source = call["self"]
-    if call.target._schema.name != "aten::sum" or not source.is_contiguous():
-        return False
-    dims = call.arguments.get("dim") or range(source.dim())
-    reduced = [dim % source.dim() in {d % source.dim() for d in dims} for dim in range(source.dim())]
-    runs = [is_reduced for dim, is_reduced in enumerate(reduced) if source.shape[dim] != 1]
-    return sum(now and not before for before, now in zip([False, *runs], runs)) <= 1
-
-
-def logsumexp_rule(call: Call) -> int:
-    """The exponentials, the maxima, and one partial sum per thread where everything is reduced."""
-    source, result = call["self"], call.outputs[0]
-    cast = nbytes_of(source, result.itemsize) if source.dtype != result.dtype else 0
-    partial = 8 * call.num_threads + SCALAR_NBYTES if result.numel() == 1 else 0
-    low = nbytes_of(source, 4) + nbytes_of(result, 4) if source.dtype in _LOW_PRECISION else 0
-    return nbytes_of(source, result.itemsize) + nbytes_of(result) + cast + partial + low
-
-
-def safe_softmax_rule(call: Call) -> int:
-    """A mask of the inputs that are -inf, and whether a whole row is."""
-    source, result = call["self"], call.outputs[0]
-    rows = result.numel() // result.shape[call["dim"]] if result.dim() and result.numel() else 0
-    cast = nbytes_of(source, result.itemsize) if source.dtype != result.dtype else 0
-    return result.numel() + rows + result.itemsize + contiguous_copy_nbytes(source) + cast
 
 
 def scan_rule(call: Call) -> int:
@@ -173,9 +192,9 @@ def sort_rule(call: Call) -> int:
 
 
 def dropout_backward_rule(call: Call) -> int:
-    """The mask in the gradient's dtype; an integer gradient is converted step by step."""
-    steps = 1 if call["grad_output"].dtype.is_floating_point else 3
-    return steps * nbytes_of(call["mask"], call.outputs[0].itemsize) + 2 * SCALAR_NBYTES
+    """The mask in the gradient's dtype, times a number."""
+    itemsize = call.outputs[0].itemsize
+    return nbytes_of(call["mask"], itemsize) + 8 + (itemsize if call.outputs[0].dtype != torch.float64 else 0)
 
 
 def dropout_rule(call: Call) -> int:
@@ -190,6 +209,8 @@ def matrix_product_rule(call: Call) -> int:
     rows = left.shape[-2] if left.dim() > 1 else 1
     columns = right.shape[-1] if right.dim() > 1 else 1
     nbytes = sum(map(operand_copy_nbytes, (left, right, *call.outputs)))
+    if left.dim() == 3 and left.shape[0] and not uses_onednn(left.dtype):
+        nbytes //= left.shape[0]  # one product after the other
     if left.numel() == 0:
         return nbytes + 2 * SCALAR_NBYTES  # nothing to multiply: what is left is beta times the addend
     return nbytes + gemm_nbytes(left.dtype, rows, left.shape[-1], columns, call.num_threads)
@@ -211,8 +232,16 @@ def attention_backward_rule(call: Call) -> int:
     return attention_backward_nbytes(call["grad_out"], call["query"], call["key"], call.num_threads)
 
 
+def _copied_nbytes(*operands: Tensor) -> int:
+    """Copies of operands that are neither contiguous nor channels last."""
+    formats = (torch.contiguous_format, torch.channels_last)
+    return contiguous_copy_nbytes(
+        *(t for t in operands if t.dim() != 4 or not any(t.is_contiguous(memory_format=f) for f in formats))
+    )
+
+
 def convolution_rule(call: Call) -> int:
-    return contiguous_copy_nbytes(call["input"], call["weight"]) + convolution_nbytes(
+    return _copied_nbytes(call["input"], call["weight"]) + convolution_nbytes(
         call["input"],
         call["weight"],
         call.outputs[0].shape,
@@ -235,44 +264,33 @@ def convolution_backward_rule(call: Call) -> int:
     )
 
 
-def layer_norm_backward_rule(call: Call) -> int:
-    """Partial gradients of weight and bias for each thread."""
-    source, weight = call["input"], call["weight"]
-    itemsize = max(source.itemsize, weight.itemsize if weight is not None else 0)
-    per_row = math.prod(call["normalized_shape"])
-    wanted = call["output_mask"][1] or call["output_mask"][2]
-    partial = 2 * call.num_threads * per_row * itemsize if wanted else 0
-    return partial + sum(contiguous_copy_nbytes(t) for t in (call["grad_out"], source, weight, weight, call["bias"]))
+def col2im_outputs(call: Call) -> dict[int, int]:
+    """The result starts as large as the columns."""
+    return {0: max(nbytes_of(call["self"]), nbytes_of(call.outputs[0]))}
 
 
-def group_norm_backward_rule(call: Call) -> int:
-    """Two sums per image and channel; per thread too where channels come last."""
-    source = call["input"]
-    sums = 2 * source.shape[0] * source.shape[1] * max(source.itemsize, 4)
-    copies = contiguous_copy_nbytes(call["grad_out"]) + contiguous_copy_nbytes(source)
-    return sums + copies + (call.num_threads * sums if copies else 0)
+def repeat_rule(call: Call) -> int:
+    """Sizes and strides of the windows it copies into."""
+    return 32 * len(call["repeats"])
 
 
-def batch_norm_rule(call: Call) -> int:
-    source = call["input"]
-    copies = sum(contiguous_copy_nbytes(t) for t in call.tensors)
-    return 2 * source.shape[1] * max(source.itemsize, 4) + 2 * copies + SCALAR_NBYTES
+def roll_rule(call: Call) -> int:
+    """One dimension after the other; everything flattened first where no dimension is named."""
+    source, dims = call["self"], call["dims"]
+    if not dims:
+        return contiguous_copy_nbytes(source)
+    return nbytes_of(source) if len(dims) > 1 else 0
 
 
-def batch_norm_backward_rule(call: Call) -> int:
-    copies = contiguous_copy_nbytes(call["input"], call["grad_out"])
-    return nbytes_of(call["input"]) + 4 * call["input"].shape[1] * 8 + copies
+def multinomial_rule(call: Call) -> int:
+    """With replacement, one row's cumulative sums; without, an exponential variable for every outcome."""
+    source, wanted = call["self"], call["num_samples"]
+    if call["replacement"] and wanted > 1:
+        return source.shape[-1] * source.itemsize
+    best = source.numel() // source.shape[-1] * wanted * source.itemsize if wanted > 1 else 0
+    return nbytes_of(source) + best + 2 * source.itemsize + 2
 
 
-def histogram_rule(call: Call) -> int:
-    bins = call["bins"]
-    return (bins + 1) * 8 * (call.num_threads + 1) + 2 * SCALAR_NBYTES
-
-
-def pooling_offsets_rule(call: Call) -> int:
-    """Windows written out as int64 indices, some copies of them at a time."""
-    return 16 * sum(t.numel() for t in call.tensors) + 64 * max(t.numel() for t in call.outputs) + 1024
-
-
-def constant_rule(call: Call) -> int:
-    return 16 * SCALAR_NBYTES
+def permutation_rule(call: Call) -> int:
+    """A seed."""
+    return 8

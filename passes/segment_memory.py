@@ -29,47 +29,80 @@ from chunkc.passes.graphs import (
     returned,
     storage_key,
     storage_nbytes,
-    tensors_of,
 )
 from chunkc.passes.scratch import scratch_nbytes
+from chunkc.passes.segment_storages import graph_storages, value_of
+
+RNG_STATE_NBYTES = 5056
+"""Bytes of the CPU generator's state."""
 
 
 def eager_memory(graph: fx.Graph, num_threads: int) -> SegmentMemory:
-    """Memory of a segment that runs node by node, every value dropped right after its last reader."""
+    """Memory of a segment that runs node by node, every value dropped right after its last reader.
+
+    Raises:
+        UnsupportedError: an operator's memory is not known.
+    """
     nodes = [node for node in graph.nodes if is_compute(node)]
     inputs = placeholders(graph)
+    storages = graph_storages(graph)
     position = {node: index for index, node in enumerate(nodes)} | {output_node(graph): len(nodes)}
     last_hold: dict[int, int] = {}  # storage -> last step at which some value still holds it
-    size: dict[int, int] = {}
     for node in [*inputs, *nodes]:
         born = position.get(node, -1)
         last_use = max((position[user] for user in node.users), default=born)
-        for tensor in tensors_of(node):
-            key = storage_key(tensor)
-            size.setdefault(key, storage_nbytes(tensor))
-            last_hold[key] = max(last_hold.get(key, -1), last_use)
-    input_keys = [storage_key(node.meta["val"]) if tensors_of(node) else None for node in inputs]
-    live: dict[int, int] = {}
+        for storage in storages.of[node]:
+            last_hold[storage] = max(last_hold.get(storage, -1), last_use)
+    given = [storages.of[node][0] if storages.of[node] else None for node in inputs]
+    outside = {storage for storage in given if storage is not None} | storages.constants
+    live: set[int] = set()
     steps = []
     for index, node in enumerate(nodes):
-        for tensor in tensors_of(node):
-            key = storage_key(tensor)
-            if key not in input_keys:
-                live.setdefault(key, size[key])
-        steps.append(MemoryStep(op_name(node), module_path(node), sum(live.values()) + _scratch(node, num_threads)))
-        live = {key: nbytes for key, nbytes in live.items() if last_hold[key] > index}
-    released = tuple(len(nodes) if key is None else last_hold[key] + 1 for key in input_keys)
-    outputs, storages = _number_storages(
-        [storage_key(node.meta["val"]) for node in returned(graph) if node is not None], input_keys, size
-    )
-    return SegmentMemory(tuple(steps), released, outputs, storages)
+        live.update(storage for storage in storages.of[node] if storage not in outside)
+        nbytes = sum(storages.nbytes[storage] for storage in live) + _scratch(node, num_threads)
+        steps.append(MemoryStep(op_name(node), module_path(node), nbytes))
+        live = {storage for storage in live if last_hold[storage] > index}
+    released = tuple(len(nodes) if storage is None else last_hold[storage] + 1 for storage in given)
+    results = [storages.of[node][0] for node in returned(graph) if node is not None]
+    outputs, nbytes_of = _number_storages(results, given, dict(enumerate(storages.nbytes)))
+    return SegmentMemory(tuple(steps), released, outputs, nbytes_of)
 
 
 def _scratch(node: fx.Node, num_threads: int) -> int:
-    if not isinstance(node.target, torch._ops.OpOverload):
+    """Scratch bytes of a node.
+
+    Raises:
+        UnsupportedError: they are not known.
+    """
+    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+    return call_scratch_nbytes(node.target, args, dict(kwargs), value_of(node), num_threads, module_path(node))
+
+
+def call_scratch_nbytes(
+    target: object, args: tuple, kwargs: dict, value: Any, num_threads: int, module: str = ""
+) -> int:
+    """Scratch bytes of a call; of a higher-order operator's, those of the operator that it runs.
+
+    Raises:
+        UnsupportedError: they are not known.
+    """
+    if isinstance(target, torch._ops.OpOverload):
+        return scratch_nbytes(target, args, kwargs, value, num_threads, module)
+    if not isinstance(target, torch._ops.HigherOrderOperator):
         return 0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-    return scratch_nbytes(node.target, args, dict(kwargs), node.meta.get("val"), num_threads)
+    # Those of selective checkpointing keep or restore the random generator's state around an operator.
+    name = target.name()
+    if name == "run_and_save_rng_state":
+        inner = value[1] if isinstance(value, tuple) and len(value) > 1 else value
+        return call_scratch_nbytes(args[0], args[1:], kwargs, inner, num_threads, module)
+    if name == "run_with_rng_state":
+        inner_nbytes = call_scratch_nbytes(args[1], args[2:], kwargs, value, num_threads, module)
+        return max(inner_nbytes, 0) + RNG_STATE_NBYTES
+    where = f" in {module}" if module else ""
+    raise UnsupportedError(
+        f"chunkc does not know how much memory the higher-order operator {name}{where} takes; write that part of the "
+        "model without it"
+    )
 
 
 def _number_storages(
@@ -95,6 +128,8 @@ ALLOCATION = "allocation"
 class _StorageTracker(TorchDispatchMode):
     """Counts the storages that operators allocate, until nothing holds them any more."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, num_threads: int) -> None:
         super().__init__()
         self.num_threads = num_threads
@@ -114,7 +149,7 @@ class _StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.namespace == "prim":  # asks for a device or a layout
+        if getattr(func, "namespace", "") == "prim":  # asks for a device or a layout
             return result
         fresh = False
         for tensor in pytree.tree_leaves(result):
@@ -123,7 +158,7 @@ class _StorageTracker(TorchDispatchMode):
                 self.live[key] = storage_nbytes(tensor)
                 weakref.finalize(tensor.untyped_storage(), self.live.pop, key, None).atexit = False
                 fresh = True
-        scratch = scratch_nbytes(func, args, kwargs, result, self.num_threads)
+        scratch = call_scratch_nbytes(func, args, kwargs, result, self.num_threads)
         if fresh or scratch:
             allocation = func is torch.ops.aten.empty_strided.default
             self.step(ALLOCATION if allocation else op_name_of(func), scratch)
@@ -139,7 +174,9 @@ class _StorageTracker(TorchDispatchMode):
         self.steps.append(MemoryStep(label, "", sum(self.live.values()) + scratch))
 
 
-def op_name_of(func: torch._ops.OpOverload) -> str:
+def op_name_of(func: Any) -> str:
+    if isinstance(func, torch._ops.HigherOrderOperator):
+        return func.name()
     return func._schema.name.replace("::", ".")
 
 

@@ -20,6 +20,15 @@ def _load_helper(name: str) -> None:
     spec.loader.exec_module(module)
 
 
-for _helper in ("plain_modules", "zoo", "harness", "scripts"):
+for _helper in (
+    "plain_modules",
+    "ladder_modules",
+    "zoo",
+    "harness",
+    "scripts",
+    "memory_curves",
+    "operator_calls",
+    "operator_calls_2",
+):
     if _helper not in sys.modules:
         _load_helper(_helper)

@@ -11,6 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from ladder_modules import (
+    LSTM,
+    AutocastConvNet,
+    AutocastGPT,
+    CheckpointedGPT,
+    ConvNeXt,
+    DropoutMLP,
+    LSTMCells,
+    ResNet,
+    SharedBlocks,
+    UNet,
+)
 from plain_modules import (
     HEADS,
     LAYERS,
@@ -136,6 +148,26 @@ def _mixtral() -> nn.Module:
     ))  # fmt: skip
 
 
+def _whisper() -> nn.Module:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    return WhisperForConditionalGeneration(WhisperConfig(
+        vocab_size=VOCAB, num_mel_bins=16, d_model=WIDTH, encoder_layers=2, decoder_layers=2,
+        encoder_attention_heads=HEADS, decoder_attention_heads=HEADS, encoder_ffn_dim=4 * WIDTH,
+        decoder_ffn_dim=4 * WIDTH, max_source_positions=50, max_target_positions=64, use_cache=False,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    ))  # fmt: skip
+
+
+def _clip() -> nn.Module:
+    from transformers import CLIPConfig, CLIPModel
+
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 2 * WIDTH}
+    text = {**sizes, "vocab_size": VOCAB, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 2}
+    vision = {**sizes, "image_size": 32, "patch_size": 8}
+    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=64))
+
+
 NO_GPT2_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 NO_BERT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
@@ -189,6 +221,25 @@ def _convnet_batch(seed: int) -> Batch:
     return {"images": floats(seed, (BATCH, 3, 32, 32)), "labels": integers(seed, (BATCH,), 10)}
 
 
+def _speech_batch(seed: int) -> Batch:
+    return {
+        "input_features": floats(seed, (BATCH, 16, 100)),
+        "labels": integers(seed, (BATCH, 20), VOCAB),
+    }
+
+
+def _caption_batch(seed: int) -> Batch:
+    return {
+        "input_ids": integers(seed, (BATCH, SEQUENCE), VOCAB),
+        "pixel_values": floats(seed, (BATCH, 3, 32, 32)),
+        "return_loss": True,
+    }
+
+
+def _noise_batch(seed: int) -> Batch:
+    return {"images": floats(seed, (BATCH, 3, 32, 32)), "noise": floats(seed + 1000, (BATCH, 3, 32, 32))}
+
+
 def _branch_batch(seed: int) -> Batch:
     return {**_vector_batch(WIDTH)(seed), "branch": seed % 2 == 0}
 
@@ -217,6 +268,27 @@ CASES: dict[str, Case] = {
         Case("big_embedding", BigEmbedding, _token_batch(8192, 32)),
     )
 }
+
+MORE_CASES: dict[str, Case] = {
+    case.name: case
+    for case in (
+        Case("resnet", ResNet, _convnet_batch),
+        Case("convnext", ConvNeXt, _convnet_batch),
+        Case("lstm_cells", LSTMCells, _token_batch(VOCAB, VOCAB)),
+        Case("lstm", LSTM, _token_batch(VOCAB, VOCAB), num_graphs=0),
+        Case("unet", UNet, _noise_batch),
+        Case("whisper", _whisper, _speech_batch, transformers=True),
+        Case("clip", _clip, _caption_batch, transformers=True),
+        Case("dropout", DropoutMLP, _vector_batch(WIDTH)),
+        Case("checkpointed_gpt", CheckpointedGPT, byte_batch),
+        Case("autocast_gpt", AutocastGPT, byte_batch),
+        Case("autocast_convnet", AutocastConvNet, _convnet_batch),
+        Case("odd_layouts", SharedBlocks, _vector_batch(WIDTH)),
+    )
+}
+"""Cases for the comparison of predicted with measured bytes, beside `CASES`."""
+
+LADDER: dict[str, Case] = CASES | MORE_CASES
 
 TRANSFORMERS = tuple(name for name, case in CASES.items() if case.transformers)
 PLAIN = tuple(name for name, case in CASES.items() if not case.transformers)

@@ -78,6 +78,8 @@ class PhaseProgram:
         outputs: what the phase returns, in order (None where nothing is returned).
         num_user_outputs: how many of the outputs the caller gets (the rest is saved for the backward).
         gradient_outputs: (position among the outputs, value, parameter): gradients that are sunk, not returned.
+        num_new_buffers: how many of the user's outputs, the first ones, are new values of buffers: AOTAutograd copies
+            them into the buffers and drops them.
         fitting: gradients that are laid out as their parameters, with no unseen bytes behind them.
     """
 
@@ -91,6 +93,13 @@ class PhaseProgram:
     num_user_outputs: int
     gradient_outputs: tuple[tuple[int, str, str], ...] = ()
     fitting: frozenset[str] = frozenset()
+    num_new_buffers: int = 0
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """What the caller gets and may keep."""
+        values = self.outputs[self.num_new_buffers : self.num_user_outputs]
+        return tuple(value for value in values if value is not None)
 
     @property
     def held_nbytes(self) -> int:

@@ -1,15 +1,14 @@
 """The benchmark harness: command line, arithmetic, turns, tables; and one small suite for real."""
 
-import io
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import disk
@@ -18,10 +17,12 @@ import fits
 import machine
 import report
 import run
+from context import Context
 from driving import DoesNotFit, SubjectFailed, SubjectProcess, Turn, interleave, rotated
 from gpt import GPTConfig
 from metrics import Metric, Row, Section, flat, one, paired_ratios
-from subject import SubjectSpec, serve
+from specs import CHUNKC, SubjectSpec
+from subject import serve
 
 TINY = GPTConfig(num_layers=1, width=32, num_heads=2, length=16)
 NOW = datetime(2026, 1, 31, 12, 5, tzinfo=UTC)
@@ -33,21 +34,26 @@ def _turn(*step_s: float, losses: tuple[float, ...] = (3.0,), counters: dict[str
 
 def test_command_line_defaults_to_every_suite():
     args = run.parse_args([])
-    assert (args.suites, args.small, args.out) == (["fits", "disk"], False, None)
+    assert args.suites == ["fits", "disk", "adam", "budget", "bound", "scale"]
+    assert (args.small, args.out, args.time_limit, args.case, args.systems) == (False, None, None, "*", ())
+    assert args.device in ("cpu", "cuda")
 
 
 def test_command_line():
     args = run.parse_args(["disk", "--small", "--out", "a.json"])
     assert (args.suites, args.small, args.out) == (["disk"], True, Path("a.json"))
     assert run.parse_args(["disk", "disk"]).suites == ["disk"]
+    args = run.parse_args(["budget", "--case", "gpt-*", "--systems", "chunkc, plain", "--time-limit", "9.5"])
+    assert (args.case, args.systems, args.time_limit) == ("gpt-*", ("chunkc", "plain"), 9.5)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["fast"], "there is no suite 'fast'; there are fits, disk"),
+        (["fast"], "there is no suite 'fast'; there are fits, disk, adam, budget, bound, scale"),
         (["fits", "disk", "--out", "a.json"], "one suite"),
         (["--out", "a.json"], "one suite"),
+        (["--time-limit", "0"], "seconds above 0"),
     ],
 )
 def test_command_line_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
@@ -143,7 +149,7 @@ class _FakeProcess:
             return _turn(*[1.0] * num_steps)
         if self.spec.options["memory_budget"] < 350:
             raise DoesNotFit(350)
-        assert self.spec.is_limited
+        assert self.spec.limit_nbytes == self.spec.options["memory_budget"]
         return _turn(*[2.0] * num_steps, counters={"to_device_nbytes": 5, "to_home_nbytes": 6, "wait_s": 7})
 
     def report(self) -> dict[str, Any]:
@@ -154,10 +160,10 @@ class _FakeProcess:
 
 def test_the_disk_suite_covers_every_budget_and_home(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(disk, "SubjectProcess", _FakeProcess)
+    monkeypatch.setattr(disk, "SMALL", replace(disk.SMALL, fractions=disk.FRACTIONS))
     shown: list[tuple[int, int]] = []
-    sections = list(
-        disk.run(is_small=True, show=lambda _what, num_done, num_parts: shown.append((num_done, num_parts)))
-    )
+    show = lambda _what, num_done, num_parts: shown.append((num_done, num_parts))  # noqa: E731
+    sections = list(disk.run(Context(is_small=True, device="cpu", show=show)))
     assert [section.setting["home"] for section in sections] == ["cpu", "disk"]
     plain, *limited = sections[1].rows
     assert "bytes" not in plain.metrics
@@ -185,7 +191,10 @@ def test_cells():
     assert shown("s", 1234.5) == "1,234 s"
     assert shown("nbytes", 3 * 2**20) == "3.0 MiB"
     assert shown("ratio", 1.0, 1.1, 1.2) == "1.100 x (1.050–1.150)"
+    assert shown("nbytes", 12 * 2**30) == "12.00 GiB"
     assert shown("per_s", 12345.6) == "12,346"
+    assert shown("nbytes_per_s", 43.21e9) == "43.2 GB/s"
+    assert shown("flops_per_s", 1.5e12) == "1.5 TFLOPS"
     assert shown("number", 4.7e-7) == "4.7e-07"
     assert shown("number", 4) == "4"
     with pytest.raises(ValueError, match="furlong"):
@@ -205,10 +214,10 @@ def test_tables_show_every_metric_that_some_row_has():
     ]
 
 
-def _fake_suite(fails: bool) -> Callable[..., Iterator[Section]]:
-    def suite(*, is_small: bool, show: Callable[[str, int, int], None]) -> Iterator[Section]:
-        show("something", 0, 2)
-        setting = {"num_layers": 24, "width": 1256, "is_small": is_small}
+def _fake_suite(fails: bool) -> Callable[[Context], Iterator[Section]]:
+    def suite(context: Context) -> Iterator[Section]:
+        context.show("something", 0, 2)
+        setting = {"num_layers": 24, "width": 1256, "is_small": context.is_small}
         yield Section("First", setting, [Row({"subject": "plain"}, {"step": flat("s", [(1.0,), (2.0,)])})])
         if fails:
             raise SubjectFailed("it fell over")
@@ -266,14 +275,14 @@ def test_the_processor_has_a_name(tmp_path: Path):
 
 
 def test_a_spec_survives_the_command_line_of_its_process():
-    spec = SubjectSpec(TINY, 2, {"memory_budget": 7, "home": "disk"}, is_metered=True, seed=3)
+    spec = SubjectSpec(TINY, 2, CHUNKC, {"memory_budget": 7, "home": "disk"}, is_metered=True, seed=3)
     assert SubjectSpec.from_json(spec.to_json()) == spec
 
 
 def test_a_subject_obeys():
     options = {"memory_budget": 2**40, "codegen": "eager", "whole_graph": "never"}
     replies: list[dict[str, Any]] = []
-    serve(SubjectSpec(TINY, 2, options), ["step 3", "report", "step 1"], replies.append)
+    serve(SubjectSpec(TINY, 2, CHUNKC, options), ["step 3", "report", "step 1"], replies.append)
     ready, steps, peaks, more = replies
     assert ready["num_parameters"] > 0
     assert len(steps["steps"]) == 3
@@ -288,32 +297,59 @@ def test_a_subject_says_what_would_fit_and_knows_no_other_commands():
     options = {"memory_budget": 1, "codegen": "eager", "whole_graph": "never"}
     replies: list[dict[str, Any]] = []
     with pytest.raises(ValueError, match="jump"):
-        serve(SubjectSpec(TINY, 2, options, is_placed=True), ["step 1", "jump"], replies.append)
+        serve(SubjectSpec(TINY, 2, CHUNKC, options, is_placed=True), ["step 1", "jump"], replies.append)
     assert replies[1]["minimum_nbytes"] > 1
 
 
 def test_a_subject_that_fails_says_why():
-    spec = SubjectSpec(TINY, 2, {"memory_budget": 2**40, "codegen": "fortran"})
+    spec = SubjectSpec(TINY, 2, CHUNKC, {"memory_budget": 2**40, "codegen": "fortran"})
     with SubjectProcess(spec) as subject:
         assert subject.ready["num_parameters"] > 0
         with pytest.raises(SubjectFailed, match="fortran"):
             subject.step(1)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_the_suite_fits(tmp_path: Path):
-    out = tmp_path / "fits.json"
-    console = Console(file=io.StringIO())
-    run.run_suite("fits", is_small=True, out=out, console=console, now=NOW)
-    result = json.loads(out.read_text())
-    compilation, steps = result["sections"]
-    assert result["is_complete"]
-    for section in (compilation, steps):
-        names = [row["labels"]["subject"] for row in section["rows"]]
-        assert names == ["plain", "chunkc fast path", "chunkc segmented"]
-        assert section["rows"][0]["metrics"]["to plain"]["median"] == 1
-    assert all(row["metrics"]["compilation"]["median"] > 0.5 for row in compilation["rows"])
-    fast, segmented = (row["metrics"]["moments"]["median"] for row in steps["rows"][1:])
-    assert fast < segmented  # the fast path really is one
-    assert all(len(row["metrics"]["step"]["samples"]) == 3 for row in steps["rows"])
+def test_a_failure_of_chunkc_is_a_failure_of_the_suite_and_a_peers_is_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def suite(rows: list[Row]) -> Callable[[Context], Iterator[Section]]:
+        return lambda _context: iter([Section("Only", {}, rows)])
+
+    peer = Row({"system": "other"}, {}, note="it is not installed")
+    bad = Row({"system": "chunkc"}, {}, note="it fell over", is_failure=True)
+    for rows, code in (([peer], 0), ([peer, bad], 1)):
+        monkeypatch.setattr(run, "SUITES", {"adam": suite(rows)})
+        assert run.main(["adam", "--out", str(tmp_path / "c.json")]) == code
+    captured = capsys.readouterr()
+    assert "FAILED Only: chunkc: it fell over" in captured.err
+    assert "| chunkc | **FAILED** it fell over |" in captured.out
+
+
+def test_a_run_out_of_time_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run, "SUITES", {"scale": lambda _context: iter(())})
+    out = tmp_path / "d.json"
+    assert run.main(["scale", "--out", str(out), "--time-limit", "1e-6"]) == 0
+    assert json.loads(out.read_text())["is_complete"] is False
+
+
+def test_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(run, "SUITES", {"fits": _fake_suite(fails=False)})
+    out = tmp_path / "b.json"
+    assert run.main(["fits", "--out", str(out)]) == 0
+    assert report.main([str(out), "--plots", str(tmp_path / "plots")]) == 0
+    assert (tmp_path / "plots/b.png").read_bytes().startswith(b"\x89PNG")
+    assert "![fits](b.png)" in capsys.readouterr().out
+
+
+def test_a_process_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch):
+    class Sleeper:
+        SCRIPT = "context.py"  # reads nothing, prints nothing, ends
+
+        def to_json(self) -> str:
+            return "{}"
+
+    process = driving.Process(Sleeper())
+    with pytest.raises(SubjectFailed, match="exit code 0"), process:
+        pass
+    with pytest.raises(SubjectFailed, match="no answer within 0 s"), driving.Process(Sleeper(), timeout_s=0.0):
+        pass

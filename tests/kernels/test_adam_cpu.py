@@ -15,6 +15,7 @@ from torch._inductor import config as inductor_config
 from torch._subclasses import FakeTensorMode
 
 from chunkc.kernels import adam_cpu, reference
+from chunkc.kernels.adam_cpu_math import adam_pass
 from chunkc.kernels.hyper import AdamHyper
 from chunkc.runtime import cpu_allocator
 
@@ -52,6 +53,11 @@ def assert_same_bits(run: Run, other: Run) -> None:
 def num_compiled() -> Counter[str]:
     """What Inductor and Dynamo count per compilation, cache hits too."""
     return Counter({f"{group}.{name}": n for group in ("inductor", "stats") for name, n in counters[group].items()})
+
+
+def forget_kernels() -> None:
+    adam_cpu._kernel.cache_clear()
+    adam_pass.cache_clear()
 
 
 def with_special_values(run: Run) -> Run:
@@ -216,7 +222,7 @@ def test_nothing_is_allocated(dtype, grad_dtype):
 
 
 def test_compiles_once_for_all_lengths_and_hyper_parameters():
-    adam_cpu._kernel.cache_clear()
+    forget_kernels()
     start = num_compiled()
     adam_cpu.warm_up(FP32, FP32)
     compiled = num_compiled()
@@ -263,13 +269,13 @@ def test_the_state_of_the_caller_does_not_matter():
 def test_compiling_ignores_and_leaves_the_users_settings():
     expected, run = make_run(1003), make_run(1003)
     adam_cpu.adam_update(*expected, ADAMW)
-    adam_cpu._kernel.cache_clear()
+    forget_kernels()
     users = {"cpp.enable_floating_point_contract_flag": "fast", "cpp.threads": 1, "size_asserts": True}
     with inductor_config.patch(users), torch.compiler.set_stance("force_eager"), FakeTensorMode():
         before = inductor_config.get_config_copy()
         adam_cpu.adam_update(*run, ADAMW)
         assert inductor_config.get_config_copy() == before
-    adam_cpu._kernel.cache_clear()
+    forget_kernels()
     assert_same_bits(run, expected)
 
 

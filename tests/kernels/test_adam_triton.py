@@ -24,7 +24,11 @@ from chunkc.kernels.hyper import scalar_table
 FORMATS = adam_cases.FORMATS
 SCALARS = scalar_table(adam_cases.HYPERS)
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+_skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+def needs_gpu(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.gpu(_skip(test))
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from chunkc.ir.program import SegmentMemory
 from chunkc.passes.codegen import CompiledSegment, compile_segment
 from chunkc.passes.graphs import placeholders
 from chunkc.passes.segment_memory import eager_memory, inductor_memory
+from chunkc.passes.segment_storages import graph_storages
 from chunkc.passes.segments import SegmentTable, cut, extract
 from chunkc.runtime import cpu_allocator
 
@@ -136,6 +137,34 @@ def test_scratch_counts_while_its_operator_runs() -> None:
     args = [torch.randn(64, 256)]
     check_peak(compiled(lambda x: (torch.logsumexp(x, -1),), args), args)
     assert max(step.nbytes for step in memory.steps) > memory.storage_nbytes[0]
+
+
+def test_storages_follow_the_graph_not_the_fake_tensors() -> None:
+    """Where equal nodes were merged, a view's fake tensor belongs to the node that is gone."""
+    gm = trace(lambda x: (torch.exp(x + 1).sum() + torch.cos((x + 1).view(-1)).sum(),), torch.randn(32, 32))
+    adds = [node for node in gm.graph.nodes if node.target is aten.add.Tensor][:2]
+    adds[1].replace_all_uses_with(adds[0])
+    gm.graph.erase_node(adds[1])
+    storages = graph_storages(gm.graph)
+    (view,) = [node for node in gm.graph.nodes if node.target is aten.view.default]
+    assert storages.of[view] == storages.of[adds[0]]
+
+
+def test_constants_are_not_allocated_by_the_segment() -> None:
+    constant = torch.randn(1000)
+    gm = make_fx(lambda x: (x * constant,), tracing_mode="fake", _allow_non_fake_inputs=True)(torch.randn(1000))
+    (node,) = gm.graph.find_nodes(op="get_attr")
+    node.meta.setdefault("val", constant)
+    memory = eager_memory(gm.graph, 1)
+    assert max(step.nbytes for step in memory.steps) == 4000
+
+
+def test_an_unknown_operator_is_refused_with_its_module() -> None:
+    gm = trace(lambda x: (torch.linalg.matrix_exp(x),), torch.randn(8, 8))
+    for node in gm.graph.nodes:
+        node.meta["nn_module_stack"] = {"m": ("L['self']._modules['mix']", torch.nn.Module)}
+    with pytest.raises(UnsupportedError, match=r"linalg_matrix_exp.*\(in mix\).*declare_scratch"):
+        eager_memory(gm.graph, 1)
 
 
 # --- Inductor ---

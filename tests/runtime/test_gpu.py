@@ -18,7 +18,13 @@ from chunkc.runtime.homes import Region
 from chunkc.runtime.pinned import PinnedHome
 from chunkc.runtime.staging import StagedDiskHome
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+_skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def needs_gpu(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.gpu(_skip(test))
+
+
 pytestmark = pytest.mark.timeout(120)
 
 MIB = 1 << 20

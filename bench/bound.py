@@ -1,0 +1,75 @@
+"""The suite `bound`: for each case of `budget`, the least time a step can take, and how much of it chunkc reaches.
+
+One table, a row per case, given out anew with every case so that a run cut short keeps what it had. The machine's
+rates are `chunkc.calibrate`'s, measured at the start.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import budget
+import limits
+from context import Context, Progress
+from families import sizes
+from metrics import Metric, Row, Section, flat, one
+from rates import RatesSpec, measure
+from specs import CHUNKC
+
+
+def run(context: Context) -> Iterator[Section]:
+    """Measure; yields the machine's rates, then a section per case."""
+    size = replace(budget.SMALL, cases=budget.SMALL.cases[:1]) if context.is_small else budget.FULL
+    size = replace(size, num_rounds=min(2, size.num_rounds))
+    cases = [case for case in size.cases if context.wants_case(case.name)]
+    progress = Progress(context.show, 1 + len(cases) * (1 + size.num_rounds))
+    with context.code_cache() as cache:
+        progress("measuring the machine")
+        timeout_s = context.reply_timeout(budget.REPLY_TIMEOUT_S)
+        hardware = measure(RatesSpec(context.device, context.is_small), cache, timeout_s=timeout_s)
+        yield rates_section(hardware)
+        for case in cases:
+            if context.is_out_of_time:
+                return
+            outcome = budget.run_case(context, case, size, [CHUNKC], cache, progress)[0]
+            counts = sizes(case.model)
+            least = limits.lower_bound(
+                counts, case.model, case.batch_size, case.budget_nbytes, hardware, context.device
+            )
+            setting = {"num_parameters": counts.num_parameters, "num_tokens": case.batch_size * case.model.length}
+            row = bound_row(case, least, outcome)
+            yield Section(f"{case.name}: {limits.FORMULA.split(';')[0]}", setting, [row])
+
+
+def rates_section(hardware: limits.Hardware) -> Section:
+    """What the machine does."""
+    rates = {
+        "matrix products": ("flops_per_s", hardware.flops_per_s),
+        "memory": ("nbytes_per_s", hardware.memory_bytes_per_s),
+        "to device": ("nbytes_per_s", hardware.to_device_bytes_per_s),
+        "to home": ("nbytes_per_s", hardware.to_home_bytes_per_s),
+        "both at once": ("nbytes_per_s", hardware.both_links_bytes_per_s),
+        "CPU update": ("nbytes_per_s", hardware.cpu_update_bytes_per_s),
+    }
+    metrics = {name: one(unit, rate) for name, (unit, rate) in rates.items() if rate is not None}  # type: ignore[arg-type]
+    return Section("The machine", {"source": hardware.source, "formula": limits.FORMULA}, [Row({"": "rate"}, metrics)])
+
+
+def bound_row(case: budget.Case, least: limits.Bound, outcome: budget.Outcome) -> Row:
+    """Seconds that each resource needs at least, the measured step, and the part of the bound that it reaches."""
+    metrics = {
+        "compute": one("s", least.compute_s),
+        "links": one("s", least.link_s),
+        "CPU update": one("s", least.cpu_update_s),
+        "bound": one("s", least.step_s),
+    }
+    if outcome.turns:
+        step = flat("s", [turn.step_s for turn in outcome.turns])
+        metrics["step"] = step
+        metrics["of bound"] = Metric("ratio", tuple(least.step_s / sample for sample in step.samples))
+    labels = {"case": case.name, "limited by": least.limiting}
+    return Row(labels, metrics, outcome.note, outcome.is_failure)

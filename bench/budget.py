@@ -1,0 +1,354 @@
+"""The suite `budget`: models under memory budgets, chunkc beside other systems that offload.
+
+A section per model and budget. Every system is a process of its own, held to the budget (by torch's allocator on a
+GPU, by a metered one on a CPU). They take turns where all of them fit into the machine side by side; else each runs
+its turns before the next begins. Where a system cannot run, its row says why.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import limits
+from context import Context, Progress
+from driving import (
+    NUM_SETTLING_STEPS,
+    DoesNotFit,
+    OutOfMemory,
+    SubjectFailed,
+    SubjectProcess,
+    TimedOut,
+    Turn,
+    Unavailable,
+    first_line,
+    rotated,
+)
+from families import ModelChoice, Sizes, sizes
+from machine import available_ram_nbytes, gpu_nbytes
+from metrics import Metric, Row, Section, flat, one, paired_ratios, setting_of
+from rates import RatesSpec, measure
+from specs import CHECKPOINTING, CHUNKC, DEEPSPEED, FSDP2, PLAIN, TORCHAO, SubjectSpec, unavailable
+
+from chunkc.ir.hardware import Hardware
+
+SYSTEMS = (CHUNKC, FSDP2, DEEPSPEED, TORCHAO, CHECKPOINTING, PLAIN)
+GB = 10**9
+MIB = 2**20
+
+HOST_NBYTES_PER_PARAMETER = {CHUNKC: 14, FSDP2: 16, DEEPSPEED: 20, TORCHAO: 16, CHECKPOINTING: 4, PLAIN: 4}
+"""Of systems under a budget, in bf16: parameters, gradients, masters and moments in RAM (the last two: while they are
+built). A run that would need more RAM than there is would be killed, and others with it: it is not begun."""
+HOST_PART = 0.95
+SIDE_BY_SIDE_PART = 0.6
+LOSS_TOLERANCE = {"float32": 2e-3, "bfloat16": 5e-2}
+"""How far losses of equal steps may be apart, by the precision of the arithmetic."""
+NUM_WARM_STEPS = 2
+REPLY_TIMEOUT_S = 900.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model under a budget."""
+
+    model: ModelChoice
+    batch_size: int
+    budget_nbytes: int
+    is_checkpointed: bool = True
+    systems: tuple[str, ...] = SYSTEMS
+
+    @property
+    def name(self) -> str:
+        """`llama3-8b@6GB`."""
+        is_small = self.budget_nbytes < GB
+        return f"{self.model.name}@{self.budget_nbytes / (MIB if is_small else GB):g}{'MiB' if is_small else 'GB'}"
+
+
+@dataclass(frozen=True)
+class Size:
+    """Cases, and how often they are measured; `num_steps` are those of one turn."""
+
+    cases: tuple[Case, ...]
+    num_rounds: int
+    num_steps: int
+    codegen: str = "inductor"
+
+
+def _cases(name: str, length: int, batch_size: int, *budgets: int) -> tuple[Case, ...]:
+    return tuple(Case(ModelChoice(name, length), batch_size, budget * GB) for budget in budgets)
+
+
+FULL = Size(
+    (
+        *_cases("llama3-8b", 2048, 1, 6),
+        *_cases("gpt-1b", 1024, 4, 6),
+        *_cases("llama3-8b", 2048, 2, 12, 24),
+        *_cases("gpt-1b", 1024, 4, 12, 24, 32),
+        *_cases("llama3-8b", 2048, 4, 32),
+        *_cases("gpt-4b", 1024, 4, 6, 12, 24, 32),
+        *_cases("hf-qwen3-4b", 1024, 2, 6, 12, 24),
+        *_cases("palm-8b", 2048, 1, 12, 24),
+    ),
+    num_rounds=4,
+    num_steps=3,
+)
+SMALL = Size(
+    tuple(
+        Case(ModelChoice(name, 64, "float32"), 2, budget_mib * MIB, is_checkpointed, systems)
+        for name, budget_mib, is_checkpointed, systems in (
+            ("tiny-3", 6, True, SYSTEMS),
+            ("hf-tiny", 24, False, (CHUNKC, PLAIN)),
+        )
+    ),
+    num_rounds=1,
+    num_steps=2,
+    codegen="eager",
+)
+
+
+@dataclass
+class Outcome:
+    """What became of one system in one case."""
+
+    system: str
+    turns: list[Turn] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    report: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+    is_failure: bool = False
+
+
+def run(context: Context) -> Iterator[Section]:
+    """Measure; yields each case's section as soon as it is there."""
+    size = SMALL if context.is_small else FULL
+    cases = [case for case in size.cases if context.wants_case(case.name)]
+    num_parts = sum(len(_systems(context, case)) for case in cases) * (1 + size.num_rounds)
+    progress = Progress(context.show, 1 + num_parts)
+    with context.code_cache() as cache:
+        progress("measuring the machine")
+        hardware = measure(
+            RatesSpec(context.device, context.is_small), cache, timeout_s=context.reply_timeout(REPLY_TIMEOUT_S)
+        )
+        for case in cases:
+            if context.is_out_of_time:
+                return
+            outcomes = run_case(context, case, size, _systems(context, case), cache, progress)
+            yield _section(context, case, size, outcomes, hardware)
+
+
+def _systems(context: Context, case: Case) -> list[str]:
+    return [name for name in case.systems if context.wants_system(name)]
+
+
+def run_case(
+    context: Context, case: Case, size: Size, systems: Sequence[str], cache: Path, progress: Progress
+) -> list[Outcome]:
+    """Train every system that can run here; losses are compared afterwards."""
+    outcomes = {system: Outcome(system) for system in systems}
+    num_parameters = sizes(case.model).num_parameters
+    for system, outcome in outcomes.items():
+        outcome.note = unavailable(system, context.device) or _host_forecast(context, system, case, num_parameters)
+    names = [system for system in systems if not outcomes[system].note]
+    groups = [names] if _fit_side_by_side(context, case, names, num_parameters) else [[name] for name in names]
+    for group in groups:
+        with ExitStack() as stack:
+            live: dict[str, SubjectProcess] = {}
+            timeout_s = context.reply_timeout(REPLY_TIMEOUT_S)
+            starting = {
+                name: SubjectProcess(_spec(context, case, size, name), cache, timeout_s=timeout_s).start_in(stack)
+                for name in group
+            }
+            for name, process in starting.items():
+                progress(f"{case.name}: compiling {name}")
+                with _Guard(outcomes[name], context):
+                    process.__enter__()
+                    outcomes[name].losses += process.step(NUM_WARM_STEPS).losses
+                    live[name] = process
+            for round_index in range(size.num_rounds if live else 0):
+                for name in rotated(list(live), round_index):
+                    if context.is_out_of_time and outcomes[name].turns:
+                        continue
+                    progress(f"{case.name}: training {name}")
+                    with _Guard(outcomes[name], context):
+                        turn = live[name].step(NUM_SETTLING_STEPS + size.num_steps)
+                        outcomes[name].losses += turn.losses
+                        outcomes[name].turns.append(turn.without_first(NUM_SETTLING_STEPS))
+                live = {name: process for name, process in live.items() if not outcomes[name].note}
+            for name, process in live.items():
+                with _Guard(outcomes[name], context):
+                    outcomes[name].report = process.report()
+    compare_losses(list(outcomes.values()), LOSS_TOLERANCE[case.model.dtype])
+    check_promise(outcomes, case.budget_nbytes)
+    return list(outcomes.values())
+
+
+class _Guard:
+    """What goes wrong inside becomes the outcome's note; of chunkc, a failure, unless budget or time is too small."""
+
+    def __init__(self, outcome: Outcome, context: Context) -> None:
+        self._outcome, self._context = outcome, context
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, DoesNotFit | OutOfMemory | Unavailable | SubjectFailed):
+            return False
+        if isinstance(error, TimedOut) and self._context.is_out_of_time:
+            self._outcome.note = "the time was up"
+            return True
+        prefix = {OutOfMemory: "out of memory: ", SubjectFailed: "failed: "}.get(type(error), "")
+        self._outcome.note = prefix + first_line(error)
+        is_refusal = isinstance(error, DoesNotFit | Unavailable)
+        self._outcome.is_failure = self._outcome.system == CHUNKC and not is_refusal
+        return True
+
+
+def compare_losses(outcomes: Sequence[Outcome], tolerance: float) -> None:
+    """Note whose losses differ from chunkc's; where chunkc's differ from everybody's, the failure is chunkc's."""
+    subject = next((outcome for outcome in outcomes if outcome.system == CHUNKC and outcome.losses), None)
+    if subject is None:
+        return
+    others = [outcome for outcome in outcomes if outcome is not subject and outcome.losses]
+    strange = [outcome for outcome in others if not loss_difference(outcome, subject) <= tolerance]
+    for outcome in strange:
+        difference = loss_difference(outcome, subject)
+        outcome.note = outcome.note or f"losses differ by {difference:.2g} from chunkc's: not the same training"
+    if others and len(strange) == len(others):
+        subject.note, subject.is_failure = "losses differ from those of every other system", True
+
+
+def loss_difference(outcome: Outcome, subject: Outcome) -> float:
+    """The largest of equal steps; NaN where a loss is."""
+    differences = [abs(a - b) for a, b in zip(outcome.losses, subject.losses, strict=False)]
+    return float("nan") if any(d != d for d in differences) else max(differences)
+
+
+def check_promise(outcomes: Mapping[str, Outcome], budget_nbytes: int) -> None:
+    """A budget is a promise: chunkc's measured bytes above it are a failure."""
+    subject = outcomes.get(CHUNKC)
+    peak_nbytes = subject.report.get("measured_peak_nbytes") if subject else None
+    if subject is not None and peak_nbytes is not None and peak_nbytes > budget_nbytes:
+        subject.note, subject.is_failure = f"took {peak_nbytes - budget_nbytes:,} bytes more than its budget", True
+
+
+def _spec(context: Context, case: Case, size: Size, system: str) -> SubjectSpec:
+    is_held = context.device == "cuda" or system not in (FSDP2, DEEPSPEED)
+    options = {"memory_budget": case.budget_nbytes, "codegen": size.codegen} if system == CHUNKC else None
+    return SubjectSpec(
+        case.model,
+        case.batch_size,
+        system,
+        options,
+        device=context.device,
+        is_metered=context.device == "cpu",
+        is_placed=system == CHUNKC,
+        # On a CPU these offload into the very memory that they compute in.
+        limit_nbytes=case.budget_nbytes if is_held else None,
+        is_checkpointed=case.is_checkpointed,
+        codegen=size.codegen,
+    )
+
+
+def _host_forecast(context: Context, system: str, case: Case, num_parameters: int) -> str:
+    """Why a run would not fit into RAM; "" if it would, as far as can be told."""
+    needed = HOST_NBYTES_PER_PARAMETER[system] * num_parameters
+    available = available_ram_nbytes()
+    if needed <= HOST_PART * available:
+        return ""
+    return f"needs about {needed / 2**30:.0f} GiB of RAM, {available / 2**30:.0f} are available"
+
+
+def _fit_side_by_side(context: Context, case: Case, names: Sequence[str], num_parameters: int) -> bool:
+    host = sum(HOST_NBYTES_PER_PARAMETER[name] for name in names) * num_parameters
+    device = len(names) * case.budget_nbytes
+    total = gpu_nbytes() if context.device == "cuda" else None
+    return host <= SIDE_BY_SIDE_PART * available_ram_nbytes() and (total is None or device <= HOST_PART * total)
+
+
+def _section(context: Context, case: Case, size: Size, outcomes: Sequence[Outcome], hardware: Hardware) -> Section:
+    counts = sizes(case.model)
+    bound = limits.lower_bound(counts, case.model, case.batch_size, case.budget_nbytes, hardware, context.device)
+    subject = next((outcome for outcome in outcomes if outcome.system == CHUNKC), None)
+    rows = [
+        Row(
+            {"system": o.system}, metrics_of(o, subject, case, counts, bound, hardware), _note(context, o), o.is_failure
+        )
+        for o in outcomes
+    ]
+    setting = setting_of(
+        case.model,
+        case.batch_size,
+        num_parameters=counts.num_parameters,
+        budget_nbytes=case.budget_nbytes,
+        activation_checkpointing="of all that offload" if case.is_checkpointed else "none",
+        num_rounds=size.num_rounds,
+        num_steps_per_round=size.num_steps,
+        FLOPs_per_step=f"{counts.flops_per_step(case.batch_size, case.model.length):.4g}",
+        bound=f"{limits.FORMULA}; limited by {bound.limiting}",
+    )
+    return Section(case.name, setting, rows)
+
+
+def _note(context: Context, outcome: Outcome) -> str:
+    if not outcome.note and context.device == "cpu" and outcome.system in (FSDP2, DEEPSPEED):
+        return "not held to the budget: on a CPU it offloads into the memory it computes in"
+    return outcome.note
+
+
+def metrics_of(
+    outcome: Outcome,
+    subject: Outcome | None,
+    case: Case,
+    counts: Sizes,
+    bound: limits.Bound,
+    hardware: Hardware,
+) -> dict[str, Metric]:
+    """A system's figures; chunkc's also against its prediction and the bound."""
+    metrics: dict[str, Metric] = {}
+    if outcome.turns:
+        step = flat("s", [turn.step_s for turn in outcome.turns])
+        flops = counts.flops_per_step(case.batch_size, case.model.length)
+        tokens = case.batch_size * case.model.length
+        metrics["step"] = step
+        metrics["tokens/s"] = Metric("per_s", tuple(tokens / sample for sample in step.samples))
+        metrics["arithmetic"] = Metric("flops_per_s", tuple(flops / sample for sample in step.samples))
+        if subject is not None and len(subject.turns) == len(outcome.turns) and outcome is not subject:
+            mine, its = ([turn.step_s for turn in o.turns] for o in (outcome, subject))
+            metrics["time to chunkc's"] = paired_ratios(mine, its)
+        if outcome.system == CHUNKC:
+            metrics["bound"] = one("s", bound.step_s)
+            metrics["of bound"] = Metric("ratio", tuple(bound.step_s / sample for sample in step.samples))
+            metrics |= _link_metrics(outcome.turns, hardware)
+    for name, key in (
+        ("predicted peak", "predicted_peak_nbytes"),
+        ("measured peak", "measured_peak_nbytes"),
+        ("driver's count", "driver_nbytes"),
+        ("home", "home_nbytes"),
+        ("RAM", "host_nbytes"),
+    ):
+        if outcome.report.get(key) is not None:
+            metrics[name] = one("nbytes", outcome.report[key])
+    if "predicted peak" in metrics and "measured peak" in metrics:
+        ratio = outcome.report["measured_peak_nbytes"] / outcome.report["predicted_peak_nbytes"]
+        metrics["measured to predicted"] = one("ratio", ratio)
+    if subject is not None and outcome is not subject and outcome.losses and subject.losses:
+        metrics["loss difference"] = one("number", loss_difference(outcome, subject))
+    return metrics
+
+
+def _link_metrics(turns: Sequence[Turn], hardware: Hardware) -> dict[str, Metric]:
+    """Per step: bytes each way, and the part of the step that the links, at their measured rates, were busy."""
+    pairs = [(turn.counters["to_device_nbytes"], turn.counters["to_home_nbytes"]) for turn in turns]
+    means_s = [sum(turn.step_s) / len(turn.step_s) for turn in turns]
+    use = [hardware.link_seconds(*pair) / mean_s for pair, mean_s in zip(pairs, means_s, strict=True)]
+    return {
+        "moved in": Metric("nbytes", tuple(pair[0] for pair in pairs)),
+        "moved out": Metric("nbytes", tuple(pair[1] for pair in pairs)),
+        "link use": Metric("ratio", tuple(use)),
+    }

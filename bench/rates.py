@@ -1,0 +1,66 @@
+"""Measures this machine, in a process of its own: `chunkc.calibrate`'s figures as one line of JSON.
+
+python rates.py '{"device": "cpu", "is_small": true}'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import ClassVar
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from driving import Process, Timeout
+
+from chunkc.calibrate import MIB, Sizes, calibrate
+from chunkc.ir.hardware import Hardware
+
+_SMALL = Sizes(
+    matrix=512,
+    memory_nbytes=16 * MIB,
+    link_nbytes=4 * MIB,
+    update_numel=MIB // 4,
+    disk_nbytes=4 * MIB,
+    repeats=2,
+    share_s=0.2,
+    enough_s=0.005,
+)
+
+
+@dataclass(frozen=True)
+class RatesSpec:
+    """What to measure; `is_small`: for a rehearsal, quickly."""
+
+    SCRIPT: ClassVar[str] = "rates.py"
+
+    device: str
+    is_small: bool
+
+    def to_json(self) -> str:
+        """The command line argument of this script."""
+        return json.dumps(asdict(self))
+
+
+def measure(spec: RatesSpec, cache: Path, *, timeout_s: Timeout) -> Hardware:
+    """The machine's rates, measured in a fresh process.
+
+    Raises:
+        SubjectFailed: the process failed.
+    """
+    with Process(spec, cache, timeout_s=timeout_s) as process:
+        return Hardware(**process.ready)
+
+
+def _main() -> None:
+    lines = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    fields = json.loads(sys.argv[1])
+    hardware = calibrate(device=fields["device"], sizes=_SMALL if fields["is_small"] else None)
+    print(json.dumps(asdict(hardware)), file=lines)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,226 @@
+"""What every LAMB kernel agrees about: hyper-parameters, and how tensors are cut into rows that are summed apart.
+
+LAMB (You et al., Large batch optimization for deep learning, arXiv:1904.00962, algorithm 2) scales each tensor's
+update by a trust ratio, the norm of the parameter over that of the update. A tensor may span tiles and chunks, so an
+update has two stages. Stage 1 updates the moments of a tile and writes a pair of partial sums of squares for each row
+of elements. Once all tiles that a tensor lies in have had stage 1, stage 2 adds up the tensor's rows in order and
+changes the parameters. Nothing is added atomically: the bits of a run are the same every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run, check_adam_slots
+
+ROW = 1 << 14
+"""Elements that are summed up as one at most. Rows end at its multiples in the space of all elements, so tiles that
+begin and end there do not change a bit."""
+
+
+class LambScalars(NamedTuple):
+    """The scalars of the inner loop, each computed in double precision on the host."""
+
+    grad_sign: float  # -1 to maximize, else 1
+    weight_decay: float
+    lerp_weight: float  # 1 - beta1
+    beta2: float
+    one_minus_beta2: float
+    bias_correction1: float
+    bias_correction2_sqrt: float
+    eps: float
+    neg_lr: float
+    adapt: float  # 0 for a trust ratio of 1, else 1
+
+
+@dataclass(frozen=True, slots=True)
+class LambHyper:
+    """Hyper-parameters of one LAMB update.
+
+    Args:
+        step: the number of this update, from 1.
+        adapt: without, the trust ratio is 1 (usual for biases and norms, which have no weight decay).
+
+    Raises:
+        ValueError: a value is out of range, or `step` is under 1.
+    """
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-6
+    weight_decay: float = 0.0
+    step: int = 1
+    adapt: bool = True
+    maximize: bool = False
+
+    def __post_init__(self) -> None:
+        if self.step < 1:
+            raise ValueError(f"step counts updates from 1, got {self.step}")
+        for name in ("beta1", "beta2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        for name in ("lr", "eps", "weight_decay"):
+            if not getattr(self, name) >= 0.0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+
+    def scalars(self) -> LambScalars:
+        """The derived scalars, in double precision."""
+        return LambScalars(
+            grad_sign=-1.0 if self.maximize else 1.0,
+            weight_decay=self.weight_decay,
+            lerp_weight=1 - self.beta1,
+            beta2=self.beta2,
+            one_minus_beta2=1 - self.beta2,
+            bias_correction1=1 - self.beta1**self.step,
+            bias_correction2_sqrt=(1 - self.beta2**self.step) ** 0.5,
+            eps=self.eps,
+            neg_lr=-self.lr,
+            adapt=float(self.adapt),
+        )
+
+
+def lamb_table(hypers: Sequence[LambHyper]) -> Tensor:
+    """The scalars of several groups as fp32 `[num_groups, 10]` on the CPU; tensors name a row of it."""
+    rows = [hyper.scalars() for hyper in hypers]
+    return torch.tensor(rows, dtype=torch.float64).view(-1, len(LambScalars._fields)).to(torch.float32)
+
+
+class LambPiece(NamedTuple):
+    """A tensor, or as much of it as lies in a tile.
+
+    Elements `[begin, end)` of the tile. Their rows have the partial sums from `partial` on; all rows of the tensor,
+    other tiles' too, have `[first_partial, last_partial)`.
+    """
+
+    begin: int
+    end: int
+    group: int
+    partial: int
+    first_partial: int
+    last_partial: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LambWork:
+    """What both stages do with one tile.
+
+    Args:
+        rows: int64 `[num_rows, 5]`, on the device that updates: begin and end in elements of the tile, group, first and
+            last (exclusive) partial sum of the tensor. Row `i` has the partial sum `partial + i`.
+        partial: the number of the first row's partial sum.
+        pieces: the same by tensor.
+        cuts: for each piece, where its rows begin and end, in elements of the tile.
+        num_elements: of the tile.
+        num_groups: the scalars have at least so many rows.
+        num_partials: of all tiles.
+    """
+
+    rows: Tensor
+    partial: int
+    pieces: tuple[LambPiece, ...]
+    cuts: tuple[tuple[int, ...], ...]
+    num_elements: int
+    num_groups: int
+    num_partials: int
+
+    def to(self, device: torch.device | str) -> LambWork:
+        """The same work on another device."""
+        return replace(self, rows=self.rows.to(device))
+
+
+def lamb_work(tensors: Sequence[Run], tiles: Sequence[tuple[int, int]]) -> tuple[LambWork, ...]:
+    """Cut tensors into the rows of each tile, on the CPU.
+
+    Args:
+        tensors: in order and apart, in the space of all elements: chunk after chunk. Empty ones have no rows.
+        tiles: ranges `[begin, end)` of that space, in order and apart. Every tensor lies in tiles altogether.
+
+    Raises:
+        ValueError: tensors or tiles are out of order or overlap, or elements of a tensor lie in no tile.
+    """
+    for name, ranges in (("tensors", [(run.begin, run.end) for run in tensors]), ("tiles", list(tiles))):
+        previous_end = 0
+        for begin, end in ranges:
+            if not previous_end <= begin <= end:
+                raise ValueError(f"{name} must be in order and apart; got [{begin}, {end}) after {previous_end}")
+            previous_end = end
+    if min((run.group for run in tensors), default=0) < 0:
+        raise ValueError("groups count from 0")
+    placed: list[list[tuple[Run, int, int, int]]] = [[] for _ in tiles]  # (tensor, begin, end, number of the tensor)
+    at = 0
+    for number, run in enumerate(tensors):
+        begin = run.begin
+        while begin < run.end:
+            while at < len(tiles) and tiles[at][1] <= begin:
+                at += 1
+            if at == len(tiles) or tiles[at][0] > begin:
+                raise ValueError(f"element {begin} of the tensor [{run.begin}, {run.end}) lies in no tile")
+            end = min(run.end, tiles[at][1])
+            placed[at].append((run, begin, end, number))
+            begin = end
+    # Rows are numbered tensor by tensor, which is tile by tile too.
+    spans: dict[int, list[int]] = {}
+    numbered: list[list[tuple[list[int], Run, int, int]]] = []
+    num_partials = 0
+    for tile in placed:
+        numbered.append([])
+        for run, begin, end, number in tile:
+            cuts = [begin, *range((begin // ROW + 1) * ROW, end, ROW), end]
+            numbered[-1].append((cuts, run, num_partials, number))
+            span = spans.setdefault(number, [num_partials, num_partials])
+            num_partials += len(cuts) - 1
+            span[1] = num_partials
+    num_groups = max((run.group + 1 for run in tensors), default=0)
+    works = []
+    at_partial = 0
+    for (start, stop), tile_rows in zip(tiles, numbered, strict=True):
+        pieces, all_cuts, rows = [], [], []
+        for cuts, run, partial, number in tile_rows:
+            local = [cut - start for cut in cuts]
+            first, last = spans[number]
+            pieces.append(LambPiece(local[0], local[-1], run.group, partial, first, last))
+            all_cuts.append(tuple(local))
+            rows += [(a, b, run.group, first, last) for a, b in pairwise(local)]
+        table = torch.tensor(rows, dtype=torch.int64).view(-1, 5)
+        works.append(
+            LambWork(table, at_partial, tuple(pieces), tuple(all_cuts), stop - start, num_groups, num_partials)
+        )
+        at_partial += len(rows)
+    return tuple(works)
+
+
+def new_partials(work: LambWork, device: torch.device | str = "cpu") -> Tensor:
+    """The buffer for the partial sums of all tiles, fp32 `[2, num_partials]`: parameters' first, then updates'."""
+    return torch.empty(2, work.num_partials, dtype=torch.float32, device=device)
+
+
+def check_lamb(
+    fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
+) -> None:
+    """Check all that a stage takes.
+
+    Raises:
+        ValueError: the format is not one of LAMB's, or a tensor does not fit the format or the work.
+    """
+    if fmt.moments != "float32" or fmt.rounding != "nearest":
+        raise ValueError(f"LAMB needs moments='float32' and rounding='nearest', got {fmt}")
+    check_adam_slots(fmt, slots, scalars.new_empty(0, 9), scale, None, 0)  # the scalars are others: see below
+    device = slots.param.device
+    if slots.param.numel() != work.num_elements:
+        raise ValueError(f"the work is for a tile of {work.num_elements} elements, the slots have {len(slots.param)}")
+    for name, tensor, dtype, shape in (
+        ("scalars", scalars, torch.float32, (max(len(scalars), work.num_groups), len(LambScalars._fields))),
+        ("partials", partials, torch.float32, (2, work.num_partials)),
+        ("work.rows", work.rows, torch.int64, tuple(work.rows.shape)),
+    ):
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous {dtype} of shape {shape}, got {tuple(tensor.shape)}")
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, param on {device}; an update runs on one device")

@@ -1,0 +1,147 @@
+"""LAMB in plain PyTorch: what the other kernels are tested against. Neither fast nor frugal."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale
+from chunkc.kernels.lamb_formats import LambPiece, LambScalars, LambWork, check_lamb, new_partials
+
+
+@torch.no_grad()
+def lamb_moments(
+    fmt: AdamFormat,
+    slots: AdamSlots,
+    work: LambWork,
+    scalars: Tensor,
+    partials: Tensor,
+    *,
+    scale: GradScale = NO_SCALE,
+) -> None:
+    """Stage 1 of a LAMB update of a tile: new moments, and the partial sums of the tile's rows.
+
+    With the gradient g (widened to fp32, times the factors of `scale`), moments m and v, parameter w (the master, where
+    there is one), and step t:
+
+        m = lerp(m, g, 1 - beta1)
+        v = beta2 * v + (1 - beta2) * g * g
+        u = (m / (1 - beta1 ** t)) / (sqrt(v) / sqrt(1 - beta2 ** t) + eps) + weight_decay * w
+        partials[0, row] = sum(w * w),  partials[1, row] = sum(u * u)
+
+    Moments have the same bits from every kernel; sums are up to fp32 rounding. Where `found_inf` is not 0 nothing
+    changes, the sums neither.
+
+    Args:
+        fmt: fp32 parameters, or low precision with a master; fp32 moments, rounding to nearest.
+        work: of this tile, from `lamb_work`.
+        scalars: `[num_groups, 10]` fp32, see `lamb_table`.
+        partials: `[2, num_partials]` fp32, see `new_partials`; the tile's rows are overwritten.
+
+    Raises:
+        ValueError: see `check_lamb`.
+    """
+    check_lamb(fmt, slots, work, scalars, partials, scale)
+    target = slots.param if slots.master is None else slots.master
+    for piece, cuts in zip(work.pieces, work.cuts, strict=True):
+        part = slice(piece.begin, piece.end)
+        group = LambScalars(*scalars[piece.group].unbind())
+        wide = slots.grad[part].to(torch.float32)
+        for factor in (scale.unscale, scale.clip):
+            if factor is not None:
+                wide = wide * factor
+        new_avg, new_avg_sq = lamb_new_moments(wide, slots.exp_avg[part], slots.exp_avg_sq[part], group)
+        update = lamb_direction(target[part], new_avg, _sqrt(new_avg_sq), group)
+        _store(slots.exp_avg[part], new_avg, scale)
+        _store(slots.exp_avg_sq[part], new_avg_sq, scale)
+        for row, (begin, end) in enumerate(pairwise(cuts), start=piece.partial):
+            squares = target[begin:end].double(), update[begin - piece.begin : end - piece.begin].double()
+            sums = torch.stack([values.square().sum() for values in squares]).float()
+            _store(partials[:, row], sums, scale)
+
+
+@torch.no_grad()
+def lamb_apply(
+    fmt: AdamFormat,
+    slots: AdamSlots,
+    work: LambWork,
+    scalars: Tensor,
+    partials: Tensor,
+    *,
+    scale: GradScale = NO_SCALE,
+) -> None:
+    """Stage 2: w = w - lr * ratio * u, with u as in stage 1 from the new moments. Gradients are not read.
+
+    A tensor's trust ratio is norm(w) / norm(u) (the paper's, phi the identity), and 1 where either norm is 0 or its
+    group does not adapt. So are apex' FusedLAMB with `use_nvlamb=True` and torch_optimizer's Lamb, but that the latter
+    limits norm(w) to 10 and by default leaves out the bias corrections, and apex limits the norm of all gradients
+    (`GradScale.clip` here).
+
+    Args:
+        slots: `grad` is not read.
+        partials: complete for every tensor that has elements in this tile.
+        scale: only `found_inf` is read: where it is not 0 nothing changes.
+
+    Raises:
+        ValueError: see `check_lamb`.
+    """
+    check_lamb(fmt, slots, work, scalars, partials, scale)
+    target = slots.param if slots.master is None else slots.master
+    for piece in work.pieces:
+        part = slice(piece.begin, piece.end)
+        group = LambScalars(*scalars[piece.group].unbind())
+        update = lamb_direction(target[part], slots.exp_avg[part], _sqrt(slots.exp_avg_sq[part]), group)
+        new_target = target[part] + (group.neg_lr * trust_ratio(partials, piece, group)) * update
+        if slots.master is not None:
+            _store(slots.master[part], new_target, scale)
+        _store(slots.param[part], new_target.to(slots.param.dtype), scale)
+
+
+def lamb_update(
+    fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, *, scale: GradScale = NO_SCALE
+) -> None:
+    """Both stages of a tile in which all its tensors lie altogether.
+
+    Raises:
+        ValueError: see `check_lamb`.
+    """
+    partials = new_partials(work, slots.param.device)
+    lamb_moments(fmt, slots, work, scalars, partials, scale=scale)
+    lamb_apply(fmt, slots, work, scalars, partials, scale=scale)
+
+
+def lamb_new_moments(wide: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: LambScalars) -> tuple[Tensor, Tensor]:
+    """The moments after an fp32 gradient (scaled)."""
+    wide = wide * scalars.grad_sign
+    # Tensor.lerp_: from the nearer end, so that a weight of 1 gives the gradient itself.
+    near = torch.as_tensor(scalars.lerp_weight < 0.5)
+    base = torch.where(near, exp_avg, wide)
+    coefficient = torch.where(near, scalars.lerp_weight, scalars.lerp_weight - 1)
+    new_avg = base + coefficient * (wide - exp_avg)
+    return new_avg, exp_avg_sq * scalars.beta2 + scalars.one_minus_beta2 * wide * wide
+
+
+def lamb_direction(target: Tensor, exp_avg: Tensor, root: Tensor, scalars: LambScalars) -> Tensor:
+    """The update before the trust ratio and the learning rate. `root` is the square root of `exp_avg_sq`."""
+    denom = root / scalars.bias_correction2_sqrt + scalars.eps
+    return exp_avg / scalars.bias_correction1 / denom + scalars.weight_decay * target
+
+
+def trust_ratio(partials: Tensor, piece: LambPiece, scalars: LambScalars) -> Tensor:
+    """0-dim fp32."""
+    norms = partials[:, piece.first_partial : piece.last_partial].double().sum(1).sqrt()
+    usable = (norms != 0).all() & (torch.as_tensor(scalars.adapt) != 0)
+    return torch.where(usable, norms[0] / norms[1], 1.0).to(torch.float32)
+
+
+def _sqrt(values: Tensor) -> Tensor:
+    """To nearest. `Tensor.sqrt` of fp32 on the CPU may be MKL's, one place off for some values in a thousand."""
+    return values.double().sqrt().float()
+
+
+def _store(place: Tensor, value: Tensor, scale: GradScale) -> None:
+    if scale.found_inf is not None:
+        value = torch.where(scale.found_inf != 0, place, value)
+    place.copy_(value)

@@ -1,0 +1,157 @@
+"""LAMB in Triton: two launches per tile, whatever the number of tensors in it (see `chunkc.kernels.lamb_formats`).
+
+Importing this needs no Triton; updating does. With `TRITON_INTERPRET=1` set before Triton is first imported the same
+code runs on CPU tensors, slowly: for tests.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chunkc.ir.errors import UnsupportedError
+from chunkc.kernels.adam_triton import BLOCK, RAGGED_BLOCK, launch_options
+from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale
+from chunkc.kernels.lamb_formats import LambWork, check_lamb, new_partials
+
+
+@torch.no_grad()
+@torch.compiler.disable
+def lamb_moments(
+    fmt: AdamFormat,
+    slots: AdamSlots,
+    work: LambWork,
+    scalars: Tensor,
+    partials: Tensor,
+    *,
+    scale: GradScale = NO_SCALE,
+) -> None:
+    """Stage 1 in one launch on the current stream, see `chunkc.kernels.lamb_reference.lamb_moments`. Waits for nothing.
+
+    Moments have the reference's bits; sums are up to fp32 rounding, with the same bits every time.
+
+    Raises:
+        ValueError: see `check_lamb`.
+        UnsupportedError: Triton is not installed, or the slots are not on a device that it compiles for.
+    """
+    arguments = moments_arguments(fmt, slots, work, scalars, partials, scale=scale)
+    _launch("lamb_moments_kernel", slots, work, arguments)
+    torch.autograd.graph.increment_version((slots.exp_avg, slots.exp_avg_sq, partials))
+
+
+@torch.no_grad()
+@torch.compiler.disable
+def lamb_apply(
+    fmt: AdamFormat,
+    slots: AdamSlots,
+    work: LambWork,
+    scalars: Tensor,
+    partials: Tensor,
+    *,
+    scale: GradScale = NO_SCALE,
+) -> None:
+    """Stage 2 in one launch on the current stream, see `chunkc.kernels.lamb_reference.lamb_apply`. Waits for nothing.
+
+    Each program adds up its tensor's partial sums itself: at most one pair for 16,384 elements of the tensor.
+
+    Raises:
+        ValueError: see `check_lamb`.
+        UnsupportedError: Triton is not installed, or the slots are not on a device that it compiles for.
+    """
+    arguments = apply_arguments(fmt, slots, work, scalars, partials, scale=scale)
+    _launch("lamb_apply_kernel", slots, work, arguments)
+    written = (slots.param, slots.master)
+    torch.autograd.graph.increment_version([tensor for tensor in written if tensor is not None])
+
+
+def lamb_update(
+    fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, *, scale: GradScale = NO_SCALE
+) -> None:
+    """Both stages of a tile in which all its tensors lie altogether: two launches.
+
+    Raises:
+        ValueError, UnsupportedError: see the stages.
+    """
+    partials = new_partials(work, slots.param.device)
+    lamb_moments(fmt, slots, work, scalars, partials, scale=scale)
+    lamb_apply(fmt, slots, work, scalars, partials, scale=scale)
+
+
+def moments_arguments(
+    fmt: AdamFormat,
+    slots: AdamSlots,
+    work: LambWork,
+    scalars: Tensor,
+    partials: Tensor,
+    *,
+    scale: GradScale = NO_SCALE,
+) -> dict[str, Any]:
+    """The checked arguments of stage 1's kernel, by name.
+
+    Raises:
+        ValueError: see `check_lamb`.
+    """
+    arguments = apply_arguments(fmt, slots, work, scalars, partials, scale=scale)
+    return arguments | {
+        "grad": slots.grad,
+        "unscale": scale.unscale,
+        "clip": scale.clip,
+        "partial": work.partial,
+    }
+
+
+def apply_arguments(
+    fmt: AdamFormat,
+    slots: AdamSlots,
+    work: LambWork,
+    scalars: Tensor,
+    partials: Tensor,
+    *,
+    scale: GradScale = NO_SCALE,
+) -> dict[str, Any]:
+    """The checked arguments of stage 2's kernel, by name.
+
+    Raises:
+        ValueError: see `check_lamb`.
+    """
+    check_lamb(fmt, slots, work, scalars, partials, scale)
+    return {
+        "param": slots.param.detach(),
+        "exp_avg": slots.exp_avg,
+        "exp_avg_sq": slots.exp_avg_sq,
+        "master": slots.master,
+        "work": work.rows,
+        "scalars": scalars,
+        "partials": partials,
+        "found_inf": scale.found_inf,
+        "num_partials": work.num_partials,
+        "BLOCK": BLOCK,
+        "RAGGED_BLOCK": RAGGED_BLOCK,
+    }
+
+
+def _launch(name: str, slots: AdamSlots, work: LambWork, arguments: dict[str, Any]) -> None:
+    kernels, device = _kernels(slots.param.device.type), slots.param.device
+    if len(work.rows) == 0:
+        return
+    warp_size = torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
+    options = launch_options("hip" if torch.version.hip else "cuda", warp_size)
+    with torch.cuda.device_of(slots.param):
+        getattr(kernels, name)[(len(work.rows),)](**arguments, **options)
+
+
+def _kernels(device_type: str) -> ModuleType:
+    try:
+        import triton
+    except ImportError as error:
+        raise UnsupportedError("updates in Triton need it installed: pip install 'triton>=3.6'") from error
+    if device_type != "cuda" and not triton.knobs.runtime.interpret:
+        raise UnsupportedError(
+            f"updates in Triton need tensors on a GPU, got {device_type!r}; on the CPU use chunkc.kernels.lamb_cpu"
+        )
+    from chunkc.kernels import lamb_triton_kernel
+
+    return lamb_triton_kernel

@@ -1,0 +1,195 @@
+"""Device code of the LAMB update. Imports Triton: use it through `chunkc.kernels.lamb_triton`.
+
+Operations and their order are those of `chunkc.kernels.lamb_reference`. Compiled without contraction to fused
+multiply-adds: moments have the reference's bits. Sums of squares are added in another order, the same every time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from chunkc.kernels.adam_triton import UNIT
+from chunkc.kernels.adam_triton_kernel import load_wide, store_rounded
+from chunkc.kernels.lamb_formats import LambScalars
+
+_UNIT = tl.constexpr(UNIT)
+_NUM_SCALARS = tl.constexpr(len(LambScalars._fields))
+_NUM_COLUMNS = tl.constexpr(5)
+
+_UNSPECIALIZED = ["work", "scalars", "partials", "unscale", "clip", "found_inf"]
+
+
+@triton.jit(
+    do_not_specialize=["partial", "num_partials"],
+    do_not_specialize_on_alignment=_UNSPECIALIZED,
+)
+def lamb_moments_kernel(
+    param,
+    grad,
+    exp_avg,
+    exp_avg_sq,
+    master,
+    work,
+    scalars,
+    partials,
+    unscale,
+    clip,
+    found_inf,
+    partial: tl.int64,
+    num_partials: tl.int64,
+    BLOCK: tl.constexpr,
+    RAGGED_BLOCK: tl.constexpr,
+):
+    """One program per row (begin, end, group, first, last) of `work`, int64: new moments, and two sums of squares."""
+    program = tl.program_id(0).to(tl.int64)
+    row = work + program * _NUM_COLUMNS
+    begin = tl.load(row)
+    end = tl.load(row + 1)
+    group = scalars + tl.load(row + 2) * _NUM_SCALARS
+    place = partials + partial + program
+    update = tl.full((), True, tl.int1)
+    if found_inf is not None:
+        update = tl.load(found_inf) == 0
+    factor = tl.full((), 1.0, tl.float32)
+    second_factor = tl.full((), 1.0, tl.float32)
+    if unscale is not None:
+        factor = tl.load(unscale)
+    if clip is not None:
+        second_factor = tl.load(clip)
+    if update:
+        rest = begin
+        of_params = tl.zeros((BLOCK,), tl.float32)
+        of_updates = tl.zeros((BLOCK,), tl.float32)
+        if begin % _UNIT == 0:
+            rest = end // _UNIT * _UNIT
+            for start in range(begin, rest, BLOCK):
+                # Divided and multiplied only to show the compiler what the branch has found out.
+                of_params, of_updates = _moments_of_block(
+                    param, grad, exp_avg, exp_avg_sq, master, group, factor, second_factor,
+                    start // _UNIT * _UNIT, rest // _UNIT * _UNIT, of_params, of_updates, BLOCK,
+                )  # fmt: skip
+        rest_of_params = tl.zeros((RAGGED_BLOCK,), tl.float32)
+        rest_of_updates = tl.zeros((RAGGED_BLOCK,), tl.float32)
+        for start in range(rest, end, RAGGED_BLOCK):
+            rest_of_params, rest_of_updates = _moments_of_block(
+                param, grad, exp_avg, exp_avg_sq, master, group, factor, second_factor,
+                start, end, rest_of_params, rest_of_updates, RAGGED_BLOCK,
+            )  # fmt: skip
+        tl.store(place, tl.sum(of_params) + tl.sum(rest_of_params))
+        tl.store(place + num_partials, tl.sum(of_updates) + tl.sum(rest_of_updates))
+
+
+@triton.jit(
+    do_not_specialize=["num_partials"],
+    do_not_specialize_on_alignment=_UNSPECIALIZED,
+)
+def lamb_apply_kernel(
+    param,
+    exp_avg,
+    exp_avg_sq,
+    master,
+    work,
+    scalars,
+    partials,
+    found_inf,
+    num_partials: tl.int64,
+    BLOCK: tl.constexpr,
+    RAGGED_BLOCK: tl.constexpr,
+):
+    """One program per row of `work`: the trust ratio from all partial sums of the tensor, then new parameters."""
+    row = work + tl.program_id(0).to(tl.int64) * _NUM_COLUMNS
+    begin = tl.load(row)
+    end = tl.load(row + 1)
+    group = scalars + tl.load(row + 2) * _NUM_SCALARS
+    first = tl.load(row + 3)
+    last = tl.load(row + 4)
+    update = tl.full((), True, tl.int1)
+    if found_inf is not None:
+        update = tl.load(found_inf) == 0
+    if update:
+        of_params = _total(partials, first, last, BLOCK)
+        of_updates = _total(partials + num_partials, first, last, BLOCK)
+        param_norm = tl.sqrt_rn(of_params)
+        update_norm = tl.sqrt_rn(of_updates)
+        adapted = (param_norm != 0) & (update_norm != 0) & (tl.load(group + 9) != 0)
+        ratio = tl.where(adapted, tl.div_rn(param_norm, tl.where(adapted, update_norm, 1.0)), 1.0)
+        step_size = tl.load(group + 8) * ratio
+        rest = begin
+        if begin % _UNIT == 0:
+            rest = end // _UNIT * _UNIT
+            for start in range(begin, rest, BLOCK):
+                _apply_to_block(
+                    param, exp_avg, exp_avg_sq, master, group, step_size,
+                    start // _UNIT * _UNIT, rest // _UNIT * _UNIT, BLOCK,
+                )  # fmt: skip
+        for start in range(rest, end, RAGGED_BLOCK):
+            _apply_to_block(param, exp_avg, exp_avg_sq, master, group, step_size, start, end, RAGGED_BLOCK)
+
+
+@triton.jit
+def _moments_of_block(
+    param, grad, exp_avg, exp_avg_sq, master, scalars, factor, second_factor, begin, end, of_params, of_updates,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Elements `[begin, end)`, at most BLOCK of them: moments stored, squares added to the two sums `[BLOCK]`."""
+    offsets = begin + tl.arange(0, BLOCK)
+    mask = offsets < end
+    wide = load_wide(grad, offsets, mask) * factor * second_factor
+    old_avg = tl.load(exp_avg + offsets, mask=mask, other=0.0)
+    old_avg_sq = tl.load(exp_avg_sq + offsets, mask=mask, other=0.0)
+    target = _load_target(param, master, offsets, mask)
+    lerp_weight = tl.load(scalars + 2)
+
+    wide = wide * tl.load(scalars)
+    near = lerp_weight < 0.5
+    base = tl.where(near, old_avg, wide)
+    coefficient = tl.where(near, lerp_weight, lerp_weight - 1)
+    new_avg = base + coefficient * (wide - old_avg)
+    new_avg_sq = old_avg_sq * tl.load(scalars + 3) + tl.load(scalars + 4) * wide * wide
+    direction = _direction(target, new_avg, new_avg_sq, scalars)
+    tl.store(exp_avg + offsets, new_avg, mask=mask)
+    tl.store(exp_avg_sq + offsets, new_avg_sq, mask=mask)
+    of_params += tl.where(mask, target * target, 0.0)
+    of_updates += tl.where(mask, direction * direction, 0.0)
+    return of_params, of_updates
+
+
+@triton.jit
+def _apply_to_block(
+    param, exp_avg, exp_avg_sq, master, scalars, step_size, begin, end, BLOCK: tl.constexpr
+):  # fmt: skip
+    offsets = begin + tl.arange(0, BLOCK)
+    mask = offsets < end
+    avg = tl.load(exp_avg + offsets, mask=mask, other=0.0)
+    avg_sq = tl.load(exp_avg_sq + offsets, mask=mask, other=0.0)
+    target = _load_target(param, master, offsets, mask)
+    new_target = target + step_size * _direction(target, avg, avg_sq, scalars)
+    if master is not None:
+        tl.store(master + offsets, new_target, mask=mask)
+    store_rounded(param, new_target, offsets, mask, offsets, offsets, 0, False)
+
+
+@triton.jit
+def _load_target(param, master, offsets, mask):
+    if master is not None:
+        return tl.load(master + offsets, mask=mask, other=0.0)
+    else:
+        return load_wide(param, offsets, mask)
+
+
+@triton.jit
+def _direction(target, avg, avg_sq, scalars):
+    """The update before the trust ratio and the learning rate."""
+    denom = tl.div_rn(tl.sqrt_rn(avg_sq), tl.load(scalars + 6)) + tl.load(scalars + 7)
+    return tl.div_rn(tl.div_rn(avg, tl.load(scalars + 5)), denom) + tl.load(scalars + 1) * target
+
+
+@triton.jit
+def _total(partials, first, last, BLOCK: tl.constexpr):
+    """The sum of `partials[first:last]`."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(first, last, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        total += tl.load(partials + offsets, mask=offsets < last, other=0.0)
+    return tl.sum(total)

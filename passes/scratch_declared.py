@@ -1,0 +1,54 @@
+"""Scratch sizes that users declare for operators chunkc has never seen. The one place of this subject with state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from chunkc.ir.errors import OptionsError
+
+ScratchFunction = Callable[[Sequence[Any], Mapping[str, Any], Any, int], int]
+"""(args, kwargs, outputs, num_threads) -> bytes."""
+
+_declared: dict[str, ScratchFunction] = {}  # one per process, as torch's operators are
+
+
+def declare_scratch(name: str, function: ScratchFunction) -> None:
+    """Say how many bytes the operator `name` ("namespace::op") allocates inside, beyond its outputs, while it runs.
+
+    `function(args, kwargs, outputs, num_threads)` gets what the operator takes and returns, as fake tensors: only
+    sizes, strides and dtypes may be read. It returns bytes; 0 is allowed. A later declaration replaces an earlier one,
+    and a declaration goes before chunkc's own table. It takes effect for models that are compiled after it.
+
+    Raises:
+        OptionsError: `name` is not of the form "namespace::op", or `function` cannot be called.
+    """
+    if not isinstance(name, str) or name.count("::") != 1 or not all(name.split("::")):
+        raise OptionsError(f'declare_scratch takes an operator\'s name such as "my_library::my_operator", not {name!r}')
+    if not callable(function):
+        raise OptionsError(
+            "declare_scratch takes a function of (args, kwargs, outputs, num_threads) that returns bytes, "
+            f"not {function!r}"
+        )
+    _declared[name] = function
+
+
+def declared_nbytes(
+    target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object, num_threads: int
+) -> int | None:
+    """What was declared for `target`, in bytes; None where nothing was.
+
+    Raises:
+        OptionsError: the declared function returned something else than a number of bytes.
+    """
+    function = _declared.get(target._schema.name)
+    if function is None:
+        return None
+    nbytes = function(args, kwargs, outputs, num_threads)
+    if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 0:
+        raise OptionsError(
+            f"the function declared for {target._schema.name} returned {nbytes!r}; it must return bytes, 0 or more"
+        )
+    return nbytes

@@ -1,0 +1,82 @@
+"""Scratch bytes of pooling, padding, upsampling, sampling and unfolding on the CPU: copies, weights.
+
+Source: ATen's `UpSampleKernel.cpp` and the pooling and padding kernels; checked by measuring.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from chunkc.passes.scratch_kernels import contiguous_copy_nbytes, nbytes_of
+from chunkc.passes.scratch_rules import Call
+
+_TAPS = {"nearest": 1, "linear": 2, "bilinear": 2, "trilinear": 2, "bicubic": 4}
+_VECTORISED_UP_TO = 128
+"""Height and width of an upsampled image, together, up to which the kernel for channels last is used for any format."""
+
+
+def _channels_last(image: Tensor) -> bool:
+    return image.dim() == 4 and image.is_contiguous(memory_format=torch.channels_last)
+
+
+def _dense(image: Tensor) -> bool:
+    """Whether an image kernel reads it in place: contiguous, or with channels last."""
+    return image.is_contiguous() or _channels_last(image)
+
+
+def image_rule(call: Call) -> int:
+    """Forward: a copy of an input that is in neither of the two formats."""
+    return sum(contiguous_copy_nbytes(t) for t in call.tensors if not _dense(t))
+
+
+def image_backward_rule(call: Call) -> int:
+    """Backward: contiguous copies, and the result once more where the input has channels last and the gradient has not.
+
+    Of the input only the shape and the format are read.
+    """
+    source = call.arguments.get("self", call.arguments.get("input"))
+    read = [t for t in call.tensors if t is not source]
+    copies = sum(contiguous_copy_nbytes(t) for t in read)
+    if source is None or source.is_contiguous() or not _channels_last(source):
+        return copies
+    return 0 if _channels_last(call["grad_output"]) else copies + nbytes_of(call.outputs[0])
+
+
+def upsample_rule(call: Call) -> int:
+    """Copies with channels last, or indices and weights for every row and column of the result."""
+    image, result = call["self" if "self" in call.arguments else "input"], call.outputs[0]
+    name = call.target._schema.name
+    taps = next(number for kind, number in _TAPS.items() if f"_{kind}" in name)
+    if result.dim() == 4 and taps <= 2:
+        last = _channels_last(image)
+        if (last and image.shape[1] > 3) or sum(result.shape[2:]) <= _VECTORISED_UP_TO:
+            return sum(nbytes_of(t) for t in (image, result) if not _channels_last(t))
+    return sum(result.shape[2:]) * taps * (8 + image.itemsize)
+
+
+def upsample_backward_rule(call: Call) -> int:
+    """Cubic weights only fit contiguous images: copies of both where channels are last."""
+    grad = call["grad_output"]
+    if _dense(grad) and (grad.is_contiguous() or "bicubic" not in call.target._schema.name):
+        return 0
+    return contiguous_copy_nbytes(grad)
+
+
+def upsample_smooth_rule(call: Call) -> int:
+    """Antialiased: the image resized in one direction, and weights."""
+    image, result = call["self"], call.outputs[0]
+    between = image.shape[0] * image.shape[1] * image.shape[2] * result.shape[3] * image.itemsize
+    taps = 4 if "bicubic" in call.target._schema.name else 2
+    shrinking = max(1.0, *(a / b for a, b in zip(image.shape[2:], result.shape[2:], strict=True)))
+    return between + sum(result.shape[2:]) * (int(taps * shrinking + 2) * (image.itemsize + 4) + 24)
+
+
+def unfold_rule(call: Call) -> int:
+    """`im2col`: the result starts as large as the image."""
+    return nbytes_of(call["self"])
+
+
+def pooling_offsets_rule(call: Call) -> int:
+    """Bound: windows written out as int64 indices, some copies of them at a time."""
+    return 2 * nbytes_of(call.tensors[0], 8) + 24 * call.outputs[0].numel() + 1024

@@ -1,0 +1,163 @@
+"""Which storages the values of a segment's graph live in, and how many bytes each has when the segment runs.
+
+Follows the graph, not the fake tensors' own storages: where two equal nodes were merged (common subexpressions), a
+node's fake tensor may be a view of the other one's storage, and a copied node shares its fake tensor with the original.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from chunkc.passes.graphs import storage_key, storage_nbytes
+from chunkc.passes.scratch import output_nbytes
+
+aten = torch.ops.aten
+_VIEWS_NOT_DECLARED = frozenset({aten._unsafe_view.default, aten._reshape_alias.default, aten.lift_fresh.default})
+"""Operators whose result shares its first argument's storage although their schema does not say so."""
+
+
+@dataclass
+class GraphStorages:
+    """Storages of a graph, numbered from 0.
+
+    Attributes:
+        of: node -> the storages that its value holds, without repetition.
+        nbytes: bytes of each storage.
+        constants: storages of the graph's constants, which exist whether or not it runs.
+    """
+
+    of: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    nbytes: list[int] = field(default_factory=list)
+    constants: set[int] = field(default_factory=set)
+
+    def new(self, nbytes: int) -> int:
+        self.nbytes.append(nbytes)
+        return len(self.nbytes) - 1
+
+
+CLONES_OF_WHOLE_STORAGES = frozenset(
+    {
+        aten.copy.default,
+        aten.slice_scatter.default,
+        aten.select_scatter.default,
+        aten.diagonal_scatter.default,
+        aten.as_strided_scatter.default,
+    }
+)
+"""Operators whose result is a view of a copy of their first argument's whole storage."""
+
+
+def value_of(node: fx.Node) -> Any:
+    """The fake value of a node. Where tracing noted none for a tuple, it is put together from its items."""
+    if "val" in node.meta or node.op == "output":
+        return node.meta.get("val")
+    items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    if not items:
+        return None
+    return tuple(value_of(items[i]) if i in items else None for i in range(1 + max(items)))  # type: ignore[type-var, operator]
+
+
+def graph_storages(graph: fx.Graph) -> GraphStorages:
+    """Number the storages of all nodes of `graph`."""
+    found = GraphStorages()
+    trees: dict[fx.Node, Any] = {}  # as the node's value, with a storage's number in place of each tensor
+    by_key: dict[int, int] = {}  # of placeholders
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        if node.op == "placeholder":
+            trees[node] = pytree.tree_map_only(torch.Tensor, lambda t: _shared(found, by_key, t), value_of(node))
+        elif node.op == "get_attr":
+            trees[node] = pytree.tree_map_only(torch.Tensor, lambda t: found.new(storage_nbytes(t)), value_of(node))
+            found.constants.update(_numbers(trees[node]))
+        elif node.target is operator.getitem and isinstance(trees[node.args[0]], tuple | list):
+            trees[node] = trees[node.args[0]][node.args[1]]
+        else:
+            trees[node] = _results(found, node, trees)
+        found.of[node] = tuple(dict.fromkeys(_numbers(trees[node])))
+    return found
+
+
+def _numbers(tree: Any) -> Iterator[int]:
+    return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, int) and not isinstance(leaf, bool))
+
+
+def _shared(found: GraphStorages, by_key: dict[int, int], tensor: torch.Tensor) -> int:
+    key = storage_key(tensor)
+    if key not in by_key:
+        by_key[key] = found.new(storage_nbytes(tensor))
+    return by_key[key]
+
+
+def _results(found: GraphStorages, node: fx.Node, trees: dict[fx.Node, Any]) -> Any:
+    """Storages of what an operator returns: an argument's where it is a view of it or written in place, else new."""
+    value = value_of(node)
+    leaves, spec = pytree.tree_flatten(value)
+    inputs = {
+        storage_key(tensor): number
+        for source in node.all_input_nodes
+        for tensor, number in zip(pytree.tree_leaves(value_of(source)), pytree.tree_leaves(trees[source]), strict=True)
+        if isinstance(tensor, torch.Tensor)
+    }
+    declared = _declared(node, trees)
+    real = _output_nbytes(node, value)
+    fresh: dict[int, int] = {}
+    numbers: list[int | None] = []
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            numbers.append(None)
+            continue
+        key = storage_key(leaf)
+        if index in declared:
+            numbers.append(declared[index])
+        elif key in inputs:
+            numbers.append(inputs[key])
+        else:
+            if node.target in CLONES_OF_WHOLE_STORAGES:
+                real = {index: found.nbytes[next(_numbers(trees[node.args[0]]))]}
+            if key not in fresh:
+                fresh[key] = found.new(real.get(index, storage_nbytes(leaf)))
+            numbers.append(fresh[key])
+    return pytree.tree_unflatten(numbers, spec)
+
+
+def _declared(node: fx.Node, trees: dict[fx.Node, Any]) -> dict[int, int]:
+    """Position among the returned tensors -> storage, for those that the schema says share an argument's storage."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return {}
+    if target in _VIEWS_NOT_DECLARED:
+        return {0: next(_numbers(trees[node.args[0]]))}  # type: ignore[index]
+    of_set: dict[str, int] = {}
+    for position, argument in enumerate(target._schema.arguments):
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        if argument.alias_info is not None and isinstance(given, fx.Node):
+            number = next(_numbers(trees[given]), None)
+            of_set.update({name: number for name in argument.alias_info.before_set if number is not None})
+    returns = target._schema.returns
+    found: dict[int, int] = {}
+    for position, result in enumerate(returns):
+        names = result.alias_info.before_set if result.alias_info is not None else set()
+        number = next((of_set[name] for name in names if name in of_set), None)
+        if number is None:
+            continue
+        if len(returns) == 1:  # one tensor, or a list of views
+            found |= dict.fromkeys(range(len(pytree.tree_leaves(value_of(node)))), number)
+        else:
+            found[position] = number
+    return found
+
+
+def _output_nbytes(node: fx.Node, value: Any) -> dict[int, int]:
+    """Position among the returned tensors -> bytes, where the operator's storage is not as its fake tensor says."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return {}
+    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+    return output_nbytes(node.target, args, dict(kwargs), value)

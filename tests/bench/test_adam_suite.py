@@ -1,0 +1,92 @@
+"""The suite `adam`: what its candidates compute, and how rounds become rows."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+import adam
+import adam_subject
+import adam_updates
+from adam_spec import ADD, BF16, BOUNDS, CANDIDATES, CHUNKC, COPY, FOREACH, FP32, FUSED, FUSED_CASTS, AdamSpec
+
+NUM_ELEMENTS = 100_000
+
+
+def test_every_candidate_can_be_made():
+    named = {name for names in CANDIDATES.values() for name in names}
+    assert named == set(adam_updates._MAKERS)
+    assert all(names[0] == CHUNKC for names in CANDIDATES.values())
+
+
+@pytest.mark.parametrize(
+    ("candidate", "precision"), [(FUSED, FP32), (FOREACH, FP32), (FUSED, BF16), (FUSED_CASTS, BF16)]
+)
+def test_peers_compute_the_reference(candidate: str, precision: str):
+    assert adam_subject._difference(AdamSpec(candidate, precision, NUM_ELEMENTS)) < 1e-6
+
+
+def test_a_wrong_update_is_seen(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(adam_updates._ADAM, "lr", 2e-3)
+    update = adam_updates.make(AdamSpec(FUSED, FP32, 1000))
+    monkeypatch.setitem(adam_updates._ADAM, "lr", 1e-3)
+    update.run()
+    assert (update.result - adam_updates.reference(1000, 1)).abs().max() > 1e-4
+
+
+def test_casts_move_what_training_moves():
+    spec = AdamSpec(FUSED_CASTS, BF16, 1000)
+    update = adam_updates.make(spec)
+    before = update.result.clone()
+    update.run()
+    assert not torch.equal(update.result, before)
+
+
+@pytest.mark.parametrize("candidate", [COPY, ADD])
+def test_plain_loops_count_their_bytes(candidate: str):
+    spec = AdamSpec(candidate, FP32, NUM_ELEMENTS)
+    reply = adam_subject._time(spec, 2)
+    assert len(reply["times_s"]) == 2
+    assert reply["nbytes"] == NUM_ELEMENTS * {COPY: 16, ADD: 24}[candidate]
+    assert adam_subject._difference(spec) is None
+
+
+def test_values_repeat_and_differ():
+    values = adam_updates._values(200_000, "cpu", 0, torch.float32)
+    assert torch.equal(
+        values[: adam_updates._BLOCK_LENGTH], values[adam_updates._BLOCK_LENGTH :][: adam_updates._BLOCK_LENGTH]
+    )
+    assert values.std() == pytest.approx(1, abs=0.02)
+
+
+def test_a_process_obeys_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch):
+    replies: list[dict[str, Any]] = []
+    with pytest.raises(ValueError, match="jump"):
+        adam_subject.serve(AdamSpec(FUSED, FP32, 1000), ["check", "time 3", "jump"], replies.append)
+    assert replies[1]["difference"] < 1e-6
+    assert len(replies[2]["times_s"]) == 3
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    adam_subject.serve(AdamSpec("bitsandbytes AdamW", FP32, 1000), ["check"], replies.append)
+    assert "bitsandbytes" in replies[-1]["unavailable"]
+
+
+def test_rows_are_held_against_the_best_loop_of_the_same_round():
+    slow, fast = {COPY: ([2.0], 100), ADD: ([4.0], 100)}, {COPY: ([2.0], 400), ADD: ([1.0], 400)}
+    rounds = [slow | {CHUNKC: ([4.0, 4.0, 9.0], 100)}, fast | {CHUNKC: ([2.0], 400)}]
+    row = adam._row(CHUNKC, rounds, 1e-9, "", is_failure=False)
+    assert row.metrics["of bound"].samples == (0.5, 0.5)
+    assert row.metrics["throughput"].samples == (25.0, 200.0)
+    assert not row.is_failure
+    assert adam.bound_of({}) is None
+    assert adam._row(BOUNDS[0], rounds, None, "", is_failure=False).metrics["of bound"].samples == (1.0, 0.5)
+
+
+@pytest.mark.parametrize("difference", [1e-3, float("nan")])
+def test_a_wrong_subject_is_a_failure(difference: float):
+    row = adam._row(CHUNKC, [], difference, "", is_failure=False)
+    assert row.is_failure
+    assert "differ" in row.note
+    assert not adam._row(FUSED, [], difference, "", is_failure=False).is_failure

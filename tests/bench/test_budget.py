@@ -1,0 +1,255 @@
+"""The suites `budget`, `bound` and `scale`: what is compared, what counts as a failure, arithmetic of the bound."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+import budget
+import families
+import limits
+import scale
+import systems
+from budget import Case, Outcome
+from context import Context, Progress
+from driving import DoesNotFit, OutOfMemory, SubjectFailed, TimedOut, Turn, Unavailable
+from families import ModelChoice
+from specs import CHUNKC, DEEPSPEED, FSDP2, PLAIN, TORCHAO, SubjectSpec, unavailable
+from subject import Trainer
+
+from chunkc.ir.hardware import CPU
+
+TINY = ModelChoice("tiny-1", 16, "float32")
+CONTEXT = Context(is_small=True, device="cpu", show=lambda *_: None)
+
+
+def _outcome(system: str, *losses: float) -> Outcome:
+    return Outcome(system, losses=list(losses))
+
+
+def test_parameters_of_matrix_products():
+    gpt = families.sizes(ModelChoice("gpt-1b", 1024))
+    assert (
+        gpt.num_parameters - gpt.num_matmul_parameters == 1024 * 2048 + 20 * 13 * 2048 + 2 * 2048
+    )  # vectors, positions
+    llama = families.sizes(ModelChoice("llama3-8b", 64))
+    assert llama.num_parameters == 8_030_261_248
+    assert llama.num_parameters - llama.num_matmul_parameters == 128_256 * 4096 + 65 * 4096
+    theirs = families.sizes(ModelChoice("hf-llama3-8b", 64))
+    assert (theirs.num_parameters, theirs.num_matmul_parameters) == (llama.num_parameters, llama.num_matmul_parameters)
+    tied = families.sizes(ModelChoice("hf-qwen3-4b", 64))
+    assert tied.num_matmul_parameters > 0.999 * tied.num_parameters
+
+
+def test_flops_of_a_step():
+    sizes = replace(families.sizes(TINY), num_layers=2, width=3, num_matmul_parameters=10)
+    assert sizes.flops_per_step(5, 7) == 35 * (6 * 10 + 6 * 2 * 3 * 7)
+
+
+@pytest.mark.parametrize("name", ["tiny-1", "hf-tiny"])
+def test_models_of_one_name_are_equal_whatever_else(name: str):
+    model = ModelChoice(name, 16, "float32")
+    torch.manual_seed(1)
+    first = families.build(model)
+    torch.manual_seed(2)
+    second = families.build(model, is_checkpointed=True)
+    x = torch.randint(families.vocabulary(model), (2, 16))
+    losses = [module(x, x) for module in (first, second)]
+    assert torch.equal(*losses)
+    assert 5 < losses[0].item() < 6  # log(256) is 5.5
+    weights = [p for p in first.parameters() if p.dim() == 2]
+    assert all(weight.unique(dim=0).shape == weight.shape for weight in weights)
+    assert all(0.015 < weight.std().item() < 0.025 for weight in weights)
+
+
+def test_blocks_are_the_longest_list():
+    assert len(families.blocks_of(families.build(TINY))) == 2
+
+
+def test_bound_where_all_fits_is_arithmetic():
+    sizes = families.sizes(TINY)
+    bound = limits.lower_bound(sizes, TINY, 2, 10**9, CPU, "cpu")
+    assert bound.limiting == "compute"
+    assert bound.step_s == pytest.approx(sizes.flops_per_step(2, 16) / CPU.fp32_flops_per_s)
+    assert bound.to_device_nbytes == bound.to_home_nbytes == 0
+
+
+def test_bound_of_the_links_on_a_cpu():
+    sizes = replace(families.sizes(TINY), num_parameters=1000)
+    bound = limits.lower_bound(sizes, TINY, 1, 1600, CPU, "cpu")  # 100 stay; 400 stay between the passes
+    assert bound.to_device_nbytes == 900 * 4 + 600 * 4 + 900 * 8
+    assert bound.to_home_nbytes == 900 * (8 + 4)
+    assert bound.cpu_update_s == 0
+
+
+def test_updates_are_shared_where_that_is_quickest():
+    sizes = replace(families.sizes(TINY), num_parameters=10**9)
+    model = replace(TINY, dtype="bfloat16")
+    machine = replace(
+        CPU,
+        kind="cuda",
+        to_device_bytes_per_s=5e10,
+        to_home_bytes_per_s=5e10,
+        both_links_bytes_per_s=None,
+        cpu_update_bytes_per_s=1e11,
+        bf16_flops_per_s=1e15,
+    )
+    bound = limits.lower_bound(sizes, model, 1, 1, machine, "cuda")
+    assert bound.link_s == pytest.approx(bound.cpu_update_s, rel=0.02)
+    only_cpu = replace(machine, cpu_update_bytes_per_s=1e15)
+    bound = limits.lower_bound(sizes, model, 1, 1, only_cpu, "cuda")
+    assert (bound.to_device_nbytes, bound.to_home_nbytes) == pytest.approx((4e9, 2e9), rel=1e-6)
+
+
+def test_equal_losses_are_no_news():
+    outcomes = [_outcome(CHUNKC, 3.0, 2.0), _outcome(PLAIN, 3.0, 2.0001), _outcome(FSDP2)]
+    budget.compare_losses(outcomes, 1e-3)
+    assert [outcome.note for outcome in outcomes] == ["", "", ""]
+
+
+def test_a_peer_that_trains_otherwise_is_noted():
+    outcomes = [_outcome(CHUNKC, 3.0, 2.0), _outcome(PLAIN, 3.0, 2.0), _outcome(FSDP2, 3.0, 2.5)]
+    budget.compare_losses(outcomes, 1e-3)
+    assert "losses differ by 0.5" in outcomes[2].note
+    assert not any(outcome.is_failure for outcome in outcomes)
+
+
+@pytest.mark.parametrize("loss", [2.5, float("nan")])
+def test_chunkc_alone_against_all_is_the_failure(loss: float):
+    outcomes = [_outcome(CHUNKC, 3.0, loss), _outcome(PLAIN, 3.0, 2.0), _outcome(FSDP2, 3.0, 2.0)]
+    budget.compare_losses(outcomes, 1e-3)
+    assert outcomes[0].is_failure
+
+
+def test_bytes_above_the_budget_are_a_failure():
+    outcomes = {CHUNKC: Outcome(CHUNKC, report={"measured_peak_nbytes": 101})}
+    budget.check_promise(outcomes, 101)
+    assert not outcomes[CHUNKC].is_failure
+    budget.check_promise(outcomes, 100)
+    assert outcomes[CHUNKC].is_failure
+
+
+@pytest.mark.parametrize(
+    ("error", "is_failure"),
+    [(DoesNotFit(9), False), (OutOfMemory("full"), True), (SubjectFailed("a\nb"), True), (Unavailable("no"), False)],
+)
+def test_what_counts_as_a_failure(error: Exception, is_failure: bool):
+    for system in (CHUNKC, PLAIN):
+        outcome = Outcome(system)
+        with budget._Guard(outcome, CONTEXT):
+            raise error
+        assert outcome.note
+        assert outcome.is_failure == (is_failure and system == CHUNKC)
+
+
+def test_running_out_of_time_is_no_failure_and_a_hang_is():
+    late = replace(CONTEXT, deadline_s=0.0)
+    for context, is_failure in ((late, False), (CONTEXT, True)):
+        outcome = Outcome(CHUNKC)
+        with budget._Guard(outcome, context):
+            raise TimedOut("no answer within 1 s:\nlog")
+        assert outcome.note
+        assert outcome.is_failure == is_failure
+
+
+def test_a_mistake_of_the_harness_is_nobodys_note():
+    with pytest.raises(KeyError), budget._Guard(Outcome(CHUNKC), CONTEXT):
+        raise KeyError
+
+
+class _FakeProcess:
+    """A subject that takes a second per step; some systems do not get that far."""
+
+    wrong: ClassVar[dict[str, Exception]] = {}
+    order: ClassVar[list[str]] = []
+
+    def __init__(self, spec: SubjectSpec, _cache: Path, *, timeout_s: Any) -> None:
+        self.system = spec.system
+
+    def start_in(self, _stack: Any) -> "_FakeProcess":
+        return self
+
+    def __enter__(self) -> "_FakeProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def step(self, num_steps: int) -> Turn:
+        self.order.append(self.system)
+        if self.system in self.wrong:
+            raise self.wrong[self.system]
+        counters = {"to_device_nbytes": 10.0, "to_home_nbytes": 5.0, "wait_s": 0.0} if self.system == CHUNKC else {}
+        return Turn((1.0,) * num_steps, (0.0,) * num_steps, (1.0,) * num_steps, (3.0,) * num_steps, counters)
+
+    def report(self) -> dict[str, Any]:
+        return {"measured_peak_nbytes": 90, "predicted_peak_nbytes": 100, "host_nbytes": 7}
+
+
+def test_a_case_goes_on_without_those_that_fail(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(budget, "SubjectProcess", _FakeProcess)
+    monkeypatch.setattr(budget, "unavailable", lambda system, _device: "not there" if system == DEEPSPEED else "")
+    monkeypatch.setattr(_FakeProcess, "wrong", {PLAIN: OutOfMemory("full"), TORCHAO: SubjectFailed("x\nbroke")})
+    monkeypatch.setattr(_FakeProcess, "order", [])
+    case = Case(TINY, 2, 1000)
+    size = replace(budget.SMALL, num_rounds=2)
+    names = [CHUNKC, FSDP2, PLAIN, DEEPSPEED, TORCHAO]
+    outcomes = budget.run_case(CONTEXT, case, size, names, Path(), Progress(CONTEXT.show, 9))
+    notes = {outcome.system: outcome.note for outcome in outcomes}
+    assert notes == {
+        CHUNKC: "",
+        FSDP2: "",
+        PLAIN: "out of memory: full",
+        DEEPSPEED: "not there",
+        TORCHAO: "failed: broke",
+    }
+    assert _FakeProcess.order == [CHUNKC, FSDP2, PLAIN, TORCHAO, CHUNKC, FSDP2, FSDP2, CHUNKC]
+    section = budget._section(CONTEXT, case, size, outcomes, CPU).to_json()
+    chunkc, fsdp2, *others = section["rows"]
+    assert chunkc["metrics"]["measured to predicted"]["median"] == 0.9
+    assert chunkc["metrics"]["of bound"]["median"] < 1
+    assert fsdp2["metrics"]["time to chunkc's"]["median"] == 1
+    assert all("step" not in row["metrics"] for row in others)
+
+
+def test_a_run_that_would_exhaust_the_ram_is_not_begun(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(budget, "available_ram_nbytes", lambda: 10**5)
+    outcomes = budget.run_case(CONTEXT, Case(TINY, 2, 1000), budget.SMALL, [CHUNKC], Path(), Progress(CONTEXT.show, 9))
+    assert "GiB of RAM" in outcomes[0].note
+    assert not outcomes[0].turns
+
+
+@pytest.mark.parametrize("largest", range(-1, 7))
+def test_bisection(largest: int):
+    tried: list[int] = []
+    assert scale.bisect(7, lambda index: tried.append(index) or index <= largest) == largest
+    assert len(tried) <= 3
+
+
+def test_the_row_of_a_scale_names_what_stopped_it():
+    family = [ModelChoice(f"tiny-{index}", 16, "float32") for index in (1, 2, 3)]
+    probes = {1: scale.Probe(True, step_s=1.0, peak_nbytes=5), 2: scale.Probe(False, "too large")}
+    row = scale.scale_row(family, CHUNKC, 1, probes, [])
+    assert (row.labels["largest"], row.note, row.is_failure) == ("tiny-2", "tiny-3: too large", False)
+    assert scale.scale_row(family, CHUNKC, -1, {0: scale.Probe(False, "no")}, ["x"]).is_failure
+
+
+def test_what_is_not_installed_is_said_without_a_process(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    assert unavailable(DEEPSPEED, "cuda") == "deepspeed is not installed"
+    assert unavailable(FSDP2, "cuda") == ""
+
+
+def test_a_checkpointed_peer_and_chunkc_train_alike():
+    options = {"memory_budget": 2**40, "codegen": "eager"}
+    trainers = [
+        Trainer(SubjectSpec(TINY, 2, system, options if system == CHUNKC else None, codegen="eager"))
+        for system in (PLAIN, CHUNKC)
+    ]
+    losses = [[trainer.step(*batch)["loss"] for _, batch in zip(range(3), trainer.batches())] for trainer in trainers]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert set(systems._MAKERS) == set(budget.SYSTEMS)

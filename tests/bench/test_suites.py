@@ -1,0 +1,42 @@
+"""The suites `fits`, `disk` and `adam` in small form, for real: fresh processes, and no failure of chunkc."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from rehearse import medians, rehearse
+from specs import CHUNKC, PLAIN
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_fits(tmp_path: Path):
+    compilation, steps = map(medians, rehearse("fits", tmp_path))
+    names = [PLAIN, "chunkc fast path", "chunkc segmented"]
+    assert list(compilation) == list(steps) == names
+    assert compilation[PLAIN]["to plain"] == steps[PLAIN]["to plain"] == 1
+    assert all(row["compilation"] > 0 for row in compilation.values())
+    fast, segmented = (steps[name]["moments"] for name in names[1:])
+    assert fast < segmented  # the fast path really is one
+
+
+def test_disk(tmp_path: Path):
+    sections = rehearse("disk", tmp_path)
+    assert [section["setting"]["home"] for section in sections] == ["cpu", "disk"]
+    for section in sections:
+        _, *limited = section["rows"]
+        for row in limited:
+            metrics = row["metrics"]
+            assert metrics["measured peak"]["median"] <= metrics["bytes"]["median"]
+
+
+def test_adam(tmp_path: Path):
+    sections = rehearse("adam", tmp_path)
+    assert [section["title"] for section in sections] == ["Adam on CPU, fp32", "Adam on CPU, bf16 with fp32 master"]
+    for section in sections:
+        rows = medians(section)
+        assert rows[CHUNKC]["difference from torch"] < 1e-6
+        assert 0 < rows[CHUNKC]["of bound"] < 3
+        assert max(row["of bound"] for name, row in rows.items() if name.startswith("bound")) <= 1

@@ -1,0 +1,268 @@
+"""LAMB in plain PyTorch and on the CPU: the formula, tensors across tiles, scales, bits, and how tensors are cut."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from chunkc.kernels import lamb_cpu, lamb_reference
+from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run
+from chunkc.kernels.lamb_formats import ROW, LambHyper, lamb_table, lamb_work, new_partials
+from chunkc.runtime import cpu_allocator
+
+FP32, BF16 = torch.float32, torch.bfloat16
+FORMATS = {"fp32": AdamFormat(FP32, FP32), "bf16-master": AdamFormat(BF16, BF16, master=True)}
+ADAPTED = LambHyper(lr=1e-2, weight_decay=0.1, step=3)
+PLAIN = LambHyper(lr=1e-2, step=3, adapt=False)
+SCALARS = lamb_table([ADAPTED, PLAIN])
+NUM_ELEMENTS = 5 * ROW + 300
+TENSORS = [Run(0, 100, 0), Run(128, 4 * ROW + 5, 0), Run(4 * ROW + 16, 4 * ROW + 21, 1), Run(5 * ROW, 5 * ROW + 300, 0)]
+kernels = pytest.mark.parametrize("kernel", [lamb_reference, lamb_cpu], ids=["reference", "cpu"])
+formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+
+
+def make_slots(fmt: AdamFormat, num_elements: int = NUM_ELEMENTS, seed: int = 0) -> AdamSlots:
+    generator = torch.Generator().manual_seed(seed)
+    value, grad, exp_avg, exp_avg_sq = torch.randn(4, num_elements, generator=generator)
+    master = value.clone() if fmt.master else None
+    return AdamSlots(
+        value.to(fmt.param_dtype), grad.to(fmt.grad_dtype), exp_avg * 0.1, exp_avg_sq.square() * 0.1, master
+    )
+
+
+def tensors_of(slots: AdamSlots) -> list[Tensor]:
+    return [t for t in (getattr(slots, field.name) for field in fields(slots)) if t is not None]
+
+
+def clone(slots: AdamSlots) -> AdamSlots:
+    copies = {field.name: getattr(slots, field.name) for field in fields(slots)}
+    return AdamSlots(**{name: None if t is None else t.clone() for name, t in copies.items()})
+
+
+def assert_same(slots: AdamSlots, other: AdamSlots) -> None:
+    for tensor, expected in zip(tensors_of(slots), tensors_of(other), strict=True):
+        assert torch.equal(tensor, expected)
+
+
+def target_of(slots: AdamSlots) -> Tensor:
+    return slots.param if slots.master is None else slots.master
+
+
+class StraightforwardLamb:
+    """Algorithm 2 of arXiv:1904.00962 (phi the identity), a tensor at a time in double precision."""
+
+    def __init__(self, values: list[Tensor]) -> None:
+        self.values = [value.double() for value in values]
+        self.exp_avgs = [torch.zeros_like(value) for value in self.values]
+        self.exp_avg_sqs = [torch.zeros_like(value) for value in self.values]
+
+    def step(self, grads: list[Tensor], hypers: list[LambHyper]) -> None:
+        for w, m, v, g, h in zip(self.values, self.exp_avgs, self.exp_avg_sqs, grads, hypers, strict=True):
+            g = g.double() * (-1 if h.maximize else 1)
+            m.mul_(h.beta1).add_(g, alpha=1 - h.beta1)
+            v.mul_(h.beta2).addcmul_(g, g, value=1 - h.beta2)
+            r = (m / (1 - h.beta1**h.step)) / ((v / (1 - h.beta2**h.step)).sqrt() + h.eps) + h.weight_decay * w
+            norms = float(w.norm()), float(r.norm())
+            ratio = norms[0] / norms[1] if h.adapt and min(norms) > 0 else 1.0
+            w.sub_(r, alpha=h.lr * ratio)
+
+
+@kernels
+@formats
+def test_follows_the_paper(fmt, kernel):
+    """Eight steps, with a tensor of zeros, one without gradient, groups that do not adapt, and one that maximizes."""
+    slots = make_slots(fmt)
+    slots.exp_avg.zero_()
+    slots.exp_avg_sq.zero_()
+    tensors = [*TENSORS[:2], TENSORS[2]._replace(group=1), TENSORS[3]._replace(group=2)]
+    target_of(slots)[:100] = 0
+    parts = [slice(run.begin, run.end) for run in tensors]
+    expected = StraightforwardLamb([target_of(slots)[part] for part in parts])
+    (work,) = lamb_work(tensors, [(0, NUM_ELEMENTS)])
+    before = clone(slots)
+    for step in range(1, 9):
+        hypers = [
+            LambHyper(1e-2 / step, weight_decay=0.1, step=step),
+            LambHyper(1e-3, step=step, adapt=False),
+            LambHyper(1e-3, beta1=0.4, eps=1e-3, weight_decay=0.01, step=step, maximize=True),
+        ]
+        slots.grad.copy_(make_slots(fmt, seed=step).grad)
+        slots.grad[parts[2]] = 0
+        expected.step([slots.grad[part] for part in parts], [hypers[run.group] for run in tensors])
+        kernel.lamb_update(fmt, slots, work, lamb_table(hypers))
+    for part, value, exp_avg in zip(parts, expected.values, expected.exp_avgs, strict=True):
+        torch.testing.assert_close(target_of(slots)[part], value.float(), rtol=0, atol=2e-6)
+        torch.testing.assert_close(slots.exp_avg[part], exp_avg.float(), rtol=0, atol=1e-6)
+    if fmt.master:
+        inside = torch.cat([torch.arange(part.start, part.stop) for part in parts])
+        assert torch.equal(slots.param[inside], slots.master.to(fmt.param_dtype)[inside])
+    outside = torch.ones(NUM_ELEMENTS, dtype=torch.bool)
+    for part in parts:
+        outside[part] = False
+    for tensor, old in zip(tensors_of(slots), tensors_of(before), strict=True):
+        if tensor is not slots.grad:
+            assert torch.equal(tensor[outside], old[outside])
+
+
+@formats
+def test_cpu_has_the_reference_s_bits_but_for_sums(fmt):
+    expected, slots = make_slots(fmt), make_slots(fmt)
+    scale = GradScale(torch.tensor(0.5), torch.tensor(0.3), torch.tensor(0.0))
+    (work,) = lamb_work(TENSORS, [(0, NUM_ELEMENTS)])
+    sums, partials = new_partials(work), new_partials(work)
+    lamb_reference.lamb_moments(fmt, expected, work, SCALARS, sums, scale=scale)
+    lamb_cpu.lamb_moments(fmt, slots, work, SCALARS, partials, scale=scale)
+    assert_same(slots, expected)
+    torch.testing.assert_close(partials, sums, rtol=1e-6, atol=0)
+    lamb_reference.lamb_apply(fmt, expected, work, SCALARS, sums, scale=scale)
+    lamb_cpu.lamb_apply(fmt, slots, work, SCALARS, sums, scale=scale)
+    assert_same(slots, expected)
+    assert not torch.equal(slots.param, make_slots(fmt).param)
+
+
+@kernels
+@formats
+def test_tiles_do_not_change_a_bit(fmt, kernel):
+    """A tensor spans tiles: its norms are of all of it. Tiles end at multiples of ROW, so even the sums are equal."""
+    whole, tiled = make_slots(fmt), make_slots(fmt)
+    (work,) = lamb_work(TENSORS, [(0, NUM_ELEMENTS)])
+    kernel.lamb_update(fmt, whole, work, SCALARS)
+    tiles = [(0, ROW), (ROW, 3 * ROW), (3 * ROW, NUM_ELEMENTS)]
+    works = lamb_work(TENSORS, tiles)
+    partials = new_partials(works[0])
+    for stage in (kernel.lamb_moments, kernel.lamb_apply):
+        for tile_work, tile in zip(works, tiles, strict=True):
+            stage(fmt, tiled.part(*tile), tile_work, SCALARS, partials)
+    assert_same(tiled, whole)
+
+
+def test_tiles_may_end_anywhere():
+    """And then sums differ in last bits only."""
+    fmt = FORMATS["fp32"]
+    whole, tiled = make_slots(fmt), make_slots(fmt)
+    (work,) = lamb_work(TENSORS, [(0, NUM_ELEMENTS)])
+    lamb_cpu.lamb_update(fmt, whole, work, SCALARS)
+    tiles = [(0, 50), (50, ROW + 7), (ROW + 7, 4 * ROW + 18), (4 * ROW + 18, NUM_ELEMENTS)]
+    works = lamb_work(TENSORS, tiles)
+    partials = new_partials(works[0])
+    for stage in (lamb_cpu.lamb_moments, lamb_cpu.lamb_apply):
+        for tile_work, tile in zip(works, tiles, strict=True):
+            stage(fmt, tiled.part(*tile), tile_work, SCALARS, partials)
+    torch.testing.assert_close(tiled.param, whole.param, rtol=0, atol=1e-6)
+    assert torch.equal(tiled.exp_avg_sq, whole.exp_avg_sq)
+
+
+def test_bits_do_not_depend_on_the_number_of_threads():
+    fmt = FORMATS["fp32"]
+    one, many = make_slots(fmt), make_slots(fmt)
+    (work,) = lamb_work(TENSORS, [(0, NUM_ELEMENTS)])
+    num_threads = torch.get_num_threads()
+    try:
+        for slots, count in ((one, 1), (many, 3)):
+            torch.set_num_threads(count)
+            lamb_cpu.lamb_update(fmt, slots, work, SCALARS)
+    finally:
+        torch.set_num_threads(num_threads)
+    assert_same(one, many)
+
+
+@kernels
+@pytest.mark.parametrize("found_inf", [1.0, float("nan")])
+def test_found_inf_changes_nothing(kernel, found_inf):
+    fmt = FORMATS["bf16-master"]
+    slots = make_slots(fmt)
+    (work,) = lamb_work(TENSORS, [(0, NUM_ELEMENTS)])
+    partials = new_partials(work).fill_(7)
+    scale = GradScale(found_inf=torch.tensor(found_inf))
+    kernel.lamb_moments(fmt, slots, work, SCALARS, partials, scale=scale)
+    kernel.lamb_apply(fmt, slots, work, SCALARS, partials, scale=scale)
+    assert_same(slots, make_slots(fmt))
+    assert (partials == 7).all()
+
+
+def test_little_is_allocated():
+    """Only the sums: a few bytes for each row and tensor."""
+    fmt = FORMATS["bf16-master"]
+    lamb_cpu.warm_up(fmt)
+    cpu_allocator.install()
+    slots = make_slots(fmt)
+    (work,) = lamb_work(TENSORS, [(0, NUM_ELEMENTS)])
+    before = clone(slots)
+    with cpu_allocator.hard_limit(cpu_allocator.current_nbytes() + 4096):
+        lamb_cpu.lamb_update(fmt, slots, work, SCALARS)
+    assert not torch.equal(slots.param, before.param)
+
+
+def test_rows_cover_tensors_once_and_name_all_sums_of_their_tensor():
+    tiles = [(0, 60), (60, ROW + 60), (ROW + 60, ROW + 60), (ROW + 60, NUM_ELEMENTS)]
+    works = lamb_work([*TENSORS[:2], Run(4 * ROW + 9, 4 * ROW + 9, 1), *TENSORS[2:]], tiles)
+    covered, numbers = [], []
+    spans: dict[int, set[int]] = {}
+    for work, (start, stop) in zip(works, tiles, strict=True):
+        assert work.num_elements == stop - start
+        for i, (begin, end, group, first, last) in enumerate(work.rows.tolist()):
+            assert 0 <= begin < end <= stop - start
+            assert (start + begin) // ROW == (start + end - 1) // ROW
+            covered += [(element, group) for element in range(start + begin, start + end)]
+            numbers.append(work.partial + i)
+            assert first <= work.partial + i < last
+            spans.setdefault(first, set()).update(range(first, last))
+        pieces = [cut for cuts in work.cuts for cut in pairwise(cuts)]
+        assert pieces == [(begin, end) for begin, end, *_ in work.rows.tolist()]
+        assert work.to("meta").rows.is_meta
+    assert covered == [(element, run.group) for run in TENSORS for element in range(run.begin, run.end)]
+    assert numbers == list(range(works[0].num_partials))
+    assert sorted(n for span in spans.values() for n in span) == numbers
+    assert len(spans) == len(TENSORS)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "tiles", "message"),
+    [
+        ([Run(5, 9, 0), Run(8, 10, 0)], [(0, 10)], "tensors must be in order"),
+        ([Run(5, 4, 0)], [(0, 10)], "tensors must be in order"),
+        ([Run(0, 4, 0)], [(0, 3), (2, 10)], "tiles must be in order"),
+        ([Run(0, 4, 0)], [(0, 3)], "element 3 of the tensor .0, 4. lies in no tile"),
+        ([Run(0, 4, 0)], [(1, 4)], "element 0"),
+        ([Run(0, 4, -1)], [(0, 4)], "groups"),
+    ],
+)
+def test_unsuitable_tables_are_refused(tensors, tiles, message):
+    with pytest.raises(ValueError, match=message):
+        lamb_work(tensors, tiles)
+
+
+@kernels
+@pytest.mark.parametrize("stage", ["lamb_moments", "lamb_apply"])
+def test_unsuitable_arguments_are_refused(kernel, stage):
+    fmt = FORMATS["fp32"]
+    slots = make_slots(fmt, 10)
+    (work,) = lamb_work([Run(0, 10, 1)], [(0, 10)])
+    run, partials = getattr(kernel, stage), new_partials(work)
+    for wrong, message in (
+        ((AdamFormat(FP32, FP32, "bfloat16"), slots, work, SCALARS, partials), "LAMB needs"),
+        ((fmt, make_slots(fmt, 11), work, SCALARS, partials), "tile of 10"),
+        ((fmt, slots, work, SCALARS[:1], partials), "scalars must be"),
+        ((fmt, slots, work, SCALARS, partials[:, :0]), "partials must be"),
+        ((FORMATS["bf16-master"], slots, work, SCALARS, partials), "param must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(*wrong)
+
+
+def test_other_devices_are_refused():
+    fmt = FORMATS["fp32"]
+    slots = AdamSlots(*[t.to("meta") for t in tensors_of(make_slots(fmt, 10))])
+    work = lamb_work([Run(0, 10, 0)], [(0, 10)])[0].to("meta")
+    with pytest.raises(ValueError, match="on the CPU"):
+        lamb_cpu.lamb_update(fmt, slots, work, SCALARS.to("meta"))
+
+
+@pytest.mark.parametrize("wrong", [{"step": 0}, {"beta1": 1.0}, {"lr": -1.0}, {"eps": float("nan")}], ids=str)
+def test_hyper_parameters_are_checked(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        LambHyper(**{"lr": 1e-3, **wrong})

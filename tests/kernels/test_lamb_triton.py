@@ -1,0 +1,247 @@
+"""The Triton LAMB update: interpreted on the CPU, on a GPU, and compiled for GPUs that are not there.
+
+As a script this file runs all cases on the CPU and prints, as JSON, why each failed: Triton is interpreted or not for a
+whole process, so the interpreter has one of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from chunkc.ir.errors import UnsupportedError
+from chunkc.kernels import lamb_reference, lamb_triton
+from chunkc.kernels.adam_triton import BLOCK, NUM_THREADS, launch_options
+from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale, Run
+from chunkc.kernels.lamb_formats import ROW, LambHyper, lamb_table, lamb_work, new_partials
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+FORMATS = {
+    "fp32": AdamFormat(FP32, FP32),
+    "bf16-master": AdamFormat(BF16, BF16, master=True),
+    "fp16-master": AdamFormat(FP16, FP32, master=True),
+}
+SCALARS = lamb_table(
+    [LambHyper(1e-2, weight_decay=0.1, step=3), LambHyper(1e-2, beta1=0.4, step=2, adapt=False, maximize=True)]
+)
+NUM_ELEMENTS = 2 * ROW + 4000
+TENSORS = [Run(0, 100, 0), Run(128, ROW + 2005, 0), Run(ROW + 2009, ROW + 2021, 1), Run(2 * ROW - 7, NUM_ELEMENTS, 0)]
+TILES = [(0, 300), (300, 300 + 5), (305, ROW), (ROW, NUM_ELEMENTS)]
+
+
+def make_slots(fmt: AdamFormat, device: str) -> AdamSlots:
+    generator = torch.Generator().manual_seed(0)
+    value, grad, exp_avg, exp_avg_sq = torch.randn(4, NUM_ELEMENTS, generator=generator)
+    made = [value.to(fmt.param_dtype), grad.to(fmt.grad_dtype), exp_avg * 0.1, exp_avg_sq.square() * 0.1]
+    made += [value.clone()] if fmt.master else []
+    return AdamSlots(*[tensor.to(device) for tensor in made])
+
+
+def tensors_of(slots: AdamSlots) -> list[Tensor]:
+    return [t.cpu() for t in (getattr(slots, field.name) for field in fields(slots)) if t is not None]
+
+
+def same(slots: AdamSlots, other: AdamSlots) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(tensors_of(slots), tensors_of(other), strict=True))
+
+
+def check_agrees(device: str, name: str, tiles: list[tuple[int, int]], scale: GradScale = NO_SCALE) -> None:
+    """Moments and, from the same sums, parameters have the reference's bits; sums are right, and the same each time."""
+    fmt = FORMATS[name]
+    expected, slots, again = make_slots(fmt, "cpu"), make_slots(fmt, device), make_slots(fmt, device)
+    works = lamb_work(TENSORS, tiles)
+    sums = new_partials(works[0]).fill_(7)
+    partials = new_partials(works[0], device).fill_(7)
+    partials_again = partials.clone()
+    there = GradScale(*[None if t is None else t.to(device) for t in (scale.unscale, scale.clip, scale.found_inf)])
+    for work, tile in zip(works, tiles, strict=True):
+        lamb_reference.lamb_moments(fmt, expected.part(*tile), work, SCALARS, sums, scale=scale)
+        for each, buffer in ((slots, partials), (again, partials_again)):
+            part = each.part(*tile)
+            lamb_triton.lamb_moments(fmt, part, work.to(device), SCALARS.to(device), buffer, scale=there)
+    assert same(slots, expected)
+    assert torch.equal(partials.cpu(), partials_again.cpu())
+    torch.testing.assert_close(partials.cpu(), sums, rtol=1e-6, atol=0)
+    for work, tile in zip(works, tiles, strict=True):
+        lamb_reference.lamb_apply(fmt, expected.part(*tile), work, SCALARS, sums, scale=scale)
+        for each in (slots, again):
+            part = each.part(*tile)
+            lamb_triton.lamb_apply(fmt, part, work.to(device), SCALARS.to(device), partials, scale=there)
+    assert same(slots, again)
+    for tensor, other in zip(tensors_of(slots), tensors_of(expected), strict=True):
+        torch.testing.assert_close(tensor, other, rtol=2e-7 if tensor.dtype == FP32 else 0.01, atol=1e-7)
+    untouched = scale.found_inf is not None and bool(scale.found_inf != 0)
+    assert same(slots, make_slots(fmt, "cpu")) == untouched
+    assert bool((partials == 7).all()) == untouched
+
+
+def check_convenience(device: str) -> None:
+    fmt = FORMATS["bf16-master"]
+    expected, slots = make_slots(fmt, "cpu"), make_slots(fmt, device)
+    (work,) = lamb_work(TENSORS, [(0, NUM_ELEMENTS)])
+    lamb_reference.lamb_update(fmt, expected, work, SCALARS)
+    lamb_triton.lamb_update(fmt, slots, work.to(device), SCALARS.to(device))
+    torch.testing.assert_close(tensors_of(slots)[-1], tensors_of(expected)[-1], rtol=2e-7, atol=1e-7)
+    lamb_triton.lamb_update(fmt, slots, lamb_work([], [(0, NUM_ELEMENTS)])[0].to(device), SCALARS.to(device))
+
+
+def _scale(found_inf: float) -> GradScale:
+    return GradScale(torch.tensor(0.5), torch.tensor(0.3), torch.tensor(found_inf))
+
+
+CASES: dict[str, Callable[[str], None]] = {
+    "fp32": lambda device: check_agrees(device, "fp32", [(0, NUM_ELEMENTS)]),
+    "fp32-tiles": lambda device: check_agrees(device, "fp32", TILES, _scale(0.0)),
+    "bf16-master": lambda device: check_agrees(device, "bf16-master", [(0, NUM_ELEMENTS)], _scale(0.0)),
+    "fp16-master": lambda device: check_agrees(device, "fp16-master", TILES),
+    "found-inf": lambda device: check_agrees(device, "fp32", [(0, NUM_ELEMENTS)], _scale(1.0)),
+    "found-nan": lambda device: check_agrees(device, "bf16-master", TILES, _scale(float("nan"))),
+    "convenience": check_convenience,
+}
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str]:
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore::RuntimeWarning", __file__]
+    output = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(output)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted(name: str, interpreted: dict[str, str]) -> None:
+    assert not interpreted[name], interpreted[name]
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("name", CASES)
+def test_on_gpu(name: str) -> None:
+    CASES[name]("cuda")
+
+
+@needs_triton
+def test_the_cpu_needs_the_interpreter() -> None:
+    (work,) = lamb_work(TENSORS, [(0, NUM_ELEMENTS)])
+    with pytest.raises(UnsupportedError, match="lamb_cpu"):
+        lamb_triton.lamb_update(FORMATS["fp32"], make_slots(FORMATS["fp32"], "cpu"), work, SCALARS)
+
+
+TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32)}
+TARGETS["gfx942"] = ("hip", "gfx942", 64)  # type: ignore[assignment]
+
+
+def compiled(kernel_name: str, fmt: AdamFormat, target_name: str, offset: int = 0) -> Any:
+    """Compile what a launch would; `offset`: where, in elements, parameter and moments begin in aligned buffers."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    from chunkc.kernels import lamb_triton_kernel
+
+    target = GPUTarget(*TARGETS[target_name])
+    kernel = getattr(lamb_triton_kernel, kernel_name)
+    slots = make_slots(fmt, "cpu").part(offset, ROW + offset)
+    (work,) = lamb_work([Run(0, ROW, 0)], [(0, ROW)])
+    moments = kernel_name == "lamb_moments_kernel"
+    arguments = (lamb_triton.moments_arguments if moments else lamb_triton.apply_arguments)(
+        fmt, slots, work, SCALARS, new_partials(work), scale=GradScale(*torch.ones(3).unbind())
+    )
+    options = launch_options(target.backend, target.warp_size)
+    backend = make_backend(target)
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, bound_options = binder(**arguments, **options)
+    parsed, signature, constexprs, attributes = kernel._pack_args(
+        backend, dict(options), bound, specialization, bound_options
+    )
+    source = ASTSource(kernel, signature, constexprs, attributes)
+    return triton.compile(source, target=target, options=parsed.__dict__)
+
+
+def num_vectors(kernel: Any) -> Counter[str]:
+    """How many loads and stores of device memory move 16 bytes at once."""
+    if "ptx" in kernel.asm:
+        found = re.findall(r"\b(ld|st)\.global(?:\.\w+::\w+)*\.(?:v4\.[bfu]32|v2\.[bfu]64)", kernel.asm["ptx"])
+        return Counter(found)
+    found = re.findall(r"\b(?:global|buffer)_(load|store)_dwordx4\b", kernel.asm["amdgcn"])
+    return Counter("ld" if kind == "load" else "st" for kind in found)
+
+
+def num_wanted(kernel_name: str, fmt: AdamFormat) -> Counter[str]:
+    """For one block; each thread has 8 elements of it."""
+    per_thread = BLOCK // NUM_THREADS
+    moments = kernel_name == "lamb_moments_kernel"
+    target = FP32
+    read = [FP32, FP32, target] + ([fmt.grad_dtype] if moments else [])
+    written = [FP32, FP32] if moments else [fmt.param_dtype] + ([FP32] if fmt.master else [])
+    nbytes = {"ld": sum(d.itemsize for d in read), "st": sum(d.itemsize for d in written)}
+    return Counter({kind: n * per_thread // 16 for kind, n in nbytes.items()})
+
+
+def spilled(kernel: Any, tmp_path: Path) -> dict[str, int]:
+    """Whatever says that registers did not suffice, by name."""
+    import triton
+
+    if "cubin" not in kernel.asm:
+        names = r"vgpr_spill_count|sgpr_spill_count|private_segment_fixed_size"
+        found = re.findall(rf"\.({names}):\s+(\d+)", kernel.asm["amdgcn"])
+    else:
+        binary = tmp_path / "kernel.cubin"
+        binary.write_bytes(kernel.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        output = subprocess.run([tool, "-res-usage", binary], check=True, capture_output=True, text=True).stdout
+        found = re.findall(r"\b(STACK|LOCAL):(\d+)", output)
+    assert len(found) >= 2, "the compiler's report has another form"
+    return {name: int(count) for name, count in found}
+
+
+@needs_triton
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ["fp32", "bf16-master"])
+@pytest.mark.parametrize("kernel_name", ["lamb_moments_kernel", "lamb_apply_kernel"])
+def test_nothing_spills_and_memory_moves_in_vectors(
+    kernel_name: str, name: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    kernel = compiled(kernel_name, FORMATS[name], target)
+    assert not any(spilled(kernel, tmp_path).values())
+    found, wanted = num_vectors(kernel), num_wanted(kernel_name, FORMATS[name])
+    assert all(found[kind] >= wanted[kind] for kind in wanted), f"{found}, wanted {wanted}"
+    if target == "sm_90":
+        assert "atom" not in kernel.asm["ptx"]
+        assert "fma" not in kernel.asm["ptx"]
+        assert num_vectors(compiled(kernel_name, FORMATS[name], target, offset=1)) == Counter()
+
+
+def _run_all() -> dict[str, str]:
+    failures = {}
+    for name, case in CASES.items():
+        try:
+            case("cpu")
+            failures[name] = ""
+        except Exception:
+            failures[name] = traceback.format_exc()
+    return failures
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(_run_all()))

@@ -1,0 +1,224 @@
+"""Bytes over the moments of a training step, predicted and measured, operation by operation.
+
+A segment of `codegen="eager"` is run node by node by a measuring twin of `EagerSegment`, which reads the meter after
+every node. Predicted is what `passes.segment_memory` says of the segment, put where `passes.profile` puts it.
+`conftest.py` registers this file as module `memory_curves`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from harness import HUGE, compile_case
+from torch import fx
+from zoo import Case
+
+from chunkc.graph import CompiledGraph
+from chunkc.ir.program import PhaseProgram, SegmentMemory
+from chunkc.passes import codegen
+from chunkc.passes.graphs import is_compute, module_path, op_name
+from chunkc.passes.profile import last_holds
+from chunkc.runtime import cpu_allocator
+
+
+@dataclass
+class CallReadings:
+    """What the meter said while one segment ran once.
+
+    Attributes:
+        start_nbytes: bytes when it was called.
+        peak_nbytes: largest bytes during each of its nodes; for an Inductor segment, one for all of it.
+    """
+
+    start_nbytes: int
+    peak_nbytes: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One operation of a step: bytes beyond model data, on paper and by the meter."""
+
+    call: str
+    op: str
+    module: str
+    predicted_nbytes: int
+    measured_nbytes: int
+
+    @property
+    def excess_nbytes(self) -> int:
+        """Predicted too much; negative: too little."""
+        return self.predicted_nbytes - self.measured_nbytes
+
+
+@dataclass(frozen=True)
+class PhaseCurve:
+    """A phase of one graph. `base_nbytes` is what was charged beside it when it began."""
+
+    phase: str
+    moments: tuple[Moment, ...]
+    base_nbytes: int
+
+    @property
+    def predicted_peak_nbytes(self) -> int:
+        return max(moment.predicted_nbytes for moment in self.moments)
+
+    @property
+    def measured_peak_nbytes(self) -> int:
+        return max(moment.measured_nbytes for moment in self.moments)
+
+
+class MeasuringSegment(codegen.EagerSegment):
+    """`EagerSegment`, with a reading after every node."""
+
+    def __init__(self, module: fx.GraphModule, log: list[CallReadings]) -> None:
+        super().__init__(module)
+        self._log = log
+
+    def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
+        cpu_allocator.lap_peak_nbytes()
+        readings = CallReadings(cpu_allocator.current_nbytes())
+        values: list[Any] = [None] * self._size
+        values[: len(inputs)] = inputs
+        inputs.clear()
+        for target, args, kwargs, position, dead in self._steps:
+            cpu_allocator.lap_peak_nbytes()
+            values[position] = target(*codegen._fill(args, values), **codegen._fill(kwargs, values))
+            readings.peak_nbytes.append(cpu_allocator.lap_peak_nbytes())
+            for index in dead:
+                values[index] = None
+        self._log.append(readings)
+        return tuple(values[index] for index in self._outputs)
+
+
+class MeasuringOutput:
+    """Inductor's compiled segment, with one reading for the whole run."""
+
+    def __init__(self, compiled: Any, log: list[CallReadings]) -> None:
+        self._compiled, self._log = compiled, log
+        self.source_code = getattr(compiled, "source_code", None)
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        cpu_allocator.lap_peak_nbytes()
+        readings = CallReadings(cpu_allocator.current_nbytes())
+        outputs = self._compiled(inputs)
+        readings.peak_nbytes.append(cpu_allocator.lap_peak_nbytes())
+        self._log.append(readings)
+        return outputs
+
+
+@dataclass
+class _PhaseRun:
+    phase: str
+    graph: CompiledGraph
+    readings: list[CallReadings]
+
+
+@contextmanager
+def _measuring() -> Iterator[list[_PhaseRun]]:
+    """Segments that are compiled inside measure themselves; yields the phases that ran so far."""
+    log: list[CallReadings] = []
+    runs: list[_PhaseRun] = []
+
+    def eager(module: fx.GraphModule) -> MeasuringSegment:
+        return MeasuringSegment(module, log)
+
+    def inductor(*args: Any, **kwargs: Any) -> MeasuringOutput:
+        return MeasuringOutput(compile_fx_inner(*args, **kwargs), log)
+
+    def phase(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(graph: CompiledGraph, arguments: list[Any]) -> Any:
+            outputs = method(graph, arguments)
+            runs.append(_PhaseRun(name, graph, log[:]))
+            log.clear()
+            return outputs
+
+        return run
+
+    compile_fx_inner = codegen.compile_fx_inner
+    with (
+        mock.patch.object(codegen, "EagerSegment", eager),
+        mock.patch.object(codegen, "compile_fx_inner", inductor),
+        mock.patch.object(CompiledGraph, "forward", phase("forward", CompiledGraph.forward)),
+        mock.patch.object(CompiledGraph, "backward", phase("backward", CompiledGraph.backward)),
+    ):
+        yield runs
+
+
+def step_curves(case: Case, codegen: str, **options: Any) -> list[PhaseCurve]:
+    """The curves of every phase of one training step of `case`, with everything resident.
+
+    The second step is the measured one: gradients exist and are added to, so model data neither grows nor shrinks.
+    """
+    cpu_allocator.install()
+    with _measuring() as runs:
+        _, compiled = compile_case(case, memory_budget=HUGE, codegen=codegen, place=False, **options)
+        for _ in range(2):
+            runs.clear()
+            batch = case.batch(0)
+            gc.collect()
+            output = compiled(**batch)  # kept to the end, as the prediction assumes of what a caller gets
+            case.loss(output).backward()
+            del output, batch
+    return [_curve(run) for run in runs]
+
+
+def _curve(run: _PhaseRun) -> PhaseCurve:
+    captured = run.graph.captured
+    program = captured.forward
+    if run.phase == "backward":
+        assert captured.backward is not None
+        program = captured.backward
+    assert len(program.calls) == len(run.readings)
+    memories = {name: segment.memory for name, segment in captured.segments.items()}
+    names = {name: _node_names(module) for name, module in captured.modules.items()}
+    moments: list[Moment] = []
+    base: int | None = None
+    for call, (start, inside), readings in zip(program.calls, _predicted(program, memories), run.readings):
+        if base is None:
+            base = readings.start_nbytes - start
+        moments.append(Moment(call.name, "start", call.module, start, readings.start_nbytes - base))
+        steps = memories[call.segment].steps
+        if len(readings.peak_nbytes) == len(steps) == len(names[call.segment]):
+            found = list(zip(names[call.segment], inside, readings.peak_nbytes, strict=True))
+        else:
+            assert len(readings.peak_nbytes) == 1
+            fullest = max(range(len(steps)), key=inside.__getitem__)
+            found = [((steps[fullest].op, call.module), inside[fullest], readings.peak_nbytes[0])]
+        for (op, module), predicted, measured in found:
+            moments.append(Moment(call.name, op, module, predicted, measured - base))
+    assert base is not None
+    return PhaseCurve(run.phase, tuple(moments), base)
+
+
+def _node_names(module: torch.nn.Module) -> list[tuple[str, str]]:
+    assert isinstance(module, fx.GraphModule)
+    return [(op_name(node), module_path(node)) for node in module.graph.nodes if is_compute(node)]
+
+
+def _predicted(program: PhaseProgram, memories: dict[str, SegmentMemory]) -> Iterator[tuple[int, list[int]]]:
+    """Per call: bytes when it begins, and at each of its steps. As `passes.profile.positions`, every step kept."""
+    last, storage_of, nbytes_of = last_holds(program), program.value_storages(), program.storages
+    live = {storage for storage in program.inputs.values() if last.get(storage, -1) >= 0} | program.held
+    for index, call in enumerate(program.calls):
+        memory = memories[call.segment]
+        live = {storage for storage in live if last[storage] >= index}
+        released: dict[str, int] = {}
+        for position, value in enumerate(call.inputs):
+            storage = storage_of[value]
+            if last[storage] == index and storage in live:
+                released[storage] = max(released.get(storage, 0), memory.input_released[position])
+        around = sum(nbytes_of[storage] for storage in live if storage not in released)
+        yield (
+            around + sum(nbytes_of[storage] for storage in released),
+            [
+                around + step.nbytes + sum(nbytes_of[storage] for storage, until in released.items() if number < until)
+                for number, step in enumerate(memory.steps)
+            ],
+        )
+        live |= set(call.output_storages)
