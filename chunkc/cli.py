@@ -6,7 +6,10 @@ Exit codes: 0 it fits (or the command did its work), 3 it does not fit, 2 bad in
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +28,7 @@ from chunkc.largest import largest
 from chunkc.models import MODELS
 from chunkc.options import parse_options, parse_size
 from chunkc.presets import PRESETS, load_hardware
-from chunkc.targets import DTYPES, ModelOptions, Target, built_in, from_file, from_module
+from chunkc.targets import DTYPES, ModelOptions, Target, built_in, errors_of, from_file, from_module
 
 FITS, BAD_INPUT, DOES_NOT_FIT = 0, 2, 3
 
@@ -81,10 +84,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     try:
         if options.command == "explain":
-            return _explain(options)
+            with _quiet():
+                return _explain(options)
         if options.command == "diff":
             print(diff(read_explanation(options.before), read_explanation(options.after)), end="")
             return FITS
@@ -139,30 +142,40 @@ def _explain(options: argparse.Namespace) -> int:
         "codegen": options.codegen,
     }
     budget = budget_of(parse_options(settings), hardware)
+    if options.output is not None and not options.output.parent.is_dir():
+        raise OptionsError(f"cannot write {options.output}: there is no folder {options.output.parent}")
+    notes: list[str] = []
     sizes = {"batch_size": options.batch_size, "seq_len": options.seq_len}
     with _progress() as show:
         if options.largest is not None:
-            try:
-                sizes[options.largest] = _largest(options.largest, target, hardware, settings, sizes, budget, show)
-            except BudgetError as error:
-                needed = format_nbytes(error.minimum_nbytes)
-                what = options.largest.replace("_", " ")
-                print(f"even {what} 1 does not fit: it needs {needed}, the budget is {format_nbytes(budget)}")
-                return DOES_NOT_FIT
+            size, note = _largest(options.largest, target, hardware, settings, sizes, budget, show)
+            sizes[options.largest] = size
+            notes.append(note)
         show(f"building {target.name}")
         subject = target.build(sizes["batch_size"], sizes["seq_len"])
-        given = [f"{name.replace('_', ' ')} {size}" for name, size in sizes.items() if size is not None]
-        explanation = explain(
-            subject.model,
-            *subject.args,
-            hardware=hardware,
-            name=", ".join([target.name, *given]),
-            show=show,
-            **settings,
-            **subject.kwargs,
-        )
-    write(explanation, options.format, options.output)
+        with errors_of(target.name):
+            explanation = explain(
+                subject.model,
+                *subject.args,
+                hardware=hardware,
+                name=", ".join([target.name, *_given(options, sizes)]),
+                show=show,
+                **settings,
+                **subject.kwargs,
+            )
+    write(replace(explanation, notes=(*notes, *explanation.notes)), options.format, options.output)
     return _verdict(explanation)
+
+
+def _given(options: argparse.Namespace, sizes: dict[str, int | None]) -> Iterator[str]:
+    """What the user chose of the model, in words."""
+    for name, size in sizes.items():
+        if size is not None:
+            yield f"{name.replace('_', ' ')} {size}"
+    if options.dtype is not None:
+        yield options.dtype
+    if options.activation_checkpointing:
+        yield "activation checkpointing"
 
 
 def _verdict(explanation: Explanation) -> int:
@@ -177,14 +190,23 @@ def _largest(
     sizes: dict[str, int | None],
     budget_nbytes: int,
     show: Show,
-) -> int:
+) -> tuple[int, str]:
+    """The largest size, and a sentence about it; 1 where not even that fits."""
+    words = what.replace("_", " ")
+
     def needs(size: int) -> int:
-        show(f"trying {what.replace('_', ' ')} {size}")
+        show(f"trying {words} {size:,}")
         asked = {**sizes, what: size}
         subject = target.build(asked["batch_size"], asked["seq_len"])
-        return minimum_budget(subject.model, *subject.args, hardware=hardware, **settings, **subject.kwargs)
+        with errors_of(f"{target.name} with {words} {size:,}"):
+            return minimum_budget(subject.model, *subject.args, hardware=hardware, **settings, **subject.kwargs)
 
-    return largest(needs, budget_nbytes).size
+    try:
+        found = largest(needs, budget_nbytes)
+    except BudgetError as error:
+        return 1, f"not even {words} 1 fits: it needs {format_nbytes(error.minimum_nbytes)}"
+    next_needs = format_nbytes(found.needs_nbytes[1])
+    return found.size, f"{words} {found.size:,} is the largest that fits: {found.size + 1:,} needs {next_needs}"
 
 
 def _calibrate(options: argparse.Namespace) -> int:
@@ -201,6 +223,21 @@ def _calibrate(options: argparse.Namespace) -> int:
     save_hardware(hardware, path)
     print(f"saved: {path}")
     return FITS
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep PyTorch's own warnings about tracing away from the answer, unless TORCH_LOGS asks for logs."""
+    if "TORCH_LOGS" in os.environ:
+        yield
+        return
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 @contextmanager

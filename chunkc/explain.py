@@ -7,7 +7,7 @@ runtime are left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,19 +16,18 @@ from torch import fx, nn
 from chunkc.build import Builder
 from chunkc.captured import Captured, plan_step, profile, rewrite, verify
 from chunkc.ir.chunks import ChunkLayout, split_chunk_name
-from chunkc.ir.errors import BudgetError, OptionsError, UnsupportedError
+from chunkc.ir.errors import BudgetError, OptionsError, UnsupportedError, format_nbytes
 from chunkc.ir.explanation import (
     Chunks,
     ExplainedMoment,
     Explanation,
     Peak,
     TimedEvent,
-    Traffic,
 )
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.plan import EVICT, PREFETCH, WRITE_BACK, Moment, PhasePlan, Plan
+from chunkc.ir.plan import EVICT, PREFETCH, Moment, PhasePlan, Plan
 from chunkc.ir.program import UPDATE
-from chunkc.ir.simulate import simulate, step_time
+from chunkc.ir.simulate import simulate, step_time, traffic, update_s_per_element
 from chunkc.offline import OfflineGraph, capture_offline
 from chunkc.options import Options, parse_options, resolve_budget
 from chunkc.passes.layout import lay_out
@@ -81,7 +80,7 @@ def explain(
     show("tracing the model")
     graph = _one_graph(model, args, kwargs, options)
     show("planning")
-    return explain_graph(graph, options, _training_in(machine, graph), name or type(model).__name__)
+    return explain_graph(graph, options, _training_in(machine, graph, options), name or type(model).__name__)
 
 
 def minimum_budget(
@@ -100,7 +99,8 @@ def minimum_budget(
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     graph = _one_graph(model, args, kwargs, options)
     layout = _layout(graph, options)
-    return plan_for(graph, layout, options, _training_in(machine, graph), budget_of(options, machine)).minimum_nbytes
+    step = plan_for(graph, layout, options, _training_in(machine, graph, options), budget_of(options, machine))
+    return step.minimum_nbytes
 
 
 def _one_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> OfflineGraph:
@@ -118,28 +118,41 @@ def _layout(graph: OfflineGraph, options: Options) -> ChunkLayout:
     return ChunkLayout(layout.chunk_nbytes, layout.groups, (*layout.small, *graph.fixed))
 
 
-def _training_in(machine: Hardware, graph: OfflineGraph) -> Hardware:
-    """The machine at the rate of the dtype that most parameters have."""
+def _training_in(machine: Hardware, graph: OfflineGraph, options: Options) -> Hardware:
+    """The machine at the rate of the dtype that most parameters have, its links no faster than a home on disk."""
     sizes: dict[torch.dtype, int] = {}
     for spec in (*graph.movable, *graph.fixed):
         sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.numel
-    return machine.training_in(max(sizes, key=lambda dtype: sizes[dtype])) if sizes else machine
+    if sizes:
+        machine = machine.training_in(max(sizes, key=lambda dtype: sizes[dtype]))
+    if options.home_kind == "cpu":
+        return machine
+    inwards, outwards = machine.to_device_bytes_per_s, machine.to_home_bytes_per_s
+    return replace(
+        machine,
+        to_device_bytes_per_s=min(inwards, machine.disk_read_bytes_per_s or inwards),
+        to_home_bytes_per_s=min(outwards, machine.disk_write_bytes_per_s or outwards),
+    )
 
 
 def budget_of(options: Options, hardware: Hardware) -> int:
     """The budget in bytes on given hardware.
 
     Raises:
-        OptionsError: the hardware does not say how much memory it has, and the budget depends on it.
+        OptionsError: the budget is more than a GPU has; or it is a part of a memory that the hardware does not state.
     """
-    if isinstance(options.memory_budget, int):
-        return options.memory_budget
-    usable = hardware.usable_memory_nbytes
-    if usable is None:
+    usable, asked = hardware.usable_memory_nbytes, options.memory_budget
+    if usable is None and not isinstance(asked, int):
         raise OptionsError(
             f"hardware {hardware.name!r} does not say how much memory its device has: give memory_budget in bytes"
         )
-    return resolve_budget(options.memory_budget, hardware.device_memory_nbytes or usable, usable)
+    budget = resolve_budget(asked, hardware.device_memory_nbytes or 0, usable or 0)
+    if hardware.kind == "cuda" and usable is not None and budget > usable:
+        raise OptionsError(
+            f"memory_budget is {format_nbytes(budget)}, but a device of {hardware.name} has {format_nbytes(usable)} "
+            "beside the driver's context"
+        )
+    return budget
 
 
 @dataclass(frozen=True)
@@ -194,7 +207,7 @@ def explain_graph(graph: OfflineGraph, options: Options, hardware: Hardware, nam
         host_memory_nbytes=host,
         peak=_peak(step),
         chunks=Chunks(layout.chunk_nbytes, len(layout.groups), len(step.plan.resident)),
-        traffic_nbytes=_traffic(step),
+        traffic_nbytes=traffic(events),
         step_time_s=step_time(events),
         moments=moments,
         events=events,
@@ -244,21 +257,14 @@ def plan_for(
 
 def _events(step: _Step, hardware: Hardware) -> tuple[TimedEvent, ...]:
     costs = {call.name: call.cost_s for program in step.captured.programs.values() for call in program.calls}
-    if step.update is not None:
-        per_element = _update_s_per_element(hardware)
-        for moment in step.update.moments:
-            begin, _, end = moment.name.partition("[")[2].rstrip("]").partition(":")
-            costs[moment.name] = (int(end) - int(begin)) * per_element
-    return simulate(step.phases, costs, hardware)
-
-
-UPDATE_NBYTES_PER_ELEMENT = 28
-"""Memory traffic of Adam per element: four fp32 reads and three writes; with a master copy about the same."""
-
-
-def _update_s_per_element(hardware: Hardware) -> float:
-    rate = hardware.memory_bytes_per_s if hardware.kind == "cuda" else hardware.cpu_update_bytes_per_s
-    return UPDATE_NBYTES_PER_ELEMENT / (rate or hardware.memory_bytes_per_s)
+    per_element = update_s_per_element(hardware)
+    for moment in step.update.moments if step.update else ():
+        begin, _, end = moment.name.partition("[")[2].rstrip("]").partition(":")
+        costs[moment.name] = (int(end) - int(begin)) * per_element
+    group_of, specs = step.layout.group_of(), step.layout.specs()
+    staying = {None, *step.plan.resident}
+    num_staying = sum(specs[name].numel for name in step.captured.trained if group_of.get(name) in staying)
+    return simulate(step.phases, costs, hardware, staying_update_s=num_staying * per_element)
 
 
 def _home_nbytes(layout: ChunkLayout, resident: frozenset[int]) -> int:
@@ -267,14 +273,6 @@ def _home_nbytes(layout: ChunkLayout, resident: frozenset[int]) -> int:
         sum(group.nbytes(kind) for kind in (group.update_kinds if group.trainable else group.update_kinds[:1]))
         for group in layout.groups
         if group.index not in resident
-    )
-
-
-def _traffic(step: _Step) -> Traffic:
-    phases = step.phases
-    return Traffic(
-        to_device=sum(phase.traffic_nbytes(PREFETCH) for phase in phases),
-        to_home=sum(phase.traffic_nbytes(WRITE_BACK) for phase in phases),
     )
 
 
@@ -397,4 +395,6 @@ def _notes(step: _Step, options: Options, hardware: Hardware) -> Iterator[str]:
             yield "fused as on a CPU: Inductor's Triton kernels may fuse other operators and so need other bytes"
         yield "traced on a CPU: operators that CUDA implements otherwise may differ in their own workspaces"
         yield f"the driver's context and libraries take {hardware.context_nbytes:,} bytes more, counted apart"
+    if hardware.num_devices > 1:
+        yield f"planned for one of the {hardware.num_devices} devices, which trains the whole model by itself"
     yield f"rates of {hardware.name}: {hardware.source or 'as given'}"

@@ -1,7 +1,8 @@
 """The largest batch size or sequence length that fits a budget: certified by planning it and the next one.
 
 Bytes grow almost linearly with a batch, so the search follows the line through the two sizes that bound the answer and
-takes a handful of plans. Both ends of the answer are planned for themselves: no extrapolation decides.
+takes a handful of plans; where the line misleads, it halves the range instead, so that no growth takes more than
+about twice the plans of a bisection. Both ends of the answer are planned for themselves: no extrapolation decides.
 """
 
 from __future__ import annotations
@@ -9,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from chunkc.ir.errors import BudgetError
+from chunkc.ir.errors import BudgetError, OptionsError
+
+LIMIT = 1 << 24
+"""A size that fits and is larger than this is no answer: bytes do not depend on it."""
+
+FARTHEST_JUMP = 64
+"""The next size to try is at most this many times the one that fitted."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,7 @@ def largest(minimum_nbytes: Callable[[int], int], budget_nbytes: int) -> Largest
 
     Raises:
         BudgetError: size 1 does not fit.
+        OptionsError: every size up to `LIMIT` fits.
     """
     known: dict[int, int] = {}
 
@@ -42,18 +50,25 @@ def largest(minimum_nbytes: Callable[[int], int], budget_nbytes: int) -> Largest
         )
     low, high = 1, 2
     while need(high) <= budget_nbytes:
-        slope = max(1, (need(high) - need(low)) // (high - low))
-        low, high = high, max(2 * high, high + (budget_nbytes - need(high)) // slope + 1)
+        if high >= LIMIT:
+            raise OptionsError(f"the budget does not limit this size: {high:,} still fits")
+        slope = (need(high) - need(low)) / (high - low)
+        next_high = high + int((budget_nbytes - need(high)) / slope) + 1 if slope > 0 else LIMIT
+        low, high = high, min(max(2 * high, next_high), FARTHEST_JUMP * high, LIMIT)
+    by_line = True
     while high - low > 1:
-        slope = max(1.0, (need(high) - need(low)) / (high - low))
-        guess = low + int((budget_nbytes - need(low)) / slope)
+        before = high - low
+        guess = low + before // 2
+        if by_line and need(high) > need(low):
+            guess = low + int((budget_nbytes - need(low)) * before / (need(high) - need(low)))
         guess = min(max(guess, low + 1), high - 1)
         if need(guess) <= budget_nbytes:
             low = guess
-            if high - low > 1 and need(low + 1) > budget_nbytes:
+            if by_line and high - low > 1 and need(low + 1) > budget_nbytes:
                 high = low + 1
         else:
             high = guess
-            if high - low > 1 and need(high - 1) <= budget_nbytes:
+            if by_line and high - low > 1 and need(high - 1) <= budget_nbytes:
                 low = high - 1
+        by_line = 2 * (high - low) <= before
     return Largest(low, (need(low), need(high)))

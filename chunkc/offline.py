@@ -5,25 +5,34 @@ Nothing is allocated. Where a model has graph breaks, the code between its graph
 
 from __future__ import annotations
 
+import builtins
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._dynamo.eval_frame import OptimizedModule, remove_from_cache
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils import _pytree as pytree
 
 from chunkc.capture import Capture, capture_graph, input_names
 from chunkc.ir.chunks import ParamSpec
-from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.errors import ChunkcError, UnsupportedError
 from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs import returned
-from chunkc.session import is_chunkable, spec_of
+from chunkc.session import is_chunkable, owner, spec_of
 
 NUM_RECOMPILES = 1_000_000
-"""Explaining the same class again and again is no sign of a model that keeps recompiling."""
+"""A model whose graph breaks inside a loop is compiled once per iteration here, where nothing is compiled for real."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +59,15 @@ def capture_offline(
             meanwhile: its code depends on them.
 
     Raises:
-        UnsupportedError: the model cannot be copied, or needs real values between two graphs.
+        UnsupportedError: the model cannot be copied or captured, or needs real values between two graphs.
     """
     if codegen == "inductor":
         find_vector_isa()
-    tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((tuple(args), dict(kwargs)))]
-    fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
-    mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
+    if isinstance(model, OptimizedModule):
+        model = model._orig_mod
+    mode = _mode_of([*_tensors(model), *pytree.tree_leaves((tuple(args), dict(kwargs)))])
     fake_model, names = _fake_copy(model, mode)
+    staying = {name for name, parameter in model.named_parameters() if not _may_move(parameter)}
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (tuple(args), dict(kwargs)))
     graphs: list[OfflineGraph] = []
 
@@ -79,8 +89,8 @@ def capture_offline(
         graphs.append(
             OfflineGraph(
                 capture,
-                tuple(spec_of(name, p) for name, p in in_order if is_chunkable(p)),
-                tuple(spec_of(name, p) for name, p in in_order if not is_chunkable(p)),
+                tuple(spec_of(name, p) for name, p in in_order if is_chunkable(p) and name not in staying),
+                tuple(spec_of(name, p) for name, p in in_order if not is_chunkable(p) or name in staying),
             )
         )
         return call
@@ -88,19 +98,83 @@ def capture_offline(
     patched = torch._dynamo.config.patch(
         recompile_limit=NUM_RECOMPILES, accumulated_recompile_limit=NUM_RECOMPILES, fake_tensor_cache_enabled=True
     )
+    call_model = _with_own_code(fake_model)
     try:
         with mode, patched, torch.random.fork_rng():
-            torch.compile(fake_model, backend=backend, dynamic=False)(*fake_args, **fake_kwargs)
-    except DataDependentOutputException as error:
+            torch.compile(call_model, backend=backend, dynamic=False)(*fake_args, **fake_kwargs)
+        found = tuple(graphs)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UnsupportedError(
-            f"the model needs the values of tensors outside its graphs ({error.func}); only what torch.compile "
+            f"the model needs the values of tensors outside its graphs ({_first_line(error)}); only what torch.compile "
             "captures can be explained"
         ) from error
-    if not graphs:
+    except BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, ChunkcError):
+            raise error.inner_exception from None
+        raise UnsupportedError(f"the model cannot be traced: {_first_line(error.inner_exception)}") from error
+    except TorchDynamoException as error:
+        raise UnsupportedError(f"the model cannot be traced: {_first_line(error.__cause__ or error)}") from error
+    finally:
+        # Dynamo remembers every backend for good, and what it compiled as long as the code, which that refers to.
+        graphs.clear()
+        remove_from_cache(call_model)
+    if not found:
         raise UnsupportedError(
             "torch.compile captured no graph: the call of this model computes nothing it can compile"
         )
-    return tuple(graphs)
+    return found
+
+
+def _with_own_code(model: nn.Module) -> Callable[..., Any]:
+    """Calls the model from a code object, and with globals, of its own.
+
+    Dynamo keeps what it compiled, and counts recompilations, by code object, and adds to its globals; here all that
+    goes with the copy of the model. On the code of the user's class it would make the next compilations fall back to
+    running it eagerly.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    own_globals = {"__builtins__": builtins, "__name__": __name__}
+    return FunctionType(call.__code__.replace(), own_globals, call.__name__, None, call.__closure__)
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of an error's text; of Dynamo's errors the one that explains."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return next((line.partition(": ")[2] for line in lines if line.startswith("  Explanation: ")), lines[0])
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    """Parameters, buffers, and tensors that modules keep as plain attributes or in lists and dictionaries of these."""
+    plain = [
+        value
+        for module in model.modules()
+        for key, value in vars(module).items()
+        if key not in ("_parameters", "_buffers", "_modules")
+    ]
+    kept = [leaf for leaf in pytree.tree_leaves(plain) if isinstance(leaf, Tensor)]
+    return [*model.parameters(), *model.buffers(), *kept]
+
+
+def _mode_of(values: Sequence[Any]) -> FakeTensorMode:
+    """The mode of the fake tensors among the values; a new one where there are none.
+
+    Raises:
+        UnsupportedError: they are of several.
+    """
+    modes = {id(value.fake_mode): value.fake_mode for value in values if isinstance(value, FakeTensor)}
+    if len(modes) > 1:
+        raise UnsupportedError("the fake tensors of the model and of its arguments must come from one FakeTensorMode")
+    return next(iter(modes.values()), None) or FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _may_move(parameter: nn.Parameter) -> bool:
+    """Whether the parameter can live in a chunk, as far as its own storage decides it (see `session.can_move`)."""
+    if owner(parameter) is not None or isinstance(parameter, FakeTensor):
+        return True
+    return type(parameter) is nn.Parameter and parameter.untyped_storage().nbytes() == parameter.nbytes
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
@@ -122,7 +196,7 @@ def _fake_copy(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, dict[
         UnsupportedError: something in the model cannot be copied.
     """
     memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in _tensors(model):
         fake = _fake(tensor, mode)
         if isinstance(tensor, nn.Parameter):
             fake = nn.Parameter(fake.detach(), requires_grad=tensor.requires_grad)

@@ -25,6 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from chunkc.ir.errors import ChunkcError, OptionsError
 from chunkc.models import find_model
 
+DEFAULT_IMAGE_SIZE = 224
+"""Pixels of an image's edge where a configuration names none, as ImageNet's models have it."""
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -54,17 +57,21 @@ class ModelOptions:
 
 
 @contextlib.contextmanager
-def _unallocated(what: str) -> Iterator[None]:
-    """A mode in which tensors have no memory; errors of user code become one line that names it."""
+def errors_of(what: str) -> Iterator[None]:
+    """Errors of user code, whatever they are, become one line that names it; `sys.exit` is one of them."""
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            yield
+        yield
     except ChunkcError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         first = str(error).strip().splitlines()
         detail = f": {first[0]}" if first else ""
         raise OptionsError(f"{what} raised {type(error).__name__}{detail}") from error
+
+
+def _new_mode() -> FakeTensorMode:
+    """A mode in which tensors have no memory. One serves a target throughout: tensors of two do not mix."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def built_in(name: str, options: ModelOptions) -> Target:
@@ -73,10 +80,10 @@ def built_in(name: str, options: ModelOptions) -> Target:
     Raises:
         OptionsError: there is none of that name; near matches are named.
     """
-    spec = find_model(name)
+    spec, mode = find_model(name), _new_mode()
 
     def build(batch_size: int | None, seq_len: int | None) -> Subject:
-        with _unallocated(spec.name):
+        with errors_of(spec.name), mode:
             model = spec.build(
                 activation_checkpointing=options.activation_checkpointing, dtype=options.dtype, seq_len=seq_len
             )
@@ -98,8 +105,10 @@ def from_file(text: str, options: ModelOptions) -> Target:
     path_text, _, factory_name = text.rpartition(":")
     path = Path(path_text)
     if not path.is_file():
-        raise OptionsError(f"there is no file {path_text}")
-    with _unallocated(f"{path}"):
+        hint = "" if path.suffix == ".py" else f"; for a model class of a package write --module {text}"
+        raise OptionsError(f"there is no file {path_text}{hint}")
+    mode = _new_mode()
+    with errors_of(str(path)), mode:
         module = _load(path)
     factory = getattr(module, factory_name, None)
     if not callable(factory):
@@ -109,6 +118,7 @@ def from_file(text: str, options: ModelOptions) -> Target:
             "(model, args) or (model, args, kwargs)"
         )
     known = inspect.signature(factory).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
 
     def build(batch_size: int | None, seq_len: int | None) -> Subject:
         wanted = {
@@ -118,12 +128,13 @@ def from_file(text: str, options: ModelOptions) -> Target:
             "activation_checkpointing": options.activation_checkpointing or None,
         }
         given = {name: value for name, value in wanted.items() if value is not None}
-        missing = [name for name in given if name not in known]
+        missing = [name for name in given if name not in known and not takes_any]
         if missing:
             raise OptionsError(f"{text} has no parameter {missing[0]!r}, so it cannot be given")
-        with _unallocated(f"{text}"):
-            result = factory(**given)
-        if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
+        with errors_of(text):
+            result = _call(factory, given, mode)
+        is_call = isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], nn.Module)
+        if not is_call or not all(isinstance(kwargs, Mapping) for kwargs in result[2:]):
             raise OptionsError(f"{text} must return (model, args) or (model, args, kwargs), not {_shape(result)}")
         model, args, *rest = result
         args = args if isinstance(args, tuple) else (args,)
@@ -141,7 +152,7 @@ def from_module(text: str, config: Path | None, options: ModelOptions) -> Target
     package, _, class_name = text.partition(":")
     try:
         cls = getattr(importlib.import_module(package), class_name, None)
-    except ImportError as error:
+    except (ImportError, ValueError) as error:  # ValueError: an empty name
         raise OptionsError(f"--module {text}: {error}") from error
     config_class = getattr(cls, "config_class", None)
     if cls is None or config_class is None:
@@ -152,13 +163,18 @@ def from_module(text: str, config: Path | None, options: ModelOptions) -> Target
     values = _read_json(config) if config is not None else {}
 
     def build(batch_size: int | None, seq_len: int | None) -> Subject:
-        with _unallocated(text):
+        # The meta device, which transformers builds its models on itself: some read small tensors' values meanwhile.
+        with errors_of(text), torch.device("meta"):
             settings = config_class(**values)
+            if getattr(settings, "use_cache", False):
+                settings.use_cache = False  # of use in generation only; with checkpointing, a warning mid-graph
             model = cls(settings)
             if options.activation_checkpointing:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             if options.dtype is not None:
                 model = model.to(options.dtype)
+            if getattr(model, "loss_type", "") is None:  # what is taken for None, but without a warning mid-graph
+                model.loss_type = "ForCausalLM"
             model.train()
             kwargs = _transformers_inputs(model, settings, batch_size or 1, seq_len)
         return Subject(model, (), kwargs)
@@ -180,18 +196,35 @@ def _transformers_inputs(model: nn.Module, config: Any, batch_size: int, seq_len
         if "use_cache" in known:
             inputs["use_cache"] = False
     elif "pixel_values" in known:
-        size = config.image_size
+        size = getattr(config, "image_size", DEFAULT_IMAGE_SIZE)
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
         dtype = next(model.parameters()).dtype
-        inputs = {"pixel_values": torch.randn(batch_size, config.num_channels, size, size, dtype=dtype)}
+        inputs = {"pixel_values": torch.randn(batch_size, config.num_channels, height, width, dtype=dtype)}
     else:
         raise OptionsError(
             f"{type(model).__name__} takes neither input_ids nor pixel_values; write a factory: chunkc explain "
             "FILE.py:FACTORY"
         )
     if "labels" in known:
-        per_token = "input_ids" in known and "Classification" not in type(model).__name__
+        per_token = "input_ids" in known and "SequenceClassification" not in type(model).__name__
         inputs["labels"] = inputs["input_ids"].clone() if per_token else torch.zeros(batch_size, dtype=torch.int64)
     return inputs
+
+
+def _call(factory: Callable[..., Any], given: Mapping[str, Any], mode: FakeTensorMode) -> Any:
+    """What the factory returns, without memory behind it.
+
+    Fake tensors keep their devices, so that `model.to(device)` works; but modules of them may refuse a conversion such
+    as `model.bfloat16()`, which swaps tensors that the mode watches. The meta device takes those.
+    """
+    try:
+        with mode:
+            return factory(**given)
+    except RuntimeError as error:
+        if "Couldn't swap" not in str(error):
+            raise
+    with torch.device("meta"):
+        return factory(**given)
 
 
 def _load(path: Path) -> ModuleType:

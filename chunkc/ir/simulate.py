@@ -1,34 +1,52 @@
 """A plan replayed against the clock: when each call runs, when each copy is on its link, and where computation waits.
 
 The rules are the runtime's: the computation goes through the plan in order; copies queue on their link, one after
-another, from the moment they are asked for; a wait holds the computation until the copy is done.
+another, from the moment they are asked for; a wait holds the computation until the copy is done. A gradient chunk that
+no call of the step has written yet has nothing to read from home, so its slot costs no copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from chunkc.ir.explanation import COMPUTE, TO_DEVICE, TO_HOME, StepTime, TimedEvent
+from chunkc.ir.chunks import GRAD, split_chunk_name
+from chunkc.ir.explanation import COMPUTE, TO_DEVICE, TO_HOME, StepTime, TimedEvent, Traffic
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import PREFETCH, WAIT, WRITE_BACK, PhasePlan
 from chunkc.ir.program import UPDATE
+
+STAYING = "update of what stays"
+"""The event that stands for the update of parameters that never move."""
+
+UPDATE_NBYTES_PER_ELEMENT = 28
+"""Memory traffic of Adam per element: four fp32 reads and three writes; with a master copy about the same."""
+
+
+def update_s_per_element(hardware: Hardware) -> float:
+    """Seconds of Adam's arithmetic per element, on the device where it is a GPU, else on all cores."""
+    rate = hardware.memory_bytes_per_s if hardware.kind == "cuda" else hardware.cpu_update_bytes_per_s
+    return UPDATE_NBYTES_PER_ELEMENT / (rate or hardware.memory_bytes_per_s)
 
 
 def simulate(
     phases: Sequence[PhasePlan],
     costs_s: Mapping[str, float],
     hardware: Hardware,
+    *,
+    staying_update_s: float = 0.0,
 ) -> tuple[TimedEvent, ...]:
-    """What happens on each stream in one step, in order of time.
+    """What happens on each stream in one step that begins without gradients, in order of time.
 
     Args:
         phases: in the order in which they run: forward, backward, the optimizer's update.
         costs_s: seconds of arithmetic of each call, by the moment's name.
+        staying_update_s: the update of all that never moves; it comes first in the optimizer's step.
     """
     found: list[TimedEvent] = []
     now = 0.0
     free = {TO_DEVICE: 0.0, TO_HOME: 0.0}
     done: dict[str, float] = {}  # chunk -> when its latest copy is done
+    written: set[int] = set()  # groups whose gradients are at home
     rate = {TO_DEVICE: hardware.to_device_bytes_per_s, TO_HOME: hardware.to_home_bytes_per_s}
 
     def copy(kind: str, stream: str, chunk: str, nbytes: int, phase: str) -> None:
@@ -37,12 +55,18 @@ def simulate(
         found.append(TimedEvent(stream, kind, chunk, start, done[chunk], nbytes, phase, ""))
 
     for phase in phases:
+        if phase.phase == UPDATE and staying_update_s > 0:
+            end = now + staying_update_s
+            found.append(TimedEvent(COMPUTE, "update", STAYING, now, end, 0, UPDATE, ""))
+            now = end
         for index, stop in enumerate(phase.stops):
             for event in stop:
-                if event.kind == PREFETCH:
+                kind, group = split_chunk_name(event.chunk)
+                if event.kind == PREFETCH and (kind != GRAD or group in written):
                     copy(PREFETCH, TO_DEVICE, event.chunk, event.nbytes, phase.phase)
                 elif event.kind == WRITE_BACK:
                     copy(WRITE_BACK, TO_HOME, event.chunk, event.nbytes, phase.phase)
+                    written |= {group} if kind == GRAD else set()
                 elif event.kind == WAIT and done.get(event.chunk, 0.0) > now:
                     end = done[event.chunk]
                     found.append(TimedEvent(COMPUTE, "stall", event.chunk, now, end, 0, phase.phase, ""))
@@ -70,3 +94,9 @@ def step_time(events: Sequence[TimedEvent]) -> StepTime:
         optimizer=busy(COMPUTE, "update"),
         stall=busy(COMPUTE, "stall"),
     )
+
+
+def traffic(events: Sequence[TimedEvent]) -> Traffic:
+    """The bytes that a simulated step copies, each way."""
+    sums = {stream: sum(e.nbytes for e in events if e.stream == stream) for stream in (TO_DEVICE, TO_HOME)}
+    return Traffic(sums[TO_DEVICE], sums[TO_HOME])

@@ -1,0 +1,134 @@
+"""The simulated clock on hand-made plans: queues, stalls, overlap, and where the seconds of a step go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkc.ir.explanation import COMPUTE, STREAMS, TO_DEVICE, TO_HOME, StepTime, TimedEvent, Traffic
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, Moment, PhasePlan
+from chunkc.ir.program import BACKWARD, FORWARD, UPDATE
+from chunkc.ir.simulate import STAYING, simulate, step_time, traffic, update_s_per_element
+
+MACHINE = Hardware(flops_per_s=1.0, memory_bytes_per_s=280.0, to_device_bytes_per_s=100.0, to_home_bytes_per_s=50.0)
+"""100 bytes a second in, 50 out."""
+
+Stop = Sequence[tuple[str, str, int]]
+
+
+def phase(name: str, *stops: Stop) -> PhasePlan:
+    """A phase of calls `name.0`, `name.1`, ...: one stop of (kind, chunk, bytes) before each, one after the last."""
+    moments = tuple(Moment(f"{name}.{i}", name, "op", f"layer.{i}", 0, 0, 0, 0, 0, 0) for i in range(len(stops) - 1))
+    return PhasePlan(name, tuple(tuple(Event(*event) for event in stop) for stop in stops), moments)
+
+
+def spans(events: Sequence[TimedEvent], stream: str) -> list[tuple[str, str, float, float]]:
+    return [(e.kind, e.name, e.start_s, e.end_s) for e in events if e.stream == stream]
+
+
+def test_copies_queue_on_their_link_and_a_wait_stalls() -> None:
+    stops = ([(PREFETCH, "param:0", 100), (PREFETCH, "param:1", 200), (WAIT, "param:0", 0)], [(WAIT, "param:1", 0)], [])
+    events = simulate([phase(FORWARD, *stops)], {"forward.0": 0.5, "forward.1": 1.0}, MACHINE)
+    assert spans(events, TO_DEVICE) == [(PREFETCH, "param:0", 0, 1), (PREFETCH, "param:1", 1, 3)]
+    assert spans(events, COMPUTE) == [
+        ("stall", "param:0", 0, 1),
+        ("call", "forward.0", 1, 1.5),
+        ("stall", "param:1", 1.5, 3),
+        ("call", "forward.1", 3, 4),
+    ]
+    assert step_time(events) == StepTime(total=4, compute=1.5, to_device=3, to_home=0, optimizer=0, stall=2.5)
+    assert traffic(events) == Traffic(to_device=300, to_home=0)
+
+
+def test_a_copy_beside_a_long_call_costs_nothing() -> None:
+    stops = ([(PREFETCH, "param:1", 100)], [(WAIT, "param:1", 0)], [])
+    events = simulate([phase(FORWARD, *stops)], {"forward.0": 2.0, "forward.1": 1.0}, MACHINE)
+    assert step_time(events) == StepTime(total=3, compute=3, to_device=1, to_home=0, optimizer=0, stall=0)
+
+
+def test_the_links_run_beside_each_other() -> None:
+    stops = ([(WRITE_BACK, "param:0", 100), (PREFETCH, "param:1", 100), (WAIT, "param:1", 0)], [])
+    events = simulate([phase(UPDATE, *stops)], {"update.0": 5.0}, MACHINE)
+    assert spans(events, TO_DEVICE) == [(PREFETCH, "param:1", 0, 1)]
+    assert spans(events, TO_HOME) == [(WRITE_BACK, "param:0", 0, 2)]
+    assert step_time(events).total == 6
+
+
+def test_a_wait_is_for_the_latest_copy_either_way() -> None:
+    """A chunk on its way home must be there before its slot goes to another; without a copy a wait is free."""
+    stops = ([(WRITE_BACK, "param:0", 100), (WAIT, "param:0", 0), (EVICT, "param:0", 100), (WAIT, "param:9", 0)], [])
+    events = simulate([phase(FORWARD, *stops)], {"forward.0": 1.0}, MACHINE)
+    assert spans(events, COMPUTE) == [("stall", "param:0", 0, 2), ("call", "forward.0", 2, 3)]
+
+
+def test_gradients_are_read_from_home_once_the_step_has_written_them() -> None:
+    gone = [(WRITE_BACK, "grad:0", 100), (WAIT, "grad:0", 0), (EVICT, "grad:0", 100)]
+    first = [(PREFETCH, "grad:0", 100), (WAIT, "grad:0", 0)]
+    backward = phase(BACKWARD, first, [*gone, *first], [*gone, (PREFETCH, "grad:1", 100)])
+    update = phase(UPDATE, [(PREFETCH, "grad:0[0:10]", 40)], [])
+    events = simulate([backward, update], {}, MACHINE)
+    assert [e.name for e in events if e.stream == TO_DEVICE] == ["grad:0", "grad:0[0:10]"]
+    assert traffic(events) == Traffic(to_device=140, to_home=200)
+
+
+def test_what_stays_is_updated_first() -> None:
+    update = phase(UPDATE, [(PREFETCH, "param:0", 100), (WAIT, "param:0", 0)], [])
+    events = simulate([phase(FORWARD, [], []), update], {"forward.0": 1, "update.0": 2}, MACHINE, staying_update_s=4)
+    assert spans(events, COMPUTE) == [
+        ("call", "forward.0", 0, 1),
+        ("update", STAYING, 1, 5),
+        ("stall", "param:0", 5, 6),
+        ("update", "update.0", 6, 8),
+    ]
+    assert step_time(events).optimizer == 6
+
+
+def test_nothing_at_all() -> None:
+    assert simulate([], {}, MACHINE) == ()
+    assert step_time(()) == StepTime(0, 0, 0, 0, 0, 0)
+
+
+def test_the_update_runs_at_the_rate_of_the_memory_it_reads() -> None:
+    cpu = Hardware(1, 280, 1, 1, kind="cpu", cpu_update_bytes_per_s=28)
+    cuda = Hardware(1, 280, 1, 1, kind="cuda", cpu_update_bytes_per_s=28)
+    assert (update_s_per_element(cpu), update_s_per_element(cuda), update_s_per_element(MACHINE)) == (1, 0.1, 0.1)
+
+
+CHUNKS = [f"{kind}:{i}" for kind in ("param", "grad", "exp_avg") for i in range(3)]
+events_ = st.tuples(st.sampled_from([PREFETCH, WAIT, EVICT, WRITE_BACK]), st.sampled_from(CHUNKS), st.integers(0, 500))
+stops_ = st.lists(st.lists(events_, max_size=4), min_size=1, max_size=6)
+
+
+@given(st.lists(stops_, min_size=3, max_size=3), st.lists(st.floats(0, 10), min_size=20, max_size=20), st.floats(0, 5))
+def test_time_is_conserved(stops: list[list[Stop]], costs: list[float], staying_s: float) -> None:
+    phases = [phase(name, *s) for name, s in zip((FORWARD, BACKWARD, UPDATE), stops)]
+    names = [moment.name for p in phases for moment in p.moments]
+    costs_s: Mapping[str, float] = dict(zip(names, costs))
+    events = simulate(phases, costs_s, MACHINE, staying_update_s=staying_s)
+    time = step_time(events)
+    assert time.total == pytest.approx(time.compute + time.optimizer + time.stall)
+    assert time.compute + time.optimizer == pytest.approx(sum(costs_s.values()) + staying_s)
+    assert [e.start_s for e in events] == sorted(e.start_s for e in events)
+    for stream in STREAMS:  # one thing after another, and nothing backwards
+        on_stream = sorted((e for e in events if e.stream == stream), key=lambda e: (e.start_s, e.end_s))
+        assert all(e.end_s >= e.start_s for e in on_stream)
+        assert all(after.start_s >= before.end_s for before, after in pairwise(on_stream))
+    copied = traffic(events)
+    assert time.to_device == pytest.approx(copied.to_device / 100)
+    assert time.to_home == pytest.approx(copied.to_home / 50)
+    assert copied.to_home == sum(p.traffic_nbytes(WRITE_BACK) for p in phases)
+    assert copied.to_device <= sum(p.traffic_nbytes(PREFETCH) for p in phases)
+
+
+@given(stops_, st.floats(0.01, 10))
+def test_faster_links_never_make_a_step_longer(stops: list[Stop], cost_s: float) -> None:
+    phases = [phase(FORWARD, *stops)]
+    costs = {moment.name: cost_s for moment in phases[0].moments}
+    fast = Hardware(1, 280, to_device_bytes_per_s=200, to_home_bytes_per_s=100)
+    slow_s, fast_s = (step_time(simulate(phases, costs, machine)).total for machine in (MACHINE, fast))
+    assert fast_s <= slow_s + 1e-9
