@@ -67,7 +67,8 @@ class Captured:
     def between_nbytes(self) -> int:
         """Bytes alive between the phases: inputs, outputs and what is saved for the backward."""
         storage_of = self.forward.value_storages()
-        storages = {storage_of[v] for v in self.forward.outputs if v is not None} | self.forward.held
+        kept = self.forward.outputs[self.forward.num_new_buffers :]
+        storages = {storage_of[value] for value in kept if value is not None} | self.forward.held
         return sum(self.forward.storages[storage] for storage in storages)
 
 

@@ -50,7 +50,7 @@ class _Positions:
         user_outputs: list[int] = []
         saved: list[int] = []
         for position, name in enumerate(program.outputs):
-            if name is not None and storage_of[name] not in seen:
+            if position >= program.num_new_buffers and name is not None and storage_of[name] not in seen:
                 seen.add(storage_of[name])
                 (user_outputs if position < program.num_user_outputs else saved).append(position)
         saved.sort(key=lambda position: -program.storages[storage_of[program.outputs[position]]])  # type: ignore[index]
