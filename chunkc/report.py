@@ -88,7 +88,7 @@ def _report(session: Session) -> Report:
         predicted_peak_nbytes=session.predicted_peak_nbytes,
         measured_peak_nbytes=session.peak_nbytes,
         minimum_budget_nbytes=session.minimum_nbytes,
-        home_nbytes=store.home_nbytes,
+        home_nbytes=store.arena.nbytes,
         chunk_size_nbytes=store.layout.chunk_nbytes,
         num_chunks=len(store.layout.groups),
         num_resident_chunks=len(store.resident),

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import MemoryStep, SegmentMemory
+from chunkc.passes.cuda_memory import rounded_nbytes
 from chunkc.passes.graphs import (
     is_compute,
     module_path,
@@ -32,6 +33,8 @@ from chunkc.passes.graphs import (
     tensors_of,
 )
 from chunkc.passes.scratch import scratch_nbytes
+from chunkc.passes.scratch_cuda import cuda_scratch_nbytes
+from chunkc.passes.wrapper_cuda import Kernel, computes_on_cuda, cuda_names
 
 
 def eager_memory(graph: fx.Graph, num_threads: int) -> SegmentMemory:
@@ -69,6 +72,8 @@ def _scratch(node: fx.Node, num_threads: int) -> int:
     if not isinstance(node.target, torch._ops.OpOverload):
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    if any(tensor.device.type == "cuda" for tensor in tensors_of(node)):
+        return cuda_scratch_nbytes(node.target, args, dict(kwargs), node.meta.get("val"))
     return scratch_nbytes(node.target, args, dict(kwargs), node.meta.get("val"), num_threads)
 
 
@@ -95,9 +100,10 @@ ALLOCATION = "allocation"
 class _StorageTracker(TorchDispatchMode):
     """Counts the storages that operators allocate, until nothing holds them any more."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, on_cuda: bool) -> None:
         super().__init__()
         self.num_threads = num_threads
+        self.on_cuda = on_cuda
         self.live: dict[int, int] = {}
         self.steps: list[MemoryStep] = []
         self.input_released: dict[int, int] = {}
@@ -120,14 +126,23 @@ class _StorageTracker(TorchDispatchMode):
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and storage_key(tensor) not in self.live:
                 key = storage_key(tensor)
-                self.live[key] = storage_nbytes(tensor)
+                self.live[key] = self.nbytes(tensor)
                 weakref.finalize(tensor.untyped_storage(), self.live.pop, key, None).atexit = False
                 fresh = True
-        scratch = scratch_nbytes(func, args, kwargs, result, self.num_threads)
+        scratch = self.scratch_nbytes(func, args, kwargs, result)
         if fresh or scratch:
             allocation = func is torch.ops.aten.empty_strided.default
             self.step(ALLOCATION if allocation else op_name_of(func), scratch)
         return result
+
+    def nbytes(self, tensor: torch.Tensor) -> int:
+        """Bytes of the tensor's storage where the segment will run; fake ones of CUDA wrappers are on the CPU."""
+        return rounded_nbytes(storage_nbytes(tensor)) if self.on_cuda else storage_nbytes(tensor)
+
+    def scratch_nbytes(self, func: Any, args: tuple, kwargs: dict[str, Any], result: object) -> int:
+        if self.on_cuda:
+            return cuda_scratch_nbytes(func, args, kwargs, result)
+        return scratch_nbytes(func, args, kwargs, result, self.num_threads)
 
     def step(self, label: str, scratch: int = 0) -> None:
         """Note a moment. Allocations before a kernel are the kernel's."""
@@ -160,7 +175,7 @@ class _ExternKernels:
         def call(*args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> Any:
             if out is None:
                 return packet(*args, **kwargs)
-            scratch = scratch_nbytes(packet.default, args, kwargs, out, self._tracker.num_threads)
+            scratch = self._tracker.scratch_nbytes(packet.default, args, kwargs, out)
             self._tracker.step(f"aten.{name}", scratch)
             return out
 
@@ -176,9 +191,10 @@ def inductor_memory(source: str, example_inputs: Sequence[torch.Tensor], num_thr
     module = ast.parse(source)
     function = _call_function(module)
     kernels = set(_assigned_by_async_compile(module))
-    with FakeTensorMode() as mode, _StorageTracker(num_threads) as tracker:
+    on_cuda = computes_on_cuda(ast.unparse(function), example_inputs)
+    with FakeTensorMode() as mode, _StorageTracker(num_threads, on_cuda) as tracker:
         args = [
-            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu" if on_cuda else t.device)
             if isinstance(t, torch.Tensor)
             else t
             for t in example_inputs
@@ -191,13 +207,13 @@ def inductor_memory(source: str, example_inputs: Sequence[torch.Tensor], num_thr
                 tracker.adopt_input(index, tensor)
             del tensor
         namespace = _wrapper_namespace(tracker)
-        namespace.update({name: _kernel_stub(tracker, name) for name in kernels})
+        namespace.update({name: Kernel(name, tracker.step) for name in kernels})
         _refuse_unknown_names(function, namespace)
         exec(compile(ast.Module([function], []), "<inductor wrapper>", "exec"), namespace)
         tracker.step("start")
         outputs = namespace["call"](args)
         keys = [storage_key(t) for t in outputs if isinstance(t, torch.Tensor)]
-        size = {storage_key(t): storage_nbytes(t) for t in outputs if isinstance(t, torch.Tensor)}
+        size = {storage_key(t): tracker.nbytes(t) for t in outputs if isinstance(t, torch.Tensor)}
         held = [None if k in tracker.input_released else key for k, key in enumerate(input_keys)]
         numbers, storages = _number_storages(keys, held, size)
         steps = tuple(tracker.steps)
@@ -225,10 +241,6 @@ def _assigned_by_async_compile(module: ast.Module) -> list[str]:
     return names
 
 
-def _kernel_stub(tracker: _StorageTracker, name: str) -> Callable[..., None]:
-    return lambda *args: tracker.step(name)
-
-
 def _wrapper_namespace(tracker: _StorageTracker) -> dict[str, Any]:
     def empty_strided_cpu(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
@@ -251,6 +263,7 @@ def _wrapper_namespace(tracker: _StorageTracker) -> dict[str, Any]:
         "assert_size_stride": nothing,
         "assert_alignment": nothing,
         "inductor_ops": torch.ops.inductor,
+        **(cuda_names() if tracker.on_cuda else {}),
     }
 
 
