@@ -10,6 +10,7 @@ import contextlib
 import json
 import runpy
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -184,6 +185,32 @@ def test_some_here_and_some_there() -> None:
         assert session.store.traffic.to_device_nbytes - moved == kinds  # what is updated at home moved nowhere
         stepped = [float(optimizer.state[p]["step"]) for p in subject.model.parameters()]
         assert stepped == [1.0] * len(stepped)
+
+
+def test_home_is_updated_after_all_that_was_enqueued() -> None:
+    """Eager code changes gradients at home, late: the CPU's update waits for it, and the host's next step for none."""
+    of, results = case(), []
+    for late_s in (0.0, 0.05):
+        with on_fake_gpu():
+            subject = Subject(of, budget(of, 0))
+            optimizer = adamw(subject, "cpu")
+            subject.compiled(**of.batch(0)).backward()
+            gradients = [layer.weight.grad for layer in subject.model.layers]  # type: ignore[union-attr]
+
+            def turn(late_s: float = late_s, gradients: list[Any] = gradients) -> None:
+                time.sleep(late_s)
+                for gradient in gradients:
+                    gradient.neg_()
+
+            if late_s:
+                subject.tier.enqueue(turn)
+            else:
+                subject.settle()
+                turn()
+            optimizer.step()
+            subject.settle()
+            results.append([array(p) for p in subject.model.parameters()])
+    assert not differences(*results)
 
 
 def test_torch_s_own_optimizer_through_home_views() -> None:

@@ -102,6 +102,7 @@ class Trained:
     losses: tuple[Tensor, ...]
     weights: tuple[Tensor, ...]
     report: chunkc.Report
+    measured_nbytes: int  # at most, without what others hold on the device
     minimum_nbytes: int
     num_moving: int
 
@@ -119,6 +120,8 @@ def train(
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
+    torch._C._cuda_clearCublasWorkspaces()  # of earlier tests: this one is to make its own
+    others_nbytes = torch.cuda.memory_allocated()
     model = chunkc.place(build(case), device="cuda", home=home)
     options = {"memory_budget": budget_nbytes, "home": home, "codegen": codegen, "whole_graph": "never"}
     compiled = torch.compile(model, backend="chunkc", options=options)
@@ -134,12 +137,15 @@ def train(
             loss.backward()
             update.step()
             update.zero_grad()
-            losses.append(loss.detach().float().cpu())
+            losses.append(loss.detach().float().cpu().clone())
+            del loss  # a loss that is held on counts in the next step
     torch.cuda.synchronize()
     weights = tuple(p.detach().cpu() for p in model.parameters())
     session = owner(next(model.parameters()))[0]  # type: ignore[index]
     moving = len(session.store.layout.groups) - len(session.store.resident)
-    return Trained(tuple(losses), weights, chunkc.report(model), session.minimum_nbytes, moving)
+    report = chunkc.report(model)
+    measured_nbytes = (report.measured_peak_nbytes or 0) - others_nbytes
+    return Trained(tuple(losses), weights, report, measured_nbytes, session.minimum_nbytes, moving)
 
 
 def smallest(case: Case, codegen: str = "inductor") -> int:
@@ -191,14 +197,14 @@ def test_the_budget_changes_no_bit_and_is_kept(name: str, codegen: str) -> None:
         found = train(case, budget_nbytes, codegen=codegen, limit=True)
         report = found.report
         print(
-            f"\n{name} {codegen}: budget {budget_nbytes / MIB:.1f} MiB, predicted {report.predicted_peak_nbytes / MIB:.1f},"
-            f" measured {(report.measured_peak_nbytes or 0) / MIB:.1f}, {found.num_moving} groups move, losses "
-            f"{[round(float(x), 5) for x in found.losses]}"
+            f"\n{name} {codegen}: budget {budget_nbytes / MIB:.1f} MiB, predicted "
+            f"{report.predicted_peak_nbytes / MIB:.1f}, measured {found.measured_nbytes / MIB:.1f}, "
+            f"{found.num_moving} groups move, losses {[round(float(x), 5) for x in found.losses]}"
         )
         worst = sorted(((m or 0) - p, label) for label, p, m in report.moments)[-3:]
         assert report.measured_peak_nbytes is not None
         assert report.predicted_peak_nbytes <= budget_nbytes
-        assert report.measured_peak_nbytes <= report.predicted_peak_nbytes, f"beyond the prediction at {worst}"
+        assert found.measured_nbytes <= report.predicted_peak_nbytes, f"beyond the prediction at {worst}"
         assert_same_bits(found, expected)
     assert found.num_moving >= 1
 
@@ -259,5 +265,6 @@ def test_a_model_that_is_on_the_device_already() -> None:
     before = torch.cuda.memory_allocated()
     case.loss(compiled(**case.batch(0))).backward()
     torch.cuda.synchronize()
+    print(f"\n{before / MIB:.1f} MiB before, {torch.cuda.memory_allocated() / MIB:.1f} MiB after a step")
     assert torch.cuda.memory_allocated() < before  # parameters went home
     assert chunkc.report(model).num_resident_chunks < chunkc.report(model).num_chunks
