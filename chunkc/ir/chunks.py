@@ -63,7 +63,12 @@ class ParamSpec:
 
     @property
     def nbytes(self) -> int:
-        return self._rounded(self.numel * self.dtype.itemsize)
+        return self._rounded(self.home_nbytes)
+
+    @property
+    def home_nbytes(self) -> int:
+        """Bytes of the elements alone: what the parameter takes at home, and what layouts go by."""
+        return self.numel * self.dtype.itemsize
 
     @property
     def state_nbytes(self) -> int:
