@@ -15,6 +15,7 @@ from torch import fx, nn
 from chunkc.build import Builder
 from chunkc.capture import Capture, capture_graph, input_names
 from chunkc.captured import profile
+from chunkc.devices import device_of
 from chunkc.graph import CompiledGraph
 from chunkc.ir.errors import ChunkcError, OptionsError, UnsupportedError
 from chunkc.logs import log_build, log_capture
@@ -22,7 +23,7 @@ from chunkc.options import Options, parse_options
 from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs import placeholders
 from chunkc.passes.planning import check_minimum, choose_resident
-from chunkc.session import Session, can_move, owner, session_for, spec_of
+from chunkc.session import Session, can_move, owner, session_for
 from chunkc.variants import Variants
 
 
@@ -82,7 +83,8 @@ def compile_graph(
         BudgetError, UnsupportedError, HomeError, OptionsError: nothing was moved.
     """
     parameters = [value if isinstance(value, nn.Parameter) else None for value in inputs]
-    session = session_for([p for p in parameters if p is not None], options, source)
+    device = _compute_device(parameters, inputs, names)
+    session = session_for([p for p in parameters if p is not None], options, source, device)
     parameter_names = _name_parameters(session, parameters, names)
     compiled: list[CompiledGraph] = []
     call, capture = capture_graph(
@@ -109,8 +111,11 @@ def _name_parameters(
         if parameter is None:
             found.append(None)
             continue
-        if parameter.device.type != "cpu":
-            raise UnsupportedError(f"{name} is on {parameter.device}; this version computes on the CPU only")
+        if parameter.device != session.store.tier.device:
+            raise UnsupportedError(
+                f"{name} is on {parameter.device}, but other parameters that share its budget are on "
+                f"{session.store.tier.device}; a model computes on one device"
+            )
         hit = owner(parameter)
         if hit is None:
             unique, number = name, 2
@@ -123,10 +128,21 @@ def _name_parameters(
     return found
 
 
+def _compute_device(
+    parameters: Sequence[nn.Parameter | None], inputs: Sequence[Any], names: Sequence[str]
+) -> torch.device:
+    """The device of a graph's parameters, or of its tensors where it has none: a CUDA device if there is one."""
+    found = {name: p for name, p in zip(names, parameters, strict=True) if p is not None}
+    if found:
+        return device_of(found)
+    devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
+    return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
+
+
 def _build(session: Session, capture: Capture, options: Options, named: Mapping[str, nn.Parameter]) -> CompiledGraph:
     in_order = capture.order_of_use()
-    movable = [spec_of(name, named[name]) for name in in_order if can_move(named[name])]
-    fixed = [spec_of(name, named[name]) for name in in_order if not can_move(named[name])]
+    movable = [session.spec_of(name, named[name]) for name in in_order if can_move(named[name])]
+    fixed = [session.spec_of(name, named[name]) for name in in_order if not can_move(named[name])]
     layout = session.extend_layout(movable, fixed)
     captured = Builder(
         capture,

@@ -14,9 +14,11 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
+from torch.utils import _pytree as pytree
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.passes.graphs import attribute_path, placeholders, returned
+from chunkc.passes.inductor_cuda import steady_inductor
 from chunkc.passes.partition import partition
 from chunkc.passes.segments import RUN_BY_ATEN, clone_parameter_views, materialise_returned_placeholders
 
@@ -89,7 +91,7 @@ def capture_graph(
     def partition_fn(joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
         capture.num_user_outputs = kwargs["num_fwd_outputs"]
         if codegen == "inductor":
-            with V.set_fake_mode(detect_fake_mode(joint_inputs)):
+            with V.set_fake_mode(detect_fake_mode(joint_inputs)), steady_inductor(pytree.tree_leaves(joint_inputs)):
                 joint_graph_passes(joint)
         is_parameter = [name is not None for name in parameter_names]
         forward, capture.backward = partition(joint, joint_inputs, is_parameter=is_parameter, **kwargs)

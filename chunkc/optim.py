@@ -1,31 +1,35 @@
 """Adam and AdamW as `torch.optim.Optimizer`s that update chunk by chunk, inside the memory budget.
 
 Parameters that chunkc has sent home are updated in slots: parameter, gradient and states of one chunk group are
-fetched, updated by one fused pass and written back, while the next group is on its way. `state[p]` holds home views, so
-`state_dict`, schedulers and hooks see ordinary tensors. Every other parameter is updated where it is.
+fetched, updated by one fused pass and written back, while the next group is on its way; or updated at home, on the
+CPU. `state[p]` holds home views, so `state_dict`, schedulers and hooks see ordinary tensors. Every other parameter is
+updated where it is. On a GPU updates are Triton's and nothing waits for them; `state[p]["step"]` is a CPU tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from chunkc.ir.chunks import EXP_AVG, EXP_AVG_SQ, GRAD, MASTER, PARAM
+from chunkc.adam_groups import AUTO, UPDATE_ON, Runs, Task, groups_at_home, runs_of, update_at_home, update_in_slots
+from chunkc.device_adam import DeviceAdam, computes_by_triton
+from chunkc.ir.chunks import EXP_AVG, EXP_AVG_SQ, MASTER
 from chunkc.ir.errors import OptionsError, UnsupportedError
-from chunkc.kernels.adam_cpu import adam_update, prepare
+from chunkc.kernels.adam_cpu import prepare
+from chunkc.kernels.formats import AdamSlots
 from chunkc.kernels.hyper import GRAD_DTYPES, AdamHyper
 from chunkc.session import Session, owner
-from chunkc.update import GroupUpdate, prepare_updates
+from chunkc.update import PreparedUpdate, prepare_updates
 
 _UNSUPPORTED = ("amsgrad", "differentiable", "capturable")
 
 
 class _Adam(Optimizer):
     _decoupled: bool
+    _update_on = AUTO
 
     def __init__(
         self,
@@ -36,9 +40,18 @@ class _Adam(Optimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
+        update_on: str = AUTO,
     ) -> None:
+        if update_on not in UPDATE_ON:
+            allowed = ", ".join(f'"{name}"' for name in UPDATE_ON)
+            raise OptionsError(f"update_on is {update_on!r}; allowed: {allowed}")
+        self._update_on = update_on
+        self._device_adams: dict[torch.device, DeviceAdam] = {}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_update_on": self._update_on, "_device_adams": {}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in `torch.optim`; one that is refused is not added.
@@ -93,7 +106,7 @@ class _Adam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        chunked: dict[Session, dict[int, list[_Task]]] = {}
+        chunked: dict[Session, dict[int, list[Task]]] = {}
         in_place: list[tuple[torch.Tensor, int]] = []
         for index, group in enumerate(self.param_groups):
             for parameter in group["params"]:
@@ -103,17 +116,66 @@ class _Adam(Optimizer):
                     raise UnsupportedError(f"{type(self).__name__} does not support sparse gradients")
                 session, name = owner(parameter) or (None, "")
                 if session is not None and session.store.is_managed(name):
-                    task = _Task(self, parameter, name, group)
+                    task = Task(self, parameter, name, group)
                     by_group = chunked.setdefault(session, {})
                     by_group.setdefault(session.store.group_index(name), []).append(task)
                 else:
                     in_place.append((parameter, index))
         # Whatever may fail for want of room fails here, before anything is updated.
-        prepared = [(prepare_updates(session, by_group), by_group) for session, by_group in chunked.items()]
+        prepared = [(session, by_group, *self._prepare(session, by_group)) for session, by_group in chunked.items()]
+        for device_adam in self._device_adams.values():
+            device_adam.begin_step()
         self._update_in_place(in_place)
-        for step, by_group in prepared:
-            step.run({index: _group_update(step.session, index, tasks) for index, tasks in by_group.items()})
+        for session, by_group, at_home, in_slots in prepared:
+            self._update_chunks(session, by_group, at_home, in_slots)
         return loss
+
+    def _prepare(
+        self, session: Session, by_group: Mapping[int, list[Task]]
+    ) -> tuple[frozenset[int], PreparedUpdate | None]:
+        """Which groups are updated at home, and the plan for the others; room for all states."""
+        at_home = groups_at_home(session, sorted(by_group), self._update_on)
+        for index in sorted(at_home):
+            session.store.reserve_states(index)
+        in_slots = [index for index in by_group if index not in at_home]
+        return at_home, prepare_updates(session, in_slots) if in_slots else None
+
+    def _update_chunks(
+        self,
+        session: Session,
+        by_group: Mapping[int, list[Task]],
+        at_home: frozenset[int],
+        in_slots: PreparedUpdate | None,
+    ) -> None:
+        """Update a session's groups: the device's are only enqueued where it can run on, then the CPU does its own.
+
+        The CPU begins when all that was computed before the step has arrived at home.
+        """
+        store = session.store
+        runs: dict[int, Runs] = {index: runs_of(session, index, tasks) for index, tasks in by_group.items()}
+        moments: list[Any] = []
+        if at_home:
+            store.release_slots()
+            for index in sorted(at_home):
+                store.collect_gradients(index)
+            moments += store.tier.mark()
+        if in_slots is not None:
+            adam = self._device_adam(store.tier.device)
+            if adam is not None:  # one table of scalars for all that is to come
+                adam.declare([hyper for index in by_group if index not in at_home for _, _, hyper in runs[index]])
+            in_slots.run({i: update_in_slots(i, runs[i], adam) for i in by_group if i not in at_home})
+        for moment in moments:
+            moment.wait()
+        for index in sorted(at_home):
+            update_at_home(session, index, runs[index])
+
+    def _device_adam(self, device: torch.device) -> DeviceAdam | None:
+        """Triton's updates on a device; None where the CPU computes."""
+        if not computes_by_triton(device):
+            return None
+        if device not in self._device_adams:
+            self._device_adams[device] = DeviceAdam(device)
+        return self._device_adams[device]
 
     def _update_in_place(self, tasks: list[tuple[torch.Tensor, int]]) -> None:
         """Update parameters that do not move, given with the index of their group; each is one run of its own."""
@@ -126,13 +188,18 @@ class _Adam(Optimizer):
         for (parameter, index), state in zip(tasks, states):
             grad = parameter.grad
             assert grad is not None
+            runs = [_flat(t) for t in (parameter, _like(grad, parameter), *(state[k] for k in _kinds(parameter)))]
+            device_adam = self._device_adam(parameter.device)
+            if device_adam is not None:
+                hyper = self._hyper(self.param_groups[index], int(state["step"]))
+                device_adam.update(AdamSlots(*runs), [(0, parameter.numel(), hyper)])
+                continue
             key = (index, float(state["step"]), parameter.dtype, grad.dtype)
             update = updates.get(key)
             if update is None:
                 hyper = self._hyper(self.param_groups[index], int(state["step"]))
                 update = prepare(parameter.dtype, grad.dtype, hyper)
                 updates[key] = update
-            runs = [_flat(t) for t in (parameter, _like(grad, parameter), *(state[k] for k in _kinds(parameter)))]
             update(runs)
             written += [parameter, *(state[kind] for kind in _kinds(parameter))]
         torch.autograd.graph.increment_version(written)
@@ -143,7 +210,7 @@ class _Adam(Optimizer):
         if len(state) == 1 + len(_kinds(parameter)) and state[EXP_AVG].stride() == parameter.stride():
             return state
         if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         if "exp_avg" not in state:
             for kind in _kinds(parameter):
                 state[kind] = torch.zeros_like(
@@ -180,7 +247,7 @@ class _Adam(Optimizer):
         unsupported = [k for k in loaded if k not in ("step", EXP_AVG, EXP_AVG_SQ, MASTER)]
         if unsupported:
             raise OptionsError(f"{type(self).__name__} cannot use the state {', '.join(map(str, unsupported))}")
-        state: dict[str, Any] = {"step": torch.as_tensor(loaded["step"], dtype=torch.float32).clone()}
+        state: dict[str, Any] = {"step": torch.as_tensor(loaded["step"], dtype=torch.float32).to("cpu", copy=True)}
         session, name = owner(parameter) or (None, "")
         managed = session is not None and session.store.is_managed(name)
         if managed:
@@ -191,6 +258,7 @@ class _Adam(Optimizer):
                 raise ValueError(f"the loaded state lacks {kind}")
             if managed:
                 state[kind] = session.store.home_view(kind, name)  # type: ignore[union-attr]
+                session.store.fill(kind, name, state[kind], torch.as_tensor(source))  # type: ignore[union-attr]
             else:
                 state[kind] = torch.empty_strided(
                     parameter.shape,
@@ -198,7 +266,7 @@ class _Adam(Optimizer):
                     dtype=_state_dtype(parameter),
                     device=parameter.device,
                 )
-            state[kind].copy_(source)
+                state[kind].copy_(source)
         self.state[parameter] = state
 
 
@@ -207,6 +275,10 @@ class AdamW(_Adam):
 
     Args:
         params: parameters, or groups of them with their own `lr`, `betas`, `eps`, `weight_decay`, `maximize`.
+        update_on: where parameters at home are updated: `"device"`: in slots on the compute tier; `"cpu"`: at home, by
+            the CPU, so that states never cross the link (only with `home="cpu"`); `"auto"`: on a CUDA device some here
+            and some there, such that both are done the soonest, on the CPU in slots. The two kernels may differ in the
+            last bit: give one of them where results are not to depend on the budget at all.
 
     fp32 parameters, or bf16/fp16 ones with an fp32 master copy in `state[p]["master"]`. Where a gradient is None,
     nothing happens to that parameter.
@@ -223,75 +295,15 @@ class AdamW(_Adam):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
+        update_on: str = AUTO,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize)
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, update_on=update_on)
 
 
 class Adam(_Adam):
     """Adam (Kingma and Ba, arXiv:1412.6980) with `torch.optim.Adam`'s semantics: weight decay joins the gradient."""
 
     _decoupled = False
-
-
-@dataclass(frozen=True)
-class _Task:
-    """One chunked parameter that has a gradient."""
-
-    optimizer: _Adam
-    parameter: torch.Tensor
-    name: str
-    group: Mapping[str, Any]
-
-
-def _group_update(session: Session, index: int, tasks: list[_Task]) -> GroupUpdate:
-    """The update of one chunk group as runs of neighbours with equal hyper-parameters."""
-    store = session.store
-    chunk_group = store.layout.groups[index]
-    kinds = [kind for kind in chunk_group.update_kinds if kind not in (PARAM, GRAD)]
-    hypers: dict[str, AdamHyper] = {}
-    for task in tasks:
-        state = task.optimizer.state[task.parameter]
-        task_kinds = {kind: store.home_view(kind, task.name) for kind in kinds}
-        fresh = EXP_AVG not in state
-        for kind, view in task_kinds.items():
-            if fresh:
-                view.copy_(task.parameter) if kind == MASTER else view.zero_()
-            elif state[kind].data_ptr() != view.data_ptr():
-                view.copy_(state[kind])
-            else:
-                continue
-            state[kind] = view
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-        hypers[task.name] = task.optimizer._hyper(task.group, _advance(state))
-    runs: list[tuple[int, int, AdamHyper]] = []
-    follows = False
-    for tensor_slice in chunk_group.slices:
-        hyper = hypers.get(tensor_slice.spec.name)
-        if hyper is None:
-            follows = False
-            continue
-        if follows and runs[-1][2] == hyper:
-            runs[-1] = (runs[-1][0], tensor_slice.end, hyper)
-        else:
-            runs.append((tensor_slice.offset, tensor_slice.end, hyper))
-        follows = True
-
-    def update(slots: Mapping[str, torch.Tensor], at: int) -> None:
-        until = at + slots[PARAM].numel()
-        for begin, end, hyper in runs:
-            if end <= at or begin >= until:
-                continue
-            part = {kind: slot[max(begin - at, 0) : end - at] for kind, slot in slots.items()}
-            adam_update(part[PARAM], part[GRAD], part[EXP_AVG], part[EXP_AVG_SQ], part.get(MASTER), hyper)
-
-    return GroupUpdate(index, update)
-
-
-def _advance(state: dict[str, Any]) -> int:
-    """Count a step in `state` and return its number."""
-    state["step"].add_(1)
-    return int(state["step"])
 
 
 def _kinds(parameter: torch.Tensor) -> tuple[str, ...]:
@@ -307,7 +319,9 @@ def _like(tensor: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
     assert tensor is not None
     if tensor.stride() == parameter.stride():
         return tensor
-    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=tensor.dtype).copy_(tensor)
+    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=tensor.dtype, device=parameter.device).copy_(
+        tensor
+    )
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

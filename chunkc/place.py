@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
+from chunkc.devices import parse_device
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.options import parse_options
-from chunkc.session import Session, can_move, owner, spec_of
+from chunkc.session import Session, can_move, owner
 
 
 def place(
@@ -24,22 +27,19 @@ def place(
     then they take room on the compute tier. Chunks are laid out in the order of `model.named_parameters()`.
 
     Args:
-        device: where the model will compute. This version knows "cpu".
+        device: where the model will compute: `"cpu"` or a CUDA device such as `"cuda"`. Parameters go from CPU memory
+            straight to their homes, behind a GPU in pinned memory; `p.data` is then a tensor of the GPU's over it. Only
+            what does not live in chunks moves to the device: small parameters, buffers.
         home: `"cpu"` (RAM outside the budget), `"disk"` or `"disk:DIR"`.
         chunk_size: bytes or a size such as `"4MiB"`; `"auto"`: one repeated block of the model per chunk.
         debug: fill slots with NaN when they are taken and given back.
 
     Raises:
         OptionsError: an argument makes no sense.
-        UnsupportedError: the model is on another device, on "meta", or already placed.
+        UnsupportedError: there is no such device; the model is not on the CPU, or already placed.
         HomeError: the home has no room; no parameter was moved.
     """
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise OptionsError(f"device is {device!r}, which torch does not know") from error
-    if kind != "cpu":
-        raise UnsupportedError(f"device is {device!r}; this version computes on the CPU only")
+    target = parse_device(device)
     named = dict(model.named_parameters())
     if not named:
         raise OptionsError("the model has no parameters to place")
@@ -52,11 +52,31 @@ def place(
         if owner(parameter) is not None:
             raise UnsupportedError(f"{name} is placed or compiled already")
     options = parse_options({"home": home, "chunk_size": chunk_size, "debug": debug})
-    session = Session(options)
+    session = Session(options, device=target)
     layout = session.extend_layout(
-        [spec_of(name, p) for name, p in named.items() if can_move(p)],
-        [spec_of(name, p) for name, p in named.items() if not can_move(p)],
+        [session.spec_of(name, p) for name, p in named.items() if can_move(p)],
+        [session.spec_of(name, p) for name, p in named.items() if not can_move(p)],
     )
     session.store.place(layout, named, frozenset())
+    _move_staying(model, [named[spec.name] for spec in layout.small], session.store.tier.device)
     session.own(named)
     return model
+
+
+def _move_staying(model: nn.Module, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+    """Move what does not live in chunks to the device: parameters in place, as `nn.Module.to` does, and buffers.
+
+    Raises:
+        torch.OutOfMemoryError: not even these fit.
+    """
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.device != device:
+                parameter.data = parameter.data.to(device)
+                if parameter.grad is not None:
+                    parameter.grad.data = parameter.grad.data.to(device)
+        moved: dict[int, torch.Tensor] = {}  # buffers that several modules share stay one
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))

@@ -26,6 +26,7 @@ class Report:
         time_s: seconds so far in `compute`, `wait` (for copies), `to_device`, `to_home` (busy links).
         moments: (label, predicted bytes, measured bytes or None) of the latest step.
         plan_text: the latest plans, printed.
+        overhead_nbytes: the part of every prediction that no plan moves: workspaces of libraries on a GPU.
     """
 
     memory_budget_nbytes: int
@@ -40,6 +41,7 @@ class Report:
     time_s: Mapping[str, float]
     moments: tuple[tuple[str, int, int | None], ...]
     plan_text: str
+    overhead_nbytes: int = 0
 
     def __str__(self) -> str:
         measured = self.measured_peak_nbytes
@@ -48,6 +50,7 @@ class Report:
             ("smallest budget", format_nbytes(self.minimum_budget_nbytes)),
             ("predicted peak", format_nbytes(self.predicted_peak_nbytes)),
             ("measured peak", "not metered" if measured is None else format_nbytes(measured)),
+            *([("for libraries", format_nbytes(self.overhead_nbytes))] if self.overhead_nbytes else []),
             ("at home", format_nbytes(self.home_nbytes)),
             (
                 "chunks",
@@ -88,7 +91,7 @@ def _report(session: Session) -> Report:
         predicted_peak_nbytes=session.predicted_peak_nbytes,
         measured_peak_nbytes=session.peak_nbytes,
         minimum_budget_nbytes=session.minimum_nbytes,
-        home_nbytes=store.home_nbytes,
+        home_nbytes=store.arena.nbytes,
         chunk_size_nbytes=store.layout.chunk_nbytes,
         num_chunks=len(store.layout.groups),
         num_resident_chunks=len(store.resident),
@@ -101,4 +104,5 @@ def _report(session: Session) -> Report:
         },
         moments=tuple(moments),
         plan_text="\n".join(plans),
+        overhead_nbytes=session.overhead_nbytes,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
@@ -16,22 +16,23 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from chunkc.devices import granule_of, hardware_of, memory_of, overhead_of
 from chunkc.ir.chunks import ChunkLayout, ParamSpec
 from chunkc.ir.errors import OptionsError, UnsupportedError
-from chunkc.ir.hardware import CPU, Hardware
+from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Plan
-from chunkc.options import Options, compute_tier_memory, resolve_budget
+from chunkc.options import Options, resolve_budget
 from chunkc.passes.layout import lay_out
-from chunkc.runtime.arena import Arena
+from chunkc.runtime.devices import open_compute
 from chunkc.runtime.executor import Executable, Measurement
-from chunkc.runtime.homes import open_home
 from chunkc.runtime.store import ChunkStore
-from chunkc.runtime.tier import CpuTier
 
 DEFAULTS: Mapping[str, object] = MappingProxyType({})
 """Stands for the options of a model that was compiled without any."""
 
 EMPTY_LAYOUT = ChunkLayout(0, (), ())
+
+_CPU = torch.device("cpu")
 
 
 @dataclass
@@ -70,7 +71,10 @@ class Session:
     """What all graphs compiled for one model share.
 
     Attributes:
+        device: where the model computes.
         budget_nbytes: the limit for the compute tier, in bytes.
+        granule_nbytes: the compute tier's allocator gives multiples of this.
+        overhead_nbytes: what libraries and tables keep on the compute tier, inside the budget.
         live: values of earlier calls.
         records: the latest run of each phase, by phase name.
         peak_nbytes: the largest measured bytes of any run, None where nothing meters the compute tier.
@@ -82,12 +86,17 @@ class Session:
         update_held_nbytes: what the caller still holds of the latest forward when the optimizer steps.
     """
 
-    def __init__(self, options: Options, source: object = None) -> None:
+    def __init__(self, options: Options, source: object = None, device: torch.device = _CPU) -> None:
         self.options = options
         self.options_source = source
-        self.hardware: Hardware = CPU
-        self.budget_nbytes = resolve_budget(options.memory_budget, *compute_tier_memory())
-        self.store = ChunkStore(EMPTY_LAYOUT, Arena(open_home(options.home)), CpuTier(), options.debug)
+        self.device = device
+        self.hardware: Hardware = hardware_of(device)
+        self.granule_nbytes = granule_of(device)
+        self.overhead_nbytes = overhead_of(device)
+        self.budget_nbytes = resolve_budget(options.memory_budget, *memory_of(device))
+        tier, arena = open_compute(device, options.home)
+        layout = replace(EMPTY_LAYOUT, overhead_nbytes=self.overhead_nbytes)
+        self.store = ChunkStore(layout, arena, tier, options.debug)
         self.live = LiveValues()
         self.records: dict[str, Record] = {}
         self.peak_nbytes: int | None = None
@@ -113,7 +122,7 @@ class Session:
                 "use one home for place() and torch.compile()"
             )
         self.options, self.options_source = options, source
-        self.budget_nbytes = resolve_budget(options.memory_budget, *compute_tier_memory())
+        self.budget_nbytes = resolve_budget(options.memory_budget, *memory_of(self.device))
         self.store.debug = options.debug
 
     def extend_layout(self, specs: Iterable[ParamSpec], fixed: Iterable[ParamSpec] = ()) -> ChunkLayout:
@@ -128,7 +137,11 @@ class Session:
             chunk_nbytes = self.options.chunk_size if isinstance(self.options.chunk_size, int) else None
             layout = lay_out(new, chunk_nbytes, extending=layout if layout.chunk_nbytes else None)
         staying = tuple(spec for spec in fixed if spec.name not in known)
-        return ChunkLayout(layout.chunk_nbytes, layout.groups, (*layout.small, *staying))
+        return ChunkLayout(layout.chunk_nbytes, layout.groups, (*layout.small, *staying), self.overhead_nbytes)
+
+    def spec_of(self, name: str, parameter: nn.Parameter) -> ParamSpec:
+        """A parameter as the planner sees it on this session's device."""
+        return replace(spec_of(name, parameter), granule_nbytes=self.granule_nbytes)
 
     def all_may_stay(self) -> bool:
         """Whether no group has been sent home already by another graph's plan."""
@@ -158,10 +171,15 @@ def owner(parameter: torch.Tensor) -> tuple[Session, str] | None:
     return _owners.get(parameter)
 
 
-def session_for(parameters: Iterable[nn.Parameter], options: Options, source: Mapping[str, object] | None) -> Session:
+def session_for(
+    parameters: Iterable[nn.Parameter],
+    options: Options,
+    source: Mapping[str, object] | None,
+    device: torch.device = _CPU,
+) -> Session:
     """The session of a graph being compiled: its parameters' own, else that of the same options object, else new.
 
-    All models compiled without options are one to the budget, which is the machine's.
+    All models compiled without options are one to the budget, which is the device's.
 
     Raises:
         UnsupportedError: the parameters belong to several sessions.
@@ -175,9 +193,9 @@ def session_for(parameters: Iterable[nn.Parameter], options: Options, source: Ma
     session = next(iter(found), None)
     source = DEFAULTS if source is None else source
     if session is None:
-        session = next((s for s in _sessions if s.options_source is source), None)
+        session = next((s for s in _sessions if s.options_source is source and s.device == device), None)
     if session is None:
-        session = Session(options, source)
+        session = Session(options, source, device)
         _sessions.add(session)
     session.configure(options, source)
     return session
@@ -189,10 +207,10 @@ def spec_of(name: str, parameter: nn.Parameter) -> ParamSpec:
 
 
 def can_move(parameter: nn.Parameter) -> bool:
-    """Whether a parameter can live in a chunk: a dense CPU tensor that fills its own storage."""
+    """Whether a parameter can live in a chunk: a dense tensor in memory that fills its own storage."""
     return (
         type(parameter) is nn.Parameter
-        and parameter.device.type == "cpu"
+        and parameter.device.type in ("cpu", "cuda")
         and is_chunkable(parameter)
         and parameter.untyped_storage().nbytes() == parameter.nbytes
     )

@@ -19,6 +19,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import SegmentMemory
 from chunkc.passes.graphs import is_compute, output_node, placeholders, returned
+from chunkc.passes.inductor_cuda import steady_inductor
 from chunkc.passes.segment_memory import eager_memory, inductor_memory
 from chunkc.passes.segments import Segment
 from chunkc.passes.wrapper_source import wrapper_source
@@ -62,7 +63,7 @@ def compile_segment(segment: Segment, codegen: str, num_threads: int) -> Compile
     if _runs_node_by_node(segment, codegen):
         return CompiledSegment(EagerSegment(segment.module), eager_memory(segment.module.graph, num_threads))
     _require_compiler()
-    with _own_output_strides():
+    with _own_output_strides(), steady_inductor(segment.example_inputs):
         compiled = compile_fx_inner(segment.module, segment.example_inputs)
     source = getattr(compiled, "source_code", None)
     if not source:
@@ -83,7 +84,9 @@ def describe_segment(segment: Segment, codegen: str, num_threads: int) -> Segmen
     if _runs_node_by_node(segment, codegen):
         return eager_memory(segment.module.graph, num_threads)
     _require_compiler()
-    return _memory_of(segment, wrapper_source(segment), num_threads)
+    with steady_inductor(segment.example_inputs):
+        source = wrapper_source(segment)
+    return _memory_of(segment, source, num_threads)
 
 
 def _require_compiler() -> None:

@@ -9,6 +9,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from chunkc.passes.cuda_memory import rounded_nbytes
+
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     """The fake tensors a node produced while it was traced (empty for symbols and None)."""
@@ -25,7 +27,9 @@ def storage_keys(node: fx.Node) -> list[int]:
 
 
 def storage_nbytes(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage().nbytes())
+    """Bytes that the tensor's storage takes of its allocator: on CUDA devices rounded up."""
+    nbytes = int(tensor.untyped_storage().nbytes())
+    return rounded_nbytes(nbytes) if tensor.device.type == "cuda" else nbytes
 
 
 def is_compute(node: fx.Node) -> bool:

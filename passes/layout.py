@@ -33,12 +33,12 @@ def blocks_in_order(specs: Iterable[ParamSpec]) -> list[list[ParamSpec]]:
 
 def auto_chunk_nbytes(specs: Sequence[ParamSpec]) -> int:
     """One repeated block per chunk; without repetition, a sixteenth of the model but no less than a tensor."""
-    total = sum(spec.nbytes for spec in specs)
+    total = sum(spec.home_nbytes for spec in specs)
     repeated = [block for block in blocks_in_order(specs) if block_of(block[0].name)[1]]
     if repeated:
         wanted = max(max(_room(block) for block in repeated), total // 64)
     else:
-        wanted = max(max((spec.nbytes for spec in specs), default=0), total // 16)
+        wanted = max(max((spec.home_nbytes for spec in specs), default=0), total // 16)
     return max(4096, -(-wanted // 4096) * 4096)
 
 
@@ -52,8 +52,8 @@ def lay_out(
     """
     if chunk_nbytes is None:
         chunk_nbytes = extending.chunk_nbytes if extending else auto_chunk_nbytes(specs)
-    small = [spec for spec in specs if spec.nbytes * SMALL_SHARE <= chunk_nbytes]
-    large = [spec for spec in specs if spec.nbytes * SMALL_SHARE > chunk_nbytes]
+    small = [spec for spec in specs if spec.home_nbytes * SMALL_SHARE <= chunk_nbytes]
+    large = [spec for spec in specs if spec.home_nbytes * SMALL_SHARE > chunk_nbytes]
     bins: list[list[ParamSpec]] = []
     open_bin: dict[tuple, int] = {}  # (dtype, trainable) -> index of the bin that may still take more
     for block in blocks_in_order(large):

@@ -101,8 +101,10 @@ def chunk_sizes(layout: ChunkLayout, positions: Sequence[Position]) -> dict[str,
 
 
 def fixed_nbytes(layout: ChunkLayout, resident: frozenset[int]) -> int:
-    """Model data on the compute tier for good, once every gradient and state exists."""
-    return small_nbytes(layout) + sum(layout.groups[index].resident_nbytes for index in resident)
+    """What is on the compute tier for good, once every gradient and state exists: model data and overhead."""
+    return (
+        layout.overhead_nbytes + small_nbytes(layout) + sum(layout.groups[index].resident_nbytes for index in resident)
+    )
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,8 @@ def check_minimum(
         moving = _moving(worst, resident)
         contents = [
             ("activations, temporaries and inputs", worst.non_model_nbytes),
-            ("parameters on the compute tier, with gradients and optimizer states", fixed),
+            ("parameters on the compute tier, with gradients and optimizer states", fixed - layout.overhead_nbytes),
+            ("workspaces of libraries, and the allocator's rounding of them", layout.overhead_nbytes),
             ("values of earlier calls that are still held", held_nbytes),
             *((f"chunk {chunk} ({_describe(layout, chunk)})", sizes[chunk]) for chunk in sorted(moving.chunks)),
         ]
@@ -279,7 +282,7 @@ def plan_phases(
                 parameter_nbytes=staying.parameter_nbytes,
                 gradient_nbytes=gradients[at],
                 state_nbytes=staying.state_nbytes,
-                other_nbytes=held_nbytes,
+                other_nbytes=held_nbytes + layout.overhead_nbytes,
                 non_model_nbytes=line[at].non_model_nbytes,
                 slot_nbytes=occupancy[at],
             )

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import MemoryStep, SegmentMemory
+from chunkc.passes.cuda_memory import rounded_nbytes
 from chunkc.passes.graphs import (
     is_compute,
     module_path,
@@ -31,7 +32,9 @@ from chunkc.passes.graphs import (
     storage_nbytes,
 )
 from chunkc.passes.scratch import scratch_nbytes
+from chunkc.passes.scratch_cuda import cuda_scratch_nbytes
 from chunkc.passes.segment_storages import graph_storages, value_of
+from chunkc.passes.wrapper_cuda import Kernel, computes_on_cuda, cuda_names
 
 RNG_STATE_NBYTES = 5056
 """Bytes of the CPU generator's state."""
@@ -75,11 +78,21 @@ def _scratch(node: fx.Node, num_threads: int) -> int:
         UnsupportedError: they are not known.
     """
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
-    return call_scratch_nbytes(node.target, args, dict(kwargs), value_of(node), num_threads, module_path(node))
+    value = value_of(node)
+    on_cuda = any(leaf.device.type == "cuda" for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    module = module_path(node)
+    return call_scratch_nbytes(node.target, args, dict(kwargs), value, num_threads, module, on_cuda=on_cuda)
 
 
 def call_scratch_nbytes(
-    target: object, args: tuple, kwargs: dict, value: Any, num_threads: int, module: str = ""
+    target: object,
+    args: tuple,
+    kwargs: dict,
+    value: Any,
+    num_threads: int,
+    module: str = "",
+    *,
+    on_cuda: bool = False,
 ) -> int:
     """Scratch bytes of a call; of a higher-order operator's, those of the operator that it runs.
 
@@ -87,6 +100,8 @@ def call_scratch_nbytes(
         UnsupportedError: they are not known.
     """
     if isinstance(target, torch._ops.OpOverload):
+        if on_cuda:
+            return cuda_scratch_nbytes(target, args, kwargs, value)
         return scratch_nbytes(target, args, kwargs, value, num_threads, module)
     if not isinstance(target, torch._ops.HigherOrderOperator):
         return 0
@@ -94,9 +109,9 @@ def call_scratch_nbytes(
     name = target.name()
     if name == "run_and_save_rng_state":
         inner = value[1] if isinstance(value, tuple) and len(value) > 1 else value
-        return call_scratch_nbytes(args[0], args[1:], kwargs, inner, num_threads, module)
+        return call_scratch_nbytes(args[0], args[1:], kwargs, inner, num_threads, module, on_cuda=on_cuda)
     if name == "run_with_rng_state":
-        inner_nbytes = call_scratch_nbytes(args[1], args[2:], kwargs, value, num_threads, module)
+        inner_nbytes = call_scratch_nbytes(args[1], args[2:], kwargs, value, num_threads, module, on_cuda=on_cuda)
         return max(inner_nbytes, 0) + RNG_STATE_NBYTES
     where = f" in {module}" if module else ""
     raise UnsupportedError(
@@ -130,9 +145,10 @@ class _StorageTracker(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, on_cuda: bool) -> None:
         super().__init__()
         self.num_threads = num_threads
+        self.on_cuda = on_cuda
         self.live: dict[int, int] = {}
         self.steps: list[MemoryStep] = []
         self.input_released: dict[int, int] = {}
@@ -155,14 +171,21 @@ class _StorageTracker(TorchDispatchMode):
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and storage_key(tensor) not in self.live:
                 key = storage_key(tensor)
-                self.live[key] = storage_nbytes(tensor)
+                self.live[key] = self.nbytes(tensor)
                 weakref.finalize(tensor.untyped_storage(), self.live.pop, key, None).atexit = False
                 fresh = True
-        scratch = call_scratch_nbytes(func, args, kwargs, result, self.num_threads)
+        scratch = self.scratch_nbytes(func, args, kwargs, result)
         if fresh or scratch:
             allocation = func is torch.ops.aten.empty_strided.default
             self.step(ALLOCATION if allocation else op_name_of(func), scratch)
         return result
+
+    def nbytes(self, tensor: torch.Tensor) -> int:
+        """Bytes of the tensor's storage where the segment will run; fake ones of CUDA wrappers are on the CPU."""
+        return rounded_nbytes(storage_nbytes(tensor)) if self.on_cuda else storage_nbytes(tensor)
+
+    def scratch_nbytes(self, func: Any, args: tuple, kwargs: dict[str, Any], result: object) -> int:
+        return call_scratch_nbytes(func, args, kwargs, result, self.num_threads, on_cuda=self.on_cuda)
 
     def step(self, label: str, scratch: int = 0) -> None:
         """Note a moment. Allocations before a kernel are the kernel's."""
@@ -197,7 +220,7 @@ class _ExternKernels:
         def call(*args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> Any:
             if out is None:
                 return packet(*args, **kwargs)
-            scratch = scratch_nbytes(packet.default, args, kwargs, out, self._tracker.num_threads)
+            scratch = self._tracker.scratch_nbytes(packet.default, args, kwargs, out)
             self._tracker.step(f"aten.{name}", scratch)
             return out
 
@@ -213,9 +236,10 @@ def inductor_memory(source: str, example_inputs: Sequence[torch.Tensor], num_thr
     module = ast.parse(source)
     function = _call_function(module)
     kernels = set(_assigned_by_async_compile(module))
-    with FakeTensorMode() as mode, _StorageTracker(num_threads) as tracker:
+    on_cuda = computes_on_cuda(ast.unparse(function), example_inputs)
+    with FakeTensorMode() as mode, _StorageTracker(num_threads, on_cuda) as tracker:
         args = [
-            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu" if on_cuda else t.device)
             if isinstance(t, torch.Tensor)
             else t
             for t in example_inputs
@@ -228,13 +252,13 @@ def inductor_memory(source: str, example_inputs: Sequence[torch.Tensor], num_thr
                 tracker.adopt_input(index, tensor)
             del tensor
         namespace = _wrapper_namespace(tracker)
-        namespace.update({name: _kernel_stub(tracker, name) for name in kernels})
+        namespace.update({name: Kernel(name, tracker.step) for name in kernels})
         _refuse_unknown_names(function, namespace)
         exec(compile(ast.Module([function], []), "<inductor wrapper>", "exec"), namespace)
         tracker.step("start")
         outputs = namespace["call"](args)
         keys = [storage_key(t) for t in outputs if isinstance(t, torch.Tensor)]
-        size = {storage_key(t): storage_nbytes(t) for t in outputs if isinstance(t, torch.Tensor)}
+        size = {storage_key(t): tracker.nbytes(t) for t in outputs if isinstance(t, torch.Tensor)}
         held = [None if k in tracker.input_released else key for k, key in enumerate(input_keys)]
         numbers, storages = _number_storages(keys, held, size)
         steps = tuple(tracker.steps)
@@ -262,10 +286,6 @@ def _assigned_by_async_compile(module: ast.Module) -> list[str]:
     return names
 
 
-def _kernel_stub(tracker: _StorageTracker, name: str) -> Callable[..., None]:
-    return lambda *args: tracker.step(name)
-
-
 def _wrapper_namespace(tracker: _StorageTracker) -> dict[str, Any]:
     def empty_strided_cpu(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
@@ -288,6 +308,7 @@ def _wrapper_namespace(tracker: _StorageTracker) -> dict[str, Any]:
         "assert_size_stride": nothing,
         "assert_alignment": nothing,
         "inductor_ops": torch.ops.inductor,
+        **(cuda_names() if tracker.on_cuda else {}),
     }
 
 

@@ -141,12 +141,22 @@ class ChunkStore:
                 continue
             with torch.no_grad():
                 data = target(tensor_slice)
-                data.copy_(parameter)
+                self.fill(PARAM, name, data, parameter)
                 parameter.data = data
                 if parameter.grad is not None:
                     grad = self.home_view(GRAD, name) if grad_kind else self._tier_tensor(tensor_slice)
-                    grad.copy_(parameter.grad)
+                    self.fill(GRAD, name, grad, parameter.grad)
                     parameter.grad = grad
+
+    def fill(self, kind: str, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a tensor into its new place: what the host has, the host copies home, past the device."""
+        group, where = self._slices[name]
+        if source.device.type == "cpu" and group.index not in self.resident:
+            self.await_home(chunk_name(kind, group.index))
+            host = self.arena.host_view(chunk_name(kind, group.index), group.kind_dtype(kind), group.numel)
+            if host is not None:
+                target = host[where.offset : where.end].as_strided(where.spec.shape, where.spec.stride)
+        target.copy_(source)
 
     def _tier_tensor(self, tensor_slice: TensorSlice) -> torch.Tensor:
         spec = tensor_slice.spec
@@ -177,10 +187,6 @@ class ChunkStore:
         chunk, offset_nbytes = chunk_name(kind, group.index), where.offset * dtype.itemsize
         return self.arena.view(chunk, dtype, where.spec.shape, where.spec.stride, offset_nbytes)
 
-    @property
-    def home_nbytes(self) -> int:
-        return self.arena.nbytes
-
     # --- chunks on the move ---
 
     def slot(self, chunk: str) -> _Slot:
@@ -199,7 +205,7 @@ class ChunkStore:
         kind, group_index = split_chunk_name(chunk)
         group, slot = self.layout.groups[group_index], self.slot(chunk)
         state = advance(chunk, slot.state, ChunkState.PREFETCHING)
-        needs_data = kind != GRAD or self._collect_gradients(group)
+        needs_data = kind != GRAD or self.collect_gradients(group_index)
         begin, end = chunk_part(chunk) or (0, group.numel)
         slot.buffer = buffer = self._take_slot(end - begin, group.kind_dtype(kind))
         if self.debug:
@@ -336,14 +342,14 @@ class ChunkStore:
 
     # --- gradients ---
 
-    def _collect_gradients(self, group: ChunkGroup) -> bool:
+    def collect_gradients(self, index: int) -> bool:
         """Make home the place of every gradient the group has; whether it has any.
 
         A gradient that the user replaced by another tensor is copied home. A tensor that was handed out as
         `.grad` and is still held by someone gets a copy of its own, before its home is written again.
         """
         found = False
-        for tensor_slice in group.slices:
+        for tensor_slice in self.layout.groups[index].slices:
             name = tensor_slice.spec.name
             parameter = self.parameter(name)
             handed = self._handed_out.get(name, _gone)()

@@ -160,7 +160,8 @@ def test_a_disk_home_leaves_no_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"device": "cuda"}, chunkc.UnsupportedError, "CPU"),
+        ({"device": "cuda:99"}, chunkc.UnsupportedError, "no CUDA device|CUDA devices? that"),
+        ({"device": "xpu"}, chunkc.UnsupportedError, "CUDA"),
         ({"device": "no such device"}, chunkc.OptionsError, "device"),
         ({"home": "attic"}, chunkc.OptionsError, "home"),
         ({"home": 3}, chunkc.OptionsError, "home"),

@@ -40,13 +40,19 @@ def chunk_part(name: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter as the planner sees it: its name and its dense layout."""
+    """A parameter as the planner sees it: its name and its dense layout.
+
+    Attributes:
+        granule_nbytes: the compute tier's allocator gives tensors multiples of this. Every `nbytes` of the parameter is
+            of the compute tier; at home it takes no more than its elements.
+    """
 
     name: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
+    granule_nbytes: int = 1
 
     @property
     def numel(self) -> int:
@@ -57,6 +63,11 @@ class ParamSpec:
 
     @property
     def nbytes(self) -> int:
+        return self._rounded(self.home_nbytes)
+
+    @property
+    def home_nbytes(self) -> int:
+        """Bytes of the elements alone: what the parameter takes at home, and what layouts go by."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -76,7 +87,10 @@ class ParamSpec:
     def optimizer_nbytes(self) -> int:
         """Bytes of Adam's states but the step counter; 0 for a frozen parameter."""
         num_states = 2 if self.dtype.itemsize >= 4 else 3
-        return self.numel * num_states * max(4, self.dtype.itemsize) if self.trainable else 0
+        return num_states * self._rounded(self.numel * max(4, self.dtype.itemsize)) if self.trainable else 0
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self.granule_nbytes) * self.granule_nbytes
 
 
 @dataclass(frozen=True)
@@ -131,11 +145,16 @@ class ChunkGroup:
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """Which parameter lies in which group, and which parameters are too small to move at all."""
+    """Which parameter lies in which group, and which parameters are too small to move at all.
+
+    Attributes:
+        overhead_nbytes: what else stays on the compute tier whatever is planned: workspaces of libraries.
+    """
 
     chunk_nbytes: int
     groups: tuple[ChunkGroup, ...]
     small: tuple[ParamSpec, ...]
+    overhead_nbytes: int = 0
 
     def group_of(self) -> dict[str, int]:
         return {s.spec.name: group.index for group in self.groups for s in group.slices}
@@ -145,8 +164,9 @@ class ChunkLayout:
         return {spec.name: spec for spec in (*self.small, *(s.spec for group in self.groups for s in group.slices))}
 
     def chunk_nbytes_of(self, chunk: str) -> int:
+        """Bytes of the slot of a chunk, or of a part of one."""
         kind, index = split_chunk_name(chunk)
-        group, part = self.groups[index], chunk_part(chunk)
-        if part is None:
-            return group.nbytes(kind)
-        return (part[1] - part[0]) * group.kind_dtype(kind).itemsize
+        group = self.groups[index]
+        begin, end = chunk_part(chunk) or (0, group.numel)
+        granule_nbytes = group.slices[0].spec.granule_nbytes if group.slices else 1
+        return -(-(end - begin) * group.kind_dtype(kind).itemsize // granule_nbytes) * granule_nbytes

@@ -280,3 +280,17 @@ def test_below_the_minimum_no_choice_of_residents_fits(numels: tuple[int, ...]) 
         for resident in combinations(range(len(numels)), size):
             with pytest.raises(BudgetError):
                 check_minimum(step.all, layout, minimum - 1, 0, frozenset(resident))
+
+
+def test_overhead_and_granules_count_on_the_compute_tier_only() -> None:
+    spec = ParamSpec("h.0.w", (1000,), (1,), torch.float32, True, granule_nbytes=512)
+    assert (spec.nbytes, spec.gradient_nbytes, spec.optimizer_nbytes) == (4096, 4096, 2 * 4096)
+    small = ParamSpec("h.0.b", (3,), (1,), torch.float32, True, granule_nbytes=512)
+    layout = lay_out([spec, small], 4096)
+    plain = lay_out([replace(spec, granule_nbytes=1), replace(small, granule_nbytes=1)], 4096)
+    group = layout.groups[0]
+    assert group.nbytes("param") == plain.groups[0].nbytes("param")  # at home
+    assert layout.chunk_nbytes_of("param:0[0:100]") == 512
+    assert plain.chunk_nbytes_of("param:0[0:100]") == 400
+    assert fixed_nbytes(layout, frozenset()) == 2 * 4 + 4 * 512
+    assert fixed_nbytes(replace(layout, overhead_nbytes=99), frozenset()) == 99 + 2 * 4 + 4 * 512

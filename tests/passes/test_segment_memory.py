@@ -238,7 +238,7 @@ def test_a_wrapper_is_replayed_line_by_line() -> None:
     ("line", "name"),
     [
         ("unknown_helper(buf1)", "unknown_helper"),
-        ("buf3 = empty_strided_cuda((8, 8), (8, 1), torch.float32)", "empty_strided_cuda"),
+        ("buf3 = empty_strided_xpu((8, 8), (8, 1), torch.float32)", "empty_strided_xpu"),
         ("extern_kernels.no_such_operator(buf1)", "no_such_operator"),
         ("workspace_pool.take(buf1)", "workspace_pool"),
     ],

@@ -65,8 +65,8 @@ class Subject:
             if home != "cpu":
                 pinned = PinnedHome(self.gpu)
                 disk = StagedDiskHome(str(directory), self.gpu, pinned, piece_nbytes=4096, num_pieces=2)
-                patch.setattr("chunkc.session.CpuTier", lambda: QueuedTier(self.gpu))
-                patch.setattr("chunkc.session.open_home", lambda spec: disk if home == "disk" else pinned)
+                patch.setattr("chunkc.runtime.devices.CpuTier", lambda: QueuedTier(self.gpu))
+                patch.setattr("chunkc.runtime.devices.open_home", lambda spec: disk if home == "disk" else pinned)
             chunkc.place(self.model, debug=debug)
         self.session: Session = owner(next(self.model.parameters()))[0]  # type: ignore[index]
         self.tier: Any = self.session.store.tier

@@ -122,7 +122,7 @@ class Delay:
 def tier_of_new_sessions(factory: Factory) -> Iterator[None]:
     """Sessions made inside compute on a tier made by `factory`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("chunkc.session.CpuTier", factory)
+        patch.setattr("chunkc.runtime.devices.CpuTier", factory)
         yield
 
 

@@ -154,7 +154,7 @@ def test_to_the_tier_and_home_again_keeps_everything(home: Home) -> None:
     layout, expected = store.layout, make_parameters()
     gradients = random_gradients(1, parameters)
     sink_all(store, gradients, "grad:0")
-    home_nbytes = store.home_nbytes
+    home_nbytes = store.arena.nbytes
     for resident in (frozenset({0}), frozenset({0, 1, 2}), frozenset()):
         store.place(layout, {}, resident)
         assert store.resident == resident
@@ -166,7 +166,7 @@ def test_to_the_tier_and_home_again_keeps_everything(home: Home) -> None:
             assert torch.equal(parameters[name].grad, gradient)
             assert parameters[name].grad.stride() == parameters[name].stride()
         assert parameters["last"].grad is None
-    assert store.home_nbytes == home_nbytes
+    assert store.arena.nbytes == home_nbytes
     sink_all(store, gradients, "grad:0")  # and gradients still accumulate
     for name, gradient in gradients.items():
         assert torch.equal(parameters[name].grad, gradient + gradient)
@@ -174,13 +174,13 @@ def test_to_the_tier_and_home_again_keeps_everything(home: Home) -> None:
 
 def test_a_resident_group_takes_no_room_at_home() -> None:
     store, parameters = placed(resident=frozenset({0, 1, 2}))
-    assert store.home_nbytes == 0
+    assert store.arena.nbytes == 0
     before = {name: p.data_ptr() for name, p in make_parameters().items()}
     assert before.keys() == parameters.keys()
     store.place(store.layout, {}, frozenset({0, 1}))
-    assert store.home_nbytes == 2 * store.layout.groups[2].nbytes("param")
+    assert store.arena.nbytes == 2 * store.layout.groups[2].nbytes("param")
     store.place(store.layout, {}, frozenset({0, 1, 2}))
-    assert store.home_nbytes == 0
+    assert store.arena.nbytes == 0
 
 
 def test_placing_resident_parameters_moves_nothing() -> None:
@@ -265,7 +265,7 @@ def test_a_full_home_moves_no_parameter(num_pages: int) -> None:
     assert parameters["last"].grad.tolist() == [[1.0] * 64] * 2
     assert store.layout == EMPTY
     assert store.parameters() == {}
-    assert store.home_nbytes == 0
+    assert store.arena.nbytes == 0
     assert home._mappings == {}  # what was reserved is given back
     home.free_nbytes = 1 << 20
     store.place(layout, parameters, frozenset())  # and works once there is room
@@ -275,17 +275,17 @@ def test_a_full_home_moves_no_parameter(num_pages: int) -> None:
 def test_room_for_states_is_all_or_nothing() -> None:
     home = FullHome(1 << 20)
     store, _ = placed(home)
-    home_nbytes, num_regions = store.home_nbytes, len(home._mappings)
+    home_nbytes, num_regions = store.arena.nbytes, len(home._mappings)
     home.free_nbytes = 2 * 4096
     with pytest.raises(HomeError, match="no room"):
         store.reserve_states(0)
-    assert (store.home_nbytes, len(home._mappings)) == (home_nbytes, num_regions)
+    assert (store.arena.nbytes, len(home._mappings)) == (home_nbytes, num_regions)
     home.free_nbytes = 1 << 20
     store.reserve_states(0)
-    reserved_nbytes = store.home_nbytes
+    reserved_nbytes = store.arena.nbytes
     assert reserved_nbytes == home_nbytes + sum(2 * store.layout.groups[g].nbytes("exp_avg") for g in (0, 2))
     store.reserve_states(2)  # came with the first
-    assert store.home_nbytes == reserved_nbytes
+    assert store.arena.nbytes == reserved_nbytes
     assert not store.home_view("exp_avg", "conv").any()
     assert store.home_view("exp_avg_sq", "conv").stride() == make_parameters()["conv"].stride()
 

@@ -1,0 +1,151 @@
+"""What an optimizer's step does to one chunk group: which runs of elements, where, and by which kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from chunkc.device_adam import DeviceAdam
+from chunkc.ir.chunks import EXP_AVG, EXP_AVG_SQ, GRAD, MASTER, PARAM, chunk_name
+from chunkc.ir.errors import OptionsError
+from chunkc.kernels.adam_cpu import adam_update
+from chunkc.kernels.formats import AdamSlots
+from chunkc.kernels.hyper import AdamHyper
+from chunkc.passes.update_placement import groups_for_cpu
+from chunkc.session import Session
+from chunkc.update import GroupUpdate
+
+Runs = Sequence[tuple[int, int, AdamHyper]]
+"""Elements `[begin, end)` of a group with their hyper-parameters, in order."""
+
+AUTO, DEVICE, CPU = "auto", "device", "cpu"
+UPDATE_ON = (AUTO, DEVICE, CPU)
+
+
+class Hypers(Protocol):
+    """What knows the hyper-parameters of a step."""
+
+    state: Any
+
+    def _hyper(self, group: Mapping[str, Any], step: int) -> AdamHyper: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """One chunked parameter that has a gradient."""
+
+    optimizer: Hypers
+    parameter: torch.Tensor
+    name: str
+    group: Mapping[str, Any]
+
+
+def groups_at_home(session: Session, groups: Sequence[int], update_on: str) -> frozenset[int]:
+    """Those of the groups that the CPU updates where they are at home.
+
+    With "auto", a model on a CUDA device divides them by cost. On the CPU the budget stands for a device's memory, so
+    "auto" updates in slots.
+
+    Raises:
+        OptionsError: `update_on` is "cpu", but some of a group's data is on a disk.
+    """
+    if update_on == DEVICE or (update_on == AUTO and session.device.type == "cpu"):
+        return frozenset()
+    if session.options.home_kind != "cpu":
+        if update_on == CPU:
+            raise OptionsError(
+                f'update_on="cpu" updates memory where it is, and home is {session.options.home!r}; use home="cpu", or '
+                'update_on="device"'
+            )
+        return frozenset()
+    if update_on == CPU:
+        return frozenset(groups)
+    layout = session.store.layout
+    return groups_for_cpu([layout.groups[index] for index in groups], session.hardware)
+
+
+def runs_of(session: Session, index: int, tasks: Sequence[Task]) -> Runs:
+    """The group's elements to update, neighbours with equal hyper-parameters as one run; counts their steps.
+
+    States that are missing are made: home views of zeros, and of the parameter for a master.
+    """
+    store = session.store
+    chunk_group = store.layout.groups[index]
+    kinds = [kind for kind in chunk_group.update_kinds if kind not in (PARAM, GRAD)]
+    hypers: dict[str, AdamHyper] = {}
+    for task in tasks:
+        state = task.optimizer.state[task.parameter]
+        task_kinds = {kind: store.home_view(kind, task.name) for kind in kinds}
+        fresh = EXP_AVG not in state
+        for kind, view in task_kinds.items():
+            if fresh:
+                view.copy_(task.parameter) if kind == MASTER else view.zero_()
+            elif state[kind].data_ptr() != view.data_ptr():
+                view.copy_(state[kind])
+            else:
+                continue
+            state[kind] = view
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+        hypers[task.name] = task.optimizer._hyper(task.group, advance(state))
+    runs: list[tuple[int, int, AdamHyper]] = []
+    follows = False
+    for tensor_slice in chunk_group.slices:
+        hyper = hypers.get(tensor_slice.spec.name)
+        if hyper is None:
+            follows = False
+            continue
+        if follows and runs[-1][2] == hyper:
+            runs[-1] = (runs[-1][0], tensor_slice.end, hyper)
+        else:
+            runs.append((tensor_slice.offset, tensor_slice.end, hyper))
+        follows = True
+    return runs
+
+
+def advance(state: dict[str, Any]) -> int:
+    """Count a step in `state` and return its number."""
+    state["step"].add_(1)
+    return int(state["step"])
+
+
+def update_in_slots(index: int, runs: Runs, device_adam: DeviceAdam | None) -> GroupUpdate:
+    """The update of one group tile by tile: by Triton with a `DeviceAdam`, else on the CPU."""
+
+    def update(slots: Mapping[str, torch.Tensor], at: int) -> None:
+        part = _clipped(runs, at, at + slots[PARAM].numel())
+        if device_adam is not None:
+            device_adam.update(_adam_slots(slots), part)
+        else:
+            _update_on_cpu(slots, part)
+
+    return GroupUpdate(index, update)
+
+
+def update_at_home(session: Session, index: int, runs: Runs) -> None:
+    """Update a group in home memory, on the CPU's threads; home must be as all computation leaves it."""
+    arena, group = session.store.arena, session.store.layout.groups[index]
+    flat: dict[str, torch.Tensor] = {}
+    for kind in group.update_kinds:
+        view = arena.host_view(chunk_name(kind, index), group.kind_dtype(kind), group.numel)
+        assert view is not None, "only a home in RAM is updated in place"
+        flat[kind] = view
+    _update_on_cpu(flat, runs)
+
+
+def _clipped(runs: Runs, at: int, until: int) -> Runs:
+    """The part of the runs in the elements `[at, until)`, counted from `at`."""
+    return [(max(b - at, 0), min(e, until) - at, hyper) for b, e, hyper in runs if e > at and b < until]
+
+
+def _update_on_cpu(flat: Mapping[str, torch.Tensor], runs: Runs) -> None:
+    for begin, end, hyper in runs:
+        part = {kind: tensor[begin:end] for kind, tensor in flat.items()}
+        adam_update(part[PARAM], part[GRAD], part[EXP_AVG], part[EXP_AVG_SQ], part.get(MASTER), hyper)
+
+
+def _adam_slots(flat: Mapping[str, torch.Tensor]) -> AdamSlots:
+    return AdamSlots(flat[PARAM], flat[GRAD], flat[EXP_AVG], flat[EXP_AVG_SQ], flat.get(MASTER))

@@ -1,0 +1,116 @@
+"""Adam's updates on a GPU: tiles and tensors by Triton, with tables that are made rarely and small.
+
+The table of work says who updates what; it depends on a tile's runs alone and stays on the device. The scalars change
+with every step; they are a few hundred bytes, copied from pinned memory behind the host's back. Nothing here waits for
+the device.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+
+from chunkc.kernels.adam_triton import WorkTable, adam_update, work_table
+from chunkc.kernels.formats import AdamFormat, AdamSlots, Run
+from chunkc.kernels.hyper import AdamHyper, scalar_table
+
+TABLE_NBYTES = 2 << 20
+"""Tables of work that are kept on a device, in bytes: those used last (`chunkc.devices.TABLES_NBYTES` has room)."""
+
+
+def computes_by_triton(device: torch.device) -> bool:
+    """Whether updates on a device are Triton's; on the CPU they are `chunkc.kernels.adam_cpu`'s."""
+    return device.type == "cuda"
+
+
+class WorkTables:
+    """Tables of work on one device, by their runs; the least recently used ones go first.
+
+    Args:
+        limit_nbytes: of all together; the latest is kept whatever its size.
+    """
+
+    def __init__(self, device: torch.device, limit_nbytes: int = TABLE_NBYTES) -> None:
+        self.device = device
+        self._limit_nbytes = limit_nbytes
+        self._tables: OrderedDict[tuple[Run, ...], WorkTable] = OrderedDict()
+        self.nbytes = 0
+
+    def get(self, runs: Sequence[Run], fmt: AdamFormat) -> WorkTable:
+        """The table for these runs, made on the first call."""
+        key = tuple(runs)
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = work_table(key, fmt)
+            self._tables[key] = table = _to_device(table, self.device)
+            self.nbytes += table.rows.nbytes
+            while self.nbytes > self._limit_nbytes and len(self._tables) > 1:
+                _, dropped = self._tables.popitem(last=False)
+                self.nbytes -= dropped.rows.nbytes  # the allocator uses its memory again in the stream's order
+        self._tables.move_to_end(key)
+        return table
+
+
+class StepScalars:
+    """The hyper-parameters of one step of an optimizer, as rows of one table on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rows: dict[AdamHyper, int] = {}
+        self._table: torch.Tensor | None = None
+
+    def row(self, hyper: AdamHyper) -> int:
+        """The row of these hyper-parameters, a new one if need be."""
+        found = self._rows.get(hyper)
+        if found is None:
+            found = self._rows[hyper] = len(self._rows)
+            self._table = None
+        return found
+
+    def table(self) -> torch.Tensor:
+        """All rows so far, `[num_rows, 9]` fp32."""
+        if self._table is None:
+            self._table = _upload(scalar_table(list(self._rows)), self._device)
+        return self._table
+
+
+class DeviceAdam:
+    """One optimizer's updates on one device.
+
+    Each step begins with `begin_step`; then any number of tiles and tensors, in the current stream's order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.tables = WorkTables(device)
+        self._scalars = StepScalars(device)
+
+    def begin_step(self) -> None:
+        """Forget the former step's hyper-parameters."""
+        self._scalars = StepScalars(self.device)
+
+    def declare(self, hypers: Sequence[AdamHyper]) -> None:
+        """Make room for all of a step's hyper-parameters at once, so that one table serves it."""
+        for hyper in hypers:
+            self._scalars.row(hyper)
+
+    def update(self, slots: AdamSlots, runs: Sequence[tuple[int, int, AdamHyper]]) -> None:
+        """Update runs of elements `(begin, end, hyper)` of flat tensors, in one launch."""
+        master = slots.master is not None
+        fmt = AdamFormat(slots.param.dtype, slots.grad.dtype, master=master)
+        rows = [Run(begin, end, self._scalars.row(hyper)) for begin, end, hyper in runs]
+        if rows:
+            adam_update(fmt, slots, self.tables.get(rows, fmt), self._scalars.table())
+
+
+def _to_device(table: WorkTable, device: torch.device) -> WorkTable:
+    return WorkTable(_upload(table.rows, device), table.num_elements, table.num_groups, table.run_alignment)
+
+
+def _upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A CPU tensor on the device, by a copy that nobody waits for: torch keeps pinned memory until it is done."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

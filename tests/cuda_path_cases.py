@@ -1,0 +1,285 @@
+"""Cases of `test_cuda_path.py`, in a process of their own, where Triton is interpreted from its first import on.
+
+`TRITON_INTERPRET=1 python cuda_path_cases.py` reads names of cases, one per line, and answers each with JSON: why it
+failed, or "".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+for _folder in (Path(__file__).parent, Path(__file__).parent / "runtime"):
+    runpy.run_path(str(_folder / "conftest.py"))
+
+from fake_gpu import FakeGpu  # noqa: E402
+from harness import TINY, array, differences, refuse  # noqa: E402
+from queued_tier import QueuedTier  # noqa: E402
+from zoo import Case, floats  # noqa: E402
+
+import chunkc  # noqa: E402
+import chunkc.optim  # noqa: E402
+import chunkc.session  # noqa: E402
+from chunkc.adam_groups import groups_at_home  # noqa: E402
+from chunkc.presets import preset  # noqa: E402
+from chunkc.runtime.arena import Arena  # noqa: E402
+from chunkc.runtime.pinned import PinnedHome  # noqa: E402
+from chunkc.session import owner  # noqa: E402
+
+HUGE = 1 << 34
+STEPS = 3
+
+
+class Stack(nn.Module):
+    """Equal layers, one chunk each, and a norm that never moves."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(48, 48, bias=False, dtype=dtype) for _ in range(4))
+        self.norm = nn.LayerNorm(48, dtype=dtype)
+        self.register_buffer("offset", torch.ones(48, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(self.norm(x))) + self.offset
+        return x.float().square().mean()
+
+
+def case(dtype: torch.dtype = torch.float32) -> Case:
+    return Case("stack", lambda: Stack(dtype), lambda seed: {"x": floats(seed, (4, 48)).to(dtype)})
+
+
+@contextlib.contextmanager
+def on_fake_gpu(gpu: FakeGpu | None = None) -> Iterator[FakeGpu]:
+    """Sessions made inside compute on a fake GPU, with Triton's updates."""
+    gpu = gpu or FakeGpu(longest_s=0.001)
+    former, by_triton = chunkc.session.open_compute, chunkc.optim.computes_by_triton
+    chunkc.session.open_compute = lambda device, home: (QueuedTier(gpu), Arena(PinnedHome(gpu)))  # type: ignore[assignment,return-value]
+    chunkc.optim.computes_by_triton = lambda device: True
+    try:
+        yield gpu
+    finally:
+        chunkc.session.open_compute, chunkc.optim.computes_by_triton = former, by_triton
+
+
+def budget(of: Case, percent: int) -> int:
+    """0: the smallest that works, with room to overlap."""
+    return refuse(of, memory_budget=TINY).minimum_nbytes + 4 * 48 * 48 * 4 if not percent else HUGE
+
+
+class Subject:
+    """A model placed and compiled, on whatever sessions compute on now."""
+
+    def __init__(self, of: Case, budget_nbytes: int, codegen: str = "eager", **place: Any) -> None:
+        torch._dynamo.reset()
+        self.case, self.model = of, of.build()
+        chunkc.place(self.model, **place)
+        self.session: Any = owner(next(self.model.parameters()))[0]  # type: ignore[index]
+        self.tier = self.session.store.tier
+        if isinstance(self.tier, QueuedTier):
+            self.tier.store = self.session.store
+        options = {"memory_budget": budget_nbytes, "whole_graph": "never", "codegen": codegen}
+        self.compiled = torch.compile(self.model, backend="chunkc", options=options)
+
+    def train(self, optimizer: Any, steps: int = STEPS, scaler: Any = None) -> list[Any]:
+        results = []
+        for step in range(steps):
+            loss = self.compiled(**self.case.batch(step))
+            if scaler is None:
+                loss.backward()
+                optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+            results.append(array(loss))
+        self.settle()
+        return [*results, *(array(p) for p in self.model.parameters())]
+
+    def settle(self) -> None:
+        if isinstance(self.tier, QueuedTier):
+            self.tier.settle()
+
+
+def adamw(subject: Subject, update_on: str = "device", **options: Any) -> Any:
+    return chunkc.optim.AdamW(subject.model.parameters(), lr=1e-2, weight_decay=0.1, update_on=update_on, **options)
+
+
+def on_gpu(of: Case, percent: int, update_on: str = "device") -> list[Any]:
+    with on_fake_gpu():
+        subject = Subject(of, budget(of, percent))
+        if not percent:
+            assert not subject.session.store.resident
+        return subject.train(adamw(subject, update_on))
+
+
+def eager(of: Case) -> tuple[list[Any], nn.Module]:
+    model = of.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    losses = []
+    for step in range(STEPS):
+        loss = model(**of.batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses, model
+
+
+def test_triton_trains_as_torch() -> None:
+    results = on_gpu(case(), 0)
+    losses, model = eager(case())
+    for found, expected in zip(results, [*losses, *model.parameters()], strict=True):
+        torch.testing.assert_close(torch.as_tensor(found), expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_budget_changes_no_bit() -> None:
+    assert not differences(on_gpu(case(), 0), on_gpu(case(), 100))
+
+
+def test_half_precision_with_masters() -> None:
+    tight, wide = on_gpu(case(torch.bfloat16), 0), on_gpu(case(torch.bfloat16), 100)
+    assert not differences(tight, wide)
+
+
+def test_updates_at_home_have_the_bits_of_the_cpu_s_slots() -> None:
+    of = case()
+    at_home = on_gpu(of, 0, "cpu")
+    subject = Subject(of, budget(of, 0))
+    chunked = subject.train(adamw(subject))
+    norms = {i for i, p in enumerate(subject.model.parameters()) if p.dim() == 1}
+    for index, (found, expected) in enumerate(zip(at_home[STEPS:], chunked[STEPS:], strict=True)):
+        if index not in norms:  # those Triton updated
+            torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected), rtol=1e-6, atol=1e-7)
+
+
+def test_some_here_and_some_there() -> None:
+    with on_fake_gpu():
+        of = case()
+        subject = Subject(of, budget(of, 0))
+        optimizer = adamw(subject, "auto")
+        loss = subject.compiled(**of.batch(0))
+        loss.backward()
+        session = subject.session
+        groups = [g.index for g in session.store.layout.groups]
+        assert groups_at_home(session, groups, "auto") == frozenset()  # the CPU stands for a device
+        session.device, session.hardware = torch.device("cuda:0"), preset("h200")
+        at_home = groups_at_home(session, groups, "auto")
+        assert 0 < len(at_home) < len(groups), at_home
+        moved = session.store.traffic.to_device_nbytes
+        optimizer.step()
+        subject.settle()
+        kinds = 4 * sum(session.store.layout.groups[g].nbytes("param") for g in groups if g not in at_home)
+        assert session.store.traffic.to_device_nbytes - moved == kinds  # what is updated at home moved nowhere
+        stepped = [float(optimizer.state[p]["step"]) for p in subject.model.parameters()]
+        assert stepped == [1.0] * len(stepped)
+
+
+def test_home_is_updated_after_all_that_was_enqueued() -> None:
+    """Eager code changes gradients at home, late: the CPU's update waits for it, and the host's next step for none."""
+    of, results = case(), []
+    for late_s in (0.0, 0.05):
+        with on_fake_gpu():
+            subject = Subject(of, budget(of, 0))
+            optimizer = adamw(subject, "cpu")
+            subject.compiled(**of.batch(0)).backward()
+            gradients = [layer.weight.grad for layer in subject.model.layers]  # type: ignore[union-attr]
+
+            def turn(late_s: float = late_s, gradients: list[Any] = gradients) -> None:
+                time.sleep(late_s)
+                for gradient in gradients:
+                    gradient.neg_()
+
+            if late_s:
+                subject.tier.enqueue(turn)
+            else:
+                subject.settle()
+                turn()
+            optimizer.step()
+            subject.settle()
+            results.append([array(p) for p in subject.model.parameters()])
+    assert not differences(*results)
+
+
+def test_torch_s_own_optimizer_through_home_views() -> None:
+    of = case()
+    with on_fake_gpu():
+        subject = Subject(of, budget(of, 0))
+        optimizer = torch.optim.AdamW(subject.model.parameters(), lr=1e-2, weight_decay=0.1)
+        results = subject.train(optimizer)
+    losses, model = eager(of)
+    for found, expected in zip(results, [*losses, *model.parameters()], strict=True):
+        torch.testing.assert_close(torch.as_tensor(found), expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_loss_scaling_changes_no_bit_and_skips_what_overflows() -> None:
+    of = case()
+    with on_fake_gpu():
+        subject = Subject(of, budget(of, 0))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+        scaled = subject.train(adamw(subject), scaler=scaler)
+    assert not differences(scaled, on_gpu(of, 0))
+    with on_fake_gpu():
+        subject = Subject(of, budget(of, 0))
+        before = [array(p) for p in subject.model.parameters()]
+        scaler = torch.amp.GradScaler("cpu", init_scale=float("inf"))
+        after = subject.train(adamw(subject), steps=1, scaler=scaler)[1:]
+    assert not differences(before, after)
+
+
+def test_tables_are_made_once_and_steps_stay_on_the_host() -> None:
+    of = case()
+    with on_fake_gpu():
+        subject = Subject(of, budget(of, 0))
+        optimizer = adamw(subject)
+        subject.train(optimizer, 1)
+        (adam,) = optimizer._device_adams.values()
+        tables = dict(adam.tables._tables)
+        subject.train(optimizer, 2)
+        assert {key: id(t) for key, t in adam.tables._tables.items()} == {key: id(t) for key, t in tables.items()}
+        assert all(state["step"].device.type == "cpu" for state in optimizer.state.values())
+        restored = adamw(subject)
+        restored.load_state_dict(optimizer.state_dict())
+        subject.settle()
+        for p in subject.model.parameters():
+            for kind, value in optimizer.state[p].items():
+                assert torch.equal(restored.state[p][kind], value), kind
+
+
+def test_compiled_by_inductor() -> None:
+    of = case()
+    results = []
+    for wide in (0, 100):
+        with on_fake_gpu():
+            subject = Subject(of, budget(of, wide) + (1 << 16), codegen="inductor")
+            results.append(subject.train(adamw(subject)))
+    assert not differences(*results)
+
+
+CASES: dict[str, Callable[[], None]] = {name: f for name, f in globals().items() if name.startswith("test_")}
+
+
+def main() -> None:
+    for line in sys.stdin:
+        failure = ""
+        try:
+            CASES[line.strip()]()
+        except Exception:  # reported, whatever it is
+            failure = traceback.format_exc()
+        print(json.dumps(failure), flush=True)
+
+
+if __name__ == "__main__":
+    main()

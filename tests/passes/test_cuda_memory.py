@@ -1,0 +1,61 @@
+"""What the CUDA allocator and cuBLAS take, against figures of their documentation and sources."""
+
+from __future__ import annotations
+
+import pytest
+
+from chunkc.passes.cuda_memory import (
+    block_bounds,
+    cublas_workspace_nbytes,
+    cublaslt_workspace_nbytes,
+    rounded_nbytes,
+    segment_nbytes,
+    workspaces_nbytes,
+)
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@pytest.mark.parametrize(("nbytes", "expected"), [(0, 0), (1, 512), (512, 512), (513, 1024), (MIB, MIB)])
+def test_requests_are_rounded_to_512(nbytes: int, expected: int) -> None:
+    assert rounded_nbytes(nbytes) == expected
+
+
+def test_only_large_blocks_keep_what_is_not_worth_splitting() -> None:
+    assert block_bounds(MIB, expandable_segments=False) == (MIB, MIB)
+    assert block_bounds(MIB + 1, expandable_segments=False) == (MIB + 512, 2 * MIB + 512)
+    assert block_bounds(MIB + 1, expandable_segments=True) == (MIB + 512, MIB + 512)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"),
+    [
+        *((1, 2 * MIB), (MIB, 2 * MIB), (MIB + 1, 20 * MIB)),
+        *((10 * MIB - 512, 20 * MIB), (10 * MIB, 10 * MIB), (11 * MIB, 12 * MIB)),
+    ],
+)
+def test_segments(nbytes: int, expected: int) -> None:
+    assert segment_nbytes(nbytes) == expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "config", "expected"),
+    [
+        ((7, 0), None, 8 * MIB + 128 * KIB),
+        ((8, 9), None, 8 * MIB + 128 * KIB),
+        ((9, 0), None, 32 * MIB),
+        ((10, 0), None, 32 * MIB),
+        ((9, 0), ":4096:8", 32 * MIB),
+        ((9, 0), ":16:8", 128 * KIB),
+        ((9, 0), ":4096:2:16:8", 8 * MIB + 128 * KIB),
+        ((9, 0), "nonsense", 4 * MIB),
+    ],
+)
+def test_workspaces_of_cublas(capability: tuple[int, int], config: str | None, expected: int) -> None:
+    assert cublas_workspace_nbytes(capability, config) == expected
+
+
+def test_both_threads_have_a_workspace_of_each_library() -> None:
+    assert cublaslt_workspace_nbytes() == MIB
+    assert cublaslt_workspace_nbytes("2048") == 2 * MIB
+    assert workspaces_nbytes((9, 0)) == 2 * 33 * MIB

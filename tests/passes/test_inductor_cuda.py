@@ -1,0 +1,20 @@
+"""Options of Inductor for CUDA segments: in force for them alone, known to this version, given back."""
+
+from __future__ import annotations
+
+import torch
+from torch._inductor import config
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from chunkc.passes.inductor_cuda import steady_inductor
+
+
+def test_only_cuda_segments_are_compiled_that_way() -> None:
+    with FakeTensorMode():
+        there = torch.empty(2, device="cuda:0")
+    before = config.shape_padding, config.triton.autotune_pointwise, config.deterministic
+    with steady_inductor([torch.zeros(2), 3, None]):
+        assert (config.shape_padding, config.triton.autotune_pointwise, config.deterministic) == before
+    with steady_inductor([torch.zeros(2), there]):
+        assert (config.shape_padding, config.triton.autotune_pointwise, config.deterministic) == (False, False, True)
+    assert (config.shape_padding, config.triton.autotune_pointwise, config.deterministic) == before

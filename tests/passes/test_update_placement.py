@@ -1,0 +1,56 @@
+"""Where groups are updated: neither side idle, none where one side cannot, and the best of all splits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from chunkc.ir.chunks import ChunkGroup, ParamSpec, TensorSlice
+from chunkc.ir.hardware import CPU, Hardware
+from chunkc.passes.update_placement import cpu_update_s, device_update_s, groups_for_cpu
+
+GPU = Hardware(
+    name="gpu", kind="cuda", flops_per_s=1e15, memory_bytes_per_s=4e12, to_device_bytes_per_s=50e9,
+    to_home_bytes_per_s=50e9, cpu_update_bytes_per_s=50e9,
+)  # fmt: skip
+
+
+def group(index: int, numel: int = 1 << 20, dtype: torch.dtype = torch.bfloat16) -> ChunkGroup:
+    spec = ParamSpec(f"h.{index}.w", (numel,), (1,), dtype, True)
+    return ChunkGroup(index, dtype, True, numel, (TensorSlice(spec, 0),))
+
+
+GROUPS = [group(index) for index in range(10)]
+
+
+def test_bytes_of_one_group() -> None:
+    """bf16: 2 + 2 + 12 bytes in and 2 + 12 out per element; the CPU reads gradient and states, writes all but it."""
+    assert device_update_s(GROUPS[:1], GPU) == pytest.approx((1 << 20) * 16 / 50e9)
+    assert cpu_update_s(GROUPS[:1], GPU) == pytest.approx((1 << 20) * 28 / 50e9)
+    assert cpu_update_s([group(0, dtype=torch.float32)], GPU) == pytest.approx((1 << 20) * 28 / 50e9)
+
+
+def test_no_split_is_better() -> None:
+    def seconds(count: int) -> float:
+        at_home = cpu_update_s(GROUPS[len(GROUPS) - count :], GPU)
+        assert at_home is not None
+        return max(at_home, device_update_s(GROUPS[: len(GROUPS) - count], GPU))
+
+    chosen = groups_for_cpu(GROUPS, GPU)
+    assert 0 < len(chosen) < 10
+    assert chosen == frozenset(range(10 - len(chosen), 10))  # the last ones
+    assert seconds(len(chosen)) == min(seconds(count) for count in range(11))
+
+
+@pytest.mark.parametrize(("rate", "num_at_home"), [(None, 0), (1e6, 0), (1e15, 10)])
+def test_extremes(rate: float | None, num_at_home: int) -> None:
+    assert len(groups_for_cpu(GROUPS, replace(GPU, cpu_update_bytes_per_s=rate))) == num_at_home
+
+
+def test_the_cpu_s_rate_is_shared_by_all_devices() -> None:
+    one, eight = cpu_update_s(GROUPS, GPU), cpu_update_s(GROUPS, replace(GPU, num_devices=8))
+    assert one is not None
+    assert eight == pytest.approx(8 * one)
+    assert groups_for_cpu([], CPU) == frozenset()

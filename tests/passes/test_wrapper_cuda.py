@@ -1,0 +1,114 @@
+"""Wrappers that Inductor generated for CUDA devices, replayed without one: what they hold, when, and rounded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cuda_wrappers import LAYER, OLDER
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from chunkc.ir.errors import UnsupportedError
+from chunkc.passes.scratch_cuda import cuda_scratch_nbytes, is_known
+from chunkc.passes.segment_memory import inductor_memory
+
+BF16 = torch.bfloat16
+aten = torch.ops.aten
+
+
+def fakes(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cuda:0") -> list[torch.Tensor]:
+    with FakeTensorMode():
+        return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+
+
+def test_a_layer_is_replayed_kernel_by_kernel() -> None:
+    inputs = fakes((128, 256), (256, 256), (256,), dtype=BF16) + fakes((512,), dtype=torch.int64)
+    memory = inductor_memory(LAYER, inputs, 1)
+    ops = [step.op for step in memory.steps if step.op != "start"]
+    kernels = [op for op in ops if op.startswith("triton")]
+    assert list(dict.fromkeys(kernels)) == [
+        "triton_per_fused_0", "triton_red_fused_1", "triton_per_fused_exp_prepare_softmax_online_sub_2",
+        "triton_per_fused_prepare_softmax_online_3", "triton_per_fused_sub_4",
+    ]  # fmt: skip
+    assert memory.storage_nbytes == (512, 512)  # a scalar, and 256 numbers of 2 bytes
+    # addmm's result, two rows of sums of 128 fp32, three tensors of 2 x 4 x 64 x 64 fp32.
+    peak = max(step.nbytes for step in memory.steps if step.op == "triton_per_fused_0")
+    assert peak == 128 * 256 * 2 + 2 * 512 + 3 * 131072
+    # Scores, their two operands and the values, and the sums that are returned.
+    assert max(step.nbytes for step in memory.steps) == 4 * 131072 + 512
+    released = memory.input_released
+    assert released[0] < released[3] == len(memory.steps)
+
+
+def test_the_shape_of_older_wrappers() -> None:
+    memory = inductor_memory(OLDER, fakes((100, 100), (100, 100)), 1)
+    ops = [step.op for step in memory.steps]
+    assert {"aten.mm", "triton_poi_fused_relu_0", "triton_red_fused_sum_1", "aten.full"} <= set(ops)
+    assert memory.outputs[-1] == -1  # the first input is returned
+    rounded = -(-40000 // 512) * 512
+    # buf1, the scalar and the workspace, while the sum runs.
+    assert max(s.nbytes for s in memory.steps if s.op == "triton_red_fused_sum_1") == rounded + 512 + 4096
+    assert memory.storage_nbytes[:2] == (512, rounded)
+    attention = max(s.nbytes for s in memory.steps if "attention" in s.op)
+    assert attention > rounded * 2 + 100 * 64 * 4
+
+
+@pytest.mark.parametrize("inputs_on", ["cpu", "cuda:0"])
+def test_where_the_inputs_lie_changes_nothing(inputs_on: str) -> None:
+    """Fake inputs may say either; the wrapper says where it computes."""
+    memory = inductor_memory(OLDER, fakes((100, 100), (100, 100), device=inputs_on), 1)
+    assert memory == inductor_memory(OLDER, fakes((100, 100), (100, 100)), 1)
+
+
+def test_pinned_host_memory_is_refused() -> None:
+    source = OLDER.replace("workspace_0.zero_()", "empty_strided_cpu_pinned((4, ), (1, ), torch.float32)")
+    with pytest.raises(UnsupportedError, match="pinned"):
+        inductor_memory(source, fakes((100, 100), (100, 100)), 1)
+
+
+def attention(heads: int = 4, keys: int = 4, width: int = 64, rows: int = 256) -> list[torch.Tensor]:
+    return fakes((2, heads, rows, width), (2, keys, rows, width), (2, keys, rows, width), dtype=BF16)
+
+
+def test_flash_attention_s_backward_sums_queries_gradients_in_fp32() -> None:
+    query, key, value = attention()
+    op = aten._scaled_dot_product_flash_attention_backward.default
+    lse = fakes((2, 4, 256))[0]
+    seq = torch.empty(0, dtype=torch.int32)
+    arguments = (query, query, key, value, query, lse, seq, seq, 256, 256, 0.0, True, seq, seq)
+    nbytes = cuda_scratch_nbytes(op, arguments, {}, (query, key, value))
+    assert nbytes >= query.numel() * 4 + lse.numel() * 4
+    shared = attention(keys=1)
+    arguments = (query, query, *shared[1:], query, lse, seq, seq, 256, 256, 0.0, True, seq, seq)
+    # Heads that share keys: gradients per query head first.
+    assert cuda_scratch_nbytes(op, arguments, {}, (query, *shared[1:])) >= nbytes + 2 * query.numel() * 2 - 4096
+
+
+def test_flash_attention_splits_keys_only_where_the_device_would_idle() -> None:
+    op = aten._scaled_dot_product_flash_attention.default
+    small = attention(rows=64)
+    large = fakes(*[(16, 16, 2048, 64)] * 3, dtype=BF16)
+    assert cuda_scratch_nbytes(op, tuple(small), {}, small[0]) > small[0].numel() * 4
+    assert cuda_scratch_nbytes(op, tuple(large), {}, large[0]) < large[0].nbytes // 100
+
+
+def test_an_odd_head_size_is_copied() -> None:
+    op = aten._scaled_dot_product_flash_attention.default
+    odd = fakes(*[(16, 16, 2048, 60)] * 3, dtype=BF16)
+    assert cuda_scratch_nbytes(op, tuple(odd), {}, odd[0]) >= 3 * odd[0].numel() // 60 * 64 * 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward",
+     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward",
+     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward", "mm", "add_", "relu_"],
+)  # fmt: skip
+def test_known_operators(name: str) -> None:
+    assert is_known(getattr(aten, name).default if name != "add_" else aten.add_.Tensor)
+
+
+def test_what_is_not_known_is_guessed_from_all_operands() -> None:
+    op = aten.linalg_qr.default
+    matrix = fakes((64, 64))[0]
+    assert not is_known(op)
+    assert cuda_scratch_nbytes(op, (matrix,), {}, (matrix, matrix)) >= 3 * matrix.nbytes
