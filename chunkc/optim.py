@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from chunkc.adam_groups import AUTO, UPDATE_ON, Runs, Task, groups_at_home, runs_of, update_at_home, update_in_slots
+from chunkc.adam_groups import DEVICE, UPDATE_ON, Runs, Task, groups_at_home, runs_of, update_at_home, update_in_slots
 from chunkc.device_adam import DeviceAdam, computes_by_triton
 from chunkc.ir.chunks import EXP_AVG, EXP_AVG_SQ, MASTER
 from chunkc.ir.errors import OptionsError, UnsupportedError
@@ -29,7 +29,7 @@ _UNSUPPORTED = ("amsgrad", "differentiable", "capturable")
 
 class _Adam(Optimizer):
     _decoupled: bool
-    _update_on = AUTO
+    _update_on = DEVICE
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class _Adam(Optimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        update_on: str = AUTO,
+        update_on: str = DEVICE,
     ) -> None:
         if update_on not in UPDATE_ON:
             allowed = ", ".join(f'"{name}"' for name in UPDATE_ON)
@@ -278,7 +278,7 @@ class AdamW(_Adam):
         update_on: where parameters at home are updated: `"device"`: in slots on the compute tier; `"cpu"`: at home, by
             the CPU, so that states never cross the link (only with `home="cpu"`); `"auto"`: on a CUDA device some here
             and some there, such that both are done the soonest, on the CPU in slots. The two kernels may differ in the
-            last bit: give one of them where results are not to depend on the budget at all.
+            last bit, so with `"auto"` results may depend on the budget.
 
     fp32 parameters, or bf16/fp16 ones with an fp32 master copy in `state[p]["master"]`. Where a gradient is None,
     nothing happens to that parameter.
@@ -295,7 +295,7 @@ class AdamW(_Adam):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
-        update_on: str = AUTO,
+        update_on: str = DEVICE,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, update_on=update_on)
 
