@@ -7,27 +7,27 @@ runtime are left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from chunkc.build import Builder
-from chunkc.captured import Captured, plan_step, profile, rewrite, verify
-from chunkc.ir.chunks import ChunkLayout, split_chunk_name
+from chunkc.captured import plan_step, profile, rewrite, verify
+from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError, OptionsError, UnsupportedError, format_nbytes
 from chunkc.ir.explanation import (
     Chunks,
-    ExplainedMoment,
     Explanation,
-    Peak,
     TimedEvent,
 )
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.plan import EVICT, PREFETCH, Moment, PhasePlan, Plan
+from chunkc.ir.plan import Plan
 from chunkc.ir.program import UPDATE
 from chunkc.ir.simulate import simulate, step_time, traffic, update_s_per_element
+from chunkc.measured import measured_side
+from chunkc.moments import StepPlans, explained_moments, peak_of
 from chunkc.offline import OfflineGraph, capture_offline
 from chunkc.options import Options, parse_options, resolve_budget
 from chunkc.passes.layout import lay_out
@@ -39,7 +39,6 @@ from chunkc.passes.planning import (
     update_positions,
     update_tiles,
 )
-from chunkc.passes.profile import call_steps
 from chunkc.presets import load_hardware
 
 Show = Callable[[str], None]
@@ -49,12 +48,12 @@ Show = Callable[[str], None]
 def explain(
     model: nn.Module,
     *args: Any,
-    memory_budget: int | str = "auto",
-    hardware: str | Hardware = "cpu",
-    home: str = "cpu",
-    chunk_size: int | str = "auto",
-    codegen: str = "eager",
-    whole_graph: str = "auto",
+    memory_budget: int | str | None = None,
+    hardware: str | Hardware | None = None,
+    home: str | None = None,
+    chunk_size: int | str | None = None,
+    codegen: str | None = None,
+    whole_graph: str | None = None,
     name: str | None = None,
     show: Show | None = None,
     **kwargs: Any,
@@ -66,21 +65,27 @@ def explain(
         memory_budget: of one device, as in `torch.compile`'s options; "auto": 90 % of what the hardware's device
             has beside the driver's context.
         hardware: a preset's name (`"rtx3090"`, `"8xv100-32g"`), a file, or a `Hardware`.
-        home, chunk_size, codegen, whole_graph: as in `torch.compile`'s options.
+        home, chunk_size, codegen, whole_graph: as in `torch.compile`'s options, but that codegen is "eager" by default.
+            Of a model that chunkc has compiled, all these are its own by default, and what its latest step measured is
+            put beside what is predicted.
         show: told what begins, for a progress display.
 
     Raises:
         OptionsError: an argument makes no sense.
         UnsupportedError: the model cannot be captured, or has an operator whose memory is not known.
     """
-    asked = {"memory_budget": memory_budget, "home": home, "chunk_size": chunk_size}
-    options = parse_options({**asked, "codegen": codegen, "whole_graph": whole_graph})
+    own, own_hardware, measured = measured_side(model)
+    asked = {"memory_budget": memory_budget, "home": home, "chunk_size": chunk_size, "codegen": codegen}
+    given = {key: value for key, value in {**asked, "whole_graph": whole_graph}.items() if value is not None}
+    options = parse_options({"codegen": "eager", **own, **given})
+    hardware = hardware or own_hardware or "cpu"
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     show = show or (lambda what: None)
     show("tracing the model")
     graph = _one_graph(model, args, kwargs, options)
     show("planning")
-    return explain_graph(graph, options, _training_in(machine, graph, options), name or type(model).__name__)
+    found = explain_graph(graph, options, _training_in(machine, graph, options), name or type(model).__name__)
+    return replace(found, measured=measured)
 
 
 def minimum_budget(
@@ -155,34 +160,13 @@ def budget_of(options: Options, hardware: Hardware) -> int:
     return budget
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A planned step: forward and backward, and the optimizer's update."""
-
-    captured: Captured
-    layout: ChunkLayout
-    plan: Plan
-    graphs: Mapping[str, fx.GraphModule]
-    update: Plan | None
-    minimum_nbytes: int
-    fits: bool
-
-    @property
-    def plans(self) -> tuple[Plan, ...]:
-        return (self.plan,) if self.update is None else (self.plan, self.update)
-
-    @property
-    def phases(self) -> tuple[PhasePlan, ...]:
-        return tuple(phase for plan in self.plans for phase in plan.phases)
-
-
 def explain_graph(graph: OfflineGraph, options: Options, hardware: Hardware, name: str) -> Explanation:
     """Explain one captured graph."""
     layout = _layout(graph, options)
     budget = budget_of(options, hardware)
     step = plan_for(graph, layout, options, hardware, budget)
     events = _events(step, hardware)
-    moments = tuple(_moments(step, events))
+    moments = tuple(explained_moments(step, events))
     home_nbytes = _home_nbytes(layout, step.plan.resident)
     on_disk = options.home != "cpu"
     host = hardware.host_memory_nbytes
@@ -205,7 +189,7 @@ def explain_graph(graph: OfflineGraph, options: Options, hardware: Hardware, nam
         disk_nbytes=home_nbytes if on_disk else 0,
         device_memory_nbytes=hardware.device_memory_nbytes,
         host_memory_nbytes=host,
-        peak=_peak(step),
+        peak=peak_of(step),
         chunks=Chunks(layout.chunk_nbytes, len(layout.groups), len(step.plan.resident)),
         traffic_nbytes=traffic(events),
         step_time_s=step_time(events),
@@ -219,7 +203,7 @@ def explain_graph(graph: OfflineGraph, options: Options, hardware: Hardware, nam
 
 def plan_for(
     graph: OfflineGraph, layout: ChunkLayout, options: Options, hardware: Hardware, budget_nbytes: int
-) -> _Step:
+) -> StepPlans:
     """The plan for a budget; where it is too small, the plan for the smallest that works, marked as not fitting."""
     everything = frozenset(group.index for group in layout.groups)
     builder = Builder(
@@ -252,10 +236,10 @@ def plan_for(
         tiles = update_tiles(layout, trained, usable - fixed)
         positions = update_positions(layout, tiles, held)
         update = plan_phases([(UPDATE, positions)], layout, budget_nbytes=usable, resident=resident, hardware=hardware)
-    return _Step(captured, layout, plan, graphs, update, minimum, fits)
+    return StepPlans(captured, layout, plan, graphs, update, minimum, fits)
 
 
-def _events(step: _Step, hardware: Hardware) -> tuple[TimedEvent, ...]:
+def _events(step: StepPlans, hardware: Hardware) -> tuple[TimedEvent, ...]:
     costs = {call.name: call.cost_s for program in step.captured.programs.values() for call in program.calls}
     per_element = update_s_per_element(hardware)
     for moment in step.update.moments if step.update else ():
@@ -276,118 +260,7 @@ def _home_nbytes(layout: ChunkLayout, resident: frozenset[int]) -> int:
     )
 
 
-def _moments(step: _Step, events: Sequence[TimedEvent]) -> Iterator[ExplainedMoment]:
-    """Every operation of forward and backward, and every tile of the update."""
-    spans = {event.name: event for event in events if event.kind in ("call", "update")}
-    by_name = {moment.name: moment for moment in step.plan.moments}
-    for program in step.captured.programs.values():
-        extra = step.captured.output_nbytes if program is step.captured.forward else 0
-        for call, steps in zip(program.calls, call_steps(program, step.captured.memories)):
-            span, moment = spans[call.name], by_name[call.name]
-            for index, at in enumerate(steps):
-                share = (span.end_s - span.start_s) * index / len(steps)
-                yield ExplainedMoment(
-                    call=call.name,
-                    phase=program.phase,
-                    op=at.op,
-                    module=at.module,
-                    source="",
-                    start_s=span.start_s + share,
-                    contents=_contents(moment, at.around_nbytes + extra, at.inside_nbytes),
-                )
-    for moment in step.update.moments if step.update else ():
-        yield ExplainedMoment(
-            call=moment.name,
-            phase=moment.phase,
-            op=moment.op,
-            module=moment.module,
-            source="",
-            start_s=spans[moment.name].start_s,
-            contents=_contents(moment, moment.non_model_nbytes, 0),
-        )
-
-
-def _contents(moment: Moment, activations: int, temporaries: int) -> dict[str, int]:
-    return {
-        "parameters": moment.parameter_nbytes,
-        "gradients": moment.gradient_nbytes,
-        "optimizer states": moment.state_nbytes,
-        "slots": moment.slot_nbytes,
-        "activations": activations,
-        "temporaries": temporaries,
-        "others": moment.other_nbytes,
-    }
-
-
-def _peak(step: _Step) -> Peak:
-    """The fullest moment of the step and what fills it, by kind and module."""
-    moments = [moment for plan in step.plans for moment in plan.moments]
-    if not moments:
-        return Peak("", "", "", {})
-    peak = max(moments, key=lambda moment: moment.nbytes)
-    contents: dict[str, int] = {}
-
-    def add(kind: str, module: str, nbytes: int) -> None:
-        if nbytes:
-            label = f"{kind}: {module}" if module else kind
-            contents[label] = contents.get(label, 0) + nbytes
-
-    for spec in (
-        *step.layout.small,
-        *(s.spec for g in sorted(step.plan.resident) for s in step.layout.groups[g].slices),
-    ):
-        add("parameters", spec.name.rpartition(".")[0], spec.nbytes)
-    add("gradients", "", peak.gradient_nbytes)
-    add("optimizer states", "", peak.state_nbytes)
-    for chunk in _slots_at(step, peak):
-        group = step.layout.groups[split_chunk_name(chunk)[1]]
-        add("slots", group.slices[0].spec.name.rpartition(".")[0], step.layout.chunk_nbytes_of(chunk))
-    program = step.captured.programs.get(peak.phase)
-    if program is None:
-        add("activations", "", peak.non_model_nbytes)
-        return Peak(peak.name, peak.op, peak.module, _largest_first(contents))
-    index = [call.name for call in program.calls].index(peak.name)
-    steps = next(found for i, found in enumerate(call_steps(program, step.captured.memories)) if i == index)
-    fullest = max(steps, key=lambda at: at.nbytes)
-    makers = _makers(step.captured)
-    for storage in fullest.around:
-        add("activations", makers.get(storage, "inputs"), program.storages[storage])
-    if program is step.captured.forward:
-        add("activations", "outputs of the step before", step.captured.output_nbytes)
-    add("temporaries", fullest.module, fullest.inside_nbytes)
-    return Peak(peak.name, peak.op, peak.module, _largest_first(contents))
-
-
-def _largest_first(contents: Mapping[str, int]) -> dict[str, int]:
-    return dict(sorted(contents.items(), key=lambda item: -item[1]))
-
-
-def _makers(captured: Captured) -> dict[str, str]:
-    """Storage -> the module whose call made it."""
-    found: dict[str, str] = {}
-    for program in captured.programs.values():
-        for call in program.calls:
-            for storage in call.output_storages:
-                found.setdefault(storage, call.module or "the model")
-    return found
-
-
-def _slots_at(step: _Step, peak: Moment) -> list[str]:
-    """Chunks that have a slot at a moment."""
-    present: set[str] = set()
-    for phase in step.phases:
-        for index, stop in enumerate(phase.stops):
-            for event in stop:
-                if event.kind == PREFETCH:
-                    present.add(event.chunk)
-                elif event.kind == EVICT:
-                    present.discard(event.chunk)
-            if index < len(phase.moments) and phase.moments[index] is peak:
-                return sorted(present)
-    return []
-
-
-def _notes(step: _Step, options: Options, hardware: Hardware) -> Iterator[str]:
+def _notes(step: StepPlans, options: Options, hardware: Hardware) -> Iterator[str]:
     if step.captured.whole:
         yield "everything fits: the graph is compiled whole and nothing moves"
     if hardware.kind == "cuda":
