@@ -32,7 +32,7 @@ def raiser(error: BaseException) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def ctrl_c_after(seconds: float) -> Iterator[None]:
-    """SIGINT for the main thread, as a terminal sends it; also where the tests run in the background, which ignores it."""
+    """SIGINT for the main thread, as a terminal sends it; also where tests run in the background, which ignores it."""
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(seconds, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
     timer.start()
