@@ -28,6 +28,8 @@ _BARRIER = 2 * _PAGE + _PADDING
 """Bytes of the buffer in which threads wait for each other before they sum filters' gradients."""
 _STRIDED_PAGES = 10
 """Pages that a thread takes for a strided backward beyond one padded image."""
+_MIN_POSITIONS = 4
+"""Results of fewer positions are computed as matrix products."""
 _SMALL_DEPTHWISE = 25
 """Up to so many pixels per filter, depthwise filters' gradients may be summed over blocked images."""
 _MIN_ROWS_TO_SHARE = 9
@@ -116,7 +118,7 @@ class Convolution:
         """Float32 images on AVX-512, done by oneDNN, with a result larger than a matrix's."""
         known = self.input.dtype == torch.float32 and self.input.dim() in (3, 4)
         known &= torch.backends.cpu.get_cpu_capability() == "AVX512"
-        return known and self.positions >= 4 and not may_unfold(self.input, self.weight, self.groups)
+        return known and self.positions >= _MIN_POSITIONS and not may_unfold(self.input, self.weight, self.groups)
 
     @property
     def is_direct(self) -> bool:
@@ -252,11 +254,12 @@ def _strided_nbytes(c: Convolution) -> int:
     Per thread the smaller image with margins, the larger one several times where more than every other pixel is left
     out, and a few pages.
     """
-    smaller, larger = nbytes_of(c.input) // c.input.shape[0], c.result_nbytes // c.result_shape[0]
+    smaller, larger = tuple(c.input.shape[1:]), c.result_shape[1:]
     if not c.transposed:
         smaller, larger = larger, smaller
-    gaps = max(c.stride)
-    image = smaller + (larger * (gaps + 1) if gaps > 2 else 0)
+    kernel, gaps = c.weight.shape[2:], max(c.stride)
+    image = smaller[0] * math.prod(size + k - k % 2 for size, k in zip(smaller[1:], kernel, strict=True))
+    image = 4 * (image + (math.prod(larger) * (gaps + 1) if gaps > 2 else 0))
     return 3 * _PAGE + c.num_threads * (_padded(image, _PAGE) + _STRIDED_PAGES * _PAGE + 24)
 
 
@@ -357,6 +360,10 @@ def _bound(c: Convolution, *, backward: bool) -> int:
 
     nbytes = blocked(c.input.shape) + blocked(c.result_shape) + filters
     nbytes += c.num_threads * (1 << 20 if low else 64 << 10) + (c.num_threads * filters if backward else 0)
+    if c.positions < _MIN_POSITIONS:
+        nbytes += 2 * filters  # as a matrix product, which packs its operands
+    if backward and c.strided:
+        nbytes += 2 * nbytes_of(c.input)  # its gradient comes with channels last, and is copied
     if c.pixels == 1 and tuple(c.input.shape[2:]) != tuple(c.result_shape[2:]):
         nbytes += c.num_threads * c.input.shape[1] * c.positions * itemsize  # the pixels it reads, gathered
     if c.transposed or may_unfold(c.input, c.weight, c.groups):
