@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from chunkc.calibrate import calibrate, default_hardware_path, save_hardware
+from chunkc.calibrate import calibrate
 from chunkc.explain import Show, budget_of, explain, minimum_budget
 from chunkc.formats import FORMATS, diff, read_explanation, write
 from chunkc.ir.errors import BudgetError, ChunkcError, OptionsError, format_nbytes
@@ -27,7 +27,7 @@ from chunkc.ir.hardware import Hardware
 from chunkc.largest import largest
 from chunkc.models import MODELS
 from chunkc.options import parse_options, parse_size
-from chunkc.presets import PRESETS, load_hardware
+from chunkc.presets import PRESETS, default_hardware_path, load_hardware, save_hardware
 from chunkc.targets import DTYPES, ModelOptions, Target, built_in, errors_of, from_file, from_module
 
 FITS, BAD_INPUT, DOES_NOT_FIT = 0, 2, 3
