@@ -34,6 +34,9 @@ from chunkc.session import is_chunkable, owner, spec_of
 NUM_RECOMPILES = 1_000_000
 """A model whose graph breaks inside a loop is compiled once per iteration here, where nothing is compiled for real."""
 
+NO_FILE = "<chunkc>"
+"""The file of the code that calls the model: none that would be named as a line of the user's."""
+
 
 @dataclass(frozen=True)
 class OfflineGraph:
@@ -137,7 +140,8 @@ def _with_own_code(model: nn.Module) -> Callable[..., Any]:
         return model(*args, **kwargs)
 
     own_globals = {"__builtins__": builtins, "__name__": __name__}
-    return FunctionType(call.__code__.replace(), own_globals, call.__name__, None, call.__closure__)
+    code = call.__code__.replace(co_filename=NO_FILE)
+    return FunctionType(code, own_globals, call.__name__, None, call.__closure__)
 
 
 def _first_line(error: BaseException) -> str:

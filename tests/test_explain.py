@@ -239,7 +239,7 @@ def test_the_json_has_the_documented_keys() -> None:
     documented = [line.split("|")[1] for line in (json_.__doc__ or "").splitlines() if line.startswith("| `")]
     assert set(values) == {key.strip(" `") for cell in documented for key in cell.split(",")}
     wanted = {
-        "peak": {"moment", "op", "module", "contents"},
+        "peak": {"moment", "op", "module", "contents", "source"},
         "chunks": {"size_nbytes", "count", "resident"},
         "traffic_nbytes": {"to_device", "to_home"},
         "step_time_s": {"total", "compute", "to_device", "to_home", "optimizer", "stall"},

@@ -14,11 +14,11 @@
 | `overhead_nbytes` | context and libraries, counted apart from all others |
 | `home_nbytes`, `disk_nbytes` | at home, and how many of these on disk |
 | `device_memory_nbytes`, `host_memory_nbytes` | of the machine; null where unknown |
-| `peak` | the fullest moment: `moment`, `op`, `module`, `contents` (`kind: module` to bytes) |
+| `peak` | the fullest moment: `moment`, `op`, `module`, `contents` (`kind: module` to bytes), `source` |
 | `chunks` | of parameters: `size_nbytes`, `count`, `resident` (never leave the compute tier) |
 | `traffic_nbytes` | copied in one step: `to_device`, `to_home` |
 | `step_time_s` | predicted: `total`, `compute`, `to_device`, `to_home`, `optimizer`, `stall` |
-| `moments` | in order: `call`, `phase`, `op`, `module`, `source`, `start_s`, `contents` (kind to bytes) |
+| `moments` | `call`, `phase`, `op`, `module`, `source` (`file.py:12, code`), `start_s`, `contents` (by kind) |
 | `events` | `stream`, `kind`, `name`, `start_s`, `end_s`, `nbytes`, `phase`, `module` |
 | `notes` | assumptions and limits, one sentence each |
 | `graphs` | phase to the graph's code |

@@ -68,7 +68,8 @@ def _tables(explanation: Explanation) -> Iterator[tuple[str, Table]]:
     yield "device memory", _device(explanation)
     of = "the peak" if explanation.fits else "the peak of the plan for the smallest budget"
     where = " in ".join(filter(None, (explanation.peak.op, explanation.peak.module)))
-    yield f"{of}: {explanation.peak.moment}, {where}", _peak(explanation)
+    source = f"\n  {explanation.peak.source}" if explanation.peak.source else ""
+    yield f"{of}: {explanation.peak.moment}, {where}{source}", _peak(explanation)
     if explanation.moments:
         yield "fullest moment of each phase", _phases(explanation)
     yield "home", _home(explanation)

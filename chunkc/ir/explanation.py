@@ -52,7 +52,8 @@ class ExplainedMoment:
 
     Attributes:
         call: the segment call that the operation belongs to; several moments share one.
-        op, module, source: the operation, the user's module, and `file:line` of the user's code (may be empty).
+        op, module, source: the operation, the user's module, and `file.py:12, code` of the user's code (may be
+            empty).
         start_s: predicted time of the moment from the beginning of the step.
         contents: bytes by kind (see `KINDS`).
     """
@@ -72,12 +73,16 @@ class ExplainedMoment:
 
 @dataclass(frozen=True)
 class Peak:
-    """The fullest moment. `contents`: what fills it, by kind and module (`activations: model.layers.3`)."""
+    """The fullest moment. `contents`: what fills it, by kind and module (`activations: model.layers.3`).
+
+    `source`: `file.py:12, code` of the user's code; empty where it is not known, as for the optimizer's update.
+    """
 
     moment: str
     op: str
     module: str
     contents: Mapping[str, int]
+    source: str = ""
 
 
 @dataclass(frozen=True)
