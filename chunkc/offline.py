@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -40,11 +41,15 @@ NO_FILE = "<chunkc>"
 
 @dataclass(frozen=True)
 class OfflineGraph:
-    """One captured graph and the parameters it uses: those that may live in chunks, in order of use, and the others."""
+    """One captured graph and the parameters it uses: those that may live in chunks, in order of use, and the others.
+
+    `checkpointed`: the model recomputes a part of it in the backward (`torch.utils.checkpoint`).
+    """
 
     capture: Capture
     movable: tuple[ParamSpec, ...]
     fixed: tuple[ParamSpec, ...]
+    checkpointed: bool
 
 
 def capture_offline(
@@ -94,6 +99,7 @@ def capture_offline(
                 capture,
                 tuple(spec_of(name, p) for name, p in in_order if is_chunkable(p) and name not in staying),
                 tuple(spec_of(name, p) for name, p in in_order if not is_chunkable(p) or name in staying),
+                any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in gm.graph.nodes),
             )
         )
         return call
@@ -103,7 +109,7 @@ def capture_offline(
     )
     call_model = _with_own_code(fake_model)
     try:
-        with mode, patched, torch.random.fork_rng():
+        with _default_device(), mode, patched, torch.random.fork_rng():
             torch.compile(call_model, backend=backend, dynamic=False)(*fake_args, **fake_kwargs)
         found = tuple(graphs)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -126,6 +132,11 @@ def capture_offline(
             "torch.compile captured no graph: the call of this model computes nothing it can compile"
         )
     return found
+
+
+def _default_device() -> AbstractContextManager[object]:
+    """New tensors of the model's code are on the CPU as the fakes are, whatever the caller's default device is."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def _with_own_code(model: nn.Module) -> Callable[..., Any]:

@@ -5,7 +5,7 @@
 | `version` | of these keys: 1 |
 | `model`, `hardware`, `codegen` | what was explained, for which machine, compiled by whom |
 | `fits` | a plan exists within the budget |
-| `host_fits` | home's bytes are within the host's memory |
+| `host_fits` | home's bytes are within the host's memory, with the peak where `device_is_host` |
 | `num_parameters` | of the model |
 | `memory_budget_nbytes` | of the compute tier |
 | `minimum_budget_nbytes` | the smallest budget with a plan |
@@ -23,6 +23,8 @@
 | `notes` | assumptions and limits, one sentence each |
 | `graphs` | phase to the graph's code |
 | `plan_text` | the plan, printed |
+| `device_is_host` | the compute tier is the host's memory, as on a CPU |
+| `activation_checkpointing` | the model recomputes parts of its forward in the backward |
 | `measured` | null, or of a model that has run: `peak_nbytes`, `moments`, `time_s`, `events` |
 
 Moments and events stand on one line each, so that two files compare well.
