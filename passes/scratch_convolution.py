@@ -26,8 +26,12 @@ _PADDING = 128
 """Bytes by which oneDNN aligns one region of its scratchpad."""
 _BARRIER = 2 * _PAGE + _PADDING
 """Bytes of the buffer in which threads wait for each other before they sum filters' gradients."""
-_STRIDED_PAGES = 10
-"""Pages that a thread takes for a strided backward beyond one padded image."""
+_ADDRESS_NBYTES = 40
+"""Of the addresses of one pair of blocks that are multiplied."""
+_ADDRESSES_NBYTES = 4120
+"""A page of addresses, and what is left of the last one."""
+_MAX_CHANNELS = 64
+"""In one of these blocks."""
 _MIN_POSITIONS = 4
 """Results of fewer positions are computed as matrix products."""
 _SMALL_DEPTHWISE = 25
@@ -48,7 +52,7 @@ class Convolution:
         input: images [N, C, *spatial].
         weight: filters [out, C / groups, *kernel]; transposed [C, out / groups, *kernel].
         result_shape: of the convolution's result.
-        stride: per spatial dimension, or one for all.
+        stride, padding: per spatial dimension.
         bias: whether it adds one (or its backward makes the bias's gradient).
         num_threads: threads that it may use.
     """
@@ -57,6 +61,7 @@ class Convolution:
     weight: Tensor
     result_shape: tuple[int, ...]
     stride: tuple[int, ...]
+    padding: tuple[int, ...]
     groups: int
     transposed: bool
     bias: bool
@@ -205,7 +210,9 @@ def _forward(c: Convolution) -> int | None:
             return copies
         outside = c.result_shape[1]
         block = 64 if outside % _BLOCK and outside > 32 else _BLOCK  # a bound where channels do not fill blocks
-        return copies + _padded(outside, block) * image.shape[1] * c.pixels * 4 + _PAGE + 4120 * c.num_threads
+        return (
+            copies + _padded(outside, block) * image.shape[1] * c.pixels * 4 + _PAGE + _ADDRESSES_NBYTES * c.num_threads
+        )
     if not (image.is_contiguous() and filters.is_contiguous() and c.fills_blocks):
         return None
     if c.is_direct:
@@ -249,18 +256,26 @@ def _backward(c: Convolution, outputs: Sequence[Tensor | None]) -> int:
 
 
 def _strided_nbytes(c: Convolution) -> int:
-    """Upper bound of the scratchpad of a strided backward (or transposed forward).
+    """The scratchpad of a strided backward for images (or transposed forward), per thread.
 
-    Per thread the smaller image with margins, the larger one several times where more than every other pixel is left
-    out, and a few pages.
+    One padded image of what is read, a page that marks what of it was copied, addresses of blocks, and rows of the
+    result where they cannot be written in place.
     """
-    smaller, larger = tuple(c.input.shape[1:]), c.result_shape[1:]
-    if not c.transposed:
-        smaller, larger = larger, smaller
-    kernel, gaps = c.weight.shape[2:], max(c.stride)
-    image = smaller[0] * math.prod(size + k - k % 2 for size, k in zip(smaller[1:], kernel, strict=True))
-    image = 4 * (image + (math.prod(larger) * (gaps + 1) if gaps > 2 else 0))
-    return 3 * _PAGE + c.num_threads * (_padded(image, _PAGE) + _STRIDED_PAGES * _PAGE + 24)
+    read, written = tuple(c.result_shape[1:]), tuple(c.input.shape[1:])
+    if c.transposed:
+        read, written = written, read
+    channels, numel = read[0], 1
+    for size, whole, kernel, step, before in zip(
+        read[1:], written[1:], c.weight.shape[2:], c.stride, c.padding, strict=True
+    ):
+        after = (size - 1) * step + kernel - whole - before
+        numel *= size + sum(max(0, kernel - 1 - pad) // step for pad in (before, after))
+    blocks = _padded(c.pixels * -(-channels // _MAX_CHANNELS) * _ADDRESS_NBYTES, _PAGE)
+    thread = -(-blocks // _ADDRESS_NBYTES) * _ADDRESS_NBYTES + _PAGE + 4 * _padded(numel * channels, _PAGE)
+    uneven = written[-1] % c.stride[-1] != 0
+    if uneven:
+        thread += 4 * _padded(_padded(written[-1], c.stride[-1]) * c.stride[-1] * written[0], _PAGE)
+    return (4 if uneven else 3) * _PAGE + c.num_threads * thread
 
 
 def _summed_nbytes(c: Convolution) -> int:

@@ -238,6 +238,7 @@ def _convolution(call: Call, result: Tensor, *, bias: bool) -> Convolution:
         call["weight"],
         tuple(result.shape),
         tuple(call["stride"]),
+        tuple(call["padding"]),
         call["groups"],
         call["transposed"],
         bias,
