@@ -224,7 +224,7 @@ def _forward(c: Convolution) -> int | None:
         return max(c.gathered_nbytes + padded_bias + read + result - c.result_nbytes, result)
     biased = result + _PADDING if c.bias else 0  # the bias is added to a copy
     if c.strided:
-        return max(_strided_nbytes(c) + _PADDING + read + biased, 2 * c.result_nbytes)
+        return max(_strided_nbytes(c) + _PADDING + biased, 2 * c.result_nbytes)
     return max(biased + read + result - c.result_nbytes, result)
 
 
@@ -243,10 +243,11 @@ def _backward(c: Convolution, outputs: Sequence[Tensor | None]) -> int:
     filters = c.blocked_filters_nbytes
     peaks = [0]
     if d_image:
-        whole = filters if not c.reads_plain_image else filters // c.channels[0] * _padded(c.channels[0])
-        strided = c.strided and not c.transposed
-        inside = grad + whole + image + (_strided_nbytes(c) if strided else 0)
-        peaks += [inside - given, (3 * d_image if strided else image + d_image) - given]
+        if c.strided and not c.transposed:
+            peaks += [_strided_nbytes(c) + d_image - given, 3 * d_image - given]
+        else:
+            whole = filters if not c.reads_plain_image else filters // c.channels[0] * _padded(c.channels[0])
+            peaks += [grad + whole + image - given, image + d_image - given]
     if d_filters:
         inside = filters + _summed_nbytes(c) - d_filters
         if not c.depthwise or c.pixels <= _SMALL_DEPTHWISE:
@@ -256,10 +257,10 @@ def _backward(c: Convolution, outputs: Sequence[Tensor | None]) -> int:
 
 
 def _strided_nbytes(c: Convolution) -> int:
-    """The scratchpad of a strided backward for images (or transposed forward), per thread.
+    """What a strided backward for images (or transposed forward) holds beside its result.
 
-    One padded image of what is read, a page that marks what of it was copied, addresses of blocks, and rows of the
-    result where they cannot be written in place.
+    What is read, with channels last; filters in blocks; and for every thread one padded image of what is read, a page
+    that marks what of it was copied, addresses of blocks, and rows of the result where they cannot be written in place.
     """
     read, written = tuple(c.result_shape[1:]), tuple(c.input.shape[1:])
     if c.transposed:
@@ -275,7 +276,12 @@ def _strided_nbytes(c: Convolution) -> int:
     uneven = written[-1] % c.stride[-1] != 0
     if uneven:
         thread += 4 * _padded(_padded(written[-1], c.stride[-1]) * c.stride[-1] * written[0], _PAGE)
-    return (4 if uneven else 3) * _PAGE + c.num_threads * thread
+    filters = c.blocked_filters_nbytes
+    if c.groups == 1:
+        block = _BLOCK if written[0] <= _BLOCK else 2 * _BLOCK
+        filters = channels * _padded(written[0], block) * c.pixels * 4
+    images = c.input.shape[0] * math.prod(read) * 4
+    return images + filters + (4 if uneven else 3) * _PAGE + c.num_threads * thread
 
 
 def _summed_nbytes(c: Convolution) -> int:
@@ -294,8 +300,8 @@ def _summed_nbytes(c: Convolution) -> int:
         summed += (num_sharing - 1) * (c.blocked_filters_nbytes + 4 * outside) + _BARRIER
         summed += _PADDING if c.transposed else 0
     num_blocks = -(-c.channels[1] // _BLOCK) * c.groups
-    if c.bias and num_blocks < c.num_threads:
-        summed += (c.num_threads // num_blocks - 1) * 4 * outside + (2 + num_blocks) * _PAGE
+    if c.bias and (num_blocks < c.num_threads or (c.pixels == 1 and num_blocks % c.num_threads)):
+        summed += max(1, c.num_threads // num_blocks - 1) * 4 * outside + (2 + num_blocks) * _PAGE
     return summed
 
 
