@@ -52,7 +52,7 @@ class Convolution:
         input: images [N, C, *spatial].
         weight: filters [out, C / groups, *kernel]; transposed [C, out / groups, *kernel].
         result_shape: of the convolution's result.
-        stride, padding: per spatial dimension.
+        stride, padding, dilation: per spatial dimension.
         bias: whether it adds one (or its backward makes the bias's gradient).
         num_threads: threads that it may use.
     """
@@ -62,6 +62,7 @@ class Convolution:
     result_shape: tuple[int, ...]
     stride: tuple[int, ...]
     padding: tuple[int, ...]
+    dilation: tuple[int, ...]
     groups: int
     transposed: bool
     bias: bool
@@ -120,8 +121,8 @@ class Convolution:
 
     @property
     def has_known_kernels(self) -> bool:
-        """Float32 images on AVX-512, done by oneDNN, with a result larger than a matrix's."""
-        known = self.input.dtype == torch.float32 and self.input.dim() in (3, 4)
+        """Float32 images on AVX-512, done by oneDNN, without gaps in filters, with a result larger than a matrix's."""
+        known = self.input.dtype == torch.float32 and self.input.dim() in (3, 4) and max(self.dilation) == 1
         known &= torch.backends.cpu.get_cpu_capability() == "AVX512"
         return known and self.positions >= _MIN_POSITIONS and not may_unfold(self.input, self.weight, self.groups)
 

@@ -239,6 +239,7 @@ def _convolution(call: Call, result: Tensor, *, bias: bool) -> Convolution:
         tuple(result.shape),
         tuple(call["stride"]),
         tuple(call["padding"]),
+        tuple(call["dilation"]),
         call["groups"],
         call["transposed"],
         bias,
