@@ -71,10 +71,6 @@ class ChunkedOptimizer(Optimizer, ABC):
     def _begin_step(self) -> None:
         """Forget the former step."""
 
-    def _workspace_nbytes(self, numels: Iterable[int]) -> int:
-        """What an update of tensors of these sizes allocates itself."""
-        return 0
-
     @abstractmethod
     def _in_slots(
         self, prepared: PreparedUpdate, runs: Mapping[int, Sequence[Any]], scale: GradScale
@@ -160,13 +156,7 @@ class ChunkedOptimizer(Optimizer, ABC):
         for index in sorted(at_home):
             session.store.reserve_states(index)
         in_slots = [index for index in by_group if index not in at_home]
-        if not in_slots:
-            return at_home, None
-        numels = [task.parameter.numel() for index in in_slots for task in by_group[index]]
-        workspace_nbytes = self._workspace_nbytes(numels)
-        return at_home, prepare_updates(
-            session, in_slots, num_stages=self._num_stages, workspace_nbytes=workspace_nbytes
-        )
+        return at_home, prepare_updates(session, in_slots, num_stages=self._num_stages) if in_slots else None
 
     def _update_chunks(
         self,

@@ -20,7 +20,7 @@ from chunkc.ir.chunks import GRAD, PARAM
 from chunkc.ir.errors import OptionsError
 from chunkc.kernels.formats import GradScale
 from chunkc.kernels.lamb_formats import LambHyper
-from chunkc.lamb_groups import GroupLamb, LambWorks, rows_apart, workspace_nbytes
+from chunkc.lamb_groups import GroupLamb, LambWorks, rows_apart
 from chunkc.optim_states import flat, like, offset_in_group, state_kinds
 from chunkc.session import Session
 from chunkc.update import GroupUpdate, PreparedUpdate
@@ -84,9 +84,6 @@ class LAMB(ChunkedOptimizer):
 
     def _runs(self, session: Session, index: int, tasks: Sequence[Task]) -> Sequence[Any]:
         return runs_of(session, index, tasks, merged=False)
-
-    def _workspace_nbytes(self, numels: Iterable[int]) -> int:
-        return workspace_nbytes(max(numels))
 
     def _in_slots(
         self, prepared: PreparedUpdate, runs: Mapping[int, Sequence[Any]], scale: GradScale

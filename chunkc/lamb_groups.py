@@ -22,14 +22,6 @@ from chunkc.kernels.lamb_formats import ROW, LambHyper, LambWork, lamb_table, la
 LambRuns = Sequence[tuple[int, int, LambHyper]]
 """Elements `[begin, end)` of a group, one entry per tensor, with its hyper-parameters, in order."""
 
-_WORKSPACE_NBYTES_PER_ROW = 16
-_WORKSPACE_NBYTES = 1024
-
-
-def workspace_nbytes(largest_numel: int) -> int:
-    """What an update allocates through torch on the CPU: a tensor's sums in double precision, and some scalars."""
-    return _WORKSPACE_NBYTES + _WORKSPACE_NBYTES_PER_ROW * (largest_numel // ROW + 2)
-
 
 class LambWorks:
     """How tensors are cut into rows, kept from step to step: the work used last, `TABLE_NBYTES` of it."""

@@ -63,13 +63,8 @@ class PreparedUpdate:
         self.session.record(UPDATE, None, self.plan, measurement)
 
 
-def prepare_updates(
-    session: Session, groups: Iterable[int], *, num_stages: int = 1, workspace_nbytes: int = 0
-) -> PreparedUpdate:
-    """Plan the update of some groups.
-
-    Args:
-        workspace_nbytes: what an update allocates itself at most.
+def prepare_updates(session: Session, groups: Iterable[int], *, num_stages: int = 1) -> PreparedUpdate:
+    """Plan the update of some groups, in stages (see `chunkc.ir.updates`).
 
     Raises:
         BudgetError: the slots one tile needs do not fit beside what the caller holds.
@@ -78,7 +73,7 @@ def prepare_updates(
     in_order = tuple(sorted(groups))
     for group in in_order:
         session.store.reserve_states(group)
-    held_nbytes = max(session.update_held_nbytes, session.live.nbytes()) + workspace_nbytes
+    held_nbytes = max(session.update_held_nbytes, session.live.nbytes())
     return PreparedUpdate(session, *_planned(session, in_order, held_nbytes, num_stages))
 
 

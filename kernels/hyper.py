@@ -80,9 +80,7 @@ class AdamHyper:
 def scalar_table(hypers: Sequence[AdamHyper]) -> Tensor:
     """The scalars of several groups as fp32 `[num_groups, 9]` on the CPU; runs name a row of it."""
     rows = [hyper.scalars() for hyper in hypers]  # in numpy's memory: nothing is charged to a limited allocator
-    return torch.from_numpy(
-        np.array(rows, dtype=np.float32).reshape(-1, len(AdamScalars._fields))
-    )
+    return torch.from_numpy(np.array(rows, dtype=np.float32).reshape(-1, len(AdamScalars._fields)))
 
 
 def check_adam_run(

@@ -91,9 +91,7 @@ class LambHyper:
 def lamb_table(hypers: Sequence[LambHyper]) -> Tensor:
     """The scalars of several groups as fp32 `[num_groups, 10]` on the CPU; tensors name a row of it."""
     rows = [hyper.scalars() for hyper in hypers]  # in numpy's memory: nothing is charged to a limited allocator
-    return torch.from_numpy(
-        np.array(rows, dtype=np.float32).reshape(-1, len(LambScalars._fields))
-    )
+    return torch.from_numpy(np.array(rows, dtype=np.float32).reshape(-1, len(LambScalars._fields)))
 
 
 class LambPiece(NamedTuple):

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from zoo import Case, floats
 
 import chunkc
-from chunkc.kernels import lamb_cpu
 from chunkc.passes import planning
 from chunkc.session import owner
 
@@ -75,7 +74,7 @@ def run(budget_nbytes: int, dtype: torch.dtype = torch.float32, update_on: str =
         optimizer.step()
         optimizer.zero_grad()
         results += [array(loss), *map(array, model.parameters())]
-        results += [array(tensor) for state in optimizer.state.values() for tensor in state.values()]
+        results += [array(optimizer.state[p][kind]) for p in model.parameters() for kind in sorted(optimizer.state[p])]
     session = owner(model.layers[0].weight)[0]  # type: ignore[index]
     assert session.store.is_managed("layers.0.weight") == (budget_nbytes < HUGE)
     return results
@@ -143,10 +142,10 @@ def test_a_hundred_steps_follow_the_paper() -> None:
 def test_inside_the_hard_limit() -> None:
     of, nbytes = case(), minimum(case())
     unlimited = train_limited(of, memory_budget=HUGE, limit=False, optimizer=chunkc.optim.LAMB, **options())
-    limited = train_limited(of, memory_budget=nbytes + 4096, optimizer=chunkc.optim.LAMB, **options())
+    limited = train_limited(of, memory_budget=nbytes, optimizer=chunkc.optim.LAMB, **options())
     assert_same_training(limited, unlimited)
-    assert limited.measured_peak_nbytes <= nbytes + 4096
-    assert limited.measured_peak_nbytes < unlimited.measured_peak_nbytes / 2
+    assert limited.measured_peak_nbytes <= nbytes
+    assert limited.measured_peak_nbytes < 0.6 * unlimited.measured_peak_nbytes
 
 
 def test_states_resume_with_the_same_bits() -> None:
@@ -190,21 +189,3 @@ def test_schedulers_and_groups_are_torch_s() -> None:
         chunkc.optim.LAMB(model.parameters(), betas=(1.0, 0.9))
     with pytest.raises(chunkc.OptionsError, match="amsgrad"):
         optimizer.add_param_group({"params": model.layers[2].parameters(), "amsgrad": True})
-
-
-def test_the_workspace_covers_what_an_update_allocates() -> None:
-    """The bytes of a trust ratio's sums, which torch's allocator gives, are in the plan."""
-    from chunkc.kernels.lamb_formats import LambHyper, LambPiece, LambScalars
-    from chunkc.lamb_groups import workspace_nbytes
-    from chunkc.runtime import cpu_allocator
-
-    cpu_allocator.install()
-    num_rows = 1000
-    partials = torch.ones(2, num_rows)
-    scalars = LambScalars(*map(torch.tensor, LambHyper(lr=1.0).scalars()))
-    before = cpu_allocator.current_nbytes()
-    cpu_allocator.reset_peak()
-    ratio = lamb_cpu.trust_ratio(partials, LambPiece(0, 1, 0, 0, 0, num_rows), scalars)
-    assert ratio == 1
-    used = cpu_allocator.peak_nbytes() - before
-    assert 8 * num_rows < used <= workspace_nbytes(num_rows << 14)
