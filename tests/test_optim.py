@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkc
-from chunkc.ir.chunks import EXP_AVG, EXP_AVG_SQ, MASTER
+from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, MASTER
 from chunkc.kernels import reference
 from chunkc.kernels.hyper import AdamHyper
 from chunkc.passes import planning
