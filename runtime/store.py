@@ -30,27 +30,9 @@ from chunkc.ir.errors import ChunkcError, ChunkStateError, HomeError, StreamErro
 from chunkc.ir.states import EXP_AVG, SCALES, num_entries
 from chunkc.runtime.arena import Arena
 from chunkc.runtime.gradients import accumulate, add_later, store_first
+from chunkc.runtime.slots import Slot, Traffic, fill_with_nan
 from chunkc.runtime.states import ChunkState, advance
-from chunkc.runtime.tier import Moment, Tier
-
-
-@dataclass
-class _Slot:
-    """A chunk's room on the compute tier and what is happening to it."""
-
-    state: ChunkState = ChunkState.FREE
-    buffer: torch.Tensor | None = None
-    copy: Moment | None = None
-    dirty: bool = False
-
-
-@dataclass
-class Traffic:
-    """Bytes copied and seconds waited since the store was made."""
-
-    to_device_nbytes: int = 0
-    to_home_nbytes: int = 0
-    wait_s: float = 0.0
+from chunkc.runtime.tier import Tier
 
 
 @dataclass
@@ -69,7 +51,7 @@ class ChunkStore:
     resident: frozenset[int] = frozenset()
     traffic: Traffic = field(default_factory=Traffic)
     _parameters: dict[str, weakref.ref[nn.Parameter]] = field(default_factory=dict)
-    _slots: dict[str, _Slot] = field(default_factory=dict)
+    _slots: dict[str, Slot] = field(default_factory=dict)
     _spare: list[torch.Tensor] = field(default_factory=list)
     _slices: dict[str, tuple[ChunkGroup, TensorSlice]] = field(default_factory=dict)
     _handed_out: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)
@@ -197,10 +179,10 @@ class ChunkStore:
 
     # --- chunks on the move ---
 
-    def slot(self, chunk: str) -> _Slot:
+    def slot(self, chunk: str) -> Slot:
         found = self._slots.get(chunk)
         if found is None:
-            found = self._slots[chunk] = _Slot()
+            found = self._slots[chunk] = Slot()
         return found
 
     @property
@@ -217,7 +199,7 @@ class ChunkStore:
         begin, end = chunk_part(chunk) or (0, group.numel)
         slot.buffer = buffer = self._take_slot(num_entries(kind, end - begin), group.kind_dtype(kind))
         if self.debug:
-            self.tier.enqueue(_fill_with_nan, buffer)
+            self.tier.enqueue(fill_with_nan, buffer)
         slot.state, slot.copy, slot.dirty = state, None, False
         if needs_data:
             job = self.arena.reader(*self._whole(chunk), buffer)
@@ -270,7 +252,7 @@ class ChunkStore:
         slot.state = advance(chunk, slot.state, ChunkState.FREE)
         assert slot.buffer is not None
         if self.debug:
-            self.tier.enqueue(_fill_with_nan, slot.buffer)
+            self.tier.enqueue(fill_with_nan, slot.buffer)
         self._spare.append(slot.buffer)
         slot.buffer = slot.copy = None
         if chunk_part(chunk) is not None:
@@ -404,7 +386,3 @@ def _length(entries: slice) -> int:
 
 def _gone() -> None:
     return None
-
-
-def _fill_with_nan(buffer: torch.Tensor) -> None:
-    buffer.view(torch.uint8).fill_(0xFF)  # NaN in every floating dtype
