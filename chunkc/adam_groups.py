@@ -24,8 +24,8 @@ AUTO, DEVICE, CPU = "auto", "device", "cpu"
 UPDATE_ON = (AUTO, DEVICE, CPU)
 
 
-class Hypers(Protocol):
-    """What knows the hyper-parameters of a step."""
+class AdamLike(Protocol):
+    """What a group's update asks of an optimizer: the states of its parameters, and the hyper-parameters of a step."""
 
     state: Any
 
@@ -36,7 +36,7 @@ class Hypers(Protocol):
 class Task:
     """One chunked parameter that has a gradient."""
 
-    optimizer: Hypers
+    optimizer: AdamLike
     parameter: torch.Tensor
     name: str
     group: Mapping[str, Any]
