@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from chunkc import doubts
 from chunkc.adam_groups import (
     DEVICE,
     UPDATE_ON,
@@ -61,13 +62,16 @@ class ChunkedOptimizer(Optimizer, ABC):
             raise OptionsError(f"update_on is {update_on!r}; allowed: {allowed}")
         self._update_on = update_on
         self._states = states
+        self._doubts = doubts.Doubts()
         self._check_supported(implementation)
         if implementation.get("foreach") and implementation.get("fused"):
             raise OptionsError("foreach and fused cannot both be True")
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_update_on": self._update_on, "_states": self._states}
+        self._doubts.settle(wait=True)
+        own = {"_update_on": self._update_on, "_states": self._states, "_doubts": doubts.Doubts()}
+        return super().__getstate__() | own
 
     @abstractmethod
     def hyper_at(self, group: Mapping[str, Any], step: int) -> Any:
@@ -76,6 +80,15 @@ class ChunkedOptimizer(Optimizer, ABC):
         Raises:
             OptionsError: one is out of range.
         """
+
+    def next_hyper(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
+        """Count a step of a parameter and return its hyper-parameters; of a step in doubt, all that they may be."""
+        step = self.state[parameter]["step"].add_(1)
+        return self._doubts.hyper(parameter, int(step), lambda number: self.hyper_at(group, number))
+
+    def _must_know_steps(self) -> bool:
+        """Whether the host needs the number of a step before its update, as random bits do that depend on it."""
+        return False
 
     def _runs(self, session: Session, index: int, tasks: Sequence[Task]) -> Sequence[Any]:
         """The elements of a chunk group to update."""
@@ -152,6 +165,9 @@ class ChunkedOptimizer(Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         scale = grad_scale_of(self)
+        if self._must_know_steps() and bool(on_the_cpu(scale).found_inf):
+            return loss
+        self._doubts.settle(wait=self._must_know_steps())
         if is_skipped(scale):
             return loss
         chunked: dict[Session, dict[int, list[Task]]] = {}
@@ -171,11 +187,22 @@ class ChunkedOptimizer(Optimizer, ABC):
                     in_place.append((parameter, index))
         # Whatever may fail for want of room fails here, before anything is updated.
         prepared = [(session, by_group, *self._prepare(session, by_group)) for session, by_group in chunked.items()]
+        if any(at_home for _, _, at_home, _ in prepared):
+            self._doubts.settle(wait=True)  # the CPU is about to wait for this step's gradients anyway
         self._begin_step()
         self._in_place(in_place, scale)
         for session, by_group, at_home, in_slots in prepared:
             self._update_chunks(session, by_group, at_home, in_slots, scale)
+        if scale.found_inf is not None and doubts.is_remote(scale.found_inf):
+            tasks = [task for by_group in chunked.values() for found in by_group.values() for task in found]
+            stepped = [*(parameter for parameter, _ in in_place), *(task.parameter for task in tasks)]
+            self._doubts.add(scale.found_inf, {parameter: self.state[parameter] for parameter in stepped})
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in `torch.optim`; waits for a device that still knows alone which steps were skipped."""
+        self._doubts.settle(wait=True)
+        return super().state_dict()
 
     def _prepare(
         self, session: Session, by_group: Mapping[int, list[Task]]
@@ -248,6 +275,7 @@ class ChunkedOptimizer(Optimizer, ABC):
         """
         for loaded in state_dict["param_groups"]:
             self._check_group({**self.defaults, **loaded})
+        self._doubts.settle(wait=True)
         states = state_dict["state"]
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
