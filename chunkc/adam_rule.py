@@ -95,7 +95,7 @@ class AdamRule:
             return AdamFormat(
                 param_dtype,
                 grad_dtype,
-                moments=self.states.moments,  # type: ignore[arg-type]
+                moments=self.states.moments,
                 master=master,
                 rounding="stochastic" if self.stochastic and in_bf16 else "nearest",
             )
