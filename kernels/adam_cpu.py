@@ -91,9 +91,7 @@ def prepare(
     return update
 
 
-def warm_up(
-    param_dtype: torch.dtype, grad_dtype: torch.dtype, *, l2: bool = False, split: bool = False
-) -> None:
+def warm_up(param_dtype: torch.dtype, grad_dtype: torch.dtype, *, l2: bool = False, split: bool = False) -> None:
     """Compile both kernels, for short and long runs, ahead of the first `adam_update`. Idempotent.
 
     Args:
@@ -263,9 +261,7 @@ def _scalars(hyper: AdamHyper) -> Tensor:
 
 
 @functools.cache
-def _kernel(
-    param_dtype: torch.dtype, grad_dtype: torch.dtype, l2: bool, parallel: bool, split: bool
-) -> Pass:
+def _kernel(param_dtype: torch.dtype, grad_dtype: torch.dtype, l2: bool, parallel: bool, split: bool) -> Pass:
     """A callable over [param, grad, exp_avg, exp_avg_sq, (master,) scalars], which empties its list."""
     fmt = AdamFormat(param_dtype, grad_dtype, master=param_dtype in LOW_PRECISION, split=split)
     return _pass_of(AdamPass(fmt, l2=l2, scaled=False, parallel=parallel))

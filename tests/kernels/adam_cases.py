@@ -96,7 +96,9 @@ def same_bits(slots: AdamSlots, other: AdamSlots) -> bool:
 
 def _same_bits(tensor: Tensor, other: Tensor) -> bool:
     nan = tensor.isnan() if tensor.is_floating_point() else torch.zeros_like(tensor, dtype=torch.bool)
-    return torch.equal(nan, other.isnan() if other.is_floating_point() else nan) and torch.equal(bits(tensor)[~nan], bits(other)[~nan])
+    return torch.equal(nan, other.isnan() if other.is_floating_point() else nan) and torch.equal(
+        bits(tensor)[~nan], bits(other)[~nan]
+    )
 
 
 def with_special_values(slots: AdamSlots) -> AdamSlots:
