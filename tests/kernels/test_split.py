@@ -1,4 +1,4 @@
-"""Split masters: parameter and lower bits are the master to the bit, ties as documented, and no foreign bits do harm."""
+"""Split masters: parameter and lower bits are the master to the bit, but for ties; foreign bits do no harm."""
 
 from __future__ import annotations
 
