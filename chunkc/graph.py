@@ -92,7 +92,7 @@ class CompiledGraph:
         layout, resident = session.store.layout, session.store.resident
         key = (
             *(session.budget_nbytes, held_nbytes, cold_backward, hooked, kept_tangents),
-            *(resident, len(layout.groups), len(layout.small), len(session.trained)),
+            *(resident, len(layout.groups), len(layout.small), len(session.trained), session.num_restatements),
         )
         if key not in self._plans:
             captured = self.captured.returning(hooked).holding(kept_tangents)
