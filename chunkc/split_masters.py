@@ -76,6 +76,16 @@ def checksum(parameter: torch.Tensor) -> int:
     return zlib.crc32(flat.cpu().numpy())
 
 
+def load(marks: Marks, master: object, parameter: torch.Tensor, lower: torch.Tensor) -> None:
+    """Take over a saved fp32 master (None: there is none, and the parameter is its own), and note whose it is."""
+    changed = False
+    if master is None:
+        lower.zero_()
+    else:
+        changed = encode(torch.as_tensor(master), parameter.detach(), lower)
+    marks.loaded(parameter, changed=changed)
+
+
 def encode(master: torch.Tensor, param: torch.Tensor, lower: torch.Tensor) -> bool:
     """Split an fp32 master, in pieces, into a bf16 tensor and int16 lower bits, and say whether `param` has changed.
 
@@ -95,10 +105,16 @@ def encode(master: torch.Tensor, param: torch.Tensor, lower: torch.Tensor) -> bo
     return changed
 
 
-def decode(param: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
-    """The fp32 master, with the parameter's strides, on the CPU in memory that is not the compute tier's."""
-    flat_param, flat_lower = _flat(param.detach()), _flat(lower)
+def decode(param: torch.Tensor, lower: torch.Tensor | None) -> torch.Tensor:
+    """The fp32 master, with the parameter's strides, on the CPU in memory that is not the compute tier's.
+
+    Without lower bits it is the parameter.
+    """
+    flat_param = _flat(param.detach())
     flat_master = host_empty((param.numel(),), torch.float32)
+    if lower is None:
+        return flat_master.as_strided(param.shape, param.stride()).copy_(param.detach())
+    flat_lower = _flat(lower)
     for piece in _pieces(param.numel()):
         flat_master[piece] = join_master(flat_param[piece].cpu(), flat_lower[piece].cpu())
     return flat_master.as_strided(param.shape, param.stride())
