@@ -29,6 +29,8 @@ class AdamLike(Protocol):
 
     state: Any
 
+    def begin_update_of(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None: ...
+
     def next_hyper(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any: ...
 
 
@@ -90,6 +92,7 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool
             state[kind] = view
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+        task.optimizer.begin_update_of(task.parameter, state)
         hypers[task.name] = task.optimizer.next_hyper(task.parameter, task.group)
     runs: list[tuple[int, int, Any]] = []
     follows = False

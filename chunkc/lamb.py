@@ -17,6 +17,7 @@ from chunkc.adam_groups import (
 from chunkc.chunked_optimizer import ChunkedOptimizer
 from chunkc.ir.chunks import GRAD, PARAM
 from chunkc.ir.errors import OptionsError
+from chunkc.ir.states import FLOAT32, StateFormat
 from chunkc.kernels.formats import GradScale
 from chunkc.kernels.lamb_formats import LambHyper
 from chunkc.lamb_groups import GroupLamb, LambWorks, rows_apart
@@ -54,7 +55,9 @@ class LAMB(ChunkedOptimizer):
     ) -> None:
         self._works: dict[tuple[torch.device, bool], LambWorks] = {}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, {**defaults, "always_adapt": always_adapt}, update_on)
+        super().__init__(
+            params, {**defaults, "always_adapt": always_adapt}, update_on, states=StateFormat(master=FLOAT32)
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_works": {}}

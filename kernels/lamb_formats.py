@@ -211,8 +211,8 @@ def check_lamb(
     Raises:
         ValueError: the format is not one of LAMB's, or a tensor does not fit the format or the work.
     """
-    if fmt.moments != "float32" or fmt.rounding != "nearest":
-        raise ValueError(f"LAMB needs moments='float32' and rounding='nearest', got {fmt}")
+    if fmt.moments != "float32" or fmt.rounding != "nearest" or fmt.split:
+        raise ValueError(f"LAMB needs moments='float32', rounding='nearest' and split=False, got {fmt}")
     check_adam_slots(fmt, slots, scalars.new_empty(0, 9), scale, None, 0)  # the scalars are others: see below
     device = slots.param.device
     if slots.param.numel() != work.num_elements:
