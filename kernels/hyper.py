@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,8 +79,8 @@ class AdamHyper:
 
 def scalar_table(hypers: Sequence[AdamHyper]) -> Tensor:
     """The scalars of several groups as fp32 `[num_groups, 9]` on the CPU; runs name a row of it."""
-    rows = [hyper.scalars() for hyper in hypers]
-    return torch.tensor(rows, dtype=torch.float64).view(-1, len(AdamScalars._fields)).to(torch.float32)
+    rows = [hyper.scalars() for hyper in hypers]  # in numpy's memory: nothing is charged to a limited allocator
+    return torch.from_numpy(np.array(rows, dtype=np.float32).reshape(-1, len(AdamScalars._fields)))
 
 
 def check_adam_run(

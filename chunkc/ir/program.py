@@ -149,6 +149,12 @@ class PhaseProgram:
             and sharing[storage_of[value]] == 2
         )
 
+    def holding(self, values: frozenset[str]) -> PhaseProgram:
+        """The program beside a caller that keeps these of its inputs."""
+        if not values:
+            return self
+        return replace(self, held=self.held | {self.inputs[value] for value in values})
+
     def returning(self, parameters: frozenset[str]) -> PhaseProgram:
         """The program that returns these parameters' gradients to autograd, for hooks on them, and sinks the others."""
         if not parameters:
