@@ -35,8 +35,9 @@ class Instruction(Protocol):
 class Measurement:
     """Measured bytes per moment, in order, and seconds of arithmetic, or of enqueuing it where the host runs ahead.
 
-    `between_nbytes` is the largest reading between moments: while chunks come and go and gradients are sunk. `host_s`
-    is the rest: what the host took for `num_instructions` beyond arithmetic, updates (`update_s`) and waiting.
+    `between_nbytes` is the largest reading between moments: while chunks come and go and gradients are sunk. `spans_s`:
+    when each moment began and ended, by `time.perf_counter`. `host_s` is the rest: what the host took for
+    `num_instructions` beyond arithmetic, updates (`update_s`) and waiting.
     """
 
     peaks: list[tuple[str, int | None]] = field(default_factory=list)
@@ -45,15 +46,19 @@ class Measurement:
     update_s: float = 0.0
     host_s: float = 0.0
     num_instructions: int = 0
+    spans_s: list[tuple[float, float]] = field(default_factory=list)
+    _began_s: float = 0.0
 
     def begin(self, tier: Tier) -> None:
         """A moment begins: what was read so far belongs to the time before it."""
         nbytes = tier.lap_peak_nbytes()
         if nbytes is not None and nbytes > self.between_nbytes:
             self.between_nbytes = nbytes
+        self._began_s = time.perf_counter()
 
     def end(self, name: str, tier: Tier) -> None:
         """A moment has ended."""
+        self.spans_s.append((self._began_s, time.perf_counter()))
         self.peaks.append((name, tier.lap_peak_nbytes()))
 
 
