@@ -156,7 +156,7 @@ def sort(call: Call) -> list[int]:
 
 
 def sample(call: Call) -> list[int]:
-    """`ATen/native/Distributions.cpp`, `MultinomialKernel.cu`: weights normalised, their sums or random keys, sorted."""
+    """`ATen/native/Distributions.cpp`, `MultinomialKernel.cu`: normalised weights, sums or random keys, sorted."""
     return [4 * tensor.numel() for tensor in call.inputs for _ in range(4)] + sort(call)
 
 
