@@ -95,6 +95,9 @@ class _Adam(ChunkedOptimizer):
             self._device_adams[device] = DeviceAdam(device)
         return self._device_adams[device]
 
+    def _must_know_steps(self) -> bool:
+        return self._rule.stochastic
+
     def _check_dtype(self, dtype: torch.dtype) -> None:
         super()._check_dtype(dtype)
         self._rule.format(dtype, dtype)
@@ -102,9 +105,6 @@ class _Adam(ChunkedOptimizer):
     def _in_place(self, tasks: list[tuple[torch.Tensor, int]], scale: GradScale) -> None:
         """Update parameters that do not move, given with the index of their group; each is one run of its own."""
         states = [self._state_on_tier(parameter) for parameter, _ in tasks]
-        if not tasks:
-            return
-        torch._foreach_add_([state["step"] for state in states], 1)
         numbers = {p: number for number, p in enumerate(p for group in self.param_groups for p in group["params"])}
         is_plain = self._rule.states.moments == FLOAT32 and not self._rule.stochastic and scale is NO_SCALE
         updates: dict[tuple, Callable[[list[torch.Tensor]], None]] = {}
@@ -115,15 +115,16 @@ class _Adam(ChunkedOptimizer):
             flats = {kind: flat(tensor) for kind, tensor in tensors.items()}
             device_adam = self._device_adam(parameter.device)
             if device_adam is None and is_plain:
-                key = (index, float(state["step"]), parameter.dtype, tensors[GRAD].dtype)
+                step = int(state["step"].add_(1))
+                key = (index, step, parameter.dtype, tensors[GRAD].dtype)
                 if key not in updates:
-                    hyper = self.hyper_at(self.param_groups[index], int(state["step"]))
+                    hyper = self.hyper_at(self.param_groups[index], step)
                     updates[key] = prepare(parameter.dtype, tensors[GRAD].dtype, hyper, split=MASTER_LOW in kinds)
                 updates[key]([flats[kind] for kind in _PREPARED if kind in flats])
                 written += [parameter, *(state[kind] for kind in kinds)]
                 continue
             place = Place(*(place_in_group(parameter) or (-1 - numbers[parameter], 0)))
-            runs = [(0, parameter.numel(), self.hyper_at(self.param_groups[index], int(state["step"])))]
+            runs = [(0, parameter.numel(), self.next_hyper(parameter, self.param_groups[index]))]
             if device_adam is not None:
                 device_adam.update(self._rule, adam_slots(flats), runs, scale, place)
             else:

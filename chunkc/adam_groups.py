@@ -31,7 +31,7 @@ class AdamLike(Protocol):
 
     def begin_update_of(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None: ...
 
-    def hyper_at(self, group: Mapping[str, Any], step: int) -> Any: ...
+    def next_hyper(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         task.optimizer.begin_update_of(task.parameter, state)
-        hypers[task.name] = task.optimizer.hyper_at(task.group, advance(state))
+        hypers[task.name] = task.optimizer.next_hyper(task.parameter, task.group)
     runs: list[tuple[int, int, Any]] = []
     follows = False
     for tensor_slice in chunk_group.slices:
@@ -109,12 +109,6 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool
             runs.append((tensor_slice.offset, tensor_slice.end, hyper))
         follows = True
     return runs
-
-
-def advance(state: dict[str, Any]) -> int:
-    """Count a step in `state` and return its number."""
-    state["step"].add_(1)
-    return int(state["step"])
 
 
 def update_in_slots(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from chunkc import doubts
 from chunkc.adam_groups import (
     DEVICE,
     UPDATE_ON,
@@ -62,6 +63,7 @@ class ChunkedOptimizer(Optimizer, ABC):
             raise OptionsError(f"update_on is {update_on!r}; allowed: {allowed}")
         self._update_on = update_on
         self._states = states
+        self._doubts = doubts.Doubts()
         self._marks = Marks()
         self._check_supported(implementation)
         if implementation.get("foreach") and implementation.get("fused"):
@@ -69,11 +71,9 @@ class ChunkedOptimizer(Optimizer, ABC):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {
-            "_update_on": self._update_on,
-            "_states": self._states,
-            "_marks": self._marks,
-        }
+        self._doubts.settle(wait=True)
+        own = {"_update_on": self._update_on, "_states": self._states, "_marks": self._marks}
+        return super().__getstate__() | own | {"_doubts": doubts.Doubts()}
 
     def begin_update_of(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         """An update of a parameter begins, whose states are all there."""
@@ -87,6 +87,15 @@ class ChunkedOptimizer(Optimizer, ABC):
         Raises:
             OptionsError: one is out of range.
         """
+
+    def next_hyper(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
+        """Count a step of a parameter and return its hyper-parameters; of a step in doubt, all that they may be."""
+        step = self.state[parameter]["step"].add_(1)
+        return self._doubts.hyper(parameter, int(step), lambda number: self.hyper_at(group, number))
+
+    def _must_know_steps(self) -> bool:
+        """Whether the host needs the number of a step before its update, as random bits do that depend on it."""
+        return False
 
     def _runs(self, session: Session, index: int, tasks: Sequence[Task]) -> Sequence[Any]:
         """The elements of a chunk group to update."""
@@ -163,6 +172,9 @@ class ChunkedOptimizer(Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         scale = grad_scale_of(self)
+        if self._must_know_steps() and bool(on_the_cpu(scale).found_inf):
+            return loss
+        self._doubts.settle(wait=self._must_know_steps())
         if is_skipped(scale):
             return loss
         chunked: dict[Session, dict[int, list[Task]]] = {}
@@ -184,11 +196,15 @@ class ChunkedOptimizer(Optimizer, ABC):
                     in_place.append((parameter, index))
         # Whatever may fail for want of room fails here, before anything is updated.
         prepared = [(session, by_group, *self._prepare(session, by_group)) for session, by_group in chunked.items()]
+        if any(at_home for _, _, at_home, _ in prepared):
+            self._doubts.settle(wait=True)  # the CPU is about to wait for this step's gradients anyway
         self._begin_step()
         self._in_place(in_place, scale)
         for session, by_group, at_home, in_slots in prepared:
             self._update_chunks(session, by_group, at_home, in_slots, scale)
         self._marks.end(changing)
+        if scale.found_inf is not None and doubts.is_remote(scale.found_inf):
+            self._doubts.add(scale.found_inf, {parameter: self.state[parameter] for parameter in changing})
         return loss
 
     def _prepare(
@@ -257,8 +273,9 @@ class ChunkedOptimizer(Optimizer, ABC):
         """The state in `torch.optim`'s format, with fp32 masters.
 
         Split masters are put together for this: 4 bytes per parameter of RAM, outside the memory budget, for as long as
-        the result lives. All else is not copied.
+        the result lives. All else is not copied. Waits for a device that still knows alone which steps were skipped.
         """
+        self._doubts.settle(wait=True)
         handle = self.register_state_dict_post_hook(_with_fp32_masters, prepend=True)
         try:
             return super().state_dict()
@@ -281,6 +298,7 @@ class ChunkedOptimizer(Optimizer, ABC):
         """
         for loaded in state_dict["param_groups"]:
             self._check_group({**self.defaults, **loaded})
+        self._doubts.settle(wait=True)
         states = state_dict["state"]
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]

@@ -159,7 +159,9 @@ class CompiledGraph:
         given = dict(zip(self.captured.backward.inputs, arguments))
         tangents = {name: given[name] for name in self.captured.tangents}
         return frozenset(
-            name for name, value in tangents.items() if isinstance(value, torch.Tensor) and value._use_count() > 1
+            name
+            for name, value in tangents.items()
+            if isinstance(value, torch.Tensor) and value._use_count() > 1  # type: ignore[attr-defined]
         )
 
     def _refuse_partial_backward(self) -> None:

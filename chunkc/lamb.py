@@ -11,7 +11,6 @@ from chunkc import device_adam as device_adams
 from chunkc.adam_groups import (
     DEVICE,
     Task,
-    advance,
     flat_home,
     runs_of,
 )
@@ -114,8 +113,8 @@ class LAMB(ChunkedOptimizer):
             offsets = [(place_in_group(parameter) or (0, 0))[1] for parameter, _ in on_device]
             ranges = rows_apart(offsets, sizes)
             runs = [
-                (*where, self.hyper_at(self.param_groups[index], advance(state)))
-                for where, (_, index), state in zip(ranges, on_device, states, strict=True)
+                (*where, self.next_hyper(parameter, self.param_groups[index]))
+                for where, (parameter, index) in zip(ranges, on_device, strict=True)
             ]
             works = self._works_on(device, by_triton=device_adams.computes_by_triton(device))
             lamb = GroupLamb(works, runs, ranges, scale)

@@ -73,7 +73,7 @@ class Marks:
 def checksum(parameter: torch.Tensor) -> int:
     """CRC-32 of a bf16 parameter's bytes."""
     flat = _flat(parameter.detach()).view(torch.int16)
-    return zlib.crc32(flat.cpu().numpy())
+    return zlib.crc32(flat.cpu().numpy().data)
 
 
 def load(marks: Marks, master: object, parameter: torch.Tensor, lower: torch.Tensor) -> None:
