@@ -54,7 +54,7 @@ class ChunkStore:
     _slots: dict[str, Slot] = field(default_factory=dict)
     _spare: list[torch.Tensor] = field(default_factory=list)
     _slices: dict[str, tuple[ChunkGroup, TensorSlice]] = field(default_factory=dict)
-    _handed_out: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    _handed_out: dict[str, tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=dict)  # with its address
 
     # --- parameters and their homes ---
 
@@ -342,21 +342,22 @@ class ChunkStore:
         for tensor_slice in self.layout.groups[index].slices:
             name = tensor_slice.spec.name
             parameter = self.parameter(name)
-            handed = self._handed_out.get(name, _gone)()
+            reference, address = self._handed_out.get(name, _NOTHING)
+            handed = reference()
             grad = parameter.grad
             if handed is not None and handed is not grad:
                 handed.data = handed.detach().clone()
             if grad is None:
                 continue
             found = True
-            if handed is not grad or grad.data_ptr() != self.home_view(GRAD, name).data_ptr():
+            if handed is not grad or grad.data_ptr() != address:
                 self.tier.enqueue(self._hand_out(name, parameter).copy_, grad)
         return found
 
     def _hand_out(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
         view = self.home_view(GRAD, name)
         parameter.grad = view
-        self._handed_out[name] = weakref.ref(view)
+        self._handed_out[name] = (weakref.ref(view), view.data_ptr())
         return view
 
     def sink(self, name: str, chunk: str | None, take: Callable[[], torch.Tensor], *, owned: bool) -> None:
@@ -386,3 +387,6 @@ def _length(entries: slice) -> int:
 
 def _gone() -> None:
     return None
+
+
+_NOTHING = (_gone, 0)
