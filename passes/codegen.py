@@ -20,7 +20,8 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import SegmentMemory
 from chunkc.passes.graphs import is_compute, output_node, placeholders, returned
 from chunkc.passes.inductor_cuda import steady_inductor
-from chunkc.passes.segment_memory import eager_memory, inductor_memory
+from chunkc.passes.inductor_memory import inductor_memory
+from chunkc.passes.segment_memory import eager_memory
 from chunkc.passes.segments import Segment
 from chunkc.passes.wrapper_source import wrapper_source
 

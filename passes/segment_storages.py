@@ -7,7 +7,7 @@ node's fake tensor may be a view of the other one's storage, and a copied node s
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from chunkc.passes.graphs import storage_key, storage_nbytes
 from chunkc.passes.scratch import output_nbytes
+from chunkc.passes.symbols import Size
 
 aten = torch.ops.aten
 _VIEWS_NOT_DECLARED = frozenset({aten._unsafe_view.default, aten._reshape_alias.default, aten.lift_fresh.default})
@@ -161,3 +162,28 @@ def _output_nbytes(node: fx.Node, value: Any) -> dict[int, int]:
         return {}
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     return output_nbytes(node.target, args, dict(kwargs), value)
+
+
+def number_storages(
+    keys: Sequence[int | None], input_keys: Sequence[int | None], size: Mapping[int, Size]
+) -> tuple[tuple[int, ...], tuple[Size, ...]]:
+    """Storages of the outputs as `SegmentMemory.outputs` and `.storage_nbytes` count them.
+
+    Args:
+        keys: per output; None for a number, which counts as a storage of its own of no bytes.
+        input_keys: per input; None for one that is no tensor, or that is let go.
+    """
+    nbytes: list[Size] = []
+    fresh: dict[int, int] = {}
+    outputs = []
+    for key in keys:
+        if key is not None and key in input_keys:
+            outputs.append(-1 - input_keys.index(key))
+        elif key is not None and key in fresh:
+            outputs.append(fresh[key])
+        else:
+            outputs.append(len(nbytes))
+            nbytes.append(0 if key is None else size[key])
+            if key is not None:
+                fresh[key] = outputs[-1]
+    return tuple(outputs), tuple(nbytes)
