@@ -50,11 +50,13 @@ def capture_offline(
     kwargs: Mapping[str, Any],
     *,
     codegen: str,
+    dynamic: bool = False,
 ) -> tuple[OfflineGraph, ...]:
     """The graphs that one call of `model` compiles to, in order.
 
     Args:
         model, args, kwargs: real, on the meta device, or fake tensors already.
+        dynamic: trace the dimensions that `torch._dynamo.mark_dynamic` marked in symbols.
         codegen: who would compile the segments. For Inductor, the C++ compiler is asked for its vector instructions
             meanwhile: its code depends on them.
 
@@ -101,7 +103,7 @@ def capture_offline(
     call_model = _with_own_code(fake_model)
     try:
         with mode, patched, torch.random.fork_rng():
-            torch.compile(call_model, backend=backend, dynamic=False)(*fake_args, **fake_kwargs)
+            torch.compile(call_model, backend=backend, dynamic=None if dynamic else False)(*fake_args, **fake_kwargs)
         found = tuple(graphs)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UnsupportedError(
@@ -184,9 +186,12 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     if tensor.layout is not torch.strided:
         raise UnsupportedError(f"a {tensor.layout} tensor cannot be explained; make it dense")
     with mode:
-        return torch.empty_strided(
+        fake = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad
         )
+    for dim in getattr(tensor, "_dynamo_dynamic_indices", ()):
+        torch._dynamo.mark_dynamic(fake, dim)
+    return fake
 
 
 def _fake_copy(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, dict[int, str]]:
@@ -216,9 +221,15 @@ def _outputs(capture: Capture, arguments: list[Any]) -> list[Any]:
     for node in returned(capture.forward.graph):
         value = None if node is None else node.meta["val"]
         if isinstance(value, Tensor):
-            value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-        found.append(value)
+            shape, stride = (list(map(_hint, numbers)) for numbers in (value.shape, value.stride()))
+            value = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+        found.append(_hint(value))
     return found
+
+
+def _hint(value: Any) -> Any:
+    """The number that a symbolic one stands for in tracing."""
+    return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat) else value
 
 
 def _no_backward(arguments: list[Any]) -> list[Any]:

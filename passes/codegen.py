@@ -23,6 +23,7 @@ from chunkc.passes.inductor_cuda import steady_inductor
 from chunkc.passes.inductor_memory import inductor_memory
 from chunkc.passes.segment_memory import eager_memory
 from chunkc.passes.segments import Segment
+from chunkc.passes.shapes import AS_TRACED, Shapes
 from chunkc.passes.wrapper_source import wrapper_source
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
@@ -55,14 +56,16 @@ class CompiledSegment:
     memory: SegmentMemory
 
 
-def compile_segment(segment: Segment, codegen: str, num_threads: int) -> CompiledSegment:
+def compile_segment(
+    segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED
+) -> CompiledSegment:
     """Compile by Inductor, or for `codegen="eager"` into a plain walk over the graph.
 
     Raises:
         UnsupportedError: Inductor generated something whose memory cannot be read off, or there is no C++ compiler.
     """
     if _runs_node_by_node(segment, codegen):
-        return CompiledSegment(EagerSegment(segment.module), eager_memory(segment.module.graph, num_threads))
+        return CompiledSegment(EagerSegment(segment.module), eager_memory(segment.module.graph, num_threads, shapes))
     _require_compiler()
     with _own_output_strides(), steady_inductor(segment.example_inputs):
         compiled = compile_fx_inner(segment.module, segment.example_inputs)
@@ -75,7 +78,9 @@ def compile_segment(segment: Segment, codegen: str, num_threads: int) -> Compile
     return CompiledSegment(compiled, _memory_of(segment, source, num_threads))
 
 
-def describe_segment(segment: Segment, codegen: str, num_threads: int) -> SegmentMemory:
+def describe_segment(
+    segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED
+) -> SegmentMemory:
     """The memory of `compile_segment`'s result, without compiling.
 
     Raises:
@@ -83,7 +88,7 @@ def describe_segment(segment: Segment, codegen: str, num_threads: int) -> Segmen
             instructions it may use is not known yet and there is no C++ compiler to ask.
     """
     if _runs_node_by_node(segment, codegen):
-        return eager_memory(segment.module.graph, num_threads)
+        return eager_memory(segment.module.graph, num_threads, shapes)
     _require_compiler()
     with steady_inductor(segment.example_inputs):
         source = wrapper_source(segment)

@@ -20,55 +20,76 @@ from chunkc.passes.graphs import (
     placeholders,
     returned,
 )
-from chunkc.passes.scratch import scratch_nbytes
+from chunkc.passes.scratch import scratch_nbytes, takes_nothing
 from chunkc.passes.scratch_cuda import cuda_scratch_nbytes
 from chunkc.passes.segment_storages import graph_storages, number_storages, value_of
+from chunkc.passes.shapes import AS_TRACED, Shapes, is_number
 
 RNG_STATE_NBYTES = 5056
 """Bytes of the CPU generator's state."""
 
 
-def eager_memory(graph: fx.Graph, num_threads: int) -> SegmentMemory:
+def eager_memory(graph: fx.Graph, num_threads: int, shapes: Shapes = AS_TRACED) -> SegmentMemory:
     """Memory of a segment that runs node by node, every value dropped right after its last reader.
+
+    Bytes are what `shapes` makes of sizes: with `SymbolicShapes`, expressions.
 
     Raises:
         UnsupportedError: an operator's memory is not known.
     """
-    nodes = [node for node in graph.nodes if is_compute(node)]
     inputs = placeholders(graph)
-    storages = graph_storages(graph)
-    position = {node: index for index, node in enumerate(nodes)} | {output_node(graph): len(nodes)}
+    operations, position = _operations(graph)
+    storages = graph_storages(graph, shapes)
     last_hold: dict[int, int] = {}  # storage -> last step at which some value still holds it
-    for node in [*inputs, *nodes]:
+    for node in [*inputs, *position]:
         born = position.get(node, -1)
         last_use = max((position[user] for user in node.users), default=born)
-        for storage in storages.of[node]:
+        for storage in storages.of.get(node, ()):
             last_hold[storage] = max(last_hold.get(storage, -1), last_use)
     given = [storages.of[node][0] if storages.of[node] else None for node in inputs]
     outside = {storage for storage in given if storage is not None} | storages.constants
     live: set[int] = set()
     steps = []
-    for index, node in enumerate(nodes):
+    for index, node in enumerate(operations):
         live.update(storage for storage in storages.of[node] if storage not in outside)
-        nbytes = sum(storages.nbytes[storage] for storage in live) + _scratch(node, num_threads)
-        steps.append(MemoryStep(op_name(node), module_path(node), nbytes))
+        nbytes = torch.sym_sum([*(storages.nbytes[storage] for storage in live), _scratch(node, num_threads, shapes)])
+        steps.append(MemoryStep(op_name(node), module_path(node), shapes.known(nbytes)))
         live = {storage for storage in live if last_hold[storage] > index}
-    released = tuple(len(nodes) if storage is None else last_hold[storage] + 1 for storage in given)
-    results = [storages.of[node][0] for node in returned(graph) if node is not None]
-    outputs, nbytes_of = number_storages(results, given, dict(enumerate(storages.nbytes)))
-    return SegmentMemory(tuple(steps), released, outputs, nbytes_of)
+    end = len(operations)
+    released = tuple(end if storage is None else last_hold[storage] + 1 for storage in given)
+    results = [next(iter(storages.of[node]), None) for node in returned(graph) if node is not None]
+    sizes = {number: shapes.known(nbytes) for number, nbytes in enumerate(storages.nbytes)}
+    outputs, nbytes_of = number_storages(results, given, sizes)
+    return SegmentMemory(tuple(steps) or (MemoryStep("sizes", "", 0),), released, outputs, nbytes_of)
 
 
-def _scratch(node: fx.Node, num_threads: int) -> int:
+def _operations(graph: fx.Graph) -> tuple[list[fx.Node], dict[fx.Node, int]]:
+    """What runs, in order; and for each node the step at which it does.
+
+    Numbers computed from sizes take no step of their own: what they read is held to the step before.
+    """
+    operations: list[fx.Node] = []
+    position: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if is_compute(node):
+            if not is_number(node):
+                operations.append(node)
+            position[node] = len(operations) - 1
+    return operations, position | {output_node(graph): len(operations)}
+
+
+def _scratch(node: fx.Node, num_threads: int, shapes: Shapes) -> int:
     """Scratch bytes of a node.
 
     Raises:
         UnsupportedError: they are not known.
     """
-    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     value = value_of(node)
     on_cuda = any(leaf.device.type == "cuda" for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
     module = module_path(node)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+    if not (isinstance(node.target, torch._ops.OpOverload) and takes_nothing(node.target)) or on_cuda:
+        args, kwargs, value = shapes.of((args, dict(kwargs), value))
     return call_scratch_nbytes(node.target, args, dict(kwargs), value, num_threads, module, on_cuda=on_cuda)
 
 
