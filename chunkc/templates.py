@@ -7,7 +7,7 @@ are those that describing the graph with these very sizes gives (`Builder.descri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -49,9 +49,7 @@ class Moments:
 class Template:
     """A step described in symbols."""
 
-    def __init__(
-        self, captured: Captured, conditions: Sequence[sympy.Basic], symbols: Sequence[sympy.Symbol]
-    ) -> None:
+    def __init__(self, captured: Captured, conditions: Sequence[sympy.Basic], symbols: Sequence[sympy.Symbol]) -> None:
         """`captured`: its bytes and seconds are numbers or expressions, which hold where the conditions do."""
         sizes: dict[Any, int] = {}
         seconds: dict[Any, int] = {}
@@ -101,14 +99,21 @@ class Templates:
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
         self.traced = traced_values(builder.capture)
-        self._region = _traced_region(builder.capture, self.traced)
-        self._in_region = compiled(self._region, list(self.traced))
+        self._in_region = self._region()
         self._known: dict[tuple[bool, bool], list[Template]] = {}
         self.num_described = 0
 
     def holds(self, values: Values) -> bool:
-        """Whether the captured graph is the graph of these sizes."""
+        """Whether the captured graph is the graph of these sizes, and what was compiled of it their code."""
         return all(self._in_region(values))
+
+    def _region(self) -> Callable[[Values], tuple[int | float | bool, ...]]:
+        return compiled(_traced_region(self._builder.capture, self.traced), list(self.traced))
+
+    def _require(self, values: Values) -> None:
+        if not self.holds(values):
+            sizes = ", ".join(f"{symbol} = {value}" for symbol, value in values.items())
+            raise UnsupportedError(f"this graph was not captured for {sizes}")
 
     def at(self, values: Values) -> Captured:
         """The step at these sizes: whole where everything fits, in segments otherwise.
@@ -116,9 +121,7 @@ class Templates:
         Raises:
             UnsupportedError: the graph was captured for other sizes; or an operator's memory is not known.
         """
-        if not self.holds(values):
-            sizes = ", ".join(f"{symbol} = {value}" for symbol, value in values.items())
-            raise UnsupportedError(f"this graph was not captured for {sizes}")
+        self._require(values)
         return self._builder.build(lambda whole, estimated: self.template(values, whole, estimated).at(values))
 
     def template(self, values: Values, whole: bool, estimated: bool = False) -> Template:
@@ -130,6 +133,8 @@ class Templates:
                 return template
         shapes = SymbolicShapes(values)
         captured = self._builder.described(whole, estimated, shapes)
+        self._in_region = self._region()  # a compiler adds conditions of its own
+        self._require(values)
         template = Template(captured, shapes.conditions, list(self.traced))
         assert template.holds(values)
         known.insert(0, template)

@@ -50,15 +50,17 @@ def find_vector_isa() -> threading.Thread:
 
 @dataclass(frozen=True)
 class CompiledSegment:
-    """A segment ready to run, and its memory."""
+    """A segment ready to run, and its memory.
+
+    `wrapper`: the source that Inductor generated, "" for a segment that runs node by node.
+    """
 
     run: BoxedCallable
     memory: SegmentMemory
+    wrapper: str = ""
 
 
-def compile_segment(
-    segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED
-) -> CompiledSegment:
+def compile_segment(segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED) -> CompiledSegment:
     """Compile by Inductor, or for `codegen="eager"` into a plain walk over the graph.
 
     Raises:
@@ -75,13 +77,29 @@ def compile_segment(
             "this version of Inductor keeps no source of its wrappers, so their memory cannot be read off; "
             'compile with options={"codegen": "eager"}'
         )
-    return CompiledSegment(compiled, _memory_of(segment, source, num_threads))
+    return CompiledSegment(compiled, _memory_of(segment, source, num_threads, shapes), source)
+
+
+def generated_wrapper(segment: Segment, codegen: str) -> str:
+    """The wrapper of `compile_segment`'s result, without compiling; "" for a segment that runs node by node.
+
+    Raises:
+        UnsupportedError: what vector instructions Inductor may use is not known yet and there is no C++ compiler to ask.
+    """
+    if _runs_node_by_node(segment, codegen):
+        return ""
+    _require_compiler()
+    with steady_inductor(segment.example_inputs):
+        return wrapper_source(segment)
 
 
 def describe_segment(
-    segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED
+    segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED, wrapper: str = ""
 ) -> SegmentMemory:
     """The memory of `compile_segment`'s result, without compiling.
+
+    Args:
+        wrapper: the segment's wrapper, where it was generated before: of symbolic sizes, it is the same for all.
 
     Raises:
         UnsupportedError: Inductor would generate something whose memory cannot be read off, or what vector
@@ -89,10 +107,7 @@ def describe_segment(
     """
     if _runs_node_by_node(segment, codegen):
         return eager_memory(segment.module.graph, num_threads, shapes)
-    _require_compiler()
-    with steady_inductor(segment.example_inputs):
-        source = wrapper_source(segment)
-    return _memory_of(segment, source, num_threads)
+    return _memory_of(segment, wrapper or generated_wrapper(segment, codegen), num_threads, shapes)
 
 
 def _require_compiler() -> None:
@@ -111,8 +126,8 @@ def _runs_node_by_node(segment: Segment, codegen: str) -> bool:
     return codegen == "eager" or segment.run_by_aten or not any(is_compute(node) for node in nodes)
 
 
-def _memory_of(segment: Segment, source: str, num_threads: int) -> SegmentMemory:
-    memory = inductor_memory(source, segment.example_inputs, num_threads)
+def _memory_of(segment: Segment, source: str, num_threads: int, shapes: Shapes) -> SegmentMemory:
+    memory = inductor_memory(source, segment.example_inputs, num_threads, shapes)
     assert len(memory.outputs) == sum(node is not None for node in returned(segment.module.graph))
     return memory
 

@@ -84,9 +84,7 @@ class _Translated(Shapes):
     def _tensor(self, traced: Tensor) -> Tensor:
         if id(traced) not in self._made:
             shape, stride = ([self._number(n) for n in numbers] for numbers in (traced.shape, traced.stride()))
-            offset, of_storage = (
-                self._number(n) for n in (traced.storage_offset(), traced.untyped_storage().nbytes())
-            )
+            offset, of_storage = (self._number(n) for n in (traced.storage_offset(), traced.untyped_storage().nbytes()))
             with self._mode, torch.no_grad():
                 if traced.device.type == "cpu":  # rules for CPUs do not look at storages
                     made = torch.empty_strided(shape, stride, dtype=traced.dtype, device=traced.device)
@@ -169,7 +167,9 @@ def _evaluated(expression: sympy.Expr, values: Mapping[sympy.Symbol, int]) -> sy
     missing = expression.free_symbols - values.keys()
     if missing:
         names = ", ".join(sorted(map(str, missing)))
-        raise UnsupportedError(f"a size depends on the values of tensors ({names}); chunkc plans sizes that shapes decide")
+        raise UnsupportedError(
+            f"a size depends on the values of tensors ({names}); chunkc plans sizes that shapes decide"
+        )
     found = expression.xreplace({symbol: sympy.Integer(value) for symbol, value in values.items()})
     assert found.is_number, found
     return found

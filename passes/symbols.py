@@ -23,17 +23,6 @@ def size_of(value: int | torch.SymInt | sympy.Expr) -> Size:
     return int(value) if isinstance(value, int | sympy.Integer) else value
 
 
-def total(sizes: Iterable[Size]) -> Size:
-    """The sum of sizes; a number if all are."""
-    number, expressions = 0, []
-    for size in sizes:
-        if isinstance(size, int):
-            number += size
-        else:
-            expressions.append(size)
-    return size_of(sympy.Add(number, *expressions)) if expressions else number
-
-
 def shape_env_of(values: Iterable[object]) -> ShapeEnv | None:
     """Where the symbols of fake tensors and symbolic numbers are defined; None if they were traced without any."""
     for leaf in pytree.tree_leaves(list(values)):
@@ -59,11 +48,6 @@ def plain_symbol(value: object) -> sympy.Symbol | None:
     """The symbol that a symbolic number is, if it is one and nothing more."""
     expression = value.node.expr if isinstance(value, torch.SymInt) else None
     return expression if isinstance(expression, sympy.Symbol) else None
-
-
-def renamed(size: Size, names: Mapping[sympy.Symbol, sympy.Symbol]) -> Size:
-    """A size in other symbols."""
-    return size if isinstance(size, int) else size_of(size.xreplace(dict(names)))
 
 
 def region(shape_env: ShapeEnv) -> tuple[sympy.Basic, ...]:

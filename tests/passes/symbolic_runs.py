@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._inductor.codecache import PyCodeCache
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,8 +23,9 @@ from chunkc.ir.program import SegmentMemory
 from chunkc.passes.codegen import CompiledSegment, compile_segment, describe_segment
 from chunkc.passes.graphs import placeholders, returned
 from chunkc.passes.segments import Piece, Segment, SegmentTable, clone_parameter_views, cut, extract
+from chunkc.passes.shapes import ShapesAt, SymbolicShapes, symbol_values
 from chunkc.passes.symbols import Size, free_symbols, holds, plain_symbol, region, shape_env_of
-from chunkc.passes.wrapper_reader import BIND, Wrapper
+from chunkc.passes.wrapper_reader import Wrapper
 from chunkc.runtime import cpu_allocator
 
 Values = dict[sympy.Symbol, int]
@@ -47,13 +49,13 @@ def values_of(segment: Segment, args: Sequence[Any]) -> Values:
     return found
 
 
-def pieces_of(gm: fx.GraphModule, table: SegmentTable) -> list[Piece]:
-    """Cut as where each input of fixed sizes, a parameter, is a chunk of its own."""
+def pieces_of(gm: fx.GraphModule, table: SegmentTable, whole: bool) -> list[Piece]:
+    """Cut as where each input of fixed sizes, a parameter, is a chunk of its own; or `whole`."""
     values = {node: node.meta["val"] for node in placeholders(gm.graph)}
     fixed = [n for n, value in values.items() if isinstance(value, torch.Tensor) and not [*free_symbols([value])]]
     groups = {node: index for index, node in enumerate(fixed)}
     clone_parameter_views(gm.graph, fixed)
-    return extract(gm, cut(gm.graph, groups=groups, gradient_groups={}), table)
+    return extract(gm, cut(gm.graph, groups=groups, gradient_groups={}, whole=whole), table)
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,6 @@ class Meter(TorchDispatchMode):
         for name in self._wrapper.kernels:
             names[name] = self._read(name, names[name])
         names["empty_strided_cpu"] = self._read("allocation", names["empty_strided_cpu"])
-        names[BIND] = lambda name, value: value
         call = self._wrapper.call(names)
         self._around = cpu_allocator.current_nbytes() - sum(storages_of(args).values())
         with self:
@@ -110,12 +111,12 @@ def storages_of(args: Sequence[Any]) -> dict[int, int]:
     return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in args if isinstance(t, torch.Tensor)}
 
 
-def predicted(memory: SegmentMemory, values: Values, args: Sequence[Any]) -> list[Reading]:
+def predicted(memory: SegmentMemory, args: Sequence[Any]) -> list[Reading]:
     """What `Meter` should read: the segment's own bytes, and the inputs that it still holds."""
     found = []
     for index, step in enumerate(memory.steps):
         held = [value for value, until in zip(args, memory.input_released) if index < until]
-        found.append(Reading(step.op, evaluated(step.nbytes, values) + sum(storages_of(held).values())))
+        found.append(Reading(step.op, step.nbytes + sum(storages_of(held).values())))
     return found
 
 
@@ -124,6 +125,26 @@ def copies_of(args: Sequence[Any]) -> list[Any]:
         torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).copy_(a) if isinstance(a, torch.Tensor) else a
         for a in args
     ]
+
+
+@dataclass
+class Described:
+    """A compiled segment with its memory in symbols, wherever it was called so far."""
+
+    segment: Segment
+    compiled: CompiledSegment
+    memories: list[tuple[tuple[sympy.Basic, ...], SegmentMemory]]
+
+    def at(self, shape: Values) -> SegmentMemory:
+        """In symbols still, for the conditions that hold at `shape`. The wrapper is not generated again."""
+        for conditions, memory in self.memories:
+            if holds(conditions, shape):
+                return memory
+        shapes = SymbolicShapes(shape)
+        memory = describe_segment(self.segment, "inductor", 1, shapes, self.compiled.wrapper)
+        self.memories.append((shapes.conditions, memory))
+        assert holds(shapes.conditions, shape)
+        return memory
 
 
 @dataclass
@@ -137,17 +158,26 @@ class Graph:
     """
 
     capture: Capture
+    shape_env: ShapeEnv | None
     forward: list[Piece]
     backward: list[Piece]
-    compiled: dict[str, CompiledSegment]
-    shape_env: ShapeEnv | None
+    described: dict[str, Described] = field(default_factory=dict)
     differences: list[str] = field(default_factory=list)
     num_moments: int = 0
     shapes: list[Values] = field(default_factory=list)
 
-    @property
-    def segments(self) -> list[Segment]:
-        return list({piece.segment.name: piece.segment for piece in (*self.forward, *self.backward)}.values())
+    def compile(self, table: SegmentTable) -> None:
+        """Compile every segment once; a description before has found the same memory."""
+        for segment in table.segments.values():
+            traced = symbol_values(segment.example_inputs)
+            shapes, ahead = SymbolicShapes(traced), SymbolicShapes(traced)
+            before = describe_segment(segment, "inductor", 1, ahead)
+            num_guards = len(self.shape_env.guards) if self.shape_env is not None else 0
+            compiled = compile_segment(segment, "inductor", 1, shapes)
+            assert compiled.memory == before
+            assert shapes.conditions == ahead.conditions
+            assert self.shape_env is None or len(self.shape_env.guards) == num_guards
+            self.described[segment.name] = Described(segment, compiled, [(shapes.conditions, compiled.memory)])
 
     def run(self, gm: fx.GraphModule, pieces: Sequence[Piece], args: list[Any]) -> list[Any]:
         values = dict(zip(placeholders(gm.graph), args, strict=True))
@@ -157,46 +187,46 @@ class Graph:
         return [None if node is None else values[node] for node in returned(gm.graph)]
 
     def _call(self, piece: Piece, args: list[Any]) -> Sequence[Any]:
-        segment, compiled = piece.segment, self.compiled[piece.segment.name]
-        shape = values_of(segment, args)
+        described = self.described[piece.segment.name]
+        name, compiled, shape = piece.segment.name, described.compiled, values_of(piece.segment, args)
         self.shapes.append(shape)
         assert self.shape_env is None or holds(region(self.shape_env), shape)
-        source = getattr(compiled.run, "source_code", None)
-        outputs = compiled.run(copies_of(args))
-        if source is not None:
-            expected = predicted(compiled.memory, shape, args := copies_of(args))
-            meter = Meter(source)
-            gc.collect()
-            outputs = meter.run(args)
-            self._compare(segment.name, shape, expected, meter.readings)
-            fresh = storages_of(outputs)
-            kept = [evaluated(n, shape) for n in compiled.memory.storage_nbytes]
-            if sum(kept) > sum(fresh.values()):
-                self.differences.append(f"{segment.name} at {shape}: {kept} bytes leave it, not {fresh}")
+        memory = described.at(shape)
+        plain = describe_segment(piece.segment, "inductor", 1, ShapesAt(shape), compiled.wrapper)
+        assert memory.with_sizes(lambda nbytes: evaluated(nbytes, shape)) == plain
+        if not compiled.wrapper:
+            return compiled.run(copies_of(args))
+        whole = compiled.run(copies_of(args))
+        expected = predicted(plain, args := copies_of(args))
+        meter = Meter(compiled.wrapper)
+        gc.collect()
+        outputs = meter.run(args)
+        torch.testing.assert_close([*outputs], [*whole])
+        self.num_moments += len(expected)
+        self.differences += [
+            f"{name} at {shape}: {paper} on paper, {read} by the meter"
+            for paper, read in itertools.zip_longest(expected, meter.readings)
+            if paper is None or read is None or read.op not in (paper.op, "allocation") or paper.nbytes != read.nbytes
+        ]
+        given = storages_of(args)
+        fresh = sorted(n for key, n in storages_of(outputs).items() if key not in given)
+        if fresh != sorted(n for n in plain.storage_nbytes if n):
+            self.differences.append(
+                f"{name} at {shape}: {plain.storage_nbytes} bytes leave it on paper, but {fresh} do"
+            )
         return outputs
-
-    def _compare(self, name: str, shape: Values, expected: list[Reading], measured: list[Reading]) -> None:
-        self.num_moments += len(measured)
-        if len(expected) != len(measured):
-            self.differences.append(f"{name} at {shape}: {len(expected)} moments, not {len(measured)}")
-        for paper, meter in zip(expected, measured):
-            same = meter.op in (paper.op, "allocation") and paper.nbytes == meter.nbytes
-            if not same:
-                self.differences.append(f"{name} at {shape}: {paper} on paper, {meter} by the meter")
 
 
 class Subject:
-    """A module compiled for symbolic sizes, segment by segment."""
+    """A module compiled for symbolic sizes, segment by segment: once per graph that Dynamo captures."""
 
-    def __init__(self, module: nn.Module | Callable[..., Any], codegen: str = "inductor") -> None:
-        self.module = module
-        self.codegen = codegen
+    def __init__(self, module: Callable[..., Any], *, whole: bool = False) -> None:
         self.graphs: list[Graph] = []
+        self._whole = whole
         torch._dynamo.reset()
         self._compiled = torch.compile(module, backend=self._backend, dynamic=True)
 
     def __call__(self, *args: torch.Tensor) -> Any:
-        cpu_allocator.install()
         return self._compiled(*args)
 
     def _backend(self, gm: fx.GraphModule, inputs: list[Any]) -> Any:
@@ -209,19 +239,14 @@ class Subject:
             return graph.run(capture.backward, graph.backward, args)
 
         names = [None] * len(placeholders(gm.graph))
-        call, capture = capture_graph(
-            gm, inputs, names, codegen=self.codegen, run_forward=forward, run_backward=backward
-        )
+        call, capture = capture_graph(gm, inputs, names, codegen="inductor", run_forward=forward, run_backward=backward)
         table = SegmentTable()
         assert capture.forward is not None
         shape_env = shape_env_of(node.meta["val"] for node in placeholders(capture.forward.graph))
-        ahead = pieces_of(capture.forward, table)
-        back = pieces_of(capture.backward, table) if capture.backward is not None else []
-        graph = Graph(capture, ahead, back, {}, shape_env)
-        for segment in table.segments.values():
-            described = describe_segment(segment, self.codegen, 1)
-            graph.compiled[segment.name] = compile_segment(segment, self.codegen, 1)
-            assert described == graph.compiled[segment.name].memory
+        ahead = pieces_of(capture.forward, table, self._whole)
+        back = pieces_of(capture.backward, table, self._whole) if capture.backward is not None else []
+        graph = Graph(capture, shape_env, ahead, back)
+        graph.compile(table)
         self.graphs.append(graph)
         return call
 
