@@ -24,7 +24,7 @@ from chunkc.passes.shapes import AS_TRACED, Shapes
 
 @dataclass(frozen=True)
 class Structure:
-    """A cut step: what does not depend on sizes. `compiled`: its segments, each as it was last compiled or described."""
+    """A cut step: what does not depend on sizes. `compiled`: its segments, each as it was last described."""
 
     forward: tuple[Piece, ...]
     backward: tuple[Piece, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.exc import InvalidCxxCompiler
+from torch.compiler import config as compiler_config
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import SegmentMemory
@@ -23,7 +24,7 @@ from chunkc.passes.inductor_cuda import steady_inductor
 from chunkc.passes.inductor_memory import inductor_memory
 from chunkc.passes.segment_memory import eager_memory
 from chunkc.passes.segments import Segment
-from chunkc.passes.shapes import AS_TRACED, Shapes
+from chunkc.passes.shapes import AS_TRACED, Shapes, symbol_values
 from chunkc.passes.wrapper_source import wrapper_source
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
@@ -69,8 +70,9 @@ def compile_segment(segment: Segment, codegen: str, num_threads: int, shapes: Sh
     if _runs_node_by_node(segment, codegen):
         return CompiledSegment(EagerSegment(segment.module), eager_memory(segment.module.graph, num_threads, shapes))
     _require_compiler()
-    with _own_output_strides(), steady_inductor(segment.example_inputs):
-        compiled = compile_fx_inner(segment.module, segment.example_inputs)
+    inputs = segment.example_inputs
+    with _own_output_strides(), steady_inductor(inputs), _cached_by_sizes(inputs):
+        compiled = compile_fx_inner(segment.module, inputs)
     source = getattr(compiled, "source_code", None)
     if not source:
         raise UnsupportedError(
@@ -84,7 +86,7 @@ def generated_wrapper(segment: Segment, codegen: str) -> str:
     """The wrapper of `compile_segment`'s result, without compiling; "" for a segment that runs node by node.
 
     Raises:
-        UnsupportedError: what vector instructions Inductor may use is not known yet and there is no C++ compiler to ask.
+        UnsupportedError: what vector instructions Inductor may use is unknown yet and there is no C++ compiler to ask.
     """
     if _runs_node_by_node(segment, codegen):
         return ""
@@ -144,6 +146,19 @@ def _own_output_strides() -> Iterator[None]:
         yield
     finally:
         context.output_strides = former
+
+
+def _cached_by_sizes(inputs: Sequence[object]) -> AbstractContextManager[Any]:
+    """Let Inductor's cache tell apart for which sizes a segment with symbolic sizes was compiled.
+
+    It does not by itself: the code holds for all sizes within its guards. But how Inductor fuses depends on the sizes
+    at hand, and so do the bytes, which a description must find as they will be.
+    """
+    sizes = symbol_values(inputs)
+    if not sizes:
+        return nullcontext()
+    tag = ",".join(f"{symbol}={value}" for symbol, value in sizes.items())
+    return compiler_config.patch(cache_key_tag=f"{compiler_config.cache_key_tag} {tag}".strip())
 
 
 class EagerSegment:

@@ -223,7 +223,8 @@ def extract(
 def symbol_inputs(graph: fx.Graph, run: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.Node]:
     """The nodes that are the symbols in a run's sizes, for those that are not among its inputs.
 
-    Tensors' dimensions would tell Inductor most of them, but its cache keeps only conditions on symbols that are inputs.
+    Tensors' dimensions would tell Inductor most of them, but its cache keeps conditions only on symbols that are inputs
+    (`get_pruned_guards` in `torch/_inductor/codecache.py`).
     """
     values = [node.meta.get("val") for node in (*inputs, *run)]
     given = {plain_symbol(node.meta.get("val")) for node in (*inputs, *run)}
