@@ -110,8 +110,8 @@ class Templates:
         """Whether the captured graph is the graph of these sizes."""
         return all(self._in_region(values))
 
-    def at(self, values: Values) -> Captured:
-        """The step at these sizes: whole where everything fits, in segments otherwise.
+    def at(self, values: Values, *, may_be_whole: bool = True) -> Captured:
+        """The step at these sizes: whole where everything fits and it may be, in segments otherwise.
 
         Raises:
             UnsupportedError: the graph was captured for other sizes; or an operator's memory is not known.
@@ -119,7 +119,11 @@ class Templates:
         if not self.holds(values):
             sizes = ", ".join(f"{symbol} = {value}" for symbol, value in values.items())
             raise UnsupportedError(f"this graph was not captured for {sizes}")
-        return self._builder.build(lambda whole, estimated: self.template(values, whole, estimated).at(values))
+
+        def described(whole: bool, estimated: bool) -> Captured:
+            return self.template(values, whole, estimated).at(values)
+
+        return self._builder.build(described) if may_be_whole else described(False, False)
 
     def template(self, values: Values, whole: bool, estimated: bool = False) -> Template:
         """The one that holds at these values, made if there is none yet."""
