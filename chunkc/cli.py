@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from rich.console import Console
@@ -21,14 +22,15 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from chunkc.calibrate import calibrate, default_hardware_path, save_hardware
 from chunkc.explain import Show, budget_of, explain, minimum_budget
 from chunkc.formats import FORMATS, diff, read_explanation, write
-from chunkc.ir.errors import BudgetError, ChunkcError, OptionsError, format_nbytes
+from chunkc.ir.errors import BudgetError, ChunkcError, OptionsError, UnsupportedError, format_nbytes
 from chunkc.ir.explanation import Explanation
 from chunkc.ir.hardware import Hardware
 from chunkc.largest import largest
 from chunkc.models import MODELS
 from chunkc.options import parse_options, parse_size
 from chunkc.presets import PRESETS, load_hardware
-from chunkc.targets import DTYPES, ModelOptions, Target, built_in, errors_of, from_file, from_module
+from chunkc.scaling import capture_scaling
+from chunkc.targets import DTYPES, ModelOptions, Subject, Target, built_in, errors_of, from_file, from_module
 
 FITS, BAD_INPUT, DOES_NOT_FIT = 0, 2, 3
 
@@ -148,9 +150,9 @@ def _explain(options: argparse.Namespace) -> int:
     sizes = {"batch_size": options.batch_size, "seq_len": options.seq_len}
     with _progress() as show:
         if options.largest is not None:
-            size, note = _largest(options.largest, target, hardware, settings, sizes, budget, show)
-            sizes[options.largest] = size
-            notes.append(note)
+            sizes[options.largest], notes = _largest(
+                options.largest, target, hardware, settings, sizes, budget, show
+            )
         show(f"building {target.name}")
         subject = target.build(sizes["batch_size"], sizes["seq_len"])
         with errors_of(target.name):
@@ -190,23 +192,42 @@ def _largest(
     sizes: dict[str, int | None],
     budget_nbytes: int,
     show: Show,
-) -> tuple[int, str]:
-    """The largest size, and a sentence about it; 1 where not even that fits."""
+) -> tuple[int, list[str]]:
+    """The largest size, and sentences about it; 1 where not even that fits.
+
+    The search goes over one capture with the size in symbols. It and the next size are then captured for themselves;
+    where that cannot be done, or says something else, so is every size that is tried.
+    """
     words = what.replace("_", " ")
 
+    def build(size: int) -> Subject:
+        asked = {**sizes, what: size}
+        return target.build(asked["batch_size"], asked["seq_len"])
+
+    @cache
     def needs(size: int) -> int:
         show(f"trying {words} {size:,}")
-        asked = {**sizes, what: size}
-        subject = target.build(asked["batch_size"], asked["seq_len"])
+        subject = build(size)
         with errors_of(f"{target.name} with {words} {size:,}"):
             return minimum_budget(subject.model, *subject.args, hardware=hardware, **settings, **subject.kwargs)
 
+    notes = []
     try:
-        found = largest(needs, budget_nbytes)
+        show(f"tracing with {words} in symbols")
+        try:
+            with errors_of(target.name):
+                scaling = capture_scaling(lambda size: build(size).parts, parse_options(settings), hardware)
+            found = largest(lambda size: scaling.minimum_nbytes(size) or needs(size), budget_nbytes)
+            if found.needs_nbytes != (needs(found.size), needs(found.size + 1)):
+                raise UnsupportedError(f"captured with {words} {found.size:,}, the model is another graph")
+        except UnsupportedError as error:
+            notes.append(f"every size was traced for itself: {error}")
+            found = largest(needs, budget_nbytes)
     except BudgetError as error:
-        return 1, f"not even {words} 1 fits: it needs {format_nbytes(error.minimum_nbytes)}"
+        return 1, [f"not even {words} 1 fits: it needs {format_nbytes(error.minimum_nbytes)}", *notes]
     next_needs = format_nbytes(found.needs_nbytes[1])
-    return found.size, f"{words} {found.size:,} is the largest that fits: {found.size + 1:,} needs {next_needs}"
+    answer = f"{words} {found.size:,} is the largest that fits: {found.size + 1:,} needs {next_needs}"
+    return found.size, [answer, *notes]
 
 
 def _calibrate(options: argparse.Namespace) -> int:

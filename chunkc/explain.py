@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from chunkc.build import Builder
-from chunkc.captured import plan_step, profile, rewrite, verify
+from chunkc.captured import Captured, plan_step, profile, rewrite, verify
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError, OptionsError, UnsupportedError, format_nbytes
 from chunkc.ir.explanation import (
@@ -82,9 +82,9 @@ def explain(
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     show = show or (lambda what: None)
     show("tracing the model")
-    graph = _one_graph(model, args, kwargs, options)
+    graph = one_graph(model, args, kwargs, options)
     show("planning")
-    found = explain_graph(graph, options, _training_in(machine, graph, options), name or type(model).__name__)
+    found = explain_graph(graph, options, training_in(machine, graph, options), name or type(model).__name__)
     return replace(found, measured=measured)
 
 
@@ -102,14 +102,21 @@ def minimum_budget(
     asked = {"memory_budget": memory_budget, "home": home, "chunk_size": chunk_size}
     options = parse_options({**asked, "codegen": codegen})
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
-    graph = _one_graph(model, args, kwargs, options)
-    layout = _layout(graph, options)
-    step = plan_for(graph, layout, options, _training_in(machine, graph, options), budget_of(options, machine))
-    return step.minimum_nbytes
+    graph = one_graph(model, args, kwargs, options)
+    layout = layout_of(graph, options)
+    budget, machine = budget_of(options, machine), training_in(machine, graph, options)
+    return plan_for(build_for(graph, layout, options, machine, budget).build(), layout, machine, budget).minimum_nbytes
 
 
-def _one_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> OfflineGraph:
-    graphs = capture_offline(model, args, kwargs, codegen=options.codegen)
+def one_graph(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, *, dynamic: bool = False
+) -> OfflineGraph:
+    """The graph of a model in one graph; with `dynamic`, dimensions that are marked so are traced in symbols.
+
+    Raises:
+        UnsupportedError: there are several, or none.
+    """
+    graphs = capture_offline(model, args, kwargs, codegen=options.codegen, dynamic=dynamic)
     if len(graphs) > 1:
         raise UnsupportedError(
             f"torch.compile splits this model into {len(graphs)} graphs; only models in one graph can be explained so "
@@ -118,12 +125,13 @@ def _one_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
     return graphs[0]
 
 
-def _layout(graph: OfflineGraph, options: Options) -> ChunkLayout:
+def layout_of(graph: OfflineGraph, options: Options) -> ChunkLayout:
+    """How the graph's parameters are laid into chunks."""
     layout = lay_out(list(graph.movable), options.chunk_size if isinstance(options.chunk_size, int) else None)
     return ChunkLayout(layout.chunk_nbytes, layout.groups, (*layout.small, *graph.fixed))
 
 
-def _training_in(machine: Hardware, graph: OfflineGraph, options: Options) -> Hardware:
+def training_in(machine: Hardware, graph: OfflineGraph, options: Options) -> Hardware:
     """The machine at the rate of the dtype that most parameters have, its links no faster than a home on disk."""
     sizes: dict[torch.dtype, int] = {}
     for spec in (*graph.movable, *graph.fixed):
@@ -162,9 +170,9 @@ def budget_of(options: Options, hardware: Hardware) -> int:
 
 def explain_graph(graph: OfflineGraph, options: Options, hardware: Hardware, name: str) -> Explanation:
     """Explain one captured graph."""
-    layout = _layout(graph, options)
+    layout = layout_of(graph, options)
     budget = budget_of(options, hardware)
-    step = plan_for(graph, layout, options, hardware, budget)
+    step = plan_for(build_for(graph, layout, options, hardware, budget).build(), layout, hardware, budget)
     events = _events(step, hardware)
     moments = tuple(explained_moments(step, events))
     home_nbytes = _home_nbytes(layout, step.plan.resident)
@@ -201,12 +209,11 @@ def explain_graph(graph: OfflineGraph, options: Options, hardware: Hardware, nam
     )
 
 
-def plan_for(
+def build_for(
     graph: OfflineGraph, layout: ChunkLayout, options: Options, hardware: Hardware, budget_nbytes: int
-) -> StepPlans:
-    """The plan for a budget; where it is too small, the plan for the smallest that works, marked as not fitting."""
-    everything = frozenset(group.index for group in layout.groups)
-    builder = Builder(
+) -> Builder:
+    """Who describes the graph; nothing is compiled."""
+    return Builder(
         graph.capture,
         options.codegen,
         layout,
@@ -215,7 +222,11 @@ def plan_for(
         may_be_whole=options.whole_graph == "auto",
         compiled=False,
     )
-    captured = builder.build()
+
+
+def plan_for(captured: Captured, layout: ChunkLayout, hardware: Hardware, budget_nbytes: int) -> StepPlans:
+    """The plan for a budget; where it is too small, the plan for the smallest that works, marked as not fitting."""
+    everything = frozenset(group.index for group in layout.groups)
     step = profile(captured, layout)
     fits = True
     try:

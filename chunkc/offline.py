@@ -98,7 +98,10 @@ def capture_offline(
         return call
 
     patched = torch._dynamo.config.patch(
-        recompile_limit=NUM_RECOMPILES, accumulated_recompile_limit=NUM_RECOMPILES, fake_tensor_cache_enabled=True
+        recompile_limit=NUM_RECOMPILES,
+        accumulated_recompile_limit=NUM_RECOMPILES,
+        fake_tensor_cache_enabled=True,
+        automatic_dynamic_shapes=False,
     )
     call_model = _with_own_code(fake_model)
     try:

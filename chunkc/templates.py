@@ -115,14 +115,18 @@ class Templates:
             sizes = ", ".join(f"{symbol} = {value}" for symbol, value in values.items())
             raise UnsupportedError(f"this graph was not captured for {sizes}")
 
-    def at(self, values: Values) -> Captured:
-        """The step at these sizes: whole where everything fits, in segments otherwise.
+    def at(self, values: Values, *, may_be_whole: bool = True) -> Captured:
+        """The step at these sizes: whole where everything fits and it may be, in segments otherwise.
 
         Raises:
             UnsupportedError: the graph was captured for other sizes; or an operator's memory is not known.
         """
         self._require(values)
-        return self._builder.build(lambda whole, estimated: self.template(values, whole, estimated).at(values))
+
+        def described(whole: bool, estimated: bool) -> Captured:
+            return self.template(values, whole, estimated).at(values)
+
+        return self._builder.build(described) if may_be_whole else described(False, False)
 
     def template(self, values: Values, whole: bool, estimated: bool = False) -> Template:
         """The one that holds at these values, made if there is none yet."""
