@@ -170,7 +170,7 @@ def _build(
     movable = [session.spec_of(name, named[name]) for name in in_order if can_move(named[name])]
     fixed = [session.spec_of(name, named[name]) for name in in_order if not can_move(named[name])]
     layout = session.extend_layout(movable, fixed)
-    # What Inductor takes for granted of symbolic sizes, Dynamo must hear now: nothing can be compiled when sizes change.
+    # What Inductor takes for granted of symbolic sizes Dynamo must hear now: later, nothing more may be compiled.
     fused_for_any_sizes = options.codegen == "inductor" and bool(traced_values(capture))
     builder = Builder(
         capture,

@@ -88,6 +88,10 @@ def _moments(program: Any, captured: Captured) -> Iterable[int]:
             yield step.nbytes + extra
 
 
+class OtherGraphError(UnsupportedError):
+    """At these sizes the model is not the graph that was captured, or was compiled."""
+
+
 class Templates:
     """A builder's step at any values of the symbols it was captured with.
 
@@ -113,13 +117,14 @@ class Templates:
     def _require(self, values: Values) -> None:
         if not self.holds(values):
             sizes = ", ".join(f"{symbol} = {value}" for symbol, value in values.items())
-            raise UnsupportedError(f"this graph was not captured for {sizes}")
+            raise OtherGraphError(f"this graph was not captured for {sizes}")
 
     def at(self, values: Values, *, may_be_whole: bool = True) -> Captured:
         """The step at these sizes: whole where everything fits and it may be, in segments otherwise.
 
         Raises:
-            UnsupportedError: the graph was captured for other sizes; or an operator's memory is not known.
+            OtherGraphError: the graph was captured for other sizes, or what Inductor made of it is for others.
+            UnsupportedError: an operator's memory is not known.
         """
         self._require(values)
 
