@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils import _pytree as pytree
 
 from chunkc.capture import Capture, capture_graph, input_names
@@ -56,7 +57,8 @@ def capture_offline(
 
     Args:
         model, args, kwargs: real, on the meta device, or fake tensors already.
-        dynamic: trace the dimensions that `torch._dynamo.mark_dynamic` marked in symbols.
+        dynamic: trace the dimensions of arguments in symbols that `torch._dynamo.mark_dynamic` (or `maybe_mark_dynamic`)
+            marked.
         codegen: who would compile the segments. For Inductor, the C++ compiler is asked for its vector instructions
             meanwhile: its code depends on them.
 
@@ -117,6 +119,8 @@ def capture_offline(
         if isinstance(error.inner_exception, ChunkcError):
             raise error.inner_exception from None
         raise UnsupportedError(f"the model cannot be traced: {_first_line(error.inner_exception)}") from error
+    except ConstraintViolationError as error:
+        raise UnsupportedError(f"the model cannot be traced with symbols: {_first_line(error)}") from error
     except TorchDynamoException as error:
         raise UnsupportedError(f"the model cannot be traced: {_first_line(error.__cause__ or error)}") from error
     finally:
@@ -194,6 +198,8 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
         )
     for dim in getattr(tensor, "_dynamo_dynamic_indices", ()):
         torch._dynamo.mark_dynamic(fake, dim)
+    for dim in getattr(tensor, "_dynamo_weak_dynamic_indices", ()):
+        torch._dynamo.maybe_mark_dynamic(fake, dim)
     return fake
 
 

@@ -99,7 +99,7 @@ class Templates:
     """
 
     def __init__(self, builder: Builder) -> None:
-        self._builder = builder
+        self.builder = builder
         self.traced = traced_values(builder.capture)
         self._region = _traced_region(builder.capture, self.traced)
         self._in_region = compiled(self._region, list(self.traced))
@@ -123,17 +123,17 @@ class Templates:
         def described(whole: bool, estimated: bool) -> Captured:
             return self.template(values, whole, estimated).at(values)
 
-        return self._builder.build(described) if may_be_whole else described(False, False)
+        return self.builder.build(described) if may_be_whole else described(False, False)
 
     def template(self, values: Values, whole: bool, estimated: bool = False) -> Template:
         """The one that holds at these values, made if there is none yet."""
-        estimated = estimated and not self._builder.estimate_is_exact
+        estimated = estimated and not self.builder.estimate_is_exact
         known = self._known.setdefault((whole, estimated), [])
         for template in known:
             if template.holds(values):
                 return template
         shapes = SymbolicShapes(values)
-        captured = self._builder.described(whole, estimated, shapes)
+        captured = self.builder.described(whole, estimated, shapes)
         template = Template(captured, shapes.conditions, list(self.traced))
         assert template.holds(values)
         known.insert(0, template)
