@@ -28,7 +28,7 @@ from chunkc.ir.program import UPDATE
 from chunkc.ir.simulate import simulate, step_time, traffic, update_s_per_element
 from chunkc.measured import measured_side
 from chunkc.moments import StepPlans, explained_moments, peak_of
-from chunkc.offline import OfflineGraph, capture_offline
+from chunkc.offline import OfflineGraph, capture_offline, has_dynamic_dimensions
 from chunkc.options import Options, parse_options, resolve_budget
 from chunkc.passes.layout import lay_out
 from chunkc.passes.planning import (
@@ -40,6 +40,7 @@ from chunkc.passes.planning import (
     update_tiles,
 )
 from chunkc.presets import load_hardware
+from chunkc.templates import Templates, traced_values
 
 Show = Callable[[str], None]
 """Told what begins."""
@@ -70,6 +71,9 @@ def explain(
             put beside what is predicted.
         show: told what begins, for a progress display.
 
+    Dimensions of arguments that `torch._dynamo.mark_dynamic` marked are traced in symbols, and every moment then says
+    its bytes as an expression in them.
+
     Raises:
         OptionsError: an argument makes no sense.
         UnsupportedError: the model cannot be captured, or has an operator whose memory is not known.
@@ -82,7 +86,7 @@ def explain(
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     show = show or (lambda what: None)
     show("tracing the model")
-    graph = one_graph(model, args, kwargs, options)
+    graph = one_graph(model, args, kwargs, options, dynamic=has_dynamic_dimensions((args, kwargs)))
     show("planning")
     found = explain_graph(graph, options, training_in(machine, graph, options), name or type(model).__name__)
     return replace(found, measured=measured)
@@ -116,6 +120,8 @@ def one_graph(
     Raises:
         UnsupportedError: there are several, or none.
     """
+    if dynamic and options.codegen != "eager":
+        raise UnsupportedError('sizes in symbols are described with codegen="eager" only, so far')
     graphs = capture_offline(model, args, kwargs, codegen=options.codegen, dynamic=dynamic)
     if len(graphs) > 1:
         raise UnsupportedError(
@@ -172,9 +178,10 @@ def explain_graph(graph: OfflineGraph, options: Options, hardware: Hardware, nam
     """Explain one captured graph."""
     layout = layout_of(graph, options)
     budget = budget_of(options, hardware)
-    step = plan_for(build_for(graph, layout, options, hardware, budget).build(), layout, hardware, budget)
+    captured, expressions = _captured(build_for(graph, layout, options, hardware, budget))
+    step = plan_for(captured, layout, hardware, budget)
     events = _events(step, hardware)
-    moments = tuple(explained_moments(step, events))
+    moments = tuple(explained_moments(step, events, expressions))
     home_nbytes = _home_nbytes(layout, step.plan.resident)
     on_disk = options.home != "cpu"
     host = hardware.host_memory_nbytes
@@ -203,10 +210,20 @@ def explain_graph(graph: OfflineGraph, options: Options, hardware: Hardware, nam
         step_time_s=step_time(events),
         moments=moments,
         events=events,
-        notes=tuple(_notes(step, options, hardware)),
+        notes=(*_notes(step, options, hardware), *(f"{symbol}: {what}" for symbol, what in graph.sizes.items())),
         graphs={phase: module.code for phase, module in step.graphs.items()},
         plan_text="".join(map(str, step.plans)),
     )
+
+
+def _captured(builder: Builder) -> tuple[Captured, tuple[str, ...]]:
+    """The step with the sizes it was traced at; where these are symbols, also every moment's bytes in them."""
+    values = traced_values(builder.capture)
+    if not values:
+        return builder.build(), ()
+    templates = Templates(builder)
+    captured = templates.at(values)
+    return captured, tuple(map(str, templates.template(values, captured.whole).moments.expressions))
 
 
 def build_for(

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import builtins
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
@@ -29,7 +30,7 @@ from chunkc.capture import Capture, capture_graph, input_names
 from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.errors import ChunkcError, UnsupportedError
 from chunkc.passes.codegen import find_vector_isa
-from chunkc.passes.graphs import returned
+from chunkc.passes.graphs import placeholders, returned
 from chunkc.session import is_chunkable, owner, spec_of
 
 NUM_RECOMPILES = 1_000_000
@@ -38,11 +39,15 @@ NUM_RECOMPILES = 1_000_000
 
 @dataclass(frozen=True)
 class OfflineGraph:
-    """One captured graph and the parameters it uses: those that may live in chunks, in order of use, and the others."""
+    """One captured graph and the parameters it uses: those that may live in chunks, in order of use, and the others.
+
+    `sizes`: the symbols in its inputs' sizes -> which dimension each is, and how long that was.
+    """
 
     capture: Capture
     movable: tuple[ParamSpec, ...]
     fixed: tuple[ParamSpec, ...]
+    sizes: Mapping[str, str] = field(default_factory=dict)
 
 
 def capture_offline(
@@ -95,6 +100,7 @@ def capture_offline(
                 capture,
                 tuple(spec_of(name, p) for name, p in in_order if is_chunkable(p) and name not in staying),
                 tuple(spec_of(name, p) for name, p in in_order if not is_chunkable(p) or name in staying),
+                _sizes(gm),
             )
         )
         return call
@@ -131,6 +137,25 @@ def capture_offline(
         raise UnsupportedError(
             "torch.compile captured no graph: the call of this model computes nothing it can compile"
         )
+    return found
+
+
+def has_dynamic_dimensions(arguments: Any) -> bool:
+    """Whether a dimension of any tensor among the arguments is marked as dynamic."""
+    marks = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices")
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    return any(getattr(tensor, mark, None) for tensor in tensors for mark in marks)
+
+
+def _sizes(gm: fx.GraphModule) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for node in placeholders(gm.graph):
+        value, source = node.meta.get("example_value"), getattr(node.meta.get("grapharg"), "source", None)
+        for dim, length in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            if isinstance(length, torch.SymInt):
+                name = source.name() if callable(source.name) else source.name
+                name = re.sub(r"^L\['(?:kwargs'\]\['(\w+)|(args))'\]", r"\1\2", name)
+                found.setdefault(str(length), f"dimension {dim} of {name}, {length.node.hint:,} here")
     return found
 
 

@@ -18,7 +18,7 @@
 | `chunks` | of parameters: `size_nbytes`, `count`, `resident` (never leave the compute tier) |
 | `traffic_nbytes` | copied in one step: `to_device`, `to_home` |
 | `step_time_s` | predicted: `total`, `compute`, `to_device`, `to_home`, `optimizer`, `stall` |
-| `moments` | in order: `call`, `phase`, `op`, `module`, `source`, `start_s`, `contents` (kind to bytes) |
+| `moments` | in order: `call`, `phase`, `op`, `module`, `source`, `start_s`, `contents` (kind to bytes), `expression` |
 | `events` | `stream`, `kind`, `name`, `start_s`, `end_s`, `nbytes`, `phase`, `module` |
 | `notes` | assumptions and limits, one sentence each |
 | `graphs` | phase to the graph's code |

@@ -55,6 +55,7 @@ class ExplainedMoment:
         op, module, source: the operation, the user's module, and `file:line` of the user's code (may be empty).
         start_s: predicted time of the moment from the beginning of the step.
         contents: bytes by kind (see `KINDS`).
+        expression: activations and temporaries in the symbols of the input's sizes; None where shapes are static.
     """
 
     call: str
@@ -64,6 +65,7 @@ class ExplainedMoment:
     source: str
     start_s: float
     contents: Mapping[str, int]
+    expression: str | None = None
 
     @property
     def nbytes(self) -> int:
