@@ -150,9 +150,7 @@ def _explain(options: argparse.Namespace) -> int:
     sizes = {"batch_size": options.batch_size, "seq_len": options.seq_len}
     with _progress() as show:
         if options.largest is not None:
-            sizes[options.largest], notes = _largest(
-                options.largest, target, hardware, settings, sizes, budget, show
-            )
+            sizes[options.largest], notes = _largest(options.largest, target, hardware, settings, sizes, budget, show)
         show(f"building {target.name}")
         subject = target.build(sizes["batch_size"], sizes["seq_len"])
         with errors_of(target.name):

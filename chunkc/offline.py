@@ -62,8 +62,8 @@ def capture_offline(
 
     Args:
         model, args, kwargs: real, on the meta device, or fake tensors already.
-        dynamic: trace the dimensions of arguments in symbols that `torch._dynamo.mark_dynamic` (or `maybe_mark_dynamic`)
-            marked.
+        dynamic: trace in symbols the dimensions of arguments that `torch._dynamo.mark_dynamic` (or
+            `maybe_mark_dynamic`) marked.
         codegen: who would compile the segments. For Inductor, the C++ compiler is asked for its vector instructions
             meanwhile: its code depends on them.
 

@@ -74,7 +74,9 @@ def capture_scaling(build: Build, options: Options, hardware: Hardware) -> Scali
     other_model, *other = build(TRACED_SIZE + 1)
     if _layouts(model) != _layouts(other_model):
         raise UnsupportedError("the model's own tensors depend on this size")
-    lines = _mark(pytree.tree_leaves((tuple(args), dict(kwargs))), pytree.tree_leaves((tuple(other[0]), dict(other[1]))))
+    lines = _mark(
+        pytree.tree_leaves((tuple(args), dict(kwargs))), pytree.tree_leaves((tuple(other[0]), dict(other[1])))
+    )
     graph = one_graph(model, args, kwargs, options, dynamic=True)
     layout, budget = layout_of(graph, options), budget_of(options, hardware)
     builder: Builder = build_for(graph, layout, options, training_in(hardware, graph, options), budget)

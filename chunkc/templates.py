@@ -49,9 +49,7 @@ class Moments:
 class Template:
     """A step described in symbols."""
 
-    def __init__(
-        self, captured: Captured, conditions: Sequence[sympy.Basic], symbols: Sequence[sympy.Symbol]
-    ) -> None:
+    def __init__(self, captured: Captured, conditions: Sequence[sympy.Basic], symbols: Sequence[sympy.Symbol]) -> None:
         """`captured`: its bytes and seconds are numbers or expressions, which hold where the conditions do."""
         sizes: dict[Any, int] = {}
         seconds: dict[Any, int] = {}

@@ -56,9 +56,7 @@ class CompiledSegment:
     memory: SegmentMemory
 
 
-def compile_segment(
-    segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED
-) -> CompiledSegment:
+def compile_segment(segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED) -> CompiledSegment:
     """Compile by Inductor, or for `codegen="eager"` into a plain walk over the graph.
 
     Raises:
@@ -78,9 +76,7 @@ def compile_segment(
     return CompiledSegment(compiled, _memory_of(segment, source, num_threads))
 
 
-def describe_segment(
-    segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED
-) -> SegmentMemory:
+def describe_segment(segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED) -> SegmentMemory:
     """The memory of `compile_segment`'s result, without compiling.
 
     Raises:

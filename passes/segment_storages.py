@@ -75,7 +75,9 @@ def graph_storages(graph: fx.Graph, shapes: Shapes = AS_TRACED) -> GraphStorages
         if node.op == "output":
             continue
         if node.op == "placeholder":
-            trees[node] = pytree.tree_map_only(torch.Tensor, lambda t: _shared(found, by_key, t, shapes), value_of(node))
+            trees[node] = pytree.tree_map_only(
+                torch.Tensor, lambda t: _shared(found, by_key, t, shapes), value_of(node)
+            )
         elif node.op == "get_attr":
             trees[node] = pytree.tree_map_only(torch.Tensor, lambda t: found.new(shapes.nbytes(t)), value_of(node))
             found.constants.update(_numbers(trees[node]))

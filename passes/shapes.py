@@ -1,10 +1,10 @@
 """The sizes that a graph is described with: as it was traced, at given numbers, or in symbols.
 
-A graph traced with dynamic shapes has fake tensors whose sizes are expressions. What an operator takes inside depends on
-sizes by rules with branches (`scratch`). So a rule never sees those tensors: it gets others of the same layout, of which
-the sizes are plain numbers (`ShapesAt`), or symbols of a `ShapeEnv` of this module's own (`SymbolicShapes`). There each
-branch that a rule takes is noted as a guard, and Dynamo's own guards, by which it decides when to capture again, stay
-as they were.
+A graph traced with dynamic shapes has fake tensors whose sizes are expressions. What an operator takes inside depends
+on sizes by rules with branches (`scratch`). So a rule never sees those tensors: it gets others of the same layout, of
+which the sizes are plain numbers (`ShapesAt`), or symbols of a `ShapeEnv` of this module's own (`SymbolicShapes`). There
+each branch that a rule takes is noted as a guard, and Dynamo's own guards, by which it decides when to capture again,
+stay as they were.
 """
 
 from __future__ import annotations
@@ -84,9 +84,7 @@ class _Translated(Shapes):
     def _tensor(self, traced: Tensor) -> Tensor:
         if id(traced) not in self._made:
             shape, stride = ([self._number(n) for n in numbers] for numbers in (traced.shape, traced.stride()))
-            offset, of_storage = (
-                self._number(n) for n in (traced.storage_offset(), traced.untyped_storage().nbytes())
-            )
+            offset, of_storage = (self._number(n) for n in (traced.storage_offset(), traced.untyped_storage().nbytes()))
             with self._mode, torch.no_grad():
                 if traced.device.type == "cpu":  # rules for CPUs do not look at storages
                     made = torch.empty_strided(shape, stride, dtype=traced.dtype, device=traced.device)
@@ -141,7 +139,7 @@ class SymbolicShapes(_Translated):
         return self._in_traced(seconds)
 
     def _in_traced(self, value: Any) -> Any:
-        """An expression in the symbols of the traced graph; a value that the guards fix is the same expression still."""
+        """An expression in the symbols of the traced graph."""
         if not isinstance(value, torch.SymInt | torch.SymFloat):
             return value
         expression = value.node.expr.xreplace(self._traced)
@@ -169,7 +167,9 @@ def _evaluated(expression: sympy.Expr, values: Mapping[sympy.Symbol, int]) -> sy
     missing = expression.free_symbols - values.keys()
     if missing:
         names = ", ".join(sorted(map(str, missing)))
-        raise UnsupportedError(f"a size depends on the values of tensors ({names}); chunkc plans sizes that shapes decide")
+        raise UnsupportedError(
+            f"a size depends on the values of tensors ({names}); chunkc plans sizes that shapes decide"
+        )
     found = expression.xreplace({symbol: sympy.Integer(value) for symbol, value in values.items()})
     assert found.is_number, found
     return found

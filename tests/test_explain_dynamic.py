@@ -36,7 +36,7 @@ def test_expressions_are_the_bytes_of_other_sizes() -> None:
             for m in symbolic.moments
             if m.phase != "update"
         ]
-        assert at == [found for found in non_model(explained(num_rows, dynamic=False))][: len(at)]
+        assert at == non_model(explained(num_rows, dynamic=False))[: len(at)]
     assert all(m.expression is None for m in symbolic.moments if m.phase == "update")
 
 

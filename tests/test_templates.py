@@ -82,7 +82,7 @@ def sizes_of(captured: Captured) -> tuple:
 SIZES = [(2, 8), (3, 17), (7, 31), (16, 32), (33, 64)]
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
     [
@@ -98,7 +98,7 @@ SIZES = [(2, 8), (3, 17), (7, 31), (16, 32), (33, 64)]
 )
 def test_as_a_capture_of_the_shape(name: str, whole: bool) -> None:
     known = templates(name, whole)
-    for sizes in SIZES[:: 1 if name in ("encoder", "short_gpt") else 2]:
+    for sizes in SIZES[1::2]:
         at = values(known, sizes)
         if not known.holds(at):
             assert name == "resnet", "its convolutions are traced for small batches"
@@ -114,7 +114,7 @@ def test_as_a_capture_of_the_shape(name: str, whole: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["short_gpt", "encoder"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(sizes=st.tuples(st.integers(2, 200), st.integers(2, 64)))
 def test_as_a_description_at_the_shape(name: str, sizes: tuple[int, int]) -> None:
     """Bytes, seconds and conditions, everything; most of these sizes were never described."""
@@ -134,8 +134,8 @@ def test_regions_are_few(name: str) -> None:
 
 def test_a_template_outside_its_region_is_wrong() -> None:
     """The conditions are needed: without them, the same expressions give other bytes than the description."""
-    known = templates("encoder")
-    small, large = values(known, (2, 0)), values(known, (200, 0))
+    known = templates("short_gpt")
+    small, large = values(known, (2, 8)), values(known, (2, 48))
     template = known.template(small, whole=False)
     assert template.holds(small)
     assert not template.holds(large)
