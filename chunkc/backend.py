@@ -49,10 +49,10 @@ def chunkc(
             find_vector_isa()
         names = input_names(gm)
         variants = Variants(lambda inputs: compile_graph(gm, inputs, names, settings, options))
-        if not _is_symbolic(gm, example_inputs):
-            variants.compile(example_inputs)
-        elif settings.codegen == "eager":
+        if _is_symbolic(gm, example_inputs):
             _compile_for_any_shapes(variants, example_inputs)
+        else:
+            variants.compile(example_inputs)
         return variants
     except ChunkcError as error:
         return _raising(error)
@@ -170,13 +170,15 @@ def _build(
     movable = [session.spec_of(name, named[name]) for name in in_order if can_move(named[name])]
     fixed = [session.spec_of(name, named[name]) for name in in_order if not can_move(named[name])]
     layout = session.extend_layout(movable, fixed)
+    # What Inductor takes for granted of symbolic sizes Dynamo must hear now: later, nothing more may be compiled.
+    fused_for_any_sizes = options.codegen == "inductor" and bool(traced_values(capture))
     builder = Builder(
         capture,
         options.codegen,
         layout,
         session.budget_nbytes,
         session.hardware,
-        may_be_whole=options.whole_graph == "auto",
+        may_be_whole=options.whole_graph == "auto" and not fused_for_any_sizes,
     )
     may_be_whole = not layout.groups or session.all_may_stay()
     steps, captured = _steps(builder, gm, may_be_whole)

@@ -14,7 +14,7 @@ from chunkc.captured import Captured, profile
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.program import PhaseProgram
-from chunkc.passes.codegen import CompiledSegment, compile_segment, describe_segment
+from chunkc.passes.codegen import CompiledSegment, compile_segment, describe_segment, generated_wrapper
 from chunkc.passes.graphs import placeholders, returned
 from chunkc.passes.planning import fixed_nbytes
 from chunkc.passes.program import backward_program, forward_program
@@ -24,7 +24,7 @@ from chunkc.passes.shapes import AS_TRACED, Shapes
 
 @dataclass(frozen=True)
 class Structure:
-    """A cut step: what does not depend on sizes. `compiled`: its segments, as far as they were compiled."""
+    """A cut step: what does not depend on sizes. `compiled`: its segments, each as it was last described."""
 
     forward: tuple[Piece, ...]
     backward: tuple[Piece, ...]
@@ -155,12 +155,18 @@ class Builder:
         found = {}
         for segment in structure.table.segments.values():
             name = segment.name
-            codegen = "eager" if estimated or name in at_home else self.codegen
-            if self.compiled and not estimated and name not in structure.compiled:
-                found[name] = structure.compiled[name] = compile_segment(segment, codegen, threads, shapes)
+            if estimated:
+                found[name] = CompiledSegment(_not_compiled, describe_segment(segment, "eager", threads, shapes))
+                continue
+            codegen = "eager" if name in at_home else self.codegen
+            known = structure.compiled.get(name)
+            if known is None and self.compiled:
+                known = compile_segment(segment, codegen, threads, shapes)
             else:
-                run = structure.compiled[name].run if self.compiled and not estimated else _not_compiled
-                found[name] = CompiledSegment(run, describe_segment(segment, codegen, threads, shapes))
+                wrapper = generated_wrapper(segment, codegen) if known is None else known.wrapper
+                memory = describe_segment(segment, codegen, threads, shapes, wrapper)
+                known = CompiledSegment(_not_compiled if known is None else known.run, memory, wrapper)
+            found[name] = structure.compiled[name] = known
         return found
 
 

@@ -216,14 +216,14 @@ def _largest(
             with errors_of(target.name):
                 scaling = capture_scaling(lambda size: build(size).parts, parse_options(settings), hardware)
             found = largest(lambda size: scaling.minimum_nbytes(size) or needs(size), budget_nbytes)
-            if found.needs_nbytes != (needs(found.size), needs(found.size + 1)):
-                raise UnsupportedError(f"captured with {words} {found.size:,}, the model is another graph")
+            if not needs(found.size) <= budget_nbytes < needs(found.size + 1):
+                raise UnsupportedError(f"captured with {words} {found.size:,} alone, the model takes other bytes")
         except UnsupportedError as error:
             notes.append(f"every size was traced for itself: {error}")
             found = largest(needs, budget_nbytes)
     except BudgetError as error:
         return 1, [f"not even {words} 1 fits: it needs {format_nbytes(error.minimum_nbytes)}", *notes]
-    next_needs = format_nbytes(found.needs_nbytes[1])
+    next_needs = format_nbytes(needs(found.size + 1))
     answer = f"{words} {found.size:,} is the largest that fits: {found.size + 1:,} needs {next_needs}"
     return found.size, [answer, *notes]
 

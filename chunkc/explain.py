@@ -120,8 +120,6 @@ def one_graph(
     Raises:
         UnsupportedError: there are several, or none.
     """
-    if dynamic and options.codegen != "eager":
-        raise UnsupportedError('sizes in symbols are described with codegen="eager" only, so far')
     graphs = capture_offline(model, args, kwargs, codegen=options.codegen, dynamic=dynamic)
     if len(graphs) > 1:
         raise UnsupportedError(

@@ -22,7 +22,7 @@ from chunkc.ir.errors import BudgetError, UnsupportedError
 from chunkc.ir.hardware import Hardware
 from chunkc.options import Options
 from chunkc.passes.planning import check_minimum
-from chunkc.templates import Templates
+from chunkc.templates import OtherGraphError, Templates
 
 TRACED_SIZE = 6
 """Sizes are traced at this one and compared with the next: no special case, as 1 is, and cheap."""
@@ -54,9 +54,10 @@ class Scaling:
     def minimum_nbytes(self, size: int) -> int | None:
         """The smallest budget that works, in bytes; None where the captured graph is not that of this size."""
         values = {symbol: line.at(size) for symbol, line in self.lines.items()}
-        if not self.templates.holds(values):
+        try:
+            positions = profile(self.templates.at(values), self.layout).all
+        except OtherGraphError:
             return None
-        positions = profile(self.templates.at(values), self.layout).all
         try:
             return check_minimum(positions, self.layout, self.budget_nbytes, 0, all_may_stay=True)
         except BudgetError as error:

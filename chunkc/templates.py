@@ -7,7 +7,7 @@ are those that describing the graph with these very sizes gives (`Builder.descri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -88,6 +88,10 @@ def _moments(program: Any, captured: Captured) -> Iterable[int]:
             yield step.nbytes + extra
 
 
+class OtherGraphError(UnsupportedError):
+    """At these sizes the model is not the graph that was captured, or was compiled."""
+
+
 class Templates:
     """A builder's step at any values of the symbols it was captured with.
 
@@ -99,24 +103,30 @@ class Templates:
     def __init__(self, builder: Builder) -> None:
         self.builder = builder
         self.traced = traced_values(builder.capture)
-        self._region = _traced_region(builder.capture, self.traced)
-        self._in_region = compiled(self._region, list(self.traced))
+        self._in_region = self._region()
         self._known: dict[tuple[bool, bool], list[Template]] = {}
         self.num_described = 0
 
     def holds(self, values: Values) -> bool:
-        """Whether the captured graph is the graph of these sizes."""
+        """Whether the captured graph is the graph of these sizes, and what was compiled of it their code."""
         return all(self._in_region(values))
+
+    def _region(self) -> Callable[[Values], tuple[int | float | bool, ...]]:
+        return compiled(_traced_region(self.builder.capture, self.traced), list(self.traced))
+
+    def _require(self, values: Values) -> None:
+        if not self.holds(values):
+            sizes = ", ".join(f"{symbol} = {value}" for symbol, value in values.items())
+            raise OtherGraphError(f"this graph was not captured for {sizes}")
 
     def at(self, values: Values, *, may_be_whole: bool = True) -> Captured:
         """The step at these sizes: whole where everything fits and it may be, in segments otherwise.
 
         Raises:
-            UnsupportedError: the graph was captured for other sizes; or an operator's memory is not known.
+            OtherGraphError: the graph was captured for other sizes, or what Inductor made of it is for others.
+            UnsupportedError: an operator's memory is not known.
         """
-        if not self.holds(values):
-            sizes = ", ".join(f"{symbol} = {value}" for symbol, value in values.items())
-            raise UnsupportedError(f"this graph was not captured for {sizes}")
+        self._require(values)
 
         def described(whole: bool, estimated: bool) -> Captured:
             return self.template(values, whole, estimated).at(values)
@@ -132,6 +142,8 @@ class Templates:
                 return template
         shapes = SymbolicShapes(values)
         captured = self.builder.described(whole, estimated, shapes)
+        self._in_region = self._region()  # a compiler adds conditions of its own
+        self._require(values)
         template = Template(captured, shapes.conditions, list(self.traced))
         assert template.holds(values)
         known.insert(0, template)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.exc import InvalidCxxCompiler
+from torch.compiler import config as compiler_config
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import SegmentMemory
@@ -23,7 +24,7 @@ from chunkc.passes.inductor_cuda import steady_inductor
 from chunkc.passes.inductor_memory import inductor_memory
 from chunkc.passes.segment_memory import eager_memory
 from chunkc.passes.segments import Segment
-from chunkc.passes.shapes import AS_TRACED, Shapes
+from chunkc.passes.shapes import AS_TRACED, Shapes, symbol_values
 from chunkc.passes.wrapper_source import wrapper_source
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
@@ -50,10 +51,14 @@ def find_vector_isa() -> threading.Thread:
 
 @dataclass(frozen=True)
 class CompiledSegment:
-    """A segment ready to run, and its memory."""
+    """A segment ready to run, and its memory.
+
+    `wrapper`: the source that Inductor generated, "" for a segment that runs node by node.
+    """
 
     run: BoxedCallable
     memory: SegmentMemory
+    wrapper: str = ""
 
 
 def compile_segment(segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED) -> CompiledSegment:
@@ -65,19 +70,38 @@ def compile_segment(segment: Segment, codegen: str, num_threads: int, shapes: Sh
     if _runs_node_by_node(segment, codegen):
         return CompiledSegment(EagerSegment(segment.module), eager_memory(segment.module.graph, num_threads, shapes))
     _require_compiler()
-    with _own_output_strides(), steady_inductor(segment.example_inputs):
-        compiled = compile_fx_inner(segment.module, segment.example_inputs)
+    inputs = segment.example_inputs
+    with _own_output_strides(), steady_inductor(inputs), _cached_by_sizes(inputs):
+        compiled = compile_fx_inner(segment.module, inputs)
     source = getattr(compiled, "source_code", None)
     if not source:
         raise UnsupportedError(
             "this version of Inductor keeps no source of its wrappers, so their memory cannot be read off; "
             'compile with options={"codegen": "eager"}'
         )
-    return CompiledSegment(compiled, _memory_of(segment, source, num_threads))
+    return CompiledSegment(compiled, _memory_of(segment, source, num_threads, shapes), source)
 
 
-def describe_segment(segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED) -> SegmentMemory:
+def generated_wrapper(segment: Segment, codegen: str) -> str:
+    """The wrapper of `compile_segment`'s result, without compiling; "" for a segment that runs node by node.
+
+    Raises:
+        UnsupportedError: what vector instructions Inductor may use is unknown yet and there is no C++ compiler to ask.
+    """
+    if _runs_node_by_node(segment, codegen):
+        return ""
+    _require_compiler()
+    with steady_inductor(segment.example_inputs):
+        return wrapper_source(segment)
+
+
+def describe_segment(
+    segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED, wrapper: str = ""
+) -> SegmentMemory:
     """The memory of `compile_segment`'s result, without compiling.
+
+    Args:
+        wrapper: the segment's wrapper, where it was generated before: of symbolic sizes, it is the same for all.
 
     Raises:
         UnsupportedError: Inductor would generate something whose memory cannot be read off, or what vector
@@ -85,10 +109,7 @@ def describe_segment(segment: Segment, codegen: str, num_threads: int, shapes: S
     """
     if _runs_node_by_node(segment, codegen):
         return eager_memory(segment.module.graph, num_threads, shapes)
-    _require_compiler()
-    with steady_inductor(segment.example_inputs):
-        source = wrapper_source(segment)
-    return _memory_of(segment, source, num_threads)
+    return _memory_of(segment, wrapper or generated_wrapper(segment, codegen), num_threads, shapes)
 
 
 def _require_compiler() -> None:
@@ -107,8 +128,8 @@ def _runs_node_by_node(segment: Segment, codegen: str) -> bool:
     return codegen == "eager" or segment.run_by_aten or not any(is_compute(node) for node in nodes)
 
 
-def _memory_of(segment: Segment, source: str, num_threads: int) -> SegmentMemory:
-    memory = inductor_memory(source, segment.example_inputs, num_threads)
+def _memory_of(segment: Segment, source: str, num_threads: int, shapes: Shapes) -> SegmentMemory:
+    memory = inductor_memory(source, segment.example_inputs, num_threads, shapes)
     assert len(memory.outputs) == sum(node is not None for node in returned(segment.module.graph))
     return memory
 
@@ -125,6 +146,19 @@ def _own_output_strides() -> Iterator[None]:
         yield
     finally:
         context.output_strides = former
+
+
+def _cached_by_sizes(inputs: Sequence[object]) -> AbstractContextManager[Any]:
+    """Let Inductor's cache tell apart for which sizes a segment with symbolic sizes was compiled.
+
+    It does not by itself: the code holds for all sizes within its guards. But how Inductor fuses depends on the sizes
+    at hand, and so do the bytes, which a description must find as they will be.
+    """
+    sizes = symbol_values(inputs)
+    if not sizes:
+        return nullcontext()
+    tag = ",".join(f"{symbol}={value}" for symbol, value in sizes.items())
+    return compiler_config.patch(cache_key_tag=f"{compiler_config.cache_key_tag} {tag}".strip())
 
 
 class EagerSegment:

@@ -3,22 +3,21 @@
 The wrapper that Inductor generated is a straight-line program that allocates, reuses and deletes buffers explicitly, so
 it is replayed on fake tensors with the kernels left out, and the storages that come and go are counted. With dynamic
 shapes the fake tensors have symbolic sizes: a symbol that the wrapper reads off an input, and what it computes from
-symbols, are those of the graph's `ShapeEnv`, and so are the bytes.
+symbols, is what the input says it is, and so are the bytes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import MemoryStep, SegmentMemory
@@ -26,27 +25,30 @@ from chunkc.passes.cuda_memory import rounded_nbytes
 from chunkc.passes.graphs import storage_key
 from chunkc.passes.segment_memory import call_scratch_nbytes
 from chunkc.passes.segment_storages import number_storages
-from chunkc.passes.symbols import Size, plain_symbol, renamed, shape_env_of, size_of, total
+from chunkc.passes.shapes import AS_TRACED, Shapes
+from chunkc.passes.symbols import Size, shape_env_of, size_of
 from chunkc.passes.wrapper_cuda import Kernel, computes_on_cuda, cuda_names
-from chunkc.passes.wrapper_reader import BIND, Wrapper, sizes_namespace
+from chunkc.passes.wrapper_reader import DATA, Wrapper, sizes_namespace
 
 ALLOCATION = "allocation"
 
 
-def inductor_memory(source: str, example_inputs: Sequence[object], num_threads: int) -> SegmentMemory:
+def inductor_memory(
+    source: str, example_inputs: Sequence[object], num_threads: int, shapes: Shapes = AS_TRACED
+) -> SegmentMemory:
     """Memory of an Inductor-compiled segment, from the source of its generated wrapper.
 
-    Where the inputs have symbolic sizes, bytes are expressions in the same symbols.
+    Bytes are what `shapes` makes of the inputs' sizes: with symbolic sizes, expressions.
 
     Raises:
-        UnsupportedError: the wrapper uses something this reader does not know.
+        UnsupportedError: the wrapper uses something this reader does not know, or a size depends on data.
     """
     wrapper = Wrapper.parse(source)
     on_cuda = computes_on_cuda(wrapper.call_source, example_inputs)
-    shape_env = shape_env_of(example_inputs)
-    symbols = _DataDependent(shape_env)
+    given = shapes.of(list(example_inputs))
+    shape_env = shape_env_of(given) or ShapeEnv()
     with (
-        _no_new_symbols(shape_env),
+        shape_env.ignore_fresh_unbacked_symbols(),
         FakeTensorMode(shape_env=shape_env) as mode,
         _StorageTracker(num_threads, on_cuda) as tracker,
     ):
@@ -54,7 +56,7 @@ def inductor_memory(source: str, example_inputs: Sequence[object], num_threads: 
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu" if on_cuda else t.device)
             if isinstance(t, torch.Tensor)
             else t
-            for t in example_inputs
+            for t in given
         ]
         tracker.steps.clear()
         tracker.live.clear()
@@ -64,7 +66,7 @@ def inductor_memory(source: str, example_inputs: Sequence[object], num_threads: 
                 tracker.adopt_input(index, tensor)
             del tensor
         namespace = _wrapper_namespace(tracker)
-        namespace[BIND] = symbols.bind
+        namespace[DATA] = lambda: shape_env.create_unbacked_symint()
         namespace.update({name: Kernel(name, tracker.step) for name in wrapper.kernels})
         call = wrapper.call(namespace)
         tracker.step("start")
@@ -73,45 +75,25 @@ def inductor_memory(source: str, example_inputs: Sequence[object], num_threads: 
         size = {storage_key(t): tracker.nbytes(t) for t in outputs if isinstance(t, torch.Tensor)}
         held = [None if k in tracker.input_released else key for k, key in enumerate(input_keys)]
         numbers, storages = number_storages(keys, held, size)
-        steps = tuple(MemoryStep(step.op, step.module, symbols.rename(step.nbytes)) for step in tracker.steps)
+        steps = tuple(tracker.steps)
         released = tuple(tracker.input_released.get(k, len(steps)) for k in range(len(input_keys)))
         del mode
-    return SegmentMemory(steps, released, numbers, tuple(map(symbols.rename, storages)))
+    return SegmentMemory(steps, released, numbers, storages).with_sizes(lambda nbytes: _known(nbytes, shapes))
 
 
-@contextlib.contextmanager
-def _no_new_symbols(shape_env: ShapeEnv | None) -> Iterator[None]:
-    """Replayed operators whose results' sizes depend on data make symbols up; nobody will ask where they come from."""
-    if shape_env is None:
-        yield
-        return
-    with shape_env.ignore_fresh_unbacked_symbols():
-        yield
+def _known(nbytes: int | torch.SymInt, shapes: Shapes) -> Size:
+    """A number of bytes as `shapes` keeps it.
 
-
-class _DataDependent:
-    """Symbols for what a wrapper reads from data: those of the graph, under the names that the wrapper gives them."""
-
-    def __init__(self, shape_env: ShapeEnv | None) -> None:
-        self._shape_env = shape_env
-        self._names: dict[sympy.Symbol, sympy.Symbol] = {}  # made up in the replay -> the graph's
-
-    def bind(self, name: str, value: Any) -> Any:
-        """What `name` stands for: `value`, or for an element of a tensor (None) a symbol."""
-        if self._shape_env is None:
-            raise UnsupportedError(
-                f"a compiled segment reads {name} from data, whose range chunkc does not know; "
-                'compile with options={"codegen": "eager"}'
-            )
-        if value is None:
-            value = self._shape_env.create_unbacked_symint()
-        symbol = plain_symbol(value)
-        if symbol is not None:
-            self._names[symbol] = sympy.Symbol(name, integer=True)
-        return value
-
-    def rename(self, size: Size) -> Size:
-        return renamed(size, self._names)
+    Raises:
+        UnsupportedError: it depends on data.
+    """
+    size = size_of(shapes.known(nbytes))
+    if not isinstance(size, int) and any(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in size.free_symbols):
+        raise UnsupportedError(
+            f"a compiled segment allocates {size} bytes, which depends on the values of tensors; "
+            "chunkc plans sizes that shapes decide"
+        )
+    return size
 
 
 class _StorageTracker(TorchDispatchMode):
@@ -123,7 +105,7 @@ class _StorageTracker(TorchDispatchMode):
         super().__init__()
         self.num_threads = num_threads
         self.on_cuda = on_cuda
-        self.live: dict[int, Size] = {}
+        self.live: dict[int, int | torch.SymInt] = {}
         self.steps: list[MemoryStep] = []
         self.input_released: dict[int, int] = {}
 
@@ -154,22 +136,22 @@ class _StorageTracker(TorchDispatchMode):
             self.step(ALLOCATION if allocation else op_name_of(func), scratch)
         return result
 
-    def nbytes(self, tensor: torch.Tensor) -> Size:
+    def nbytes(self, tensor: torch.Tensor) -> int | torch.SymInt:
         """Bytes of the tensor's storage where the segment will run; fake ones of CUDA wrappers are on the CPU."""
         nbytes = tensor.untyped_storage().nbytes()
-        return size_of(rounded_nbytes(nbytes) if self.on_cuda else nbytes)
+        return rounded_nbytes(nbytes) if self.on_cuda else nbytes
 
-    def scratch_nbytes(self, func: Any, args: tuple, kwargs: dict[str, Any], result: object) -> Size:
-        return size_of(call_scratch_nbytes(func, args, kwargs, result, self.num_threads, on_cuda=self.on_cuda))
+    def scratch_nbytes(self, func: Any, args: tuple, kwargs: dict[str, Any], result: object) -> int:
+        return call_scratch_nbytes(func, args, kwargs, result, self.num_threads, on_cuda=self.on_cuda)
 
-    def step(self, label: str, scratch: Size = 0) -> None:
+    def step(self, label: str, scratch: int = 0) -> None:
         """Note a moment. Allocations before a kernel are the kernel's."""
         if label != ALLOCATION:
             for index in reversed(range(len(self.steps))):
                 if self.steps[index].op != ALLOCATION:
                     break
                 self.steps[index] = MemoryStep(label, "", self.steps[index].nbytes)
-        self.steps.append(MemoryStep(label, "", total([*self.live.values(), scratch])))
+        self.steps.append(MemoryStep(label, "", torch.sym_sum([*self.live.values(), scratch])))
 
 
 def op_name_of(func: Any) -> str:

@@ -2,9 +2,9 @@
 
 A graph traced with dynamic shapes has fake tensors whose sizes are expressions. What an operator takes inside depends
 on sizes by rules with branches (`scratch`). So a rule never sees those tensors: it gets others of the same layout, of
-which the sizes are plain numbers (`ShapesAt`), or symbols of a `ShapeEnv` of this module's own (`SymbolicShapes`). There
-each branch that a rule takes is noted as a guard, and Dynamo's own guards, by which it decides when to capture again,
-stay as they were.
+which the sizes are plain numbers (`ShapesAt`), or symbols of a `ShapeEnv` of this module's own (`SymbolicShapes`).
+There each branch that a rule takes is noted as a guard, and Dynamo's own guards, by which it decides when to capture
+again, stay as they were.
 """
 
 from __future__ import annotations

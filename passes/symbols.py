@@ -23,17 +23,6 @@ def size_of(value: int | torch.SymInt | sympy.Expr) -> Size:
     return int(value) if isinstance(value, int | sympy.Integer) else value
 
 
-def total(sizes: Iterable[Size]) -> Size:
-    """The sum of sizes; a number if all are."""
-    number, expressions = 0, []
-    for size in sizes:
-        if isinstance(size, int):
-            number += size
-        else:
-            expressions.append(size)
-    return size_of(sympy.Add(number, *expressions)) if expressions else number
-
-
 def shape_env_of(values: Iterable[object]) -> ShapeEnv | None:
     """Where the symbols of fake tensors and symbolic numbers are defined; None if they were traced without any."""
     for leaf in pytree.tree_leaves(list(values)):
@@ -61,20 +50,24 @@ def plain_symbol(value: object) -> sympy.Symbol | None:
     return expression if isinstance(expression, sympy.Symbol) else None
 
 
-def renamed(size: Size, names: Mapping[sympy.Symbol, sympy.Symbol]) -> Size:
-    """A size in other symbols."""
-    return size if isinstance(size, int) else size_of(size.xreplace(dict(names)))
-
-
 def region(shape_env: ShapeEnv) -> tuple[sympy.Basic, ...]:
     """Conditions on the symbols that tracing and compilation relied on so far: where they hold, the code is valid.
 
-    Ranges of the symbols come first. Grows with every segment that is compiled.
+    Ranges of the symbols come first. A compiler may add conditions with every segment; to the frame that Dynamo
+    captured they are guards like any other, so a shape outside is never run with this code.
     """
-    ranges: list[sympy.Basic] = []
+    found: list[sympy.Basic] = []
     for symbol, known in sorted(shape_env.var_to_range.items(), key=lambda item: str(item[0])):
-        if symbol in shape_env.replacements:
-            continue
-        ranges += [sympy.Ge(symbol, known.lower), sympy.Le(symbol, known.upper)]
-    conditions = [*ranges, *(guard.expr for guard in shape_env.guards)]
-    return tuple(dict.fromkeys(c for c in conditions if c is not sympy.true))
+        if symbol not in shape_env.replacements:
+            found += [sympy.Ge(symbol, known.lower)] if known.lower.is_Integer else []
+            found += [sympy.Le(symbol, known.upper)] if known.upper.is_Integer else []
+    found += [sympy.Eq(symbol, value) for symbol, value in shape_env.replacements.items()]
+    found += [guard.expr for guard in shape_env.guards]
+    return tuple(dict.fromkeys(condition for condition in found if condition is not sympy.true))
+
+
+def holds(conditions: Iterable[sympy.Basic], values: Mapping[sympy.Symbol, int]) -> bool:
+    """Whether all conditions hold where the symbols have these values. Conditions on other symbols are left out."""
+    numbers = {symbol: sympy.Integer(value) for symbol, value in values.items()}
+    known = [condition for condition in conditions if condition.free_symbols <= numbers.keys()]
+    return all(condition.xreplace(numbers) is sympy.true for condition in known)

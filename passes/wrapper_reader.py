@@ -1,6 +1,6 @@
 """Reads the source of a wrapper that Inductor generated, and makes of its `call` a function that can be replayed.
 
-The form of a wrapper, and of what it says about symbols (`s27 = arg1_1_size[0]`, `u0 = buf0.item()`), is that of
+The form of a wrapper, and of what it says about sizes (`s27 = arg1_1_size[0]`, `u0 = buf0.item()`), is that of
 `torch/_inductor/codegen/wrapper.py` in PyTorch 2.11 to 2.13.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import functools
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +17,8 @@ import torch
 
 from chunkc.ir.errors import UnsupportedError
 
-DATA_DEPENDENT = re.compile(r"u\d+")
-"""Names of symbols whose values are read from data: numbers inside tensors, sizes of `nonzero`'s results."""
-
-BIND = "__bind_data_dependent"
-"""The replay calls this with a symbol's name and what the wrapper assigns to it, or None for a tensor's element."""
+DATA = "__read_from_data"
+"""The replay calls this for a number that a wrapper reads out of a tensor."""
 
 _BUILTINS = frozenset({"None", "True", "False", "bool", "range", "len", "abs"})
 
@@ -64,15 +60,11 @@ class Wrapper:
 
 
 class _Symbols(ast.NodeTransformer):
-    """Names the symbols that come from data, and leaves out what only checks values."""
+    """Puts `DATA` where numbers are read out of tensors, and leaves out what only checks values."""
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
-        target = node.targets[0]
-        if isinstance(target, ast.Name) and DATA_DEPENDENT.fullmatch(target.id.removesuffix("_undivided")):
-            reads_element = any(isinstance(n, ast.Attribute) and n.attr == "item" for n in ast.walk(node.value))
-            value = ast.Constant(None) if reads_element else node.value
-            arguments: list[ast.expr] = [ast.Constant(target.id), value]
-            node.value = ast.Call(ast.Name(BIND, ast.Load()), arguments, [])
+        if any(isinstance(part, ast.Attribute) and part.attr == "item" for part in ast.walk(node.value)):
+            node.value = ast.Call(ast.Name(DATA, ast.Load()), [], [])
         return node
 
     def visit_If(self, node: ast.If) -> ast.AST:

@@ -84,5 +84,5 @@ def test_the_answer_is_checked(here: Path, capsys: pytest.CaptureFixture[str], m
     monkeypatch.setattr(cli, "capture_scaling", Wrong)
     wrong, planned = answer(capsys, "build", monkeypatch)
     assert wrong[0] == right[0]
-    assert "the model is another graph" in wrong[1]
+    assert "the model takes other bytes" in wrong[1]
     assert len(planned) > 3

@@ -64,10 +64,3 @@ def test_a_size_the_model_insists_on() -> None:
     torch._dynamo.mark_dynamic(x, 0)
     with pytest.raises(chunkc.UnsupportedError, match="cannot be traced with symbols"):
         chunkc.explain(Insists(4, 4), x, hardware="cpu")
-
-
-def test_inductor_has_none_yet() -> None:
-    x = torch.zeros(7, 4)
-    torch._dynamo.mark_dynamic(x, 0)
-    with pytest.raises(chunkc.UnsupportedError, match='codegen="eager"'):
-        chunkc.explain(torch.nn.Linear(4, 4), x, hardware="cpu", codegen="inductor")

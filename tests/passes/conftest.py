@@ -1,4 +1,4 @@
-"""Makes this room's helper importable as `cuda_wrappers`, as the conftest above does with its own."""
+"""Makes this room's helpers importable under their own names, as the conftest above does with its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-for _name in ("cuda_wrappers",):
+for _name in ("cuda_wrappers", "symbolic_runs"):
     if _name not in sys.modules:
         _spec = importlib.util.spec_from_file_location(_name, Path(__file__).with_name(f"{_name}.py"))
         assert _spec is not None
