@@ -9,7 +9,8 @@ import builtins
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
 
@@ -29,24 +30,30 @@ from torch.utils import _pytree as pytree
 from chunkc.capture import Capture, capture_graph, input_names
 from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.errors import ChunkcError, UnsupportedError
+from chunkc.ir.states import DEFAULT_STATES
 from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs import placeholders, returned
-from chunkc.session import is_chunkable, owner, spec_of
+from chunkc.session import declared_states, is_chunkable, owner, spec_of
 
 NUM_RECOMPILES = 1_000_000
 """A model whose graph breaks inside a loop is compiled once per iteration here, where nothing is compiled for real."""
+
+NO_FILE = "<chunkc>"
+"""The file of the code that calls the model: none that would be named as a line of the user's."""
 
 
 @dataclass(frozen=True)
 class OfflineGraph:
     """One captured graph and the parameters it uses: those that may live in chunks, in order of use, and the others.
 
+    `checkpointed`: the model recomputes a part of it in the backward (`torch.utils.checkpoint`).
     `sizes`: the symbols in its inputs' sizes -> which dimension each is, and how long that was.
     """
 
     capture: Capture
     movable: tuple[ParamSpec, ...]
     fixed: tuple[ParamSpec, ...]
+    checkpointed: bool
     sizes: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -78,7 +85,11 @@ def capture_offline(
     fake_model, names = _fake_copy(model, mode)
     staying = {name for name, parameter in model.named_parameters() if not _may_move(parameter)}
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (tuple(args), dict(kwargs)))
+    states = {name: declared_states(parameter) or DEFAULT_STATES for name, parameter in model.named_parameters()}
     graphs: list[OfflineGraph] = []
+
+    def spec(name: str, parameter: nn.Parameter) -> ParamSpec:
+        return replace(spec_of(name, parameter), states=states.get(name, DEFAULT_STATES))
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         parameters = [names.get(id(value)) for value in inputs]
@@ -98,8 +109,9 @@ def capture_offline(
         graphs.append(
             OfflineGraph(
                 capture,
-                tuple(spec_of(name, p) for name, p in in_order if is_chunkable(p) and name not in staying),
-                tuple(spec_of(name, p) for name, p in in_order if not is_chunkable(p) or name in staying),
+                tuple(spec(name, p) for name, p in in_order if is_chunkable(p) and name not in staying),
+                tuple(spec(name, p) for name, p in in_order if not is_chunkable(p) or name in staying),
+                any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in gm.graph.nodes),
                 _sizes(gm),
             )
         )
@@ -113,7 +125,7 @@ def capture_offline(
     )
     call_model = _with_own_code(fake_model)
     try:
-        with mode, patched, torch.random.fork_rng():
+        with _default_device(), mode, patched, torch.random.fork_rng():
             torch.compile(call_model, backend=backend, dynamic=None if dynamic else False)(*fake_args, **fake_kwargs)
         found = tuple(graphs)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -159,6 +171,11 @@ def _sizes(gm: fx.GraphModule) -> dict[str, str]:
     return found
 
 
+def _default_device() -> AbstractContextManager[object]:
+    """New tensors of the model's code are on the CPU as the fakes are, whatever the caller's default device is."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+
+
 def _with_own_code(model: nn.Module) -> Callable[..., Any]:
     """Calls the model from a code object, and with globals, of its own.
 
@@ -171,7 +188,8 @@ def _with_own_code(model: nn.Module) -> Callable[..., Any]:
         return model(*args, **kwargs)
 
     own_globals = {"__builtins__": builtins, "__name__": __name__}
-    return FunctionType(call.__code__.replace(), own_globals, call.__name__, None, call.__closure__)
+    code = call.__code__.replace(co_filename=NO_FILE)
+    return FunctionType(code, own_globals, call.__name__, None, call.__closure__)
 
 
 def _first_line(error: BaseException) -> str:

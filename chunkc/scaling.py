@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from chunkc.build import Builder
 from chunkc.captured import profile
-from chunkc.explain import budget_of, build_for, layout_of, one_graph, training_in
+from chunkc.explain import budget_of, build_for, graph_on, layout_of, training_in
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError, UnsupportedError
 from chunkc.ir.hardware import Hardware
@@ -78,8 +78,8 @@ def capture_scaling(build: Build, options: Options, hardware: Hardware) -> Scali
     lines = _mark(
         pytree.tree_leaves((tuple(args), dict(kwargs))), pytree.tree_leaves((tuple(other[0]), dict(other[1])))
     )
-    graph = one_graph(model, args, kwargs, options, dynamic=True)
-    layout, budget = layout_of(graph, options), budget_of(options, hardware)
+    graph = graph_on(hardware, model, args, kwargs, options, dynamic=True)
+    layout, budget = layout_of(graph, options, hardware), budget_of(options, hardware)
     builder: Builder = build_for(graph, layout, options, training_in(hardware, graph, options), budget)
     templates = Templates(builder)
     lengths = templates.traced

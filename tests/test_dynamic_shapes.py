@@ -214,7 +214,7 @@ def test_a_graph_whose_sizes_cannot_be_read_is_compiled_by_shape(
     def unreadable(*args: Any) -> None:
         raise chunkc.UnsupportedError("s0 cannot be read off the sizes of a call's arguments")
 
-    monkeypatch.setattr(backend, "SymbolicSteps", unreadable)
+    monkeypatch.setattr(steps.SizeReader, "__init__", unreadable)
     model, plain = two_models()
     call = torch.compile(model, backend="chunkc", options={"codegen": "eager", "memory_budget": HUGE})
     for num_rows in (4, 6, 3):

@@ -14,7 +14,7 @@ from zoo import LADDER
 
 from chunkc.build import Builder
 from chunkc.captured import Captured, profile
-from chunkc.explain import build_for, layout_of, one_graph, training_in
+from chunkc.explain import build_for, graph_on, layout_of, training_in
 from chunkc.ir.errors import UnsupportedError
 from chunkc.options import parse_options
 from chunkc.passes.planning import StepProfile
@@ -53,9 +53,9 @@ def batch(name: str, sizes: tuple[int, int], *, dynamic: bool = False) -> dict[s
 
 def builder(name: str, sizes: tuple[int, int], *, dynamic: bool = False, whole: bool = False) -> Builder:
     options = parse_options({"codegen": "eager", "whole_graph": "auto" if whole else "never"})
-    graph = one_graph(LADDER[name].build(), (), batch(name, sizes, dynamic=dynamic), options, dynamic=dynamic)
-    machine = training_in(load_hardware("cpu"), graph, options)
-    return build_for(graph, layout_of(graph, options), options, machine, HUGE)
+    cpu, inputs = load_hardware("cpu"), batch(name, sizes, dynamic=dynamic)
+    graph = graph_on(cpu, LADDER[name].build(), (), inputs, options, dynamic=dynamic)
+    return build_for(graph, layout_of(graph, options, cpu), options, training_in(cpu, graph, options), HUGE)
 
 
 @cache
