@@ -8,36 +8,37 @@ from typing import Any, Protocol
 
 import torch
 
+from chunkc.adam_rule import AdamRule, Place, Runs, adam_slots, update_on_cpu
 from chunkc.device_adam import DeviceAdam
-from chunkc.ir.chunks import EXP_AVG, EXP_AVG_SQ, GRAD, MASTER, PARAM, chunk_name
+from chunkc.ir.chunks import GRAD, PARAM, chunk_name
 from chunkc.ir.errors import OptionsError
-from chunkc.kernels.adam_cpu import adam_update
-from chunkc.kernels.formats import AdamSlots
-from chunkc.kernels.hyper import AdamHyper
+from chunkc.ir.plan import Tile
+from chunkc.ir.states import EXP_AVG, SCALES, num_entries
+from chunkc.kernels.formats import GradScale
+from chunkc.optim_states import initialise
 from chunkc.passes.update_placement import groups_for_cpu
 from chunkc.session import Session
 from chunkc.update import GroupUpdate
-
-Runs = Sequence[tuple[int, int, AdamHyper]]
-"""Elements `[begin, end)` of a group with their hyper-parameters, in order."""
 
 AUTO, DEVICE, CPU = "auto", "device", "cpu"
 UPDATE_ON = (AUTO, DEVICE, CPU)
 
 
-class Hypers(Protocol):
-    """What knows the hyper-parameters of a step."""
+class AdamLike(Protocol):
+    """What a group's update asks of an optimizer: the states of its parameters, and the hyper-parameters of a step."""
 
     state: Any
 
-    def _hyper(self, group: Mapping[str, Any], step: int) -> AdamHyper: ...
+    def begin_update_of(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None: ...
+
+    def next_hyper(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Task:
     """One chunked parameter that has a gradient."""
 
-    optimizer: Hypers
+    optimizer: AdamLike
     parameter: torch.Tensor
     name: str
     group: Mapping[str, Any]
@@ -67,22 +68,23 @@ def groups_at_home(session: Session, groups: Sequence[int], update_on: str) -> f
     return groups_for_cpu([layout.groups[index] for index in groups], session.hardware)
 
 
-def runs_of(session: Session, index: int, tasks: Sequence[Task]) -> Runs:
-    """The group's elements to update, neighbours with equal hyper-parameters as one run; counts their steps.
+def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool = True) -> Sequence[Any]:
+    """The group's elements to update, by tensor, or neighbours with equal hyper-parameters as one run.
 
-    States that are missing are made: home views of zeros, and of the parameter for a master.
+    Counts their steps. States that are missing are made: home views of zeros, and of the parameter for a master.
     """
     store = session.store
     chunk_group = store.layout.groups[index]
     kinds = [kind for kind in chunk_group.update_kinds if kind not in (PARAM, GRAD)]
-    hypers: dict[str, AdamHyper] = {}
+    quantised = SCALES[0] in kinds
+    hypers: dict[str, Any] = {}
     for task in tasks:
         state = task.optimizer.state[task.parameter]
         task_kinds = {kind: store.home_view(kind, task.name) for kind in kinds}
         fresh = EXP_AVG not in state
         for kind, view in task_kinds.items():
             if fresh:
-                view.copy_(task.parameter) if kind == MASTER else view.zero_()
+                initialise(kind, view, task.parameter)
             elif state[kind].data_ptr() != view.data_ptr():
                 view.copy_(state[kind])
             else:
@@ -90,15 +92,18 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task]) -> Runs:
             state[kind] = view
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-        hypers[task.name] = task.optimizer._hyper(task.group, advance(state))
-    runs: list[tuple[int, int, AdamHyper]] = []
+        task.optimizer.begin_update_of(task.parameter, state)
+        hypers[task.name] = task.optimizer.next_hyper(task.parameter, task.group)
+    runs: list[tuple[int, int, Any]] = []
     follows = False
     for tensor_slice in chunk_group.slices:
         hyper = hypers.get(tensor_slice.spec.name)
         if hyper is None:
             follows = False
             continue
-        if follows and runs[-1][2] == hyper:
+        # Between tensors may be bytes that nobody wrote: they may not get into the scale of a tensor's last block.
+        touches = not quantised or (follows and runs[-1][1] == tensor_slice.offset)
+        if merged and follows and touches and runs[-1][2] == hyper:
             runs[-1] = (runs[-1][0], tensor_slice.end, hyper)
         else:
             runs.append((tensor_slice.offset, tensor_slice.end, hyper))
@@ -106,46 +111,37 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task]) -> Runs:
     return runs
 
 
-def advance(state: dict[str, Any]) -> int:
-    """Count a step in `state` and return its number."""
-    state["step"].add_(1)
-    return int(state["step"])
-
-
-def update_in_slots(index: int, runs: Runs, device_adam: DeviceAdam | None) -> GroupUpdate:
+def update_in_slots(
+    rule: AdamRule, index: int, runs: Runs, device_adam: DeviceAdam | None, scale: GradScale
+) -> GroupUpdate:
     """The update of one group tile by tile: by Triton with a `DeviceAdam`, else on the CPU."""
 
-    def update(slots: Mapping[str, torch.Tensor], at: int) -> None:
-        part = _clipped(runs, at, at + slots[PARAM].numel())
+    def update(slots: Mapping[str, torch.Tensor], tile: Tile) -> None:
+        part, place = _clipped(runs, tile.begin, tile.end), Place(index, tile.begin)
         if device_adam is not None:
-            device_adam.update(_adam_slots(slots), part)
+            device_adam.update(rule, adam_slots(slots), part, scale, place)
         else:
-            _update_on_cpu(slots, part)
+            update_on_cpu(rule, adam_slots(slots), part, scale, place)
 
     return GroupUpdate(index, update)
 
 
-def update_at_home(session: Session, index: int, runs: Runs) -> None:
+def update_at_home(rule: AdamRule, session: Session, index: int, runs: Runs, scale: GradScale) -> None:
     """Update a group in home memory, on the CPU's threads; home must be as all computation leaves it."""
+    update_on_cpu(rule, adam_slots(flat_home(session, index)), runs, scale, Place(index, 0))
+
+
+def flat_home(session: Session, index: int) -> dict[str, torch.Tensor]:
+    """All that an update of a group needs, as flat tensors over home memory."""
     arena, group = session.store.arena, session.store.layout.groups[index]
     flat: dict[str, torch.Tensor] = {}
     for kind in group.update_kinds:
-        view = arena.host_view(chunk_name(kind, index), group.kind_dtype(kind), group.numel)
+        view = arena.host_view(chunk_name(kind, index), group.kind_dtype(kind), num_entries(kind, group.numel))
         assert view is not None, "only a home in RAM is updated in place"
         flat[kind] = view
-    _update_on_cpu(flat, runs)
+    return flat
 
 
 def _clipped(runs: Runs, at: int, until: int) -> Runs:
     """The part of the runs in the elements `[at, until)`, counted from `at`."""
     return [(max(b - at, 0), min(e, until) - at, hyper) for b, e, hyper in runs if e > at and b < until]
-
-
-def _update_on_cpu(flat: Mapping[str, torch.Tensor], runs: Runs) -> None:
-    for begin, end, hyper in runs:
-        part = {kind: tensor[begin:end] for kind, tensor in flat.items()}
-        adam_update(part[PARAM], part[GRAD], part[EXP_AVG], part[EXP_AVG_SQ], part.get(MASTER), hyper)
-
-
-def _adam_slots(flat: Mapping[str, torch.Tensor]) -> AdamSlots:
-    return AdamSlots(flat[PARAM], flat[GRAD], flat[EXP_AVG], flat[EXP_AVG_SQ], flat.get(MASTER))

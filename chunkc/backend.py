@@ -71,7 +71,7 @@ def _is_symbolic(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
 
 
 def _compile_for_any_shapes(variants: Variants, inputs: Sequence[Any]) -> None:
-    """Compile once for all shapes that Dynamo's graph serves; where that cannot be, shapes are compiled as they come."""
+    """Compile once for all shapes that Dynamo's graph serves; where that cannot be, each as it comes."""
     try:
         variants.compile(inputs, any_shapes=True)
     except _NotForAnyShapes as error:

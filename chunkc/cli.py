@@ -6,12 +6,12 @@ Exit codes: 0 it fits (or the command did its work), 3 it does not fit, 2 bad in
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from chunkc.calibrate import calibrate, default_hardware_path, save_hardware
+from chunkc.calibrate import calibrate
 from chunkc.explain import Show, budget_of, explain, minimum_budget
 from chunkc.formats import FORMATS, diff, read_explanation, write
 from chunkc.ir.errors import BudgetError, ChunkcError, OptionsError, UnsupportedError, format_nbytes
@@ -28,7 +28,8 @@ from chunkc.ir.hardware import Hardware
 from chunkc.largest import largest
 from chunkc.models import MODELS
 from chunkc.options import parse_options, parse_size
-from chunkc.presets import PRESETS, load_hardware
+from chunkc.passes.scratch_exceptions import table as exceptions_table
+from chunkc.presets import PRESETS, default_hardware_path, load_hardware, save_hardware
 from chunkc.scaling import capture_scaling
 from chunkc.targets import DTYPES, ModelOptions, Subject, Target, built_in, errors_of, from_file, from_module
 
@@ -75,6 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--chunk-size", default="auto", metavar="SIZE")
     one.add_argument("--codegen", choices=["eager", "inductor"], default="eager", help="who compiles the segments")
     one.add_argument("--largest", choices=["batch_size", "seq_len"], help="the largest that fits")
+    one.add_argument("--exceptions", action="store_true", help="print where predicted bytes are not exact, and why")
     one.add_argument("--format", choices=list(FORMATS), default="text")
     one.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
     two = commands.add_parser("diff", help="compare two explanations saved with --format json")
@@ -96,6 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     try:
         if options.command == "explain":
+            if options.exceptions:
+                print(exceptions_table())
+                return FITS
             with _quiet():
                 return _explain(options)
         if options.command == "diff":
@@ -131,7 +136,10 @@ def _hardware(options: argparse.Namespace) -> Hardware:
         name = str(saved) if saved.exists() else "cpu"
     hardware = load_hardware(name)
     if options.host_memory is not None:
-        hardware = replace(hardware, host_memory_nbytes=parse_size(options.host_memory, "--host-memory"))
+        nbytes = parse_size(options.host_memory, "--host-memory")
+        hardware = replace(hardware, host_memory_nbytes=nbytes)
+        if hardware.kind == "cpu":  # computes in the same memory
+            hardware = replace(hardware, device_memory_nbytes=nbytes)
     return hardware
 
 
@@ -148,11 +156,10 @@ def _explain(options: argparse.Namespace) -> int:
         raise OptionsError(f"cannot write {options.output}: there is no folder {options.output.parent}")
     notes: list[str] = []
     sizes = {"batch_size": options.batch_size, "seq_len": options.seq_len}
-    with _progress() as show:
+    # What the user's code prints is not the answer, which may be JSON.
+    with contextlib.redirect_stdout(sys.stderr), _progress() as show:
         if options.largest is not None:
-            sizes[options.largest], notes = _largest(
-                options.largest, target, hardware, settings, sizes, budget, show
-            )
+            sizes[options.largest], notes = _largest(options.largest, target, hardware, settings, sizes, budget, show)
         show(f"building {target.name}")
         subject = target.build(sizes["batch_size"], sizes["seq_len"])
         with errors_of(target.name):
@@ -246,7 +253,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     return FITS
 
 
-@contextmanager
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep PyTorch's own warnings about tracing away from the answer, unless TORCH_LOGS asks for logs."""
     if "TORCH_LOGS" in os.environ:
@@ -261,7 +268,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _progress() -> Iterator[Show]:
     """What is being done, on standard error, where that is a terminal."""
     console = Console(stderr=True)

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 
 import torch
 
+from chunkc.adam_rule import AdamRule, Place, Runs
+from chunkc.doubts import InDoubt, decided
 from chunkc.kernels.adam_triton import WorkTable, adam_update, work_table
-from chunkc.kernels.formats import AdamFormat, AdamSlots, Run
+from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run
 from chunkc.kernels.hyper import AdamHyper, scalar_table
 
 TABLE_NBYTES = 2 << 20
@@ -58,10 +60,10 @@ class StepScalars:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._rows: dict[AdamHyper, int] = {}
+        self._rows: dict[AdamHyper | InDoubt, int] = {}
         self._table: torch.Tensor | None = None
 
-    def row(self, hyper: AdamHyper) -> int:
+    def row(self, hyper: AdamHyper | InDoubt) -> int:
         """The row of these hyper-parameters, a new one if need be."""
         found = self._rows.get(hyper)
         if found is None:
@@ -72,7 +74,7 @@ class StepScalars:
     def table(self) -> torch.Tensor:
         """All rows so far, `[num_rows, 9]` fp32."""
         if self._table is None:
-            self._table = _upload(scalar_table(list(self._rows)), self._device)
+            self._table = decided(list(self._rows), scalar_table, lambda table: upload(table, self._device))
         return self._table
 
 
@@ -91,25 +93,27 @@ class DeviceAdam:
         """Forget the former step's hyper-parameters."""
         self._scalars = StepScalars(self.device)
 
-    def declare(self, hypers: Sequence[AdamHyper]) -> None:
+    def declare(self, hypers: Sequence[AdamHyper | InDoubt]) -> None:
         """Make room for all of a step's hyper-parameters at once, so that one table serves it."""
         for hyper in hypers:
             self._scalars.row(hyper)
 
-    def update(self, slots: AdamSlots, runs: Sequence[tuple[int, int, AdamHyper]]) -> None:
-        """Update runs of elements `(begin, end, hyper)` of flat tensors, in one launch."""
-        master = slots.master is not None
-        fmt = AdamFormat(slots.param.dtype, slots.grad.dtype, master=master)
-        rows = [Run(begin, end, self._scalars.row(hyper)) for begin, end, hyper in runs]
-        if rows:
-            adam_update(fmt, slots, self.tables.get(rows, fmt), self._scalars.table())
+    def update(self, rule: AdamRule, slots: AdamSlots, runs: Runs, scale: GradScale, place: Place) -> None:
+        """Update runs of elements of flat tensors, in one launch; in as many as steps if rounding depends on them."""
+        fmt = rule.format(slots.param.dtype, slots.grad.dtype)
+        for part, key in rule.launches(fmt, runs, place):
+            rows = [Run(begin, end, self._scalars.row(hyper)) for begin, end, hyper in part]
+            first_element = place.first_element if key is not None else 0
+            if rows:
+                work, table = self.tables.get(rows, fmt), self._scalars.table()
+                adam_update(fmt, slots, work, table, scale=scale, key=key, first_element=first_element)
 
 
 def _to_device(table: WorkTable, device: torch.device) -> WorkTable:
-    return WorkTable(_upload(table.rows, device), table.num_elements, table.num_groups, table.run_alignment)
+    return WorkTable(upload(table.rows, device), table.num_elements, table.num_groups, table.run_alignment)
 
 
-def _upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A CPU tensor on the device, by a copy that nobody waits for: torch keeps pinned memory until it is done."""
     if device.type == "cpu":
         return tensor

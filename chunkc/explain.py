@@ -15,6 +15,7 @@ from torch import nn
 
 from chunkc.build import Builder
 from chunkc.captured import Captured, plan_step, profile, rewrite, verify
+from chunkc.cuda_offline import overhead_on, planned_on
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError, OptionsError, UnsupportedError, format_nbytes
 from chunkc.ir.explanation import (
@@ -28,7 +29,7 @@ from chunkc.ir.program import UPDATE
 from chunkc.ir.simulate import simulate, step_time, traffic, update_s_per_element
 from chunkc.measured import measured_side
 from chunkc.moments import StepPlans, explained_moments, peak_of
-from chunkc.offline import OfflineGraph, capture_offline
+from chunkc.offline import OfflineGraph, capture_offline, has_dynamic_dimensions
 from chunkc.options import Options, parse_options, resolve_budget
 from chunkc.passes.layout import lay_out
 from chunkc.passes.planning import (
@@ -40,6 +41,7 @@ from chunkc.passes.planning import (
     update_tiles,
 )
 from chunkc.presets import load_hardware
+from chunkc.templates import Templates, traced_values
 
 Show = Callable[[str], None]
 """Told what begins."""
@@ -70,6 +72,9 @@ def explain(
             put beside what is predicted.
         show: told what begins, for a progress display.
 
+    Dimensions of arguments that `torch._dynamo.mark_dynamic` marked are traced in symbols, and every moment then says
+    its bytes as an expression in them.
+
     Raises:
         OptionsError: an argument makes no sense.
         UnsupportedError: the model cannot be captured, or has an operator whose memory is not known.
@@ -82,7 +87,7 @@ def explain(
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     show = show or (lambda what: None)
     show("tracing the model")
-    graph = one_graph(model, args, kwargs, options)
+    graph = graph_on(machine, model, args, kwargs, options, dynamic=has_dynamic_dimensions((args, kwargs)))
     show("planning")
     found = explain_graph(graph, options, training_in(machine, graph, options), name or type(model).__name__)
     return replace(found, measured=measured)
@@ -102,16 +107,24 @@ def minimum_budget(
     asked = {"memory_budget": memory_budget, "home": home, "chunk_size": chunk_size}
     options = parse_options({**asked, "codegen": codegen})
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
-    graph = one_graph(model, args, kwargs, options)
-    layout = layout_of(graph, options)
+    graph = graph_on(machine, model, args, kwargs, options)
+    layout = layout_of(graph, options, machine)
     budget, machine = budget_of(options, machine), training_in(machine, graph, options)
     return plan_for(build_for(graph, layout, options, machine, budget).build(), layout, machine, budget).minimum_nbytes
 
 
-def one_graph(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, *, dynamic: bool = False
+def graph_on(
+    hardware: Hardware,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    *,
+    dynamic: bool = False,
 ) -> OfflineGraph:
-    """The graph of a model in one graph; with `dynamic`, dimensions that are marked so are traced in symbols.
+    """The graph of a model in one graph, as the hardware would run it.
+
+    With `dynamic`, dimensions that are marked so are traced in symbols.
 
     Raises:
         UnsupportedError: there are several, or none.
@@ -122,13 +135,13 @@ def one_graph(
             f"torch.compile splits this model into {len(graphs)} graphs; only models in one graph can be explained so "
             "far (torch.compile(..., fullgraph=True) says where it breaks)"
         )
-    return graphs[0]
+    return planned_on(graphs[0], hardware, options.codegen)
 
 
-def layout_of(graph: OfflineGraph, options: Options) -> ChunkLayout:
+def layout_of(graph: OfflineGraph, options: Options, hardware: Hardware) -> ChunkLayout:
     """How the graph's parameters are laid into chunks."""
     layout = lay_out(list(graph.movable), options.chunk_size if isinstance(options.chunk_size, int) else None)
-    return ChunkLayout(layout.chunk_nbytes, layout.groups, (*layout.small, *graph.fixed))
+    return ChunkLayout(layout.chunk_nbytes, layout.groups, (*layout.small, *graph.fixed), overhead_on(hardware))
 
 
 def training_in(machine: Hardware, graph: OfflineGraph, options: Options) -> Hardware:
@@ -170,21 +183,22 @@ def budget_of(options: Options, hardware: Hardware) -> int:
 
 def explain_graph(graph: OfflineGraph, options: Options, hardware: Hardware, name: str) -> Explanation:
     """Explain one captured graph."""
-    layout = layout_of(graph, options)
+    layout = layout_of(graph, options, hardware)
     budget = budget_of(options, hardware)
-    step = plan_for(build_for(graph, layout, options, hardware, budget).build(), layout, hardware, budget)
+    captured, expressions = _captured(build_for(graph, layout, options, hardware, budget))
+    step = plan_for(captured, layout, hardware, budget)
     events = _events(step, hardware)
-    moments = tuple(explained_moments(step, events))
+    moments = tuple(explained_moments(step, events, expressions))
     home_nbytes = _home_nbytes(layout, step.plan.resident)
     on_disk = options.home != "cpu"
     host = hardware.host_memory_nbytes
     overhead = hardware.context_nbytes
-    return Explanation(
+    found = Explanation(
         model=name,
         hardware=hardware.name,
         codegen=options.codegen,
         fits=step.fits,
-        host_fits=on_disk or host is None or home_nbytes <= host,
+        host_fits=True,
         num_parameters=sum(spec.numel for spec in layout.specs().values()),
         memory_budget_nbytes=budget,
         minimum_budget_nbytes=step.minimum_nbytes,
@@ -203,10 +217,23 @@ def explain_graph(graph: OfflineGraph, options: Options, hardware: Hardware, nam
         step_time_s=step_time(events),
         moments=moments,
         events=events,
-        notes=tuple(_notes(step, options, hardware)),
+        notes=(*_notes(step, options, hardware), *(f"{symbol}: {what}" for symbol, what in graph.sizes.items())),
         graphs={phase: module.code for phase, module in step.graphs.items()},
         plan_text="".join(map(str, step.plans)),
+        device_is_host=hardware.kind == "cpu",
+        activation_checkpointing=graph.checkpointed,
     )
+    return replace(found, host_fits=host is None or found.host_needs_nbytes <= host)
+
+
+def _captured(builder: Builder) -> tuple[Captured, tuple[str, ...]]:
+    """The step with the sizes it was traced at; where these are symbols, also every moment's bytes in them."""
+    values = traced_values(builder.capture)
+    if not values:
+        return builder.build(), ()
+    templates = Templates(builder)
+    captured = templates.at(values)
+    return captured, tuple(map(str, templates.template(values, captured.whole).moments.expressions))
 
 
 def build_for(
@@ -277,7 +304,7 @@ def _notes(step: StepPlans, options: Options, hardware: Hardware) -> Iterator[st
     if hardware.kind == "cuda":
         if options.codegen == "inductor":
             yield "fused as on a CPU: Inductor's Triton kernels may fuse other operators and so need other bytes"
-        yield "traced on a CPU: operators that CUDA implements otherwise may differ in their own workspaces"
+        yield f"{overhead_on(hardware):,} bytes of the budget are for cuBLAS's workspaces and the optimizer's tables"
         yield f"the driver's context and libraries take {hardware.context_nbytes:,} bytes more, counted apart"
     if hardware.num_devices > 1:
         yield f"planned for one of the {hardware.num_devices} devices, which trains the whole model by itself"

@@ -78,8 +78,10 @@ class CompiledGraph:
         *,
         cold_backward: bool = False,
         hooked: frozenset[str] = frozenset(),
+        kept_tangents: frozenset[str] = frozenset(),
     ) -> PlannedStep:
-        """The verified plan beside `held_nbytes` of others' values, returning the gradients of `hooked` parameters.
+        """The verified plan beside `held_nbytes` of others' values, returning the gradients of `hooked` parameters,
+        while the caller keeps `kept_tangents`.
 
         Raises:
             BudgetError: there is none within the budget.
@@ -88,11 +90,11 @@ class CompiledGraph:
         session = self.session
         layout, resident = session.store.layout, session.store.resident
         key = (
-            *(session.budget_nbytes, held_nbytes, cold_backward, hooked),
-            *(resident, len(layout.groups), len(layout.small), len(session.trained)),
+            *(session.budget_nbytes, held_nbytes, cold_backward, hooked, kept_tangents),
+            *(resident, len(layout.groups), len(layout.small), len(session.trained), session.num_restatements),
         )
         if key not in step.plans:
-            captured = step.captured.returning(hooked)
+            captured = step.captured.returning(hooked).holding(kept_tangents)
             plan = plan_step(
                 captured,
                 layout,
@@ -142,10 +144,11 @@ class CompiledGraph:
         assert step.captured.backward is not None
         self._refuse_partial_backward()
         held, hooked = max(0, session.live.nbytes() - step.captured.between_nbytes), self._hooked()
-        planned = self.plan(step, held, hooked=hooked)
+        kept = _kept_tangents(step.captured, arguments)
+        planned = self.plan(step, held, hooked=hooked, kept_tangents=kept)
         if store.present != planned.plan.kept or len(planned.plan.phases) < 2:
             store.release_slots()
-            planned = self.plan(step, held, cold_backward=True, hooked=hooked)
+            planned = self.plan(step, held, cold_backward=True, hooked=hooked, kept_tangents=kept)
         outputs = self._run(BACKWARD, planned, arguments)
         if hooked:  # autograd will keep these as `.grad`, on the compute tier, until the next backward takes them home
             session.live.watch(outputs[position] for position, _, name in self._sunk() if name in hooked)
@@ -197,3 +200,16 @@ def _is_accumulated(node: torch.autograd.graph.Node) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # "a leaf node was passed ... but we are currently running autograd.grad()"
         return False
+
+
+def _kept_tangents(captured: Captured, arguments: list[Any]) -> frozenset[str]:
+    """Gradients of outputs that stay with whoever gave them, as in `out.backward(g)`: autograd lets go of its own,
+    so that those have one reference, the one that `arguments` owns."""
+    assert captured.backward is not None
+    given = dict(zip(captured.backward.inputs, arguments))
+    tangents = {name: given[name] for name in captured.tangents}
+    return frozenset(
+        name
+        for name, value in tangents.items()
+        if isinstance(value, torch.Tensor) and value._use_count() > 1  # type: ignore[attr-defined]
+    )

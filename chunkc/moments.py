@@ -35,8 +35,14 @@ class StepPlans:
         return tuple(phase for plan in self.plans for phase in plan.phases)
 
 
-def explained_moments(step: StepPlans, events: Sequence[TimedEvent]) -> Iterator[ExplainedMoment]:
-    """Every operation of forward and backward, and every tile of the update."""
+def explained_moments(
+    step: StepPlans, events: Sequence[TimedEvent], expressions: Sequence[str] = ()
+) -> Iterator[ExplainedMoment]:
+    """Every operation of forward and backward, and every tile of the update.
+
+    `expressions`: the non-model bytes of each of the former, for a step of dynamic shapes.
+    """
+    in_symbols = iter(expressions)
     spans = {event.name: event for event in events if event.kind in ("call", "update")}
     by_name = {moment.name: moment for moment in step.plan.moments}
     for program in step.captured.programs.values():
@@ -50,9 +56,10 @@ def explained_moments(step: StepPlans, events: Sequence[TimedEvent]) -> Iterator
                     phase=program.phase,
                     op=at.op,
                     module=at.module,
-                    source="",
+                    source=at.source,
                     start_s=span.start_s + share,
                     contents=_contents(moment, at.around_nbytes + extra, at.inside_nbytes),
+                    expression=next(in_symbols, None),
                 )
     for moment in step.update.moments if step.update else ():
         yield ExplainedMoment(
@@ -114,7 +121,7 @@ def peak_of(step: StepPlans) -> Peak:
     if program is step.captured.forward:
         add("activations", "outputs of the step before", step.captured.output_nbytes)
     add("temporaries", fullest.module, fullest.inside_nbytes)
-    return Peak(peak.name, peak.op, peak.module, _largest_first(contents))
+    return Peak(peak.name, peak.op, peak.module, _largest_first(contents), fullest.source)
 
 
 def _largest_first(contents: Mapping[str, int]) -> dict[str, int]:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import builtins
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
 
@@ -22,26 +24,37 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils import _pytree as pytree
 
 from chunkc.capture import Capture, capture_graph, input_names
 from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.errors import ChunkcError, UnsupportedError
+from chunkc.ir.states import DEFAULT_STATES
 from chunkc.passes.codegen import find_vector_isa
-from chunkc.passes.graphs import returned
-from chunkc.session import is_chunkable, owner, spec_of
+from chunkc.passes.graphs import placeholders, returned
+from chunkc.session import declared_states, is_chunkable, owner, spec_of
 
 NUM_RECOMPILES = 1_000_000
 """A model whose graph breaks inside a loop is compiled once per iteration here, where nothing is compiled for real."""
 
+NO_FILE = "<chunkc>"
+"""The file of the code that calls the model: none that would be named as a line of the user's."""
+
 
 @dataclass(frozen=True)
 class OfflineGraph:
-    """One captured graph and the parameters it uses: those that may live in chunks, in order of use, and the others."""
+    """One captured graph and the parameters it uses: those that may live in chunks, in order of use, and the others.
+
+    `checkpointed`: the model recomputes a part of it in the backward (`torch.utils.checkpoint`).
+    `sizes`: the symbols in its inputs' sizes -> which dimension each is, and how long that was.
+    """
 
     capture: Capture
     movable: tuple[ParamSpec, ...]
     fixed: tuple[ParamSpec, ...]
+    checkpointed: bool
+    sizes: Mapping[str, str] = field(default_factory=dict)
 
 
 def capture_offline(
@@ -56,7 +69,8 @@ def capture_offline(
 
     Args:
         model, args, kwargs: real, on the meta device, or fake tensors already.
-        dynamic: trace the dimensions that `torch._dynamo.mark_dynamic` marked in symbols.
+        dynamic: trace in symbols the dimensions of arguments that `torch._dynamo.mark_dynamic` (or
+            `maybe_mark_dynamic`) marked.
         codegen: who would compile the segments. For Inductor, the C++ compiler is asked for its vector instructions
             meanwhile: its code depends on them.
 
@@ -71,7 +85,11 @@ def capture_offline(
     fake_model, names = _fake_copy(model, mode)
     staying = {name for name, parameter in model.named_parameters() if not _may_move(parameter)}
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (tuple(args), dict(kwargs)))
+    states = {name: declared_states(parameter) or DEFAULT_STATES for name, parameter in model.named_parameters()}
     graphs: list[OfflineGraph] = []
+
+    def spec(name: str, parameter: nn.Parameter) -> ParamSpec:
+        return replace(spec_of(name, parameter), states=states.get(name, DEFAULT_STATES))
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         parameters = [names.get(id(value)) for value in inputs]
@@ -91,8 +109,10 @@ def capture_offline(
         graphs.append(
             OfflineGraph(
                 capture,
-                tuple(spec_of(name, p) for name, p in in_order if is_chunkable(p) and name not in staying),
-                tuple(spec_of(name, p) for name, p in in_order if not is_chunkable(p) or name in staying),
+                tuple(spec(name, p) for name, p in in_order if is_chunkable(p) and name not in staying),
+                tuple(spec(name, p) for name, p in in_order if not is_chunkable(p) or name in staying),
+                any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in gm.graph.nodes),
+                _sizes(gm),
             )
         )
         return call
@@ -105,7 +125,7 @@ def capture_offline(
     )
     call_model = _with_own_code(fake_model)
     try:
-        with mode, patched, torch.random.fork_rng():
+        with _default_device(), mode, patched, torch.random.fork_rng():
             torch.compile(call_model, backend=backend, dynamic=None if dynamic else False)(*fake_args, **fake_kwargs)
         found = tuple(graphs)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -117,6 +137,8 @@ def capture_offline(
         if isinstance(error.inner_exception, ChunkcError):
             raise error.inner_exception from None
         raise UnsupportedError(f"the model cannot be traced: {_first_line(error.inner_exception)}") from error
+    except ConstraintViolationError as error:
+        raise UnsupportedError(f"the model cannot be traced with symbols: {_first_line(error)}") from error
     except TorchDynamoException as error:
         raise UnsupportedError(f"the model cannot be traced: {_first_line(error.__cause__ or error)}") from error
     finally:
@@ -128,6 +150,30 @@ def capture_offline(
             "torch.compile captured no graph: the call of this model computes nothing it can compile"
         )
     return found
+
+
+def has_dynamic_dimensions(arguments: Any) -> bool:
+    """Whether a dimension of any tensor among the arguments is marked as dynamic."""
+    marks = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices")
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    return any(getattr(tensor, mark, None) for tensor in tensors for mark in marks)
+
+
+def _sizes(gm: fx.GraphModule) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for node in placeholders(gm.graph):
+        value, source = node.meta.get("example_value"), getattr(node.meta.get("grapharg"), "source", None)
+        for dim, length in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            if isinstance(length, torch.SymInt):
+                name = source.name() if callable(source.name) else source.name
+                name = re.sub(r"^L\['(?:kwargs'\]\['(\w+)|(args))'\]", r"\1\2", name)
+                found.setdefault(str(length), f"dimension {dim} of {name}, {length.node.hint:,} here")
+    return found
+
+
+def _default_device() -> AbstractContextManager[object]:
+    """New tensors of the model's code are on the CPU as the fakes are, whatever the caller's default device is."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def _with_own_code(model: nn.Module) -> Callable[..., Any]:
@@ -142,7 +188,8 @@ def _with_own_code(model: nn.Module) -> Callable[..., Any]:
         return model(*args, **kwargs)
 
     own_globals = {"__builtins__": builtins, "__name__": __name__}
-    return FunctionType(call.__code__.replace(), own_globals, call.__name__, None, call.__closure__)
+    code = call.__code__.replace(co_filename=NO_FILE)
+    return FunctionType(code, own_globals, call.__name__, None, call.__closure__)
 
 
 def _first_line(error: BaseException) -> str:
@@ -194,6 +241,8 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
         )
     for dim in getattr(tensor, "_dynamo_dynamic_indices", ()):
         torch._dynamo.mark_dynamic(fake, dim)
+    for dim in getattr(tensor, "_dynamo_weak_dynamic_indices", ()):
+        torch._dynamo.maybe_mark_dynamic(fake, dim)
     return fake
 
 

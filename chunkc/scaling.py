@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from chunkc.build import Builder
 from chunkc.captured import profile
-from chunkc.explain import budget_of, build_for, layout_of, one_graph, training_in
+from chunkc.explain import budget_of, build_for, graph_on, layout_of, training_in
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError, UnsupportedError
 from chunkc.ir.hardware import Hardware
@@ -75,15 +75,17 @@ def capture_scaling(build: Build, options: Options, hardware: Hardware) -> Scali
     other_model, *other = build(TRACED_SIZE + 1)
     if _layouts(model) != _layouts(other_model):
         raise UnsupportedError("the model's own tensors depend on this size")
-    lines = _mark(pytree.tree_leaves((tuple(args), dict(kwargs))), pytree.tree_leaves((tuple(other[0]), dict(other[1]))))
-    graph = one_graph(model, args, kwargs, options, dynamic=True)
-    layout, budget = layout_of(graph, options), budget_of(options, hardware)
+    lines = _mark(
+        pytree.tree_leaves((tuple(args), dict(kwargs))), pytree.tree_leaves((tuple(other[0]), dict(other[1])))
+    )
+    graph = graph_on(hardware, model, args, kwargs, options, dynamic=True)
+    layout, budget = layout_of(graph, options, hardware), budget_of(options, hardware)
     builder: Builder = build_for(graph, layout, options, training_in(hardware, graph, options), budget)
     templates = Templates(builder)
-    found = {symbol: lines[value] for symbol, value in templates.traced.items() if value in lines}
-    if found.keys() != templates.traced.keys() or not found:
-        raise UnsupportedError("not every symbol of the traced graph is a length that depends on this size")
-    return Scaling(templates, layout, budget, found)
+    lengths = templates.traced
+    if set(lengths.values()) != lines.keys():
+        raise UnsupportedError("the model's code takes other branches at other sizes, or makes symbols of its own")
+    return Scaling(templates, layout, budget, {symbol: lines[length] for symbol, length in lengths.items()})
 
 
 def _layouts(model: nn.Module) -> list[tuple[torch.Size, torch.dtype]]:
@@ -113,7 +115,7 @@ def _mark(leaves: Sequence[Any], others: Sequence[Any]) -> dict[int, Line]:
             line = Line(length - slope * TRACED_SIZE, slope)
             if lines.setdefault(length, line) != line:
                 raise UnsupportedError("two dimensions of one length depend on this size in different ways")
-            torch._dynamo.mark_dynamic(leaf, dim)
+            torch._dynamo.maybe_mark_dynamic(leaf, dim)
     if not lines:
         raise UnsupportedError("no argument's dimensions depend on this size")
     return lines

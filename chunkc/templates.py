@@ -101,7 +101,7 @@ class Templates:
     """
 
     def __init__(self, builder: Builder) -> None:
-        self._builder = builder
+        self.builder = builder
         self.traced = traced_values(builder.capture)
         self._in_region = self._region()
         self._known: dict[tuple[bool, bool], list[Template]] = {}
@@ -112,7 +112,7 @@ class Templates:
         return all(self._in_region(values))
 
     def _region(self) -> Callable[[Values], tuple[int | float | bool, ...]]:
-        return compiled(_traced_region(self._builder.capture, self.traced), list(self.traced))
+        return compiled(_traced_region(self.builder.capture, self.traced), list(self.traced))
 
     def _require(self, values: Values) -> None:
         if not self.holds(values):
@@ -131,17 +131,17 @@ class Templates:
         def described(whole: bool, estimated: bool) -> Captured:
             return self.template(values, whole, estimated).at(values)
 
-        return self._builder.build(described) if may_be_whole else described(False, False)
+        return self.builder.build(described) if may_be_whole else described(False, False)
 
     def template(self, values: Values, whole: bool, estimated: bool = False) -> Template:
         """The one that holds at these values, made if there is none yet."""
-        estimated = estimated and not self._builder.estimate_is_exact
+        estimated = estimated and not self.builder.estimate_is_exact
         known = self._known.setdefault((whole, estimated), [])
         for template in known:
             if template.holds(values):
                 return template
         shapes = SymbolicShapes(values)
-        captured = self._builder.described(whole, estimated, shapes)
+        captured = self.builder.described(whole, estimated, shapes)
         self._in_region = self._region()  # a compiler adds conditions of its own
         self._require(values)
         template = Template(captured, shapes.conditions, list(self.traced))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,22 @@ class AdamScalars(NamedTuple):
     neg_step_size: float  # -lr / (1 - beta1 ** step)
 
 
+def check_ranges(hyper: Any) -> None:
+    """Check what hyper-parameters of Adam and LAMB have in common, by name.
+
+    Raises:
+        ValueError: one is out of range.
+    """
+    if hyper.step < 1:
+        raise ValueError(f"step counts updates from 1, got {hyper.step}")
+    for name in ("beta1", "beta2"):
+        if not 0.0 <= getattr(hyper, name) < 1.0:
+            raise ValueError(f"{name} must be in [0, 1), got {getattr(hyper, name)}")
+    for name in ("lr", "eps", "weight_decay"):
+        if not getattr(hyper, name) >= 0.0:
+            raise ValueError(f"{name} must not be negative, got {getattr(hyper, name)}")
+
+
 @dataclass(frozen=True, slots=True)
 class AdamHyper:
     """Hyper-parameters of one Adam or AdamW update. Hashable, so kernels may cache what they derive.
@@ -52,14 +69,7 @@ class AdamHyper:
     maximize: bool = False
 
     def __post_init__(self) -> None:
-        if self.step < 1:
-            raise ValueError(f"step counts updates from 1, got {self.step}")
-        for name in ("beta1", "beta2"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
-        for name in ("lr", "eps", "weight_decay"):
-            if not getattr(self, name) >= 0.0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        check_ranges(self)
 
     def scalars(self) -> AdamScalars:
         """The derived scalars, in double precision."""
@@ -78,8 +88,8 @@ class AdamHyper:
 
 def scalar_table(hypers: Sequence[AdamHyper]) -> Tensor:
     """The scalars of several groups as fp32 `[num_groups, 9]` on the CPU; runs name a row of it."""
-    rows = [hyper.scalars() for hyper in hypers]
-    return torch.tensor(rows, dtype=torch.float64).view(-1, len(AdamScalars._fields)).to(torch.float32)
+    rows = [hyper.scalars() for hyper in hypers]  # in numpy's memory: nothing is charged to a limited allocator
+    return torch.from_numpy(np.array(rows, dtype=np.float32).reshape(-1, len(AdamScalars._fields)))
 
 
 def check_adam_run(
@@ -89,11 +99,12 @@ def check_adam_run(
 
     Raises:
         ValueError: a tensor is not flat and contiguous, lengths differ, or a dtype is not one of: fp32
-            parameters without master, bf16 or fp16 parameters with an fp32 master; fp32 moments;
-            fp32, bf16 or fp16 gradients.
+            parameters without master, bf16 or fp16 parameters with an fp32 master, bf16 ones with the int16 lower
+            bits of one; fp32 moments; fp32, bf16 or fp16 gradients.
     """
     states = (exp_avg, exp_avg_sq) if master is None else (exp_avg, exp_avg_sq, master)
     tensors = (param, grad, *states)
+    split = master is not None and master.dtype == torch.int16 and param.dtype == torch.bfloat16
     num_elements = param.numel()
     for tensor in tensors:
         if tensor.dim() != 1 or tensor.numel() != num_elements or not tensor.is_contiguous():
@@ -101,7 +112,7 @@ def check_adam_run(
                 "an Adam run needs flat, contiguous tensors of one length, got shapes "
                 f"{[tuple(t.shape) for t in tensors]} with strides {[t.stride() for t in tensors]}"
             )
-    for state in states:
+    for state in states[:2] if split else states:
         if state.dtype != torch.float32:
             raise ValueError(f"moments and master must be float32, got {[s.dtype for s in states]}")
     if grad.dtype not in GRAD_DTYPES:

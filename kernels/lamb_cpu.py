@@ -11,25 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale
+from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale
 from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS, Pass, compile_pass, host_empty, host_tensor
-from chunkc.kernels.lamb_formats import ROW, LambPiece, LambScalars, LambWork, check_lamb, new_partials
-from chunkc.kernels.lamb_reference import lamb_direction, lamb_new_moments, trust_ratio
+from chunkc.kernels.lamb_formats import ROW, LambPiece, LambScalars, LambWork
+from chunkc.kernels.lamb_host import apply_stage, both_stages, moments_stage
+from chunkc.kernels.lamb_reference import lamb_direction, lamb_new_moments
 
 _ONE = host_tensor(1.0, np.float32)
+_ADAPT = LambScalars._fields.index("adapt")
 _SCALARS = (torch.float32, (len(LambScalars._fields),))
 
 
-@torch.compiler.disable
-@torch.no_grad()
+@moments_stage
 def lamb_moments(
-    fmt: AdamFormat,
-    slots: AdamSlots,
-    work: LambWork,
-    scalars: Tensor,
-    partials: Tensor,
-    *,
-    scale: GradScale = NO_SCALE,
+    fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
 ) -> None:
     """Stage 1, see `chunkc.kernels.lamb_reference.lamb_moments`: moments to the bit, sums up to fp32 rounding.
 
@@ -38,7 +33,6 @@ def lamb_moments(
     Raises:
         ValueError: a tensor is not on the CPU, or see `check_lamb`.
     """
-    check_lamb(fmt, slots, work, scalars, partials, scale)
     if _skip(slots, scale):
         return
     unscale, clip = (_ONE if factor is None else factor for factor in (scale.unscale, scale.clip))
@@ -65,47 +59,26 @@ def lamb_moments(
             if not whole:
                 torch.sum(squares, dim=1, keepdim=True, out=sums)
             row = last
-    torch.autograd.graph.increment_version((slots.exp_avg, slots.exp_avg_sq, partials))
 
 
-@torch.compiler.disable
-@torch.no_grad()
+@apply_stage
 def lamb_apply(
-    fmt: AdamFormat,
-    slots: AdamSlots,
-    work: LambWork,
-    scalars: Tensor,
-    partials: Tensor,
-    *,
-    scale: GradScale = NO_SCALE,
+    fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
 ) -> None:
     """Stage 2, see `chunkc.kernels.lamb_reference.lamb_apply`: the same bits from the same partial sums.
 
     Raises:
         ValueError: a tensor is not on the CPU, or see `check_lamb`.
     """
-    check_lamb(fmt, slots, work, scalars, partials, scale)
     if _skip(slots, scale):
         return
     for piece in work.pieces:
         tensors = _apply_arguments(slots, piece, scalars, partials)
         parallel = piece.end - piece.begin >= SERIAL_NUM_ELEMENTS
         _apply_pass(fmt.param_dtype, fmt.master, parallel)(tensors)
-    written = (slots.param, slots.master)
-    torch.autograd.graph.increment_version([tensor for tensor in written if tensor is not None])
 
 
-def lamb_update(
-    fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, *, scale: GradScale = NO_SCALE
-) -> None:
-    """Both stages of a tile in which all its tensors lie altogether.
-
-    Raises:
-        ValueError: a tensor is not on the CPU, or see `check_lamb`.
-    """
-    partials = new_partials(work, slots.param.device)
-    lamb_moments(fmt, slots, work, scalars, partials, scale=scale)
-    lamb_apply(fmt, slots, work, scalars, partials, scale=scale)
+lamb_update = both_stages(lamb_moments, lamb_apply)
 
 
 def warm_up(fmt: AdamFormat) -> None:
@@ -124,10 +97,20 @@ def _skip(slots: AdamSlots, scale: GradScale) -> bool:
 
 def _apply_arguments(slots: AdamSlots, piece: LambPiece, scalars: Tensor, partials: Tensor) -> list[Tensor]:
     row = scalars[piece.group]
-    ratio = trust_ratio(partials, piece, LambScalars(*row.unbind()))
+    ratio = host_tensor(_trust_ratio(partials, piece, adapt=row[_ADAPT].item() != 0), np.float32)
     tensors = [slots.param.detach(), slots.exp_avg, slots.exp_avg_sq, slots.master]
     parts = [tensor[piece.begin : piece.end] for tensor in tensors if tensor is not None]
     return [*parts, row, ratio]
+
+
+def _trust_ratio(partials: Tensor, piece: LambPiece, *, adapt: bool) -> float:
+    """`chunkc.kernels.lamb_reference.trust_ratio` to the bit, in none of torch's memory."""
+    if not adapt:
+        return 1.0
+    wide = host_empty((2, piece.last_partial - piece.first_partial), torch.float64)
+    wide.copy_(partials[:, piece.first_partial : piece.last_partial])
+    of_params, of_updates = torch.sum(wide, 1, out=host_empty((2,), torch.float64)).sqrt_().tolist()
+    return of_params / of_updates if of_params != 0 and of_updates != 0 else 1.0
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from chunkc.passes.inductor_memory import inductor_memory
 from chunkc.passes.segment_memory import eager_memory
 from chunkc.passes.segments import Segment
 from chunkc.passes.shapes import AS_TRACED, Shapes, symbol_values
-from chunkc.passes.wrapper_source import wrapper_source
+from chunkc.passes.wrapper_source import Wrapper, wrapper_of
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """Takes a list of inputs, which it empties, and returns the outputs."""
@@ -53,12 +53,12 @@ def find_vector_isa() -> threading.Thread:
 class CompiledSegment:
     """A segment ready to run, and its memory.
 
-    `wrapper`: the source that Inductor generated, "" for a segment that runs node by node.
+    `wrapper`: what Inductor generated, None for a segment that runs node by node.
     """
 
     run: BoxedCallable
     memory: SegmentMemory
-    wrapper: str = ""
+    wrapper: Wrapper | None = None
 
 
 def compile_segment(segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED) -> CompiledSegment:
@@ -79,24 +79,25 @@ def compile_segment(segment: Segment, codegen: str, num_threads: int, shapes: Sh
             "this version of Inductor keeps no source of its wrappers, so their memory cannot be read off; "
             'compile with options={"codegen": "eager"}'
         )
-    return CompiledSegment(compiled, _memory_of(segment, source, num_threads, shapes), source)
+    wrapper = Wrapper(source, {})
+    return CompiledSegment(compiled, _memory_of(segment, wrapper, num_threads, shapes), wrapper)
 
 
-def generated_wrapper(segment: Segment, codegen: str) -> str:
-    """The wrapper of `compile_segment`'s result, without compiling; "" for a segment that runs node by node.
+def generated_wrapper(segment: Segment, codegen: str) -> Wrapper | None:
+    """The wrapper of `compile_segment`'s result, without compiling; None for a segment that runs node by node.
 
     Raises:
         UnsupportedError: what vector instructions Inductor may use is unknown yet and there is no C++ compiler to ask.
     """
     if _runs_node_by_node(segment, codegen):
-        return ""
+        return None
     _require_compiler()
     with steady_inductor(segment.example_inputs):
-        return wrapper_source(segment)
+        return wrapper_of(segment)
 
 
 def describe_segment(
-    segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED, wrapper: str = ""
+    segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED, wrapper: Wrapper | None = None
 ) -> SegmentMemory:
     """The memory of `compile_segment`'s result, without compiling.
 
@@ -109,7 +110,9 @@ def describe_segment(
     """
     if _runs_node_by_node(segment, codegen):
         return eager_memory(segment.module.graph, num_threads, shapes)
-    return _memory_of(segment, wrapper or generated_wrapper(segment, codegen), num_threads, shapes)
+    wrapper = wrapper or generated_wrapper(segment, codegen)
+    assert wrapper is not None
+    return _memory_of(segment, wrapper, num_threads, shapes)
 
 
 def _require_compiler() -> None:
@@ -128,8 +131,8 @@ def _runs_node_by_node(segment: Segment, codegen: str) -> bool:
     return codegen == "eager" or segment.run_by_aten or not any(is_compute(node) for node in nodes)
 
 
-def _memory_of(segment: Segment, source: str, num_threads: int, shapes: Shapes) -> SegmentMemory:
-    memory = inductor_memory(source, segment.example_inputs, num_threads, shapes)
+def _memory_of(segment: Segment, wrapper: Wrapper, num_threads: int, shapes: Shapes) -> SegmentMemory:
+    memory = inductor_memory(wrapper.source, segment.example_inputs, num_threads, shapes, wrapper.made_by)
     assert len(memory.outputs) == sum(node is not None for node in returned(segment.module.graph))
     return memory
 

@@ -9,7 +9,8 @@ symbols, is what the input says it is, and so are the bytes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,22 +29,29 @@ from chunkc.passes.segment_storages import number_storages
 from chunkc.passes.shapes import AS_TRACED, Shapes
 from chunkc.passes.symbols import Size, shape_env_of, size_of
 from chunkc.passes.wrapper_cuda import Kernel, computes_on_cuda, cuda_names
-from chunkc.passes.wrapper_reader import DATA, Wrapper, sizes_namespace
+from chunkc.passes.wrapper_reader import AT, DATA, Wrapper, sizes_namespace
 
 ALLOCATION = "allocation"
 
 
 def inductor_memory(
-    source: str, example_inputs: Sequence[object], num_threads: int, shapes: Shapes = AS_TRACED
+    source: str,
+    example_inputs: Sequence[object],
+    num_threads: int,
+    shapes: Shapes = AS_TRACED,
+    made_by: Mapping[str, int] = MappingProxyType({}),
 ) -> SegmentMemory:
     """Memory of an Inductor-compiled segment, from the source of its generated wrapper.
 
     Bytes are what `shapes` makes of the inputs' sizes: with symbolic sizes, expressions.
 
+    Args:
+        made_by: names of buffers in the source -> which of the segment's operations makes them, as far as it is known.
+
     Raises:
         UnsupportedError: the wrapper uses something this reader does not know, or a size depends on data.
     """
-    wrapper = Wrapper.parse(source)
+    wrapper = Wrapper.parse(source, made_by)
     on_cuda = computes_on_cuda(wrapper.call_source, example_inputs)
     given = shapes.of(list(example_inputs))
     shape_env = shape_env_of(given) or ShapeEnv()
@@ -66,6 +74,7 @@ def inductor_memory(
                 tracker.adopt_input(index, tensor)
             del tensor
         namespace = _wrapper_namespace(tracker)
+        namespace[AT] = tracker.at
         namespace[DATA] = lambda: shape_env.create_unbacked_symint()
         namespace.update({name: Kernel(name, tracker.step) for name in wrapper.kernels})
         call = wrapper.call(namespace)
@@ -108,6 +117,7 @@ class _StorageTracker(TorchDispatchMode):
         self.live: dict[int, int | torch.SymInt] = {}
         self.steps: list[MemoryStep] = []
         self.input_released: dict[int, int] = {}
+        self.position: int | None = None
 
     def adopt_input(self, index: int, tensor: torch.Tensor) -> None:
         key = storage_key(tensor)
@@ -136,6 +146,10 @@ class _StorageTracker(TorchDispatchMode):
             self.step(ALLOCATION if allocation else op_name_of(func), scratch)
         return result
 
+    def at(self, position: int | None) -> None:
+        """What follows is the segment's operation of that position."""
+        self.position = position
+
     def nbytes(self, tensor: torch.Tensor) -> int | torch.SymInt:
         """Bytes of the tensor's storage where the segment will run; fake ones of CUDA wrappers are on the CPU."""
         nbytes = tensor.untyped_storage().nbytes()
@@ -150,8 +164,8 @@ class _StorageTracker(TorchDispatchMode):
             for index in reversed(range(len(self.steps))):
                 if self.steps[index].op != ALLOCATION:
                     break
-                self.steps[index] = MemoryStep(label, "", self.steps[index].nbytes)
-        self.steps.append(MemoryStep(label, "", torch.sym_sum([*self.live.values(), scratch])))
+                self.steps[index] = MemoryStep(label, "", self.steps[index].nbytes, self.position)
+        self.steps.append(MemoryStep(label, "", torch.sym_sum([*self.live.values(), scratch]), self.position))
 
 
 def op_name_of(func: Any) -> str:

@@ -192,6 +192,7 @@ def _calls(
                 made,
                 _main_module(piece.nodes),
                 costs_s[segment],
+                piece.origins,
             )
         )
     return tuple(calls)

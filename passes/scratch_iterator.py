@@ -47,7 +47,7 @@ def common_dtype(operands: Sequence[Tensor], numbers: Sequence[_Number], outputs
 
 
 def numbers_in(values: Collection[Any]) -> list[_Number]:
-    """The Python numbers among values; for a size that is a symbol, an integer in its place: which, makes no difference."""
+    """The Python numbers among values; for a size that is a symbol, an integer: which one makes no difference."""
     plain = [0 if isinstance(value, torch.SymInt) else value for value in values]
     return [value for value in plain if isinstance(value, int | float | complex)]
 

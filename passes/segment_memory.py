@@ -39,6 +39,7 @@ def eager_memory(graph: fx.Graph, num_threads: int, shapes: Shapes = AS_TRACED) 
     """
     inputs = placeholders(graph)
     operations, position = _operations(graph)
+    label = {node: index for index, node in enumerate(node for node in graph.nodes if is_compute(node))}
     storages = graph_storages(graph, shapes)
     last_hold: dict[int, int] = {}  # storage -> last step at which some value still holds it
     for node in [*inputs, *position]:
@@ -53,7 +54,7 @@ def eager_memory(graph: fx.Graph, num_threads: int, shapes: Shapes = AS_TRACED) 
     for index, node in enumerate(operations):
         live.update(storage for storage in storages.of[node] if storage not in outside)
         nbytes = torch.sym_sum([*(storages.nbytes[storage] for storage in live), _scratch(node, num_threads, shapes)])
-        steps.append(MemoryStep(op_name(node), module_path(node), shapes.known(nbytes)))
+        steps.append(MemoryStep(op_name(node), module_path(node), shapes.known(nbytes), label[node]))
         live = {storage for storage in live if last_hold[storage] > index}
     end = len(operations)
     released = tuple(end if storage is None else last_hold[storage] + 1 for storage in given)
@@ -110,7 +111,7 @@ def call_scratch_nbytes(
     """
     if isinstance(target, torch._ops.OpOverload):
         if on_cuda:
-            return cuda_scratch_nbytes(target, args, kwargs, value)
+            return cuda_scratch_nbytes(target, args, kwargs, value, num_threads, module)
         return scratch_nbytes(target, args, kwargs, value, num_threads, module)
     if not isinstance(target, torch._ops.HigherOrderOperator):
         return 0

@@ -1,10 +1,10 @@
 """The sizes that a graph is described with: as it was traced, at given numbers, or in symbols.
 
-A graph traced with dynamic shapes has fake tensors whose sizes are expressions. What an operator takes inside depends on
-sizes by rules with branches (`scratch`). So a rule never sees those tensors: it gets others of the same layout, of which
-the sizes are plain numbers (`ShapesAt`), or symbols of a `ShapeEnv` of this module's own (`SymbolicShapes`). There each
-branch that a rule takes is noted as a guard, and Dynamo's own guards, by which it decides when to capture again, stay
-as they were.
+A graph traced with dynamic shapes has fake tensors whose sizes are expressions. What an operator takes inside depends
+on sizes by rules with branches (`scratch`). So a rule never sees those tensors: it gets others of the same layout, of
+which the sizes are plain numbers (`ShapesAt`), or symbols of a `ShapeEnv` of this module's own (`SymbolicShapes`).
+There each branch that a rule takes is noted as a guard, and Dynamo's own guards, by which it decides when to capture
+again, stay as they were.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class SymbolicShapes(_Translated):
         return self._in_traced(seconds)
 
     def _in_traced(self, value: Any) -> Any:
-        """An expression in the symbols of the traced graph; a value that the guards fix is the same expression still."""
+        """An expression in the symbols of the traced graph."""
         if not isinstance(value, torch.SymInt | torch.SymFloat):
             return value
         expression = value.node.expr.xreplace(self._traced)

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from chunkc.ir.errors import UnsupportedError
 
 DATA = "__read_from_data"
 """The replay calls this for a number that a wrapper reads out of a tensor."""
+
+AT = "_chunkc_at"
+"""The replay calls this before every statement, with the position of the operation that the statement is."""
 
 _BUILTINS = frozenset({"None", "True", "False", "bool", "range", "len", "abs"})
 
@@ -36,12 +40,15 @@ class Wrapper:
     kernels: tuple[str, ...]
 
     @classmethod
-    def parse(cls, source: str) -> Wrapper:
-        """Raises:
-        UnsupportedError: there is no `call`.
+    def parse(cls, source: str, made_by: Mapping[str, int] = MappingProxyType({})) -> Wrapper:
+        """`made_by`: names of buffers -> the positions of the operations that make them.
+
+        Raises:
+            UnsupportedError: there is no `call`.
         """
         module = ast.parse(source)
         function = _Symbols().visit(_call_function(module))
+        _mark_positions(function, made_by)
         return cls(ast.fix_missing_locations(function), tuple(_assigned_by_async_compile(module)))
 
     @property
@@ -86,6 +93,23 @@ def sizes_namespace() -> dict[str, Any]:
         "max": lambda *sizes: functools.reduce(torch.sym_max, sizes),
         "min": lambda *sizes: functools.reduce(torch.sym_min, sizes),
     }
+
+
+def _mark_positions(function: ast.FunctionDef, made_by: Mapping[str, int]) -> None:
+    """Put `_chunkc_at(position)` before every statement that calls something, with its operation's position.
+
+    What a statement makes is computed from the buffers it reads, so its operation is the last of all that are named.
+    """
+    for block in [node.body for node in ast.walk(function) if isinstance(node, ast.FunctionDef | ast.With)]:
+        marked: list[ast.stmt] = []
+        for statement in block:
+            inside = list(ast.walk(statement))
+            if any(isinstance(node, ast.Call) for node in inside) and not isinstance(statement, ast.With):
+                names = [node.id for node in inside if isinstance(node, ast.Name)]
+                position = max((made_by[name] for name in names if name in made_by), default=None)
+                marked.append(ast.parse(f"{AT}({position})").body[0])
+            marked.append(statement)
+        block[:] = marked
 
 
 def _call_function(module: ast.Module) -> ast.FunctionDef:

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from chunkc.ir.chunks import (
-    EXP_AVG,
     GRAD,
     PARAM,
     ChunkGroup,
@@ -28,29 +27,12 @@ from chunkc.ir.chunks import (
     split_chunk_name,
 )
 from chunkc.ir.errors import ChunkcError, ChunkStateError, HomeError, StreamError, UnsupportedError
+from chunkc.ir.states import EXP_AVG, SCALES, num_entries
 from chunkc.runtime.arena import Arena
 from chunkc.runtime.gradients import accumulate, add_later, store_first
+from chunkc.runtime.slots import Slot, Traffic, fill_with_nan
 from chunkc.runtime.states import ChunkState, advance
-from chunkc.runtime.tier import Moment, Tier
-
-
-@dataclass
-class _Slot:
-    """A chunk's room on the compute tier and what is happening to it."""
-
-    state: ChunkState = ChunkState.FREE
-    buffer: torch.Tensor | None = None
-    copy: Moment | None = None
-    dirty: bool = False
-
-
-@dataclass
-class Traffic:
-    """Bytes copied and seconds waited since the store was made."""
-
-    to_device_nbytes: int = 0
-    to_home_nbytes: int = 0
-    wait_s: float = 0.0
+from chunkc.runtime.tier import Tier
 
 
 @dataclass
@@ -69,10 +51,10 @@ class ChunkStore:
     resident: frozenset[int] = frozenset()
     traffic: Traffic = field(default_factory=Traffic)
     _parameters: dict[str, weakref.ref[nn.Parameter]] = field(default_factory=dict)
-    _slots: dict[str, _Slot] = field(default_factory=dict)
+    _slots: dict[str, Slot] = field(default_factory=dict)
     _spare: list[torch.Tensor] = field(default_factory=list)
     _slices: dict[str, tuple[ChunkGroup, TensorSlice]] = field(default_factory=dict)
-    _handed_out: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    _handed_out: dict[str, tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=dict)  # with its address
 
     # --- parameters and their homes ---
 
@@ -133,6 +115,13 @@ class ChunkStore:
             self._move(group, self._tier_tensor, None)
             self.arena.free([name for name in self.arena.chunks if split_chunk_name(name)[1] == group.index])
 
+    def restate(self, layout: ChunkLayout) -> None:
+        """Take over a layout that differs in what states are kept; none may be at home yet where it does."""
+        for old, new in zip(self.layout.groups, layout.groups, strict=True):
+            assert old.states == new.states or chunk_name(EXP_AVG, old.index) not in self.arena, "states are at home"
+        self.layout = layout
+        self._slices = {s.spec.name: (group, s) for group in layout.groups for s in group.slices}
+
     def _move(self, group: ChunkGroup, target: Callable[[TensorSlice], torch.Tensor], grad_kind: str | None) -> None:
         for tensor_slice in group.slices:
             name = tensor_slice.spec.name
@@ -153,9 +142,10 @@ class ChunkStore:
         group, where = self._slices[name]
         if source.device.type == "cpu" and group.index not in self.resident:
             self.await_home(chunk_name(kind, group.index))
-            host = self.arena.host_view(chunk_name(kind, group.index), group.kind_dtype(kind), group.numel)
+            chunk, numel = chunk_name(kind, group.index), num_entries(kind, group.numel)
+            host = self.arena.host_view(chunk, group.kind_dtype(kind), numel)
             if host is not None:
-                target = host[where.offset : where.end].as_strided(where.spec.shape, where.spec.stride)
+                target = host[group.entries(kind, where)].as_strided(target.shape, target.stride())
         target.copy_(source)
 
     def _tier_tensor(self, tensor_slice: TensorSlice) -> torch.Tensor:
@@ -183,16 +173,16 @@ class ChunkStore:
     def home_view(self, kind: str, name: str) -> torch.Tensor:
         """A tensor over a parameter's bytes (or its gradient's, or a state's) at home; its storage is its own."""
         group, where = self._slices[name]
-        dtype = group.kind_dtype(kind)
-        chunk, offset_nbytes = chunk_name(kind, group.index), where.offset * dtype.itemsize
-        return self.arena.view(chunk, dtype, where.spec.shape, where.spec.stride, offset_nbytes)
+        dtype, entries = group.kind_dtype(kind), group.entries(kind, where)
+        shape, stride = (where.spec.shape, where.spec.stride) if kind not in SCALES else ((_length(entries),), (1,))
+        return self.arena.view(chunk_name(kind, group.index), dtype, shape, stride, entries.start * dtype.itemsize)
 
     # --- chunks on the move ---
 
-    def slot(self, chunk: str) -> _Slot:
+    def slot(self, chunk: str) -> Slot:
         found = self._slots.get(chunk)
         if found is None:
-            found = self._slots[chunk] = _Slot()
+            found = self._slots[chunk] = Slot()
         return found
 
     @property
@@ -207,9 +197,9 @@ class ChunkStore:
         state = advance(chunk, slot.state, ChunkState.PREFETCHING)
         needs_data = kind != GRAD or self.collect_gradients(group_index)
         begin, end = chunk_part(chunk) or (0, group.numel)
-        slot.buffer = buffer = self._take_slot(end - begin, group.kind_dtype(kind))
+        slot.buffer = buffer = self._take_slot(num_entries(kind, end - begin), group.kind_dtype(kind))
         if self.debug:
-            self.tier.enqueue(_fill_with_nan, buffer)
+            self.tier.enqueue(fill_with_nan, buffer)
         slot.state, slot.copy, slot.dirty = state, None, False
         if needs_data:
             job = self.arena.reader(*self._whole(chunk), buffer)
@@ -262,7 +252,7 @@ class ChunkStore:
         slot.state = advance(chunk, slot.state, ChunkState.FREE)
         assert slot.buffer is not None
         if self.debug:
-            self.tier.enqueue(_fill_with_nan, slot.buffer)
+            self.tier.enqueue(fill_with_nan, slot.buffer)
         self._spare.append(slot.buffer)
         slot.buffer = slot.copy = None
         if chunk_part(chunk) is not None:
@@ -284,7 +274,7 @@ class ChunkStore:
         """The whole chunk that a name is of, and where in it the name's bytes begin."""
         kind, index = split_chunk_name(chunk)
         begin, _ = chunk_part(chunk) or (0, 0)
-        return chunk_name(kind, index), begin * self.layout.groups[index].kind_dtype(kind).itemsize
+        return chunk_name(kind, index), num_entries(kind, begin) * self.layout.groups[index].kind_dtype(kind).itemsize
 
     def begin_compute(self, chunk: str) -> torch.Tensor:
         """The slot's flat buffer, for the computation that starts now."""
@@ -352,21 +342,22 @@ class ChunkStore:
         for tensor_slice in self.layout.groups[index].slices:
             name = tensor_slice.spec.name
             parameter = self.parameter(name)
-            handed = self._handed_out.get(name, _gone)()
+            reference, address = self._handed_out.get(name, _NOTHING)
+            handed = reference()
             grad = parameter.grad
             if handed is not None and handed is not grad:
                 handed.data = handed.detach().clone()
             if grad is None:
                 continue
             found = True
-            if handed is not grad or grad.data_ptr() != self.home_view(GRAD, name).data_ptr():
+            if handed is not grad or grad.data_ptr() != address:
                 self.tier.enqueue(self._hand_out(name, parameter).copy_, grad)
         return found
 
     def _hand_out(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
         view = self.home_view(GRAD, name)
         parameter.grad = view
-        self._handed_out[name] = weakref.ref(view)
+        self._handed_out[name] = (weakref.ref(view), view.data_ptr())
         return view
 
     def sink(self, name: str, chunk: str | None, take: Callable[[], torch.Tensor], *, owned: bool) -> None:
@@ -390,9 +381,12 @@ class ChunkStore:
             self.tier.enqueue(add_later, target, take)
 
 
+def _length(entries: slice) -> int:
+    return entries.stop - entries.start
+
+
 def _gone() -> None:
     return None
 
 
-def _fill_with_nan(buffer: torch.Tensor) -> None:
-    buffer.fill_(float("nan"))
+_NOTHING = (_gone, 0)

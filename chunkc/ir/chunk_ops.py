@@ -8,6 +8,7 @@
 %write_back = write_back("grad:3")                     start to copy the slot home
 %evict      = evict("param:3")                         give the slot back
 %update     = update(3, 0, 65536)                      one fused optimizer pass over these elements of group 3
+%update_1   = update(3, 0, 65536, 1, 2)                the second stage of two
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def sink(parameter_name: str, chunk: str | None, gradient: object, owned: bool) 
     _never_called("sink")
 
 
-def update(group: int, begin: int, end: int) -> None:
+def update(group: int, begin: int, end: int, stage: int = 0, num_stages: int = 1) -> None:
     _never_called("update")
 
 

@@ -34,7 +34,7 @@ def _turn(*step_s: float, losses: tuple[float, ...] = (3.0,), counters: dict[str
 
 def test_command_line_defaults_to_every_suite():
     args = run.parse_args([])
-    assert args.suites == ["fits", "disk", "adam", "budget", "bound", "scale"]
+    assert args.suites == ["fits", "disk", "adam", "budget", "bound", "scale", "prediction"]
     assert (args.small, args.out, args.time_limit, args.case, args.systems) == (False, None, None, "*", ())
     assert args.device in ("cpu", "cuda")
 
@@ -134,7 +134,8 @@ def test_budgets_are_parts_of_plain_memory():
 class _FakeProcess:
     """Stands for a subject's process in the suite `disk`: the minimum is 350 bytes, plain takes 1000."""
 
-    def __init__(self, spec: SubjectSpec, _cache: Path) -> None:
+    def __init__(self, spec: SubjectSpec, _cache: Path, *, timeout_s: Callable[[], float]) -> None:
+        assert timeout_s() > 0
         self.spec = spec
         self.ready = {"num_parameters": 1, "num_threads": 2}
 
@@ -290,7 +291,7 @@ def test_a_subject_obeys():
         assert step["step_s"] == pytest.approx(step["forward_backward_s"] + step["optimizer_s"])
         assert step["loss"] == pytest.approx(5.545, abs=0.3)  # log(256)
     assert peaks["num_moments"] > 4
-    assert set(steps["counters"]) == {"to_device_nbytes", "to_home_nbytes", "wait_s"}
+    assert set(steps["counters"]) == {"to_device_nbytes", "to_home_nbytes", "wait_s", "host_s", "num_instructions"}
 
 
 def test_a_subject_says_what_would_fit_and_knows_no_other_commands():

@@ -1,118 +1,30 @@
-"""The chunk store: parameters and gradients keep their values wherever their home is."""
+"""The chunk store: where parameters live, and a home without room."""
 
 from __future__ import annotations
 
-import gc
-import math
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import pytest
 import torch
-from torch import Tensor, nn
+from store_cases import (
+    CHANNELS_LAST,
+    EMPTY,
+    GROUPS,
+    fetch,
+    layout_of,
+    make_parameters,
+    placed,
+    put_back,
+    random_gradients,
+    sink_all,
+)
+from torch import nn
 
-from chunkc.ir.chunks import ChunkGroup, ChunkLayout, ParamSpec, TensorSlice, chunk_name
-from chunkc.ir.errors import ChunkStateError, HomeError, StreamError, UnsupportedError
+from chunkc.ir.errors import HomeError
 from chunkc.runtime.arena import MAX_REGIONS_PER_CALL, Arena
-from chunkc.runtime.homes import DiskHome, Home, MemoryHome
-from chunkc.runtime.states import ChunkState
+from chunkc.runtime.homes import Home, MemoryHome
 from chunkc.runtime.store import ChunkStore
-from chunkc.runtime.streams import WorkerStream
 from chunkc.runtime.tier import CpuTier
 
 pytestmark = pytest.mark.timeout(30)
-
-EMPTY = ChunkLayout(0, (), ())
-CHANNELS_LAST = torch.channels_last
-
-Parameters = dict[str, nn.Parameter]
-
-
-def make_parameters(dtype: torch.dtype = torch.float32) -> Parameters:
-    """Two parameters of group 0, one of them with permuted strides; a frozen one of group 1; group 2's."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    return {
-        "conv": nn.Parameter(random(4, 3, 5, 5).contiguous(memory_format=CHANNELS_LAST)),
-        "matrix": nn.Parameter(random(6, 7).t()),
-        "frozen": nn.Parameter(random(33), requires_grad=False),
-        "last": nn.Parameter(random(2, 64)),
-    }
-
-
-GROUPS = (("conv", "matrix"), ("frozen",), ("last",))
-
-
-def layout_of(parameters: Parameters, groups: tuple[tuple[str, ...], ...] = GROUPS) -> ChunkLayout:
-    """Each tuple of names is one group; tensors start at multiples of 64 elements."""
-    made = []
-    for index, names in enumerate(groups):
-        slices, offset = [], 0
-        for name in names:
-            p = parameters[name]
-            spec = ParamSpec(name, tuple(p.shape), p.stride(), p.dtype, p.requires_grad)
-            slices.append(TensorSlice(spec, offset))
-            offset += -(-spec.numel // 64) * 64
-        first = parameters[names[0]]
-        made.append(ChunkGroup(index, first.dtype, first.requires_grad, offset, tuple(slices)))
-    return ChunkLayout(4096, tuple(made), ())
-
-
-def placed(
-    home: Home | None = None,
-    *,
-    resident: frozenset[int] = frozenset(),
-    debug: bool = True,
-    **options: torch.dtype,
-) -> tuple[ChunkStore, Parameters]:
-    """A store with `make_parameters` placed in it."""
-    parameters = make_parameters(**options)
-    store = ChunkStore(EMPTY, Arena(home or MemoryHome()), CpuTier(), debug)
-    store.place(layout_of(parameters), parameters, resident)
-    return store, parameters
-
-
-@pytest.fixture(params=["cpu", "disk"])
-def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Home]:
-    yield (opened := MemoryHome() if request.param == "cpu" else DiskHome(str(tmp_path)))
-    opened.close()
-
-
-def fetch(store: ChunkStore, chunk: str) -> None:
-    store.prefetch(chunk)
-    store.wait(chunk)
-
-
-def put_back(store: ChunkStore, chunk: str) -> None:
-    store.write_back(chunk)
-    store.wait(chunk)
-    store.evict(chunk)
-
-
-def taking(gradient: Tensor) -> Callable[[], Tensor]:
-    return lambda: gradient
-
-
-def sink_all(store: ChunkStore, gradients: dict[str, Tensor], chunk: str) -> None:
-    """A backward pass: the gradient chunk comes, takes gradients and goes home."""
-    fetch(store, chunk)
-    for name, gradient in gradients.items():
-        store.sink(name, chunk, taking(gradient), owned=True)
-    put_back(store, chunk)
-
-
-def random_gradients(seed: int, parameters: Parameters, *names: str) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.randn(parameters[name].shape, generator=generator).to(parameters[name].dtype)
-        for name in names or ("conv", "matrix")
-    }
-
-
-# ---------------------------------------------------------------- places
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -234,9 +146,6 @@ def test_many_chunks_share_few_regions() -> None:
         assert store.parameter_view(f"param:{i}", f"p{i}").tolist() == [float(i)] * 64
 
 
-# ---------------------------------------------------------------- a home without room
-
-
 class FullHome(MemoryHome):
     """A home with room for so many bytes."""
 
@@ -290,359 +199,14 @@ def test_room_for_states_is_all_or_nothing() -> None:
     assert store.home_view("exp_avg_sq", "conv").stride() == make_parameters()["conv"].stride()
 
 
-def test_states_of_16_bit_parameters_have_an_fp32_master() -> None:
-    store, _ = placed(dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("dtype", "master", "master_dtype"),
+    [(torch.bfloat16, "master_low", torch.int16), (torch.float16, "master", torch.float32)],
+)
+def test_states_of_16_bit_parameters_have_a_master(dtype: torch.dtype, master: str, master_dtype: torch.dtype) -> None:
+    store, _ = placed(dtype=dtype)
     store.reserve_states(0)
-    for kind in ("master", "exp_avg", "exp_avg_sq"):
+    assert store.home_view(master, "matrix").dtype is master_dtype
+    for kind in ("exp_avg", "exp_avg_sq"):
         assert store.home_view(kind, "matrix").dtype is torch.float32
-    assert store.home_view("grad", "matrix").dtype is torch.bfloat16
-
-
-# ---------------------------------------------------------------- slots
-
-
-def test_debug_fills_slots_with_nan_when_taken_and_given_back() -> None:
-    store, _ = placed()
-    store.prefetch("grad:0")  # no gradients yet: nothing is read
-    store.wait("grad:0")
-    fresh = store.slot("grad:0").buffer
-    assert fresh.isnan().all()
-    store.evict("grad:0")
-    fetch(store, "param:0")
-    buffer = store.slot("param:0").buffer
-    view = store.parameter_view("param:0", "conv")
-    assert not view.isnan().any()
-    store.evict("param:0")
-    assert buffer.isnan().all()
-    assert view.isnan().all()  # a reader that came too late
-    assert store.slot("param:0").buffer is None
-
-
-def test_without_debug_a_released_slot_is_left_alone() -> None:
-    store, parameters = placed(debug=False)
-    fetch(store, "param:2")
-    buffer = store.slot("param:2").buffer
-    store.evict("param:2")
-    assert torch.equal(buffer.view(2, 64), parameters["last"])
-
-
-def test_only_a_chunk_that_is_there_and_ready_is_read() -> None:
-    store, _ = placed()
-    for prepare in (lambda: None, lambda: store.prefetch("param:0")):
-        prepare()
-        with pytest.raises(ChunkStateError, match="conv is read from chunk param:0"):
-            store.parameter_view("param:0", "conv")
-        with pytest.raises(ChunkStateError):
-            store.begin_compute("param:0")
-    store.wait("param:0")
-    store.parameter_view("param:0", "conv")
-    with pytest.raises(ChunkStateError, match="HOLD to PREFETCHING"):
-        store.prefetch("param:0")
-
-
-def test_a_chunk_under_a_copy_or_in_use_is_not_evicted() -> None:
-    store, _ = placed()
-    store.prefetch("param:0")
-    with pytest.raises(ChunkStateError, match="PREFETCHING to FREE"):
-        store.evict("param:0")
-    store.wait("param:0")
-    store.begin_compute("param:0")
-    with pytest.raises(ChunkStateError, match="COMPUTE to FREE"):
-        store.evict("param:0")
-    store.end_compute("param:0", wrote=True)
-    with pytest.raises(ChunkStateError, match="before it was written back"):
-        store.evict("param:0")
-    store.write_back("param:0")
-    with pytest.raises(ChunkStateError, match="EVICTING to FREE"):
-        store.evict("param:0")
-    store.wait("param:0")
-    store.evict("param:0")
-    assert store.present == frozenset()
-
-
-def test_a_clean_chunk_is_not_copied_home() -> None:
-    store, _ = placed()
-    fetch(store, "param:0")
-    put_back(store, "param:0")
-    nbytes = store.layout.groups[0].nbytes("param")
-    assert (store.traffic.to_device_nbytes, store.traffic.to_home_nbytes) == (nbytes, 0)
-    fetch(store, "param:0")
-    store.begin_compute("param:0")
-    store.end_compute("param:0", wrote=True)
-    put_back(store, "param:0")
-    assert (store.traffic.to_device_nbytes, store.traffic.to_home_nbytes) == (2 * nbytes, nbytes)
-
-
-def test_waiting_is_measured() -> None:
-    parameters = make_parameters()
-    store = ChunkStore(EMPTY, Arena(MemoryHome()), CpuTier(delay=lambda: 0.03))
-    store.place(layout_of(parameters), parameters, frozenset())
-    fetch(store, "param:0")
-    assert 0.02 < store.traffic.wait_s < 5
-
-
-# ---------------------------------------------------------------- gradients
-
-
-def test_gradients_are_stored_then_added(home: Home) -> None:
-    store, parameters = placed(home)
-    first, second = random_gradients(1, parameters), random_gradients(2, parameters)
-    sink_all(store, first, "grad:0")
-    for name, gradient in first.items():
-        assert torch.equal(parameters[name].grad, gradient)
-        assert parameters[name].grad.stride() == parameters[name].stride()
-    kept = parameters["conv"].grad
-    sink_all(store, second, "grad:0")
-    for name in first:
-        assert torch.equal(parameters[name].grad, first[name] + second[name])
-    assert parameters["conv"].grad is kept  # in place, as in PyTorch
-
-
-def test_only_parameters_with_a_gradient_get_one() -> None:
-    store, parameters = placed()
-    sink_all(store, random_gradients(1, parameters, "matrix"), "grad:0")
-    assert parameters["conv"].grad is None
-    gradients = random_gradients(2, parameters, "conv")
-    sink_all(store, gradients, "grad:0")
-    assert torch.equal(parameters["conv"].grad, gradients["conv"])
-    assert torch.equal(parameters["matrix"].grad, random_gradients(1, parameters, "matrix")["matrix"])
-
-
-@pytest.mark.parametrize("contiguous", [True, False])
-def test_a_foreign_gradient_is_absorbed(contiguous: bool) -> None:
-    """A gradient that the user put there is what the next one is added to."""
-    store, parameters = placed()
-    foreign = torch.randn(4, 3, 5, 5)
-    if not contiguous:
-        foreign = foreign.contiguous(memory_format=CHANNELS_LAST)
-    before = foreign.clone()
-    parameters["conv"].grad = foreign
-    gradients = random_gradients(1, parameters)
-    sink_all(store, gradients, "grad:0")
-    assert torch.equal(parameters["conv"].grad, before + gradients["conv"])
-    assert torch.equal(parameters["matrix"].grad, gradients["matrix"])
-    assert parameters["conv"].grad.data_ptr() == store.home_view("grad", "conv").data_ptr()
-
-
-def test_a_gradient_replaced_after_a_backward_is_absorbed_and_the_old_one_stays() -> None:
-    """`old = p.grad; p.grad = other`: `old` is the user's own tensor from then on, as in PyTorch."""
-    store, parameters = placed()
-    first, second = random_gradients(1, parameters), random_gradients(2, parameters)
-    sink_all(store, first, "grad:0")
-    old = parameters["conv"].grad
-    parameters["conv"].grad = torch.ones(4, 3, 5, 5)
-    sink_all(store, second, "grad:0")
-    assert torch.equal(parameters["conv"].grad, 1 + second["conv"])
-    assert torch.equal(old, first["conv"])
-
-
-def test_a_gradient_that_is_still_held_keeps_its_values() -> None:
-    """`old = p.grad; optimizer.zero_grad()`: the next backward must not write into `old`."""
-    store, parameters = placed()
-    first, second = random_gradients(1, parameters), random_gradients(2, parameters)
-    sink_all(store, first, "grad:0")
-    old = {name: parameters[name].grad for name in first}
-    for name in first:
-        parameters[name].grad = None
-    sink_all(store, second, "grad:0")
-    for name in first:
-        assert torch.equal(old[name], first[name])
-        assert old[name].stride() == parameters[name].stride()
-        assert torch.equal(parameters[name].grad, second[name])
-    third = random_gradients(3, parameters)
-    sink_all(store, third, "grad:0")
-    assert torch.equal(old["conv"], first["conv"])
-    assert torch.equal(parameters["conv"].grad, second["conv"] + third["conv"])
-
-
-def test_zero_grad_either_way() -> None:
-    store, parameters = placed()
-    optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
-    first, second = random_gradients(1, parameters), random_gradients(2, parameters)
-    sink_all(store, first, "grad:0")
-    optimizer.zero_grad(set_to_none=False)
-    assert not parameters["conv"].grad.any()
-    moved_nbytes = store.traffic.to_device_nbytes
-    sink_all(store, second, "grad:0")
-    assert torch.equal(parameters["conv"].grad, second["conv"])
-    assert store.traffic.to_device_nbytes > moved_nbytes  # there was a gradient, of zeros
-    optimizer.zero_grad(set_to_none=True)
-    assert parameters["conv"].grad is None
-    moved_nbytes = store.traffic.to_device_nbytes
-    sink_all(store, first, "grad:0")
-    assert torch.equal(parameters["conv"].grad, first["conv"])
-    assert store.traffic.to_device_nbytes == moved_nbytes  # nothing to read
-
-
-def test_a_resident_parameter_takes_an_owned_gradient_as_it_is() -> None:
-    store, parameters = placed(resident=frozenset({2}))
-    owned = torch.randn(2, 64)
-    store.sink("last", None, taking(owned), owned=True)
-    assert parameters["last"].grad is owned
-    store.sink("last", None, taking(torch.ones(2, 64)), owned=True)
-    assert parameters["last"].grad is owned  # added in place
-
-
-@pytest.mark.parametrize("reason", ["not owned", "strides", "a view"])
-def test_a_resident_parameter_copies_any_other_gradient(reason: str) -> None:
-    store, parameters = placed(resident=frozenset({2}))
-    gradient = {
-        "not owned": torch.randn(2, 64),
-        "strides": torch.randn(64, 2).t(),
-        "a view": torch.randn(4, 64)[:2],
-    }[reason]
-    store.sink("last", None, taking(gradient), owned=reason != "not owned")
-    taken = parameters["last"].grad
-    assert torch.equal(taken, gradient)
-    assert taken.data_ptr() != gradient.data_ptr()
-    assert taken.stride() == parameters["last"].stride()
-
-
-# ---------------------------------------------------------------- failures
-
-
-def failing(error: Exception) -> Callable[..., None]:
-    def fail(*args: object) -> None:
-        raise error
-
-    return fail
-
-
-@pytest.mark.parametrize("error", [HomeError("the disk is on fire"), ZeroDivisionError("oops")])
-def test_a_failed_read_is_raised_at_the_wait_and_releases_all_the_same(error: Exception) -> None:
-    store, parameters = placed()
-    read = store.arena.home.read
-    store.arena.home.read = failing(error)  # type: ignore[method-assign]
-    store.prefetch("param:0")
-    store.arena.home.read = read  # type: ignore[method-assign]
-    store.prefetch("param:1")
-    expected = HomeError if isinstance(error, HomeError) else StreamError
-    with pytest.raises(expected, match=str(error)):
-        store.wait("param:0")
-    with pytest.raises(expected, match=str(error)):
-        store.release_slots()
-    assert store.present == frozenset()
-    assert all(slot.buffer is None for slot in store._slots.values())
-    store.release_slots()  # nothing is left to tell
-    fetch(store, "param:0")
-    assert torch.equal(store.parameter_view("param:0", "conv"), parameters["conv"])
-
-
-def test_release_writes_dirty_chunks_home() -> None:
-    """An interrupted step: what is in slots, in whatever state, is brought home."""
-    store, parameters = placed()
-    fetch(store, "grad:0")
-    gradients = random_gradients(1, parameters)
-    for name, gradient in gradients.items():
-        store.sink(name, "grad:0", taking(gradient), owned=True)
-    fetch(store, "param:0")
-    store.begin_compute("param:0")
-    store.prefetch("param:2")
-    store.release_slots()
-    assert {slot.state for slot in store._slots.values()} == {ChunkState.FREE}
-    assert all(torch.equal(parameters[name].grad, gradient) for name, gradient in gradients.items())
-    assert torch.equal(parameters["conv"], make_parameters()["conv"])
-
-
-def test_release_ends_a_write_back_under_way() -> None:
-    parameters = make_parameters()
-    store = ChunkStore(EMPTY, Arena(MemoryHome()), CpuTier(delay=lambda: 0.03), True)
-    store.place(layout_of(parameters), parameters, frozenset())
-    fetch(store, "param:2")
-    store.begin_compute("param:2").fill_(7)
-    store.end_compute("param:2", wrote=True)
-    store.write_back("param:2")
-    store.release_slots()
-    assert parameters["last"].tolist() == [[7.0] * 64] * 2
-
-
-def test_a_gradient_that_could_not_be_written_home_is_none() -> None:
-    store, parameters = placed()
-    fetch(store, "grad:0")
-    for name, gradient in random_gradients(1, parameters).items():
-        store.sink(name, "grad:0", taking(gradient), owned=True)
-    fetch(store, "grad:2")
-    last = torch.randn(2, 64)
-    store.sink("last", "grad:2", taking(last), owned=True)
-    write = store.arena.home.write
-    store.arena.home.write = failing(HomeError("the disk is on fire"))  # type: ignore[method-assign]
-    store.write_back("grad:0")
-    with pytest.raises(HomeError, match="on fire"):
-        store.wait("grad:0")
-    store.arena.home.write = write  # type: ignore[method-assign]
-    with pytest.raises(HomeError, match="on fire"):
-        store.release_slots()
-    assert store.present == frozenset()
-    assert parameters["conv"].grad is None
-    assert parameters["matrix"].grad is None
-    assert torch.equal(parameters["last"].grad, last)  # the other chunk did get home
-    gradients = random_gradients(2, parameters)
-    sink_all(store, gradients, "grad:0")
-    assert torch.equal(parameters["conv"].grad, gradients["conv"])
-
-
-def test_a_dead_parameter_is_named() -> None:
-    store, parameters = placed()
-    del parameters["matrix"]
-    gc.collect()
-    assert set(store.parameters()) == {"conv", "frozen", "last"}
-    assert store.parameter("conv") is parameters["conv"]
-    with pytest.raises(UnsupportedError, match="matrix no longer exists"):
-        store.parameter("matrix")
-    with pytest.raises(UnsupportedError, match="matrix no longer exists"):
-        store.prefetch("grad:0")
-    store.release_slots()
-    assert store.present == frozenset()
-    store.place(store.layout, {}, frozenset({0}))  # the others of its group still move
-    assert torch.equal(parameters["conv"], make_parameters()["conv"])
-
-
-def test_a_lost_gradient_of_a_dead_parameter_does_not_stop_the_release() -> None:
-    """All slots are given back, and the failed copy is what is raised."""
-    store, parameters = placed()
-    fetch(store, "grad:0")
-    for name, gradient in random_gradients(1, parameters).items():
-        store.sink(name, "grad:0", taking(gradient), owned=True)
-    fetch(store, "param:2")
-    del parameters["conv"]
-    gc.collect()
-    store.arena.home.write = failing(HomeError("the disk is on fire"))  # type: ignore[method-assign]
-    with pytest.raises(HomeError, match="on fire"):
-        store.release_slots()
-    assert store.present == frozenset()
-    assert parameters["matrix"].grad is None
-
-
-def test_a_store_dies_with_its_user() -> None:
-    """The store holds parameters weakly, and its threads end with it."""
-    store, parameters = placed()
-    fetch(store, "param:0")
-    store.release_slots()
-    parameter = parameters["conv"]
-    del store
-    gc.collect()
-    assert torch.equal(parameter, make_parameters()["conv"])  # a home view outlives its store
-    assert math.isfinite(float(parameter.detach().sum()))
-    assert isinstance(CpuTier().to_device, WorkerStream)
-
-
-def test_chunk_names_are_stable() -> None:
-    assert chunk_name("exp_avg_sq", 12) == "exp_avg_sq:12"
-
-
-@pytest.mark.parametrize("waited", [False, True])
-def test_a_host_that_reads_home_memory_waits_for_the_write_back(waited: bool) -> None:
-    parameters = make_parameters()
-    store = ChunkStore(EMPTY, Arena(MemoryHome()), CpuTier(delay=lambda: 0.03), True)
-    store.place(layout_of(parameters), parameters, frozenset())
-    fetch(store, "grad:2")
-    store.sink("last", "grad:2", taking(torch.full((2, 64), 3.0)), owned=True)
-    store.write_back("grad:2")
-    if waited:
-        store.wait("grad:2")
-        store.evict("grad:2")
-    else:
-        assert not parameters["last"].grad.any()
-    store.await_home("grad:2")
-    assert (parameters["last"].grad == 3.0).all()
-    store.release_slots()
+    assert store.home_view("grad", "matrix").dtype is dtype

@@ -1,0 +1,355 @@
+"""A `torch.optim.Optimizer` that updates chunk by chunk, inside the memory budget, by a rule that subclasses know.
+
+Parameters that chunkc has sent home are updated in slots: parameter, gradient and states of one chunk group are
+fetched, updated by one fused pass and written back, while the next group is on its way; or updated at home, on the
+CPU. `state[p]` holds home views, so `state_dict`, schedulers and hooks see ordinary tensors. Every other parameter is
+updated where it is. On a GPU updates are Triton's and nothing waits for them; `state[p]["step"]` is a CPU tensor.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from chunkc import doubts
+from chunkc.adam_groups import (
+    DEVICE,
+    UPDATE_ON,
+    Task,
+    groups_at_home,
+    runs_of,
+)
+from chunkc.grad_scale import grad_scale_of, is_skipped, on_the_cpu
+from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.states import DEFAULT_STATES, EXP_AVG, MASTER, MASTER_LOW, StateFormat
+from chunkc.kernels.formats import GradScale
+from chunkc.kernels.hyper import GRAD_DTYPES
+from chunkc.optim_states import KNOWN, Dtypes, converted, empty_state, initialise, is_kept
+from chunkc.session import Session, declare_states, declared_states, owner
+from chunkc.split_masters import Marks, decode, load
+from chunkc.update import GroupUpdate, PreparedUpdate, prepare_updates
+
+_UNSUPPORTED = ("amsgrad", "differentiable", "capturable")
+
+
+class ChunkedOptimizer(Optimizer, ABC):
+    """What Adam and LAMB share: everything but the rule by which elements change.
+
+    Attributes:
+        grad_scale, found_inf: what `torch.amp.GradScaler.step` sets: gradients are divided by the one, and nothing
+            changes, steps neither, where the other is not 0.
+    """
+
+    _update_on = DEVICE
+    _num_stages = 1
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        update_on: str,
+        *,
+        states: StateFormat = DEFAULT_STATES,
+        implementation: Mapping[str, bool | None] = MappingProxyType({}),
+    ) -> None:
+        if update_on not in UPDATE_ON:
+            allowed = ", ".join(f'"{name}"' for name in UPDATE_ON)
+            raise OptionsError(f"update_on is {update_on!r}; allowed: {allowed}")
+        self._update_on = update_on
+        self._states = states
+        self._doubts = doubts.Doubts()
+        self._marks = Marks()
+        self._check_supported(implementation)
+        if implementation.get("foreach") and implementation.get("fused"):
+            raise OptionsError("foreach and fused cannot both be True")
+        super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._doubts.settle(wait=True)
+        own = {"_update_on": self._update_on, "_states": self._states, "_marks": self._marks}
+        return super().__getstate__() | own | {"_doubts": doubts.Doubts()}
+
+    def begin_update_of(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """An update of a parameter begins, whose states are all there."""
+        if MASTER_LOW in state:
+            self._marks.begin(parameter, state[MASTER_LOW])
+
+    @abstractmethod
+    def hyper_at(self, group: Mapping[str, Any], step: int) -> Any:
+        """The hyper-parameters of one update.
+
+        Raises:
+            OptionsError: one is out of range.
+        """
+
+    def next_hyper(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
+        """Count a step of a parameter and return its hyper-parameters; of a step in doubt, all that they may be."""
+        step = self.state[parameter]["step"].add_(1)
+        return self._doubts.hyper(parameter, int(step), lambda number: self.hyper_at(group, number))
+
+    def _must_know_steps(self) -> bool:
+        """Whether the host needs the number of a step before its update, as random bits do that depend on it."""
+        return False
+
+    def _runs(self, session: Session, index: int, tasks: Sequence[Task]) -> Sequence[Any]:
+        """The elements of a chunk group to update."""
+        return runs_of(session, index, tasks)
+
+    def _begin_step(self) -> None:
+        """Forget the former step."""
+
+    @abstractmethod
+    def _in_slots(
+        self, prepared: PreparedUpdate, runs: Mapping[int, Sequence[Any]], scale: GradScale
+    ) -> dict[int, GroupUpdate]:
+        """The updates of chunk groups in slots."""
+
+    @abstractmethod
+    def _at_home(self, session: Session, index: int, runs: Sequence[Any], scale: GradScale) -> None:
+        """Update a chunk group in home memory."""
+
+    @abstractmethod
+    def _in_place(self, tasks: list[tuple[torch.Tensor, int]], scale: GradScale) -> None:
+        """Update parameters that do not move, given with the index of their group."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in `torch.optim`; one that is refused is not added.
+
+        Raises:
+            OptionsError: a value is out of range, or asks for something this optimizer does not do.
+            UnsupportedError: a parameter's dtype has no kernel.
+        """
+        params = param_group["params"]
+        param_group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+        self._check_group({**self.defaults, **param_group})
+        for entry in param_group["params"]:
+            parameter = entry[1] if isinstance(entry, tuple) else entry
+            if isinstance(parameter, torch.Tensor):
+                self._check_dtype(parameter.dtype)
+        super().add_param_group(param_group)
+        added = self.param_groups[-1]["params"]
+        declare_states(added, self._states)
+        for session in {hit[0] for p in added if (hit := owner(p)) is not None}:
+            session.restate()
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        self._check_supported(group)
+        self.hyper_at(group, 1)
+
+    def _check_supported(self, group: Mapping[str, Any]) -> None:
+        for name in _UNSUPPORTED:
+            if group.get(name):
+                raise OptionsError(f"{type(self).__name__} does not support {name}=True")
+
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        """Refuse parameters that have no kernel.
+
+        Raises:
+            OptionsError, UnsupportedError: there is none with these options, or none at all.
+        """
+        if dtype not in GRAD_DTYPES:
+            raise UnsupportedError(f"{type(self).__name__} updates fp32, bf16 and fp16, not {dtype}")
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update of every parameter that has a gradient.
+
+        Raises:
+            HomeError, StreamError: the home tier failed; parameters stay readable.
+            UnsupportedError: a gradient is sparse, or of a dtype that no kernel takes.
+        """
+        for group in self.param_groups:
+            self._check_group(group)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scale = grad_scale_of(self)
+        if self._must_know_steps() and bool(on_the_cpu(scale).found_inf):
+            return loss
+        self._doubts.settle(wait=self._must_know_steps())
+        if is_skipped(scale):
+            return loss
+        chunked: dict[Session, dict[int, list[Task]]] = {}
+        in_place: list[tuple[torch.Tensor, int]] = []
+        changing: list[torch.Tensor] = []
+        for index, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if parameter.grad.is_sparse:
+                    raise UnsupportedError(f"{type(self).__name__} does not support sparse gradients")
+                changing.append(parameter)
+                session, name = owner(parameter) or (None, "")
+                if session is not None and session.store.is_managed(name):
+                    task = Task(self, parameter, name, group)
+                    by_group = chunked.setdefault(session, {})
+                    by_group.setdefault(session.store.group_index(name), []).append(task)
+                else:
+                    in_place.append((parameter, index))
+        # Whatever may fail for want of room fails here, before anything is updated.
+        prepared = [(session, by_group, *self._prepare(session, by_group)) for session, by_group in chunked.items()]
+        if any(at_home for _, _, at_home, _ in prepared):
+            self._doubts.settle(wait=True)  # the CPU is about to wait for this step's gradients anyway
+        self._begin_step()
+        self._in_place(in_place, scale)
+        for session, by_group, at_home, in_slots in prepared:
+            self._update_chunks(session, by_group, at_home, in_slots, scale)
+        self._marks.end(changing)
+        if scale.found_inf is not None and doubts.is_remote(scale.found_inf):
+            self._doubts.add(scale.found_inf, {parameter: self.state[parameter] for parameter in changing})
+        return loss
+
+    def _prepare(
+        self, session: Session, by_group: Mapping[int, list[Task]]
+    ) -> tuple[frozenset[int], PreparedUpdate | None]:
+        """Which groups are updated at home, and the plan for the others; room for all states."""
+        self._lay_out(session, [task.parameter for tasks in by_group.values() for task in tasks])
+        at_home = groups_at_home(session, sorted(by_group), self._update_on)
+        for index in sorted(at_home):
+            session.store.reserve_states(index)
+        in_slots = [index for index in by_group if index not in at_home]
+        return at_home, prepare_updates(session, in_slots, num_stages=self._num_stages) if in_slots else None
+
+    def _update_chunks(
+        self,
+        session: Session,
+        by_group: Mapping[int, list[Task]],
+        at_home: frozenset[int],
+        in_slots: PreparedUpdate | None,
+        scale: GradScale,
+    ) -> None:
+        """Update a session's groups: the device's are only enqueued where it can run on, then the CPU does its own.
+
+        The CPU begins when all that was computed before the step has arrived at home.
+        """
+        store = session.store
+        runs = {index: self._runs(session, index, tasks) for index, tasks in by_group.items()}
+        moments: list[Any] = []
+        if at_home:
+            store.release_slots()
+            for index in sorted(at_home):
+                store.collect_gradients(index)
+            moments += store.tier.mark()
+        if in_slots is not None:
+            moving = {index: found for index, found in runs.items() if index not in at_home}
+            in_slots.run(self._in_slots(in_slots, moving, scale))
+        for moment in moments:
+            moment.wait()
+        if at_home and not is_skipped(scale := on_the_cpu(scale)):
+            for index in sorted(at_home):
+                self._at_home(session, index, runs[index], scale)
+
+    def _dtypes(self, parameter: torch.Tensor) -> Dtypes:
+        """The kinds of states that a parameter has here, with their dtypes."""
+        return self._states.dtypes(parameter.dtype)
+
+    def _state_on_tier(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """The state of a parameter that does not move, made on its first update."""
+        state, dtypes = self.state[parameter], self._dtypes(parameter)
+        if is_kept(state, parameter, dtypes):
+            self.begin_update_of(parameter, state)
+            return state
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+        sources = converted(state, parameter, dtypes) if EXP_AVG in state else None
+        for kind, dtype in dtypes.items():
+            state[kind] = empty_state(parameter, kind, dtype)
+            if sources is None:
+                initialise(kind, state[kind], parameter)
+            else:
+                state[kind].copy_(sources[kind])
+        self.begin_update_of(parameter, state)
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in `torch.optim`'s format, with fp32 masters.
+
+        Split masters are put together for this: 4 bytes per parameter of RAM, outside the memory budget, for as long as
+        the result lives. All else is not copied. Waits for a device that still knows alone which steps were skipped.
+        """
+        self._doubts.settle(wait=True)
+        handle = self.register_state_dict_post_hook(_with_fp32_masters, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def _master_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The fp32 master of a parameter that has a split one."""
+        return decode(parameter, self.state[parameter][MASTER_LOW] if self._marks.belong(parameter) else None)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state in this optimizer's or `torch.optim.AdamW`'s format.
+
+        States of chunked parameters are copied home one by one; fp32 states of 16-bit parameters keep their
+        precision. A missing master copy is made from the parameter. A parameter whose master is split becomes its
+        master's rounded copy, as it does in the next step otherwise; its model may be loaded before or after.
+
+        Raises:
+            ValueError: the state does not fit the parameters, as in `torch.optim`.
+        """
+        for loaded in state_dict["param_groups"]:
+            self._check_group({**self.defaults, **loaded})
+        self._doubts.settle(wait=True)
+        states = state_dict["state"]
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        with torch.no_grad():
+            for index, parameter in zip(ids, parameters, strict=True):
+                if index in states:
+                    self._load_state(parameter, states[index])
+
+    def _load_state(self, parameter: torch.Tensor, loaded: Mapping[str, Any]) -> None:
+        unsupported = [k for k in loaded if k not in KNOWN]
+        if unsupported:
+            raise OptionsError(f"{type(self).__name__} cannot use the state {', '.join(map(str, unsupported))}")
+        state: dict[str, Any] = {"step": torch.as_tensor(loaded["step"], dtype=torch.float32).to("cpu", copy=True)}
+        session, name = owner(parameter) or (None, "")
+        managed = session is not None and session.store.is_managed(name)
+        if managed:
+            self._lay_out(session, [parameter])  # type: ignore[arg-type]
+            session.store.reserve_states(session.store.group_index(name))  # type: ignore[union-attr]
+        dtypes = self._dtypes(parameter)
+        for kind, source in converted(loaded, parameter, dtypes).items():
+            if managed:
+                state[kind] = session.store.home_view(kind, name)  # type: ignore[union-attr]
+                session.store.fill(kind, name, state[kind], source)  # type: ignore[union-attr]
+            else:
+                state[kind] = empty_state(parameter, kind, dtypes[kind]).copy_(source)
+        if MASTER_LOW in dtypes:
+            lower = session.store.home_view(MASTER_LOW, name) if managed else None  # type: ignore[union-attr]
+            state[MASTER_LOW] = empty_state(parameter, MASTER_LOW, dtypes[MASTER_LOW]) if lower is None else lower
+            load(self._marks, loaded.get(MASTER), parameter, state[MASTER_LOW])
+        self.state[parameter] = state
+
+    def _lay_out(self, session: Session, parameters: Iterable[torch.Tensor]) -> None:
+        """Make sure that a session's chunks have the states that this optimizer keeps.
+
+        Raises:
+            OptionsError: they cannot.
+        """
+        changed = [p for p in parameters if declared_states(p) != self._states]
+        if changed:
+            declare_states(changed, self._states)
+            session.restate()
+
+
+def _with_fp32_masters(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """A hook: replaces lower bits by masters."""
+    assert isinstance(optimizer, ChunkedOptimizer)
+    ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in zip(ids, parameters, strict=True):
+        state = state_dict["state"].get(index, {})
+        if MASTER_LOW in state:
+            rest = {kind: value for kind, value in state.items() if kind != MASTER_LOW}
+            state_dict["state"][index] = {**rest, MASTER: optimizer._master_of(parameter)}

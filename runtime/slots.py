@@ -1,0 +1,34 @@
+"""Slots: a chunk's room on the compute tier, what is happening to it, and what has been copied in all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from chunkc.runtime.states import ChunkState
+from chunkc.runtime.tier import Moment
+
+
+@dataclass
+class Slot:
+    """A chunk's room on the compute tier and what is happening to it."""
+
+    state: ChunkState = ChunkState.FREE
+    buffer: torch.Tensor | None = None
+    copy: Moment | None = None
+    dirty: bool = False
+
+
+@dataclass
+class Traffic:
+    """Bytes copied and seconds waited since the store was made."""
+
+    to_device_nbytes: int = 0
+    to_home_nbytes: int = 0
+    wait_s: float = 0.0
+
+
+def fill_with_nan(buffer: torch.Tensor) -> None:
+    """Make a read of what is not there show."""
+    buffer.view(torch.uint8).fill_(0xFF)  # NaN in every floating dtype
