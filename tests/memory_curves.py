@@ -17,13 +17,14 @@ from unittest import mock
 import torch
 from harness import HUGE, compile_case
 from torch import fx
-from zoo import Case
+from zoo import Batch, Case
 
 from chunkc.graph import CompiledGraph
 from chunkc.ir.program import PhaseProgram, SegmentMemory
 from chunkc.passes import codegen
 from chunkc.passes.graphs import is_compute, module_path, op_name
 from chunkc.passes.profile import last_holds
+from chunkc.passes.shapes import is_number
 from chunkc.runtime import cpu_allocator
 
 
@@ -74,11 +75,12 @@ class PhaseCurve:
 
 
 class MeasuringSegment(codegen.EagerSegment):
-    """`EagerSegment`, with a reading after every node."""
+    """`EagerSegment`, with a reading after every operation."""
 
     def __init__(self, module: fx.GraphModule, log: list[CallReadings]) -> None:
         super().__init__(module)
         self._log = log
+        self._runs = [not is_number(node) for node in module.graph.nodes if is_compute(node)]
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         cpu_allocator.lap_peak_nbytes()
@@ -86,10 +88,11 @@ class MeasuringSegment(codegen.EagerSegment):
         values: list[Any] = [None] * self._size
         values[: len(inputs)] = inputs
         inputs.clear()
-        for target, args, kwargs, position, dead in self._steps:
+        for (target, args, kwargs, position, dead), runs in zip(self._steps, self._runs, strict=True):
             cpu_allocator.lap_peak_nbytes()
             values[position] = target(*codegen._fill(args, values), **codegen._fill(kwargs, values))
-            readings.peak_nbytes.append(cpu_allocator.lap_peak_nbytes())
+            if runs:
+                readings.peak_nbytes.append(cpu_allocator.lap_peak_nbytes())
             for index in dead:
                 values[index] = None
         self._log.append(readings)
@@ -168,6 +171,22 @@ def step_curves(case: Case, codegen: str, **options: Any) -> list[PhaseCurve]:
     return [_curve(run) for run in runs]
 
 
+def curves_at(case: Case, batches: Sequence[Batch], **options: Any) -> list[list[PhaseCurve]]:
+    """The curves of one training step with each batch after the first, by one model of dynamic shapes."""
+    cpu_allocator.install()
+    found = []
+    with _measuring() as runs:
+        _, compiled = compile_case(case, memory_budget=HUGE, codegen="eager", place=False, **options)
+        for batch in batches:
+            runs.clear()
+            gc.collect()
+            output = compiled(**batch)
+            case.loss(output).backward()
+            found.append([_curve(run) for run in runs])
+            del output
+    return found[1:]
+
+
 def _curve(run: _PhaseRun) -> PhaseCurve:
     captured = run.graph.captured
     program = captured.forward
@@ -198,7 +217,8 @@ def _curve(run: _PhaseRun) -> PhaseCurve:
 
 def _node_names(module: torch.nn.Module) -> list[tuple[str, str]]:
     assert isinstance(module, fx.GraphModule)
-    return [(op_name(node), module_path(node)) for node in module.graph.nodes if is_compute(node)]
+    nodes = [node for node in module.graph.nodes if is_compute(node) and not is_number(node)]
+    return [(op_name(node), module_path(node)) for node in nodes]
 
 
 def _predicted(program: PhaseProgram, memories: dict[str, SegmentMemory]) -> Iterator[tuple[int, list[int]]]:
