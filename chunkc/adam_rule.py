@@ -111,7 +111,7 @@ class AdamRule:
             return AdamFormat(
                 param_dtype,
                 grad_dtype,
-                moments=self.states.moments,  # type: ignore[arg-type]
+                moments=self.states.moments,
                 master=MASTER in kinds or MASTER_LOW in kinds,
                 split=MASTER_LOW in kinds,
                 rounding="stochastic" if self.stochastic and in_bf16 else "nearest",

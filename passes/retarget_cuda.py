@@ -186,7 +186,10 @@ def _propagate(graph: fx.Graph, given: Mapping[str, Any]) -> dict[str, Any]:
         if node.op == "placeholder" and any(user.target is _RESTORES and user.args[0] is node for user in node.users):
             value = _generator_bytes()
         elif node.op == "placeholder":
-            value = given[node.name] if node.name in given else _moved(value_of(node), storages)
+            if _is_rng_state(node):  # which has another name in the graph that saved it
+                value = torch.empty(_RNG_STATE_NBYTES, dtype=torch.uint8)
+            else:
+                value = given[node.name] if node.name in given else _moved(value_of(node), storages)
         elif node.op == "get_attr":
             value = _moved(value_of(node), storages)
         elif node.op == "output":
@@ -199,6 +202,10 @@ def _propagate(graph: fx.Graph, given: Mapping[str, Any]) -> dict[str, Any]:
         values[node] = value
         node.meta["val"] = value
     return {node.name: value for node, value in values.items()}
+
+
+def _is_rng_state(node: fx.Node) -> bool:
+    return any(user.target is _RESTORES and user.args[0] is node for user in node.users)
 
 
 def _run(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], values: dict[fx.Node, Any]) -> Any:

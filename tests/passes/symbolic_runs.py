@@ -218,6 +218,21 @@ class Graph:
         return outputs
 
 
+def captured_of(function: Callable[..., Any], *args: torch.Tensor) -> Capture:
+    """The graphs of `function` with symbols for sizes; nothing of them is compiled."""
+    found: list[Capture] = []
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        names = [None] * len(placeholders(gm.graph))
+        _, capture = capture_graph(gm, inputs, names, codegen="inductor", run_forward=list, run_backward=list)
+        found.append(capture)
+        return gm
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend, dynamic=True)(*args)
+    return found[0]
+
+
 class Subject:
     """A module compiled for symbolic sizes, segment by segment: once per graph that Dynamo captures."""
 
