@@ -159,6 +159,12 @@ def has_dynamic_dimensions(arguments: Any) -> bool:
     return any(getattr(tensor, mark, None) for tensor in tensors for mark in marks)
 
 
+def _owns_its_storage(tensor: Tensor) -> bool:
+    """Whether the tensor is as large as its storage. A view of another is traced with a storage of fixed size, so where
+    it makes no difference it is traced as what it is a view of."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+
+
 def _sizes(gm: fx.GraphModule) -> dict[str, str]:
     found: dict[str, str] = {}
     for node in placeholders(gm.graph):
@@ -231,7 +237,7 @@ def _may_move(parameter: nn.Parameter) -> bool:
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     """A fake tensor on the CPU like the given one."""
-    if isinstance(tensor, FakeTensor):
+    if isinstance(tensor, FakeTensor) and not (has_dynamic_dimensions(tensor) and _owns_its_storage(tensor)):
         return tensor
     if tensor.layout is not torch.strided:
         raise UnsupportedError(f"a {tensor.layout} tensor cannot be explained; make it dense")

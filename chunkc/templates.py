@@ -27,7 +27,7 @@ from chunkc.passes.expressions import Expressions, Values, compiled
 from chunkc.passes.graphs import placeholders
 from chunkc.passes.profile import call_steps
 from chunkc.passes.shapes import SymbolicShapes, symbol_values
-from chunkc.passes.symbols import region
+from chunkc.passes.symbols import region, size_of
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,11 @@ class Templates:
 
     def __init__(self, builder: Builder) -> None:
         self.builder = builder
+        """Raises:
+        UnsupportedError: the graph is valid, or takes bytes, by something else than the sizes of its inputs.
+        """
         self.traced = traced_values(builder.capture)
+        _require_own_storages(builder.capture, self.traced)
         self._in_region = self._region()
         self._known: dict[tuple[bool, bool], list[Template]] = {}
         self.num_described = 0
@@ -162,6 +166,21 @@ def traced_values(capture: Capture) -> dict[sympy.Symbol, int]:
     return symbol_values(_leaves(capture))
 
 
+def _require_own_storages(capture: Capture, values: Values) -> None:
+    """Of a view that is passed in, tracing takes the size of the storage for fixed, or for a symbol of its own.
+
+    Raises:
+        UnsupportedError: an input is one.
+    """
+    assert capture.forward is not None
+    for node in placeholders(capture.forward.graph):
+        for leaf in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(leaf, Tensor) and not isinstance(leaf.numel(), int):
+                nbytes = size_of(leaf.untyped_storage().nbytes())
+                if isinstance(nbytes, int) or not nbytes.free_symbols <= values.keys():
+                    raise UnsupportedError(f"input {node.name} is a view of a larger tensor; pass a copy of it")
+
+
 def _traced_region(capture: Capture, values: Values) -> tuple[sympy.Basic, ...]:
     """What tracing took for given, in the symbols that were left.
 
@@ -173,6 +192,8 @@ def _traced_region(capture: Capture, values: Values) -> tuple[sympy.Basic, ...]:
         for condition in region(env):
             condition = env.replace(condition)
             if condition is sympy.true or int_oo in condition.args:  # below infinity: no condition
+                continue
+            if condition.free_symbols.isdisjoint(values):  # of what the graph does not take: Dynamo sees to it
                 continue
             if not condition.free_symbols <= values.keys():
                 raise UnsupportedError(f"the graph is valid only where {condition}, which its inputs do not say")

@@ -223,3 +223,18 @@ def test_a_graph_whose_sizes_cannot_be_read_is_compiled_by_shape(
     assert same_bits(model, plain)
     assert len(warnings) == 1
     assert "s0 cannot be read off" in warnings[0]
+
+
+def test_views_of_other_tensors_are_compiled_by_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a view's storage takes, its sizes do not say: predicted for each shape, never guessed."""
+    warnings: list[str] = []
+    monkeypatch.setattr(backend.log, "warning", lambda text, *args: warnings.append(text % args))
+    captures = counted(monkeypatch, backend, "capture_graph")
+    model, plain = two_models()
+    call = torch.compile(model, backend="chunkc", options={"codegen": "eager", "memory_budget": HUGE})
+    for num_rows in (4, 6, 3, 5):
+        for module in (call, plain):
+            module(rows(num_rows)[:, :-1]).backward()
+    assert same_bits(model, plain)
+    assert any("is a view of a larger tensor" in warning for warning in warnings)
+    assert captures.calls >= 4
