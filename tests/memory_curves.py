@@ -8,7 +8,6 @@ as module `memory_curves`.
 
 from __future__ import annotations
 
-import ast
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,13 +19,15 @@ import torch
 from harness import HUGE, compile_case
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from zoo import Case
+from zoo import Batch, Case
 
 from chunkc.graph import CompiledGraph
 from chunkc.ir.program import PhaseProgram, SegmentMemory
-from chunkc.passes import codegen, segment_memory
+from chunkc.passes import codegen, inductor_memory
 from chunkc.passes.graphs import is_compute, module_path, op_name
 from chunkc.passes.profile import last_holds
+from chunkc.passes.shapes import is_number
+from chunkc.passes.wrapper_reader import Wrapper
 from chunkc.runtime import cpu_allocator
 
 
@@ -79,11 +80,12 @@ class PhaseCurve:
 
 
 class MeasuringSegment(codegen.EagerSegment):
-    """`EagerSegment`, with a reading after every node."""
+    """`EagerSegment`, with a reading after every operation."""
 
     def __init__(self, module: fx.GraphModule, log: list[CallReadings]) -> None:
         super().__init__(module)
         self._log = log
+        self._runs = [not is_number(node) for node in module.graph.nodes if is_compute(node)]
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         cpu_allocator.lap_peak_nbytes()
@@ -91,10 +93,11 @@ class MeasuringSegment(codegen.EagerSegment):
         values: list[Any] = [None] * self._size
         values[: len(inputs)] = inputs
         inputs.clear()
-        for target, args, kwargs, position, dead in self._steps:
+        for (target, args, kwargs, position, dead), runs in zip(self._steps, self._runs, strict=True):
             cpu_allocator.lap_peak_nbytes()
             values[position] = target(*codegen._fill(args, values), **codegen._fill(kwargs, values))
-            readings.peak_nbytes.append(cpu_allocator.lap_peak_nbytes())
+            if runs:
+                readings.peak_nbytes.append(cpu_allocator.lap_peak_nbytes())
             for index in dead:
                 values[index] = None
         self._log.append(readings)
@@ -111,7 +114,7 @@ class _ReadOperators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         cpu_allocator.lap_peak_nbytes()
         result = func(*args, **(kwargs or {}))
-        self._read(segment_memory.op_name_of(func))
+        self._read(inductor_memory.op_name_of(func))
         return result
 
 
@@ -139,7 +142,7 @@ class MeasuringOutput:
             return run
 
         names = self._compiled.current_callable.__func__.__globals__  # of the module that Inductor generated
-        kernels = segment_memory._assigned_by_async_compile(ast.parse(self.source_code))
+        kernels = Wrapper.parse(self.source_code).kernels
         with mock.patch.dict(names, {name: reading(name, names[name]) for name in kernels}), _ReadOperators(read):
             outputs = self._compiled(inputs)
         self._log.append(readings)
@@ -163,22 +166,22 @@ def _noting_calls() -> Iterator[list[_Calls]]:
     """Inductor segments described inside say which of their steps belong to which call."""
     found: list[_Calls] = []
     calls: list[tuple[str, int]] = []
-    step, describe = segment_memory._StorageTracker.step, codegen.inductor_memory
+    step, describe = inductor_memory._StorageTracker.step, codegen.inductor_memory
 
     def noting_step(tracker: Any, label: str, scratch: int = 0) -> None:
         step(tracker, label, scratch)
         if label == "start":
             calls.clear()
-        if label != segment_memory.ALLOCATION:
+        if label != inductor_memory.ALLOCATION:
             calls.append((label, len(tracker.steps) - 1))
 
-    def noting_memory(*args: Any) -> SegmentMemory:
-        memory = describe(*args)
+    def noting_memory(*args: Any, **kwargs: Any) -> SegmentMemory:
+        memory = describe(*args, **kwargs)
         found.append(_Calls(memory, calls[:]))
         return memory
 
     with (
-        mock.patch.object(segment_memory._StorageTracker, "step", noting_step),
+        mock.patch.object(inductor_memory._StorageTracker, "step", noting_step),
         mock.patch.object(codegen, "inductor_memory", noting_memory),
     ):
         yield found
@@ -240,6 +243,22 @@ def step_curves(case: Case, codegen: str, **options: Any) -> list[PhaseCurve]:
     return [_curve(run, calls) for run in runs]
 
 
+def curves_at(case: Case, batches: Sequence[Batch], **options: Any) -> list[list[PhaseCurve]]:
+    """The curves of one training step with each batch after the first, by one model of dynamic shapes."""
+    cpu_allocator.install()
+    found = []
+    with _measuring() as runs:
+        _, compiled = compile_case(case, memory_budget=HUGE, codegen="eager", place=False, **options)
+        for batch in batches:
+            runs.clear()
+            gc.collect()
+            output = compiled(**batch)
+            case.loss(output).backward()
+            found.append([_curve(run, []) for run in runs])
+            del output
+    return found[1:]
+
+
 def _curve(run: _PhaseRun, calls: Sequence[_Calls]) -> PhaseCurve:
     captured = run.graph.captured
     program = captured.forward
@@ -286,7 +305,8 @@ def _aligned(predicted: Sequence[tuple[str, int]], readings: CallReadings) -> It
 
 def _node_names(module: torch.nn.Module) -> list[tuple[str, str]]:
     assert isinstance(module, fx.GraphModule)
-    return [(op_name(node), module_path(node)) for node in module.graph.nodes if is_compute(node)]
+    nodes = [node for node in module.graph.nodes if is_compute(node) and not is_number(node)]
+    return [(op_name(node), module_path(node)) for node in nodes]
 
 
 def _predicted(program: PhaseProgram, memories: dict[str, SegmentMemory]) -> Iterator[tuple[int, list[int]]]:
