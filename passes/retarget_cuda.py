@@ -186,7 +186,10 @@ def _propagate(graph: fx.Graph, given: Mapping[str, Any]) -> dict[str, Any]:
         if node.op == "placeholder" and any(user.target is _RESTORES and user.args[0] is node for user in node.users):
             value = _generator_bytes()
         elif node.op == "placeholder":
-            value = given[node.name] if node.name in given else _moved(value_of(node), storages)
+            if _is_rng_state(node):  # which has another name in the graph that saved it
+                value = torch.empty(_RNG_STATE_NBYTES, dtype=torch.uint8)
+            else:
+                value = given[node.name] if node.name in given else _moved(value_of(node), storages)
         elif node.op == "get_attr":
             value = _moved(value_of(node), storages)
         elif node.op == "output":
@@ -199,6 +202,10 @@ def _propagate(graph: fx.Graph, given: Mapping[str, Any]) -> dict[str, Any]:
         values[node] = value
         node.meta["val"] = value
     return {node.name: value for node, value in values.items()}
+
+
+def _is_rng_state(node: fx.Node) -> bool:
+    return any(user.target is _RESTORES and user.args[0] is node for user in node.users)
 
 
 def _run(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], values: dict[fx.Node, Any]) -> Any:
@@ -252,7 +259,7 @@ def _moved(value: Any, storages: dict[int, Tensor]) -> Any:
     def move(tensor: Tensor) -> Tensor:
         storage, key = tensor.untyped_storage(), storage_key(tensor)
         if key not in storages:
-            if tensor.storage_offset() == 0 and storage.nbytes() == tensor.nbytes:
+            if tensor.storage_offset() == 0 and storage.nbytes() == tensor.numel() * tensor.itemsize:
                 storages[key] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_DEVICE)
                 return storages[key]
             numel = storage.nbytes() // tensor.itemsize
