@@ -84,13 +84,14 @@ class ChunkStore:
     def place(self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], resident: frozenset[int]) -> None:
         """Extend the layout by new parameters and move every group to where `resident` says.
 
+        A parameter whose name was another's, which is gone, takes its place.
         Room at home is reserved for all groups before the first parameter moves.
 
         Raises:
             HomeError: the home tier has no room. No parameter was moved.
         """
         assert layout.groups[: len(self.layout.groups)] == self.layout.groups, "a layout is only ever extended"
-        known = set(self._parameters)
+        former = dict(self._parameters)
         self._parameters.update({name: weakref.ref(p) for name, p in parameters.items()})
         slices = {s.spec.name: (group, s) for group in layout.groups for s in group.slices}
         new = [g for g in layout.groups if g.index >= len(self.layout.groups)]
@@ -105,8 +106,7 @@ class ChunkStore:
         try:
             self.arena.reserve(wanted)
         except BaseException:
-            for name in set(self._parameters) - known:
-                del self._parameters[name]
+            self._parameters = former
             raise
         self.layout, self._slices, self.resident = layout, slices, resident
         for group in to_home:
@@ -114,6 +114,9 @@ class ChunkStore:
         for group in to_tier:
             self._move(group, self._tier_tensor, None)
             self.arena.free([name for name in self.arena.chunks if split_chunk_name(name)[1] == group.index])
+        for name, parameter in parameters.items():
+            if name in former and former[name]() is not parameter and self.is_managed(name):
+                self._move_tensor(name, self.home_view(PARAM, name), GRAD)
 
     def restate(self, layout: ChunkLayout) -> None:
         """Take over a layout that differs in what states are kept; none may be at home yet where it does."""
@@ -125,17 +128,18 @@ class ChunkStore:
     def _move(self, group: ChunkGroup, target: Callable[[TensorSlice], torch.Tensor], grad_kind: str | None) -> None:
         for tensor_slice in group.slices:
             name = tensor_slice.spec.name
-            parameter = self._parameters[name]()
-            if parameter is None:
-                continue
-            with torch.no_grad():
-                data = target(tensor_slice)
-                self.fill(PARAM, name, data, parameter)
-                parameter.data = data
-                if parameter.grad is not None:
-                    grad = self.home_view(GRAD, name) if grad_kind else self._tier_tensor(tensor_slice)
-                    self.fill(GRAD, name, grad, parameter.grad)
-                    parameter.grad = grad
+            if self._parameters[name]() is not None:
+                self._move_tensor(name, target(tensor_slice), grad_kind)
+
+    @torch.no_grad()
+    def _move_tensor(self, name: str, data: torch.Tensor, grad_kind: str | None) -> None:
+        parameter = self.parameter(name)
+        self.fill(PARAM, name, data, parameter)
+        parameter.data = data
+        if parameter.grad is not None:
+            grad = self.home_view(GRAD, name) if grad_kind else self._tier_tensor(self._slices[name][1])
+            self.fill(GRAD, name, grad, parameter.grad)
+            parameter.grad = grad
 
     def fill(self, kind: str, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy a tensor into its new place: what the host has, the host copies home, past the device."""
