@@ -164,14 +164,10 @@ class Session:
                 if old.states != new.states and chunk_name(EXP_AVG, old.index) in store.arena:
                     raise OptionsError(
                         f"{new.slices[0].spec.name} has optimizer states with {old.states} at home; they cannot become "
-                        f"{new.states}: use one format, or build the model anew"
+                        f"{new.states}: use one format, or give the model an options dictionary of its own"
                     )
             store.restate(layout)
             self.num_restatements += 1
-
-    def is_over(self) -> bool:
-        """Whether all parameters that it had are gone: nobody can use it any more, though compiled code holds it."""
-        return bool(self.store.layout.specs()) and not self.store.parameters()
 
     def all_may_stay(self) -> bool:
         """Whether no group has been sent home already by another graph's plan."""
@@ -240,8 +236,7 @@ def session_for(
     session = next(iter(found), None)
     source = DEFAULTS if source is None else source
     if session is None:
-        alike = (s for s in _sessions if s.options_source is source and s.device == device)
-        session = next((s for s in alike if not s.is_over()), None)
+        session = next((s for s in _sessions if s.options_source is source and s.device == device), None)
     if session is None:
         session = Session(options, source, device)
         _sessions.add(session)
