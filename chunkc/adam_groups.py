@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from chunkc.device_adam import DeviceAdam
 from chunkc.ir.chunks import EXP_AVG, EXP_AVG_SQ, GRAD, MASTER, PARAM, chunk_name
 from chunkc.ir.errors import OptionsError
-from chunkc.kernels.adam_cpu import adam_update
+from chunkc.kernels.adam_cpu import adam_update, prepare
 from chunkc.kernels.formats import AdamSlots
 from chunkc.kernels.hyper import AdamHyper
 from chunkc.passes.update_placement import groups_for_cpu
@@ -28,9 +29,13 @@ UPDATE_ON = (AUTO, DEVICE, CPU)
 class Hypers(Protocol):
     """What knows the hyper-parameters of a step."""
 
-    state: Any
+    def states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """A parameter's states, without waiting for updates under way."""
 
     def _hyper(self, group: Mapping[str, Any], step: int) -> AdamHyper: ...
+
+    def current_hyper(self, group: Mapping[str, Any], parameter: torch.Tensor) -> AdamHyper:
+        """The hyper-parameters of the parameter's latest step, as its group has them now."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task]) -> Runs:
     kinds = [kind for kind in chunk_group.update_kinds if kind not in (PARAM, GRAD)]
     hypers: dict[str, AdamHyper] = {}
     for task in tasks:
-        state = task.optimizer.state[task.parameter]
+        state = task.optimizer.states_of(task.parameter)
         task_kinds = {kind: store.home_view(kind, task.name) for kind in kinds}
         fresh = EXP_AVG not in state
         for kind, view in task_kinds.items():
@@ -125,15 +130,20 @@ def update_in_slots(index: int, runs: Runs, device_adam: DeviceAdam | None) -> G
     return GroupUpdate(index, update)
 
 
-def update_at_home(session: Session, index: int, runs: Runs) -> None:
-    """Update a group in home memory, on the CPU's threads; home must be as all computation leaves it."""
+def home_update(session: Session, index: int, runs: Runs) -> Callable[[], None]:
+    """The update of a group in home memory by the CPU, ready to be run on any thread: its kernels are compiled.
+
+    Home must be as all computation leaves it when it runs.
+    """
     arena, group = session.store.arena, session.store.layout.groups[index]
     flat: dict[str, torch.Tensor] = {}
     for kind in group.update_kinds:
         view = arena.host_view(chunk_name(kind, index), group.kind_dtype(kind), group.numel)
         assert view is not None, "only a home in RAM is updated in place"
         flat[kind] = view
-    _update_on_cpu(flat, runs)
+    for begin, end, hyper in runs:
+        prepare(flat[PARAM].dtype, flat[GRAD].dtype, hyper, num_elements=end - begin)
+    return partial(_update_on_cpu, flat, runs)
 
 
 def _clipped(runs: Runs, at: int, until: int) -> Runs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,6 +71,9 @@ class CompiledGraph:
         self._positions = _Positions.of(self.captured.forward)
         self._accumulating = False
         self.session.trained |= self.captured.trained
+        group_of = self.session.store.layout.group_of()
+        used = {name for program in self.captured.programs.values() for name in program.parameters.values()}
+        self._groups = frozenset(group_of[name] for name in used | self.captured.trained if name in group_of)
 
     # --- planning ---
 
@@ -86,7 +90,7 @@ class CompiledGraph:
         layout, resident = session.store.layout, session.store.resident
         key = (
             *(session.budget_nbytes, held_nbytes, cold_backward, hooked),
-            *(resident, len(layout.groups), len(layout.small), len(session.trained)),
+            *(resident, len(layout.groups), len(layout.small), len(session.trained), session.early.wanted),
         )
         if key not in self._plans:
             captured = self.captured.returning(hooked)
@@ -100,7 +104,7 @@ class CompiledGraph:
                 cold_backward=cold_backward,
                 elsewhere=session.trained - self.captured.trained,
             )
-            graphs = rewrite(captured, plan, layout)
+            graphs = rewrite(captured, plan, layout, settling=session.early.wanted)
             if session.options.verify:
                 verify(captured, plan, graphs, layout, held_nbytes=held_nbytes)
             log_plan(plan, graphs)
@@ -114,6 +118,7 @@ class CompiledGraph:
     def forward(self, arguments: list[Any]) -> list[Any]:
         """The forward as AOTAutograd calls it: `arguments` is emptied."""
         session, captured, program = self.session, self.captured, self.captured.forward
+        session.early.enter_forward(self._groups, has_backward=captured.backward is not None)
         session.store.release_slots()
         live = session.live.nbytes(leaving_out=arguments)
         planned = self.plan(max(0, live - captured.output_nbytes), hooked=self._hooked())
@@ -135,6 +140,7 @@ class CompiledGraph:
         session, store = self.session, self.session.store
         assert self.captured.backward is not None
         self._refuse_partial_backward()
+        session.early.enter_backward(self._groups)
         held, hooked = max(0, session.live.nbytes() - self.captured.between_nbytes), self._hooked()
         planned = self.plan(held, hooked=hooked)
         if store.present != planned.plan.kept or len(planned.plan.phases) < 2:
@@ -179,7 +185,8 @@ class CompiledGraph:
         session = self.session
         measurement = Measurement()
         session.store.tier.lap_peak_nbytes()
-        outputs = planned.phases[phase].executable(arguments, Run(session.store, measurement))
+        run = Run(session.store, measurement, settled=partial(session.early.settled, session))
+        outputs = planned.phases[phase].executable(arguments, run)
         plan = planned.plan.accumulating() if self._accumulating else planned.plan
         session.record(phase, self, plan, measurement)
         return outputs

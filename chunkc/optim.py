@@ -12,22 +12,23 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
-from chunkc.adam_groups import DEVICE, UPDATE_ON, Runs, Task, groups_at_home, runs_of, update_at_home, update_in_slots
+from chunkc.adam_groups import DEVICE, UPDATE_ON, Runs, Task, groups_at_home, home_update, runs_of, update_in_slots
 from chunkc.device_adam import DeviceAdam, computes_by_triton
 from chunkc.ir.chunks import EXP_AVG, EXP_AVG_SQ, MASTER
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.kernels.adam_cpu import prepare
 from chunkc.kernels.formats import AdamSlots
 from chunkc.kernels.hyper import GRAD_DTYPES, AdamHyper
+from chunkc.overlap import NONE, Overlap
+from chunkc.overlapping import Overlapping
 from chunkc.session import Session, owner
 from chunkc.update import PreparedUpdate, prepare_updates
 
 _UNSUPPORTED = ("amsgrad", "differentiable", "capturable")
 
 
-class _Adam(Optimizer):
+class _Adam(Overlapping):
     _decoupled: bool
     _update_on = DEVICE
 
@@ -41,11 +42,13 @@ class _Adam(Optimizer):
         *,
         maximize: bool = False,
         update_on: str = DEVICE,
+        overlap: str = NONE,
     ) -> None:
         if update_on not in UPDATE_ON:
             allowed = ", ".join(f'"{name}"' for name in UPDATE_ON)
             raise OptionsError(f"update_on is {update_on!r}; allowed: {allowed}")
         self._update_on = update_on
+        self._overlap = Overlap(overlap, update_on)
         self._device_adams: dict[torch.device, DeviceAdam] = {}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
@@ -68,12 +71,17 @@ class _Adam(Optimizer):
             if isinstance(parameter, torch.Tensor) and parameter.dtype not in GRAD_DTYPES:
                 raise UnsupportedError(f"{type(self).__name__} updates fp32, bf16 and fp16, not {parameter.dtype}")
         super().add_param_group(param_group)
+        self._overlap.forget(self)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         for name in _UNSUPPORTED:
             if group.get(name):
                 raise OptionsError(f"{type(self).__name__} does not support {name}=True")
         self._hyper(group, 1)
+
+    def current_hyper(self, group: Mapping[str, Any], parameter: torch.Tensor) -> AdamHyper:
+        """The hyper-parameters of the parameter's latest step, as its group has them now."""
+        return self._hyper(group, int(self.states_of(parameter)["step"]))
 
     def _hyper(self, group: Mapping[str, Any], step: int) -> AdamHyper:
         beta1, beta2 = group["betas"]
@@ -121,8 +129,12 @@ class _Adam(Optimizer):
                     by_group.setdefault(session.store.group_index(name), []).append(task)
                 else:
                     in_place.append((parameter, index))
+        begun = self._overlap.collect(self, chunked)
         # Whatever may fail for want of room fails here, before anything is updated.
-        prepared = [(session, by_group, *self._prepare(session, by_group)) for session, by_group in chunked.items()]
+        prepared = [
+            (session, by_group, *self._prepare(session, by_group, begun.get(session, frozenset())))
+            for session, by_group in chunked.items()
+        ]
         for device_adam in self._device_adams.values():
             device_adam.begin_step()
         self._update_in_place(in_place)
@@ -131,14 +143,21 @@ class _Adam(Optimizer):
         return loss
 
     def _prepare(
-        self, session: Session, by_group: Mapping[int, list[Task]]
+        self, session: Session, by_group: Mapping[int, list[Task]], begun: frozenset[int]
     ) -> tuple[frozenset[int], PreparedUpdate | None]:
-        """Which groups are updated at home, and the plan for the others; room for all states."""
-        at_home = groups_at_home(session, sorted(by_group), self._update_on)
-        for index in sorted(at_home):
+        """Which groups are updated at home, and the plan for the others; room for all states.
+
+        Those that have `begun` count: where a group is updated does not depend on when.
+        """
+        at_home = groups_at_home(session, sorted({*by_group, *begun}), self._update_on)
+        if self._overlap.beside_backward:
+            self._overlap.prepare(self, session, at_home)
+        for index in sorted(by_group):
+            session.store.updates.wait(index)
+        for index in sorted(at_home - begun):
             session.store.reserve_states(index)
         in_slots = [index for index in by_group if index not in at_home]
-        return at_home, prepare_updates(session, in_slots) if in_slots else None
+        return at_home - begun, prepare_updates(session, in_slots) if in_slots else None
 
     def _update_chunks(
         self,
@@ -151,7 +170,7 @@ class _Adam(Optimizer):
 
         The CPU begins when all that was computed before the step has arrived at home.
         """
-        store = session.store
+        store, overlapped = session.store, self._overlap.mode != NONE
         runs: dict[int, Runs] = {index: runs_of(session, index, tasks) for index, tasks in by_group.items()}
         moments: list[Any] = []
         if at_home:
@@ -159,15 +178,20 @@ class _Adam(Optimizer):
             for index in sorted(at_home):
                 store.collect_gradients(index)
             moments += store.tier.mark()
+        if overlapped:
+            self._overlap.submit(session, {index: runs[index] for index in at_home}, moments)
         if in_slots is not None:
             adam = self._device_adam(store.tier.device)
             if adam is not None:  # one table of scalars for all that is to come
                 adam.declare([hyper for index in by_group if index not in at_home for _, _, hyper in runs[index]])
             in_slots.run({i: update_in_slots(i, runs[i], adam) for i in by_group if i not in at_home})
+        if overlapped:
+            self._overlap.end_step(session, at_home)
+            return
         for moment in moments:
             moment.wait()
         for index in sorted(at_home):
-            update_at_home(session, index, runs[index])
+            home_update(session, index, runs[index])()
 
     def _device_adam(self, device: torch.device) -> DeviceAdam | None:
         """Triton's updates on a device; None where the CPU computes."""
@@ -206,7 +230,7 @@ class _Adam(Optimizer):
 
     def _state_on_tier(self, parameter: torch.Tensor) -> dict[str, Any]:
         """The state of a parameter that does not move, made on its first update."""
-        state = self.state[parameter]
+        state = self.states_of(parameter)
         if len(state) == 1 + len(_kinds(parameter)) and state[EXP_AVG].stride() == parameter.stride():
             return state
         if "step" not in state:
@@ -235,6 +259,8 @@ class _Adam(Optimizer):
         for loaded in state_dict["param_groups"]:
             self._check_group({**self.defaults, **loaded})
         states = state_dict["state"]
+        self._overlap.finish()
+        self._overlap.forget(self)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -267,7 +293,7 @@ class _Adam(Optimizer):
                     device=parameter.device,
                 )
                 state[kind].copy_(source)
-        self.state[parameter] = state
+        self.__dict__["state"][parameter] = state
 
 
 class AdamW(_Adam):
@@ -279,6 +305,17 @@ class AdamW(_Adam):
             the CPU, so that states never cross the link (only with `home="cpu"`); `"auto"`: on a CUDA device some here
             and some there, such that both are done the soonest, on the CPU in slots. The two kernels may differ in the
             last bit, so with `"auto"` results may depend on the budget.
+        overlap: what updates by the CPU (`update_on="cpu"` or `"auto"`) run beside; the bits are the same.
+            `"none"`: nothing; `step()` returns when all is updated.
+            `"forward"`: the next forward. `step()` returns at once, and the compiled model waits for each chunk when it
+            needs it. Until then, anything else that reads or writes parameters or gradients must call `synchronize()`
+            first; the optimizer's own `state`, `state_dict`, `load_state_dict` and `zero_grad` wait by themselves.
+            `"backward"`: a chunk's update begins when the backward has made its gradients; from the second step on.
+            `step()` waits for the rest, so afterwards all is ordinary again, but between `backward()` and `step()`
+            nothing may change gradients, parameters or hyper-parameters, or read parameters: no clipping, no
+            GradScaler. Each `backward()` is followed by `step()`, but for those inside `with
+            optimizer.accumulating():`. What is changed all the same raises, at the latest in `step()`.
+            `"both"`: both, with the rules of both.
 
     fp32 parameters, or bf16/fp16 ones with an fp32 master copy in `state[p]["master"]`. Where a gradient is None,
     nothing happens to that parameter.
@@ -296,8 +333,9 @@ class AdamW(_Adam):
         *,
         maximize: bool = False,
         update_on: str = DEVICE,
+        overlap: str = NONE,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, update_on=update_on)
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, update_on=update_on, overlap=overlap)
 
 
 class Adam(_Adam):

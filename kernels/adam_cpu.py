@@ -69,8 +69,14 @@ def adam_update(
     torch.autograd.graph.increment_version((param, *tensors[2:]))
 
 
-def prepare(param_dtype: torch.dtype, grad_dtype: torch.dtype, hyper: AdamHyper) -> Callable[[list[Tensor]], None]:
+def prepare(
+    param_dtype: torch.dtype, grad_dtype: torch.dtype, hyper: AdamHyper, *, num_elements: int | None = None
+) -> Callable[[list[Tensor]], None]:
     """The update for given dtypes and hyper-parameters, to be called for many runs of a step.
+
+    Args:
+        num_elements: compile now what runs of this length need, for updates on other threads: Inductor's code
+            generation is not known to be safe there.
 
     Returns:
         A function of a list [param, grad, exp_avg, exp_avg_sq] and, for low precision, master, as `adam_update` wants
@@ -80,11 +86,16 @@ def prepare(param_dtype: torch.dtype, grad_dtype: torch.dtype, hyper: AdamHyper)
     scalars = _scalars(hyper)
 
     def update(tensors: list[Tensor]) -> None:
-        num_elements = tensors[0].numel()
-        if num_elements:
+        if tensors[0].numel():
+            kernel = kernel_for(tensors[0].numel())
             tensors.append(scalars)
-            _kernel(param_dtype, grad_dtype, l2, num_elements >= SERIAL_NUM_ELEMENTS)(tensors)
+            kernel(tensors)
 
+    def kernel_for(num_elements: int) -> Callable[[list[Tensor]], object]:
+        return _kernel(param_dtype, grad_dtype, l2, num_elements >= SERIAL_NUM_ELEMENTS)
+
+    if num_elements:
+        kernel_for(num_elements)
     return update
 
 

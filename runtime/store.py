@@ -32,7 +32,8 @@ from chunkc.runtime.arena import Arena
 from chunkc.runtime.gradients import accumulate, add_later, store_first
 from chunkc.runtime.slots import Slot, Traffic, fill_with_nan
 from chunkc.runtime.states import ChunkState, advance
-from chunkc.runtime.tier import Tier
+from chunkc.runtime.tier import Moment, Tier
+from chunkc.runtime.updates import HomeUpdates
 
 
 @dataclass
@@ -50,6 +51,7 @@ class ChunkStore:
     debug: bool = False
     resident: frozenset[int] = frozenset()
     traffic: Traffic = field(default_factory=Traffic)
+    updates: HomeUpdates = field(default_factory=HomeUpdates)
     _parameters: dict[str, weakref.ref[nn.Parameter]] = field(default_factory=dict)
     _slots: dict[str, Slot] = field(default_factory=dict)
     _spare: list[torch.Tensor] = field(default_factory=list)
@@ -88,7 +90,9 @@ class ChunkStore:
 
         Raises:
             HomeError: the home tier has no room. No parameter was moved.
+            StreamError: an update at home had failed. No parameter was moved.
         """
+        self.updates.finish()
         assert layout.groups[: len(self.layout.groups)] == self.layout.groups, "a layout is only ever extended"
         known = set(self._parameters)
         self._parameters.update({name: weakref.ref(p) for name, p in parameters.items()})
@@ -188,6 +192,7 @@ class ChunkStore:
         group, slot = self.layout.groups[group_index], self.slot(chunk)
         state = advance(chunk, slot.state, ChunkState.PREFETCHING)
         needs_data = kind != GRAD or self.collect_gradients(group_index)
+        self.updates.note_use(group_index)
         begin, end = chunk_part(chunk) or (0, group.numel)
         slot.buffer = buffer = self._take_slot(end - begin, group.kind_dtype(kind))
         if self.debug:
@@ -195,7 +200,7 @@ class ChunkStore:
         slot.state, slot.copy, slot.dirty = state, None, False
         if needs_data:
             job = self.arena.reader(*self._whole(chunk), buffer)
-            slot.copy = self.tier.to_device.submit(job, after=self.tier.mark())
+            slot.copy = self.tier.to_device.submit(job, after=(*self.tier.mark(), *self.updates.before(group_index)))
             self.traffic.to_device_nbytes += buffer.nbytes
 
     def wait(self, chunk: str) -> None:
@@ -215,14 +220,20 @@ class ChunkStore:
         For a host that reads or writes home memory itself, as an update on CPU threads does.
 
         Raises:
-            StreamError, HomeError: the chunk's copy failed.
+            StreamError, HomeError: the chunk's copy, or its update, failed.
         """
+        self.updates.wait(split_chunk_name(chunk)[1])
         slot = self._slots.get(chunk)
         if slot is not None and slot.copy is not None and slot.state is ChunkState.EVICTING:
             slot.copy.wait()
             return
         for moment in self.tier.mark():
             moment.wait()
+
+    def home_moments(self, group: int) -> list[Moment]:
+        """When all that was enqueued so far, and every copy of the group's chunks under way, is over."""
+        slots = [self._slots.get(chunk_name(kind, group)) for kind in self.layout.groups[group].update_kinds]
+        return [*self.tier.mark(), *(slot.copy for slot in slots if slot is not None and slot.copy is not None)]
 
     def write_back(self, chunk: str) -> None:
         """Start to copy a dirty slot home; nothing moves if it is clean."""
@@ -232,7 +243,8 @@ class ChunkStore:
         assert buffer is not None
         if slot.dirty:
             job = self.arena.writer(*self._whole(chunk), buffer)
-            slot.copy = self.tier.to_home.submit(job, after=self.tier.mark())
+            updates = self.updates.before(split_chunk_name(chunk)[1])
+            slot.copy = self.tier.to_home.submit(job, after=(*self.tier.mark(), *updates))
             self.traffic.to_home_nbytes += buffer.nbytes
             slot.dirty = False
 
@@ -342,6 +354,7 @@ class ChunkStore:
                 continue
             found = True
             if handed is not grad or grad.data_ptr() != self.home_view(GRAD, name).data_ptr():
+                self.updates.wait(index)
                 self.tier.enqueue(self._hand_out(name, parameter).copy_, grad)
         return found
 
