@@ -26,13 +26,13 @@ AUTO, DEVICE, CPU = "auto", "device", "cpu"
 UPDATE_ON = (AUTO, DEVICE, CPU)
 
 
-class Hypers(Protocol):
-    """What knows the hyper-parameters of a step."""
+class AdamLike(Protocol):
+    """What a group's update asks of an optimizer: the states of its parameters, and the hyper-parameters of a step."""
 
     def states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """A parameter's states, without waiting for updates under way."""
 
-    def _hyper(self, group: Mapping[str, Any], step: int) -> AdamHyper: ...
+    def hyper_at(self, group: Mapping[str, Any], step: int) -> AdamHyper: ...
 
     def current_hyper(self, group: Mapping[str, Any], parameter: torch.Tensor) -> AdamHyper:
         """The hyper-parameters of the parameter's latest step, as its group has them now."""
@@ -42,7 +42,7 @@ class Hypers(Protocol):
 class Task:
     """One chunked parameter that has a gradient."""
 
-    optimizer: Hypers
+    optimizer: AdamLike
     parameter: torch.Tensor
     name: str
     group: Mapping[str, Any]
@@ -95,7 +95,7 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task]) -> Runs:
             state[kind] = view
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-        hypers[task.name] = task.optimizer._hyper(task.group, advance(state))
+        hypers[task.name] = task.optimizer.hyper_at(task.group, advance(state))
     runs: list[tuple[int, int, AdamHyper]] = []
     follows = False
     for tensor_slice in chunk_group.slices:

@@ -32,10 +32,9 @@ from chunkc.ir.hardware import Hardware
 from chunkc.kernels import adam_cpu
 from chunkc.kernels.hyper import AdamHyper
 from chunkc.options import compute_tier_memory
-from chunkc.presets import save_hardware
 from chunkc.runtime.homes import DiskHome
 
-__all__ = ["Sizes", "calibrate", "default_hardware_path", "save_hardware"]
+__all__ = ["Sizes", "calibrate"]
 
 MIB = 1 << 20
 
@@ -69,16 +68,6 @@ class Sizes:
     repeats: int = 5
     share_s: float = 1.0
     enough_s: float = 0.05
-
-
-def default_hardware_path() -> Path:
-    """Where `chunkc calibrate` saves: `$XDG_CONFIG_HOME/chunkc/hardware.json`, by default in `~/.config`.
-
-    A relative `XDG_CONFIG_HOME` is ignored, as the XDG base directory specification says.
-    """
-    configured = Path(os.environ.get("XDG_CONFIG_HOME", ""))
-    folder = configured if configured.is_absolute() else Path.home() / ".config"
-    return folder / "chunkc" / "hardware.json"
 
 
 def calibrate(

@@ -42,6 +42,18 @@ class Captured:
             return self
         return replace(self, backward=self.backward.returning(parameters))
 
+    def holding(self, tangents: frozenset[str]) -> Captured:
+        """The same graph, while the caller keeps these of the backward's tangents."""
+        if not tangents or self.backward is None:
+            return self
+        return replace(self, backward=self.backward.holding(tangents))
+
+    @property
+    def tangents(self) -> tuple[str, ...]:
+        """The backward's inputs that are gradients of the forward's outputs; the others were saved for it."""
+        num_saved = len(self.forward.outputs) - self.forward.num_user_outputs
+        return tuple(self.backward.inputs)[num_saved:] if self.backward is not None else ()
+
     @cached_property
     def memories(self) -> Mapping[str, SegmentMemory]:
         return {name: segment.memory for name, segment in self.segments.items()}

@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from chunkc.calibrate import calibrate, default_hardware_path, save_hardware
+from chunkc.calibrate import calibrate
 from chunkc.explain import Show, budget_of, explain, minimum_budget
 from chunkc.formats import FORMATS, diff, read_explanation, write
 from chunkc.ir.errors import BudgetError, ChunkcError, OptionsError, format_nbytes
@@ -27,7 +27,8 @@ from chunkc.ir.hardware import Hardware
 from chunkc.largest import largest
 from chunkc.models import MODELS
 from chunkc.options import parse_options, parse_size
-from chunkc.presets import PRESETS, load_hardware
+from chunkc.passes.scratch_exceptions import table as exceptions_table
+from chunkc.presets import PRESETS, default_hardware_path, load_hardware, save_hardware
 from chunkc.targets import DTYPES, ModelOptions, Target, built_in, errors_of, from_file, from_module
 
 FITS, BAD_INPUT, DOES_NOT_FIT = 0, 2, 3
@@ -73,6 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--chunk-size", default="auto", metavar="SIZE")
     one.add_argument("--codegen", choices=["eager", "inductor"], default="eager", help="who compiles the segments")
     one.add_argument("--largest", choices=["batch_size", "seq_len"], help="the largest that fits")
+    one.add_argument("--exceptions", action="store_true", help="print where predicted bytes are not exact, and why")
     one.add_argument("--format", choices=list(FORMATS), default="text")
     one.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
     two = commands.add_parser("diff", help="compare two explanations saved with --format json")
@@ -94,6 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     try:
         if options.command == "explain":
+            if options.exceptions:
+                print(exceptions_table())
+                return FITS
             with _quiet():
                 return _explain(options)
         if options.command == "diff":
@@ -129,7 +134,10 @@ def _hardware(options: argparse.Namespace) -> Hardware:
         name = str(saved) if saved.exists() else "cpu"
     hardware = load_hardware(name)
     if options.host_memory is not None:
-        hardware = replace(hardware, host_memory_nbytes=parse_size(options.host_memory, "--host-memory"))
+        nbytes = parse_size(options.host_memory, "--host-memory")
+        hardware = replace(hardware, host_memory_nbytes=nbytes)
+        if hardware.kind == "cpu":  # computes in the same memory
+            hardware = replace(hardware, device_memory_nbytes=nbytes)
     return hardware
 
 

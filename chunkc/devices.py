@@ -14,7 +14,7 @@ from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.hardware import CPU, Hardware
 from chunkc.options import compute_tier_memory
 from chunkc.passes.cuda_memory import GRANULE_NBYTES, rounded_nbytes, workspaces_nbytes
-from chunkc.presets import DATASHEETS, load_hardware, preset
+from chunkc.presets import DATASHEETS, default_hardware_path, load_hardware, preset
 
 TABLES_NBYTES = 4 << 20
 """Room for the optimizer's tables of work and scalars (see `chunkc.device_adam`)."""
@@ -71,8 +71,6 @@ def hardware_of(device: torch.device) -> Hardware:
     """
     if device.type != "cuda":
         return CPU
-    from chunkc.calibrate import default_hardware_path
-
     properties = torch.cuda.get_device_properties(device)
     return hardware_by_name(properties.name, properties.total_memory, default_hardware_path())
 

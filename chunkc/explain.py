@@ -171,12 +171,12 @@ def explain_graph(graph: OfflineGraph, options: Options, hardware: Hardware, nam
     on_disk = options.home != "cpu"
     host = hardware.host_memory_nbytes
     overhead = hardware.context_nbytes
-    return Explanation(
+    found = Explanation(
         model=name,
         hardware=hardware.name,
         codegen=options.codegen,
         fits=step.fits,
-        host_fits=on_disk or host is None or home_nbytes <= host,
+        host_fits=True,
         num_parameters=sum(spec.numel for spec in layout.specs().values()),
         memory_budget_nbytes=budget,
         minimum_budget_nbytes=step.minimum_nbytes,
@@ -198,7 +198,10 @@ def explain_graph(graph: OfflineGraph, options: Options, hardware: Hardware, nam
         notes=tuple(_notes(step, options, hardware)),
         graphs={phase: module.code for phase, module in step.graphs.items()},
         plan_text="".join(map(str, step.plans)),
+        device_is_host=hardware.kind == "cpu",
+        activation_checkpointing=graph.checkpointed,
     )
+    return replace(found, host_fits=host is None or found.host_needs_nbytes <= host)
 
 
 def plan_for(

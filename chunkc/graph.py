@@ -78,9 +78,15 @@ class CompiledGraph:
     # --- planning ---
 
     def plan(
-        self, held_nbytes: int, *, cold_backward: bool = False, hooked: frozenset[str] = frozenset()
+        self,
+        held_nbytes: int,
+        *,
+        cold_backward: bool = False,
+        hooked: frozenset[str] = frozenset(),
+        kept_tangents: frozenset[str] = frozenset(),
     ) -> PlannedStep:
-        """The verified plan beside `held_nbytes` of others' values, returning the gradients of `hooked` parameters.
+        """The verified plan beside `held_nbytes` of others' values, returning the gradients of `hooked` parameters,
+        while the caller keeps `kept_tangents`.
 
         Raises:
             BudgetError: there is none within the budget.
@@ -89,11 +95,11 @@ class CompiledGraph:
         session = self.session
         layout, resident = session.store.layout, session.store.resident
         key = (
-            *(session.budget_nbytes, held_nbytes, cold_backward, hooked),
+            *(session.budget_nbytes, held_nbytes, cold_backward, hooked, kept_tangents),
             *(resident, len(layout.groups), len(layout.small), len(session.trained), session.early.wanted),
         )
         if key not in self._plans:
-            captured = self.captured.returning(hooked)
+            captured = self.captured.returning(hooked).holding(kept_tangents)
             plan = plan_step(
                 captured,
                 layout,
@@ -142,14 +148,25 @@ class CompiledGraph:
         self._refuse_partial_backward()
         session.early.enter_backward(self._groups)
         held, hooked = max(0, session.live.nbytes() - self.captured.between_nbytes), self._hooked()
-        planned = self.plan(held, hooked=hooked)
+        kept = self._kept_tangents(arguments)
+        planned = self.plan(held, hooked=hooked, kept_tangents=kept)
         if store.present != planned.plan.kept or len(planned.plan.phases) < 2:
             store.release_slots()
-            planned = self.plan(held, cold_backward=True, hooked=hooked)
+            planned = self.plan(held, cold_backward=True, hooked=hooked, kept_tangents=kept)
         outputs = self._run(BACKWARD, planned, arguments)
         if hooked:  # autograd will keep these as `.grad`, on the compute tier, until the next backward takes them home
             session.live.watch(outputs[position] for position, _, name in self._sunk() if name in hooked)
         return outputs
+
+    def _kept_tangents(self, arguments: list[Any]) -> frozenset[str]:
+        """Gradients of outputs that stay with whoever gave them, as in `out.backward(g)`: autograd lets go of its own,
+        so that those have one reference, the one that `arguments` owns."""
+        assert self.captured.backward is not None
+        given = dict(zip(self.captured.backward.inputs, arguments))
+        tangents = {name: given[name] for name in self.captured.tangents}
+        return frozenset(
+            name for name, value in tangents.items() if isinstance(value, torch.Tensor) and value._use_count() > 1
+        )
 
     def _refuse_partial_backward(self) -> None:
         """Gradients are sunk as they are made, so autograd cannot hand out some of them.

@@ -50,7 +50,7 @@ def explained_moments(step: StepPlans, events: Sequence[TimedEvent]) -> Iterator
                     phase=program.phase,
                     op=at.op,
                     module=at.module,
-                    source="",
+                    source=at.source,
                     start_s=span.start_s + share,
                     contents=_contents(moment, at.around_nbytes + extra, at.inside_nbytes),
                 )
@@ -114,7 +114,7 @@ def peak_of(step: StepPlans) -> Peak:
     if program is step.captured.forward:
         add("activations", "outputs of the step before", step.captured.output_nbytes)
     add("temporaries", fullest.module, fullest.inside_nbytes)
-    return Peak(peak.name, peak.op, peak.module, _largest_first(contents))
+    return Peak(peak.name, peak.op, peak.module, _largest_first(contents), fullest.source)
 
 
 def _largest_first(contents: Mapping[str, int]) -> dict[str, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -34,14 +35,21 @@ from chunkc.session import is_chunkable, owner, spec_of
 NUM_RECOMPILES = 1_000_000
 """A model whose graph breaks inside a loop is compiled once per iteration here, where nothing is compiled for real."""
 
+NO_FILE = "<chunkc>"
+"""The file of the code that calls the model: none that would be named as a line of the user's."""
+
 
 @dataclass(frozen=True)
 class OfflineGraph:
-    """One captured graph and the parameters it uses: those that may live in chunks, in order of use, and the others."""
+    """One captured graph and the parameters it uses: those that may live in chunks, in order of use, and the others.
+
+    `checkpointed`: the model recomputes a part of it in the backward (`torch.utils.checkpoint`).
+    """
 
     capture: Capture
     movable: tuple[ParamSpec, ...]
     fixed: tuple[ParamSpec, ...]
+    checkpointed: bool
 
 
 def capture_offline(
@@ -91,6 +99,7 @@ def capture_offline(
                 capture,
                 tuple(spec_of(name, p) for name, p in in_order if is_chunkable(p) and name not in staying),
                 tuple(spec_of(name, p) for name, p in in_order if not is_chunkable(p) or name in staying),
+                any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in gm.graph.nodes),
             )
         )
         return call
@@ -100,7 +109,7 @@ def capture_offline(
     )
     call_model = _with_own_code(fake_model)
     try:
-        with mode, patched, torch.random.fork_rng():
+        with _default_device(), mode, patched, torch.random.fork_rng():
             torch.compile(call_model, backend=backend, dynamic=False)(*fake_args, **fake_kwargs)
         found = tuple(graphs)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -125,6 +134,11 @@ def capture_offline(
     return found
 
 
+def _default_device() -> AbstractContextManager[object]:
+    """New tensors of the model's code are on the CPU as the fakes are, whatever the caller's default device is."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+
+
 def _with_own_code(model: nn.Module) -> Callable[..., Any]:
     """Calls the model from a code object, and with globals, of its own.
 
@@ -137,7 +151,8 @@ def _with_own_code(model: nn.Module) -> Callable[..., Any]:
         return model(*args, **kwargs)
 
     own_globals = {"__builtins__": builtins, "__name__": __name__}
-    return FunctionType(call.__code__.replace(), own_globals, call.__name__, None, call.__closure__)
+    code = call.__code__.replace(co_filename=NO_FILE)
+    return FunctionType(code, own_globals, call.__name__, None, call.__closure__)
 
 
 def _first_line(error: BaseException) -> str:

@@ -77,13 +77,18 @@ class _Adam(Overlapping):
         for name in _UNSUPPORTED:
             if group.get(name):
                 raise OptionsError(f"{type(self).__name__} does not support {name}=True")
-        self._hyper(group, 1)
+        self.hyper_at(group, 1)
 
     def current_hyper(self, group: Mapping[str, Any], parameter: torch.Tensor) -> AdamHyper:
         """The hyper-parameters of the parameter's latest step, as its group has them now."""
-        return self._hyper(group, int(self.states_of(parameter)["step"]))
+        return self.hyper_at(group, int(self.states_of(parameter)["step"]))
 
-    def _hyper(self, group: Mapping[str, Any], step: int) -> AdamHyper:
+    def hyper_at(self, group: Mapping[str, Any], step: int) -> AdamHyper:
+        """The hyper-parameters of a parameter group's `step`-th update (from 1), as the kernels take them.
+
+        Raises:
+            OptionsError: a value is out of range.
+        """
         beta1, beta2 = group["betas"]
         try:
             return AdamHyper(
@@ -215,13 +220,13 @@ class _Adam(Overlapping):
             runs = [_flat(t) for t in (parameter, _like(grad, parameter), *(state[k] for k in _kinds(parameter)))]
             device_adam = self._device_adam(parameter.device)
             if device_adam is not None:
-                hyper = self._hyper(self.param_groups[index], int(state["step"]))
+                hyper = self.hyper_at(self.param_groups[index], int(state["step"]))
                 device_adam.update(AdamSlots(*runs), [(0, parameter.numel(), hyper)])
                 continue
             key = (index, float(state["step"]), parameter.dtype, grad.dtype)
             update = updates.get(key)
             if update is None:
-                hyper = self._hyper(self.param_groups[index], int(state["step"]))
+                hyper = self.hyper_at(self.param_groups[index], int(state["step"]))
                 update = prepare(parameter.dtype, grad.dtype, hyper)
                 updates[key] = update
             update(runs)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 import reprlib
 from collections.abc import Mapping
@@ -267,6 +268,16 @@ def read_hardware(path: Path) -> Hardware:
         return Hardware(**stated)
     except OptionsError as error:
         raise OptionsError(f"{path}: {error}") from None
+
+
+def default_hardware_path() -> Path:
+    """Where `chunkc calibrate` saves: `$XDG_CONFIG_HOME/chunkc/hardware.json`, by default in `~/.config`.
+
+    A relative `XDG_CONFIG_HOME` is ignored, as the XDG base directory specification says.
+    """
+    configured = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    folder = configured if configured.is_absolute() else Path.home() / ".config"
+    return folder / "chunkc" / "hardware.json"
 
 
 def save_hardware(hardware: Hardware, path: Path) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from chunkc.passes.graphs import is_compute, output_node, placeholders, returned
 from chunkc.passes.inductor_cuda import steady_inductor
 from chunkc.passes.segment_memory import eager_memory, inductor_memory
 from chunkc.passes.segments import Segment
-from chunkc.passes.wrapper_source import wrapper_source
+from chunkc.passes.wrapper_source import wrapper_of
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """Takes a list of inputs, which it empties, and returns the outputs."""
@@ -85,8 +86,8 @@ def describe_segment(segment: Segment, codegen: str, num_threads: int) -> Segmen
         return eager_memory(segment.module.graph, num_threads)
     _require_compiler()
     with steady_inductor(segment.example_inputs):
-        source = wrapper_source(segment)
-    return _memory_of(segment, source, num_threads)
+        wrapper = wrapper_of(segment)
+    return _memory_of(segment, wrapper.source, num_threads, wrapper.made_by)
 
 
 def _require_compiler() -> None:
@@ -105,8 +106,10 @@ def _runs_node_by_node(segment: Segment, codegen: str) -> bool:
     return codegen == "eager" or segment.run_by_aten or not any(is_compute(node) for node in nodes)
 
 
-def _memory_of(segment: Segment, source: str, num_threads: int) -> SegmentMemory:
-    memory = inductor_memory(source, segment.example_inputs, num_threads)
+def _memory_of(
+    segment: Segment, source: str, num_threads: int, made_by: Mapping[str, int] = MappingProxyType({})
+) -> SegmentMemory:
+    memory = inductor_memory(source, segment.example_inputs, num_threads, made_by)
     assert len(memory.outputs) == sum(node is not None for node in returned(segment.module.graph))
     return memory
 

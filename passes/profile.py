@@ -30,10 +30,12 @@ class CallStep:
     """Non-model bytes while one operation of a call runs.
 
     `around`: storages that are held outside the call, by name; what the call itself has allocated is `inside_nbytes`.
+    `source`: the user's line, `file.py:12, code`; may be empty.
     """
 
     op: str
     module: str
+    source: str
     around: frozenset[str]
     around_nbytes: int
     inside_nbytes: int
@@ -68,7 +70,9 @@ def call_steps(program: PhaseProgram, memories: Mapping[str, SegmentMemory]) -> 
             donated = [storage for storage, gone in released.items() if at < gone]
             around = kept.union(donated) if donated else kept
             around_nbytes = kept_nbytes + sum(nbytes_of[storage] for storage in donated)
-            steps.append(CallStep(step.op, step.module or call.module, around, around_nbytes, step.nbytes))
+            origin = call.origin(step)
+            module = origin.module or call.module
+            steps.append(CallStep(step.op, module, origin.source, around, around_nbytes, step.nbytes))
         yield tuple(steps)
         live |= set(call.output_storages)
 

@@ -172,6 +172,7 @@ def _calls(
                 made,
                 _main_module(piece.nodes),
                 cost_s(piece.nodes, hardware),
+                piece.origins,
             )
         )
     return tuple(calls)

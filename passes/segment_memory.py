@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ast
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def eager_memory(graph: fx.Graph, num_threads: int) -> SegmentMemory:
     for index, node in enumerate(nodes):
         live.update(storage for storage in storages.of[node] if storage not in outside)
         nbytes = sum(storages.nbytes[storage] for storage in live) + _scratch(node, num_threads)
-        steps.append(MemoryStep(op_name(node), module_path(node), nbytes))
+        steps.append(MemoryStep(op_name(node), module_path(node), nbytes, index))
         live = {storage for storage in live if last_hold[storage] > index}
     released = tuple(len(nodes) if storage is None else last_hold[storage] + 1 for storage in given)
     results = [storages.of[node][0] for node in returned(graph) if node is not None]
@@ -139,6 +140,9 @@ def _number_storages(
 
 ALLOCATION = "allocation"
 
+AT = "_chunkc_at"
+"""What a marked wrapper calls before every statement."""
+
 
 class _StorageTracker(TorchDispatchMode):
     """Counts the storages that operators allocate, until nothing holds them any more."""
@@ -152,6 +156,7 @@ class _StorageTracker(TorchDispatchMode):
         self.live: dict[int, int] = {}
         self.steps: list[MemoryStep] = []
         self.input_released: dict[int, int] = {}
+        self.position: int | None = None
 
     def adopt_input(self, index: int, tensor: torch.Tensor) -> None:
         key = storage_key(tensor)
@@ -180,6 +185,10 @@ class _StorageTracker(TorchDispatchMode):
             self.step(ALLOCATION if allocation else op_name_of(func), scratch)
         return result
 
+    def at(self, position: int | None) -> None:
+        """What follows is the segment's operation of that position."""
+        self.position = position
+
     def nbytes(self, tensor: torch.Tensor) -> int:
         """Bytes of the tensor's storage where the segment will run; fake ones of CUDA wrappers are on the CPU."""
         return rounded_nbytes(storage_nbytes(tensor)) if self.on_cuda else storage_nbytes(tensor)
@@ -193,8 +202,8 @@ class _StorageTracker(TorchDispatchMode):
             for index in reversed(range(len(self.steps))):
                 if self.steps[index].op != ALLOCATION:
                     break
-                self.steps[index] = MemoryStep(label, "", self.steps[index].nbytes)
-        self.steps.append(MemoryStep(label, "", sum(self.live.values()) + scratch))
+                self.steps[index] = MemoryStep(label, "", self.steps[index].nbytes, self.position)
+        self.steps.append(MemoryStep(label, "", sum(self.live.values()) + scratch, self.position))
 
 
 def op_name_of(func: Any) -> str:
@@ -227,8 +236,16 @@ class _ExternKernels:
         return call
 
 
-def inductor_memory(source: str, example_inputs: Sequence[torch.Tensor], num_threads: int) -> SegmentMemory:
+def inductor_memory(
+    source: str,
+    example_inputs: Sequence[torch.Tensor],
+    num_threads: int,
+    made_by: Mapping[str, int] = MappingProxyType({}),
+) -> SegmentMemory:
     """Memory of an Inductor-compiled segment, from the source of its generated wrapper.
+
+    Args:
+        made_by: names of buffers in the source -> which of the segment's operations makes them, as far as it is known.
 
     Raises:
         UnsupportedError: the wrapper uses something this reader does not know.
@@ -254,6 +271,8 @@ def inductor_memory(source: str, example_inputs: Sequence[torch.Tensor], num_thr
         namespace = _wrapper_namespace(tracker)
         namespace.update({name: Kernel(name, tracker.step) for name in kernels})
         _refuse_unknown_names(function, namespace)
+        namespace[AT] = tracker.at
+        _mark_positions(function, made_by)
         exec(compile(ast.Module([function], []), "<inductor wrapper>", "exec"), namespace)
         tracker.step("start")
         outputs = namespace["call"](args)
@@ -265,6 +284,24 @@ def inductor_memory(source: str, example_inputs: Sequence[torch.Tensor], num_thr
         released = tuple(tracker.input_released.get(k, len(steps)) for k in range(len(input_keys)))
         del mode
     return SegmentMemory(steps, released, numbers, storages)
+
+
+def _mark_positions(function: ast.FunctionDef, made_by: Mapping[str, int]) -> None:
+    """Put `_chunkc_at(position)` before every statement that calls something, with its operation's position.
+
+    What a statement makes is computed from the buffers it reads, so its operation is the last of all that are named.
+    """
+    for block in [node.body for node in ast.walk(function) if isinstance(node, ast.FunctionDef | ast.With)]:
+        marked: list[ast.stmt] = []
+        for statement in block:
+            inside = list(ast.walk(statement))
+            if any(isinstance(node, ast.Call) for node in inside) and not isinstance(statement, ast.With):
+                names = [node.id for node in inside if isinstance(node, ast.Name)]
+                position = max((made_by[name] for name in names if name in made_by), default=None)
+                marked.append(ast.parse(f"{AT}({position})").body[0])
+            marked.append(statement)
+        block[:] = marked
+    ast.fix_missing_locations(function)
 
 
 def _call_function(module: ast.Module) -> ast.FunctionDef:

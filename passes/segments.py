@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from chunkc.ir.program import Origin
 from chunkc.passes.graphs import (
     input_nodes_in_order,
     is_compute,
@@ -24,6 +25,7 @@ from chunkc.passes.graphs import (
     returned,
     storage_keys,
 )
+from chunkc.passes.origins import origins
 
 RUN_BY_ATEN = frozenset({torch.ops.aten.embedding_dense_backward.default})
 """Operators that Inductor never sees: each is a segment of its own. Inductor turns an embedding's backward into atomic
@@ -191,6 +193,7 @@ class Piece:
     """One use of a segment in a phase: which of the phase's nodes go in and come out.
 
     With `reads_home`, parameters among the inputs are read from their homes: the piece only makes views of them.
+    `origins` are those of the segment's operations, in order, in this use.
     """
 
     segment: Segment
@@ -198,6 +201,7 @@ class Piece:
     outputs: tuple[fx.Node, ...]
     nodes: tuple[fx.Node, ...]
     reads_home: bool
+    origins: tuple[Origin, ...]
 
 
 def extract(
@@ -213,8 +217,9 @@ def extract(
         outputs = [n for n in outputs if not isinstance(n.meta.get("val"), (tuple, list))]
         if not outputs:
             continue
-        segment = table.intern(*_build(gm, run, inputs, outputs))
-        pieces.append(Piece(segment, tuple(inputs), tuple(outputs), tuple(run), reads_home))
+        root, graph = _build(gm, run, inputs, outputs)
+        segment = table.intern(root, graph)
+        pieces.append(Piece(segment, tuple(inputs), tuple(outputs), tuple(run), reads_home, origins(graph)))
     return pieces
 
 

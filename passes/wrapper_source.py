@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,14 +32,26 @@ from torch._inductor.utils import shape_env_from_inputs
 from torch._inductor.virtualized import V
 from torch.utils._python_dispatch import _disable_current_modes
 
+from chunkc.passes.graphs import is_compute
 from chunkc.passes.segments import Segment
 
 MIN_RECURSION_LIMIT = 2000
 """Depth of the Python stack that Inductor makes room for."""
 
 
-def wrapper_source(segment: Segment) -> str:
-    """Source of the Python wrapper that `compile_fx_inner` generates for a segment on the CPU.
+@dataclass(frozen=True)
+class Wrapper:
+    """A wrapper's source, and which of the segment's operations makes each buffer that it names, where that is known.
+
+    Inductor replaces some operations; a buffer of such a one counts as made by the last of its operands' operations.
+    """
+
+    source: str
+    made_by: Mapping[str, int]
+
+
+def wrapper_of(segment: Segment) -> Wrapper:
+    """The Python wrapper that `compile_fx_inner` generates for a segment on the CPU.
 
     The segment is left as it is: Inductor's passes work on a copy of its graph. No kernel is compiled and nothing is
     written to Inductor's caches, but the first call of a process asks the C++ compiler for its vector instructions,
@@ -62,7 +75,13 @@ def wrapper_source(segment: Segment) -> str:
             with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
                 lowering.run(*inputs)
                 wrapper, _ = lowering.codegen()
-    return wrapper.value
+    operations = [node.name for node in segment.module.graph.nodes if is_compute(node)]
+    position = {name: index for index, name in enumerate(operations)}
+    found = {
+        buffer.get_name(): [position[node.name] for node in buffer.origins if node.name in position]
+        for buffer in lowering.buffers
+    }
+    return Wrapper(wrapper.value, {name: max(at) for name, at in found.items() if at})
 
 
 def _decompositions() -> dict[str, Any]:

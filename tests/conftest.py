@@ -1,4 +1,4 @@
-"""Makes the helpers of this folder importable from every test, without putting it on `sys.path`.
+"""Makes the helpers among the tests importable by their own names, without putting any folder on `sys.path`.
 
 A folder of tests on `sys.path` would offer its rooms (`kernels`, `runtime`, ...) as top-level packages.
 """
@@ -7,20 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+import torch
 
-def _load_helper(name: str) -> None:
-    """Import `tests/<name>.py` as the top-level module `name`."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-
-
-for _helper in (
+_HELPERS = (
     "plain_modules",
     "ladder_modules",
     "zoo",
@@ -29,6 +22,41 @@ for _helper in (
     "memory_curves",
     "operator_calls",
     "operator_calls_2",
-):
-    if _helper not in sys.modules:
-        _load_helper(_helper)
+    "optim_models",
+    "formats/synthetic",
+    "end_to_end/fault_cases",
+    "ir/verify_cases",
+    "kernels/adam_cases",
+    "passes/cuda_wrappers",
+    "runtime/runtime_helpers",
+    "runtime/executor_cases",
+    "runtime/fake_gpu",
+    "runtime/late_tiers",
+    "runtime/queued_tier",
+    "runtime/store_cases",
+)
+"""In the order in which they import each other."""
+
+
+def _load_helper(path: str) -> None:
+    """Import `tests/<path>.py` as the top-level module that its file name says."""
+    name = Path(path).name
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{path}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+
+
+for _path in _HELPERS:
+    if Path(_path).name not in sys.modules:
+        _load_helper(_path)
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Nothing that Dynamo compiled before counts, nor afterwards."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

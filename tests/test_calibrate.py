@@ -13,10 +13,10 @@ import torch
 from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
 from chunkc import calibrate as module
-from chunkc.calibrate import Sizes, calibrate, default_hardware_path, save_hardware
+from chunkc.calibrate import Sizes, calibrate
 from chunkc.ir.errors import ChunkcError, HomeError, UnsupportedError
 from chunkc.ir.hardware import Hardware
-from chunkc.presets import load_hardware
+from chunkc.presets import load_hardware, save_hardware
 
 MIB = 1 << 20
 TINY = Sizes(
@@ -72,18 +72,6 @@ def test_what_was_measured_is_saved_and_loaded(measured: tuple, tmp_path: Path) 
     path = tmp_path / "chunkc" / "hardware.json"
     save_hardware(measured[0], path)
     assert load_hardware(str(path)) == measured[0]
-
-
-def test_the_default_path_follows_the_xdg_specification(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "me"))
-    in_home = tmp_path / "me" / ".config" / "chunkc" / "hardware.json"
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    assert default_hardware_path() == tmp_path / "config" / "chunkc" / "hardware.json"
-    for ignored in ("", "relative/config"):
-        monkeypatch.setenv("XDG_CONFIG_HOME", ignored)
-        assert default_hardware_path() == in_home
-    monkeypatch.delenv("XDG_CONFIG_HOME")
-    assert default_hardware_path() == in_home
 
 
 def test_a_median_repeats_within_its_share() -> None:

@@ -18,7 +18,7 @@ from chunkc.explain import minimum_budget
 from chunkc.formats import json_, render_json
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.explanation import COMPUTE, KINDS, TO_DEVICE, TO_HOME, Explanation
-from chunkc.ir.hardware import CPU, GIB, Hardware
+from chunkc.ir.hardware import GIB, Hardware
 from chunkc.presets import load_hardware
 
 QUICK = ("convnet", "frozen_mlp", "big_embedding")
@@ -208,7 +208,7 @@ def test_a_home_on_disk_is_as_slow_as_the_disk() -> None:
 
 
 def test_home_against_the_host() -> None:
-    machine = dataclasses.replace(CPU, host_memory_nbytes=2**20)
+    machine = dataclasses.replace(load_hardware("rtx3090"), host_memory_nbytes=2**20)
     ram = explain("frozen_mlp", memory_budget=MLP_NBYTES, hardware=machine)
     assert (ram.fits, ram.host_fits) == (True, False)
     assert explain("frozen_mlp", memory_budget=MLP_NBYTES, hardware=machine, home="disk").host_fits
@@ -239,7 +239,7 @@ def test_the_json_has_the_documented_keys() -> None:
     documented = [line.split("|")[1] for line in (json_.__doc__ or "").splitlines() if line.startswith("| `")]
     assert set(values) == {key.strip(" `") for cell in documented for key in cell.split(",")}
     wanted = {
-        "peak": {"moment", "op", "module", "contents"},
+        "peak": {"moment", "op", "module", "contents", "source"},
         "chunks": {"size_nbytes", "count", "resident"},
         "traffic_nbytes": {"to_device", "to_home"},
         "step_time_s": {"total", "compute", "to_device", "to_home", "optimizer", "stall"},

@@ -13,7 +13,16 @@ import torch
 
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import CPU, GIB, Hardware
-from chunkc.presets import DATASHEETS, PRESETS, Efficiency, load_hardware, preset, read_hardware, save_hardware
+from chunkc.presets import (
+    DATASHEETS,
+    PRESETS,
+    Efficiency,
+    default_hardware_path,
+    load_hardware,
+    preset,
+    read_hardware,
+    save_hardware,
+)
 
 ALL_REACHED = Efficiency(matrix=1, memory=1, link=1, both_links=1, cpu_update=1, disk=1)
 
@@ -241,3 +250,15 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "directory" in refused(str(tmp_path / "folder.json"))
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     assert "not a text file" in refused(str(tmp_path / "binary.json"))
+
+
+def test_the_default_path_follows_the_xdg_specification(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    in_home = tmp_path / "me" / ".config" / "chunkc" / "hardware.json"
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    assert default_hardware_path() == tmp_path / "config" / "chunkc" / "hardware.json"
+    for ignored in ("", "relative/config"):
+        monkeypatch.setenv("XDG_CONFIG_HOME", ignored)
+        assert default_hardware_path() == in_home
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    assert default_hardware_path() == in_home

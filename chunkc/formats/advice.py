@@ -38,10 +38,11 @@ def _contents(explanation: Explanation) -> list[str]:
     total = sum(kinds.values())
     lines = []
     if _large(kinds.get("activations", 0), total):
+        checkpointing = ", and so does activation checkpointing (`--activation-checkpointing`)"
         lines.append(
             f"Activations are {share(kinds['activations'], total)} of that peak: a smaller batch or a shorter sequence "
-            "takes fewer (`--largest batch_size` finds the largest that fits), and so does activation checkpointing "
-            "(`--activation-checkpointing`)."
+            "takes fewer (`--largest batch_size` finds the largest that fits)"
+            f"{'' if explanation.activation_checkpointing else checkpointing}."
         )
     if _large(kinds.get("temporaries", 0), total):
         where = f" in {explanation.peak.module}" if explanation.peak.module else ""
@@ -62,6 +63,9 @@ def _host(explanation: Explanation) -> list[str]:
     host = explanation.home_nbytes - explanation.disk_nbytes
     memory = explanation.host_memory_nbytes
     have = "" if memory is None else f", and there are {short_nbytes(memory)}"
+    if explanation.device_is_host:
+        both = short_nbytes(explanation.host_needs_nbytes)
+        return [f'Home takes {short_nbytes(host)} of the same memory, {both} with the peak{have}: use `home="disk"`.']
     return [f'Home takes {short_nbytes(host)} of the host\'s memory{have}: use `home="disk"`, or a host with more.']
 
 

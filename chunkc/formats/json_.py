@@ -5,7 +5,7 @@
 | `version` | of these keys: 1 |
 | `model`, `hardware`, `codegen` | what was explained, for which machine, compiled by whom |
 | `fits` | a plan exists within the budget |
-| `host_fits` | home's bytes are within the host's memory |
+| `host_fits` | home's bytes are within the host's memory, with the peak where `device_is_host` |
 | `num_parameters` | of the model |
 | `memory_budget_nbytes` | of the compute tier |
 | `minimum_budget_nbytes` | the smallest budget with a plan |
@@ -14,15 +14,17 @@
 | `overhead_nbytes` | context and libraries, counted apart from all others |
 | `home_nbytes`, `disk_nbytes` | at home, and how many of these on disk |
 | `device_memory_nbytes`, `host_memory_nbytes` | of the machine; null where unknown |
-| `peak` | the fullest moment: `moment`, `op`, `module`, `contents` (`kind: module` to bytes) |
+| `peak` | the fullest moment: `moment`, `op`, `module`, `contents` (`kind: module` to bytes), `source` |
 | `chunks` | of parameters: `size_nbytes`, `count`, `resident` (never leave the compute tier) |
 | `traffic_nbytes` | copied in one step: `to_device`, `to_home` |
 | `step_time_s` | predicted: `total`, `compute`, `to_device`, `to_home`, `optimizer`, `stall` |
-| `moments` | in order: `call`, `phase`, `op`, `module`, `source`, `start_s`, `contents` (kind to bytes) |
+| `moments` | `call`, `phase`, `op`, `module`, `source` (`file.py:12, code`), `start_s`, `contents` (by kind) |
 | `events` | `stream`, `kind`, `name`, `start_s`, `end_s`, `nbytes`, `phase`, `module` |
 | `notes` | assumptions and limits, one sentence each |
 | `graphs` | phase to the graph's code |
 | `plan_text` | the plan, printed |
+| `device_is_host` | the compute tier is the host's memory, as on a CPU |
+| `activation_checkpointing` | the model recomputes parts of its forward in the backward |
 | `measured` | null, or of a model that has run: `peak_nbytes`, `moments`, `time_s`, `events` |
 
 Moments and events stand on one line each, so that two files compare well.

@@ -52,7 +52,8 @@ def headline(explanation: Explanation) -> str:
         short = short_nbytes(explanation.minimum_budget_nbytes - budget)
         return f"does not fit: the smallest budget that works is {short} more than {short_nbytes(budget)}"
     if not explanation.host_fits:
-        return f"fits the device with {short_nbytes(budget - peak)} to spare, but home does not fit the host"
+        where = "beside it" if explanation.device_is_host else "the host"
+        return f"fits the device with {short_nbytes(budget - peak)} to spare, but home does not fit {where}"
     return f"fits, with {short_nbytes(budget - peak)} of {short_nbytes(budget)} to spare"
 
 
@@ -68,7 +69,8 @@ def _tables(explanation: Explanation) -> Iterator[tuple[str, Table]]:
     yield "device memory", _device(explanation)
     of = "the peak" if explanation.fits else "the peak of the plan for the smallest budget"
     where = " in ".join(filter(None, (explanation.peak.op, explanation.peak.module)))
-    yield f"{of}: {explanation.peak.moment}, {where}", _peak(explanation)
+    source = f"\n  {explanation.peak.source}" if explanation.peak.source else ""
+    yield f"{of}: {explanation.peak.moment}, {where}{source}", _peak(explanation)
     if explanation.moments:
         yield "fullest moment of each phase", _phases(explanation)
     yield "home", _home(explanation)
@@ -147,6 +149,10 @@ def _home(explanation: Explanation) -> Table:
         _bytes("of these in host memory", home - disk, of=memory, name="host"),
         _bytes("of these on disk", disk),
     ]
+    if explanation.device_is_host:
+        rows.append(
+            _bytes("with the predicted peak, in the same", explanation.host_needs_nbytes, of=memory, name="host")
+        )
     if memory is not None:
         rows.append(_bytes("host has", memory))
     return _table(("", "", "bytes", ""), rows, right=(1, 2))

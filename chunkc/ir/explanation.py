@@ -52,7 +52,8 @@ class ExplainedMoment:
 
     Attributes:
         call: the segment call that the operation belongs to; several moments share one.
-        op, module, source: the operation, the user's module, and `file:line` of the user's code (may be empty).
+        op, module, source: the operation, the user's module, and `file.py:12, code` of the user's code (may be
+            empty).
         start_s: predicted time of the moment from the beginning of the step.
         contents: bytes by kind (see `KINDS`).
     """
@@ -72,12 +73,16 @@ class ExplainedMoment:
 
 @dataclass(frozen=True)
 class Peak:
-    """The fullest moment. `contents`: what fills it, by kind and module (`activations: model.layers.3`)."""
+    """The fullest moment. `contents`: what fills it, by kind and module (`activations: model.layers.3`).
+
+    `source`: `file.py:12, code` of the user's code; empty where it is not known, as for the optimizer's update.
+    """
 
     moment: str
     op: str
     module: str
     contents: Mapping[str, int]
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,9 @@ class Explanation:
     Attributes:
         model: what was explained: a built-in name, `file.py:factory`, or a class name, with its batch.
         hardware: the name of the hardware; `device_memory_nbytes`, `host_memory_nbytes`: None where unknown.
-        fits: a plan exists within the budget. `host_fits`: home's bytes are within the host's memory.
+        fits: a plan exists within the budget. `host_fits`: home's bytes are within the host's memory; where that is
+            the compute tier too (`device_is_host`), together with the predicted peak.
+        activation_checkpointing: whether the model recomputes parts of its forward in the backward.
         minimum_budget_nbytes: the smallest budget with a plan.
         predicted_peak_nbytes, non_model_peak_nbytes: on the compute tier; of the plan for the budget, or, where it does
             not fit, for the minimum budget.
@@ -174,6 +181,13 @@ class Explanation:
     graphs: Mapping[str, str]
     plan_text: str
     measured: Measured | None = None
+    device_is_host: bool = False
+    activation_checkpointing: bool = False
+
+    @property
+    def host_needs_nbytes(self) -> int:
+        """Of the host's memory: home's part in it, and the compute tier's where both are one."""
+        return self.home_nbytes - self.disk_nbytes + (self.predicted_peak_nbytes if self.device_is_host else 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where in the user's program an operation comes from: the module, and `file.py:12, code`. Empty: not known."""
+
+    module: str
+    source: str
+
+
+@dataclass(frozen=True)
 class MemoryStep:
     """One moment inside a segment: an operation and the bytes alive while it runs.
 
-    `nbytes` counts what the segment itself allocated (scratch included), not its inputs.
+    `nbytes` counts what the segment itself allocated (scratch included), not its inputs. `position` counts the
+    operation among the segment's (None: not known), so that every call of the segment can name its own origin for it
+    (`SegmentCall.origins`). It is a label: bytes are equal without it. `module` is that of the segment's first call.
     """
 
     op: str
     module: str
     nbytes: int
+    position: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,7 @@ class SegmentCall:
         gradients: (output value, parameter name): complete gradients that this call produces.
         module: the user's module that most of the call belongs to.
         cost_s: estimated seconds of arithmetic.
+        origins: of the segment's operations, in order, in this call; empty where they are not known.
     """
 
     name: str
@@ -63,6 +75,13 @@ class SegmentCall:
     gradients: tuple[tuple[str, str], ...]
     module: str
     cost_s: float
+    origins: tuple[Origin, ...] = ()
+
+    def origin(self, step: MemoryStep) -> Origin:
+        """Where the operation of one of the segment's steps comes from in this call."""
+        if step.position is not None and step.position < len(self.origins):
+            return self.origins[step.position]
+        return Origin("" if self.origins else step.module, "")
 
 
 @dataclass(frozen=True)
@@ -129,6 +148,12 @@ class PhaseProgram:
             and storage_of[value].startswith(f"{call.name}:")
             and sharing[storage_of[value]] == 2
         )
+
+    def holding(self, values: frozenset[str]) -> PhaseProgram:
+        """The program beside a caller that keeps these of its inputs."""
+        if not values:
+            return self
+        return replace(self, held=self.held | {self.inputs[value] for value in values})
 
     def returning(self, parameters: frozenset[str]) -> PhaseProgram:
         """The program that returns these parameters' gradients to autograd, for hooks on them, and sinks the others."""

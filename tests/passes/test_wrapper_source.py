@@ -27,7 +27,7 @@ from chunkc.passes import codegen
 from chunkc.passes.codegen import CompiledSegment, compile_segment, describe_segment, find_vector_isa
 from chunkc.passes.graphs import placeholders
 from chunkc.passes.segments import Segment, SegmentTable, canonical_text, cut, extract
-from chunkc.passes.wrapper_source import wrapper_source
+from chunkc.passes.wrapper_source import wrapper_of
 
 
 def segment_of(function: Callable[..., object], *shapes: tuple[int, ...]) -> Segment:
@@ -95,7 +95,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_source_is_the_compilers(name: str) -> None:
     described, compiled = segment_of(*FUNCTIONS[name]), segment_of(*FUNCTIONS[name])
-    source = wrapper_source(described)
+    source = wrapper_of(described).source
     assert "def call" in source
     assert source == compile_fx_inner(compiled.module, compiled.example_inputs).source_code
 
@@ -104,9 +104,9 @@ def test_the_source_is_the_compilers(name: str) -> None:
 def test_the_segment_is_left_as_it_is(name: str) -> None:
     segment = segment_of(*FUNCTIONS[name])
     before = canonical_text(segment.module.graph)
-    first = wrapper_source(segment)
+    first = wrapper_of(segment).source
     assert canonical_text(segment.module.graph) == before
-    assert wrapper_source(segment) == first
+    assert wrapper_of(segment).source == first
 
 
 @pytest.mark.parametrize("fallback_random", [False, True])

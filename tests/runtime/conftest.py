@@ -1,15 +1,18 @@
-"""Makes this room's helpers importable as `fake_gpu` and `queued_tier`, as the conftest above does with its own."""
+"""Fixtures of this room."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-for _name in ("fake_gpu", "queued_tier"):
-    if _name not in sys.modules:
-        _spec = importlib.util.spec_from_file_location(_name, Path(__file__).with_name(f"{_name}.py"))
-        assert _spec is not None
-        assert _spec.loader is not None
-        sys.modules[_name] = importlib.util.module_from_spec(_spec)
-        _spec.loader.exec_module(sys.modules[_name])
+import pytest
+
+from chunkc.runtime.homes import Home, open_home
+
+
+@pytest.fixture(params=["cpu", "disk"])
+def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Home]:
+    """Either kind of home."""
+    home = open_home("cpu") if request.param == "cpu" else open_home(f"disk:{tmp_path}")
+    yield home
+    home.close()

@@ -1,0 +1,57 @@
+"""A stack of layers whose home is a disk."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from harness import HUGE, TINY, Optimizer, adamw, array, compile_case, refuse, weights
+from torch import Tensor, nn
+from zoo import Case, floats
+
+
+class Stack(nn.Module):
+    """Four equal layers, one chunk each; their biases are too small to move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+CASE = Case("stack", Stack, lambda seed: {"x": floats(seed, (8, 64))})
+
+
+@functools.cache
+def small_budget() -> int:
+    """Bytes: nearly the minimum."""
+    return int(1.05 * refuse(CASE, memory_budget=TINY, home="disk").minimum_nbytes)
+
+
+def train_steps(compiled: nn.Module, optimizer: Optimizer, steps: range) -> list[np.ndarray]:
+    """Ordinary training steps; returns the losses."""
+    losses = []
+    for step in steps:
+        loss = compiled(**CASE.batch(step))
+        loss.backward()
+        losses.append(array(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def expected_losses(num_steps: int) -> list[np.ndarray]:
+    """Losses of an undisturbed training."""
+    return undisturbed()[0][:num_steps]
+
+
+@functools.cache
+def undisturbed() -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+    """Losses, and weights at the end, of three steps."""
+    model, compiled = compile_case(CASE, memory_budget=HUGE, whole_graph="never")
+    return train_steps(compiled, adamw(model.parameters()), range(3)), weights(model)

@@ -1,0 +1,343 @@
+"""The verifier: one sabotage after another is reported, by the rule that it breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from verify_cases import LAYOUT, MEMORIES, Case, case
+
+from chunkc.ir import chunk_ops
+from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK
+from chunkc.ir.program import MemoryStep, SegmentMemory
+from chunkc.ir.verify import verify_phase
+
+Sabotage = Callable[[Case], Any]
+
+
+SABOTAGES: dict[str, tuple[str, str, int, Sabotage]] = {}
+
+
+def sabotage(rule: str, phase: str, spare: int = 0) -> Callable[[Sabotage], Sabotage]:
+    def register(function: Sabotage) -> Sabotage:
+        SABOTAGES[function.__name__] = (rule, phase, spare, function)
+        return function
+
+    return register
+
+
+def move_before(node: fx.Node, other: fx.Node) -> None:
+    other.prepend(node)
+
+
+def move_after(node: fx.Node, other: fx.Node) -> None:
+    other.append(node)
+
+
+@sabotage("read", "forward")
+def a_load_is_not_waited_for(c: Case) -> None:
+    c.erase(WAIT, "param:1")
+
+
+@sabotage("read", "forward")
+def a_load_is_waited_for_too_late(c: Case) -> None:
+    move_after(c.the(WAIT, "param:1"), c.call("forward.1"))
+
+
+@sabotage("read", "forward")
+def a_chunk_is_never_loaded(c: Case) -> None:
+    for kind in (PREFETCH, WAIT, EVICT):
+        c.erase(kind, "param:1")
+
+
+@sabotage("read", "forward")
+def a_slot_goes_before_its_reader(c: Case) -> None:
+    move_before(c.the(EVICT, "param:1"), c.call("forward.1"))
+
+
+@sabotage("read", "forward")
+def a_slot_goes_before_its_view_is_made(c: Case) -> None:
+    move_before(c.the(EVICT, "param:1"), c.the("parameter", "param:1"))
+
+
+@sabotage("read", "forward", 1 << 20)
+def a_view_is_read_after_its_chunk_came_back_into_another_slot(c: Case) -> None:
+    call = c.call("forward.1")
+    c.add_before(call, (EVICT, "param:1"), (PREFETCH, "param:1"), (WAIT, "param:1"))
+
+
+@sabotage("read", "forward", 1 << 20)
+def an_old_view_is_read_again_later(c: Case) -> None:
+    late = c.call("forward.3")
+    early = c.the("parameter", "param:0")
+    c.add_before(late, (EVICT, "param:0"), (PREFETCH, "param:0"), (WAIT, "param:0"))
+    late.args = (late.args[0], early)
+
+
+@sabotage("read", "forward")
+def two_loads_change_places(c: Case) -> None:
+    one, two = c.the(PREFETCH, "param:0"), c.the(PREFETCH, "param:3")
+    one.args, two.args = two.args, one.args
+
+
+@sabotage("read", "backward")
+def what_the_forward_kept_is_not_there(c: Case) -> None:
+    assert c.options["present"]
+    c.options["present"] = ()
+
+
+@sabotage("read", "update")
+def an_update_without_gradients(c: Case) -> None:
+    chunk = next(n.args[0] for n in c.all(PREFETCH) if n.args[0].startswith("grad:1"))
+    for kind in (PREFETCH, WAIT, EVICT):
+        c.erase(kind, chunk)
+
+
+@sabotage("read", "update")
+def an_update_before_its_gradients_have_arrived(c: Case) -> None:
+    c.erase(WAIT, next(n.args[0] for n in c.all(PREFETCH) if n.args[0].startswith("grad:1")))
+
+
+@sabotage("read", "forward")
+def a_result_is_a_view_of_a_slot(c: Case) -> None:
+    memory = MEMORIES["layer"]
+    c.call("forward.1").target = "view"
+    c.names["view"] = SegmentMemory(memory.steps, memory.input_released, (-2,), ())  # type: ignore[assignment]
+
+
+@sabotage("read", "forward")
+def a_parameter_is_read_from_the_chunk_of_another(c: Case) -> None:
+    node = c.the("parameter", "param:1")
+    node.args = ("param:1", "h.2.w")
+
+
+@sabotage("write", "backward")
+def a_gradient_goes_into_a_slot_that_is_not_there(c: Case) -> None:
+    for kind in (PREFETCH, WAIT):
+        c.erase(kind, "grad:1")
+
+
+@sabotage("write", "backward")
+def a_gradient_goes_into_a_slot_that_is_not_ready(c: Case) -> None:
+    c.erase(WAIT, "grad:1")
+
+
+@sabotage("write", "backward")
+def a_gradient_is_sunk_before_the_wait(c: Case) -> None:
+    move_after(c.the(WAIT, "grad:1"), c.the("sink", "grad:1"))
+
+
+@sabotage("write", "backward")
+def a_gradient_is_sunk_after_its_slot_went(c: Case) -> None:
+    move_after(c.the("sink", "grad:1"), c.the(EVICT, "grad:1"))
+
+
+@sabotage("write", "backward")
+def a_gradient_is_sunk_during_the_write_back(c: Case) -> None:
+    move_before(c.the(WRITE_BACK, "grad:1"), c.the("sink", "grad:1"))
+
+
+@sabotage("write", "backward")
+def a_gradient_goes_into_the_chunk_of_another(c: Case) -> None:
+    node = c.the("sink", "grad:1")
+    node.args = ("h.2.w", *node.args[1:])
+
+
+@sabotage("write", "update")
+def an_update_during_the_write_back_of_a_state(c: Case) -> None:
+    node = c.all("update")[1]
+    chunk = next(n.args[0] for n in c.all(WRITE_BACK) if n.args[0].startswith("exp_avg:1"))
+    move_before(c.the(WRITE_BACK, chunk), node)
+
+
+@sabotage("write", "update")
+def an_update_without_its_parameters(c: Case) -> None:
+    chunk = next(n.args[0] for n in c.all(PREFETCH) if n.args[0].startswith("param:1"))
+    for node in [n for kind in (PREFETCH, WAIT, WRITE_BACK, EVICT) for n in c.all(kind, chunk)]:
+        c.graph.erase_node(node)
+
+
+@sabotage("write", "update")
+def an_update_of_other_elements(c: Case) -> None:
+    node = c.all("update")[0]
+    node.args = (node.args[0], 0, 512)
+
+
+@sabotage("slot", "forward", 4096)
+def a_slot_goes_while_its_load_is_under_way(c: Case) -> None:
+    move_before(c.the(EVICT, "param:1"), c.the(WAIT, "param:1"))
+
+
+@sabotage("slot", "backward")
+def a_slot_goes_while_its_write_back_is_under_way(c: Case) -> None:
+    c.erase(WAIT, "grad:1", 1)
+
+
+@sabotage("slot", "update")
+def a_states_slot_goes_while_its_write_back_is_under_way(c: Case) -> None:
+    chunk = next(n.args[0] for n in c.all(WRITE_BACK) if n.args[0].startswith("exp_avg_sq:2"))
+    c.erase(WAIT, chunk, 1)
+
+
+@sabotage("dirty", "backward")
+def a_gradient_is_never_written_back(c: Case) -> None:
+    c.erase(WRITE_BACK, "grad:1")
+
+
+@sabotage("dirty", "backward")
+def a_gradient_is_written_back_before_it_is_there(c: Case) -> None:
+    sink = c.the("sink", "grad:1")
+    move_before(c.the(WRITE_BACK, "grad:1"), sink)
+    move_before(c.the(WAIT, "grad:1", 1), sink)
+
+
+@sabotage("dirty", "backward")
+def a_second_gradient_comes_after_the_write_back(c: Case) -> None:
+    sink, evict = c.the("sink", "grad:1"), c.the(EVICT, "grad:1")
+    with c.graph.inserting_before(evict):
+        c.graph.call_function(chunk_ops.sink, sink.args)
+
+
+@sabotage("dirty", "update")
+def new_parameters_are_never_written_back(c: Case) -> None:
+    c.graph.erase_node(next(n for n in c.all(WRITE_BACK) if n.args[0].startswith("param:1")))
+
+
+@sabotage("state", "forward", 1 << 20)
+def a_chunk_is_loaded_twice(c: Case) -> None:
+    c.add_after(c.the(PREFETCH, "param:1"), (PREFETCH, "param:1"))
+
+
+@sabotage("state", "backward")
+def a_chunk_that_the_forward_kept_is_loaded_again(c: Case) -> None:
+    c.add_before(next(iter(c.graph.nodes)), (PREFETCH, next(iter(c.options["present"]))))
+
+
+@sabotage("state", "forward")
+def a_wait_for_nothing(c: Case) -> None:
+    c.add_after(c.the(EVICT, "param:0"), (WAIT, "param:0"))
+
+
+@sabotage("state", "forward")
+def a_wait_before_its_load(c: Case) -> None:
+    move_before(c.the(WAIT, "param:1"), c.the(PREFETCH, "param:1"))
+
+
+@sabotage("state", "forward")
+def a_slot_goes_twice(c: Case) -> None:
+    c.add_after(c.the(EVICT, "param:0"), (EVICT, "param:0"))
+
+
+@sabotage("state", "backward")
+def a_write_back_of_nothing(c: Case) -> None:
+    c.add_after(c.the(EVICT, "grad:1"), (WRITE_BACK, "grad:1"))
+
+
+@sabotage("state", "backward")
+def two_write_backs_at_once(c: Case) -> None:
+    c.add_after(c.the(WRITE_BACK, "grad:1"), (WRITE_BACK, "grad:1"))
+
+
+@sabotage("state", "forward")
+def a_write_back_of_a_slot_that_is_still_loading(c: Case) -> None:
+    c.add_after(c.the(PREFETCH, "param:1"), (WRITE_BACK, "param:1"))
+
+
+@sabotage("state", "forward")
+def something_that_is_no_chunk_operation(c: Case) -> None:
+    with c.graph.inserting_before(c.call("forward.0")):
+        c.graph.call_function(torch.relu, ())
+
+
+@sabotage("budget", "backward")
+def one_byte_less(c: Case) -> None:
+    c.options["budget_nbytes"] -= 1
+
+
+@sabotage("budget", "update")
+def one_byte_more_of_others(c: Case) -> None:
+    c.options["fixed_nbytes"] += 1
+
+
+@sabotage("budget", "update")
+def a_slot_stays_too_long(c: Case) -> None:
+    evict = next(n for n in c.all(EVICT) if n.args[0].startswith("grad:0"))
+    move_before(evict, next(iter(reversed(c.graph.nodes))))
+
+
+@sabotage("budget", "backward")
+def a_load_starts_too_early(c: Case) -> None:
+    early = c.call("backward.0")
+    move_before(c.the(PREFETCH, "param:0"), early)
+    move_before(c.the(PREFETCH, "grad:0"), early)
+
+
+@sabotage("budget", "backward")
+def a_value_is_read_again_later(c: Case) -> None:
+    """The first gradient is still read by a later call: it lives on."""
+    gradient, late = c.the("sink", "grad:3").args[2], c.call("backward.3")
+    late.args = (gradient, *late.args[1:])
+
+
+@sabotage("budget", "backward")
+def a_call_needs_more_than_planned(c: Case) -> None:
+    memory = MEMORIES["layer_backward"]
+    more = (MemoryStep("mm", "h", 4197), *memory.steps[1:])
+    c.names["layer_backward"] = SegmentMemory(more, memory.input_released, memory.outputs, memory.storage_nbytes)  # type: ignore[assignment]
+
+
+@sabotage("end", "backward")
+def the_last_slot_is_not_given_back(c: Case) -> None:
+    c.graph.erase_node(c.all(EVICT)[-1])
+
+
+@sabotage("end", "forward")
+def what_should_be_kept_is_given_back(c: Case) -> None:
+    kept = next(iter(c.options["kept"]))
+    c.add_before(next(iter(reversed(c.graph.nodes))), (EVICT, kept))
+
+
+@sabotage("end", "forward")
+def more_is_kept_than_should_be(c: Case) -> None:
+    c.options["kept"] = ()
+
+
+@sabotage("end", "backward", 1 << 20)
+def the_end_comes_during_a_write_back(c: Case) -> None:
+    c.options["kept"] = {"grad:0"}
+    c.erase(EVICT, "grad:0")
+    c.erase(WAIT, "grad:0", 1)
+
+
+@sabotage("end", "backward", 1 << 20)
+def the_end_leaves_a_dirty_chunk(c: Case) -> None:
+    c.options["kept"] = {"grad:0"}
+    for node in (c.the(EVICT, "grad:0"), c.the(WAIT, "grad:0", 1), c.the(WRITE_BACK, "grad:0")):
+        c.graph.erase_node(node)
+
+
+@sabotage("end", "forward", 1 << 20)
+def the_end_comes_during_a_load(c: Case) -> None:
+    c.options["kept"] = {*c.options["kept"], "grad:0"}
+    c.add_before(next(iter(reversed(c.graph.nodes))), (PREFETCH, "grad:0"))
+
+
+@pytest.mark.parametrize("name", SABOTAGES)
+def test_sabotage_is_reported_by_its_rule(name: str) -> None:
+    rule, phase, spare, break_it = SABOTAGES[name]
+    subject = case(phase, spare)
+    assert subject.violations() == []
+    break_it(subject)
+    memories: Mapping[str, Any] = MEMORIES | subject.names
+    found = verify_phase(subject.graph, layout=LAYOUT, memories=memories, **subject.options)
+    assert any(violation.startswith(rule) for violation in found), found or "nothing was reported"
+
+
+def test_every_rule_of_the_verifier_is_sabotaged() -> None:
+    from chunkc.ir import verify
+
+    rules = {line.split()[0] for line in (verify.__doc__ or "").splitlines() if line.startswith("    ")}
+    assert rules == {rule for rule, *_ in SABOTAGES.values()}

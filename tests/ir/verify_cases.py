@@ -1,0 +1,178 @@
+"""A step of four layers in four chunks, written by hand, with valid plans of it: what the verifier's tests break."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from chunkc.ir import chunk_ops
+from chunkc.ir.chunks import ParamSpec
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.plan import Plan
+from chunkc.ir.program import MemoryStep, PhaseProgram, SegmentCall, SegmentMemory
+from chunkc.ir.verify import verify_phase
+from chunkc.passes.insert import insert_events, insert_update_events
+from chunkc.passes.layout import lay_out
+from chunkc.passes.planning import check_minimum, fixed_nbytes, plan_phases, update_positions, update_tiles
+from chunkc.passes.profile import positions
+
+HUGE = 1 << 40
+
+
+NUM_LAYERS = 4
+
+
+CHUNK_NBYTES = 4096
+
+
+LAYOUT = lay_out([ParamSpec(f"h.{i}.w", (1024,), (1,), torch.float32, True) for i in range(NUM_LAYERS)], CHUNK_NBYTES)
+
+
+HARDWARE = Hardware(1.0, 1.0, 4096.0, 4096.0)
+"""A chunk takes as long as a call: copies are spread over the calls around them."""
+
+
+MEMORIES = {
+    # (x, w) -> y: 50 bytes of temporaries beside the 100 of y
+    "layer": SegmentMemory((MemoryStep("mm", "h", 150), MemoryStep("relu", "h", 100)), (2, 2), (0,), (100,)),
+    # (g, x, w) -> (dw, dx); g and x are gone before the end
+    "layer_backward": SegmentMemory(
+        (MemoryStep("mm", "h", 4096), MemoryStep("mm", "h", 4196)), (1, 1, 2), (0, 1), (4096, 100)
+    ),
+}
+
+
+MODULES = {name: nn.Identity() for name in MEMORIES}
+
+
+def forward_program() -> PhaseProgram:
+    calls = tuple(
+        SegmentCall(
+            f"forward.{i}",
+            "layer",
+            (f"x{i}", f"w{i}"),
+            (f"x{i + 1}",),
+            (f"forward.{i}:0",),
+            ((1, f"h.{i}.w"),),
+            (),
+            "h",
+            1.0,
+        )
+        for i in range(NUM_LAYERS)
+    )
+    inputs = {"x0": "in:x0"} | {f"w{i}": f"in:w{i}" for i in range(NUM_LAYERS)}
+    storages = dict.fromkeys(inputs.values(), 0) | {"in:x0": 100}
+    storages |= {f"forward.{i}:0": 100 for i in range(NUM_LAYERS)}
+    outputs = tuple(f"x{i}" for i in reversed(range(NUM_LAYERS + 1)))
+    names = {f"w{i}": f"h.{i}.w" for i in range(NUM_LAYERS)}
+    return PhaseProgram("forward", inputs, storages, frozenset(inputs.values()), names, calls, outputs, 1)
+
+
+def backward_program() -> PhaseProgram:
+    calls = tuple(
+        SegmentCall(
+            f"backward.{NUM_LAYERS - 1 - i}",
+            "layer_backward",
+            (f"g{i + 1}", f"x{i}", f"w{i}"),
+            (f"dw{i}", f"g{i}"),
+            (f"backward.{NUM_LAYERS - 1 - i}:0", f"backward.{NUM_LAYERS - 1 - i}:1"),
+            ((2, f"h.{i}.w"),),
+            ((f"dw{i}", f"h.{i}.w"),),
+            "h",
+            1.0,
+        )
+        for i in reversed(range(NUM_LAYERS))
+    )
+    layers = range(NUM_LAYERS)
+    inputs = {f"x{i}": f"forward.{i - 1}:0" if i else "in:x0" for i in layers}
+    inputs |= {f"w{i}": f"in:w{i}" for i in layers} | {f"g{NUM_LAYERS}": "in:g"}
+    storages = {s: (0 if s.startswith("in:w") else 100) for s in inputs.values()}
+    storages |= {f"backward.{i}:0": 4096 for i in layers} | {f"backward.{i}:1": 100 for i in layers}
+    names = {f"w{i}": f"h.{i}.w" for i in layers}
+    held = frozenset({"in:g", "in:x0"})
+    return PhaseProgram("backward", inputs, storages, held, names, calls, (None,) * NUM_LAYERS + ("g0",), 5)
+
+
+@dataclass
+class Case:
+    """A planned phase, its graph, and what the verifier must be told."""
+
+    plan: Plan
+    graph: fx.Graph
+    options: dict[str, Any]
+    names: dict[str, fx.Node] = field(default_factory=dict)
+
+    def violations(self, **changes: Any) -> list[str]:
+        return verify_phase(self.graph, layout=LAYOUT, memories=MEMORIES, **(self.options | changes))
+
+    def rules(self, **changes: Any) -> set[str]:
+        return {violation.partition(" ")[0].rstrip(":") for violation in self.violations(**changes)}
+
+    def all(self, kind: str, chunk: str | None = None) -> list[fx.Node]:
+        targets = {"parameter": chunk_ops.parameter, "sink": chunk_ops.sink, "update": chunk_ops.update}
+        target = (targets | chunk_ops.EVENT_TARGETS)[kind]
+        at = 1 if kind == "sink" else 0
+        return [n for n in self.graph.nodes if n.target is target and (chunk is None or n.args[at] == chunk)]
+
+    def the(self, kind: str, chunk: str, number: int = 0) -> fx.Node:
+        return self.all(kind, chunk)[number]
+
+    def call(self, name: str) -> fx.Node:
+        return next(n for n in self.graph.nodes if n.meta.get("call") == name)
+
+    def erase(self, kind: str, chunk: str, number: int = 0) -> None:
+        self.graph.erase_node(self.the(kind, chunk, number))
+
+    def add_before(self, node: fx.Node, *events: tuple[str, str]) -> None:
+        with self.graph.inserting_before(node):
+            for kind, chunk in events:
+                self.graph.call_function(chunk_ops.EVENT_TARGETS[kind], (chunk,))
+
+    def add_after(self, node: fx.Node, *events: tuple[str, str]) -> None:
+        self.add_before(node.next, *events)
+
+
+def step_positions() -> tuple[tuple, tuple]:
+    group_of = LAYOUT.group_of()
+    return tuple(positions(p, MEMORIES, group_of=group_of) for p in (forward_program(), backward_program()))  # type: ignore[return-value]
+
+
+def plan_step(budget: int | None, spare: int = 0) -> Plan:
+    forward, backward = step_positions()
+    if budget is None:
+        budget = check_minimum((*forward, *backward), LAYOUT, HUGE, 0) + spare
+    return plan_phases(
+        [("forward", forward), ("backward", backward)],
+        LAYOUT,
+        budget_nbytes=budget,
+        resident=frozenset(),
+        hardware=HARDWARE,
+        boundary_nbytes=500,
+    )
+
+
+def case(phase: str, spare: int = 0) -> Case:
+    """The forward, backward or update under the smallest budget, plus `spare` bytes."""
+    fixed = fixed_nbytes(LAYOUT, frozenset())
+    if phase == "update":
+        tiles = update_tiles(LAYOUT, range(NUM_LAYERS), 0)
+        calls = update_positions(LAYOUT, tiles, 100)
+        budget = check_minimum(calls, LAYOUT, HUGE, 0) + spare
+        plan = plan_phases([("update", calls)], LAYOUT, budget_nbytes=budget, resident=frozenset(), hardware=HARDWARE)
+        graph = insert_update_events(plan.phases[0], tiles)
+        return Case(plan, graph.graph, {"fixed_nbytes": fixed + 100, "budget_nbytes": budget})
+    plan = plan_step(None, spare)
+    program, index = (forward_program(), 0) if phase == "forward" else (backward_program(), 1)
+    graph = insert_events(program, plan.phases[index], MODULES, group_of=LAYOUT.group_of(), resident=frozenset())
+    options = {"fixed_nbytes": fixed, "budget_nbytes": plan.budget_nbytes}
+    options |= {"kept": plan.kept} if phase == "forward" else {"present": plan.kept}
+    return Case(plan, graph.graph, options)
+
+
+PHASES = ("forward", "backward", "update")
+
+
+SPARES = (0, 1, 4096, 10_000, 1 << 20)

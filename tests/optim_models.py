@@ -1,0 +1,130 @@
+"""A small model under `chunkc.optim`: plain, placed or adopted by a compiled call; and its twin under `torch.optim`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import chunkc
+from chunkc.session import owner
+
+WIDTH, LAYERS = 128, 4
+
+
+BUDGET_NBYTES = 400 * 1024
+"""The model data below is 1 MiB: no weight can stay on the compute tier."""
+
+
+TWO_PER_CHUNK = {"chunk_size": 2 * 4 * WIDTH * WIDTH, "memory_budget": 600 * 1024}
+"""Options with which two fp32 weights share a chunk."""
+
+
+MODES = ("plain", "placed", "adopted")
+"""Ordinary PyTorch; placed, then compiled; compiled only, so that parameters move at the first call."""
+
+
+OPTIMIZERS = {
+    "AdamW": (chunkc.optim.AdamW, torch.optim.AdamW),
+    "Adam": (chunkc.optim.Adam, torch.optim.Adam),
+}
+
+
+Optimizer = torch.optim.Optimizer
+
+
+class MLP(nn.Module):
+    """Weights large enough to live in chunks, and biases that are too small for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x.float() - 1).square().mean()
+
+
+def build(mode: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> tuple[MLP, Callable]:
+    """The model, and what to call."""
+    torch.manual_seed(seed)
+    model = MLP().to(dtype)
+    if mode == "plain":
+        return model, model
+    if mode == "placed":
+        chunkc.place(model, chunk_size=options.get("chunk_size", "auto"))
+    options = {"memory_budget": BUDGET_NBYTES, "codegen": "eager", "whole_graph": "never"} | options
+    return model, torch.compile(model, backend="chunkc", options=options)
+
+
+def batch(step: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def backward(call: Callable, step: int, dtype: torch.dtype = torch.float32) -> None:
+    call(batch(step, dtype)).backward()
+
+
+def train(call: Callable, optimizer: Optimizer, steps: range, dtype: torch.dtype = torch.float32) -> None:
+    for step in steps:
+        backward(call, step, dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def is_managed(parameter: Tensor) -> bool:
+    session, name = owner(parameter) or (None, "")
+    return session is not None and session.store.is_managed(name)
+
+
+def assert_managed(model: MLP, mode: str) -> None:
+    """The test tests what it says: weights are in chunks, or they are not."""
+    assert all(is_managed(layer.weight) == (mode != "plain") for layer in model.layers)
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert not [name for name in left if not torch.equal(left[name], right[name])]
+
+
+def states(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    return {
+        f"{name}.{kind}": value.detach().clone()
+        for name, p in model.named_parameters()
+        for kind, value in optimizer.state[p].items()
+    }
+
+
+def twin_of(model: MLP) -> MLP:
+    """The same weights in plain PyTorch."""
+    twin = MLP().to(next(model.parameters()).dtype)
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+def copy_gradients(model: nn.Module, twin: nn.Module) -> None:
+    for p, q in zip(model.parameters(), twin.parameters()):
+        q.grad = None if p.grad is None else p.grad.detach().clone()
+
+
+def assert_close(model: nn.Module, twin: nn.Module, atol: float = 1e-6) -> None:
+    for (name, p), q in zip(model.named_parameters(), twin.parameters()):
+        torch.testing.assert_close(p, q, rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def several_groups(model: MLP) -> list[dict[str, Any]]:
+    """Weights and biases of neighbours in chunks with different settings."""
+    first, second, third, fourth = model.layers
+    return [
+        {"params": [first.weight, third.bias], "lr": 1e-2, "weight_decay": 0.0},
+        {"params": [second.weight, second.bias], "betas": (0.8, 0.95), "weight_decay": 0.3},
+        {"params": [third.weight, first.bias], "lr": 3e-3, "eps": 1e-6},
+        {"params": fourth.parameters(), "lr": 5e-3, "maximize": True},
+    ]

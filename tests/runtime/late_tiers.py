@@ -1,0 +1,63 @@
+"""Tiers whose copies come late: at the wait, or after random delays."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from chunkc.runtime.tier import CpuTier
+
+Factory = Callable[[], CpuTier]
+
+
+class LateEvent:
+    """A copy that runs when it is waited for."""
+
+    def __init__(self, job: Callable[[], None]) -> None:
+        self.job: Callable[[], None] | None = job
+
+    def done(self) -> bool:
+        return self.job is None
+
+    def wait(self) -> None:
+        if self.job is not None:
+            job, self.job = self.job, None
+            job()
+
+
+class LateStream:
+    """Shaped like a `WorkerStream`; what was never waited for runs at `drain`."""
+
+    busy_s = 0.0
+
+    def __init__(self) -> None:
+        self.queue: deque[LateEvent] = deque()
+
+    def submit(self, job: Callable[[], None], *, after: Iterable[LateEvent] = ()) -> LateEvent:
+        assert not after
+        self.queue.append(LateEvent(job))
+        return self.queue[-1]
+
+    def drain(self) -> None:
+        while self.queue:
+            self.queue.popleft().wait()
+
+
+class LateTier(CpuTier):
+    """Every copy comes as late as it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_device = LateStream()  # type: ignore[assignment]
+        self.to_home = LateStream()  # type: ignore[assignment]
+
+
+@contextmanager
+def tier_of_new_sessions(factory: Factory) -> Iterator[None]:
+    """Sessions made inside compute on a tier made by `factory`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("chunkc.runtime.devices.CpuTier", factory)
+        yield

@@ -1,0 +1,248 @@
+"""The executor: sinks, updates, errors and measurements, in the order of the graph."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from executor_cases import MIB, WIDTH, Builder, boxed, make_store
+from torch import Tensor, fx
+
+from chunkc.ir import chunk_ops
+from chunkc.ir.errors import ChunkStateError, HomeError
+from chunkc.runtime import cpu_allocator
+from chunkc.runtime.executor import Executable, Measurement, Run, lower
+from chunkc.runtime.tier import CpuTier
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class Recorder:
+    """Stands for a store: notes what the executor asks of it, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+        self.tier = CpuTier()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            self.calls.append((name, *args, *kwargs.values()))
+
+        return call
+
+    def names(self, *methods: str) -> list[tuple]:
+        return [call for call in self.calls if call[0] in methods]
+
+
+def test_instructions_come_in_the_order_of_the_graph() -> None:
+    build = Builder()
+    x = build.graph.placeholder("x")
+    build.event("prefetch", "param:0", "grad:0")
+    build.event("wait", "param:0")
+    left, right = build.call("split", x, build.parameter("param:0", "a"), num_outputs=2)
+    build.event("wait", "grad:0")
+    build.sink("b", "grad:0", right)
+    build.sink("a", "grad:0", left, owned=False)
+    build.event("evict", "param:0")
+    build.put_back("grad:0")
+    build.graph.output(())
+    store = Recorder()
+    run = Run(store, Measurement())  # type: ignore[arg-type]
+    assert lower(build.graph, {"split": boxed(lambda x, p: (x + 1, x + 2))})([torch.zeros(1)], run) == []
+    events = ("prefetch", "wait", "evict", "write_back", "parameter_view", "begin_compute", "end_compute")
+    assert store.names(*events) == [
+        ("prefetch", "param:0"),
+        ("prefetch", "grad:0"),
+        ("wait", "param:0"),
+        ("parameter_view", "param:0", "a"),
+        ("begin_compute", "param:0"),
+        ("end_compute", "param:0"),
+        ("wait", "grad:0"),
+        ("evict", "param:0"),
+        ("write_back", "grad:0"),
+        ("wait", "grad:0"),
+        ("evict", "grad:0"),
+    ]
+    sinks = store.names("sink")
+    assert [(name, chunk, float(take()), owned) for _, name, chunk, take, owned in sinks] == [
+        ("b", "grad:0", 2.0, True),
+        ("a", "grad:0", 1.0, False),
+    ]
+
+
+def test_a_gradient_is_owned_only_by_its_last_reader() -> None:
+    """A gradient sunk twice, or also returned, may not become `.grad` itself."""
+    build = Builder()
+    x = build.graph.placeholder("x")
+    twice, returned, once = build.call("three", x, num_outputs=3)
+    build.sink("a", None, twice)
+    build.sink("b", None, twice)
+    build.sink("c", None, returned)
+    build.sink("d", None, once)
+    build.graph.output((returned,))
+    store = Recorder()
+    run = Run(store, Measurement())  # type: ignore[arg-type]
+    lower(build.graph, {"three": boxed(lambda x: (x + 1, x + 2, x + 3))})([torch.zeros(1)], run)
+    owned = {name: owned for _, name, _, _, owned in store.names("sink")}
+    assert owned == {"a": False, "b": True, "c": False, "d": True}
+
+
+def test_a_sunk_gradient_s_register_is_cleared_before_the_sink() -> None:
+    """So a resident parameter's `.grad` is the gradient itself, and nothing else holds it."""
+    build = Builder()
+    x = build.graph.placeholder("x")
+    (gradient,) = build.call("f", x)
+    build.sink("a", None, gradient)
+    (after,) = build.call("look", x)
+    build.graph.output((after,))
+    store, parameters = make_store("a")
+    store.place(store.layout, {}, frozenset({0}))
+    seen = []
+
+    def look(values: list[Tensor]) -> Sequence[Tensor]:
+        seen.append(weakref.ref(parameters["a"].grad))
+        parameters["a"].grad = None
+        assert seen[0]() is None
+        return (values.pop(),)
+
+    segments = {"f": boxed(lambda x: x.expand(WIDTH, WIDTH).clone()), "look": look}
+    lower(build.graph, segments)([torch.ones(1)], Run(store, Measurement()))
+    assert len(seen) == 1
+
+
+def test_updates_are_called_with_their_range() -> None:
+    graph = fx.Graph()
+    graph.call_function(chunk_ops.update, (3, 0, 64))
+    graph.call_function(chunk_ops.update, (1, 64, 100))
+    graph.output(())
+    seen: list[tuple] = []
+    store, _ = make_store("a")
+    run = Run(store, Measurement(), lambda *args: seen.append(args))
+    assert lower(graph, {})([], run) == []
+    assert seen == [(3, 0, 64), (1, 64, 100)]
+    assert len(run.measurement.peaks) == 2
+
+
+def failing_graph() -> fx.Graph:
+    """A parameter and a gradient chunk with a gradient in it are in slots when segment `fail` runs."""
+    build = Builder()
+    x = build.graph.placeholder("x")
+    build.fetch("param:0", "grad:0", "param:1")
+    (gradient,) = build.call("square", x)
+    build.sink("a", "grad:0", gradient)
+    build.event("prefetch", "grad:1")
+    (y,) = build.call("fail", x, build.parameter("param:0", "a"))
+    build.graph.output((y,))
+    return build.graph
+
+
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError("oops"), KeyboardInterrupt(), torch.OutOfMemoryError("no"), HomeError("disk")]
+)
+def test_an_error_gives_all_slots_back_and_is_raised_itself(error: BaseException) -> None:
+    store, parameters = make_store("a", "b")
+    alive = []
+
+    def fail(values: list[Any]) -> Sequence[Any]:
+        alive.append(weakref.ref(values[0]))
+        raise error
+
+    segments = {"square": boxed(lambda x: x.expand(WIDTH, WIDTH).clone()), "fail": fail}
+    executable = lower(failing_graph(), segments)
+    with pytest.raises(type(error)) as caught:
+        executable([torch.full((1,), 9.0)], Run(store, Measurement()))
+    assert caught.value is error
+    assert store.present == frozenset()
+    assert parameters["a"].tolist() == [[1.0] * WIDTH] * WIDTH
+    assert parameters["a"].grad.tolist() == [[9.0] * WIDTH] * WIDTH  # sunk before the error: brought home
+    error.__traceback__ = None
+    del caught
+    assert alive[0]() is None  # no register holds values of the step that failed
+    store.prefetch("param:0")  # and the store works
+    store.wait("param:0")
+    assert store.parameter_view("param:0", "a")[0, 0] == 1
+
+
+def test_a_second_error_while_slots_are_given_back_is_a_note() -> None:
+    """The gradient cannot be written home either: `.grad` is None, the first error is what is raised."""
+    store, parameters = make_store("a", "b")
+
+    def fail(values: list[Any]) -> Sequence[Any]:
+        def no_space(*args: object) -> None:
+            raise HomeError("the disk is on fire")
+
+        store.arena.home.write = no_space  # type: ignore[method-assign]
+        raise ZeroDivisionError("oops")
+
+    segments = {"square": boxed(lambda x: x.expand(WIDTH, WIDTH).clone()), "fail": fail}
+    with pytest.raises(ZeroDivisionError, match="oops") as caught:
+        lower(failing_graph(), segments)([torch.ones(1)], Run(store, Measurement()))
+    assert any("on fire" in note for note in caught.value.__notes__)
+    assert store.present == frozenset()
+    assert parameters["a"].grad is None
+    assert parameters["a"].tolist() == [[1.0] * WIDTH] * WIDTH
+
+
+def test_out_of_memory_for_a_slot_is_raised_itself() -> None:
+    """The chunk that got no slot does not stop the others from being given back."""
+    cpu_allocator.install()
+    store, _ = make_store("a", "b")
+    build = Builder()
+    build.fetch("param:0")
+    build.event("prefetch", "param:1")
+    build.graph.output(())
+    executable = lower(build.graph, {})
+    with (
+        cpu_allocator.hard_limit(cpu_allocator.current_nbytes() + 64 * 4),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        executable([], Run(store, Measurement()))
+    assert store.present == frozenset()
+    assert executable([], Run(store, Measurement())) == []
+
+
+@pytest.mark.parametrize("missing", ["prefetch", "wait"])
+def test_a_missing_event_is_an_illegal_state(missing: str) -> None:
+    store, _ = make_store("a")
+    build = Builder()
+    for kind in ("prefetch", "wait"):
+        if kind != missing:
+            build.event(kind, "param:0")
+    (y,) = build.call("f", build.parameter("param:0", "a"))
+    build.graph.output((y,))
+    with pytest.raises(ChunkStateError, match="param:0"):
+        lower(build.graph, {"f": boxed(torch.neg)})([], Run(store, Measurement()))
+    assert store.present == frozenset()
+
+
+def test_each_moment_is_measured_apart_from_what_lies_between() -> None:
+    """Bytes per call: its own peak, scratch included; a slot taken between calls is seen apart."""
+    cpu_allocator.install()
+    store, _ = make_store("a")
+    build = Builder()
+    x = build.graph.placeholder("x")
+    (y,) = build.call("scratch", x)
+    build.fetch("param:0")
+    build.event("evict", "param:0")
+    (z,) = build.call("small", y)
+    build.graph.output((z,))
+
+    def scratch(x: Tensor) -> Tensor:
+        torch.empty(MIB, dtype=torch.uint8)
+        return torch.zeros(16)
+
+    segments = {"scratch": boxed(scratch), "small": boxed(lambda y: y + 1)}
+    executable: Executable = lower(build.graph, segments)
+    arguments = [torch.zeros(16)]
+    measurement = Measurement()
+    base = store.tier.measured_nbytes()
+    store.tier.lap_peak_nbytes()
+    executable(arguments, Run(store, measurement))
+    peaks = dict(measurement.peaks)
+    assert peaks["call_scratch"] == base + MIB
+    assert base < peaks["call_small"] < base + 4096
+    assert base + 64 * 4 <= measurement.between_nbytes < base + 4096
+    assert measurement.compute_s > 0

@@ -1,0 +1,95 @@
+"""`chunkc.optim`: what it refuses, before anything changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from optim_models import MLP, MODES, assert_equal, backward, build, several_groups, snapshot, states, train
+from torch import nn
+
+import chunkc
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@pytest.mark.parametrize("optimizer", [chunkc.optim.AdamW, chunkc.optim.Adam])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr": -1.0},
+        {"lr": float("nan")},
+        {"betas": (1.0, 0.9)},
+        {"betas": (0.9, -0.1)},
+        {"eps": -1e-8},
+        {"weight_decay": -0.1},
+    ],
+)
+def test_values_that_make_no_sense(optimizer: type, settings: dict[str, Any]) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    with pytest.raises(chunkc.OptionsError, match=next(iter(settings)).removesuffix("s") + "|eps"):
+        optimizer([weight], **settings)
+    with pytest.raises(chunkc.OptionsError):
+        optimizer([{"params": [weight], **settings}])
+
+
+@pytest.mark.parametrize("flag", ["amsgrad", "differentiable", "capturable"])
+def test_flags_that_are_not_supported(flag: str) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    with pytest.raises(chunkc.OptionsError, match=flag):
+        chunkc.optim.AdamW([{"params": [weight], flag: True}])
+    with pytest.raises((chunkc.OptionsError, TypeError), match=flag):
+        chunkc.optim.AdamW([weight], **{flag: True})
+    chunkc.optim.AdamW([{"params": [weight], flag: False}])
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_an_amsgrad_state_is_not_loaded(num_steps: int) -> None:
+    twin = MLP()
+    optimizer = torch.optim.AdamW(twin.parameters(), amsgrad=True)
+    train(twin, optimizer, range(num_steps))
+    with pytest.raises(chunkc.OptionsError):
+        chunkc.optim.AdamW(MLP().parameters()).load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_dtypes_that_are_not_supported(dtype: torch.dtype) -> None:
+    with pytest.raises(chunkc.UnsupportedError, match=str(dtype)):
+        chunkc.optim.AdamW([nn.Parameter(torch.ones(3, dtype=dtype))])
+
+
+def test_a_refused_group_is_not_added() -> None:
+    optimizer = chunkc.optim.AdamW([nn.Parameter(torch.ones(3))])
+    for group in (
+        {"params": [nn.Parameter(torch.ones(3, dtype=torch.float64))]},
+        {"params": [nn.Parameter(torch.ones(3))], "amsgrad": True},
+        {"params": [nn.Parameter(torch.ones(3))], "lr": -1.0},
+    ):
+        with pytest.raises(chunkc.ChunkcError):
+            optimizer.add_param_group(group)
+        assert len(optimizer.param_groups) == 1
+
+
+def test_sparse_gradients_are_refused_before_anything_changes() -> None:
+    first, table = nn.Linear(4, 4), nn.Embedding(8, 4, sparse=True)
+    optimizer = chunkc.optim.AdamW([*first.parameters(), *table.parameters()])
+    before = {**snapshot(first), "table": table.weight.detach().clone()}
+    first(table(torch.tensor([1, 2]))).sum().backward()
+    with pytest.raises(chunkc.UnsupportedError, match="sparse"):
+        optimizer.step()
+    assert_equal({**snapshot(first), "table": table.weight.detach().clone()}, before)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_value_spoilt_later_is_refused_before_anything_changes(mode: str) -> None:
+    model, call = build(mode)
+    optimizer = chunkc.optim.AdamW(several_groups(model))
+    train(call, optimizer, range(1))
+    before, states_before = snapshot(model), states(model, optimizer)
+    backward(call, 1)
+    optimizer.param_groups[2]["lr"] = -1.0
+    with pytest.raises(chunkc.OptionsError, match="lr"):
+        optimizer.step()
+    assert_equal(snapshot(model), before)
+    assert_equal(states(model, optimizer), states_before)

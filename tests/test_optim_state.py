@@ -1,0 +1,145 @@
+"""`chunkc.optim`: states are saved, loaded and exchanged with `torch.optim`."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from optim_models import (
+    MLP,
+    MODES,
+    OPTIMIZERS,
+    assert_close,
+    assert_equal,
+    backward,
+    build,
+    copy_gradients,
+    several_groups,
+    snapshot,
+    states,
+    train,
+    twin_of,
+)
+from torch import nn
+
+import chunkc
+from chunkc.ir.chunks import MASTER
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def saved_and_loaded(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", MODES)
+def test_state_dict_round_trip(mode: str, dtype: torch.dtype) -> None:
+    model, call = build(mode, dtype=dtype)
+    optimizer = chunkc.optim.AdamW(several_groups(model))
+    train(call, optimizer, range(2), dtype)
+    model_state, state = saved_and_loaded(model.state_dict()), saved_and_loaded(optimizer.state_dict())
+    train(call, optimizer, range(2, 4), dtype)
+    fresh, fresh_call = build(mode, dtype=dtype, seed=1)
+    fresh.load_state_dict(model_state)
+    fresh_optimizer = chunkc.optim.AdamW(several_groups(fresh), lr=7.0)
+    fresh_optimizer.load_state_dict(state)
+    assert [g["lr"] for g in fresh_optimizer.param_groups] == [g["lr"] for g in optimizer.param_groups]
+    train(fresh_call, fresh_optimizer, range(2, 4), dtype)
+    assert_equal(snapshot(fresh), snapshot(model))
+    assert_equal(states(fresh, fresh_optimizer), states(model, optimizer))
+    moments = {kind: v.dtype for s in fresh_optimizer.state.values() for kind, v in s.items()}
+    assert set(moments.values()) == {torch.float32}
+    assert (MASTER in moments) == (dtype is torch.bfloat16)
+
+
+def test_a_state_goes_between_plain_and_placed_models() -> None:
+    for source, target in (("plain", "placed"), ("placed", "plain"), ("adopted", "placed")):
+        model, call = build(source, dtype=torch.bfloat16)
+        optimizer = chunkc.optim.AdamW(model.parameters())
+        train(call, optimizer, range(2), torch.bfloat16)
+        other, other_call = build(target, dtype=torch.bfloat16, seed=1)
+        other.load_state_dict(model.state_dict())
+        other_optimizer = chunkc.optim.AdamW(other.parameters())
+        other_optimizer.load_state_dict(optimizer.state_dict())
+        assert_equal(states(other, other_optimizer), states(model, optimizer))
+        backward(other_call, 2, torch.bfloat16)
+        backward(call, 2, torch.bfloat16)
+        copy_gradients(model, other)
+        optimizer.step()
+        other_optimizer.step()
+        assert_equal(snapshot(other), snapshot(model))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_loads_from_and_into_torch(mode: str, name: str) -> None:
+    ours, theirs = OPTIMIZERS[name]
+    settings = {"lr": 1e-2, "weight_decay": 0.1}
+    twin = MLP()
+    optimizer = theirs(twin.parameters(), **settings)
+    train(twin, optimizer, range(2))
+    model, call = build(mode, seed=1)
+    model.load_state_dict(twin.state_dict())
+    mine = ours(model.parameters())
+    mine.load_state_dict(optimizer.state_dict())
+    for step in range(2, 4):
+        backward(call, step)
+        copy_gradients(model, twin)
+        mine.step()
+        optimizer.step()
+        mine.zero_grad()
+        assert_close(model, twin)
+    back = twin_of(model)
+    returned = theirs(back.parameters(), lr=3.0)
+    returned.load_state_dict(copy.deepcopy(mine.state_dict()))  # torch keeps the tensors it is given
+    for step in range(4, 6):
+        backward(call, step)
+        copy_gradients(model, back)
+        mine.step()
+        returned.step()
+        mine.zero_grad()
+        assert_close(model, back)
+    assert int(returned.state[back.layers[0].weight]["step"]) == 6
+
+
+def test_a_loaded_state_is_a_copy() -> None:
+    for mode in ("plain", "placed"):
+        model, call = build(mode)
+        optimizer = chunkc.optim.AdamW(model.parameters())
+        train(call, optimizer, range(1))
+        state = copy.deepcopy(optimizer.state_dict())
+        kept = copy.deepcopy(state)
+        optimizer.load_state_dict(state)
+        train(call, optimizer, range(1, 3))
+        for index, entry in kept["state"].items():
+            assert_equal(entry, state["state"][index])
+
+
+@pytest.mark.parametrize("mode", ["plain", "placed"])
+def test_a_missing_master_is_made_from_the_parameter(mode: str) -> None:
+    model, call = build(mode, dtype=torch.bfloat16)
+    twin = twin_of(model)
+    optimizer = torch.optim.AdamW(twin.parameters())
+    train(twin, optimizer, range(1), torch.bfloat16)
+    model.load_state_dict(twin.state_dict())
+    mine = chunkc.optim.AdamW(model.parameters())
+    mine.load_state_dict(optimizer.state_dict())
+    for p in model.parameters():
+        assert torch.equal(mine.state[p][MASTER], p.float())
+    train(call, mine, range(1, 2), torch.bfloat16)
+    assert all(torch.equal(mine.state[p][MASTER].bfloat16(), p) for p in model.parameters())
+
+
+def test_what_does_not_fit_is_not_loaded() -> None:
+    model, _ = build("placed")
+    optimizer = chunkc.optim.AdamW(model.parameters())
+    other = chunkc.optim.AdamW([nn.Parameter(torch.ones(3))])
+    with pytest.raises(ValueError, match="parameter group"):
+        optimizer.load_state_dict(other.state_dict())

@@ -1,0 +1,160 @@
+"""`chunkc.optim`: chunks and tiles under a step, and what surrounds it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from optim_models import (
+    BUDGET_NBYTES,
+    LAYERS,
+    MODES,
+    TWO_PER_CHUNK,
+    WIDTH,
+    assert_equal,
+    assert_managed,
+    backward,
+    batch,
+    build,
+    several_groups,
+    snapshot,
+    states,
+    train,
+)
+from torch import Tensor, nn
+
+import chunkc
+from chunkc.ir.chunks import EXP_AVG, EXP_AVG_SQ, MASTER
+from chunkc.passes import planning
+from chunkc.session import owner
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@pytest.mark.parametrize("mode", ["placed", "adopted"])
+def test_a_state_is_a_home_view_with_its_own_storage(mode: str) -> None:
+    model, call = build(mode, dtype=torch.bfloat16)
+    optimizer = chunkc.optim.AdamW(model.parameters())
+    train(call, optimizer, range(2), torch.bfloat16)
+    for layer in model.layers:
+        session, name = owner(layer.weight)
+        for kind in (EXP_AVG, EXP_AVG_SQ, MASTER):
+            value = optimizer.state[layer.weight][kind]
+            assert value.data_ptr() == session.store.home_view(kind, name).data_ptr()
+            assert value.untyped_storage().nbytes() == value.nbytes == 4 * layer.weight.numel()
+            assert value.shape == layer.weight.shape
+            assert value.abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tile_numel", [(1024, 4096), (1000, 1000), (1 << 14, 1 << 14)])
+def test_results_do_not_depend_on_tiles(
+    monkeypatch: pytest.MonkeyPatch, tile_numel: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Neighbours in one chunk with different settings, one of them without gradient, cut anywhere."""
+    chunk_nbytes = 2 * dtype.itemsize * WIDTH * WIDTH
+
+    def run() -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+        model, call = build("placed", dtype=dtype, **(TWO_PER_CHUNK | {"chunk_size": chunk_nbytes}))
+        optimizer = chunkc.optim.AdamW(several_groups(model))
+        for step in range(2):
+            backward(call, step, dtype)
+            if step:
+                model.layers[1].weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_managed(model, "placed")
+        moments = [label for label, _, _ in chunkc.report(model).moments if label.startswith("update")]
+        return snapshot(model), states(model, optimizer), len(moments)
+
+    weights, moments, num_tiles = run()
+    monkeypatch.setattr(planning, "MIN_TILE_NUMEL", tile_numel[0])
+    monkeypatch.setattr(planning, "MAX_TILE_NUMEL", tile_numel[1])
+    other_weights, other_moments, other_num_tiles = run()
+    assert other_num_tiles > num_tiles
+    assert_equal(other_weights, weights)
+    assert_equal(other_moments, moments)
+
+
+def test_the_optimizer_step_obeys_the_budget() -> None:
+    model, call = build("placed")
+    train(call, chunkc.optim.AdamW(model.parameters()), range(2))
+    report = chunkc.report(model)
+    updates = [nbytes for label, nbytes, _ in report.moments if label.startswith("update")]
+    assert len(updates) == LAYERS
+    assert max(updates) <= report.predicted_peak_nbytes <= BUDGET_NBYTES
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_closure(mode: str) -> None:
+    left, call_left = build(mode)
+    right, call_right = build(mode)
+    closed, plain = (chunkc.optim.AdamW(m.parameters(), lr=1e-2) for m in (left, right))
+    losses = []
+
+    def closure() -> Tensor:
+        closed.zero_grad()
+        loss = call_left(batch(0))
+        loss.backward()
+        losses.append(loss)
+        return loss
+
+    with torch.no_grad():
+        assert closed.step(closure) is losses[0]
+    train(call_right, plain, range(1))
+    assert_equal(snapshot(left), snapshot(right))
+    assert plain.step() is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_zero_grad_both_ways(mode: str) -> None:
+    left, call_left = build(mode)
+    right, call_right = build(mode)
+    zeroed, dropped = (chunkc.optim.AdamW(m.parameters(), lr=1e-2) for m in (left, right))
+    for step in range(3):
+        backward(call_left, step)
+        backward(call_right, step)
+        zeroed.step()
+        dropped.step()
+        zeroed.zero_grad(set_to_none=False)
+        dropped.zero_grad(set_to_none=True)
+        assert all(p.grad is not None and not p.grad.any() for p in left.parameters())
+        assert all(p.grad is None for p in right.parameters())
+    assert_equal(snapshot(left), snapshot(right))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_changed_in_place_count(mode: str) -> None:
+    """Loss scaling by a power of two, with `torch.amp.GradScaler`, changes no bit; an infinity skips the step."""
+    left, call_left = build(mode)
+    right, call_right = build(mode)
+    scaled, plain = (chunkc.optim.AdamW(m.parameters(), lr=1e-2) for m in (left, right))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(2):
+        scaler.scale(call_left(batch(step))).backward()
+        scaler.unscale_(scaled)
+        nn.utils.clip_grad_norm_(left.parameters(), 1e-3)
+        scaler.step(scaled)
+        scaler.update()
+        backward(call_right, step)
+        nn.utils.clip_grad_norm_(right.parameters(), 1e-3)
+        plain.step()
+        left.zero_grad()
+        right.zero_grad()
+    assert_equal(snapshot(left), snapshot(right))
+    before = snapshot(left)
+    scaler.scale(call_left(batch(2))).backward()
+    left.layers[0].weight.grad[0, 0] = float("inf")
+    scaler.step(scaled)
+    scaler.update()
+    assert_equal(snapshot(left), before)
+    assert scaler.get_scale() == 2.0**9
+
+
+def test_step_hooks_run() -> None:
+    model, call = build("placed")
+    optimizer = chunkc.optim.AdamW(model.parameters())
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    train(call, optimizer, range(1))
+    assert seen == ["before", "after"]
