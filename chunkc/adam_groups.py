@@ -12,9 +12,10 @@ import torch
 from chunkc.device_adam import DeviceAdam
 from chunkc.ir.chunks import EXP_AVG, EXP_AVG_SQ, GRAD, MASTER, PARAM, chunk_name
 from chunkc.ir.errors import OptionsError
-from chunkc.kernels.adam_cpu import adam_update, prepare
-from chunkc.kernels.formats import AdamSlots
-from chunkc.kernels.hyper import AdamHyper
+from chunkc.ir.plan import Tile
+from chunkc.kernels.adam_cpu import adam_chunk_update, warm_up_format
+from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run
+from chunkc.kernels.hyper import AdamHyper, scalar_table
 from chunkc.passes.update_placement import groups_for_cpu
 from chunkc.session import Session
 from chunkc.update import GroupUpdate
@@ -32,10 +33,7 @@ class AdamLike(Protocol):
     def states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """A parameter's states, without waiting for updates under way."""
 
-    def hyper_at(self, group: Mapping[str, Any], step: int) -> AdamHyper: ...
-
-    def current_hyper(self, group: Mapping[str, Any], parameter: torch.Tensor) -> AdamHyper:
-        """The hyper-parameters of the parameter's latest step, as its group has them now."""
+    def hyper_at(self, group: Mapping[str, Any], step: int) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -72,15 +70,17 @@ def groups_at_home(session: Session, groups: Sequence[int], update_on: str) -> f
     return groups_for_cpu([layout.groups[index] for index in groups], session.hardware)
 
 
-def runs_of(session: Session, index: int, tasks: Sequence[Task]) -> Runs:
-    """The group's elements to update, neighbours with equal hyper-parameters as one run; counts their steps.
+def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool = True) -> Sequence[Any]:
+    """The group's elements to update, by tensor, or neighbours with equal hyper-parameters as one run.
+
+    Counts their steps.
 
     States that are missing are made: home views of zeros, and of the parameter for a master.
     """
     store = session.store
     chunk_group = store.layout.groups[index]
     kinds = [kind for kind in chunk_group.update_kinds if kind not in (PARAM, GRAD)]
-    hypers: dict[str, AdamHyper] = {}
+    hypers: dict[str, Any] = {}
     for task in tasks:
         state = task.optimizer.states_of(task.parameter)
         task_kinds = {kind: store.home_view(kind, task.name) for kind in kinds}
@@ -96,14 +96,14 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task]) -> Runs:
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         hypers[task.name] = task.optimizer.hyper_at(task.group, advance(state))
-    runs: list[tuple[int, int, AdamHyper]] = []
+    runs: list[tuple[int, int, Any]] = []
     follows = False
     for tensor_slice in chunk_group.slices:
         hyper = hypers.get(tensor_slice.spec.name)
         if hyper is None:
             follows = False
             continue
-        if follows and runs[-1][2] == hyper:
+        if merged and follows and runs[-1][2] == hyper:
             runs[-1] = (runs[-1][0], tensor_slice.end, hyper)
         else:
             runs.append((tensor_slice.offset, tensor_slice.end, hyper))
@@ -117,33 +117,41 @@ def advance(state: dict[str, Any]) -> int:
     return int(state["step"])
 
 
-def update_in_slots(index: int, runs: Runs, device_adam: DeviceAdam | None) -> GroupUpdate:
+def update_in_slots(index: int, runs: Runs, device_adam: DeviceAdam | None, scale: GradScale) -> GroupUpdate:
     """The update of one group tile by tile: by Triton with a `DeviceAdam`, else on the CPU."""
 
-    def update(slots: Mapping[str, torch.Tensor], at: int) -> None:
-        part = _clipped(runs, at, at + slots[PARAM].numel())
+    def update(slots: Mapping[str, torch.Tensor], tile: Tile) -> None:
+        part = _clipped(runs, tile.begin, tile.end)
         if device_adam is not None:
-            device_adam.update(_adam_slots(slots), part)
+            device_adam.update(_adam_slots(slots), part, scale)
         else:
-            _update_on_cpu(slots, part)
+            update_on_cpu(_adam_slots(slots), part, scale)
 
     return GroupUpdate(index, update)
 
 
-def home_update(session: Session, index: int, runs: Runs) -> Callable[[], None]:
-    """The update of a group in home memory by the CPU, ready to be run on any thread: its kernels are compiled.
+def update_at_home(session: Session, index: int, runs: Runs, scale: GradScale) -> Callable[[], None]:
+    """The update of a group in home memory, by the CPU; home must be as all computation leaves it when it runs."""
+    return partial(update_on_cpu, _adam_slots(flat_home(session, index)), runs, scale)
 
-    Home must be as all computation leaves it when it runs.
-    """
+
+def compile_for_home(session: Session, index: int, runs: Runs, scale: GradScale) -> None:
+    """Compile whatever kernels that update may run."""
+    slots = _adam_slots(flat_home(session, index))
+    for l2 in {not hyper.decoupled and hyper.weight_decay != 0 for _, _, hyper in runs}:
+        scaled = scale.unscale is not None or scale.clip is not None
+        warm_up_format(_format_of(slots), l2=l2, scaled=scaled)
+
+
+def flat_home(session: Session, index: int) -> dict[str, torch.Tensor]:
+    """All that an update of a group needs, as flat tensors over home memory."""
     arena, group = session.store.arena, session.store.layout.groups[index]
     flat: dict[str, torch.Tensor] = {}
     for kind in group.update_kinds:
         view = arena.host_view(chunk_name(kind, index), group.kind_dtype(kind), group.numel)
         assert view is not None, "only a home in RAM is updated in place"
         flat[kind] = view
-    for begin, end, hyper in runs:
-        prepare(flat[PARAM].dtype, flat[GRAD].dtype, hyper, num_elements=end - begin)
-    return partial(_update_on_cpu, flat, runs)
+    return flat
 
 
 def _clipped(runs: Runs, at: int, until: int) -> Runs:
@@ -151,11 +159,17 @@ def _clipped(runs: Runs, at: int, until: int) -> Runs:
     return [(max(b - at, 0), min(e, until) - at, hyper) for b, e, hyper in runs if e > at and b < until]
 
 
-def _update_on_cpu(flat: Mapping[str, torch.Tensor], runs: Runs) -> None:
-    for begin, end, hyper in runs:
-        part = {kind: tensor[begin:end] for kind, tensor in flat.items()}
-        adam_update(part[PARAM], part[GRAD], part[EXP_AVG], part[EXP_AVG_SQ], part.get(MASTER), hyper)
+def update_on_cpu(slots: AdamSlots, runs: Runs, scale: GradScale) -> None:
+    """Update runs of elements of flat tensors, on the CPU's threads."""
+    hypers = list(dict.fromkeys(hyper for _, _, hyper in runs))
+    rows = {hyper: row for row, hyper in enumerate(hypers)}
+    in_rows = [Run(begin, end, rows[hyper]) for begin, end, hyper in runs]
+    adam_chunk_update(_format_of(slots), slots, in_rows, scalar_table(hypers), scale=scale)
 
 
 def _adam_slots(flat: Mapping[str, torch.Tensor]) -> AdamSlots:
     return AdamSlots(flat[PARAM], flat[GRAD], flat[EXP_AVG], flat[EXP_AVG_SQ], flat.get(MASTER))
+
+
+def _format_of(slots: AdamSlots) -> AdamFormat:
+    return AdamFormat(slots.param.dtype, slots.grad.dtype, master=slots.master is not None)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from chunkc.kernels.adam_triton import WorkTable, adam_update, work_table
-from chunkc.kernels.formats import AdamFormat, AdamSlots, Run
+from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale, Run
 from chunkc.kernels.hyper import AdamHyper, scalar_table
 
 TABLE_NBYTES = 2 << 20
@@ -72,7 +72,7 @@ class StepScalars:
     def table(self) -> torch.Tensor:
         """All rows so far, `[num_rows, 9]` fp32."""
         if self._table is None:
-            self._table = _upload(scalar_table(list(self._rows)), self._device)
+            self._table = upload(scalar_table(list(self._rows)), self._device)
         return self._table
 
 
@@ -96,20 +96,20 @@ class DeviceAdam:
         for hyper in hypers:
             self._scalars.row(hyper)
 
-    def update(self, slots: AdamSlots, runs: Sequence[tuple[int, int, AdamHyper]]) -> None:
+    def update(self, slots: AdamSlots, runs: Sequence[tuple[int, int, AdamHyper]], scale: GradScale = NO_SCALE) -> None:
         """Update runs of elements `(begin, end, hyper)` of flat tensors, in one launch."""
         master = slots.master is not None
         fmt = AdamFormat(slots.param.dtype, slots.grad.dtype, master=master)
         rows = [Run(begin, end, self._scalars.row(hyper)) for begin, end, hyper in runs]
         if rows:
-            adam_update(fmt, slots, self.tables.get(rows, fmt), self._scalars.table())
+            adam_update(fmt, slots, self.tables.get(rows, fmt), self._scalars.table(), scale=scale)
 
 
 def _to_device(table: WorkTable, device: torch.device) -> WorkTable:
-    return WorkTable(_upload(table.rows, device), table.num_elements, table.num_groups, table.run_alignment)
+    return WorkTable(upload(table.rows, device), table.num_elements, table.num_groups, table.run_alignment)
 
 
-def _upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A CPU tensor on the device, by a copy that nobody waits for: torch keeps pinned memory until it is done."""
     if device.type == "cpu":
         return tensor

@@ -8,15 +8,17 @@ it. What a user may change between `backward()` and `step()` is noted when an up
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from chunkc.adam_groups import CPU, DEVICE, Hypers, Runs, Task, home_update, runs_of
+from chunkc.adam_groups import CPU, DEVICE, Task
+from chunkc.grad_scale import is_skipped, on_the_cpu
 from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.kernels.formats import NO_SCALE, GradScale
 from chunkc.session import Session, owner
 
 NONE, FORWARD, BACKWARD, BOTH = "none", "forward", "backward", "both"
@@ -86,11 +88,23 @@ class Overlap:
 
     # --- beside the forward ---
 
-    def submit(self, session: Session, runs: Mapping[int, Runs], after: Sequence[Any]) -> None:
-        """Begin the update of groups at home, those that the next forward needs soonest first."""
+    def submit(
+        self,
+        optimizer: Any,
+        session: Session,
+        runs: Mapping[int, Sequence[Any]],
+        scale: GradScale,
+        after: Sequence[Any],
+    ) -> None:
+        """Begin the update of groups at home, those that the next forward needs soonest first.
+
+        A loss scale is waited for: whether anything changes is known only when all gradients are.
+        """
+        if not runs or is_skipped(scale := on_the_cpu(scale)):
+            return
         self._sessions.add(session)
         updates = session.store.updates
-        jobs = {index: home_update(session, index, runs[index]) for index in runs}
+        jobs = {index: _job(optimizer, session, index, runs[index], scale) for index in runs}
         for index in updates.in_order_of_use(list(runs)):
             updates.begin(index, jobs[index], label=_label(session, index), after=after)
 
@@ -110,6 +124,18 @@ class Overlap:
                 updates.wait(index)
 
     # --- beside the backward ---
+
+    def check_scale(self, scale: GradScale) -> None:
+        """Refuse a loss scale where updates begin before it is known.
+
+        Raises:
+            UnsupportedError: there is one.
+        """
+        if self.beside_backward and scale is not NO_SCALE:
+            raise UnsupportedError(
+                f'a GradScaler must see all gradients before the first update, but overlap="{self.mode}" updates '
+                'during the backward; use overlap="forward"'
+            )
 
     def prepare(self, optimizer: Any, session: Session, at_home: frozenset[int]) -> None:
         """From the next backward on, these groups' updates may begin there: states and kernels are there now."""
@@ -135,8 +161,8 @@ class Overlap:
         store = session.store
         store.updates.wait(index)
         with torch.no_grad():
-            runs = runs_of(session, index, [Task(optimizer, *entry) for entry in entries])
-        job = home_update(session, index, runs)
+            runs = optimizer.runs(session, index, [Task(optimizer, *entry) for entry in entries])
+        job = _job(optimizer, session, index, runs, NO_SCALE)
         # Code that saved a parameter for a backward of its own is told by autograd that it has changed.
         torch.autograd.graph.increment_version([parameter for parameter, _, _ in entries])
         self._begun.setdefault(session, {})[index] = [_noted(optimizer, *entry) for entry in entries]
@@ -158,7 +184,7 @@ class Overlap:
             for index, noted in groups.items():
                 tasks = {id(task.parameter): task for task in by_group.pop(index, ())}
                 for note in noted:
-                    _check_unchanged(note, tasks.pop(id(note.parameter), None))
+                    _check_unchanged(optimizer, note, tasks.pop(id(note.parameter), None))
                 for task in tasks.values():
                     raise UnsupportedError(f"{task.name} got its gradient {_LATE}")
         return {session: frozenset(groups) for session, groups in begun.items()}
@@ -170,23 +196,28 @@ _LATE = (
 )
 
 
-def _noted(optimizer: Hypers, parameter: torch.Tensor, name: str, group: Mapping[str, Any]) -> _Begun:
+def _noted(optimizer: Any, parameter: torch.Tensor, name: str, group: Mapping[str, Any]) -> _Begun:
     assert parameter.grad is not None
-    hyper = optimizer.current_hyper(group, parameter)
+    hyper = optimizer.hyper_now(group, parameter)
     return _Begun(parameter, name, parameter.grad, parameter.grad._version, parameter._version, hyper)
 
 
-def _check_unchanged(noted: _Begun, task: Task | None) -> None:
+def _check_unchanged(optimizer: Any, noted: _Begun, task: Task | None) -> None:
     name, gradient = noted.name, noted.parameter.grad
     if task is None or gradient is not noted.gradient or gradient._version != noted.gradient_version:
         raise UnsupportedError(f"the gradient of {name} was changed {_LATE}")
     if noted.parameter._version != noted.parameter_version:
         raise UnsupportedError(f"the parameter {name} was changed {_LATE}")
-    if task.optimizer.current_hyper(task.group, noted.parameter) != noted.hyper:
+    if optimizer.hyper_now(task.group, noted.parameter) != noted.hyper:
         raise OptionsError(
             f"the hyper-parameters of {name} were changed between backward() and step(), after its update had begun; "
             'change them after step(), or use overlap="forward"'
         )
+
+
+def _job(optimizer: Any, session: Session, index: int, runs: Sequence[Any], scale: GradScale) -> Callable[[], None]:
+    optimizer.compile_for_home(session, index, runs, scale)
+    return optimizer.at_home(session, index, runs, scale)
 
 
 def _label(session: Session, index: int) -> str:

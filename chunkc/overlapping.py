@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,10 @@ class Overlapping(Optimizer):
     def states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """A parameter's states, without waiting for updates under way."""
         return self.__dict__["state"][parameter]
+
+    def hyper_now(self, group: Mapping[str, Any], parameter: torch.Tensor) -> Any:
+        """The hyper-parameters of the parameter's latest step, as its group has them now."""
+        return self.hyper_at(group, int(self.states_of(parameter)["step"]))  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
         """Wait until every update that goes on after `step()` has ended (see `chunkc.synchronize`).

@@ -21,7 +21,7 @@ from chunkc.early import EarlyUpdates
 from chunkc.ir.chunks import ChunkLayout, ParamSpec
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.plan import Plan
+from chunkc.ir.plan import Plan, Tile
 from chunkc.options import Options, resolve_budget
 from chunkc.passes.layout import lay_out
 from chunkc.runtime.devices import open_compute
@@ -106,7 +106,7 @@ class Session:
         self.minimum_nbytes = 0
         self.compute_s = 0.0
         self.update_held_nbytes = 0
-        self.update_plans: dict[tuple, tuple[Executable, Plan]] = {}
+        self.update_plans: dict[tuple, tuple[Executable, Plan, tuple[Tile, ...]]] = {}
         self.unplanned = True
         self.trained: frozenset[str] = frozenset()
         self.early = EarlyUpdates()

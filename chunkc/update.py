@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from chunkc.ir.chunks import GRAD, chunk_name
+from chunkc.ir.chunks import chunk_name
 from chunkc.ir.errors import VerificationError
-from chunkc.ir.plan import Plan
+from chunkc.ir.plan import Plan, Tile
 from chunkc.ir.program import UPDATE
+from chunkc.ir.updates import update_stages
 from chunkc.ir.verify import verify_phase
 from chunkc.passes.insert import insert_update_events
 from chunkc.passes.planning import fixed_nbytes, plan_phases, update_positions, update_tiles
@@ -22,11 +23,12 @@ from chunkc.session import Session
 class GroupUpdate:
     """The update of one chunk group.
 
-    `update(slots, begin)` changes slots in place: kind -> flat buffer of the elements from `begin` on.
+    `update(slots, tile)` changes slots in place: kind -> flat buffer of the tile's elements, of the kinds that the
+    tile's stage needs.
     """
 
     group: int
-    update: Callable[[Mapping[str, torch.Tensor], int], None]
+    update: Callable[[Mapping[str, torch.Tensor], Tile], None]
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class PreparedUpdate:
     session: Session
     executable: Executable
     plan: Plan
+    tiles: tuple[Tile, ...]
 
     def run(self, updates: Mapping[int, GroupUpdate]) -> None:
         """Update the groups, tile by tile, each inside the budget.
@@ -46,12 +49,13 @@ class PreparedUpdate:
         store = self.session.store
         store.release_slots()
 
-        def update(group: int, begin: int, end: int) -> None:
-            chunks = {k: chunk_name(k, group, (begin, end)) for k in store.layout.groups[group].update_kinds}
+        def update(tile: Tile) -> None:
+            stage = update_stages(store.layout.groups[tile.group].update_kinds, tile.num_stages)[tile.stage]
+            chunks = {kind: chunk_name(kind, tile.group, (tile.begin, tile.end)) for kind in stage.kinds}
             slots = {kind: store.begin_compute(chunk) for kind, chunk in chunks.items()}
-            store.tier.enqueue(updates[group].update, slots, begin)
+            store.tier.enqueue(updates[tile.group].update, slots, tile)
             for kind, chunk in chunks.items():
-                store.end_compute(chunk, wrote=kind != GRAD)
+                store.end_compute(chunk, wrote=kind in stage.writes)
 
         measurement = Measurement()
         store.tier.lap_peak_nbytes()
@@ -59,8 +63,8 @@ class PreparedUpdate:
         self.session.record(UPDATE, None, self.plan, measurement)
 
 
-def prepare_updates(session: Session, groups: Iterable[int]) -> PreparedUpdate:
-    """Plan the update of some groups.
+def prepare_updates(session: Session, groups: Iterable[int], *, num_stages: int = 1) -> PreparedUpdate:
+    """Plan the update of some groups, in stages (see `chunkc.ir.updates`).
 
     Raises:
         BudgetError: the slots one tile needs do not fit beside what the caller holds.
@@ -70,17 +74,19 @@ def prepare_updates(session: Session, groups: Iterable[int]) -> PreparedUpdate:
     for group in in_order:
         session.store.reserve_states(group)
     held_nbytes = max(session.update_held_nbytes, session.live.nbytes())
-    return PreparedUpdate(session, *_planned(session, in_order, held_nbytes))
+    return PreparedUpdate(session, *_planned(session, in_order, held_nbytes, num_stages))
 
 
-def _planned(session: Session, groups: tuple[int, ...], held_nbytes: int) -> tuple[Executable, Plan]:
+def _planned(
+    session: Session, groups: tuple[int, ...], held_nbytes: int, num_stages: int
+) -> tuple[Executable, Plan, tuple[Tile, ...]]:
     store = session.store
     layout, resident, budget = store.layout, store.resident, session.budget_nbytes
-    key = (groups, held_nbytes, resident, len(layout.small), budget)
+    key = (groups, held_nbytes, resident, len(layout.small), budget, num_stages)
     found = session.update_plans.get(key)
     if found is None:
         fixed = fixed_nbytes(layout, resident) + held_nbytes
-        tiles = update_tiles(layout, groups, budget - fixed)
+        tiles = update_tiles(layout, groups, budget - fixed, num_stages)
         plan = plan_phases(
             [(UPDATE, update_positions(layout, tiles, held_nbytes))],
             layout,
@@ -100,5 +106,5 @@ def _planned(session: Session, groups: tuple[int, ...], held_nbytes: int) -> tup
             )
             if violations:
                 raise VerificationError(violations)
-        found = session.update_plans[key] = (lower(graph.graph, {}), plan)
+        found = session.update_plans[key] = (lower(graph.graph, {}), plan, tiles)
     return found

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkc.kernels.adam_cpu_math import AdamPass, adam_pass, rounding_words
+from chunkc.kernels.adam_cpu_split import split_pass
 from chunkc.kernels.formats import (
     NO_SCALE,
     QUANT_BLOCK,
@@ -26,7 +27,7 @@ from chunkc.kernels.formats import (
     check_adam_slots,
     check_runs,
 )
-from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS, host_empty, host_tensor
+from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS, Pass, host_empty, host_tensor
 from chunkc.kernels.hyper import GRAD_DTYPES, LOW_PRECISION, AdamHyper, AdamScalars, check_adam_run
 from chunkc.kernels.quant_cpu import bucket_table, quantise_pass, value_table
 
@@ -56,7 +57,7 @@ def adam_update(
         param: `[n]`, fp32 (then `master` is None), bf16 or fp16.
         grad: `[n]`, fp32, bf16 or fp16. Left alone, unless it shares `param`'s memory.
         exp_avg, exp_avg_sq: `[n]`, fp32.
-        master: `[n]`, fp32, or None.
+        master: `[n]`, fp32; or int16, the lower bits of a split one (see `chunkc.kernels.split`); or None.
 
     Raises:
         ValueError: a tensor is not on the CPU, or see `check_adam_run`.
@@ -65,18 +66,14 @@ def adam_update(
     for tensor in tensors:
         if not tensor.is_cpu:
             raise ValueError(f"adam_cpu needs tensors on the CPU, got {[str(t.device) for t in tensors]}")
-    prepare(param.dtype, grad.dtype, hyper)([*tensors])
+    prepare(param.dtype, grad.dtype, hyper, split=master is not None and master.dtype == torch.int16)([*tensors])
     torch.autograd.graph.increment_version((param, *tensors[2:]))
 
 
 def prepare(
-    param_dtype: torch.dtype, grad_dtype: torch.dtype, hyper: AdamHyper, *, num_elements: int | None = None
+    param_dtype: torch.dtype, grad_dtype: torch.dtype, hyper: AdamHyper, *, split: bool = False
 ) -> Callable[[list[Tensor]], None]:
     """The update for given dtypes and hyper-parameters, to be called for many runs of a step.
-
-    Args:
-        num_elements: compile now what runs of this length need, for updates on other threads: Inductor's code
-            generation is not known to be safe there.
 
     Returns:
         A function of a list [param, grad, exp_avg, exp_avg_sq] and, for low precision, master, as `adam_update` wants
@@ -86,20 +83,15 @@ def prepare(
     scalars = _scalars(hyper)
 
     def update(tensors: list[Tensor]) -> None:
-        if tensors[0].numel():
-            kernel = kernel_for(tensors[0].numel())
+        num_elements = tensors[0].numel()
+        if num_elements:
             tensors.append(scalars)
-            kernel(tensors)
+            _kernel(param_dtype, grad_dtype, l2, num_elements >= SERIAL_NUM_ELEMENTS, split)(tensors)
 
-    def kernel_for(num_elements: int) -> Callable[[list[Tensor]], object]:
-        return _kernel(param_dtype, grad_dtype, l2, num_elements >= SERIAL_NUM_ELEMENTS)
-
-    if num_elements:
-        kernel_for(num_elements)
     return update
 
 
-def warm_up(param_dtype: torch.dtype, grad_dtype: torch.dtype, *, l2: bool = False) -> None:
+def warm_up(param_dtype: torch.dtype, grad_dtype: torch.dtype, *, l2: bool = False, split: bool = False) -> None:
     """Compile both kernels, for short and long runs, ahead of the first `adam_update`. Idempotent.
 
     Args:
@@ -111,7 +103,7 @@ def warm_up(param_dtype: torch.dtype, grad_dtype: torch.dtype, *, l2: bool = Fal
     if param_dtype not in GRAD_DTYPES or grad_dtype not in GRAD_DTYPES:
         raise ValueError(f"no Adam kernel for {param_dtype} parameters and {grad_dtype} gradients")
     for parallel in (False, True):
-        _kernel(param_dtype, grad_dtype, l2, parallel)
+        _kernel(param_dtype, grad_dtype, l2, parallel, split)
 
 
 @torch.compiler.disable
@@ -161,7 +153,7 @@ def warm_up_format(fmt: AdamFormat, *, l2: bool = False, scaled: bool = False) -
         scaled: for gradients with a factor (`GradScale.unscale` or `clip`).
     """
     for parallel in (False, True):
-        adam_pass(AdamPass(fmt, l2=l2, scaled=scaled, parallel=parallel))
+        _pass_of(AdamPass(fmt, l2=l2, scaled=scaled, parallel=parallel))
         if fmt.quantised:
             quantise_pass(parallel)
 
@@ -198,7 +190,7 @@ def _update_run(
             tensors.append(rounding_words(key, first_element + begin))
         if scratch is not None:
             tensors += [value_table(signed=True), value_table(signed=False)]
-        adam_pass(AdamPass(fmt, l2=l2, scaled=scaled, parallel=parallel))(tensors)
+        _pass_of(AdamPass(fmt, l2=l2, scaled=scaled, parallel=parallel))(tensors)
         if scratch is not None:
             quantise = quantise_pass(parallel)
             for values, codes, scales, signed in (
@@ -269,9 +261,13 @@ def _scalars(hyper: AdamHyper) -> Tensor:
 
 
 @functools.cache
-def _kernel(
-    param_dtype: torch.dtype, grad_dtype: torch.dtype, l2: bool, parallel: bool
-) -> Callable[[list[Tensor]], object]:
+def _kernel(param_dtype: torch.dtype, grad_dtype: torch.dtype, l2: bool, parallel: bool, split: bool) -> Pass:
     """A callable over [param, grad, exp_avg, exp_avg_sq, (master,) scalars], which empties its list."""
-    fmt = AdamFormat(param_dtype, grad_dtype, master=param_dtype in LOW_PRECISION)
-    return adam_pass(AdamPass(fmt, l2=l2, scaled=False, parallel=parallel))
+    fmt = AdamFormat(param_dtype, grad_dtype, master=param_dtype in LOW_PRECISION, split=split)
+    return _pass_of(AdamPass(fmt, l2=l2, scaled=False, parallel=parallel))
+
+
+def _pass_of(key: AdamPass) -> Pass:
+    if key.fmt.split:
+        return split_pass(key.fmt, l2=key.l2, scaled=key.scaled, parallel=key.parallel)
+    return adam_pass(key)

@@ -94,7 +94,7 @@ def _update_tile(
     wide = load_wide(grad, offsets, mask) * factor * second_factor
     old_avg = _load_moment(exp_avg, exp_avg_scale, code_tables, 0, offsets, mask, begin, end, BLOCK)
     old_avg_sq = _load_moment(exp_avg_sq, exp_avg_sq_scale, code_tables, 512, offsets, mask, begin, end, BLOCK)
-    target = load_wide(master if master is not None else param, offsets, mask)
+    target = load_target(param, master, offsets, mask)
 
     grad_sign = tl.load(scalars)
     decay = tl.load(scalars + 1)
@@ -125,7 +125,7 @@ def _update_tile(
         high = _wrapping_mul((index >> 32).to(tl.uint32), _HIGH_FACTOR)
         high = tl.add(high, key_high.to(tl.uint32), sanitize_overflow=False)
     if master is not None:
-        tl.store(master + offsets, new_target, mask=mask)
+        store_master(master, new_target, offsets, mask)
     store_rounded(param, new_target, offsets, mask, scattered, high, _PARAM_STREAM, STOCHASTIC)
     _store_moment(
         exp_avg, exp_avg_scale, code_tables, 0, new_avg, offsets, mask, begin, end, scattered, high,
@@ -145,6 +145,32 @@ def load_wide(place, offsets, mask):
         return (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
         return values.to(tl.float32)
+
+
+@triton.jit
+def load_target(param, master, offsets, mask):
+    """The master where there is one, else the parameter, as fp32; see `chunkc.kernels.split`."""
+    if master is None:
+        return load_wide(param, offsets, mask)
+    elif master.dtype.element_ty == tl.int16:
+        wide = load_wide(param, offsets, mask)
+        lower = tl.load(master + offsets, mask=mask, other=0).to(tl.int32)
+        joined = tl.add(wide.to(tl.int32, bitcast=True), lower, sanitize_overflow=False).to(tl.float32, bitcast=True)
+        return tl.where(joined != joined, wide, joined)
+    else:
+        return tl.load(master + offsets, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_master(master, value, offsets, mask):
+    """All of it, or its lower bits; see `chunkc.kernels.split`."""
+    if master.dtype.element_ty == tl.int16:
+        pattern = value.to(tl.uint32, bitcast=True)
+        kept = tl.where((pattern & 0x1FFFF) == 0x8000, tl.sub(pattern, 1, sanitize_overflow=False), pattern)
+        kept = tl.where(value != value, 0, kept)
+        tl.store(master + offsets, (kept & 0xFFFF).to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)
+    else:
+        tl.store(master + offsets, value, mask=mask)
 
 
 @triton.jit

@@ -34,6 +34,8 @@ class AdamFormat:
         moments: "float32"; "bfloat16"; or "int8": one byte per element, a code into a table of 256 values, times the
             fp32 scale of its block (Dettmers et al., arXiv:2110.02861; see `chunkc.kernels.quant`).
         master: an fp32 master is kept, and the parameter is its rounded copy. Without it the parameter is updated.
+        split: of the master only the lower 16 bits are kept beside a bf16 parameter, which has the others (see
+            `chunkc.kernels.split`). Not with 8-bit moments.
         rounding: of all that is stored in bf16 (parameters and moments): "nearest" (ties to even), or "stochastic": up
             with the probability of the distance, so that the expected value is exact. fp16 is rounded to nearest.
 
@@ -46,6 +48,7 @@ class AdamFormat:
     moments: Moments = "float32"
     master: bool = False
     rounding: Rounding = "nearest"
+    split: bool = False
 
     def __post_init__(self) -> None:
         for name, dtype in (("parameters", self.param_dtype), ("gradients", self.grad_dtype)):
@@ -66,6 +69,13 @@ class AdamFormat:
             raise ValueError(
                 "bfloat16 parameters need master=True or rounding='stochastic': small updates would be lost"
             )
+        if self.split and (self.param_dtype != torch.bfloat16 or not self.master or stochastic):
+            raise ValueError(
+                "split=True needs master=True and bfloat16 parameters with rounding='nearest': only they are within "
+                "half a place of their master"
+            )
+        if self.split and self.moments == "int8":
+            raise ValueError("split=True needs float32 or bfloat16 moments; with moments='int8' use split=False")
         if stochastic and self.param_dtype != torch.bfloat16 and self.moments != "bfloat16":
             raise ValueError("rounding='stochastic' needs something stored in bfloat16; use rounding='nearest'")
 
@@ -73,6 +83,11 @@ class AdamFormat:
     def moment_dtype(self) -> torch.dtype:
         """The dtype of the two moments' buffers; uint8 codes for "int8"."""
         return _MOMENT_DTYPES[self.moments]
+
+    @property
+    def master_dtype(self) -> torch.dtype | None:
+        """The dtype of the master's buffer: int16 for the lower bits of a split one; None without a master."""
+        return None if not self.master else torch.int16 if self.split else torch.float32
 
     @property
     def quantised(self) -> bool:
@@ -91,7 +106,8 @@ class AdamFormat:
     def state_nbytes_per_element(self) -> float:
         """Bytes of master and moments per element, scales included."""
         scales = 2 * 4 / QUANT_BLOCK if self.quantised else 0
-        return 2 * self.moment_dtype.itemsize + (4 if self.master else 0) + scales
+        master = 0 if self.master_dtype is None else self.master_dtype.itemsize
+        return 2 * self.moment_dtype.itemsize + master + scales
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +119,7 @@ class AdamSlots:
     Args:
         param, grad: `[n]`, of the format's dtypes.
         exp_avg, exp_avg_sq: `[n]`, of the format's `moment_dtype`.
-        master: `[n]` fp32 where the format has one, else None.
+        master: `[n]` of the format's `master_dtype` where it has one, else None.
         exp_avg_scale, exp_avg_sq_scale: `[ceil(n / 256)]` fp32 for "int8" moments, else None. Block `b` is of the
             elements from `256 * b` of the tile on, and tiles begin at multiples of 256 elements of their group.
             Moments begin as zeros, codes and scales alike: a scale of 0 makes every code 0.
@@ -216,7 +232,7 @@ def check_adam_slots(
         ("grad", slots.grad, fmt.grad_dtype, (num_elements,)),
         ("exp_avg", slots.exp_avg, fmt.moment_dtype, (num_elements,)),
         ("exp_avg_sq", slots.exp_avg_sq, fmt.moment_dtype, (num_elements,)),
-        ("master", slots.master, torch.float32, (num_elements,) if fmt.master else None),
+        ("master", slots.master, fmt.master_dtype or torch.float32, (num_elements,) if fmt.master else None),
         ("exp_avg_scale", slots.exp_avg_scale, torch.float32, scale_shape),
         ("exp_avg_sq_scale", slots.exp_avg_sq_scale, torch.float32, scale_shape),
         ("scalars", scalars, torch.float32, (scalars.shape[0], len(AdamScalars._fields)) if scalars.dim() else (0, 0)),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,8 +79,8 @@ class AdamHyper:
 
 def scalar_table(hypers: Sequence[AdamHyper]) -> Tensor:
     """The scalars of several groups as fp32 `[num_groups, 9]` on the CPU; runs name a row of it."""
-    rows = [hyper.scalars() for hyper in hypers]
-    return torch.tensor(rows, dtype=torch.float64).view(-1, len(AdamScalars._fields)).to(torch.float32)
+    rows = [hyper.scalars() for hyper in hypers]  # in numpy's memory: nothing is charged to a limited allocator
+    return torch.from_numpy(np.array(rows, dtype=np.float32).reshape(-1, len(AdamScalars._fields)))
 
 
 def check_adam_run(
@@ -89,11 +90,12 @@ def check_adam_run(
 
     Raises:
         ValueError: a tensor is not flat and contiguous, lengths differ, or a dtype is not one of: fp32
-            parameters without master, bf16 or fp16 parameters with an fp32 master; fp32 moments;
-            fp32, bf16 or fp16 gradients.
+            parameters without master, bf16 or fp16 parameters with an fp32 master, bf16 ones with the int16 lower
+            bits of one; fp32 moments; fp32, bf16 or fp16 gradients.
     """
     states = (exp_avg, exp_avg_sq) if master is None else (exp_avg, exp_avg_sq, master)
     tensors = (param, grad, *states)
+    split = master is not None and master.dtype == torch.int16 and param.dtype == torch.bfloat16
     num_elements = param.numel()
     for tensor in tensors:
         if tensor.dim() != 1 or tensor.numel() != num_elements or not tensor.is_contiguous():
@@ -101,7 +103,7 @@ def check_adam_run(
                 "an Adam run needs flat, contiguous tensors of one length, got shapes "
                 f"{[tuple(t.shape) for t in tensors]} with strides {[t.stride() for t in tensors]}"
             )
-    for state in states:
+    for state in states[:2] if split else states:
         if state.dtype != torch.float32:
             raise ValueError(f"moments and master must be float32, got {[s.dtype for s in states]}")
     if grad.dtype not in GRAD_DTYPES:

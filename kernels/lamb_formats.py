@@ -14,10 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run, check_adam_slots
+from chunkc.kernels.fused_pass import host_empty
 
 ROW = 1 << 14
 """Elements that are summed up as one at most. Rows end at its multiples in the space of all elements, so tiles that
@@ -88,8 +90,8 @@ class LambHyper:
 
 def lamb_table(hypers: Sequence[LambHyper]) -> Tensor:
     """The scalars of several groups as fp32 `[num_groups, 10]` on the CPU; tensors name a row of it."""
-    rows = [hyper.scalars() for hyper in hypers]
-    return torch.tensor(rows, dtype=torch.float64).view(-1, len(LambScalars._fields)).to(torch.float32)
+    rows = [hyper.scalars() for hyper in hypers]  # in numpy's memory: nothing is charged to a limited allocator
+    return torch.from_numpy(np.array(rows, dtype=np.float32).reshape(-1, len(LambScalars._fields)))
 
 
 class LambPiece(NamedTuple):
@@ -132,7 +134,11 @@ class LambWork:
 
     def to(self, device: torch.device | str) -> LambWork:
         """The same work on another device."""
-        return replace(self, rows=self.rows.to(device))
+        return self.with_rows(self.rows.to(device))
+
+    def with_rows(self, rows: Tensor) -> LambWork:
+        """The same work, its rows in another place."""
+        return replace(self, rows=rows)
 
 
 def lamb_work(tensors: Sequence[Run], tiles: Sequence[tuple[int, int]]) -> tuple[LambWork, ...]:
@@ -198,6 +204,8 @@ def lamb_work(tensors: Sequence[Run], tiles: Sequence[tuple[int, int]]) -> tuple
 
 def new_partials(work: LambWork, device: torch.device | str = "cpu") -> Tensor:
     """The buffer for the partial sums of all tiles, fp32 `[2, num_partials]`: parameters' first, then updates'."""
+    if torch.device(device).type == "cpu":
+        return host_empty((2, work.num_partials), torch.float32)
     return torch.empty(2, work.num_partials, dtype=torch.float32, device=device)
 
 
@@ -209,8 +217,8 @@ def check_lamb(
     Raises:
         ValueError: the format is not one of LAMB's, or a tensor does not fit the format or the work.
     """
-    if fmt.moments != "float32" or fmt.rounding != "nearest":
-        raise ValueError(f"LAMB needs moments='float32' and rounding='nearest', got {fmt}")
+    if fmt.moments != "float32" or fmt.rounding != "nearest" or fmt.split:
+        raise ValueError(f"LAMB needs moments='float32', rounding='nearest' and split=False, got {fmt}")
     check_adam_slots(fmt, slots, scalars.new_empty(0, 9), scale, None, 0)  # the scalars are others: see below
     device = slots.param.device
     if slots.param.numel() != work.num_elements:

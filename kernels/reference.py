@@ -28,6 +28,7 @@ from chunkc.kernels.rounding import (
     round_nearest,
     round_stochastic,
 )
+from chunkc.kernels.split import join_master, split_master
 
 
 @torch.no_grad()
@@ -50,13 +51,14 @@ def adam_update(
         param: `[n]`, fp32 (then `master` is None), bf16 or fp16.
         grad: `[n]`, fp32, bf16 or fp16.
         exp_avg, exp_avg_sq: `[n]`, fp32.
-        master: `[n]`, fp32, or None.
+        master: `[n]`, fp32; or int16, the lower bits of a split one; or None.
 
     Raises:
         ValueError: see `check_adam_run`.
     """
     check_adam_run(param, grad, exp_avg, exp_avg_sq, master)
-    target = param if master is None else master
+    split = master is not None and master.dtype == torch.int16
+    target = param if master is None else join_master(param, master) if split else master
     scalars = hyper.scalars()
     wide = grad.to(torch.float32, copy=True)
     if hyper.maximize:
@@ -70,7 +72,10 @@ def adam_update(
     exp_avg_sq.mul_(hyper.beta2).addcmul_(wide, wide, value=scalars.one_minus_beta2)
     denom = (exp_avg_sq.sqrt() / scalars.bias_correction2_sqrt).add_(hyper.eps)
     target.addcdiv_(exp_avg, denom, value=scalars.neg_step_size)
-    if master is not None:
+    if master is not None and split:
+        for place, values in zip((param, master), split_master(target), strict=True):
+            place.copy_(values)
+    elif master is not None:
         param.copy_(master)
 
 
@@ -168,12 +173,15 @@ def _update_run(
     for factor in (scale.unscale, scale.clip):
         if factor is not None:
             wide = wide * factor
-    target = slots.param if slots.master is None else slots.master
+    target = (slots.param if slots.master is None or fmt.split else slots.master)[part].to(torch.float32)
+    if fmt.split:
+        assert slots.master is not None
+        target = join_master(slots.param[part], slots.master[part])
     exp_avg = load_moment(slots.exp_avg, slots.exp_avg_scale, signed=True)
     exp_avg_sq = load_moment(slots.exp_avg_sq, slots.exp_avg_sq_scale, signed=False)
-    new_target, new_avg, new_avg_sq = adam_math(wide, target[part].to(torch.float32), exp_avg, exp_avg_sq, scalars)
+    new_target, new_avg, new_avg_sq = adam_math(wide, target, exp_avg, exp_avg_sq, scalars)
     store_moment(slots.exp_avg, slots.exp_avg_scale, new_avg, EXP_AVG_STREAM, signed=True)
     store_moment(slots.exp_avg_sq, slots.exp_avg_sq_scale, new_avg_sq, EXP_AVG_SQ_STREAM, signed=False)
     if slots.master is not None:
-        store(slots.master[part], new_target)
+        store(slots.master[part], split_master(new_target)[1] if fmt.split else new_target)
     store_rounded(slots.param[part], new_target, PARAM_STREAM)

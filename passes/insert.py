@@ -65,10 +65,15 @@ def insert_update_events(plan: PhasePlan, tiles: Sequence[Tile]) -> fx.GraphModu
     graph = fx.Graph()
     for tile, stop in zip(tiles, plan.stops):
         _events(graph, stop)
-        graph.call_function(chunk_ops.update, (tile.group, tile.begin, tile.end))
+        graph.call_function(chunk_ops.update, _arguments(tile))
     _events(graph, plan.stops[-1])
     graph.output(())
     return fx.GraphModule(nn.Module(), graph, "chunkc_update")
+
+
+def _arguments(tile: Tile) -> tuple[int, ...]:
+    elements = (tile.group, tile.begin, tile.end)
+    return elements if tile.num_stages == 1 else (*elements, tile.stage, tile.num_stages)
 
 
 def settled_after(program: PhaseProgram, plan: PhasePlan, layout: ChunkLayout) -> dict[tuple[int, int], int]:

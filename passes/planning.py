@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from chunkc.ir.chunks import GRAD, STEP_NBYTES, ChunkLayout, chunk_name, split_chunk_name
+from chunkc.ir.chunks import STEP_NBYTES, ChunkLayout, chunk_name, split_chunk_name
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import EVICT, PREFETCH, Event, Moment, PhasePlan, Plan, Position, Tile
 from chunkc.ir.program import UPDATE
+from chunkc.ir.updates import update_stages
 from chunkc.passes.schedule import required_nbytes, schedule
 
 BETWEEN = "between"
@@ -47,17 +48,22 @@ class StepProfile:
         return self.forward + self.backward + self.update
 
 
-def update_tiles(layout: ChunkLayout, groups: Sequence[int], capacity_nbytes: int) -> tuple[Tile, ...]:
+def update_tiles(
+    layout: ChunkLayout, groups: Sequence[int], capacity_nbytes: int, num_stages: int = 1
+) -> tuple[Tile, ...]:
     """The groups cut into tiles, such that one can be fetched and one written back beside the one updated.
 
-    An update is elementwise, so tiles may depend on the budget; results do not.
+    An update is elementwise, and sums are cut where all tiles may end, so tiles may depend on the budget; results do
+    not. Of two stages the second goes backwards: it begins with what the first has left in slots.
     """
     tiles = []
     for index in groups:
         group = layout.groups[index]
         fitting = capacity_nbytes // (group.update_nbytes_per_element * TILES_AT_ONCE)
         numel = max(MIN_TILE_NUMEL, min(MAX_TILE_NUMEL, fitting // MIN_TILE_NUMEL * MIN_TILE_NUMEL))
-        tiles += [Tile(index, at, min(at + numel, group.numel)) for at in range(0, group.numel, numel)]
+        parts = [(at, min(at + numel, group.numel)) for at in range(0, group.numel, numel)]
+        for stage in range(num_stages):
+            tiles += [Tile(index, *part, stage, num_stages) for part in (reversed(parts) if stage else parts)]
     return tuple(tiles)
 
 
@@ -67,22 +73,25 @@ def smallest_tiles(layout: ChunkLayout, groups: Sequence[int]) -> tuple[Tile, ..
 
 
 def update_positions(layout: ChunkLayout, tiles: Sequence[Tile], held_nbytes: int) -> tuple[Position, ...]:
-    """The optimizer's step as positions: each tile needs its parameters, gradients and states at once."""
+    """The optimizer's step as positions: each tile needs all at once that its stage reads and writes."""
     found = []
     for tile in tiles:
         group = layout.groups[tile.group]
-        chunks = {k: chunk_name(k, tile.group, (tile.begin, tile.end)) for k in group.update_kinds}
-        gradient = chunks.pop(GRAD)
+        stage = update_stages(group.update_kinds, tile.num_stages)[tile.stage]
+        reads, writes = (
+            frozenset(chunk_name(kind, tile.group, (tile.begin, tile.end)) for kind in kinds)
+            for kinds in (stage.reads, stage.writes)
+        )
         found.append(
             Position(
-                name=f"{UPDATE}.{tile.group}[{tile.begin}:{tile.end}]",
+                name=f"{UPDATE}.{tile}",
                 phase=UPDATE,
                 non_model_nbytes=held_nbytes,
                 op="optimizer update",
                 module=group.slices[0].spec.name.rpartition(".")[0],
-                reads=frozenset({gradient}),
-                writes=frozenset(chunks.values()),
-                cost_s=(tile.end - tile.begin) * UPDATE_S_PER_ELEMENT,
+                reads=reads,
+                writes=writes,
+                cost_s=(tile.end - tile.begin) * UPDATE_S_PER_ELEMENT / tile.num_stages,
             )
         )
     return tuple(found)

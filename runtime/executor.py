@@ -19,6 +19,7 @@ from torch import fx
 
 from chunkc.ir import chunk_ops
 from chunkc.ir.errors import ChunkcError
+from chunkc.ir.plan import Tile
 from chunkc.runtime.store import ChunkStore
 from chunkc.runtime.tier import Tier
 
@@ -58,7 +59,7 @@ class Run:
 
     store: ChunkStore
     measurement: Measurement
-    update: Callable[[int, int, int], None] | None = None
+    update: Callable[[Tile], None] | None = None
     settled: Callable[[int], None] | None = None
 
 
@@ -142,16 +143,14 @@ class _Sink:
 
 @dataclass(frozen=True)
 class _Update:
-    group: int
-    begin: int
-    end: int
+    tile: Tile
 
     def __call__(self, registers: Registers, run: Run) -> None:
         assert run.update is not None
         run.store.drop_spare_slots()
         run.measurement.begin(run.store.tier)
-        run.update(self.group, self.begin, self.end)
-        run.measurement.end(f"update.{self.group}[{self.begin}:{self.end}]", run.store.tier)
+        run.update(self.tile)
+        run.measurement.end(f"update.{self.tile}", run.store.tier)
 
 
 _EVENTS = {target: name for name, target in chunk_ops.EVENT_TARGETS.items()}
@@ -238,7 +237,7 @@ def lower(graph: fx.Graph, segments: Mapping[str, Segment]) -> Executable:
         elif node.target is chunk_ops.settle:
             instructions.append(_Settle(*node.args))  # type: ignore[arg-type]
         elif node.target is chunk_ops.update:
-            instructions.append(_Update(*node.args))  # type: ignore[arg-type]
+            instructions.append(_Update(Tile(*node.args)))  # type: ignore[arg-type]
         else:
             assert node.op in ("placeholder", "output") or node.target is operator.getitem, node.format_node()
     inputs = [n for n in graph.nodes if n.op == "placeholder"]

@@ -28,7 +28,7 @@ from queued_tier import QueuedTier  # noqa: E402
 from zoo import Case, floats  # noqa: E402
 
 import chunkc  # noqa: E402
-import chunkc.optim  # noqa: E402
+import chunkc.device_adam  # noqa: E402
 import chunkc.session  # noqa: E402
 from chunkc.adam_groups import groups_at_home  # noqa: E402
 from chunkc.presets import preset  # noqa: E402
@@ -63,13 +63,13 @@ def case(dtype: torch.dtype = torch.float32) -> Case:
 def on_fake_gpu(gpu: FakeGpu | None = None) -> Iterator[FakeGpu]:
     """Sessions made inside compute on a fake GPU, with Triton's updates."""
     gpu = gpu or FakeGpu(longest_s=0.001)
-    former, by_triton = chunkc.session.open_compute, chunkc.optim.computes_by_triton
+    former, by_triton = chunkc.session.open_compute, chunkc.device_adam.computes_by_triton
     chunkc.session.open_compute = lambda device, home: (QueuedTier(gpu), Arena(PinnedHome(gpu)))  # type: ignore[assignment,return-value]
-    chunkc.optim.computes_by_triton = lambda device: True
+    chunkc.device_adam.computes_by_triton = lambda device: True
     try:
         yield gpu
     finally:
-        chunkc.session.open_compute, chunkc.optim.computes_by_triton = former, by_triton
+        chunkc.session.open_compute, chunkc.device_adam.computes_by_triton = former, by_triton
 
 
 def budget(of: Case, percent: int) -> int:

@@ -91,8 +91,10 @@ class Subject:
     def state(self) -> list[Any]:
         """Parameters and states, when all updates are over."""
         self.optimizer.synchronize()
-        states = [array(t) for state in self.optimizer.state.values() for t in state.values()]
-        return [*(array(p) for p in self.model.parameters()), *states]
+        states = self.optimizer.state
+        return [
+            array(t) for p in self.model.parameters() for t in (p, *(states[p][kind] for kind in sorted(states[p])))
+        ]
 
     @property
     def num_under_way(self) -> int:
@@ -275,12 +277,13 @@ def test_a_failed_update_is_named_at_the_next_fetch(monkeypatch: pytest.MonkeyPa
     made = subject("forward")
     made.train(range(1), reading=False)
     made.optimizer.synchronize()
-    monkeypatch.setattr("chunkc.adam_groups.adam_update", lambda *args: 1 / 0)
     made.backward(1)
-    made.optimizer.step()
-    monkeypatch.undo()
-    with pytest.raises(chunkc.StreamError, match=r"chunk param:0 \(layers.0.weight .*division by zero"):
-        made.backward(2)
+    with monkeypatch.context() as patch:
+        patch.setattr("chunkc.adam_groups.adam_chunk_update", lambda *args, **options: 1 / 0)
+        patch.setattr(made.optimizer, "_in_place", lambda *args: None)
+        made.optimizer.step()
+        with pytest.raises(chunkc.StreamError, match=r"chunk param:0 \(layers.0.weight.*division by zero"):
+            made.backward(2)
     with pytest.raises(chunkc.StreamError, match=r"layers.*division by zero"):
         made.optimizer.synchronize()
     made.optimizer.zero_grad()
@@ -314,19 +317,32 @@ def change_a_parameter(made: Subject) -> None:
         made.model.layers[2].weight.clamp_(-0.1, 0.1)  # type: ignore[union-attr, index]
 
 
-def unscale(made: Subject) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    scaler.scale(torch.ones(()))
-    scaler.unscale_(made.optimizer)
-
-
-@pytest.mark.parametrize("change", [clip, replace_a_gradient, drop_a_gradient, change_a_parameter, unscale])
+@pytest.mark.parametrize("change", [clip, replace_a_gradient, drop_a_gradient, change_a_parameter])
 def test_changes_after_the_update_began_are_refused(change: Any) -> None:
     made = trained_once()
     made.backward(1)
     change(made)
     with pytest.raises(chunkc.UnsupportedError, match=r"layers.*changed after its update had begun.*overlap=.forward"):
         made.optimizer.step()
+
+
+def train_scaled(overlap: str, *, unscale: bool) -> list[Any]:
+    made, scaler = subject(overlap), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(3):
+        scaler.scale(made.compiled(**made.case.batch(step))).backward()
+        if unscale:
+            scaler.unscale_(made.optimizer)
+        scaler.step(made.optimizer)
+        scaler.update()
+        made.optimizer.zero_grad()
+    return made.state()
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_loss_scale_waits_for_all_gradients(unscale: bool) -> None:
+    assert not differences(train_scaled("forward", unscale=unscale), train_scaled("none", unscale=unscale))
+    with pytest.raises(chunkc.UnsupportedError, match=r"a GradScaler must see all gradients.*overlap=.forward"):
+        train_scaled("backward", unscale=unscale)
 
 
 def test_a_learning_rate_that_changes_between_backward_and_step_is_refused() -> None:

@@ -10,6 +10,7 @@
 %settle     = settle(3)                                group 3 is settled: its gradients are complete and on their way
                                                        home, and the phase reads and writes nothing of it there again
 %update     = update(3, 0, 65536)                      one fused optimizer pass over these elements of group 3
+%update_1   = update(3, 0, 65536, 1, 2)                the second stage of two
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def settle(group: int) -> None:
     _never_called("settle")
 
 
-def update(group: int, begin: int, end: int) -> None:
+def update(group: int, begin: int, end: int, stage: int = 0, num_stages: int = 1) -> None:
     _never_called("update")
 
 

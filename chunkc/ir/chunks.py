@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -158,6 +159,11 @@ class ChunkLayout:
 
     def group_of(self) -> dict[str, int]:
         return {s.spec.name: group.index for group in self.groups for s in group.slices}
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Every parameter's first element in its group; small ones have none."""
+        return {s.spec.name: s.offset for group in self.groups for s in group.slices}
 
     def specs(self) -> dict[str, ParamSpec]:
         """Every parameter by name."""

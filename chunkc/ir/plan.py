@@ -55,11 +55,20 @@ class Position:
 
 @dataclass(frozen=True)
 class Tile:
-    """Elements `begin` to `end` of a chunk group: what one optimizer update covers."""
+    """Elements `begin` to `end` of a chunk group: what one optimizer update covers.
+
+    Attributes:
+        stage, num_stages: which stage of the update this is, of how many (see `chunkc.ir.updates`).
+    """
 
     group: int
     begin: int
     end: int
+    stage: int = 0
+    num_stages: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.group}[{self.begin}:{self.end}]" + (f".{self.stage}" if self.num_stages > 1 else "")
 
 
 @dataclass(frozen=True)

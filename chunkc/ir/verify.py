@@ -27,6 +27,7 @@ from torch import fx
 
 from chunkc.ir.chunks import GRAD, PARAM, ChunkLayout, chunk_name, split_chunk_name
 from chunkc.ir.program import SegmentMemory
+from chunkc.ir.updates import update_stages
 
 
 @dataclass
@@ -65,7 +66,7 @@ class _Checker:
         self.peak_nbytes = 0
         self.group_of = layout.group_of()
         self.sunk: Counter[str] = Counter()
-        self.updated: dict[int, list[tuple[int, int]]] = {}
+        self.updated: dict[int, list[list[tuple[int, int]]]] = {}  # group -> tiles of each stage
         self.settled: set[int] = set()
 
     def _new_slot(self) -> _Slot:
@@ -227,16 +228,19 @@ class _Checker:
             self._write(node, chunk, f"the gradient of {name}")
         self.read_once(gradient)
 
-    def on_update(self, node: fx.Node, group: int, begin: int, end: int) -> None:
-        self.updated.setdefault(group, []).append((begin, end))
-        for kind in self.layout.groups[group].update_kinds:
+    def on_update(self, node: fx.Node, group: int, begin: int, end: int, stage: int = 0, num_stages: int = 1) -> None:
+        done = self.updated.setdefault(group, [[] for _ in range(num_stages)])
+        if any(sum(e - b for b, e in tiles) < self.layout.groups[group].numel for tiles in done[:stage]):
+            self.fail("write", node, f"stage {stage} of group {group} begins before the stages that it needs are done")
+        done[stage].append((begin, end))
+        of_stage = update_stages(self.layout.groups[group].update_kinds, num_stages)[stage]
+        for kind in of_stage.reads:
             chunk = chunk_name(kind, group, (begin, end))
-            if kind == GRAD:
-                slot = self.slots.get(chunk)
-                if slot is None or not slot.ready:
-                    self.fail("read", node, f"the update reads {chunk}, which is not there and ready")
-            else:
-                self._write(node, chunk, "the update")
+            slot = self.slots.get(chunk)
+            if slot is None or not slot.ready:
+                self.fail("read", node, f"the update reads {chunk}, which is not there and ready")
+        for kind in of_stage.writes:
+            self._write(node, chunk_name(kind, group, (begin, end)), "the update")
 
     def _write(self, node: fx.Node, chunk: str, what: str) -> None:
         slot = self.slots.get(chunk)
@@ -272,7 +276,7 @@ def verify_phase(
         present: chunks that have a ready, clean slot when the phase begins.
         kept: chunks that must have one, and no others, when it ends.
         gradients: parameters whose gradients must be sunk, once each, and no others'; None: whichever are.
-        updates: groups that must be updated, every element once, and no others; None: whichever are.
+        updates: groups that must be updated, every element once in each stage, and no others; None: whichever are.
     """
     checker = _Checker(graph, layout, memories, fixed_nbytes, budget_nbytes, present)
     checker.walk()
@@ -287,9 +291,9 @@ def verify_phase(
                 checker.fail("write", None, f"the gradient of {name} is sunk {checker.sunk[name]} times")
     if updates is not None:
         for group in sorted(set(checker.updated) | set(updates)):
-            tiles = sorted(checker.updated.get(group, []))
-            ends = [0, *(end for _, end in tiles)]
-            is_whole = [begin for begin, _ in tiles] == ends[:-1] and ends[-1] == layout.groups[group].numel
-            if not is_whole or group not in updates:
-                checker.fail("write", None, f"the updates of group {group} cover {tiles}")
+            for tiles in map(sorted, checker.updated.get(group, [[]])):
+                ends = [0, *(end for _, end in tiles)]
+                is_whole = [begin for begin, _ in tiles] == ends[:-1] and ends[-1] == layout.groups[group].numel
+                if not is_whole or group not in updates:
+                    checker.fail("write", None, f"the updates of group {group} cover {tiles}")
     return checker.violations

@@ -20,6 +20,7 @@ from torch import Tensor
 from chunkc.kernels import adam_triton, reference
 from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale, Run, num_quant_blocks, rounding_key
 from chunkc.kernels.hyper import AdamHyper, scalar_table
+from chunkc.kernels.split import join_master, split_master
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 FORMATS = {
@@ -33,6 +34,10 @@ FORMATS = {
     "bf16-master-stochastic": AdamFormat(BF16, BF16, master=True, rounding="stochastic"),
     "bf16-master-bf16-moments": AdamFormat(BF16, BF16, "bfloat16", master=True),
     "bf16-master-int8-moments": AdamFormat(BF16, BF16, "int8", master=True),
+    "bf16-split": AdamFormat(BF16, BF16, master=True, split=True),
+    "bf16-split-from-fp32": AdamFormat(BF16, FP32, master=True, split=True),
+    "bf16-split-from-fp16": AdamFormat(BF16, FP16, master=True, split=True),
+    "bf16-split-bf16-moments": AdamFormat(BF16, BF16, "bfloat16", master=True, split=True),
     "bf16-only": AdamFormat(BF16, BF16, "bfloat16", rounding="stochastic"),
     "bf16-only-fp32-moments": AdamFormat(BF16, BF16, rounding="stochastic"),
     "bf16-only-int8-moments": AdamFormat(BF16, BF16, "int8", rounding="stochastic"),
@@ -57,12 +62,21 @@ def make_slots(fmt: AdamFormat, num_elements: int, seed: int = 0) -> AdamSlots:
         moments = [torch.zeros_like(moment) for moment in moments]
         scales = [torch.zeros(num_quant_blocks(num_elements)) for _ in moments]
     master = value.clone() if fmt.master else None
+    if fmt.split:
+        value, master = split_master(value)
     return AdamSlots(value.to(fmt.param_dtype), grad.to(fmt.grad_dtype), *moments, master, *scales)
 
 
 def on(slots: AdamSlots, device: str) -> AdamSlots:
     """A copy on a device."""
     return AdamSlots(*[None if t is None else t.to(device, copy=True) for t in tensors(slots)])
+
+
+def target_of(fmt: AdamFormat, slots: AdamSlots) -> Tensor:
+    """What an update changes, in fp32: the parameter, or its master."""
+    if slots.master is None:
+        return slots.param
+    return join_master(slots.param, slots.master) if fmt.split else slots.master
 
 
 def tensors(slots: AdamSlots) -> list[Tensor | None]:
@@ -81,8 +95,10 @@ def same_bits(slots: AdamSlots, other: AdamSlots) -> bool:
 
 
 def _same_bits(tensor: Tensor, other: Tensor) -> bool:
-    nan = tensor.isnan()
-    return torch.equal(nan, other.isnan()) and torch.equal(bits(tensor)[~nan], bits(other)[~nan])
+    nan = tensor.isnan() if tensor.is_floating_point() else torch.zeros_like(tensor, dtype=torch.bool)
+    return torch.equal(nan, other.isnan() if other.is_floating_point() else nan) and torch.equal(
+        bits(tensor)[~nan], bits(other)[~nan]
+    )
 
 
 def with_special_values(slots: AdamSlots) -> AdamSlots:
@@ -125,8 +141,7 @@ def check_follows_torch(device: str, name: str, decoupled: bool) -> None:
     slots = on(make_slots(fmt, 1003), device)
     for moment in (slots.exp_avg, slots.exp_avg_sq):
         moment.zero_()
-    target = slots.param if slots.master is None else slots.master
-    theirs = torch.nn.Parameter(target.cpu().clone())
+    theirs = torch.nn.Parameter(target_of(fmt, slots).cpu().clone())
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     optimizer = kind([theirs], lr=1e-3, weight_decay=0.1, foreach=False)
     for step in range(1, 101):
@@ -137,10 +152,10 @@ def check_follows_torch(device: str, name: str, decoupled: bool) -> None:
         scale = GradScale(torch.tensor(0.25, device=device), torch.tensor(2.0, device=device))
         triton_update(fmt, slots, [Run(0, 1003, 0)], scalar_table(hypers), scale=scale)
         if slots.master is not None:
-            assert torch.equal(slots.param, slots.master.to(fmt.param_dtype)), f"step {step}"
+            assert torch.equal(slots.param, target_of(fmt, slots).to(fmt.param_dtype)), f"step {step}"
     state = optimizer.state[theirs]
     for ours, expected in (
-        (target, theirs.detach()),
+        (target_of(fmt, slots), theirs.detach()),
         (slots.exp_avg, state["exp_avg"]),
         (slots.exp_avg_sq, state["exp_avg_sq"]),
     ):
@@ -198,7 +213,8 @@ def check_every_rounding(device: str, name: str) -> None:
     lower = torch.tensor([0, 0x1000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     master = ((torch.arange(0, 1 << 16, 3).unsqueeze(1) << 16) + lower).flatten().to(torch.int32).view(FP32)
     zeros = torch.zeros_like(master)
-    expected = AdamSlots(zeros.to(fmt.param_dtype), zeros.to(fmt.grad_dtype), zeros.clone(), zeros.clone(), master)
+    param, kept = split_master(master) if fmt.split else (zeros.to(fmt.param_dtype), master)
+    expected = AdamSlots(param, zeros.to(fmt.grad_dtype), zeros.clone(), zeros.clone(), kept.clone())
     slots = on(expected, device)
     key = rounding_key(0, 1, 0) if fmt.stochastic else None
     for update, each in ((reference.adam_chunk_update, expected), (triton_update, slots)):
@@ -208,6 +224,8 @@ def check_every_rounding(device: str, name: str) -> None:
     assert torch.equal(bits(slots.param)[number], bits(expected.param)[number])
     if not fmt.stochastic:
         assert torch.equal(bits(slots.param)[number], bits(master.to(fmt.param_dtype))[number])
+    if fmt.split:
+        assert torch.equal(bits(slots.master), bits(kept))
 
 
 def check_nothing_to_do(device: str) -> None:
@@ -226,9 +244,9 @@ for _name, _format in FORMATS.items():
     CASES[f"cut:{_name}"] = lambda device, name=_name: check_cut(device, name)  # type: ignore[misc]
     if _format.param_dtype == _format.grad_dtype:
         CASES[f"gradient-in-parameter:{_name}"] = lambda device, name=_name: check_gradient_in_parameter(device, name)  # type: ignore[misc]
-for _name in ("bf16-master", "bf16-master-stochastic", "fp16-master"):
+for _name in ("bf16-master", "bf16-split", "bf16-master-stochastic", "fp16-master"):
     CASES[f"every-rounding:{_name}"] = lambda device, name=_name: check_every_rounding(device, name)  # type: ignore[misc]
-for _name, _decoupled in itertools.product(("fp32", "bf16-master", "fp16-master"), (True, False)):
+for _name, _decoupled in itertools.product(("fp32", "bf16-master", "bf16-split", "fp16-master"), (True, False)):
     CASES[f"torch-{'adamw' if _decoupled else 'adam'}:{_name}"] = (
         lambda device, name=_name, decoupled=_decoupled: check_follows_torch(device, name, decoupled)  # type: ignore[misc]
     )

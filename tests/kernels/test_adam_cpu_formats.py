@@ -20,7 +20,7 @@ from chunkc.kernels.rounding import mix32, random_bits16
 from chunkc.runtime import cpu_allocator
 
 FORMATS = adam_cases.FORMATS
-QUICK = {"fp32", "bf16-master-bf16-moments", "bf16-only", "bf16-only-int8-moments"}
+QUICK = {"fp32", "bf16-master-bf16-moments", "bf16-split", "bf16-only", "bf16-only-int8-moments"}
 formats = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in FORMATS]
 )

@@ -38,6 +38,11 @@ KEY = RoundingKey(1, 2)
         ({"param_dtype": FP16, "master": True, "moments": "bfloat16", "rounding": "stochastic"}, "rounding='nearest'"),
         ({"param_dtype": BF16}, "need master=True or rounding='stochastic'"),
         ({"rounding": "stochastic"}, "needs something stored in bfloat16"),
+        ({"split": True}, "split=True needs master=True and bfloat16"),
+        ({"split": True, "param_dtype": FP16, "master": True}, "split=True needs master=True and bfloat16"),
+        ({"split": True, "param_dtype": BF16, "rounding": "stochastic"}, "split=True needs master=True"),
+        ({"split": True, "param_dtype": BF16, "master": True, "rounding": "stochastic"}, "rounding='nearest'"),
+        ({"split": True, "param_dtype": BF16, "master": True, "moments": "int8"}, "use split=False"),
         ({"rounding": "stochastic", "moments": "int8"}, "needs something stored in bfloat16"),
     ],
 )
@@ -48,7 +53,7 @@ def test_formats_that_make_no_sense(arguments: dict, message: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "nbytes"),
-    [("fp32", 8), ("bf16-master", 12), ("bf16-only", 4), ("bf16-only-int8-moments", 2 + 8 / 256)],
+    [("fp32", 8), ("bf16-master", 12), ("bf16-split", 10), ("bf16-only", 4), ("bf16-only-int8-moments", 2 + 8 / 256)],
 )
 def test_state_nbytes(name: str, nbytes: float) -> None:
     fmt = adam_cases.FORMATS[name]

@@ -9,6 +9,7 @@ import torch
 from chunkc.kernels import reference
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run, num_quant_blocks, rounding_key
 from chunkc.kernels.hyper import AdamHyper, scalar_table
+from chunkc.kernels.split import split_master
 
 FORMATS = adam_cases.FORMATS
 SCALARS = scalar_table(adam_cases.HYPERS)
@@ -26,14 +27,13 @@ def update(fmt: AdamFormat, slots: AdamSlots, runs: list[Run] | None = None, **o
 
 
 @pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
-@pytest.mark.parametrize("name", ["fp32", "bf16-master", "bf16-master-from-fp32", "fp16-master"])
+@pytest.mark.parametrize("name", ["fp32", "bf16-master", "bf16-master-from-fp32", "bf16-split", "fp16-master"])
 def test_follows_torch(name: str, decoupled: bool) -> None:
     fmt = FORMATS[name]
     slots = adam_cases.make_slots(fmt, 1003)
     slots.exp_avg.zero_()
     slots.exp_avg_sq.zero_()
-    target = slots.param if slots.master is None else slots.master
-    theirs = torch.nn.Parameter(target.clone())
+    theirs = torch.nn.Parameter(adam_cases.target_of(fmt, slots).clone())
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     optimizer = kind([theirs], lr=1e-3, weight_decay=0.1, foreach=False)
     for step in range(1, 101):
@@ -43,9 +43,9 @@ def test_follows_torch(name: str, decoupled: bool) -> None:
         scalars = scalar_table([AdamHyper(lr=1e-3, weight_decay=0.1, step=step, decoupled=decoupled)])
         scale = GradScale(torch.tensor(0.25), torch.tensor(2.0))
         reference.adam_chunk_update(fmt, slots, [Run(0, 1003, 0)], scalars, scale=scale)
-        assert torch.equal(slots.param, target.to(fmt.param_dtype))
+        assert torch.equal(slots.param, adam_cases.target_of(fmt, slots).to(fmt.param_dtype))
     state = optimizer.state[theirs]
-    torch.testing.assert_close(target, theirs.detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(adam_cases.target_of(fmt, slots), theirs.detach(), rtol=0, atol=1e-6)
     torch.testing.assert_close(slots.exp_avg, state["exp_avg"], rtol=0, atol=1e-6)
     torch.testing.assert_close(slots.exp_avg_sq, state["exp_avg_sq"], rtol=0, atol=1e-6)
 
@@ -123,7 +123,8 @@ def train(fmt: AdamFormat, num_steps: int = 150) -> tuple[float, float]:
     blocks = [torch.zeros(num_quant_blocks(num_elements)) if fmt.quantised else None for _ in range(2)]
     moments = [torch.zeros(num_elements, dtype=fmt.moment_dtype) for _ in range(2)]
     grad = torch.zeros(num_elements, dtype=fmt.grad_dtype)
-    slots = AdamSlots(value.to(fmt.param_dtype), grad, *moments, value.clone() if fmt.master else None, *blocks)
+    param, master = split_master(value) if fmt.split else (value.to(fmt.param_dtype), value.clone())
+    slots = AdamSlots(param, grad, *moments, master if fmt.master else None, *blocks)
     losses = []
     for step in range(1, num_steps + 1):
         weights = slots.param.to(torch.float32, copy=True).requires_grad_()

@@ -32,7 +32,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-QUICK = {"fp32", "bf16-master", "bf16-only", "bf16-only-int8-moments"}
+QUICK = {"fp32", "bf16-master", "bf16-split", "bf16-only", "bf16-only-int8-moments"}
 VARIANTS = [
     pytest.param(name, target, marks=[] if name in QUICK else [pytest.mark.slow], id=f"{name}-{target}")
     for name in FORMATS
@@ -97,8 +97,9 @@ WIDE = {f"v4.{kind}32" for kind in "bfu"} | {f"v2.{kind}64" for kind in "bfu"}
 def wanted_accesses(fmt: AdamFormat) -> Counter[str]:
     """What moves the elements of one thread in the fewest vectors."""
     wanted: Counter[str] = Counter()
-    read = [fmt.grad_dtype, fmt.moment_dtype, fmt.moment_dtype, torch.float32 if fmt.master else fmt.param_dtype]
-    written = [fmt.param_dtype, fmt.moment_dtype, fmt.moment_dtype] + ([torch.float32] if fmt.master else [])
+    read = [fmt.grad_dtype, fmt.moment_dtype, fmt.moment_dtype, fmt.master_dtype or fmt.param_dtype]
+    read += [fmt.param_dtype] if fmt.split else []
+    written = [fmt.param_dtype, fmt.moment_dtype, fmt.moment_dtype] + ([fmt.master_dtype] if fmt.master_dtype else [])
     for kind, dtypes in (("ld", read), ("st", written)):
         for dtype in dtypes:
             nbytes = NUM_ELEMENTS_PER_THREAD * dtype.itemsize

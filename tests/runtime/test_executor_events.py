@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from chunkc.ir import chunk_ops
 from chunkc.ir.errors import ChunkStateError, HomeError
+from chunkc.ir.plan import Tile
 from chunkc.runtime import cpu_allocator
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
 from chunkc.runtime.tier import CpuTier
@@ -118,11 +119,11 @@ def test_updates_are_called_with_their_range() -> None:
     graph.call_function(chunk_ops.update, (3, 0, 64))
     graph.call_function(chunk_ops.update, (1, 64, 100))
     graph.output(())
-    seen: list[tuple] = []
+    seen: list[Tile] = []
     store, _ = make_store("a")
-    run = Run(store, Measurement(), lambda *args: seen.append(args))
+    run = Run(store, Measurement(), seen.append)
     assert lower(graph, {})([], run) == []
-    assert seen == [(3, 0, 64), (1, 64, 100)]
+    assert seen == [Tile(3, 0, 64), Tile(1, 64, 100)]
     assert len(run.measurement.peaks) == 2
 
 

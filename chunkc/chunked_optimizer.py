@@ -1,0 +1,279 @@
+"""A `torch.optim.Optimizer` that updates chunk by chunk, inside the memory budget, by a rule that subclasses know.
+
+Parameters that chunkc has sent home are updated in slots: parameter, gradient and states of one chunk group are
+fetched, updated by one fused pass and written back, while the next group is on its way; or updated at home, on the
+CPU. `state[p]` holds home views, so `state_dict`, schedulers and hooks see ordinary tensors. Every other parameter is
+updated where it is. On a GPU updates are Triton's and nothing waits for them; `state[p]["step"]` is a CPU tensor.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from chunkc.adam_groups import (
+    DEVICE,
+    UPDATE_ON,
+    Task,
+    groups_at_home,
+    runs_of,
+)
+from chunkc.grad_scale import grad_scale_of, is_skipped, on_the_cpu
+from chunkc.ir.chunks import EXP_AVG, EXP_AVG_SQ, MASTER
+from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.kernels.formats import GradScale
+from chunkc.kernels.hyper import GRAD_DTYPES
+from chunkc.optim_states import like, state_dtype, state_kinds
+from chunkc.overlap import NONE, Overlap
+from chunkc.overlapping import Overlapping
+from chunkc.session import Session, owner
+from chunkc.update import GroupUpdate, PreparedUpdate, prepare_updates
+
+_UNSUPPORTED = ("amsgrad", "differentiable", "capturable")
+
+
+class ChunkedOptimizer(Overlapping, ABC):
+    """What Adam and LAMB share: everything but the rule by which elements change.
+
+    Attributes:
+        grad_scale, found_inf: what `torch.amp.GradScaler.step` sets: gradients are divided by the one, and nothing
+            changes, steps neither, where the other is not 0.
+    """
+
+    _update_on = DEVICE
+    _num_stages = 1
+    _step_supports_amp_scaling = True
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], update_on: str, overlap: str = NONE) -> None:
+        if update_on not in UPDATE_ON:
+            allowed = ", ".join(f'"{name}"' for name in UPDATE_ON)
+            raise OptionsError(f"update_on is {update_on!r}; allowed: {allowed}")
+        self._update_on = update_on
+        self._overlap = Overlap(overlap, update_on)
+        super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_update_on": self._update_on}
+
+    @abstractmethod
+    def hyper_at(self, group: Mapping[str, Any], step: int) -> Any:
+        """The hyper-parameters of one update.
+
+        Raises:
+            OptionsError: one is out of range.
+        """
+
+    def runs(self, session: Session, index: int, tasks: Sequence[Task]) -> Sequence[Any]:
+        """The elements of a chunk group to update."""
+        return runs_of(session, index, tasks)
+
+    def _begin_step(self) -> None:
+        """Forget the former step."""
+
+    @abstractmethod
+    def _in_slots(
+        self, prepared: PreparedUpdate, runs: Mapping[int, Sequence[Any]], scale: GradScale
+    ) -> dict[int, GroupUpdate]:
+        """The updates of chunk groups in slots."""
+
+    @abstractmethod
+    def at_home(self, session: Session, index: int, runs: Sequence[Any], scale: GradScale) -> Callable[[], None]:
+        """The update of a chunk group in home memory, to be run on any thread once all that it needs is there."""
+
+    @abstractmethod
+    def compile_for_home(self, session: Session, index: int, runs: Sequence[Any], scale: GradScale) -> None:
+        """Compile whatever `at_home` may run: Inductor's code generation is not known to be safe on other threads."""
+
+    @abstractmethod
+    def _in_place(self, tasks: list[tuple[torch.Tensor, int]], scale: GradScale) -> None:
+        """Update parameters that do not move, given with the index of their group."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in `torch.optim`; one that is refused is not added.
+
+        Raises:
+            OptionsError: a value is out of range, or asks for something this optimizer does not do.
+            UnsupportedError: a parameter's dtype has no kernel.
+        """
+        params = param_group["params"]
+        param_group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+        self._check_group({**self.defaults, **param_group})
+        for entry in param_group["params"]:
+            parameter = entry[1] if isinstance(entry, tuple) else entry
+            if isinstance(parameter, torch.Tensor) and parameter.dtype not in GRAD_DTYPES:
+                raise UnsupportedError(f"{type(self).__name__} updates fp32, bf16 and fp16, not {parameter.dtype}")
+        super().add_param_group(param_group)
+        self._overlap.forget(self)
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        for name in _UNSUPPORTED:
+            if group.get(name):
+                raise OptionsError(f"{type(self).__name__} does not support {name}=True")
+        self.hyper_at(group, 1)
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update of every parameter that has a gradient.
+
+        Raises:
+            HomeError, StreamError: the home tier failed; parameters stay readable.
+            UnsupportedError: a gradient is sparse, or of a dtype that no kernel takes.
+        """
+        for group in self.param_groups:
+            self._check_group(group)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scale = grad_scale_of(self)
+        self._overlap.check_scale(scale)
+        if is_skipped(scale):
+            return loss
+        chunked: dict[Session, dict[int, list[Task]]] = {}
+        in_place: list[tuple[torch.Tensor, int]] = []
+        for index, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if parameter.grad.is_sparse:
+                    raise UnsupportedError(f"{type(self).__name__} does not support sparse gradients")
+                session, name = owner(parameter) or (None, "")
+                if session is not None and session.store.is_managed(name):
+                    task = Task(self, parameter, name, group)
+                    by_group = chunked.setdefault(session, {})
+                    by_group.setdefault(session.store.group_index(name), []).append(task)
+                else:
+                    in_place.append((parameter, index))
+        begun = self._overlap.collect(self, chunked)
+        # Whatever may fail for want of room fails here, before anything is updated.
+        prepared = [
+            (session, by_group, *self._prepare(session, by_group, begun.get(session, frozenset())))
+            for session, by_group in chunked.items()
+        ]
+        self._begin_step()
+        self._in_place(in_place, scale)
+        for session, by_group, at_home, in_slots in prepared:
+            self._update_chunks(session, by_group, at_home, in_slots, scale)
+        return loss
+
+    def _prepare(
+        self, session: Session, by_group: Mapping[int, list[Task]], begun: frozenset[int]
+    ) -> tuple[frozenset[int], PreparedUpdate | None]:
+        """Which groups are updated at home, and the plan for the others; room for all states.
+
+        Those that have `begun` count: where a group is updated does not depend on when.
+        """
+        at_home = groups_at_home(session, sorted({*by_group, *begun}), self._update_on)
+        if self._overlap.beside_backward:
+            self._overlap.prepare(self, session, at_home)
+        for index in sorted(by_group):
+            session.store.updates.wait(index)
+        for index in sorted(at_home - begun):
+            session.store.reserve_states(index)
+        in_slots = [index for index in by_group if index not in at_home]
+        return at_home - begun, prepare_updates(session, in_slots, num_stages=self._num_stages) if in_slots else None
+
+    def _update_chunks(
+        self,
+        session: Session,
+        by_group: Mapping[int, list[Task]],
+        at_home: frozenset[int],
+        in_slots: PreparedUpdate | None,
+        scale: GradScale,
+    ) -> None:
+        """Update a session's groups: the device's are only enqueued where it can run on, then the CPU does its own.
+
+        The CPU begins when all that was computed before the step has arrived at home.
+        """
+        store = session.store
+        runs = {index: self.runs(session, index, tasks) for index, tasks in by_group.items()}
+        moments: list[Any] = []
+        if at_home:
+            store.release_slots()
+            for index in sorted(at_home):
+                store.collect_gradients(index)
+            moments += store.tier.mark()
+        if self._overlap.mode != NONE:
+            self._overlap.submit(self, session, {index: runs[index] for index in at_home}, scale, moments)
+        if in_slots is not None:
+            moving = {index: found for index, found in runs.items() if index not in at_home}
+            in_slots.run(self._in_slots(in_slots, moving, scale))
+        if self._overlap.mode != NONE:
+            self._overlap.end_step(session, at_home)
+            return
+        for moment in moments:
+            moment.wait()
+        if at_home and not is_skipped(scale := on_the_cpu(scale)):
+            for index in sorted(at_home):
+                self.at_home(session, index, runs[index], scale)()
+
+    def _state_on_tier(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """The state of a parameter that does not move, made on its first update."""
+        state = self.states_of(parameter)
+        if len(state) == 1 + len(state_kinds(parameter)) and state[EXP_AVG].stride() == parameter.stride():
+            return state
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+        if "exp_avg" not in state:
+            for kind in state_kinds(parameter):
+                state[kind] = torch.zeros_like(
+                    parameter, dtype=state_dtype(parameter), memory_format=torch.preserve_format
+                )
+                if kind == MASTER:
+                    state[kind].copy_(parameter)
+        for kind in state_kinds(parameter):
+            if state[kind].stride() != parameter.stride():
+                state[kind] = like(state[kind], parameter)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state in this optimizer's or `torch.optim.AdamW`'s format.
+
+        States of chunked parameters are copied home one by one; fp32 states of 16-bit parameters keep their
+        precision. A missing master copy is made from the parameter.
+
+        Raises:
+            ValueError: the state does not fit the parameters, as in `torch.optim`.
+        """
+        for loaded in state_dict["param_groups"]:
+            self._check_group({**self.defaults, **loaded})
+        states = state_dict["state"]
+        self._overlap.finish()
+        self._overlap.forget(self)
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        with torch.no_grad():
+            for index, parameter in zip(ids, parameters, strict=True):
+                if index in states:
+                    self._load_state(parameter, states[index])
+
+    def _load_state(self, parameter: torch.Tensor, loaded: Mapping[str, Any]) -> None:
+        unsupported = [k for k in loaded if k not in ("step", EXP_AVG, EXP_AVG_SQ, MASTER)]
+        if unsupported:
+            raise OptionsError(f"{type(self).__name__} cannot use the state {', '.join(map(str, unsupported))}")
+        state: dict[str, Any] = {"step": torch.as_tensor(loaded["step"], dtype=torch.float32).to("cpu", copy=True)}
+        session, name = owner(parameter) or (None, "")
+        managed = session is not None and session.store.is_managed(name)
+        if managed:
+            session.store.reserve_states(session.store.group_index(name))  # type: ignore[union-attr]
+        for kind in state_kinds(parameter):
+            source = loaded.get(kind, parameter if kind == MASTER else None)
+            if source is None:
+                raise ValueError(f"the loaded state lacks {kind}")
+            if managed:
+                state[kind] = session.store.home_view(kind, name)  # type: ignore[union-attr]
+                session.store.fill(kind, name, state[kind], torch.as_tensor(source))  # type: ignore[union-attr]
+            else:
+                state[kind] = torch.empty_strided(
+                    parameter.shape,
+                    parameter.stride(),
+                    dtype=state_dtype(parameter),
+                    device=parameter.device,
+                )
+                state[kind].copy_(source)
+        self.__dict__["state"][parameter] = state

@@ -1,0 +1,126 @@
+"""The CPU pass of Adam and AdamW for split masters (see `chunkc.kernels.split`), as one loop in C++.
+
+Inductor does not vectorise 16-bit integers, and reinterprets bits element by element, so its pass would be four times
+slower than this loop, which the compiler vectorises. Inductor's own compiler front end builds it: nothing else is
+needed than for any other pass.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from string import Template
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor import config as inductor_config
+from torch._inductor.codecache import CppCodeCache
+
+from chunkc.kernels.formats import AdamFormat
+from chunkc.kernels.fused_pass import Pass
+
+_OPTIONS: dict[str, Any] = {
+    "cpp.enable_floating_point_contract_flag": "off",
+    "cpp.enable_unsafe_math_opt_flag": False,
+}
+# Inductor's flags leave loops alone, since its own kernels are vectorised by hand, and let a root set errno.
+_FLAGS = ("-ftree-loop-vectorize", "-fno-math-errno")
+
+# The C++ type, and what makes it a float. 16-bit floats are plain integers: of structs the compiler makes no vectors.
+_TYPES = {
+    torch.float32: ("float", "as_it_is"),
+    torch.bfloat16: ("uint16_t", "widen_bf16"),
+    torch.float16: ("uint16_t", "widen_fp16"),
+}
+
+_SOURCE = Template(r"""
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+static inline float as_float(uint32_t bits) { float x; std::memcpy(&x, &bits, 4); return x; }
+static inline uint32_t as_bits(float x) { uint32_t bits; std::memcpy(&bits, &x, 4); return bits; }
+
+static inline float as_it_is(float x) { return x; }
+static inline float widen_bf16(uint16_t x) { return as_float(uint32_t(x) << 16); }
+static inline float widen_fp16(uint16_t x) {
+  // The exponent moves by a factor of 2 ** 112; subnormals are counted in steps of 2 ** -24.
+  const uint32_t magnitude = (x & 0x7FFFu) << 13;
+  const float normal = as_float(magnitude + ((magnitude >> 23) == 31 ? 0x70000000u : 0x38000000u));
+  const float subnormal = float(int32_t(x & 0x3FFu)) * 0x1p-24f;
+  const float value = magnitude < 0x00800000u ? subnormal : normal;
+  return as_float(as_bits(value) | (uint32_t(x & 0x8000u) << 16));
+}
+
+static inline uint16_t rounded(float x) {  // to nearest even
+  const uint32_t bits = x != x ? 0x7FC00000u : as_bits(x);
+  return uint16_t((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+static inline void store(float* place, float x) { *place = x; }
+static inline void store(uint16_t* place, float x) { *place = rounded(x); }
+
+extern "C" void update(
+    uint16_t* param, const $grad* grad, $moment* exp_avg, $moment* exp_avg_sq, int16_t* lower, const float* scalars,
+    const float* unscale, const float* clip, int64_t num_elements, int num_threads) {
+  const float grad_sign = scalars[0], decay = scalars[1], l2 = scalars[2], lerp_weight = scalars[3];
+  const float beta2 = scalars[4], one_minus_beta2 = scalars[5], bias_correction2_sqrt = scalars[6];
+  const float eps = scalars[7], neg_step_size = scalars[8];
+  const float factor = $scaled ? *unscale : 1.0f, second_factor = $scaled ? *clip : 1.0f;
+  const float coefficient = lerp_weight < 0.5f ? lerp_weight : lerp_weight - 1.0f;
+  const uint32_t near = lerp_weight < 0.5f ? 0xFFFFFFFFu : 0u;  // bits, since of a flag gcc makes no vector
+  #pragma omp parallel for simd schedule(static) num_threads(num_threads) if(parallel: num_threads > 1)
+  for (int64_t i = 0; i < num_elements; ++i) {
+    float wide = $widen_grad(grad[i]);
+    if ($scaled) wide = wide * factor * second_factor;
+    wide = wide * grad_sign;
+    const float upper = widen_bf16(param[i]);
+    const float joined = as_float(as_bits(upper) + uint32_t(int32_t(lower[i])));
+    const float target = joined != joined ? upper : joined;
+    if ($l2) wide = wide + target * l2;
+    const float old_avg = $widen_moment(exp_avg[i]);
+    const float base = as_float((as_bits(old_avg) & near) | (as_bits(wide) & ~near));
+    const float new_avg = base + coefficient * (wide - old_avg);
+    const float new_avg_sq = $widen_moment(exp_avg_sq[i]) * beta2 + one_minus_beta2 * wide * wide;
+    const float denom = std::sqrt(new_avg_sq) / bias_correction2_sqrt + eps;
+    const float new_target = target * decay + neg_step_size * new_avg / denom;
+    store(&exp_avg[i], new_avg);
+    store(&exp_avg_sq[i], new_avg_sq);
+    const uint32_t bits = as_bits(new_target);
+    const uint32_t kept = bits - ((bits & 0x1FFFFu) == 0x8000u ? 1u : 0u);
+    param[i] = rounded(new_target);
+    lower[i] = int16_t(new_target != new_target ? 0u : kept);
+  }
+}
+""")
+
+
+@functools.cache
+def split_pass(fmt: AdamFormat, *, l2: bool, scaled: bool, parallel: bool) -> Pass:
+    """The compiled pass over [param, grad, exp_avg, exp_avg_sq, master, scalars] and, where scaled, two 0-dim factors.
+
+    `master` has the lower bits, int16. `grad` may share `param`'s memory: it is read first. Empties its list.
+    """
+    update = library(fmt.grad_dtype, fmt.moment_dtype, l2=l2, scaled=scaled).update
+
+    def run(tensors: list[Tensor]) -> None:
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        pointers += [0] * (8 - len(pointers))
+        update(*pointers, tensors[0].numel(), torch.get_num_threads() if parallel else 1)
+        tensors.clear()
+
+    return run
+
+
+@functools.cache
+def library(grad_dtype: torch.dtype, moment_dtype: torch.dtype, *, l2: bool, scaled: bool) -> ctypes.CDLL:
+    """The loop for these dtypes, compiled and loaded: a library with the function `update`."""
+    grad, widen_grad = _TYPES[grad_dtype]
+    moment, widen_moment = _TYPES[moment_dtype]
+    names = {"grad": grad, "widen_grad": widen_grad, "moment": moment, "widen_moment": widen_moment}
+    source = _SOURCE.substitute(names, l2=str(l2).lower(), scaled=str(scaled).lower())
+    with inductor_config.patch(_OPTIONS):
+        loaded: ctypes.CDLL = CppCodeCache.load(source, extra_flags=_FLAGS)
+    loaded.update.argtypes = [*[ctypes.c_void_p] * 8, ctypes.c_int64, ctypes.c_int]
+    loaded.update.restype = None
+    return loaded

@@ -1,0 +1,150 @@
+"""Split masters: parameter and lower bits are the master to the bit, but for ties; foreign bits do no harm."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import adam_cases
+import pytest
+import torch
+
+from chunkc.kernels import adam_cpu, adam_cpu_split, reference
+from chunkc.kernels.formats import AdamFormat, AdamSlots, Run
+from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS
+from chunkc.kernels.hyper import AdamHyper, scalar_table
+from chunkc.kernels.split import join_master, split_master
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FULL = AdamFormat(BF16, BF16, master=True)
+SPLIT = AdamFormat(BF16, BF16, master=True, split=True)
+UPPER = torch.arange(1 << 16)
+"""Every upper half of fp32 bits: both zeros, subnormals, all steps over exponents, infinities, NaN; both signs."""
+
+
+def masters_with(lower: int) -> torch.Tensor:
+    return ((UPPER << 16) + lower).to(torch.int32).view(FP32)
+
+
+def pattern(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.int32)
+
+
+@pytest.mark.parametrize("lower", [0, 1, 0x7FFE, 0x7FFF, 0x8001, 0xFFFE, 0xFFFF])
+def test_masters_come_back_to_the_bit(lower):
+    master = masters_with(lower)
+    param, kept = split_master(master)
+    number = ~master.isnan()
+    assert torch.equal(param[number].view(torch.int16), master[number].to(BF16).view(torch.int16))
+    joined = join_master(param, kept)
+    assert torch.equal(pattern(joined)[number], pattern(master)[number])
+    assert joined[~number].isnan().all()
+    assert (kept[~number] == 0).all()
+
+
+def test_random_masters_come_back_to_the_bit():
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(1 << 31), 1 << 31, (1 << 20,), generator=generator).to(torch.int32)
+    bits = bits[(bits & 0x1FFFF) != 0x8000]
+    master = bits.view(FP32)[~bits.view(FP32).isnan()]
+    assert torch.equal(pattern(join_master(*split_master(master))), pattern(master))
+
+
+def test_a_tie_rounded_down_is_kept_one_place_lower():
+    """Of all ties, every second one, away from NaN: where the upper half is even."""
+    master = masters_with(0x8000)
+    number = ~master.isnan()
+    param, kept = split_master(master)
+    assert torch.equal(param[number].view(torch.int16), master[number].to(BF16).view(torch.int16))
+    moved = (pattern(master) - pattern(join_master(param, kept)))[number]
+    assert torch.equal(moved, (UPPER[number] % 2 == 0).to(torch.int32))
+    again = split_master(join_master(param, kept))  # and it stays there
+    assert torch.equal(again[0][number].view(torch.int16), param[number].view(torch.int16))
+    assert torch.equal(again[1], kept)
+
+
+@pytest.mark.parametrize("lower", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+def test_any_lower_bits_leave_any_parameter_what_it_is(lower):
+    """Lower bits of another parameter give a master that rounds to this one; never NaN or infinity from a number."""
+    param = UPPER.to(torch.uint16).view(BF16)
+    joined = join_master(param, torch.full((1 << 16,), lower).to(torch.uint16).view(torch.int16))
+    number = ~param.isnan()
+    assert torch.equal(joined.isnan(), ~number)
+    # A tie belongs to its even neighbour, and half a place below a power of two is nearer to the next value.
+    near = (joined.to(BF16).view(torch.int16).int() - param.view(torch.int16).int()).abs()[number]
+    assert near.max() <= (1 if lower == 0x8000 else 0)
+
+
+@pytest.mark.parametrize("update", [reference.adam_chunk_update, adam_cpu.adam_chunk_update])
+def test_follows_full_masters_but_for_ties(update):
+    """200 steps on equal gradients: masters one place apart where a tie was, so copies differ almost nowhere."""
+    num_elements, steps = 1 << 15, 200
+    generator = torch.Generator().manual_seed(1)
+    value = torch.randn(num_elements, generator=generator)
+    zeros = torch.zeros(num_elements)
+    full = AdamSlots(value.to(BF16), zeros.to(BF16), zeros.clone(), zeros.clone(), value.clone())
+    param, lower = split_master(value)
+    split = AdamSlots(param, zeros.to(BF16), zeros.clone(), zeros.clone(), lower)
+    num_ties = num_other_copies = 0
+    for step in range(1, steps + 1):
+        grad = torch.randn(num_elements, generator=generator)
+        for fmt, slots in ((FULL, full), (SPLIT, split)):
+            slots.grad.copy_(grad)
+            scalars = scalar_table([AdamHyper(lr=1e-3, weight_decay=0.1, step=step)])
+            update(fmt, slots, [Run(0, num_elements, 0)], scalars)
+        num_ties += int(((pattern(full.master) & 0x1FFFF) == 0x8000).sum())
+        num_other_copies += int((full.param != split.param).sum())
+    expected = num_elements * steps / 2**17
+    assert 0.5 * expected < num_ties < 2 * expected
+    assert num_other_copies <= num_ties / 10
+    apart = (join_master(split.param, split.master) - full.master).abs() / full.master.abs().clamp(min=1e-3)
+    assert 0 < int((apart > 0).sum()) < 2 * expected  # those of the first masters are among them
+    assert apart.max() < 2**-20
+    assert torch.equal(split.exp_avg, full.exp_avg)
+
+
+@pytest.mark.parametrize("grad_dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_the_single_run_has_the_reference_s_bits(grad_dtype, decoupled):
+    """`adam_update`'s door, and every fp16 gradient."""
+    every = torch.arange(1 << 16).to(torch.uint16).view(FP16).to(grad_dtype)
+    fmt = AdamFormat(BF16, grad_dtype, master=True, split=True)
+    expected = adam_cases.make_slots(fmt, 1 << 16, seed=3)
+    expected.grad.copy_(every)
+    slots = adam_cases.on(expected, "cpu")
+    hyper = AdamHyper(lr=1e-2, weight_decay=0.1, step=3, decoupled=decoupled)
+    reference.adam_chunk_update(fmt, expected, [Run(0, 1 << 16, 0)], scalar_table([hyper]))
+    adam_cpu.adam_update(slots.param, slots.grad, slots.exp_avg, slots.exp_avg_sq, slots.master, hyper)
+    assert adam_cases.same_bits(slots, expected)
+    plain = adam_cases.make_slots(fmt, 100)
+    reference.adam_update(plain.param, plain.grad, plain.exp_avg, plain.exp_avg_sq, plain.master, hyper)
+    follows = adam_cases.make_slots(fmt, 100)
+    adam_cpu.adam_update(follows.param, follows.grad, follows.exp_avg, follows.exp_avg_sq, follows.master, hyper)
+    torch.testing.assert_close(
+        join_master(plain.param, plain.master), join_master(follows.param, follows.master), rtol=0, atol=1e-6
+    )
+
+
+def test_bits_do_not_depend_on_the_number_of_threads():
+    num_elements = 3 * SERIAL_NUM_ELEMENTS + 5
+    one, two = adam_cases.make_slots(SPLIT, num_elements), adam_cases.make_slots(SPLIT, num_elements)
+    threads = torch.get_num_threads()
+    try:
+        for num_threads, slots in ((1, one), (2, two)):
+            torch.set_num_threads(num_threads)
+            adam_cpu.adam_chunk_update(SPLIT, slots, [Run(0, num_elements, 0)], scalar_table(adam_cases.HYPERS))
+    finally:
+        torch.set_num_threads(threads)
+    assert adam_cases.same_bits(one, two)
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump is not installed")
+def test_the_loop_is_vectorised_and_nothing_is_contracted():
+    adam_cpu_split.split_pass(SPLIT, l2=False, scaled=False, parallel=True)
+    code = subprocess.run(
+        ["objdump", "-d", adam_cpu_split.library(BF16, FP32, l2=False, scaled=False)._name],
+        check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    assert re.search(r"\bv?sqrtps\b|\bfsqrt\s+[vz]\d", code)
+    assert not re.search(r"\bvfn?m(add|sub)\w*\b|\bfml[as]\b", code)

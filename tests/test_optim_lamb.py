@@ -1,0 +1,191 @@
+"""LAMB: the paper's update, the same bits under every budget and wherever the update happens, states that resume."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from harness import HUGE, TINY, array, assert_same_training, compile_case, differences, refuse
+from harness import train as train_limited
+from torch import Tensor, nn
+from zoo import Case, floats
+
+import chunkc
+from chunkc.passes import planning
+from chunkc.session import owner
+
+WIDTH = 160
+STEPS = 3
+
+
+class Stack(nn.Module):
+    """Weights of 25,600 elements, two to a chunk: no multiple of a row of sums; biases too small to move."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
+def case(dtype: torch.dtype = torch.float32) -> Case:
+    return Case("lamb stack", lambda: Stack(dtype), lambda seed: {"x": floats(seed, (4, WIDTH)).to(dtype)})
+
+
+def options(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    return {"whole_graph": "never", "chunk_size": 2 * WIDTH * WIDTH * dtype.itemsize}
+
+
+def minimum(of: Case, dtype: torch.dtype = torch.float32, home: str = "cpu") -> int:
+    return refuse(of, memory_budget=TINY, home=home, **options(dtype)).minimum_nbytes
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Biases without weight decay, one weight with a rate of its own, and one that adapts without weight decay."""
+    weights = [layer.weight for layer in model.layers]  # type: ignore[union-attr]
+    return [
+        {"params": [layer.bias for layer in model.layers], "weight_decay": 0.0},  # type: ignore[union-attr]
+        {"params": weights[:2]},
+        {"params": weights[2:3], "lr": 0.03, "betas": (0.8, 0.95)},
+        {"params": weights[3:], "weight_decay": 0.0, "always_adapt": True},
+    ]
+
+
+def lamb(model: nn.Module, update_on: str = "device") -> chunkc.optim.LAMB:
+    return chunkc.optim.LAMB(groups(model), lr=1e-2, weight_decay=0.1, update_on=update_on)
+
+
+def run(budget_nbytes: int, dtype: torch.dtype = torch.float32, update_on: str = "device", home: str = "cpu") -> Any:
+    of = case(dtype)
+    model, compiled = compile_case(of, memory_budget=budget_nbytes, home=home, **options(dtype))
+    optimizer = lamb(model, update_on)
+    results = []
+    for step in range(STEPS):
+        loss = compiled(**of.batch(step))
+        loss.backward()
+        if step == 1:
+            model.layers[1].weight.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        results += [array(loss), *map(array, model.parameters())]
+        results += [array(optimizer.state[p][kind]) for p in model.parameters() for kind in sorted(optimizer.state[p])]
+    session = owner(model.layers[0].weight)[0]  # type: ignore[index]
+    assert session.store.is_managed("layers.0.weight") == (budget_nbytes < HUGE)
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_bits_wherever_the_update_happens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(HUGE, dtype)
+    nbytes = minimum(case(dtype), dtype)
+    assert not differences(run(nbytes, dtype), expected)
+    assert not differences(run(nbytes, dtype, "cpu"), expected)
+    assert not differences(run(nbytes, dtype, "auto"), expected)
+    assert not differences(run(minimum(case(dtype), dtype, "disk"), dtype, home="disk"), expected)
+    for name in ("MIN_TILE_NUMEL", "MAX_TILE_NUMEL"):  # tensors that span tiles: their sums are complete before stage 2
+        monkeypatch.setattr(planning, name, 1 << 14)
+    assert not differences(run(nbytes, dtype), expected)
+
+
+def test_tiles_in_wrong_places_would_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test above relies on: it sees where sums are cut."""
+    expected = run(HUGE)
+    for name in ("MIN_TILE_NUMEL", "MAX_TILE_NUMEL"):
+        monkeypatch.setattr(planning, name, 10_000)
+    assert differences(run(minimum(case())), expected)
+
+
+def textbook(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """Algorithm 2 of arXiv:1904.00962 in double precision, with decoupled weight decay and bias corrections."""
+    beta1, beta2 = group["betas"]
+    grad = parameter.grad.double()  # type: ignore[union-attr]
+    state["t"] = state.get("t", 0) + 1
+    state["m"] = beta1 * state.get("m", 0) + (1 - beta1) * grad
+    state["v"] = beta2 * state.get("v", 0) + (1 - beta2) * grad * grad
+    direction = state["m"] / (1 - beta1 ** state["t"])
+    direction = direction / ((state["v"] / (1 - beta2 ** state["t"])).sqrt() + group["eps"])
+    direction = direction + group["weight_decay"] * parameter.double()
+    ratio = parameter.double().norm() / direction.norm()
+    if not (group["weight_decay"] or group["always_adapt"]) or not ratio.isfinite() or ratio == 0:
+        ratio = torch.ones((), dtype=torch.float64)
+    with torch.no_grad():
+        parameter.copy_(parameter.double() - group["lr"] * ratio * direction)
+
+
+def test_a_hundred_steps_follow_the_paper() -> None:
+    of = case()
+    model, compiled = compile_case(of, memory_budget=minimum(of), **options())
+    twin = copy.deepcopy(of.build())
+    optimizer, states = lamb(model), {}
+    for step in range(100):
+        compiled(**of.batch(step)).backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            q.grad = p.grad.detach().clone()
+        before = [q.detach().clone() for q in twin.parameters()]
+        by_parameter = {p: group for group in optimizer.param_groups for p in group["params"]}
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            textbook(q, states.setdefault(q, {}), by_parameter[p])
+        optimizer.step()
+        optimizer.zero_grad()
+        for p, q, b in zip(model.parameters(), twin.parameters(), before, strict=True):
+            torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+            if step == 0:
+                assert not torch.equal(q, b)
+
+
+def test_inside_the_hard_limit() -> None:
+    of, nbytes = case(), minimum(case())
+    unlimited = train_limited(of, memory_budget=HUGE, limit=False, optimizer=chunkc.optim.LAMB, **options())
+    limited = train_limited(of, memory_budget=nbytes, optimizer=chunkc.optim.LAMB, **options())
+    assert_same_training(limited, unlimited)
+    assert limited.measured_peak_nbytes <= nbytes
+    assert limited.measured_peak_nbytes < 0.6 * unlimited.measured_peak_nbytes
+
+
+def test_states_resume_with_the_same_bits() -> None:
+    of, nbytes = case(), minimum(case())
+
+    def steps(model: nn.Module, compiled: nn.Module, optimizer: Any, which: range) -> None:
+        for step in which:
+            compiled(**of.batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    first = compile_case(of, memory_budget=nbytes, **options())
+    optimizer = lamb(first[0])
+    steps(*first, optimizer, range(2))
+    buffer = io.BytesIO()
+    torch.save((first[0].state_dict(), optimizer.state_dict()), buffer)
+    steps(*first, optimizer, range(2, 4))
+    buffer.seek(0)
+    weights, states = torch.load(buffer)
+    second = compile_case(of, memory_budget=nbytes, **options())
+    second[0].load_state_dict(weights)
+    resumed = lamb(second[0])
+    resumed.load_state_dict(states)
+    steps(*second, resumed, range(2, 4))
+    assert not differences([*map(array, first[0].parameters())], [*map(array, second[0].parameters())])
+
+
+def test_schedulers_and_groups_are_torch_s() -> None:
+    model = Stack(torch.float32)
+    optimizer = chunkc.optim.LAMB(model.layers[0].parameters())
+    assert optimizer.defaults["eps"] == 1e-6
+    assert optimizer.defaults["weight_decay"] == 0.01
+    optimizer.add_param_group({"params": model.layers[1].parameters(), "lr": 1.0})
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [5e-4, 0.5]
+    model(torch.ones(1, WIDTH)).backward()
+    optimizer.step()
+    scheduler.step()
+    assert not optimizer.state_dict()["state"].keys() ^ range(4)
+    with pytest.raises(chunkc.OptionsError, match="beta1"):
+        chunkc.optim.LAMB(model.parameters(), betas=(1.0, 0.9))
+    with pytest.raises(chunkc.OptionsError, match="amsgrad"):
+        optimizer.add_param_group({"params": model.layers[2].parameters(), "amsgrad": True})
