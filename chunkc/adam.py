@@ -8,20 +8,17 @@ from typing import Any
 import torch
 
 from chunkc import device_adam as device_adams
-from chunkc.adam_groups import (
-    DEVICE,
-    compile_for_home,
-    update_at_home,
-    update_in_slots,
-    update_on_cpu,
-)
+from chunkc.adam_groups import DEVICE, compile_for_home, update_at_home, update_in_slots
+from chunkc.adam_rule import AdamRule, Place, adam_slots, update_on_cpu
 from chunkc.chunked_optimizer import ChunkedOptimizer
 from chunkc.device_adam import DeviceAdam
+from chunkc.ir.chunks import GRAD, PARAM
 from chunkc.ir.errors import OptionsError
+from chunkc.ir.states import DEFAULT_STATES, EXP_AVG, EXP_AVG_SQ, MASTER
 from chunkc.kernels.adam_cpu import prepare
-from chunkc.kernels.formats import NO_SCALE, AdamSlots, GradScale
+from chunkc.kernels.formats import NO_SCALE, GradScale
 from chunkc.kernels.hyper import AdamHyper
-from chunkc.optim_states import flat, like, state_kinds
+from chunkc.optim_states import flat, like, place_in_group
 from chunkc.overlap import NONE
 from chunkc.session import Session
 from chunkc.update import GroupUpdate, PreparedUpdate
@@ -41,13 +38,25 @@ class _Adam(ChunkedOptimizer):
         maximize: bool = False,
         update_on: str = DEVICE,
         overlap: str = NONE,
+        moments_dtype: torch.dtype | str = torch.float32,
+        master_weights: bool | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int = 0,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        amsgrad: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
     ) -> None:
         self._device_adams: dict[torch.device, DeviceAdam] = {}
+        self._rule = AdamRule.of(moments_dtype, master_weights, stochastic_rounding, rounding_seed)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, update_on, overlap)
+        implementation = {"foreach": foreach, "fused": fused, "amsgrad": amsgrad}
+        implementation |= {"capturable": capturable, "differentiable": differentiable}
+        super().__init__(params, defaults, update_on, overlap, states=self._rule.states, implementation=implementation)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_device_adams": {}}
+        return super().__getstate__() | {"_device_adams": {}, "_rule": self._rule}
 
     def hyper_at(self, group: Mapping[str, Any], step: int) -> AdamHyper:
         beta1, beta2 = group["betas"]
@@ -75,13 +84,13 @@ class _Adam(ChunkedOptimizer):
         adam = self._device_adam(prepared.session.store.tier.device)
         if adam is not None:  # one table of scalars for all that is to come
             adam.declare([hyper for of_group in runs.values() for _, _, hyper in of_group])
-        return {index: update_in_slots(index, found, adam, scale) for index, found in runs.items()}
+        return {index: update_in_slots(self._rule, index, found, adam, scale) for index, found in runs.items()}
 
     def at_home(self, session: Session, index: int, runs: Sequence[Any], scale: GradScale) -> Callable[[], None]:
-        return update_at_home(session, index, runs, scale)
+        return update_at_home(self._rule, session, index, runs, scale)
 
     def compile_for_home(self, session: Session, index: int, runs: Sequence[Any], scale: GradScale) -> None:
-        compile_for_home(session, index, runs, scale)
+        compile_for_home(self._rule, session, index, runs, scale)
 
     def _device_adam(self, device: torch.device) -> DeviceAdam | None:
         """Triton's updates on a device; None where the CPU computes."""
@@ -91,36 +100,44 @@ class _Adam(ChunkedOptimizer):
             self._device_adams[device] = DeviceAdam(device)
         return self._device_adams[device]
 
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        super()._check_dtype(dtype)
+        self._rule.format(dtype, dtype)
+
     def _in_place(self, tasks: list[tuple[torch.Tensor, int]], scale: GradScale) -> None:
         """Update parameters that do not move, given with the index of their group; each is one run of its own."""
         states = [self._state_on_tier(parameter) for parameter, _ in tasks]
         if not tasks:
             return
         torch._foreach_add_([state["step"] for state in states], 1)
+        numbers = {p: number for number, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        is_plain = self._rule.states == DEFAULT_STATES and not self._rule.stochastic and scale is NO_SCALE
         updates: dict[tuple, Callable[[list[torch.Tensor]], None]] = {}
         written = []
         for (parameter, index), state in zip(tasks, states):
-            grad = parameter.grad
-            assert grad is not None
-            runs = [flat(t) for t in (parameter, like(grad, parameter), *(state[k] for k in state_kinds(parameter)))]
+            kinds = self._dtypes(parameter)
+            tensors = {PARAM: parameter, GRAD: like(parameter.grad, parameter), **{kind: state[kind] for kind in kinds}}
+            flats = {kind: flat(tensor) for kind, tensor in tensors.items()}
             device_adam = self._device_adam(parameter.device)
+            if device_adam is None and is_plain:
+                key = (index, float(state["step"]), parameter.dtype, tensors[GRAD].dtype)
+                if key not in updates:
+                    hyper = self.hyper_at(self.param_groups[index], int(state["step"]))
+                    updates[key] = prepare(parameter.dtype, tensors[GRAD].dtype, hyper)
+                updates[key]([flats[kind] for kind in _PREPARED if kind in flats])
+                written += [parameter, *(state[kind] for kind in kinds)]
+                continue
+            place = Place(*(place_in_group(parameter) or (-1 - numbers[parameter], 0)))
+            runs = [(0, parameter.numel(), self.hyper_at(self.param_groups[index], int(state["step"])))]
             if device_adam is not None:
-                hyper = self.hyper_at(self.param_groups[index], int(state["step"]))
-                device_adam.update(AdamSlots(*runs), [(0, parameter.numel(), hyper)], scale)
-                continue
-            if scale is not NO_SCALE:
-                hyper = self.hyper_at(self.param_groups[index], int(state["step"]))
-                update_on_cpu(AdamSlots(*runs), [(0, parameter.numel(), hyper)], scale)
-                continue
-            key = (index, float(state["step"]), parameter.dtype, grad.dtype)
-            update = updates.get(key)
-            if update is None:
-                hyper = self.hyper_at(self.param_groups[index], int(state["step"]))
-                update = prepare(parameter.dtype, grad.dtype, hyper)
-                updates[key] = update
-            update(runs)
-            written += [parameter, *(state[kind] for kind in state_kinds(parameter))]
+                device_adam.update(self._rule, adam_slots(flats), runs, scale, place)
+            else:
+                update_on_cpu(self._rule, adam_slots(flats), runs, scale, place)
         torch.autograd.graph.increment_version(written)
+
+
+_PREPARED = (PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MASTER)
+"""The order that `chunkc.kernels.adam_cpu.prepare` wants."""
 
 
 class AdamW(_Adam):
@@ -144,8 +161,20 @@ class AdamW(_Adam):
             optimizer.accumulating():`. What is changed all the same raises, at the latest in `step()`.
             `"both"`: both, with the rules of both.
 
-    fp32 parameters, or bf16/fp16 ones with an fp32 master copy in `state[p]["master"]`. Where a gradient is None,
-    nothing happens to that parameter.
+        moments_dtype: how `state[p]["exp_avg"]` and `["exp_avg_sq"]` are stored: `torch.float32`, `torch.bfloat16`, or
+            `"int8"`: a code of one byte per element, with `["exp_avg_scale"]` for each 256 (Dettmers et al.,
+            arXiv:2110.02861).
+        master_weights: whether bf16 and fp16 parameters have an fp32 master copy, `state[p]["master"]`. None: they do,
+            unless `stochastic_rounding` makes up for it. Without one, fp16 is not possible, nor is rounding to nearest.
+        stochastic_rounding: round what is stored in bf16 (parameters, moments) up or down with the probability of the
+            distance. The random bits depend on the seed, the step and the element's place alone: not on the budget, the
+            home, `update_on` or what ran before. Fp32 is not rounded.
+        rounding_seed: of those bits.
+        foreach, fused: as in `torch.optim`, and without effect: an update is one fused pass whatever they say.
+        amsgrad, capturable, differentiable: refused if true.
+
+    Where a gradient is None, nothing happens to that parameter. With `torch.amp.GradScaler` gradients are unscaled
+    inside the update.
     """
 
     _decoupled = True
@@ -157,15 +186,15 @@ class AdamW(_Adam):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        *,
-        maximize: bool = False,
-        update_on: str = DEVICE,
-        overlap: str = NONE,
+        **options: Any,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, update_on=update_on, overlap=overlap)
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
 
 
 class Adam(_Adam):
-    """Adam (Kingma and Ba, arXiv:1412.6980) with `torch.optim.Adam`'s semantics: weight decay joins the gradient."""
+    """Adam (Kingma and Ba, arXiv:1412.6980) with `torch.optim.Adam`'s semantics: weight decay joins the gradient.
+
+    Its arguments are those of `AdamW`.
+    """
 
     _decoupled = False

@@ -9,19 +9,18 @@ from typing import Any, Protocol
 
 import torch
 
+from chunkc.adam_rule import AdamRule, Place, Runs, adam_slots, update_on_cpu
 from chunkc.device_adam import DeviceAdam
-from chunkc.ir.chunks import EXP_AVG, EXP_AVG_SQ, GRAD, MASTER, PARAM, chunk_name
+from chunkc.ir.chunks import GRAD, PARAM, chunk_name
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.plan import Tile
-from chunkc.kernels.adam_cpu import adam_chunk_update, warm_up_format
-from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run
-from chunkc.kernels.hyper import AdamHyper, scalar_table
+from chunkc.ir.states import EXP_AVG, SCALES, num_entries
+from chunkc.kernels.adam_cpu import warm_up_format
+from chunkc.kernels.formats import GradScale
+from chunkc.optim_states import initialise
 from chunkc.passes.update_placement import groups_for_cpu
 from chunkc.session import Session
 from chunkc.update import GroupUpdate
-
-Runs = Sequence[tuple[int, int, AdamHyper]]
-"""Elements `[begin, end)` of a group with their hyper-parameters, in order."""
 
 AUTO, DEVICE, CPU = "auto", "device", "cpu"
 UPDATE_ON = (AUTO, DEVICE, CPU)
@@ -73,13 +72,12 @@ def groups_at_home(session: Session, groups: Sequence[int], update_on: str) -> f
 def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool = True) -> Sequence[Any]:
     """The group's elements to update, by tensor, or neighbours with equal hyper-parameters as one run.
 
-    Counts their steps.
-
-    States that are missing are made: home views of zeros, and of the parameter for a master.
+    Counts their steps. States that are missing are made: home views of zeros, and of the parameter for a master.
     """
     store = session.store
     chunk_group = store.layout.groups[index]
     kinds = [kind for kind in chunk_group.update_kinds if kind not in (PARAM, GRAD)]
+    quantised = SCALES[0] in kinds
     hypers: dict[str, Any] = {}
     for task in tasks:
         state = task.optimizer.states_of(task.parameter)
@@ -87,7 +85,7 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool
         fresh = EXP_AVG not in state
         for kind, view in task_kinds.items():
             if fresh:
-                view.copy_(task.parameter) if kind == MASTER else view.zero_()
+                initialise(kind, view, task.parameter)
             elif state[kind].data_ptr() != view.data_ptr():
                 view.copy_(state[kind])
             else:
@@ -103,7 +101,9 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool
         if hyper is None:
             follows = False
             continue
-        if merged and follows and runs[-1][2] == hyper:
+        # Between tensors may be bytes that nobody wrote: they may not get into the scale of a tensor's last block.
+        touches = not quantised or (follows and runs[-1][1] == tensor_slice.offset)
+        if merged and follows and touches and runs[-1][2] == hyper:
             runs[-1] = (runs[-1][0], tensor_slice.end, hyper)
         else:
             runs.append((tensor_slice.offset, tensor_slice.end, hyper))
@@ -117,30 +117,32 @@ def advance(state: dict[str, Any]) -> int:
     return int(state["step"])
 
 
-def update_in_slots(index: int, runs: Runs, device_adam: DeviceAdam | None, scale: GradScale) -> GroupUpdate:
+def update_in_slots(
+    rule: AdamRule, index: int, runs: Runs, device_adam: DeviceAdam | None, scale: GradScale
+) -> GroupUpdate:
     """The update of one group tile by tile: by Triton with a `DeviceAdam`, else on the CPU."""
 
     def update(slots: Mapping[str, torch.Tensor], tile: Tile) -> None:
-        part = _clipped(runs, tile.begin, tile.end)
+        part, place = _clipped(runs, tile.begin, tile.end), Place(index, tile.begin)
         if device_adam is not None:
-            device_adam.update(_adam_slots(slots), part, scale)
+            device_adam.update(rule, adam_slots(slots), part, scale, place)
         else:
-            update_on_cpu(_adam_slots(slots), part, scale)
+            update_on_cpu(rule, adam_slots(slots), part, scale, place)
 
     return GroupUpdate(index, update)
 
 
-def update_at_home(session: Session, index: int, runs: Runs, scale: GradScale) -> Callable[[], None]:
+def update_at_home(rule: AdamRule, session: Session, index: int, runs: Runs, scale: GradScale) -> Callable[[], None]:
     """The update of a group in home memory, by the CPU; home must be as all computation leaves it when it runs."""
-    return partial(update_on_cpu, _adam_slots(flat_home(session, index)), runs, scale)
+    return partial(update_on_cpu, rule, adam_slots(flat_home(session, index)), runs, scale, Place(index, 0))
 
 
-def compile_for_home(session: Session, index: int, runs: Runs, scale: GradScale) -> None:
+def compile_for_home(rule: AdamRule, session: Session, index: int, runs: Runs, scale: GradScale) -> None:
     """Compile whatever kernels that update may run."""
-    slots = _adam_slots(flat_home(session, index))
+    group = session.store.layout.groups[index]
+    fmt = rule.format(group.kind_dtype(PARAM), group.kind_dtype(GRAD))
     for l2 in {not hyper.decoupled and hyper.weight_decay != 0 for _, _, hyper in runs}:
-        scaled = scale.unscale is not None or scale.clip is not None
-        warm_up_format(_format_of(slots), l2=l2, scaled=scaled)
+        warm_up_format(fmt, l2=l2, scaled=scale.unscale is not None or scale.clip is not None)
 
 
 def flat_home(session: Session, index: int) -> dict[str, torch.Tensor]:
@@ -148,7 +150,7 @@ def flat_home(session: Session, index: int) -> dict[str, torch.Tensor]:
     arena, group = session.store.arena, session.store.layout.groups[index]
     flat: dict[str, torch.Tensor] = {}
     for kind in group.update_kinds:
-        view = arena.host_view(chunk_name(kind, index), group.kind_dtype(kind), group.numel)
+        view = arena.host_view(chunk_name(kind, index), group.kind_dtype(kind), num_entries(kind, group.numel))
         assert view is not None, "only a home in RAM is updated in place"
         flat[kind] = view
     return flat
@@ -157,19 +159,3 @@ def flat_home(session: Session, index: int) -> dict[str, torch.Tensor]:
 def _clipped(runs: Runs, at: int, until: int) -> Runs:
     """The part of the runs in the elements `[at, until)`, counted from `at`."""
     return [(max(b - at, 0), min(e, until) - at, hyper) for b, e, hyper in runs if e > at and b < until]
-
-
-def update_on_cpu(slots: AdamSlots, runs: Runs, scale: GradScale) -> None:
-    """Update runs of elements of flat tensors, on the CPU's threads."""
-    hypers = list(dict.fromkeys(hyper for _, _, hyper in runs))
-    rows = {hyper: row for row, hyper in enumerate(hypers)}
-    in_rows = [Run(begin, end, rows[hyper]) for begin, end, hyper in runs]
-    adam_chunk_update(_format_of(slots), slots, in_rows, scalar_table(hypers), scale=scale)
-
-
-def _adam_slots(flat: Mapping[str, torch.Tensor]) -> AdamSlots:
-    return AdamSlots(flat[PARAM], flat[GRAD], flat[EXP_AVG], flat[EXP_AVG_SQ], flat.get(MASTER))
-
-
-def _format_of(slots: AdamSlots) -> AdamFormat:
-    return AdamFormat(slots.param.dtype, slots.grad.dtype, master=slots.master is not None)

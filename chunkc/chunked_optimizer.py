@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,14 +23,15 @@ from chunkc.adam_groups import (
     runs_of,
 )
 from chunkc.grad_scale import grad_scale_of, is_skipped, on_the_cpu
-from chunkc.ir.chunks import EXP_AVG, EXP_AVG_SQ, MASTER
 from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.states import DEFAULT_STATES, EXP_AVG, StateFormat
 from chunkc.kernels.formats import GradScale
 from chunkc.kernels.hyper import GRAD_DTYPES
-from chunkc.optim_states import like, state_dtype, state_kinds
-from chunkc.overlap import NONE, Overlap
+from chunkc.optim_states import KNOWN, Dtypes, converted, empty_state, initialise, is_kept
+from chunkc.overlap import NONE as NO_OVERLAP
+from chunkc.overlap import Overlap
 from chunkc.overlapping import Overlapping
-from chunkc.session import Session, owner
+from chunkc.session import Session, declare_states, declared_states, owner
 from chunkc.update import GroupUpdate, PreparedUpdate, prepare_updates
 
 _UNSUPPORTED = ("amsgrad", "differentiable", "capturable")
@@ -47,16 +49,29 @@ class ChunkedOptimizer(Overlapping, ABC):
     _num_stages = 1
     _step_supports_amp_scaling = True
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], update_on: str, overlap: str = NONE) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        update_on: str,
+        overlap: str,
+        *,
+        states: StateFormat = DEFAULT_STATES,
+        implementation: Mapping[str, bool | None] = MappingProxyType({}),
+    ) -> None:
         if update_on not in UPDATE_ON:
             allowed = ", ".join(f'"{name}"' for name in UPDATE_ON)
             raise OptionsError(f"update_on is {update_on!r}; allowed: {allowed}")
         self._update_on = update_on
         self._overlap = Overlap(overlap, update_on)
+        self._states = states
+        self._check_supported(implementation)
+        if implementation.get("foreach") and implementation.get("fused"):
+            raise OptionsError("foreach and fused cannot both be True")
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_update_on": self._update_on}
+        return super().__getstate__() | {"_update_on": self._update_on, "_states": self._states}
 
     @abstractmethod
     def hyper_at(self, group: Mapping[str, Any], step: int) -> Any:
@@ -103,16 +118,32 @@ class ChunkedOptimizer(Overlapping, ABC):
         self._check_group({**self.defaults, **param_group})
         for entry in param_group["params"]:
             parameter = entry[1] if isinstance(entry, tuple) else entry
-            if isinstance(parameter, torch.Tensor) and parameter.dtype not in GRAD_DTYPES:
-                raise UnsupportedError(f"{type(self).__name__} updates fp32, bf16 and fp16, not {parameter.dtype}")
+            if isinstance(parameter, torch.Tensor):
+                self._check_dtype(parameter.dtype)
         super().add_param_group(param_group)
         self._overlap.forget(self)
+        added = self.param_groups[-1]["params"]
+        declare_states(added, self._states)
+        for session in {hit[0] for p in added if (hit := owner(p)) is not None}:
+            session.restate()
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
+        self._check_supported(group)
+        self.hyper_at(group, 1)
+
+    def _check_supported(self, group: Mapping[str, Any]) -> None:
         for name in _UNSUPPORTED:
             if group.get(name):
                 raise OptionsError(f"{type(self).__name__} does not support {name}=True")
-        self.hyper_at(group, 1)
+
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        """Refuse parameters that have no kernel.
+
+        Raises:
+            OptionsError, UnsupportedError: there is none with these options, or none at all.
+        """
+        if dtype not in GRAD_DTYPES:
+            raise UnsupportedError(f"{type(self).__name__} updates fp32, bf16 and fp16, not {dtype}")
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -167,6 +198,7 @@ class ChunkedOptimizer(Overlapping, ABC):
 
         Those that have `begun` count: where a group is updated does not depend on when.
         """
+        self._lay_out(session, [task.parameter for tasks in by_group.values() for task in tasks])
         at_home = groups_at_home(session, sorted({*by_group, *begun}), self._update_on)
         if self._overlap.beside_backward:
             self._overlap.prepare(self, session, at_home)
@@ -197,12 +229,12 @@ class ChunkedOptimizer(Overlapping, ABC):
             for index in sorted(at_home):
                 store.collect_gradients(index)
             moments += store.tier.mark()
-        if self._overlap.mode != NONE:
+        if self._overlap.mode != NO_OVERLAP:
             self._overlap.submit(self, session, {index: runs[index] for index in at_home}, scale, moments)
         if in_slots is not None:
             moving = {index: found for index, found in runs.items() if index not in at_home}
             in_slots.run(self._in_slots(in_slots, moving, scale))
-        if self._overlap.mode != NONE:
+        if self._overlap.mode != NO_OVERLAP:
             self._overlap.end_step(session, at_home)
             return
         for moment in moments:
@@ -211,23 +243,24 @@ class ChunkedOptimizer(Overlapping, ABC):
             for index in sorted(at_home):
                 self.at_home(session, index, runs[index], scale)()
 
+    def _dtypes(self, parameter: torch.Tensor) -> Dtypes:
+        """The kinds of states that a parameter has here, with their dtypes."""
+        return self._states.dtypes(parameter.dtype)
+
     def _state_on_tier(self, parameter: torch.Tensor) -> dict[str, Any]:
         """The state of a parameter that does not move, made on its first update."""
-        state = self.states_of(parameter)
-        if len(state) == 1 + len(state_kinds(parameter)) and state[EXP_AVG].stride() == parameter.stride():
+        state, dtypes = self.states_of(parameter), self._dtypes(parameter)
+        if is_kept(state, parameter, dtypes):
             return state
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-        if "exp_avg" not in state:
-            for kind in state_kinds(parameter):
-                state[kind] = torch.zeros_like(
-                    parameter, dtype=state_dtype(parameter), memory_format=torch.preserve_format
-                )
-                if kind == MASTER:
-                    state[kind].copy_(parameter)
-        for kind in state_kinds(parameter):
-            if state[kind].stride() != parameter.stride():
-                state[kind] = like(state[kind], parameter)
+        sources = converted(state, parameter, dtypes) if EXP_AVG in state else None
+        for kind, dtype in dtypes.items():
+            state[kind] = empty_state(parameter, kind, dtype)
+            if sources is None:
+                initialise(kind, state[kind], parameter)
+            else:
+                state[kind].copy_(sources[kind])
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -253,27 +286,31 @@ class ChunkedOptimizer(Overlapping, ABC):
                     self._load_state(parameter, states[index])
 
     def _load_state(self, parameter: torch.Tensor, loaded: Mapping[str, Any]) -> None:
-        unsupported = [k for k in loaded if k not in ("step", EXP_AVG, EXP_AVG_SQ, MASTER)]
+        unsupported = [k for k in loaded if k not in KNOWN]
         if unsupported:
             raise OptionsError(f"{type(self).__name__} cannot use the state {', '.join(map(str, unsupported))}")
         state: dict[str, Any] = {"step": torch.as_tensor(loaded["step"], dtype=torch.float32).to("cpu", copy=True)}
         session, name = owner(parameter) or (None, "")
         managed = session is not None and session.store.is_managed(name)
         if managed:
+            self._lay_out(session, [parameter])  # type: ignore[arg-type]
             session.store.reserve_states(session.store.group_index(name))  # type: ignore[union-attr]
-        for kind in state_kinds(parameter):
-            source = loaded.get(kind, parameter if kind == MASTER else None)
-            if source is None:
-                raise ValueError(f"the loaded state lacks {kind}")
+        dtypes = self._dtypes(parameter)
+        for kind, source in converted(loaded, parameter, dtypes).items():
             if managed:
                 state[kind] = session.store.home_view(kind, name)  # type: ignore[union-attr]
-                session.store.fill(kind, name, state[kind], torch.as_tensor(source))  # type: ignore[union-attr]
+                session.store.fill(kind, name, state[kind], source)  # type: ignore[union-attr]
             else:
-                state[kind] = torch.empty_strided(
-                    parameter.shape,
-                    parameter.stride(),
-                    dtype=state_dtype(parameter),
-                    device=parameter.device,
-                )
-                state[kind].copy_(source)
+                state[kind] = empty_state(parameter, kind, dtypes[kind]).copy_(source)
         self.__dict__["state"][parameter] = state
+
+    def _lay_out(self, session: Session, parameters: Iterable[torch.Tensor]) -> None:
+        """Make sure that a session's chunks have the states that this optimizer keeps.
+
+        Raises:
+            OptionsError: they cannot.
+        """
+        changed = [p for p in parameters if declared_states(p) != self._states]
+        if changed:
+            declare_states(changed, self._states)
+            session.restate()

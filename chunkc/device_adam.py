@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
+from chunkc.adam_rule import AdamRule, Place, Runs
 from chunkc.kernels.adam_triton import WorkTable, adam_update, work_table
-from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale, Run
+from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run
 from chunkc.kernels.hyper import AdamHyper, scalar_table
 
 TABLE_NBYTES = 2 << 20
@@ -96,13 +97,15 @@ class DeviceAdam:
         for hyper in hypers:
             self._scalars.row(hyper)
 
-    def update(self, slots: AdamSlots, runs: Sequence[tuple[int, int, AdamHyper]], scale: GradScale = NO_SCALE) -> None:
-        """Update runs of elements `(begin, end, hyper)` of flat tensors, in one launch."""
-        master = slots.master is not None
-        fmt = AdamFormat(slots.param.dtype, slots.grad.dtype, master=master)
-        rows = [Run(begin, end, self._scalars.row(hyper)) for begin, end, hyper in runs]
-        if rows:
-            adam_update(fmt, slots, self.tables.get(rows, fmt), self._scalars.table(), scale=scale)
+    def update(self, rule: AdamRule, slots: AdamSlots, runs: Runs, scale: GradScale, place: Place) -> None:
+        """Update runs of elements of flat tensors, in one launch; in as many as steps if rounding depends on them."""
+        fmt = rule.format(slots.param.dtype, slots.grad.dtype)
+        for part, key in rule.launches(fmt, runs, place):
+            rows = [Run(begin, end, self._scalars.row(hyper)) for begin, end, hyper in part]
+            first_element = place.first_element if key is not None else 0
+            if rows:
+                work, table = self.tables.get(rows, fmt), self._scalars.table()
+                adam_update(fmt, slots, work, table, scale=scale, key=key, first_element=first_element)
 
 
 def _to_device(table: WorkTable, device: torch.device) -> WorkTable:

@@ -96,7 +96,8 @@ class CompiledGraph:
         layout, resident = session.store.layout, session.store.resident
         key = (
             *(session.budget_nbytes, held_nbytes, cold_backward, hooked, kept_tangents),
-            *(resident, len(layout.groups), len(layout.small), len(session.trained), session.early.wanted),
+            *(resident, len(layout.groups), len(layout.small), len(session.trained), session.num_restatements),
+            session.early.wanted,
         )
         if key not in self._plans:
             captured = self.captured.returning(hooked).holding(kept_tangents)
@@ -165,7 +166,9 @@ class CompiledGraph:
         given = dict(zip(self.captured.backward.inputs, arguments))
         tangents = {name: given[name] for name in self.captured.tangents}
         return frozenset(
-            name for name, value in tangents.items() if isinstance(value, torch.Tensor) and value._use_count() > 1
+            name
+            for name, value in tangents.items()
+            if isinstance(value, torch.Tensor) and value._use_count() > 1  # type: ignore[attr-defined]
         )
 
     def _refuse_partial_backward(self) -> None:

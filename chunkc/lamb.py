@@ -17,13 +17,14 @@ from chunkc.adam_groups import (
     runs_of,
 )
 from chunkc.chunked_optimizer import ChunkedOptimizer
-from chunkc.ir.chunks import GRAD, MASTER, PARAM
+from chunkc.ir.chunks import GRAD, PARAM
 from chunkc.ir.errors import OptionsError
+from chunkc.ir.states import MASTER
 from chunkc.kernels.formats import AdamFormat, GradScale
 from chunkc.kernels.lamb_cpu import warm_up
 from chunkc.kernels.lamb_formats import LambHyper
 from chunkc.lamb_groups import GroupLamb, LambWorks, rows_apart
-from chunkc.optim_states import flat, like, offset_in_group, state_kinds
+from chunkc.optim_states import flat, like, place_in_group
 from chunkc.overlap import NONE
 from chunkc.session import Session
 from chunkc.update import GroupUpdate, PreparedUpdate
@@ -116,7 +117,8 @@ class LAMB(ChunkedOptimizer):
         for device, on_device in by_device.items():
             states = [self._state_on_tier(parameter) for parameter, _ in on_device]
             sizes = [parameter.numel() for parameter, _ in on_device]
-            ranges = rows_apart([offset_in_group(parameter) for parameter, _ in on_device], sizes)
+            offsets = [(place_in_group(parameter) or (0, 0))[1] for parameter, _ in on_device]
+            ranges = rows_apart(offsets, sizes)
             runs = [
                 (*where, self.hyper_at(self.param_groups[index], advance(state)))
                 for where, (_, index), state in zip(ranges, on_device, states, strict=True)
@@ -125,5 +127,5 @@ class LAMB(ChunkedOptimizer):
             lamb = GroupLamb(works, runs, ranges, scale)
             for where, (parameter, _), state in zip(ranges, on_device, states, strict=True):
                 tensors = {PARAM: parameter, GRAD: like(parameter.grad, parameter)}
-                tensors |= {kind: state[kind] for kind in state_kinds(parameter)}
+                tensors |= {kind: state[kind] for kind in self._dtypes(parameter)}
                 lamb.update_whole({kind: flat(tensor) for kind, tensor in tensors.items()}, *where)

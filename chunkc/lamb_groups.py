@@ -13,8 +13,9 @@ from types import ModuleType
 import torch
 
 from chunkc.device_adam import TABLE_NBYTES, upload
-from chunkc.ir.chunks import EXP_AVG, EXP_AVG_SQ, GRAD, MASTER, PARAM
+from chunkc.ir.chunks import GRAD, PARAM
 from chunkc.ir.plan import Tile
+from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, MASTER
 from chunkc.kernels import lamb_cpu, lamb_triton
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run
 from chunkc.kernels.lamb_formats import ROW, LambHyper, LambWork, lamb_table, lamb_work, new_partials

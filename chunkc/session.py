@@ -1,7 +1,8 @@
 """One session per model: its chunk store, its budget, and the values of earlier calls that are still alive.
 
-Sessions are found by the parameters they own, or by the options they were compiled with. The two registries below are
-the only state of this kind that lives in a module; they hold parameters and sessions weakly.
+Sessions are found by the parameters they own, or by the options they were compiled with. The registries below are
+the only state of this kind that lives in a module; they hold parameters and sessions weakly. A third one has the form
+of the states that a parameter's optimizer declares, which may exist before any session does.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from chunkc.devices import granule_of, hardware_of, memory_of, overhead_of
 from chunkc.early import EarlyUpdates
-from chunkc.ir.chunks import ChunkLayout, ParamSpec
+from chunkc.ir.chunks import ChunkLayout, ParamSpec, chunk_name
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Plan, Tile
+from chunkc.ir.states import DEFAULT_STATES, EXP_AVG, StateFormat
 from chunkc.options import Options, resolve_budget
-from chunkc.passes.layout import lay_out
+from chunkc.passes.layout import lay_out, restated
 from chunkc.runtime.devices import open_compute
 from chunkc.runtime.executor import Executable, Measurement
 from chunkc.runtime.store import ChunkStore
@@ -86,6 +88,7 @@ class Session:
         update_plans: plans of the optimizer's step, by what they depend on.
         early: updates that begin during the backward.
         update_held_nbytes: what the caller still holds of the latest forward when the optimizer steps.
+        num_restatements: how often the formats of states have changed; plans made before do not count.
     """
 
     def __init__(self, options: Options, source: object = None, device: torch.device = _CPU) -> None:
@@ -107,6 +110,7 @@ class Session:
         self.compute_s = 0.0
         self.update_held_nbytes = 0
         self.update_plans: dict[tuple, tuple[Executable, Plan, tuple[Tile, ...]]] = {}
+        self.num_restatements = 0
         self.unplanned = True
         self.trained: frozenset[str] = frozenset()
         self.early = EarlyUpdates()
@@ -144,7 +148,28 @@ class Session:
 
     def spec_of(self, name: str, parameter: nn.Parameter) -> ParamSpec:
         """A parameter as the planner sees it on this session's device."""
-        return replace(spec_of(name, parameter), granule_nbytes=self.granule_nbytes)
+        states = declared_states(parameter) or DEFAULT_STATES
+        return replace(spec_of(name, parameter), granule_nbytes=self.granule_nbytes, states=states)
+
+    def restate(self) -> None:
+        """Lay out states in the formats that the parameters' optimizers declare by now (see `declare_states`).
+
+        Raises:
+            OptionsError: parameters of one chunk have optimizers that keep states in different formats, or states are
+                at home in another format, or not where this format needs them.
+        """
+        store = self.store
+        declared = {name: found for name, p in store.parameters().items() if (found := declared_states(p)) is not None}
+        layout = restated(store.layout, declared)
+        if layout != store.layout:
+            for old, new in zip(store.layout.groups, layout.groups, strict=True):
+                if old.states != new.states and chunk_name(EXP_AVG, old.index) in store.arena:
+                    raise OptionsError(
+                        f"{new.slices[0].spec.name} has optimizer states with {old.states} at home; they cannot become "
+                        f"{new.states}: use one format, or build the model anew"
+                    )
+            store.restate(layout)
+            self.num_restatements += 1
 
     def all_may_stay(self) -> bool:
         """Whether no group has been sent home already by another graph's plan."""
@@ -166,12 +191,27 @@ class Session:
 
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def owner(parameter: torch.Tensor) -> tuple[Session, str] | None:
     """The session that owns a parameter, and the parameter's name in it."""
     return _owners.get(parameter)
+
+
+def declare_states(parameters: Iterable[torch.Tensor], states: StateFormat) -> None:
+    """Say in what form an optimizer keeps states for parameters: layouts made from now on reckon with it.
+
+    The latest counts. Layouts made before follow with `Session.restate`.
+    """
+    for parameter in parameters:
+        _states[parameter] = states
+
+
+def declared_states(parameter: torch.Tensor) -> StateFormat | None:
+    """What `declare_states` said of a parameter."""
+    return _states.get(parameter)
 
 
 def session_for(

@@ -82,7 +82,7 @@ def _planned(
 ) -> tuple[Executable, Plan, tuple[Tile, ...]]:
     store = session.store
     layout, resident, budget = store.layout, store.resident, session.budget_nbytes
-    key = (groups, held_nbytes, resident, len(layout.small), budget, num_stages)
+    key = (groups, held_nbytes, resident, len(layout.small), budget, num_stages, session.num_restatements)
     found = session.update_plans.get(key)
     if found is None:
         fixed = fixed_nbytes(layout, resident) + held_nbytes

@@ -13,12 +13,13 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from chunkc.ir.states import ELEMENTS_PER_SCALE
 from chunkc.kernels.hyper import GRAD_DTYPES, AdamScalars
 
 Moments = Literal["float32", "bfloat16", "int8"]
 Rounding = Literal["nearest", "stochastic"]
 
-QUANT_BLOCK = 256
+QUANT_BLOCK = ELEMENTS_PER_SCALE
 """Elements that share one scale in 8-bit moments. A block never mixes two runs: runs begin at multiples of it."""
 
 _MOMENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.uint8}

@@ -7,9 +7,13 @@ fits a chunk is never torn, and one that does not is torn at the same places eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 from chunkc.ir.chunks import ALIGNMENT_NBYTES, ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
+from chunkc.ir.errors import OptionsError
+from chunkc.ir.states import StateFormat
 
 SMALL_SHARE = 64
 """A parameter below this share of a chunk (norms, biases) stays on the compute tier."""
@@ -47,19 +51,19 @@ def lay_out(
 ) -> ChunkLayout:
     """Lay parameters, given in order of use, into chunks of `chunk_nbytes` (None: chosen from the model alone).
 
-    A tensor larger than a chunk gets a chunk of its own size. Frozen and trainable parameters, and dtypes, never
-    share a chunk. With `extending`, its groups stay as they are and the new ones come after them.
+    A tensor larger than a chunk gets a chunk of its own size. Frozen and trainable parameters, dtypes, and formats of
+    states never share a chunk. With `extending`, its groups stay as they are and the new ones come after them.
     """
     if chunk_nbytes is None:
         chunk_nbytes = extending.chunk_nbytes if extending else auto_chunk_nbytes(specs)
     small = [spec for spec in specs if spec.home_nbytes * SMALL_SHARE <= chunk_nbytes]
     large = [spec for spec in specs if spec.home_nbytes * SMALL_SHARE > chunk_nbytes]
     bins: list[list[ParamSpec]] = []
-    open_bin: dict[tuple, int] = {}  # (dtype, trainable) -> index of the bin that may still take more
+    open_bin: dict[tuple, int] = {}  # (dtype, trainable, states) -> index of the bin that may still take more
     for block in blocks_in_order(large):
         by_class: dict[tuple, list[ParamSpec]] = {}
         for spec in block:
-            by_class.setdefault((spec.dtype, spec.trainable), []).append(spec)
+            by_class.setdefault((spec.dtype, spec.trainable, spec.states), []).append(spec)
         for key, members in by_class.items():
             whole = _room(members) <= chunk_nbytes
             if key in open_bin and whole and _room([*bins[open_bin[key]], *members]) <= chunk_nbytes:
@@ -81,18 +85,60 @@ def lay_out(
     return ChunkLayout(chunk_nbytes, (*first, *groups), (*known, *small))
 
 
-def _aligned(numel: int, itemsize: int) -> int:
-    unit = ALIGNMENT_NBYTES // itemsize
-    return -(-numel // unit) * unit
+def restated(layout: ChunkLayout, states: Mapping[str, StateFormat]) -> ChunkLayout:
+    """The same layout with other formats of states, by parameter; a parameter not named goes with its chunk.
+
+    Raises:
+        OptionsError: parameters of one chunk have different formats, or lie where their format allows no state.
+    """
+
+    def named(specs: Iterable[ParamSpec]) -> dict[str, StateFormat]:
+        return {spec.name: states[spec.name] for spec in specs if spec.name in states}
+
+    groups = []
+    for group in layout.groups:
+        found = named(s.spec for s in group.slices)
+        formats = set(found.values())
+        if len(formats) > 1:
+            first, second = next((a, b) for a, b in pairwise(found) if found[a] != found[b])
+            raise OptionsError(
+                f"{first} and {second} share a chunk, but their optimizers keep states in different formats "
+                f"({found[first]}; {found[second]}): {_EARLIER}"
+            )
+        wanted = next(iter(formats), group.states)
+        if group.states == wanted:
+            groups.append(group)
+            continue
+        for s in group.slices:
+            if s.offset % wanted.alignment:
+                raise OptionsError(
+                    f"{s.spec.name} begins at element {s.offset} of its chunk, and {wanted} need a multiple of "
+                    f"{wanted.alignment}: {_EARLIER}"
+                )
+        slices = tuple(replace(s, spec=replace(s.spec, states=wanted)) for s in group.slices)
+        groups.append(replace(group, slices=slices, states=wanted))
+    small = tuple(replace(spec, states=states.get(spec.name, spec.states)) for spec in layout.small)
+    return replace(layout, groups=tuple(groups), small=small)
+
+
+_EARLIER = (
+    "make the optimizers before chunkc.place and before the model is first called, and chunks are laid out for them"
+)
+
+
+def _aligned(spec: ParamSpec) -> int:
+    """Elements of the parameter, rounded up to where the next one may begin."""
+    unit = max(ALIGNMENT_NBYTES // spec.dtype.itemsize, spec.states.alignment)
+    return -(-spec.numel // unit) * unit
 
 
 def _room(specs: Iterable[ParamSpec]) -> int:
-    return sum(_aligned(spec.numel, spec.dtype.itemsize) * spec.dtype.itemsize for spec in specs)
+    return sum(_aligned(spec) * spec.dtype.itemsize for spec in specs)
 
 
 def _group(index: int, specs: Sequence[ParamSpec]) -> ChunkGroup:
     slices, offset = [], 0
     for spec in specs:
         slices.append(TensorSlice(spec, offset))
-        offset += _aligned(spec.numel, spec.dtype.itemsize)
-    return ChunkGroup(index, specs[0].dtype, specs[0].trainable, offset, tuple(slices))
+        offset += _aligned(spec)
+    return ChunkGroup(index, specs[0].dtype, specs[0].trainable, offset, tuple(slices), specs[0].states)

@@ -86,7 +86,7 @@ def update_positions(layout: ChunkLayout, tiles: Sequence[Tile], held_nbytes: in
             Position(
                 name=f"{UPDATE}.{tile}",
                 phase=UPDATE,
-                non_model_nbytes=held_nbytes,
+                non_model_nbytes=held_nbytes + group.update_workspace_nbytes(tile.end - tile.begin),
                 op="optimizer update",
                 module=group.slices[0].spec.name.rpartition(".")[0],
                 reads=reads,

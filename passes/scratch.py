@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from chunkc.ir.errors import UnsupportedError
-from chunkc.passes.scratch_declared import declared_nbytes
+from chunkc.passes.scratch_declared import declared_nbytes, undeclared
 from chunkc.passes.scratch_rules import Call, nothing_rule, pointwise_rule
 from chunkc.passes.scratch_table import OUTPUTS, RULES
 
@@ -47,11 +46,7 @@ def scratch_nbytes(
         return declared
     rule = _rule(target)
     if rule is None:
-        where = f" (in {module})" if module else ""
-        raise UnsupportedError(
-            f"chunkc does not know how much memory {target}{where} takes inside; declare it with "
-            f'chunkc.declare_scratch("{target._schema.name}", function), or use another formulation'
-        )
+        raise undeclared(target, module)
     return rule(_call(target, args, kwargs, outputs, num_threads))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from chunkc.ir.errors import OptionsError
+from chunkc.ir.errors import OptionsError, UnsupportedError
 
 ScratchFunction = Callable[[Sequence[Any], Mapping[str, Any], Any, int], int]
 """(args, kwargs, outputs, num_threads) -> bytes."""
@@ -52,3 +52,12 @@ def declared_nbytes(
             f"the function declared for {target._schema.name} returned {nbytes!r}; it must return bytes, 0 or more"
         )
     return nbytes
+
+
+def undeclared(target: torch._ops.OpOverload, module: str, where: str = "") -> UnsupportedError:
+    """The error for an operator whose scratch nobody has said: of `module`, on a kind of device."""
+    inside = f" (in {module})" if module else ""
+    return UnsupportedError(
+        f"chunkc does not know how much memory {target}{inside} takes inside{where and ' ' + where}; declare it with "
+        f'chunkc.declare_scratch("{target._schema.name}", function), or use another formulation'
+    )

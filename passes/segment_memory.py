@@ -102,7 +102,7 @@ def call_scratch_nbytes(
     """
     if isinstance(target, torch._ops.OpOverload):
         if on_cuda:
-            return cuda_scratch_nbytes(target, args, kwargs, value)
+            return cuda_scratch_nbytes(target, args, kwargs, value, num_threads, module)
         return scratch_nbytes(target, args, kwargs, value, num_threads, module)
     if not isinstance(target, torch._ops.HigherOrderOperator):
         return 0

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chunkc.ir.chunks import GRAD, ChunkGroup
+from chunkc.ir.chunks import GRAD, PARAM, ChunkGroup
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.states import MASTER
 
 
 def device_update_s(groups: Sequence[ChunkGroup], hardware: Hardware) -> float:
@@ -32,7 +33,7 @@ def cpu_update_s(groups: Sequence[ChunkGroup], hardware: Hardware) -> float | No
     traffic = 0
     for group in groups:
         kinds = group.update_kinds
-        reads = sum(group.nbytes(kind) for kind in kinds if kind != "param" or group.dtype.itemsize >= 4)
+        reads = sum(group.nbytes(kind) for kind in kinds if kind != PARAM or MASTER not in kinds)
         traffic += reads + sum(group.nbytes(kind) for kind in kinds if kind != GRAD)
     return traffic / (hardware.cpu_update_bytes_per_s / max(1, hardware.num_devices))
 

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from chunkc.ir.chunks import (
-    EXP_AVG,
     GRAD,
     PARAM,
     ChunkGroup,
@@ -28,6 +27,7 @@ from chunkc.ir.chunks import (
     split_chunk_name,
 )
 from chunkc.ir.errors import ChunkcError, ChunkStateError, HomeError, StreamError, UnsupportedError
+from chunkc.ir.states import EXP_AVG, SCALES, num_entries
 from chunkc.runtime.arena import Arena
 from chunkc.runtime.gradients import accumulate, add_later, store_first
 from chunkc.runtime.slots import Slot, Traffic, fill_with_nan
@@ -119,6 +119,13 @@ class ChunkStore:
             self._move(group, self._tier_tensor, None)
             self.arena.free([name for name in self.arena.chunks if split_chunk_name(name)[1] == group.index])
 
+    def restate(self, layout: ChunkLayout) -> None:
+        """Take over a layout that differs in what states are kept; none may be at home yet where it does."""
+        for old, new in zip(self.layout.groups, layout.groups, strict=True):
+            assert old.states == new.states or chunk_name(EXP_AVG, old.index) not in self.arena, "states are at home"
+        self.layout = layout
+        self._slices = {s.spec.name: (group, s) for group in layout.groups for s in group.slices}
+
     def _move(self, group: ChunkGroup, target: Callable[[TensorSlice], torch.Tensor], grad_kind: str | None) -> None:
         for tensor_slice in group.slices:
             name = tensor_slice.spec.name
@@ -139,9 +146,10 @@ class ChunkStore:
         group, where = self._slices[name]
         if source.device.type == "cpu" and group.index not in self.resident:
             self.await_home(chunk_name(kind, group.index))
-            host = self.arena.host_view(chunk_name(kind, group.index), group.kind_dtype(kind), group.numel)
+            chunk, numel = chunk_name(kind, group.index), num_entries(kind, group.numel)
+            host = self.arena.host_view(chunk, group.kind_dtype(kind), numel)
             if host is not None:
-                target = host[where.offset : where.end].as_strided(where.spec.shape, where.spec.stride)
+                target = host[group.entries(kind, where)].as_strided(target.shape, target.stride())
         target.copy_(source)
 
     def _tier_tensor(self, tensor_slice: TensorSlice) -> torch.Tensor:
@@ -169,9 +177,9 @@ class ChunkStore:
     def home_view(self, kind: str, name: str) -> torch.Tensor:
         """A tensor over a parameter's bytes (or its gradient's, or a state's) at home; its storage is its own."""
         group, where = self._slices[name]
-        dtype = group.kind_dtype(kind)
-        chunk, offset_nbytes = chunk_name(kind, group.index), where.offset * dtype.itemsize
-        return self.arena.view(chunk, dtype, where.spec.shape, where.spec.stride, offset_nbytes)
+        dtype, entries = group.kind_dtype(kind), group.entries(kind, where)
+        shape, stride = (where.spec.shape, where.spec.stride) if kind not in SCALES else ((_length(entries),), (1,))
+        return self.arena.view(chunk_name(kind, group.index), dtype, shape, stride, entries.start * dtype.itemsize)
 
     # --- chunks on the move ---
 
@@ -194,7 +202,7 @@ class ChunkStore:
         needs_data = kind != GRAD or self.collect_gradients(group_index)
         self.updates.note_use(group_index)
         begin, end = chunk_part(chunk) or (0, group.numel)
-        slot.buffer = buffer = self._take_slot(end - begin, group.kind_dtype(kind))
+        slot.buffer = buffer = self._take_slot(num_entries(kind, end - begin), group.kind_dtype(kind))
         if self.debug:
             self.tier.enqueue(fill_with_nan, buffer)
         slot.state, slot.copy, slot.dirty = state, None, False
@@ -278,7 +286,7 @@ class ChunkStore:
         """The whole chunk that a name is of, and where in it the name's bytes begin."""
         kind, index = split_chunk_name(chunk)
         begin, _ = chunk_part(chunk) or (0, 0)
-        return chunk_name(kind, index), begin * self.layout.groups[index].kind_dtype(kind).itemsize
+        return chunk_name(kind, index), num_entries(kind, begin) * self.layout.groups[index].kind_dtype(kind).itemsize
 
     def begin_compute(self, chunk: str) -> torch.Tensor:
         """The slot's flat buffer, for the computation that starts now."""
@@ -383,6 +391,10 @@ class ChunkStore:
             self._hand_out(name, parameter)
         else:
             self.tier.enqueue(add_later, target, take)
+
+
+def _length(entries: slice) -> int:
+    return entries.stop - entries.start
 
 
 def _gone() -> None:

@@ -27,7 +27,7 @@ from optim_models import (
 )
 
 import chunkc
-from chunkc.ir.chunks import EXP_AVG, EXP_AVG_SQ, MASTER
+from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, MASTER
 from chunkc.kernels import reference
 from chunkc.kernels.hyper import AdamHyper
 

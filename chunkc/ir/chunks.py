@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+
+from chunkc.ir.states import DEFAULT_STATES, INT8, SCALES, StateFormat, num_entries
 
 STEP_NBYTES = 4
 """An optimizer's step counter: one fp32 scalar per trainable parameter, always on the compute tier."""
@@ -13,7 +16,7 @@ STEP_NBYTES = 4
 ALIGNMENT_NBYTES = 256
 """Tensors start at multiples of this inside a chunk: enough for vector loads on CPUs and CUDA devices."""
 
-PARAM, GRAD, MASTER, EXP_AVG, EXP_AVG_SQ = "param", "grad", "master", "exp_avg", "exp_avg_sq"
+PARAM, GRAD = "param", "grad"
 
 
 def chunk_name(kind: str, group: int, part: tuple[int, int] | None = None) -> str:
@@ -44,6 +47,7 @@ class ParamSpec:
     """A parameter as the planner sees it: its name and its dense layout.
 
     Attributes:
+        states: in what form its optimizer keeps states for it.
         granule_nbytes: the compute tier's allocator gives tensors multiples of this. Every `nbytes` of the parameter is
             of the compute tier; at home it takes no more than its elements.
     """
@@ -54,6 +58,7 @@ class ParamSpec:
     dtype: torch.dtype
     trainable: bool
     granule_nbytes: int = 1
+    states: StateFormat = DEFAULT_STATES
 
     @property
     def numel(self) -> int:
@@ -73,7 +78,7 @@ class ParamSpec:
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes of gradient and Adam states that training this parameter takes (fp32 masters for 16-bit).
+        """Bytes of gradient and optimizer states that training this parameter takes.
 
         The step counter is not among them: it stays on the compute tier wherever the parameter is.
         """
@@ -86,9 +91,9 @@ class ParamSpec:
 
     @property
     def optimizer_nbytes(self) -> int:
-        """Bytes of Adam's states but the step counter; 0 for a frozen parameter."""
-        num_states = 2 if self.dtype.itemsize >= 4 else 3
-        return num_states * self._rounded(self.numel * max(4, self.dtype.itemsize)) if self.trainable else 0
+        """Bytes of the optimizer's states but the step counter; 0 for a frozen parameter."""
+        dtypes = self.states.dtypes(self.dtype) if self.trainable else {}
+        return sum(self._rounded(num_entries(kind, self.numel) * dtype.itemsize) for kind, dtype in dtypes.items())
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.granule_nbytes) * self.granule_nbytes
@@ -118,25 +123,33 @@ class ChunkGroup:
     trainable: bool
     numel: int
     slices: tuple[TensorSlice, ...]
+    states: StateFormat = DEFAULT_STATES
 
     def kind_dtype(self, kind: str) -> torch.dtype:
-        """Gradients have the parameters' dtype; masters and moments at least fp32."""
-        if kind in (PARAM, GRAD):
-            return self.dtype
-        return self.dtype if self.dtype.itemsize >= 4 else torch.float32
+        """Gradients have the parameters' dtype; states that of their format."""
+        return self.dtype if kind in (PARAM, GRAD) else self.states.dtypes(self.dtype)[kind]
 
     def nbytes(self, kind: str) -> int:
-        return self.numel * self.kind_dtype(kind).itemsize
+        return num_entries(kind, self.numel) * self.kind_dtype(kind).itemsize
+
+    def entries(self, kind: str, where: TensorSlice) -> slice:
+        """Where in a chunk of that kind a tensor's entries are."""
+        begin = num_entries(kind, where.offset)
+        return slice(begin, begin + num_entries(kind, where.spec.numel))
 
     @property
     def update_kinds(self) -> tuple[str, ...]:
         """The chunks an optimizer step needs together."""
-        master = (MASTER,) if self.dtype.itemsize < 4 else ()
-        return (PARAM, GRAD, *master, EXP_AVG, EXP_AVG_SQ)
+        return (PARAM, GRAD, *self.states.dtypes(self.dtype))
 
     @property
     def update_nbytes_per_element(self) -> int:
-        return sum(self.kind_dtype(kind).itemsize for kind in self.update_kinds)
+        """Bytes of all kinds per element, rounded up."""
+        return math.ceil(sum(self.nbytes(kind) for kind in self.update_kinds) / self.numel) if self.numel else 0
+
+    def update_workspace_nbytes(self, num_elements: int) -> int:
+        """What the update of so many elements allocates itself: with 8-bit moments a number per block."""
+        return 4 * num_entries(SCALES[0], num_elements) if self.states.moments == INT8 else 0
 
     @property
     def resident_nbytes(self) -> int:
@@ -175,4 +188,5 @@ class ChunkLayout:
         group = self.groups[index]
         begin, end = chunk_part(chunk) or (0, group.numel)
         granule_nbytes = group.slices[0].spec.granule_nbytes if group.slices else 1
-        return -(-(end - begin) * group.kind_dtype(kind).itemsize // granule_nbytes) * granule_nbytes
+        nbytes = num_entries(kind, end - begin) * group.kind_dtype(kind).itemsize
+        return -(-nbytes // granule_nbytes) * granule_nbytes

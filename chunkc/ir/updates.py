@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chunkc.ir.chunks import EXP_AVG, EXP_AVG_SQ, GRAD, MASTER, PARAM
+from chunkc.ir.chunks import GRAD, PARAM
+from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, MASTER
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ Rules, by the words their violations begin with:
     slot      a slot is given back only when no copy to or from it is under way
     dirty     a slot with data newer than home is not given back before it was written back
     state     no event makes sense twice: no prefetch of a present chunk, no wait or evict of an absent one
-    home      a group that is said to be settled at home has all its gradients there or on their way, and none of its
-              chunks is copied either way after that
+    home      of a settled group all gradients are at home or on their way, and no copy starts either way
     budget    bytes never exceed the budget
     end       the phase ends with exactly the chunks it should, clean and quiet
 """

@@ -1,0 +1,139 @@
+"""Which Adam: in what form it keeps its states, how it rounds, and the launches that a run of elements takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from chunkc.ir.chunks import GRAD, PARAM
+from chunkc.ir.errors import OptionsError
+from chunkc.ir.states import (
+    BFLOAT16,
+    EXP_AVG,
+    EXP_AVG_SCALE,
+    EXP_AVG_SQ,
+    EXP_AVG_SQ_SCALE,
+    FLOAT32,
+    INT8,
+    MASTER,
+    NONE,
+    StateFormat,
+)
+from chunkc.kernels.adam_cpu import adam_chunk_update
+from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, RoundingKey, Run, rounding_key
+from chunkc.kernels.hyper import AdamHyper, scalar_table
+
+Runs = Sequence[tuple[int, int, AdamHyper]]
+"""Elements `[begin, end)` of a group with their hyper-parameters, in order."""
+
+MOMENTS: Mapping[torch.dtype | str, str] = {
+    torch.float32: FLOAT32,
+    torch.bfloat16: BFLOAT16,
+    torch.int8: INT8,
+    FLOAT32: FLOAT32,
+    BFLOAT16: BFLOAT16,
+    INT8: INT8,
+}
+"""What a user may call the moments' format."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which elements a flat tensor has, for the random bits of stochastic rounding: they depend on nothing else.
+
+    Attributes:
+        chunk: the index of the chunk group; for a parameter that is in none, -1 less its number in the optimizer.
+        first_element: of the group.
+    """
+
+    chunk: int
+    first_element: int
+
+
+@dataclass(frozen=True)
+class AdamRule:
+    """An Adam's formats.
+
+    Attributes:
+        stochastic: round what is stored in bf16 (parameters without a master, moments) stochastically.
+        seed: of those random bits.
+    """
+
+    states: StateFormat
+    stochastic: bool
+    seed: int
+
+    @staticmethod
+    def of(
+        moments_dtype: torch.dtype | str, master_weights: bool | None, stochastic_rounding: bool, rounding_seed: int
+    ) -> AdamRule:
+        """The rule that a user asks for.
+
+        Raises:
+            OptionsError: there is no such format of moments.
+        """
+        if moments_dtype not in MOMENTS:
+            raise OptionsError(
+                f'moments_dtype is {moments_dtype!r}; allowed: torch.float32, torch.bfloat16 and "int8" (blocks of 8 '
+                "bits with a scale each)"
+            )
+        keeps_master = not stochastic_rounding if master_weights is None else master_weights
+        states = StateFormat(MOMENTS[moments_dtype], FLOAT32 if keeps_master else NONE)
+        return AdamRule(states, stochastic_rounding, rounding_seed)
+
+    def format(self, param_dtype: torch.dtype, grad_dtype: torch.dtype) -> AdamFormat:
+        """What kernels update for parameters of a dtype.
+
+        Raises:
+            OptionsError: there is no such kernel; says what there is.
+        """
+        master = MASTER in self.states.dtypes(param_dtype)
+        in_bf16 = param_dtype == torch.bfloat16 or self.states.moments == BFLOAT16
+        try:
+            return AdamFormat(
+                param_dtype,
+                grad_dtype,
+                moments=self.states.moments,
+                master=master,
+                rounding="stochastic" if self.stochastic and in_bf16 else "nearest",
+            )
+        except ValueError as error:
+            text = str(error).replace("master=", "master_weights=").replace("rounding='stochastic'", _STOCHASTIC)
+            raise OptionsError(text.replace("rounding='nearest'", "stochastic_rounding=False")) from error
+
+    def launches(self, fmt: AdamFormat, runs: Runs, place: Place) -> Iterator[tuple[Runs, RoundingKey | None]]:
+        """Runs that one launch may update; with stochastic rounding those of one step, which is part of the key."""
+        if not fmt.stochastic:
+            yield runs, None
+            return
+        for step in dict.fromkeys(hyper.step for _, _, hyper in runs):
+            yield [run for run in runs if run[2].step == step], rounding_key(self.seed, step, place.chunk)
+
+
+_STOCHASTIC = "stochastic_rounding=True"
+
+
+def adam_slots(flat: Mapping[str, torch.Tensor]) -> AdamSlots:
+    """The kernels' view of flat tensors by kind."""
+    return AdamSlots(
+        flat[PARAM],
+        flat[GRAD],
+        flat[EXP_AVG],
+        flat[EXP_AVG_SQ],
+        flat.get(MASTER),
+        flat.get(EXP_AVG_SCALE),
+        flat.get(EXP_AVG_SQ_SCALE),
+    )
+
+
+def update_on_cpu(rule: AdamRule, slots: AdamSlots, runs: Runs, scale: GradScale, place: Place) -> None:
+    """Update runs of elements of flat tensors, on the CPU's threads."""
+    fmt = rule.format(slots.param.dtype, slots.grad.dtype)
+    for part, key in rule.launches(fmt, runs, place):
+        hypers = list(dict.fromkeys(hyper for _, _, hyper in part))
+        rows = {hyper: row for row, hyper in enumerate(hypers)}
+        in_rows = [Run(begin, end, rows[hyper]) for begin, end, hyper in part]
+        first_element = place.first_element if key is not None else 0
+        adam_chunk_update(fmt, slots, in_rows, scalar_table(hypers), scale=scale, key=key, first_element=first_element)

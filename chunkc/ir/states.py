@@ -1,0 +1,62 @@
+"""Which states an optimizer keeps for its parameters, and in which dtypes: what layouts and plans reckon with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+MASTER, EXP_AVG, EXP_AVG_SQ = "master", "exp_avg", "exp_avg_sq"
+EXP_AVG_SCALE, EXP_AVG_SQ_SCALE = "exp_avg_scale", "exp_avg_sq_scale"
+
+SCALES = (EXP_AVG_SCALE, EXP_AVG_SQ_SCALE)
+"""Kinds of data with one entry for each `ELEMENTS_PER_SCALE` elements."""
+
+ELEMENTS_PER_SCALE = 256
+"""Elements that share one scale in 8-bit moments."""
+
+FLOAT32, BFLOAT16, INT8, NONE = "float32", "bfloat16", "int8", "none"
+
+_MOMENTS = {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16, INT8: torch.uint8}
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """In what form states are kept.
+
+    Attributes:
+        moments: "float32", "bfloat16", or "int8": codes of one byte, and an fp32 scale for each block of elements.
+        master: of 16-bit parameters: "float32" or "none". Others are their own master.
+    """
+
+    moments: str = FLOAT32
+    master: str = FLOAT32
+
+    def dtypes(self, param_dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """The dtype of each kind of state of such a parameter, in the order in which they are printed."""
+        return _dtypes(self, param_dtype)
+
+    @property
+    def alignment(self) -> int:
+        """Elements that a tensor must begin at a multiple of in its chunk."""
+        return ELEMENTS_PER_SCALE if self.moments == INT8 else 1
+
+    def __str__(self) -> str:
+        return f"{self.moments} moments" + ("" if self.master == FLOAT32 else f", master: {self.master}")
+
+
+@cache
+def _dtypes(states: StateFormat, param_dtype: torch.dtype) -> dict[str, torch.dtype]:
+    moment = param_dtype if param_dtype.itemsize > 4 else _MOMENTS[states.moments]
+    found = {MASTER: torch.float32} if param_dtype.itemsize < 4 and states.master == FLOAT32 else {}
+    found |= {EXP_AVG: moment, EXP_AVG_SQ: moment}
+    return found | (dict.fromkeys(SCALES, torch.float32) if moment == torch.uint8 else {})
+
+
+def num_entries(kind: str, num_elements: int) -> int:
+    """How many entries of a kind of data so many elements have."""
+    return -(-num_elements // ELEMENTS_PER_SCALE) if kind in SCALES else num_elements
+
+
+DEFAULT_STATES = StateFormat()

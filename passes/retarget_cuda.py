@@ -1,0 +1,250 @@
+"""A graph that was traced on the CPU, as a CUDA device would run it: same operators, fake tensors of the device.
+
+Nothing runs and no GPU is needed: tracing itself does need one (autograd asks for the device), but what an operator
+returns there can be asked of a fake tensor on any machine. So sizes, dtypes (the statistics of a norm) and storages
+come out as on the device, and so do scratch and rounding, which go by the device of a node's value.
+
+What is written here is what differs beyond that: attention. The CPU has one kernel of its own; on a CUDA device
+`scaled_dot_product_attention` takes FlashAttention for 16-bit tensors without a mask and the memory-efficient kernel
+otherwise (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`, `priority_order`; cuDNN's, which it may prefer on
+recent GPUs, saves the same values). Both save the random generator's seed and offset for the backward. Where the CPU
+took attention apart, as it does under dropout, it stays so: the device would save less.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from chunkc.passes.graphs import output_node, placeholders, storage_key
+from chunkc.passes.segment_storages import value_of
+
+aten = torch.ops.aten
+
+_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
+_ON_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_FLASH = aten._scaled_dot_product_flash_attention.default
+_EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+_GENERATOR_AT = {_FLASH: (6, 7), _EFFICIENT: (2, 3)}
+"""Where among the results of an attention operator the random generator's seed and offset are."""
+
+_SAVES, _RESTORES = torch.ops.higher_order.run_and_save_rng_state, torch.ops.higher_order.run_with_rng_state
+_WRAPPED_AT = {_SAVES: 0, _RESTORES: 1}
+"""Where among their arguments those that keep or restore the random generator's state have the operator they run."""
+
+_RNG_STATE_NBYTES = 16
+"""Of a CUDA device's generator, in a tensor on the CPU (`torch.cuda.get_rng_state`)."""
+
+_NO_CUDA = "not linked with support for cuda"
+
+_DEVICE = torch.device("cuda", 0)
+
+
+def on_cuda(forward: fx.GraphModule, backward: fx.GraphModule | None) -> tuple[fx.GraphModule, fx.GraphModule | None]:
+    """Copies of both graphs with the values they would have on a CUDA device; the given ones stay as they are.
+
+    The forward may return more values, and the backward take them: at the end of what is saved.
+    """
+    forward, backward = _copied(forward), None if backward is None else _copied(backward)
+    graphs = [forward.graph, *([backward.graph] if backward is not None else [])]
+    for graph in graphs:
+        for node in graph.nodes:
+            if _operator(node) is _ON_CPU:
+                _replace_attention(node)
+    if backward is not None:
+        for node in backward.graph.find_nodes(op="call_function", target=_ON_CPU_BACKWARD):
+            _replace_attention_backward(node, forward.graph)
+    given = [value_of(node) for graph in graphs for node in placeholders(graph)]
+    with detect_fake_mode(pytree.tree_leaves(given)) or FakeTensorMode(), torch.no_grad():
+        values = _propagate(forward.graph, {})
+        if backward is not None:
+            _propagate(backward.graph, values)
+    for module in (forward, backward):
+        if module is not None:
+            module.recompile()
+    return forward, backward
+
+
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    output_node(graph).meta.update(output_node(module.graph).meta)
+    return fx.GraphModule(module, graph)
+
+
+def _operator(node: fx.Node) -> Any:
+    """The operator that a node runs, itself or wrapped (see `_WRAPPED_AT`); None where it calls something else."""
+    if node.op != "call_function":
+        return None
+    position = _WRAPPED_AT.get(node.target)
+    return node.target if position is None else node.args[position]
+
+
+def _replace_attention(node: fx.Node) -> None:
+    position = _WRAPPED_AT.get(node.target)
+    before = node.args[: 0 if position is None else position]
+    query, key, value, *rest = node.args[0 if position is None else position + 1 :]
+    dropout, causal = [*rest, *(0.0, False)[len(rest) :]]
+    mask, scale = node.kwargs.get("attn_mask"), node.kwargs.get("scale")
+    if mask is None and _is_half(query):
+        target, args = _FLASH, (query, key, value, dropout, causal, False)
+    else:
+        target, args = _EFFICIENT, (query, key, value, mask, True, dropout, causal)
+    if position is None:
+        node.target, node.args = target, args
+    else:
+        node.args = (*before, target, *args)
+    node.kwargs = {"scale": scale}
+
+
+def _replace_attention_backward(node: fx.Node, forward: fx.Graph) -> None:
+    gradient, query, key, value, out, logsumexp, dropout, causal = node.args
+    mask, scale = node.kwargs.get("attn_mask"), node.kwargs.get("scale")
+    assert isinstance(logsumexp, fx.Node)
+    seed, offset = _generator_state(logsumexp, node, forward)
+    if mask is None and _is_half(gradient):
+        lengths = [value_of(tensor).shape[2] for tensor in (query, key)]  # type: ignore[arg-type]
+        node.target = aten._scaled_dot_product_flash_attention_backward.default
+        saved = (query, key, value, out, logsumexp, None, None, *lengths)
+        node.args = (gradient, *saved, dropout, causal, seed, offset)
+    else:
+        node.target = aten._scaled_dot_product_efficient_attention_backward.default
+        saved = (query, key, value, mask, out, logsumexp, seed, offset)
+        node.args = (gradient, *saved, dropout, [True, True, True, False], causal)
+    node.kwargs = {"scale": scale}
+
+
+def _is_half(node: object) -> bool:
+    assert isinstance(node, fx.Node)
+    return value_of(node).dtype in (torch.float16, torch.bfloat16)
+
+
+def _generator_state(logsumexp: fx.Node, reader: fx.Node, forward: fx.Graph) -> tuple[fx.Node, fx.Node]:
+    """Seed and offset that belong to a log-sum-exp: beside it in the same graph, or saved by the forward for it."""
+    graph = reader.graph
+    if logsumexp.target is operator.getitem:
+        return _items(graph, logsumexp.args[0])
+    assert logsumexp.op == "placeholder", logsumexp.format_node()
+    (source,) = [node for node in forward.nodes if node.name == logsumexp.name]
+    attention = source.args[0]
+    found = []
+    for item in _items(forward, attention):
+        returned = output_node(forward)
+        (results,) = returned.args
+        if item not in results:  # type: ignore[operator]
+            returned.args = ((*results, item),)  # type: ignore[misc]
+        known = {node.name: node for node in placeholders(graph)}
+        if item.name not in known:
+            with graph.inserting_after(logsumexp):
+                known[item.name] = graph.placeholder(item.name)
+        found.append(known[item.name])
+    seed, offset = found
+    return seed, offset
+
+
+def _items(graph: fx.Graph, attention: object) -> tuple[fx.Node, fx.Node]:
+    assert isinstance(attention, fx.Node)
+    kind = _operator(attention)
+    if attention.target is operator.getitem:  # of a pair of the generator's state and the results
+        assert isinstance(attention.args[0], fx.Node)
+        kind = _operator(attention.args[0])
+    assert kind in _GENERATOR_AT, attention.format_node()
+    found = []
+    for position in _GENERATOR_AT[kind]:
+        item = next((user for user in attention.users if user.args[1] == position), None)
+        if item is None:
+            with graph.inserting_after(attention):
+                item = graph.call_function(operator.getitem, (attention, position))
+            item.meta.update({key: value for key, value in attention.meta.items() if key != "val"})
+        found.append(item)
+    seed, offset = found
+    return seed, offset
+
+
+def _propagate(graph: fx.Graph, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Give every node its value on the device; returns them by name.
+
+    Args:
+        given: values of placeholders that another graph made; the others are as they were on the CPU.
+    """
+    values: dict[fx.Node, Any] = {}
+    storages: dict[int, Tensor] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            value = given[node.name] if node.name in given else _moved(value_of(node), storages)
+        elif node.op == "get_attr":
+            value = _moved(value_of(node), storages)
+        elif node.op == "output":
+            continue
+        else:
+            args, kwargs = pytree.tree_map_only(fx.Node, values.__getitem__, (node.args, node.kwargs))
+            args, kwargs = pytree.tree_map_only(torch.device, _device, (args, kwargs))
+            node.args, node.kwargs = pytree.tree_map_only(torch.device, _device, (node.args, node.kwargs))
+            value = _run(node, args, kwargs, values)
+        values[node] = value
+        node.meta["val"] = value
+    return {node.name: value for node, value in values.items()}
+
+
+def _run(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], values: dict[fx.Node, Any]) -> Any:
+    if node.target in _WRAPPED_AT:
+        position = _WRAPPED_AT[node.target]
+        result = args[position](*args[position + 1 :], **kwargs)
+        return result if node.target is _RESTORES else (torch.empty(_RNG_STATE_NBYTES, dtype=torch.uint8), result)
+    if _must_copy(node, args):
+        return _made_contiguous(node, args, values)
+    try:
+        return node.target(*args, **kwargs)
+    except RuntimeError as error:
+        if _NO_CUDA not in str(error):
+            raise
+    # Some fake implementations copy strided operands by torch's own code for CUDA, which a CPU's build does not have.
+    on_cpu = pytree.tree_map_only(Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype), args)
+    return _moved(node.target(*on_cpu, **kwargs), {})
+
+
+def _must_copy(node: fx.Node, args: Sequence[Any]) -> bool:
+    """Whether a view that the CPU's strides allowed is none of the device's: what was no copy there is one here."""
+    if node.target is not aten.view.default:
+        return False
+    try:
+        node.target(*args)
+    except (RuntimeError, ValueError):
+        return True
+    return False
+
+
+def _made_contiguous(view: fx.Node, args: Sequence[Any], values: dict[fx.Node, Any]) -> Any:
+    with view.graph.inserting_before(view):
+        copy = view.graph.call_function(aten.clone.default, (view.args[0],), {"memory_format": torch.contiguous_format})
+    copy.meta.update({key: value for key, value in view.meta.items() if key != "val"})
+    copy.meta["val"] = values[copy] = args[0].clone(memory_format=torch.contiguous_format)
+    view.args = (copy, *view.args[1:])
+    return aten.view.default(values[copy], *args[1:])
+
+
+def _device(device: torch.device) -> torch.device:
+    return _DEVICE if device.type == "cpu" else device
+
+
+def _moved(value: Any, storages: dict[int, Tensor]) -> Any:
+    """The same, on the device; tensors that shared a storage share one again."""
+
+    def move(tensor: Tensor) -> Tensor:
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
+        if key not in storages:
+            if tensor.storage_offset() == 0 and storage.nbytes() == tensor.nbytes:
+                storages[key] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_DEVICE)
+                return storages[key]
+            storages[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=_DEVICE)
+        view = torch.empty(0, dtype=tensor.dtype, device=_DEVICE)
+        return view.set_(storages[key].untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    return pytree.tree_map_only(Tensor, move, value)

@@ -1,0 +1,298 @@
+"""What ATen's operators take inside on a CUDA device: the rules of `passes.scratch_cuda`, upper bounds from shapes.
+
+Each was read off ATen's CUDA sources of PyTorch 2.11 to 2.13, by the file named at it (below
+`aten/src/ATen/native/cuda/` unless a folder is named). A rule gives the sizes of allocations; who adds them up rounds.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+MAX_SPLITS = 128
+"""FlashAttention splits keys into at most so many parts (`num_splits_heuristic`, `flash_api.cpp`)."""
+
+MULTIPROCESSORS = 160
+"""More than any device has that these kernels know (H100: 132, B200: 148)."""
+
+CONVOLUTION_NBYTES = 1 << 30
+"""The most that is set aside for one convolution's workspace (see `convolution`)."""
+
+_ROWS_MULTIPLE = 128
+_MIB = 1 << 20
+
+
+class Call:
+    """One call of an operator: its tensors in the order of its arguments, by name, and its results."""
+
+    def __init__(self, target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], outputs: object) -> None:
+        names = [argument.name for argument in target._schema.arguments]
+        self.arguments: dict[str, Any] = dict(zip(names, args)) | kwargs
+        self.inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.outputs = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+
+    def tensor(self, name: str) -> Tensor:
+        value = self.arguments[name]
+        assert isinstance(value, Tensor), f"{name} is no tensor"
+        return value
+
+
+def nothing(call: Call) -> list[int]:
+    return []
+
+
+def reduction(call: Call) -> list[int]:
+    """`Reduce.cuh`, `setReduceConfig`: partial results and semaphores where a reduction is split over blocks.
+
+    Partial results are one accumulator (at most 8 bytes; 16 for an index beside a value) per output and block. Blocks
+    that share an output get 16 elements per thread at least and 256 at most.
+    """
+    numel_in = max((tensor.numel() for tensor in call.inputs), default=0)
+    numel_out = max((tensor.numel() for tensor in call.outputs), default=0)
+    elements_per_output = numel_in // max(1, numel_out)
+    blocks_per_output = max(1, min(1024, elements_per_output // 16), elements_per_output // 4096)
+    copies = [_nbytes(tensor) for tensor in call.inputs if not _is_dense(tensor)]
+    return [16 * numel_out * blocks_per_output, 4 * numel_out, *copies]
+
+
+def loss(call: Call) -> list[int]:
+    """`ATen/native/Loss.cpp`: a loss that is reduced is computed unreduced first."""
+    return [max(_nbytes(tensor) for tensor in call.inputs), *reduction(call), *contiguous(call)]
+
+
+def contiguous(call: Call) -> list[int]:
+    """`SoftMax.cu`, `NLLLoss2d.cu`, the pooling, padding and upsampling kernels: copies of operands that are not
+    contiguous."""
+    return [_nbytes(tensor) for tensor in call.inputs if not tensor.is_contiguous()]
+
+
+def layer_norm_backward(call: Call) -> list[int]:
+    """`layer_norm_kernel.cu`: partial sums of gamma and beta: 64 rows of fp32, or, for more than 65,536 rows of
+    input, one row of the result's type for each 32 of them, up to 32,768 blocks of 32 columns in all."""
+    width = max((tensor.numel() for tensor in call.outputs[1:]), default=0)
+    num_rows = call.inputs[0].numel() // max(1, width)
+    rows = 64
+    if num_rows > 65_536:
+        rows = max(rows, min(-(-num_rows // 32), 32_768 // -(-width // 32)))
+    return [*contiguous(call), *(4 * rows * width for _ in range(2))]
+
+
+def group_norm_backward(call: Call) -> list[int]:
+    """`group_norm_kernel.cu`: in fp32 two sums and a factor per image and channel, and two factors per group."""
+    image = call.tensor("input")
+    return [*contiguous(call), *(4 * image.shape[0] * image.shape[1] for _ in range(5))]
+
+
+def batch_norm(call: Call) -> list[int]:
+    """`Normalization.cu`, `Normalization.cuh`: for channels-last input four fp32 sums per channel for each of up to
+    128 rows of blocks, and semaphores."""
+    channels = call.inputs[0].shape[1]
+    return [4 * 4 * 128 * channels, 4 * channels, *contiguous(call)]
+
+
+def cudnn_batch_norm(call: Call) -> list[int]:
+    """`ATen/native/cudnn/BatchNorm.cpp`: cuDNN is asked for its workspace when it runs; as for `convolution`, one
+    copy of the input is set aside for it."""
+    return [_nbytes(call.inputs[0]), *batch_norm(call)]
+
+
+def embedding_backward(call: Call) -> list[int]:
+    """`Embedding.cu`, `EmbeddingBackwardKernel.cu`: sorted indices with their origins, counts, and CUB's scratch;
+    sums in fp32 per part of a segment of equal indices: `max_partial_segment`, a tenth of the indices and as many
+    again as there can be segments."""
+    indices, grad = call.tensor("indices"), call.tensor("grad_output")
+    num = indices.numel()
+    width = grad.shape[-1] if grad.dim() else 1
+    num_segments = min(num, max((tensor.shape[0] for tensor in call.outputs), default=num))
+    num_parts = num // 10 + num_segments
+    return [*_sorting(num), 8 * num_parts, 4 * num_parts * width, *contiguous(call)]
+
+
+def _sorting(num: int) -> list[int]:
+    """Of `num` int64 keys with int64 origins: both, sorted, CUB's second pair of buffers and its bookkeeping."""
+    return [8 * num] * 8 + [_MIB + num // 8]
+
+
+def index(call: Call) -> list[int]:
+    """`IndexKernel.cpp`, `make_info`: indices as int64, once more where they are brought to one shape."""
+    return [_indices_nbytes(call), *contiguous(call)]
+
+
+def index_put(call: Call) -> list[int]:
+    """`Indexing.cu`, `index_put_with_sort_kernel`: linear indices, sorted, with their origins, and CUB's scratch; the
+    values expanded and made contiguous."""
+    num = _num_indexed(call)
+    values = call.arguments.get("values", call.arguments.get("source"))
+    expanded = []
+    if isinstance(values, Tensor):
+        slice_numel = max(tensor.numel() for tensor in (*call.inputs, *call.outputs)) if values.dim() == 0 else 0
+        expanded = [max(values.numel(), slice_numel) * values.itemsize]
+    return [*_sorting(num), 2 * _indices_nbytes(call), *expanded, *contiguous(call)]
+
+
+def _indices(call: Call) -> list[Tensor]:
+    given = call.arguments.get("indices", call.arguments.get("index"))
+    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+
+
+def _num_indexed(call: Call) -> int:
+    tensors = _indices(call)
+    return prod(torch.broadcast_shapes(*(tensor.shape for tensor in tensors))) if tensors else 0
+
+
+def _indices_nbytes(call: Call) -> int:
+    return 8 * _num_indexed(call) * len(_indices(call))
+
+
+def sort(call: Call) -> list[int]:
+    """`Sort.cpp`, `Sort.cu`, `TensorTopK.cu`: values and int64 indices once more, doubled by CUB's segmented sort."""
+    numel = max(tensor.numel() for tensor in call.inputs)
+    itemsize = max(tensor.itemsize for tensor in call.inputs)
+    return [numel * (itemsize + 8)] * 4 + [_MIB + numel // 8]
+
+
+def sample(call: Call) -> list[int]:
+    """`ATen/native/Distributions.cpp`, `MultinomialKernel.cu`: normalised weights, sums or random keys, sorted."""
+    return [4 * tensor.numel() for tensor in call.inputs for _ in range(4)] + sort(call)
+
+
+def permutation(call: Call) -> list[int]:
+    """`Randperm.cu`: random keys and numbers in order, sorted."""
+    return _sorting(max(tensor.numel() for tensor in call.outputs))
+
+
+def scan(call: Call) -> list[int]:
+    """`ScanUtils.cuh`: a contiguous copy, and CUB's scratch for one row."""
+    return [*contiguous(call), _MIB + max(tensor.numel() for tensor in call.inputs) // 8]
+
+
+def masked_scatter(call: Call) -> list[int]:
+    """`IndexKernel.cpp`, `masked_scatter_cuda`: the mask expanded, and an int64 sum up to each of its elements."""
+    numel = max(tensor.numel() for tensor in call.inputs)
+    return [numel, 8 * numel, _MIB + numel // 8, *contiguous(call)]
+
+
+def grouped_product(call: Call) -> list[int]:
+    """`GroupMM.cu`: pointers, strides and sizes of each group, and CUTLASS' descriptors for each multiprocessor."""
+    num_groups = max((tensor.shape[0] for tensor in call.inputs), default=0)
+    return [512 * num_groups, _MIB]
+
+
+def convolution(call: Call) -> list[int]:
+    """What cuDNN takes follows from no shape: its heuristics choose an algorithm when the convolution runs, and
+    `ATen/native/cudnn/Conv_v8.cpp` gives that its workspace, or tries the next if it cannot be had.
+
+    So this is a policy and no bound: all operands and results in fp32 (copies in other layouts), and eight times as
+    much, but at most CONVOLUTION_NBYTES, for the workspace. Under a memory limit cuDNN makes do with less, by another
+    algorithm. Who knows better declares `aten::convolution` and `aten::convolution_backward`.
+    """
+    copies = [4 * tensor.numel() for tensor in (*call.inputs, *call.outputs)]
+    return [*copies, min(CONVOLUTION_NBYTES, 32 * _MIB + 8 * sum(copies))]
+
+
+def _rows(tensor: Tensor, dim: int) -> int:
+    return -(-tensor.shape[dim] // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
+
+
+def _padded_operands(call: Call, names: tuple[str, ...], multiple: int = 8) -> list[int]:
+    """Copies of operands whose last dimension is padded, or whose strides a kernel does not take."""
+    found = []
+    for name in names:
+        value = call.arguments.get(name)
+        if isinstance(value, Tensor):
+            width = value.shape[-1]
+            found.append(value.numel() // max(1, width) * (-(-width // multiple) * multiple) * value.itemsize)
+    return found
+
+
+def flash_forward(call: Call) -> list[int]:
+    """`flash_attn/flash_api.cpp`, `mha_fwd`: copies of operands with an odd head size, the padded output, and where
+    keys are split, fp32 partial outputs and their log-sum-exps per split. It splits only where batch, heads and blocks
+    of queries leave multiprocessors idle, so all splits together are no more than two waves of blocks."""
+    query = call.tensor("query")
+    batch, heads, _, width = query.shape
+    blocks = batch * heads * (_rows(query, 2) // 64)
+    splits = min(MAX_SPLITS, max(1, 2 * MULTIPROCESSORS // max(1, blocks)))
+    partial = [] if splits == 1 else [splits * batch * heads * _rows(query, 2) * (_padded(width) + 1) * 4]
+    copies = _padded_operands(call, ("query", "key", "value")) if width % 8 or not _last_dense(call) else []
+    return [*copies, *(copies[:1]), *partial, 64]
+
+
+def flash_backward(call: Call) -> list[int]:
+    """`mha_bwd`: fp32 sums of the query's gradient (once per block of keys where deterministic), row sums of
+    `grad * out`, gradients of keys and values per query head where heads are shared, and copies as in the forward."""
+    query, key = call.tensor("query"), call.tensor("key")
+    batch, heads, _, width = query.shape
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    copies_of_sum = max(1, -(-key.shape[2] // 64)) if deterministic else 1
+    dq_sum = copies_of_sum * batch * heads * _rows(query, 2) * _padded(width) * 4
+    row_sums = batch * heads * _rows(query, 2) * 4
+    expanded = 2 * batch * heads * key.shape[2] * _padded(width) * key.itemsize if key.shape[1] != heads else 0
+    names = ("grad_out", "query", "key", "value", "out")
+    copies = _padded_operands(call, names) if width % 8 or not _last_dense(call) else [_nbytes(call.tensor("grad_out"))]
+    return [dq_sum, row_sums, expanded, *copies, *copies[1:4], 64]
+
+
+def efficient_forward(call: Call) -> list[int]:
+    """`mem_eff_attention/kernel_forward.h`: an fp32 accumulator of the output where the value's width exceeds what a
+    block keeps in registers; a bias is padded to a multiple of 16."""
+    query = call.tensor("query")
+    value = call.arguments.get("value")
+    width = value.shape[-1] if isinstance(value, Tensor) else query.shape[-1]
+    return [4 * (query.numel() // max(1, query.shape[-1])) * width, *padded_bias(call), 64]
+
+
+def efficient_backward(call: Call) -> list[int]:
+    """`mem_eff_attention/kernel_backward.h`: `delta` per row, and a workspace of fp32 gradients of query, key and
+    value, each padded to blocks of 128."""
+    sums = [4 * _padded_numel(call.tensor(name)) for name in ("query", "key", "value")]
+    delta = 4 * call.tensor("query").numel() // max(1, call.tensor("query").shape[-1])
+    gradient = call.arguments.get("grad_out_", call.arguments.get("grad_out"))
+    copy = [_nbytes(gradient)] if isinstance(gradient, Tensor) else []
+    return [*sums, delta, *copy, *padded_bias(call), 64]
+
+
+def cudnn_forward(call: Call) -> list[int]:
+    """`cudnn/MHA.cpp`: the graph's own workspace, of which the frontend says only that it is small in the forward."""
+    return [32 * _MIB, *contiguous(call)]
+
+
+def cudnn_backward(call: Call) -> list[int]:
+    """`cudnn/MHA.cpp`: a workspace with fp32 sums of the query's gradient and row sums."""
+    query = call.tensor("query")
+    rows = query.numel() // max(1, query.shape[-1])
+    return [32 * _MIB, 4 * _padded_numel(query), 8 * rows, *_padded_operands(call, ("grad_out", "out"))]
+
+
+def padded_bias(call: Call) -> list[int]:
+    bias = call.arguments.get("attn_bias", call.arguments.get("bias"))
+    if not isinstance(bias, Tensor):
+        return []
+    width = bias.shape[-1]
+    return [bias.numel() // max(1, width) * (width + 16) * bias.itemsize]
+
+
+def _padded_numel(tensor: Tensor) -> int:
+    return prod(tensor.shape[:-2]) * _rows(tensor, -2) * _padded(tensor.shape[-1])
+
+
+def _padded(width: int) -> int:
+    """A head size as FlashAttention rounds it: to 32, or to 64 above 128."""
+    multiple = 32 if width <= 128 else 64
+    return -(-width // multiple) * multiple
+
+
+def _last_dense(call: Call) -> bool:
+    return all(call.tensor(name).stride(-1) == 1 for name in ("query", "key", "value"))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() <= tensor.nbytes + tensor.storage_offset() * tensor.itemsize
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
