@@ -354,7 +354,8 @@ class ChunkStore:
         for tensor_slice in self.layout.groups[index].slices:
             name = tensor_slice.spec.name
             parameter = self.parameter(name)
-            handed = self._handed_out.get(name, _gone)()
+            reference = self._handed_out.get(name)
+            handed = reference() if reference is not None else None
             grad = parameter.grad
             if handed is not None and handed is not grad:
                 handed.data = handed.detach().clone()
@@ -395,7 +396,3 @@ class ChunkStore:
 
 def _length(entries: slice) -> int:
     return entries.stop - entries.start
-
-
-def _gone() -> None:
-    return None

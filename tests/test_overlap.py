@@ -279,7 +279,7 @@ def test_a_failed_update_is_named_at_the_next_fetch(monkeypatch: pytest.MonkeyPa
     made.optimizer.synchronize()
     made.backward(1)
     with monkeypatch.context() as patch:
-        patch.setattr("chunkc.adam_groups.adam_chunk_update", lambda *args, **options: 1 / 0)
+        patch.setattr("chunkc.adam_rule.adam_chunk_update", lambda *args, **options: 1 / 0)
         patch.setattr(made.optimizer, "_in_place", lambda *args: None)
         made.optimizer.step()
         with pytest.raises(chunkc.StreamError, match=r"chunk param:0 \(layers.0.weight.*division by zero"):
