@@ -24,7 +24,6 @@ from chunkc.session import owner
 pytestmark = pytest.mark.timeout(120)
 
 MODES = ("forward", "backward", "both")
-NUM_SEEDS = 8
 SLOW_S = 0.03
 
 
@@ -129,8 +128,9 @@ def expected(mode: str, dtype: torch.dtype = torch.float32) -> list[Any]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_late_copies_and_updates_change_no_bit(mode: str) -> None:
-    for seed in range(NUM_SEEDS):
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 40), marks=pytest.mark.slow)], ids=["few", "many"])
+def test_late_copies_and_updates_change_no_bit(mode: str, seeds: range) -> None:
+    for seed in seeds:
         found = results(Subject(mode, Late(seed, 0.004), Late(seed + 100, 0.02)), mode)
         assert not differences(found, expected(mode)), seed
 
@@ -139,6 +139,21 @@ def test_late_copies_and_updates_change_no_bit(mode: str) -> None:
 def test_half_precision_changes_no_bit(mode: str) -> None:
     found = results(Subject(mode, Late(0, 0.004), Late(1, 0.02), case(torch.bfloat16)), mode)
     assert not differences(found, expected(mode, torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["lamb", "8 bits, rounded at random"])
+def test_other_rules_change_no_bit(name: str) -> None:
+    def train(overlap: str) -> list[Any]:
+        made = Subject(overlap, Late(0, 0.004), Late(1, 0.02), case(torch.bfloat16))
+        options: dict[str, Any] = {"update_on": "cpu", "overlap": overlap}
+        if name == "lamb":
+            made.optimizer = chunkc.optim.LAMB(made.model.parameters(), lr=1e-2, **options)
+        else:
+            options |= {"moments_dtype": "int8", "stochastic_rounding": True}
+            made.optimizer = chunkc.optim.AdamW(made.model.parameters(), lr=1e-2, **options)
+        return [*made.train(range(3), reading=False), *made.state()]
+
+    assert not differences(train("both"), train("none"))
 
 
 def test_it_does_overlap() -> None:
