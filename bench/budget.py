@@ -239,7 +239,8 @@ def check_promise(outcomes: Mapping[str, Outcome], budget_nbytes: int) -> None:
 
 def _spec(context: Context, case: Case, size: Size, system: str) -> SubjectSpec:
     is_held = context.device == "cuda" or system not in (FSDP2, DEEPSPEED)
-    options = {"memory_budget": case.budget_nbytes, "codegen": size.codegen} if system == CHUNKC else None
+    budget_nbytes = plan_budget(context.device, case.budget_nbytes)
+    options = {"memory_budget": budget_nbytes, "codegen": size.codegen} if system == CHUNKC else None
     return SubjectSpec(
         case.model,
         case.batch_size,
@@ -253,6 +254,14 @@ def _spec(context: Context, case: Case, size: Size, system: str) -> SubjectSpec:
         is_checkpointed=case.is_checkpointed,
         codegen=size.codegen,
     )
+
+
+def plan_budget(device: str, limit_nbytes: int) -> int:
+    """What chunkc is told where torch's allocator is held to `limit_nbytes`.
+
+    On a GPU that limit is for what the allocator takes of the driver: whole pages, which blocks fill only in part.
+    """
+    return limit_nbytes - (max(64 * MIB, limit_nbytes // 32) if device == "cuda" else 0)
 
 
 def _host_forecast(context: Context, system: str, case: Case, num_parameters: int) -> str:
@@ -325,15 +334,20 @@ def metrics_of(
             metrics["bound"] = one("s", bound.step_s)
             metrics["of bound"] = Metric("ratio", tuple(bound.step_s / sample for sample in step.samples))
             metrics |= _link_metrics(outcome.turns, hardware)
+            metrics |= _host_metrics(outcome.turns)
     for name, key in (
         ("predicted peak", "predicted_peak_nbytes"),
         ("measured peak", "measured_peak_nbytes"),
+        ("reserved peak", "reserved_peak_nbytes"),
         ("driver's count", "driver_nbytes"),
         ("home", "home_nbytes"),
         ("RAM", "host_nbytes"),
     ):
         if outcome.report.get(key) is not None:
             metrics[name] = one("nbytes", outcome.report[key])
+    if "driver's count" in metrics and "reserved peak" in metrics:
+        beyond = outcome.report["driver_nbytes"] - outcome.report["reserved_peak_nbytes"]
+        metrics["context and libraries"] = one("nbytes", beyond)
     if "predicted peak" in metrics and "measured peak" in metrics:
         ratio = outcome.report["measured_peak_nbytes"] / outcome.report["predicted_peak_nbytes"]
         metrics["measured to predicted"] = one("ratio", ratio)
@@ -351,4 +365,14 @@ def _link_metrics(turns: Sequence[Turn], hardware: Hardware) -> dict[str, Metric
         "moved in": Metric("nbytes", tuple(pair[0] for pair in pairs)),
         "moved out": Metric("nbytes", tuple(pair[1] for pair in pairs)),
         "link use": Metric("ratio", tuple(use)),
+    }
+
+
+def _host_metrics(turns: Sequence[Turn]) -> dict[str, Metric]:
+    """What chunkc's own instructions take of the host: per instruction, and as a part of the step."""
+    pairs = [(turn.counters["host_s"], turn.counters["num_instructions"]) for turn in turns]
+    means_s = [sum(turn.step_s) / len(turn.step_s) for turn in turns]
+    return {
+        "host per instruction": Metric("s", tuple(host_s / max(1, number) for host_s, number in pairs)),
+        "host of step": Metric("ratio", tuple(host_s / mean_s for (host_s, _), mean_s in zip(pairs, means_s))),
     }

@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from context import Context, Progress
 from demo import SIZES
-from driving import DoesNotFit, SubjectProcess, Turn, interleave
+from driving import REPLY_TIMEOUT_S, DoesNotFit, SubjectProcess, Timeout, Turn, interleave
 from metrics import Metric, Row, Section, flat, one, paired_ratios, setting_of
 from specs import CHUNKC, PLAIN, SubjectSpec
 
@@ -52,8 +52,8 @@ def run(context: Context) -> Iterator[Section]:
     progress = Progress(context.show, len(HOMES) * (num_subjects * (1 + size.num_rounds) + 1))
     with context.code_cache() as cache:
         for home in HOMES:
-            if context.wants_case(home):
-                yield _section(size, home, cache, progress)
+            if context.wants_case(home) and not context.is_out_of_time:
+                yield _section(context, size, home, cache, progress)
 
 
 def budgets_nbytes(
@@ -64,8 +64,9 @@ def budgets_nbytes(
     return {**parts, MINIMUM: minimum_nbytes}
 
 
-def _section(size: Size, home: str, cache: Path, advance: Progress) -> Section:
+def _section(context: Context, size: Size, home: str, cache: Path, advance: Progress) -> Section:
     model, batch_size = SIZES[size.name]
+    timeout_s = context.reply_timeout(REPLY_TIMEOUT_S)
     plain_spec = SubjectSpec(model, batch_size, is_metered=True, codegen=size.codegen)
 
     def spec(budget_nbytes: int, *, is_limited: bool = True) -> SubjectSpec:
@@ -77,15 +78,16 @@ def _section(size: Size, home: str, cache: Path, advance: Progress) -> Section:
 
     with ExitStack() as stack:
         advance(f"{home}: compiling {PLAIN}")
-        subjects = {PLAIN: stack.enter_context(SubjectProcess(plain_spec, cache))}
+        subjects = {PLAIN: stack.enter_context(SubjectProcess(plain_spec, cache, timeout_s=timeout_s))}
         subjects[PLAIN].step(3)
         plain_peak_nbytes = subjects[PLAIN].report()["measured_peak_nbytes"]
         advance(f"{home}: asking for the minimum")
-        budgets = budgets_nbytes(plain_peak_nbytes, _minimum_nbytes(spec(1, is_limited=False), cache), size.fractions)
+        minimum_nbytes = _minimum_nbytes(spec(1, is_limited=False), cache, timeout_s)
+        budgets = budgets_nbytes(plain_peak_nbytes, minimum_nbytes, size.fractions)
         notes: dict[str, str] = {}
         for name, budget_nbytes in budgets.items():
             advance(f"{home}: compiling {name}")
-            subject = stack.enter_context(SubjectProcess(spec(budget_nbytes), cache))
+            subject = stack.enter_context(SubjectProcess(spec(budget_nbytes), cache, timeout_s=timeout_s))
             try:
                 subject.step(2)
             except DoesNotFit as error:
@@ -97,6 +99,7 @@ def _section(size: Size, home: str, cache: Path, advance: Progress) -> Section:
             num_rounds=size.num_rounds,
             num_steps=size.num_steps,
             on_turn=lambda name: advance(f"{home}: training, {name}"),
+            is_over=lambda: context.is_out_of_time,
         )
         reports = {name: subject.report() for name, subject in subjects.items()}
         ready = subjects[PLAIN].ready
@@ -118,9 +121,9 @@ def _section(size: Size, home: str, cache: Path, advance: Progress) -> Section:
     return Section(f"Under a budget, home {home}", setting, rows)
 
 
-def _minimum_nbytes(spec: SubjectSpec, cache: Path) -> int:
+def _minimum_nbytes(spec: SubjectSpec, cache: Path, timeout_s: Timeout) -> int:
     """The smallest budget, as chunkc names it when asked for one that is too small."""
-    with SubjectProcess(spec, cache) as subject:
+    with SubjectProcess(spec, cache, timeout_s=timeout_s) as subject:
         try:
             subject.step(1)
         except DoesNotFit as error:

@@ -231,14 +231,18 @@ def interleave(
     num_rounds: int,
     num_steps: int,
     on_turn: Callable[[str], None] = lambda _name: None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> dict[str, list[Turn]]:
     """Rounds in which each subject trains `num_steps` timed steps while the others wait.
 
-    Every round begins with another subject, so that none profits from its place.
+    Every round begins with another subject, so that none profits from its place. Once `is_over`, no round but the
+    first begins.
     """
     names = list(subjects)
     turns: dict[str, list[Turn]] = {name: [] for name in names}
     for round_index in range(num_rounds):
+        if round_index and is_over():
+            break
         for name in rotated(names, round_index):
             on_turn(name)
             turn = subjects[name].step(NUM_SETTLING_STEPS + num_steps)

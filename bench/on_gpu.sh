@@ -1,10 +1,19 @@
 #!/usr/bin/env bash
 # Everything that can be learnt on a machine with a GPU, in order of value, within a time limit.
 #
-#   bench/on_gpu.sh [SECONDS]      (default 540)
+#   bench/on_gpu.sh [SECONDS] [first|second|third]      (default: 540, all three)
 #
-# Needs torch 2.11 or newer, Triton 3.6 or newer, transformers, pytest; other systems are measured where they are
-# installed. Without a GPU every step is rehearsed on the CPU, in small form. Outputs are saved as they come under
+# On a machine that is lent for minutes, three calls of 540 s spend half an hour best:
+#   first     what must be right: tests on the GPU, again under CUDA's sanitizers, Adam against its memory bound
+#   second    the promise: 8B parameters under 6 GB, predictions from CPU and CUDA fakes against measured bytes, the
+#             fast path
+#   third     the largest models, the other systems, the bound
+#
+# Needs torch 2.11 or newer, Triton 3.6 or newer, transformers, pytest, and what pyproject.toml names; where one of
+# these is missing it says so and goes no further. Wheels in ${WHEELS:-.whl} are installed for this run only, without
+# their dependencies; on a machine that reaches a registry (of the same Python and system) they are fetched by
+#   python3 -m pip download --no-deps --only-binary=:all: -d .whl pydantic pydantic-core annotated-types ...
+# Other systems are measured where they are installed. Without a GPU every step is rehearsed on the CPU, in small form. Outputs are saved as they come under
 # ${OUT:-bench/results/gpu}: a step cut short leaves what it wrote. Ends with a table of step, seconds and exit code
 # (124 or 137: out of time; "-": not begun), and always exits 0.
 # PYTHON names the interpreter. Where chunkc is not installed in it, it is, without its dependencies; where even that
@@ -18,6 +27,11 @@ if ! [[ $limit_s =~ ^[0-9]+$ ]]; then
     limit_s=540
 fi
 limit_s=$((10#$limit_s))
+part=${2:-all}
+if ! [[ $part =~ ^(all|first|second|third)$ ]]; then
+    echo "usage: bench/on_gpu.sh [SECONDS] [first|second|third]; not '$part'" >&2
+    part=all
+fi
 out=${OUT:-bench/results/gpu}
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
@@ -48,11 +62,15 @@ finish() {
 trap finish EXIT
 trap 'exit 0' INT TERM
 
-# step NAME PERCENT COMMAND...: run it with its output in NAME.txt, for as long as its share of the limit and what is
-# left of the whole allow. An argument @limit becomes the seconds that the command has for itself.
+# step NAME PERCENT COMMAND...: run it with its output in NAME.txt, for as long as its share of the limit (of all
+# parts; alone, a part has more) and what is left of the whole allow. An argument @limit becomes the seconds that the
+# command has for itself.
+ready=yes
 step() {
     local name=$1 at_most_s=$((limit_s * $2 / 100)) left_s=$((limit_s - SECONDS - 3)) start_s=$SECONDS code
     shift 2
+    [[ $part != all ]] && at_most_s=$((at_most_s * 2))
+    [[ $ready == no ]] && left_s=0
     ((left_s < at_most_s)) && at_most_s=$left_s
     if ((at_most_s < 4)); then
         steps+=("$name 0 -")
@@ -68,6 +86,12 @@ step() {
     tail -n "${LINES_SHOWN:-25}" "$out/$name.txt"
     steps+=("$name $((SECONDS - start_s)) $code")
 }
+
+if compgen -G "${WHEELS:-.whl}/*.whl" >/dev/null; then
+    timeout 60 "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$scratch/site" \
+        "${WHEELS:-.whl}"/*.whl >"$out/wheels.txt" 2>&1
+    export PYTHONPATH=$scratch/site${PYTHONPATH:+:$PYTHONPATH}
+fi
 
 has_chunkc() {
     "$PYTHON" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("chunkc") is None)' 2>/dev/null
@@ -115,6 +139,16 @@ print("python", sys.version)
 for name in ("torch", "triton", "numpy", "pydantic", "sympy", "nvidia-ml-py", "ninja", "transformers", "pytest",
              "pytest-timeout", "hypothesis", "matplotlib", "rich", "setuptools", "torchao", "bitsandbytes", "deepspeed"):
     print(name, version(name) or "MISSING")
+lacking = [
+    f"{name} {least[0]}.{least[1]} or newer"
+    for name, least in {
+        **{"torch": (2, 11), "triton": (3, 6), "transformers": (5, 0), "pydantic": (2, 0), "numpy": (1, 0)},
+        **{"sympy": (1, 0), "nvidia-ml-py": (11, 0), "rich": (10, 0), "pytest": (7, 0)},
+    }.items()
+    if tuple(int(part) for part in (version(name) or "0.0").split(".")[:2]) < least
+]
+if lacking:
+    sys.exit(f"needed here: {', '.join(lacking)}; put wheels of what is missing into .whl (see bench/on_gpu.sh)")
 import torch
 
 print("cuda", torch.version.cuda, "available", torch.cuda.is_available(), "threads", torch.get_num_threads())
@@ -124,13 +158,6 @@ import chunkc
 
 print("chunkc from", chunkc.__file__)
 torch._dynamo.lookup_backend("chunkc")
-lacking = [
-    f"{name} {least[0]}.{least[1]} or newer"
-    for name, least in {"torch": (2, 11), "triton": (3, 6), "transformers": (5, 0)}.items()
-    if tuple(int(part) for part in (version(name) or "0.0").split(".")[:2]) < least
-]
-if lacking:
-    sys.exit(f"needed here: {', '.join(lacking)}")
 END
 }
 export -f environment
@@ -138,6 +165,11 @@ export -f environment
 device=cpu form=(--small --device cpu)
 if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
     device=cuda form=(--device cuda)
+    # Blocks split exactly and freed pages given back, where the driver can; see `passes/cuda_memory.py`.
+    if PYTORCH_ALLOC_CONF=expandable_segments:True "$PYTHON" -c \
+        'import torch; torch.ones(1 << 26, device="cuda").sum().item()' >"$out/segments.txt" 2>&1; then
+        export PYTORCH_ALLOC_CONF=expandable_segments:True
+    fi
 fi
 echo "device: $device"
 
@@ -150,20 +182,33 @@ pick() { # the second argument with a GPU, else the first
     if [[ $device == cuda ]]; then echo "$2"; else echo "$1"; fi
 }
 
+wants() { [[ $part == all || $part == "$1" ]]; }
+
+# Only these files: others need not even be importable here. The door to CUDA first.
+mapfile -t gpu_tests < <(grep -rlE --include='test_*.py' 'mark\.gpu\b' tests | sort -r)
 quick=(-q -p no:cacheprovider --timeout=120)
 step environment 12 bash -c environment
-step tests 26 "$PYTHON" -m pytest tests -m gpu "${quick[@]}"
-step sanitizer 12 env TORCH_CUDA_SANITIZER=1 "$PYTHON" -m pytest tests -m "gpu and not slow" "${quick[@]}"
-if command -v compute-sanitizer >/dev/null; then
-    step memcheck 10 compute-sanitizer --error-exitcode 9 "$PYTHON" -m pytest tests/kernels -m gpu "${quick[@]}"
+[[ ${steps[-1]##* } == 0 ]] || ready=no
+if wants first; then
+    step tests 26 "$PYTHON" -m pytest "${gpu_tests[@]}" -m gpu "${quick[@]}"
+    # The sanitizer asks torch for a CUDA device whatever runs, so there is nothing to rehearse without one.
+    step sanitizer 12 env TORCH_CUDA_SANITIZER="$(pick "" 1)" \
+        "$PYTHON" -m pytest "${gpu_tests[@]}" -m "gpu and not slow" "${quick[@]}"
+    if command -v compute-sanitizer >/dev/null; then
+        step memcheck 10 compute-sanitizer --error-exitcode 9 "$PYTHON" -m pytest tests/kernels -m gpu "${quick[@]}"
+    fi
+    bench adam 14 adam
 fi
-bench adam 14 adam
-bench budget 34 budget --case "$(pick 'tiny-3@6MiB' 'llama3-8b@6GB')" --systems chunkc
-bench prediction 20 budget --case "$(pick 'hf-tiny@*' 'gpt-1b@*')" --systems chunkc,plain
-bench fits 20 fits
-bench scale 24 scale
-bench peers 40 budget --case "$(pick 'tiny-3@*' 'gpt-*')"
-bench bound 20 bound
+if wants second; then
+    bench budget 34 budget --case "$(pick 'tiny-3@6MiB' 'llama3-8b@6GB')" --systems chunkc
+    bench prediction 20 prediction
+    bench fits 20 fits
+fi
+if wants third; then
+    bench scale 24 scale
+    bench peers 40 budget --case "$(pick 'tiny-3@*' 'gpt-*')"
+    bench bound 20 bound
+fi
 
 shopt -s nullglob
 results=("$out"/*.json)

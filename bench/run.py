@@ -10,6 +10,7 @@ Suites (all, where none is named):
     budget  models under budgets of 6 to 32 GB beside other systems that offload
     bound   the same models: how much of what the machine could do is reached
     scale   the largest model that trains under a budget
+    prediction   bytes planned from CPU and from CUDA fakes beside measured ones
 
 `--small` rehearses a suite on a tiny model. Results go to bench/results/SUITE-DATE.json, rewritten after every
 section, so that a run cut short keeps what it had; bench/report.py makes Markdown of them. Exits with 1 where chunkc
@@ -39,6 +40,7 @@ import budget
 import disk
 import fits
 import machine
+import prediction
 import scale
 from context import Context
 from driving import SubjectFailed, TimedOut
@@ -57,6 +59,7 @@ SUITES: Mapping[str, Suite] = {
     "budget": budget.run,
     "bound": bound.run,
     "scale": scale.run,
+    "prediction": prediction.run,
 }
 
 

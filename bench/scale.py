@@ -145,7 +145,8 @@ def _probe(context: Context, size: Size, system: str, model: ModelChoice, budget
         return Probe(False, f"needs about {needed / gib:.0f} GiB of RAM, {available / gib:.0f} are available")
     if context.is_out_of_time:
         return Probe(False, "not tried: out of time")
-    options = {"memory_budget": budget_nbytes, "codegen": size.codegen} if system == CHUNKC else None
+    planned_nbytes = budget.plan_budget(context.device, budget_nbytes)
+    options = {"memory_budget": planned_nbytes, "codegen": size.codegen} if system == CHUNKC else None
     spec = SubjectSpec(
         model,
         size.batch_size,

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import driver
 import families
 import systems
 from driving import Unavailable
@@ -81,6 +82,8 @@ class Trainer:
             "to_device_nbytes": report.traffic_nbytes["to_device"],
             "to_home_nbytes": report.traffic_nbytes["to_home"],
             "wait_s": report.time_s["wait"],
+            "host_s": report.time_s["host"],
+            "num_instructions": report.num_instructions,
         }
 
     def report(self) -> dict[str, Any]:
@@ -94,11 +97,12 @@ class Trainer:
         }
         if self.spec.device == "cuda":
             numbers["reserved_peak_nbytes"] = torch.cuda.max_memory_reserved()
-            numbers["driver_nbytes"] = _driver_nbytes()
+            numbers["driver_nbytes"] = driver.process_nbytes(os.getpid())
         if self.spec.system != CHUNKC:
             return numbers
         report = chunkc.report(self.trainee.model)
         return numbers | {
+            "phases": phase_peaks(report.moments),
             "predicted_peak_nbytes": report.predicted_peak_nbytes,
             "home_nbytes": report.home_nbytes,
             "num_moments": len(report.moments),
@@ -110,6 +114,16 @@ class Trainer:
     def _wait(self) -> None:
         if self.spec.device == "cuda":
             torch.cuda.synchronize()
+
+
+def phase_peaks(moments: Iterable[tuple[str, int, int | None]]) -> dict[str, tuple[int, int | None]]:
+    """Phase -> (largest predicted, largest measured bytes) of (label, predicted, measured) per moment."""
+    found: dict[str, tuple[int, int | None]] = {}
+    for label, predicted, measured in moments:
+        phase = label.partition(".")[0]
+        most, seen = found.get(phase, (0, None))
+        found[phase] = max(most, predicted), measured if seen is None else max(seen, measured or 0)
+    return found
 
 
 def serve(spec: SubjectSpec, commands: Iterable[str], reply: Reply) -> None:
@@ -176,21 +190,6 @@ def _device_peak_nbytes(device: str) -> int | None:
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     return cpu_allocator.peak_nbytes() if cpu_allocator.is_installed() else None
-
-
-def _driver_nbytes() -> int | None:
-    """This process's memory as the driver counts it, context and all; None where it does not tell."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        device = pynvml.nvmlDeviceGetHandleByIndex(0)
-        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(device)
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
-    return next((process.usedGpuMemory for process in processes if process.pid == os.getpid()), None)
 
 
 def _num_parameters(trainer: Trainer) -> int:

@@ -15,6 +15,7 @@ from torch import nn
 
 from chunkc.build import Builder
 from chunkc.captured import plan_step, profile, rewrite, verify
+from chunkc.cuda_offline import overhead_on, planned_on
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError, OptionsError, UnsupportedError, format_nbytes
 from chunkc.ir.explanation import (
@@ -82,7 +83,7 @@ def explain(
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     show = show or (lambda what: None)
     show("tracing the model")
-    graph = _one_graph(model, args, kwargs, options)
+    graph = planned_on(_one_graph(model, args, kwargs, options), machine, options.codegen)
     show("planning")
     found = explain_graph(graph, options, _training_in(machine, graph, options), name or type(model).__name__)
     return replace(found, measured=measured)
@@ -102,8 +103,8 @@ def minimum_budget(
     asked = {"memory_budget": memory_budget, "home": home, "chunk_size": chunk_size}
     options = parse_options({**asked, "codegen": codegen})
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
-    graph = _one_graph(model, args, kwargs, options)
-    layout = _layout(graph, options)
+    graph = planned_on(_one_graph(model, args, kwargs, options), machine, options.codegen)
+    layout = _layout(graph, options, machine)
     step = plan_for(graph, layout, options, _training_in(machine, graph, options), budget_of(options, machine))
     return step.minimum_nbytes
 
@@ -118,9 +119,9 @@ def _one_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
     return graphs[0]
 
 
-def _layout(graph: OfflineGraph, options: Options) -> ChunkLayout:
+def _layout(graph: OfflineGraph, options: Options, hardware: Hardware) -> ChunkLayout:
     layout = lay_out(list(graph.movable), options.chunk_size if isinstance(options.chunk_size, int) else None)
-    return ChunkLayout(layout.chunk_nbytes, layout.groups, (*layout.small, *graph.fixed))
+    return ChunkLayout(layout.chunk_nbytes, layout.groups, (*layout.small, *graph.fixed), overhead_on(hardware))
 
 
 def _training_in(machine: Hardware, graph: OfflineGraph, options: Options) -> Hardware:
@@ -162,7 +163,7 @@ def budget_of(options: Options, hardware: Hardware) -> int:
 
 def explain_graph(graph: OfflineGraph, options: Options, hardware: Hardware, name: str) -> Explanation:
     """Explain one captured graph."""
-    layout = _layout(graph, options)
+    layout = _layout(graph, options, hardware)
     budget = budget_of(options, hardware)
     step = plan_for(graph, layout, options, hardware, budget)
     events = _events(step, hardware)
@@ -269,7 +270,7 @@ def _notes(step: StepPlans, options: Options, hardware: Hardware) -> Iterator[st
     if hardware.kind == "cuda":
         if options.codegen == "inductor":
             yield "fused as on a CPU: Inductor's Triton kernels may fuse other operators and so need other bytes"
-        yield "traced on a CPU: operators that CUDA implements otherwise may differ in their own workspaces"
+        yield f"{overhead_on(hardware):,} bytes of the budget are for cuBLAS's workspaces and the optimizer's tables"
         yield f"the driver's context and libraries take {hardware.context_nbytes:,} bytes more, counted apart"
     if hardware.num_devices > 1:
         yield f"planned for one of the {hardware.num_devices} devices, which trains the whole model by itself"

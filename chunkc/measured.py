@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-from chunkc.ir.explanation import Measured
+from chunkc.ir.explanation import COMPUTE, Measured, TimedEvent
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.program import FORWARD, UPDATE
 from chunkc.report import report
-from chunkc.session import owner
+from chunkc.session import Session, owner
 
 
 def measured_side(model: nn.Module) -> tuple[dict[str, Any], Hardware | None, Measured | None]:
     """The options and the hardware a model was compiled with, and what was measured; nothing where it was not.
 
-    The measured peak is that of all its steps so far, the moments those of the latest.
+    The measured peak is that of all its steps so far, the moments and events those of the latest.
     """
     sessions = {hit[0] for parameter in model.parameters() if (hit := owner(parameter)) is not None}
     if len(sessions) != 1:
@@ -33,4 +35,22 @@ def measured_side(model: nn.Module) -> tuple[dict[str, Any], Hardware | None, Me
         return own, session.hardware, None
     found = report(model)
     moments = tuple((name, nbytes) for name, _, nbytes in found.moments)
-    return own, session.hardware, Measured(found.measured_peak_nbytes, moments, dict(found.time_s))
+    events = tuple(_calls(session))
+    return own, session.hardware, Measured(found.measured_peak_nbytes, moments, dict(found.time_s), events)
+
+
+def _calls(session: Session) -> Iterator[TimedEvent]:
+    """When the calls of the latest step ran, from the beginning of its forward; none where the host runs ahead of the
+    device, as times on the host say nothing of the device's then."""
+    forward = session.records.get(FORWARD)
+    if session.device.type != "cpu" or forward is None or not forward.measurement.spans_s:
+        return
+    origin_s = forward.measurement.spans_s[0][0]
+    for phase, record in session.records.items():
+        kind = "update" if phase == UPDATE else "call"
+        modules = {moment.name: moment.module for moment in record.plan.moments}
+        measurement = record.measurement
+        for (name, _), (start_s, end_s) in zip(measurement.peaks, measurement.spans_s, strict=True):
+            if start_s >= origin_s:  # a phase that has not run since is the step's before
+                module = modules.get(name, "")
+                yield TimedEvent(COMPUTE, kind, name, start_s - origin_s, end_s - origin_s, 0, phase, module)

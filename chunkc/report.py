@@ -23,7 +23,9 @@ class Report:
         chunk_size_nbytes, num_chunks: chunks of parameters; gradients and states have as many again.
         num_resident_chunks: those that never leave the compute tier.
         traffic_nbytes: bytes copied `to_device` and `to_home` so far.
-        time_s: seconds so far in `compute`, `wait` (for copies), `to_device`, `to_home` (busy links).
+        time_s: seconds so far in `compute`, `host` (what chunkc's own instructions took beyond arithmetic, updates and
+            waiting), `wait` (for copies), `to_device`, `to_home` (busy links).
+        num_instructions: segments run, chunks moved and gradients sunk so far.
         moments: (label, predicted bytes, measured bytes or None) of the latest step.
         plan_text: the latest plans, printed.
         overhead_nbytes: the part of every prediction that no plan moves: workspaces of libraries on a GPU.
@@ -42,6 +44,7 @@ class Report:
     moments: tuple[tuple[str, int, int | None], ...]
     plan_text: str
     overhead_nbytes: int = 0
+    num_instructions: int = 0
 
     def __str__(self) -> str:
         measured = self.measured_peak_nbytes
@@ -98,6 +101,7 @@ def _report(session: Session) -> Report:
         traffic_nbytes={"to_device": store.traffic.to_device_nbytes, "to_home": store.traffic.to_home_nbytes},
         time_s={
             "compute": session.compute_s,
+            "host": session.host_s,
             "wait": store.traffic.wait_s,
             "to_device": store.tier.to_device.busy_s,
             "to_home": store.tier.to_home.busy_s,
@@ -105,4 +109,5 @@ def _report(session: Session) -> Report:
         moments=tuple(moments),
         plan_text="\n".join(plans),
         overhead_nbytes=session.overhead_nbytes,
+        num_instructions=session.num_instructions,
     )

@@ -107,7 +107,8 @@ class Session:
         self.peak_nbytes: int | None = None
         self.predicted_peak_nbytes = 0
         self.minimum_nbytes = 0
-        self.compute_s = 0.0
+        self.compute_s = self.host_s = 0.0
+        self.num_instructions = 0
         self.update_held_nbytes = 0
         self.update_plans: dict[tuple, tuple[Executable, Plan, tuple[Tile, ...]]] = {}
         self.num_restatements = 0
@@ -180,6 +181,8 @@ class Session:
         self.records[phase] = Record(graph, plan, measurement)
         self.predicted_peak_nbytes = max(self.predicted_peak_nbytes, plan.predicted_peak_nbytes)
         self.compute_s += measurement.compute_s
+        self.host_s += measurement.host_s
+        self.num_instructions += measurement.num_instructions
         readings = [nbytes for _, nbytes in measurement.peaks if nbytes is not None]
         if readings:
             self.peak_nbytes = max(self.peak_nbytes or 0, measurement.between_nbytes, *readings)

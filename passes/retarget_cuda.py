@@ -129,39 +129,45 @@ def _is_half(node: object) -> bool:
 def _generator_state(logsumexp: fx.Node, reader: fx.Node, forward: fx.Graph) -> tuple[fx.Node, fx.Node]:
     """Seed and offset that belong to a log-sum-exp: beside it in the same graph, or saved by the forward for it."""
     graph = reader.graph
-    if logsumexp.target is operator.getitem:
-        return _items(graph, logsumexp.args[0])
-    assert logsumexp.op == "placeholder", logsumexp.format_node()
-    (source,) = [node for node in forward.nodes if node.name == logsumexp.name]
-    attention = source.args[0]
+    source = _made_by(logsumexp)
+    if source.op != "placeholder":
+        return _items(source)
+    (saved,) = [node for node in forward.nodes if node.name == source.name]
     found = []
-    for item in _items(forward, attention):
+    for item in _items(_made_by(saved)):
         returned = output_node(forward)
         (results,) = returned.args
         if item not in results:  # type: ignore[operator]
             returned.args = ((*results, item),)  # type: ignore[misc]
         known = {node.name: node for node in placeholders(graph)}
         if item.name not in known:
-            with graph.inserting_after(logsumexp):
+            with graph.inserting_after(source):
                 known[item.name] = graph.placeholder(item.name)
         found.append(known[item.name])
     seed, offset = found
     return seed, offset
 
 
-def _items(graph: fx.Graph, attention: object) -> tuple[fx.Node, fx.Node]:
-    assert isinstance(attention, fx.Node)
-    kind = _operator(attention)
-    if attention.target is operator.getitem:  # of a pair of the generator's state and the results
-        assert isinstance(attention.args[0], fx.Node)
-        kind = _operator(attention.args[0])
-    assert kind in _GENERATOR_AT, attention.format_node()
+def _made_by(result: fx.Node) -> fx.Node:
+    """The attention that a node is a result of, through aliases; or the placeholder that it is an alias of."""
+    while result.op != "placeholder" and _operator(result) not in _GENERATOR_AT:
+        assert isinstance(result.args[0], fx.Node), result.format_node()
+        result = result.args[0]
+    return result
+
+
+def _items(attention: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The nodes of seed and offset, made where they are not there yet."""
+    graph, results = attention.graph, attention
+    if attention.target is _SAVES:
+        (results,) = [user for user in attention.users if user.args[1] == 1]
     found = []
-    for position in _GENERATOR_AT[kind]:
-        item = next((user for user in attention.users if user.args[1] == position), None)
+    for position, what in zip(_GENERATOR_AT[_operator(attention)], ("seed", "offset"), strict=True):
+        item = next((user for user in results.users if user.args[1:] == (position,)), None)
         if item is None:
-            with graph.inserting_after(attention):
-                item = graph.call_function(operator.getitem, (attention, position))
+            name = f"{attention.name}_{what}"  # the same in both graphs, unlike numbers
+            with graph.inserting_after(results):
+                item = graph.create_node("call_function", operator.getitem, (results, position), name=name)
             item.meta.update({key: value for key, value in attention.meta.items() if key != "val"})
         found.append(item)
     seed, offset = found
@@ -243,8 +249,11 @@ def _moved(value: Any, storages: dict[int, Tensor]) -> Any:
             if tensor.storage_offset() == 0 and storage.nbytes() == tensor.nbytes:
                 storages[key] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_DEVICE)
                 return storages[key]
-            storages[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=_DEVICE)
-        view = torch.empty(0, dtype=tensor.dtype, device=_DEVICE)
-        return view.set_(storages[key].untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+            numel = storage.nbytes() // tensor.itemsize
+            storages[key] = torch.empty_strided((numel,), (1,), dtype=tensor.dtype, device=_DEVICE)
+        base = storages[key]
+        if base.dtype != tensor.dtype:
+            base = base.view(tensor.dtype)
+        return aten.as_strided.default(base, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     return pytree.tree_map_only(Tensor, move, value)

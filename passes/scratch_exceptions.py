@@ -39,8 +39,9 @@ _PRODUCT = Inexact(
     loose=True,
 )
 _CONVOLUTION = Inexact(
-    "all but float32 forwards of contiguous images whose channels fill blocks of 16 (AVX-512)",
-    "oneDNN picks the blocked formats of image, filters and result, and its own scratchpad, when it runs",
+    "low precision; gaps in filters; backwards of channels-last or small single images; filters of one pixel, few "
+    "channels or odd groups on several threads; processors without AVX-512",
+    "oneDNN picks the blocked formats of image, filters and result, its scratchpad and how threads share, when it runs",
     "image, filters and result in blocks, and filters' gradients per thread",
     loose=True,
 )

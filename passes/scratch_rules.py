@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from chunkc.passes.scratch_convolution import Convolution, convolution_backward_nbytes, convolution_nbytes
 from chunkc.passes.scratch_iterator import common_dtype, number_dtype, number_nbytes, numbers_in
 from chunkc.passes.scratch_kernels import (
     attention_backward_nbytes,
     attention_nbytes,
     contiguous_copy_nbytes,
-    convolution_nbytes,
     copy_block_nbytes,
     gemm_nbytes,
     nbytes_of,
@@ -232,36 +232,30 @@ def attention_backward_rule(call: Call) -> int:
     return attention_backward_nbytes(call["grad_out"], call["query"], call["key"], call.num_threads)
 
 
-def _copied_nbytes(*operands: Tensor) -> int:
-    """Copies of operands that are neither contiguous nor channels last."""
-    formats = (torch.contiguous_format, torch.channels_last)
-    return contiguous_copy_nbytes(
-        *(t for t in operands if t.dim() != 4 or not any(t.is_contiguous(memory_format=f) for f in formats))
+def _convolution(call: Call, result: Tensor, *, bias: bool) -> Convolution:
+    return Convolution(
+        call["input"],
+        call["weight"],
+        tuple(result.shape),
+        tuple(call["stride"]),
+        tuple(call["padding"]),
+        tuple(call["dilation"]),
+        call["groups"],
+        call["transposed"],
+        bias,
+        call.num_threads,
     )
 
 
 def convolution_rule(call: Call) -> int:
-    return _copied_nbytes(call["input"], call["weight"]) + convolution_nbytes(
-        call["input"],
-        call["weight"],
-        call.outputs[0].shape,
-        groups=call["groups"],
-        num_threads=call.num_threads,
-        transposed=call["transposed"],
-    )
+    return convolution_nbytes(_convolution(call, call.outputs[0], bias=call["bias"] is not None))
 
 
 def convolution_backward_rule(call: Call) -> int:
-    copies = contiguous_copy_nbytes(call["grad_output"], call["input"], call["weight"])
-    return copies + convolution_nbytes(
-        call["input"],
-        call["weight"],
-        call["grad_output"].shape,
-        groups=call["groups"],
-        num_threads=call.num_threads,
-        backward=True,
-        transposed=call["transposed"],
-    )
+    given = iter(call.outputs)
+    outputs = [next(given) if wanted else None for wanted in call["output_mask"]]
+    convolution = _convolution(call, call["grad_output"], bias=call["output_mask"][2])
+    return convolution_backward_nbytes(convolution, call["grad_output"], outputs)
 
 
 def col2im_outputs(call: Call) -> dict[int, int]:

@@ -35,21 +35,30 @@ class Instruction(Protocol):
 class Measurement:
     """Measured bytes per moment, in order, and seconds of arithmetic, or of enqueuing it where the host runs ahead.
 
-    `between_nbytes` is the largest reading between moments: while chunks come and go and gradients are sunk.
+    `between_nbytes` is the largest reading between moments: while chunks come and go and gradients are sunk. `spans_s`:
+    when each moment began and ended, by `time.perf_counter`. `host_s` is the rest: what the host took for
+    `num_instructions` beyond arithmetic, updates (`update_s`) and waiting.
     """
 
     peaks: list[tuple[str, int | None]] = field(default_factory=list)
     between_nbytes: int = 0
     compute_s: float = 0.0
+    update_s: float = 0.0
+    host_s: float = 0.0
+    num_instructions: int = 0
+    spans_s: list[tuple[float, float]] = field(default_factory=list)
+    _began_s: float = 0.0
 
     def begin(self, tier: Tier) -> None:
         """A moment begins: what was read so far belongs to the time before it."""
         nbytes = tier.lap_peak_nbytes()
         if nbytes is not None and nbytes > self.between_nbytes:
             self.between_nbytes = nbytes
+        self._began_s = time.perf_counter()
 
     def end(self, name: str, tier: Tier) -> None:
         """A moment has ended."""
+        self.spans_s.append((self._began_s, time.perf_counter()))
         self.peaks.append((name, tier.lap_peak_nbytes()))
 
 
@@ -149,7 +158,9 @@ class _Update:
         assert run.update is not None
         run.store.drop_spare_slots()
         run.measurement.begin(run.store.tier)
+        start_s = time.perf_counter()
         run.update(self.tile)
+        run.measurement.update_s += time.perf_counter() - start_s
         run.measurement.end(f"update.{self.tile}", run.store.tier)
 
 
@@ -176,6 +187,7 @@ class Executable:
         Raises:
             StreamError, HomeError: a copy failed; parameters and gradients at home stay valid.
         """
+        start_s, waited_s = time.perf_counter(), run.store.traffic.wait_s
         registers: Registers = [None] * self.num_registers
         for register, argument in zip(self.inputs, arguments, strict=True):
             if register is not None:
@@ -196,7 +208,13 @@ class Executable:
             raise
         run.store.drop_spare_slots()
         run.measurement.begin(run.store.tier)
+        self._account(run, time.perf_counter() - start_s, run.store.traffic.wait_s - waited_s)
         return [None if register is None else registers[register] for register in self.outputs]
+
+    def _account(self, run: Run, total_s: float, waited_s: float) -> None:
+        measurement = run.measurement
+        measurement.host_s = total_s - waited_s - measurement.compute_s - measurement.update_s
+        measurement.num_instructions = len(self.instructions)
 
 
 def lower(graph: fx.Graph, segments: Mapping[str, Segment]) -> Executable:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zoo import CASES, Case
 
 import chunkc
+import chunkc.backend
 from chunkc.runtime import cpu_allocator
 
 HUGE = 1 << 34

@@ -26,7 +26,7 @@ from optim_models import (
 from torch import nn
 
 import chunkc
-from chunkc.ir.chunks import MASTER
+from chunkc.ir.states import MASTER
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -23,7 +23,7 @@ from optim_models import (
 from torch import Tensor, nn
 
 import chunkc
-from chunkc.ir.chunks import EXP_AVG, EXP_AVG_SQ, MASTER
+from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, MASTER
 from chunkc.passes import planning
 from chunkc.session import owner
 

@@ -183,7 +183,11 @@ class _FakeProcess:
         self.order.append(self.system)
         if self.system in self.wrong:
             raise self.wrong[self.system]
-        counters = {"to_device_nbytes": 10.0, "to_home_nbytes": 5.0, "wait_s": 0.0} if self.system == CHUNKC else {}
+        counters = (
+            {"to_device_nbytes": 10.0, "to_home_nbytes": 5.0, "wait_s": 0.0, "host_s": 0.02, "num_instructions": 4.0}
+            if self.system == CHUNKC
+            else {}
+        )
         return Turn((1.0,) * num_steps, (0.0,) * num_steps, (1.0,) * num_steps, (3.0,) * num_steps, counters)
 
     def report(self) -> dict[str, Any]:

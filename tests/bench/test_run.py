@@ -290,7 +290,7 @@ def test_a_subject_obeys():
         assert step["step_s"] == pytest.approx(step["forward_backward_s"] + step["optimizer_s"])
         assert step["loss"] == pytest.approx(5.545, abs=0.3)  # log(256)
     assert peaks["num_moments"] > 4
-    assert set(steps["counters"]) == {"to_device_nbytes", "to_home_nbytes", "wait_s"}
+    assert set(steps["counters"]) == {"to_device_nbytes", "to_home_nbytes", "wait_s", "host_s", "num_instructions"}
 
 
 def test_a_subject_says_what_would_fit_and_knows_no_other_commands():

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def test_fits(tmp_path: Path):
-    compilation, steps = map(medians, rehearse("fits", tmp_path))
+    steps, compilation = map(medians, rehearse("fits", tmp_path))
     names = [PLAIN, "chunkc fast path", "chunkc segmented"]
     assert list(compilation) == list(steps) == names
     assert compilation[PLAIN]["to plain"] == steps[PLAIN]["to plain"] == 1

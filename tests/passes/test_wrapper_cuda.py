@@ -105,10 +105,3 @@ def test_an_odd_head_size_is_copied() -> None:
 )  # fmt: skip
 def test_known_operators(name: str) -> None:
     assert is_known(getattr(aten, name).default if name != "add_" else aten.add_.Tensor)
-
-
-def test_what_is_not_known_is_guessed_from_all_operands() -> None:
-    op = aten.linalg_qr.default
-    matrix = fakes((64, 64))[0]
-    assert not is_known(op)
-    assert cuda_scratch_nbytes(op, (matrix,), {}, (matrix, matrix)) >= 3 * matrix.nbytes

@@ -1,0 +1,396 @@
+"""Scratch bytes of convolutions and their backwards on the CPU, where oneDNN computes them.
+
+oneDNN reads and writes blocks of 16 channels, or channels last, and reorders what comes otherwise: image, filters and
+result at a time, and a backward sums filters' gradients per group of threads. With AVX-512 in float32 that is known
+for most convolutions (`_forward`, `_backward`); for the others there is an upper bound (`_bound`).
+
+Sources: ATen's `Convolution.cpp` and `mkldnn/Conv.cpp`, ideep's `conv.hpp`, oneDNN's
+`jit_avx512_common_conv_kernel.cpp` and `brgemm_convolution_bwd_strided.cpp`; checked by measuring.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from chunkc.passes.scratch_kernels import contiguous_copy_nbytes, nbytes_of
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+_BLOCK = 16
+_PAGE = 4096
+_PADDING = 128
+"""Bytes by which oneDNN aligns one region of its scratchpad."""
+_BARRIER = 2 * _PAGE + _PADDING
+"""Bytes of the buffer in which threads wait for each other before they sum filters' gradients."""
+_ADDRESS_NBYTES = 40
+"""Of the addresses of one pair of blocks that are multiplied."""
+_ADDRESSES_NBYTES = 4120
+"""A page of addresses, and what is left of the last one."""
+_MAX_CHANNELS = 64
+"""In one of these blocks."""
+_MIN_POSITIONS = 4
+"""Results of fewer positions are computed as matrix products."""
+_SMALL_DEPTHWISE = 25
+"""Up to so many pixels per filter, depthwise filters' gradients may be summed over blocked images."""
+_MIN_ROWS_TO_SHARE = 9
+"""Fewer rows of a result than this are never divided among threads when filters' gradients are summed."""
+
+
+def _padded(size: int, block: int = _BLOCK) -> int:
+    return -(-size // block) * block
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """One convolution, or the one that a backward belongs to.
+
+    Attributes:
+        input: images [N, C, *spatial].
+        weight: filters [out, C / groups, *kernel]; transposed [C, out / groups, *kernel].
+        result_shape: of the convolution's result.
+        stride, padding, dilation: per spatial dimension.
+        bias: whether it adds one (or its backward makes the bias's gradient).
+        num_threads: threads that it may use.
+    """
+
+    input: Tensor
+    weight: Tensor
+    result_shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    transposed: bool
+    bias: bool
+    num_threads: int
+
+    @property
+    def pixels(self) -> int:
+        """Of one filter."""
+        return math.prod(self.weight.shape[2:])
+
+    @property
+    def positions(self) -> int:
+        """Of one result."""
+        return math.prod(self.result_shape[2:])
+
+    @property
+    def strided(self) -> bool:
+        return any(step != 1 for step in self.stride)
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """Of one group, in and out."""
+        return self.input.shape[1] // self.groups, self.result_shape[1] // self.groups
+
+    @property
+    def depthwise(self) -> bool:
+        return self.groups > 1 and self.channels == (1, 1)
+
+    @property
+    def result_nbytes(self) -> int:
+        return math.prod(self.result_shape) * self.input.itemsize
+
+    def blocked_nbytes(self, shape: Sequence[int]) -> int:
+        """Bytes of images of `shape` whose channels are padded to blocks."""
+        channels = shape[1] if self.groups > 1 else _padded(shape[1])
+        return shape[0] * channels * math.prod(shape[2:]) * self.input.itemsize
+
+    @property
+    def blocked_filters_nbytes(self) -> int:
+        if self.depthwise:
+            return _padded(self.groups) * self.pixels * self.input.itemsize
+        inside, outside = self.channels
+        inside = inside if self.reads_plain_image else _padded(inside)
+        return self.groups * _padded(outside) * inside * self.pixels * self.input.itemsize
+
+    @property
+    def reads_plain_image(self) -> bool:
+        """A first convolution, of a few colours, reads them as they are."""
+        return self.groups == 1 and not self.transposed and self.input.shape[1] < _BLOCK and self.pixels > 1
+
+    @property
+    def fills_blocks(self) -> bool:
+        if self.groups == 1:
+            return True  # padded
+        return self.groups % _BLOCK == 0 if self.depthwise else all(c % _BLOCK == 0 for c in self.channels)
+
+    @property
+    def has_known_kernels(self) -> bool:
+        """Float32 images on AVX-512, done by oneDNN, without gaps in filters, with a result larger than a matrix's."""
+        known = self.input.dtype == torch.float32 and self.input.dim() in (3, 4) and max(self.dilation) == 1
+        known &= torch.backends.cpu.get_cpu_capability() == "AVX512"
+        return known and self.positions >= _MIN_POSITIONS and not may_unfold(self.input, self.weight, self.groups)
+
+    @property
+    def is_direct(self) -> bool:
+        """One pixel on one thread: a matrix product in place."""
+        plain = not (self.strided or self.transposed) and self.groups == 1
+        return self.pixels == 1 and self.num_threads == 1 and plain
+
+    @property
+    def padded_bias_nbytes(self) -> int:
+        """A bias that does not fill blocks."""
+        filled = self.channels[1] % _BLOCK == 0 or self.depthwise
+        return 0 if filled else self.groups * _padded(self.channels[1]) * 4 + _PADDING
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Filters of one pixel with a stride first gather the pixels that they read, each thread those of one image."""
+        if self.pixels != 1 or not self.strided or self.transposed:
+            return 0
+        return self.num_threads * _padded(self.channels[0]) * self.positions * self.input.itemsize + _PADDING
+
+
+def convolution_nbytes(convolution: Convolution) -> int:
+    """Bytes that a convolution holds inside, beyond its result."""
+    c = convolution
+    copies = _copied_nbytes(c.input, c.weight)
+    found = _forward(c) if c.has_known_kernels else None
+    return copies + (_bound(c, backward=False) if found is None else found)
+
+
+def convolution_backward_nbytes(convolution: Convolution, grad: Tensor, outputs: Sequence[Tensor | None]) -> int:
+    """Bytes that a convolution's backward holds inside.
+
+    Args:
+        grad: of the result.
+        outputs: gradients of images, filters and bias; None for those not asked for.
+    """
+    c = convolution
+    copies = contiguous_copy_nbytes(grad, c.input, c.weight)
+    known = c.has_known_kernels and c.input.is_contiguous() and c.weight.is_contiguous() and c.fills_blocks
+    if c.reads_plain_image:
+        known &= c.input.shape[1] in (1, 3)
+    return copies + (_backward(c, outputs) if known else _bound(c, backward=True))
+
+
+def _copied_nbytes(*operands: Tensor) -> int:
+    """Copies of operands that are neither contiguous nor channels last."""
+    formats = (torch.contiguous_format, torch.channels_last)
+    return contiguous_copy_nbytes(
+        *(t for t in operands if t.dim() != 4 or not any(t.is_contiguous(memory_format=f) for f in formats))
+    )
+
+
+def may_unfold(input: Tensor, weight: Tensor, groups: int) -> bool:
+    """Whether ATen's own convolution may run: other dtypes, small single images, old processors."""
+    if input.dtype == torch.bfloat16:
+        return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if input.dtype == torch.float16:
+        return not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    small = input.shape[0] == 1 and input.numel() <= 20480 and groups == 1 and min(weight.shape[-2:]) <= 3
+    return input.dtype != torch.float32 or small
+
+
+def _forward(c: Convolution) -> int | None:
+    """A forward, exactly (transposed with a stride: a bound); None where that is not known.
+
+    Plain images: image, filters and result are reordered, and the result goes back to its plain format when the others
+    are gone. With channels last, only filters are, and few bytes are for each thread.
+    """
+    if c.transposed and c.groups != 1:
+        return None
+    image, filters = c.input, c.weight
+    last = [not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last) for t in (image, filters)]
+    if any(last) and image.dim() == 4:
+        if c.transposed:
+            return None
+        if c.groups != 1:
+            known = c.depthwise and c.fills_blocks and c.pixels > 1 and last[0]
+            return c.blocked_filters_nbytes if known else None
+        if not all(last[i] or t.is_contiguous() for i, t in enumerate((image, filters))):
+            return None
+        copies = 0 if last[0] else nbytes_of(image)
+        copies += 0 if last[1] or c.pixels == 1 else nbytes_of(filters)
+        if c.is_direct:
+            return copies
+        outside = c.result_shape[1]
+        block = 64 if outside % _BLOCK and outside > 32 else _BLOCK  # a bound where channels do not fill blocks
+        return (
+            copies + _padded(outside, block) * image.shape[1] * c.pixels * 4 + _PAGE + _ADDRESSES_NBYTES * c.num_threads
+        )
+    if not (image.is_contiguous() and filters.is_contiguous() and c.fills_blocks):
+        return None
+    if c.is_direct:
+        return 0
+    result = c.blocked_nbytes(c.result_shape)
+    read = c.blocked_filters_nbytes + (0 if c.reads_plain_image else c.blocked_nbytes(image.shape))
+    if not c.transposed:
+        padded_bias = c.padded_bias_nbytes if c.bias else 0
+        return max(c.gathered_nbytes + padded_bias + read + result - c.result_nbytes, result)
+    biased = result + _PADDING if c.bias else 0  # the bias is added to a copy
+    if c.strided:
+        return max(_strided_nbytes(c) + _PADDING + biased, 2 * c.result_nbytes)
+    return max(biased + read + result - c.result_nbytes, result)
+
+
+def _backward(c: Convolution, outputs: Sequence[Tensor | None]) -> int:
+    """A backward of contiguous images and filters.
+
+    First the images' gradient: incoming gradient and filters are reordered, and the result goes back to its plain
+    format; with a stride, through channels last and one more copy. Then, beside it, the filters' gradient: image and
+    incoming gradient are reordered, threads that share filters sum theirs, and the sum goes back.
+    """
+    if c.is_direct:
+        return 0
+    d_image, d_filters, d_bias = (0 if t is None else nbytes_of(t) for t in outputs)
+    given = d_image + d_filters + d_bias
+    image, grad = c.blocked_nbytes(c.input.shape), c.blocked_nbytes(c.result_shape)
+    filters = c.blocked_filters_nbytes
+    peaks = [0]
+    if d_image:
+        if c.strided and not c.transposed:
+            peaks += [_strided_nbytes(c) + d_image - given, 3 * d_image - given]
+        else:
+            whole = filters if not c.reads_plain_image else filters // c.channels[0] * _padded(c.channels[0])
+            peaks += [grad + whole + image - given, image + d_image - given]
+    if d_filters:
+        inside = filters + _summed_nbytes(c) - d_filters
+        if not c.depthwise or c.pixels <= _SMALL_DEPTHWISE:
+            inside += grad + (0 if c.reads_plain_image else image) + c.gathered_nbytes
+        peaks += [inside, filters + d_bias]
+    return max(peaks)
+
+
+def _strided_nbytes(c: Convolution) -> int:
+    """What a strided backward for images (or transposed forward) holds beside its result.
+
+    What is read, with channels last; filters in blocks; and for every thread one padded image of what is read, a page
+    that marks what of it was copied, addresses of blocks, and rows of the result where they cannot be written in place.
+    """
+    read, written = tuple(c.result_shape[1:]), tuple(c.input.shape[1:])
+    if c.transposed:
+        read, written = written, read
+    channels, numel = read[0], 1
+    for size, whole, kernel, step, before in zip(
+        read[1:], written[1:], c.weight.shape[2:], c.stride, c.padding, strict=True
+    ):
+        after = (size - 1) * step + kernel - whole - before
+        numel *= size + sum(max(0, kernel - 1 - pad) // step for pad in (before, after))
+    blocks = _padded(c.pixels * -(-channels // _MAX_CHANNELS) * _ADDRESS_NBYTES, _PAGE)
+    thread = -(-blocks // _ADDRESS_NBYTES) * _ADDRESS_NBYTES + _PAGE + 4 * _padded(numel * channels, _PAGE)
+    uneven = written[-1] % c.stride[-1] != 0
+    if uneven:
+        thread += 4 * _padded(_padded(written[-1], c.stride[-1]) * c.stride[-1] * written[0], _PAGE)
+    filters = c.blocked_filters_nbytes
+    if c.groups == 1:
+        block = _BLOCK if written[0] <= _BLOCK else 2 * _BLOCK
+        filters = channels * _padded(written[0], block) * c.pixels * 4
+    images = c.input.shape[0] * math.prod(read) * 4
+    return images + filters + (4 if uneven else 3) * _PAGE + c.num_threads * thread
+
+
+def _summed_nbytes(c: Convolution) -> int:
+    """Filters' gradients of all threads but one of those that share filters, and the bias's likewise.
+
+    Depthwise ones are products with unfolded images, and every thread has all of them. Of filters of one pixel it is
+    not known how many threads share, nor for transposed ones: all, as a bound.
+    """
+    if c.depthwise:
+        unfolded = c.positions * c.pixels * 4
+        return c.num_threads * (unfolded + 4 * nbytes_of(c.weight)) + 2 * _PADDING
+    outside = c.groups * _padded(max(c.channels) if c.transposed else c.channels[1])
+    num_sharing = c.num_threads if c.pixels == 1 or c.transposed else _num_sharing(c)
+    summed = c.padded_bias_nbytes if c.bias else 0
+    if num_sharing > 1:
+        summed += (num_sharing - 1) * (c.blocked_filters_nbytes + 4 * outside) + _BARRIER
+        summed += _PADDING if c.transposed else 0
+    num_blocks = -(-c.channels[1] // _BLOCK) * c.groups
+    if c.bias and (num_blocks < c.num_threads or (c.pixels == 1 and num_blocks % c.num_threads)):
+        summed += max(1, c.num_threads // num_blocks - 1) * 4 * outside + (2 + num_blocks) * _PAGE
+    return summed
+
+
+def _num_sharing(c: Convolution) -> int:
+    """How many threads share filters, each with images (or rows of them) of its own.
+
+    oneDNN divides threads among images, blocks of result channels and blocks of image channels so that they read and
+    write little, and then so that none has much more to do than the others.
+    """
+    if c.num_threads < c.groups:
+        return 1
+    num_threads = c.num_threads // c.groups
+    inside, outside = (-(-channels // _BLOCK) for channels in c.channels)
+    rows = c.result_shape[2] if len(c.result_shape) == 4 else 1
+    by_rows = rows > _MIN_ROWS_TO_SHARE
+    images = c.input.shape[0]
+    shares = images * rows if by_rows else images
+    image_size = math.prod(c.input.shape[2:]) // (c.input.shape[2] if by_rows else 1)
+    result_size = c.positions // (rows if by_rows else 1)
+    image_shares = images * c.input.shape[2] if by_rows else images
+
+    def traffic(split: tuple[int, int, int]) -> int:
+        sharing, by_result, by_image = split
+        read = -(-image_shares // sharing) * -(-inside // by_image) * _BLOCK * image_size // math.prod(c.stride)
+        read += -(-shares // sharing) * -(-outside // by_result) * _BLOCK * result_size
+        return read + 8 * -(-outside // by_result) * -(-inside // by_image) * c.pixels * _BLOCK**2
+
+    def work(split: tuple[int, int, int]) -> int:
+        sharing, by_result, by_image = split
+        return -(-shares // sharing) * -(-outside // by_result) * -(-inside // by_image)
+
+    most = images * max(1, rows // _MIN_ROWS_TO_SHARE if by_rows else 1)
+
+    def splits() -> Iterator[tuple[int, int, int]]:
+        for sharing in range(1, min(num_threads, most) + 1):
+            rest = num_threads // sharing
+            for by_result in range(1, min(rest, outside) + 1):
+                yield sharing, by_result, min(rest // by_result, inside)
+
+    best, least = (1, 1, 1), traffic((1, 1, 1))
+    for split in splits():
+        if traffic(split) <= least:
+            best, least = split, traffic(split)
+    least_work = work(best)
+    for split in splits():
+        even = work(split) <= least_work and traffic(split) < 1.1 * least
+        if even or 4 * work(split) <= 3 * least_work:
+            best, least_work = split, work(split)
+    sharing = best[0]
+    if c.num_threads // 2 < sharing < c.num_threads:
+        sharing = min(most, c.num_threads)
+    return sharing
+
+
+def _bound(c: Convolution, *, backward: bool) -> int:
+    """Upper bound of any convolution.
+
+    In low precision the channels of each group are padded and accumulators are float32. A backward sums one filters'
+    gradient per thread. Where ATen's own kernel may run instead, it unfolds the images: one column per position, as
+    long as a filter.
+    """
+    low = c.input.dtype in _LOW_PRECISION
+    itemsize = 4 if low else c.input.itemsize
+    channels_last = not c.input.is_contiguous()
+    if c.depthwise and not (channels_last and backward):  # blocks span the groups
+        num_groups, block, filters = 1, 16, _padded(c.groups, 64) * c.pixels * itemsize
+    else:
+        num_groups, block = (1, 16) if c.depthwise else (c.groups, 32 if low else 16)
+        block_w = 16 if c.depthwise else block
+        outer, inner = _padded(-(-c.weight.shape[0] // c.groups), block_w), _padded(c.weight.shape[1], block_w)
+        filters = c.groups * outer * inner * c.pixels * itemsize
+        filters *= 2 if channels_last else 1
+
+    def blocked(shape: Sequence[int]) -> int:
+        channels = num_groups * _padded(-(-shape[1] // num_groups), block)
+        return shape[0] * channels * math.prod(shape[2:]) * itemsize
+
+    nbytes = blocked(c.input.shape) + blocked(c.result_shape) + filters
+    nbytes += c.num_threads * (1 << 20 if low else 64 << 10) + (c.num_threads * filters if backward else 0)
+    if c.positions < _MIN_POSITIONS:
+        nbytes += 2 * filters  # as a matrix product, which packs its operands
+    if backward and c.strided:
+        nbytes += 2 * nbytes_of(c.input)  # its gradient comes with channels last, and is copied
+    if c.pixels == 1 and tuple(c.input.shape[2:]) != tuple(c.result_shape[2:]):
+        nbytes += c.num_threads * c.input.shape[1] * c.positions * itemsize  # the pixels it reads, gathered
+    if c.transposed or may_unfold(c.input, c.weight, c.groups):
+        channels, positions = c.input.shape[1], c.positions
+        if c.transposed:
+            channels, positions = c.result_shape[1], math.prod(c.input.shape[2:])
+        nbytes += c.input.shape[0] * channels * c.pixels * positions * c.input.itemsize + nbytes_of(c.weight)
+    return nbytes

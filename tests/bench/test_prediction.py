@@ -1,0 +1,39 @@
+"""The suite `prediction` in small form: plans from fakes of either kind beside what was measured."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+import prediction
+from rehearse import medians, rehearse
+from subject import phase_peaks
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_peaks_by_phase():
+    moments = [("forward.0", 10, 9), ("forward.1", 30, 31), ("backward.0", 20, None), ("update.0[0:4]", 5, 5)]
+    assert phase_peaks(moments) == {"forward": (30, 31), "backward": (20, None), "update": (5, 5)}
+
+
+def test_ratios_only_where_both_sides_are_there():
+    both = prediction.metrics_of(10, 20, 40, 30)
+    assert both["measured to plan"].median == 0.75
+    assert both["CPU to CUDA fakes"].median == 0.5
+    assert set(prediction.metrics_of(None, 20, 40, None)) == {"CUDA fakes", "plan"}
+
+
+def test_a_rehearsal_compares_all_three(tmp_path: Path):
+    sections = rehearse("prediction", tmp_path)
+    assert [section["setting"]["name"] for section in sections] == ["tiny-3", "hf-tiny"]
+    for section in sections:
+        rows = medians(section)
+        assert list(rows) == list(prediction.PHASES)
+        for phase, row in rows.items():
+            assert row["measured"] == row["plan"], phase  # on a CPU, compiled eagerly, to the byte
+            assert row["CUDA fakes"] > 0
+            assert row["CPU to CUDA fakes"] == row["CPU fakes"] / row["CUDA fakes"]

@@ -1,0 +1,85 @@
+"""`--largest batch_size` on the ladder: the answer B trains inside the budget as a hard limit, and B + 1 is refused.
+
+Nothing runs while B is searched. B then trains with the allocator refusing every byte beyond the budget; B + 1 must
+raise `BudgetError` before it runs, and name a smallest budget that is larger.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from harness import refuse, train
+from zoo import LADDER, Batch, Case
+
+from chunkc.explain import explain, minimum_budget
+from chunkc.ir.errors import UnsupportedError
+from chunkc.largest import largest
+
+NOT_ONE_GRAPH = ("graph_breaks", "breaks_in_loop", "lstm")
+"""Models that cannot be explained before they run: code between graphs, or nothing that is captured."""
+
+QUICK = ("frozen_mlp", "dropout", "convnet")
+QUICK_INDUCTOR = ("frozen_mlp",)
+INDUCTOR = ("frozen_mlp", "short_gpt", "checkpointed_gpt", "lstm_cells", "convnet", "unet", "vit")
+
+BUDGET_PERCENT = 160
+"""Of what the ladder's own batch needs at least."""
+
+
+def sized(batch: Batch, size: int) -> Batch:
+    """The batch with its samples repeated, or left out, until there are `size`."""
+    own = max(value.shape[0] for value in batch.values() if isinstance(value, torch.Tensor))
+    rows = torch.arange(size) % own
+    return {key: value[rows] if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+
+
+def case_of_size(name: str, size: int) -> Case:
+    case = LADDER[name]
+    return replace(case, batch=lambda seed: sized(case.batch(seed), size))
+
+
+def params(names: tuple[str, ...], quick: tuple[str, ...]) -> list[Any]:
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def check(name: str, codegen: str) -> None:
+    case = LADDER[name]
+
+    def needs(size: int) -> int:
+        batch = sized(case.batch(0), size)
+        return minimum_budget(case.build(), memory_budget=budget, codegen=codegen, **batch)
+
+    budget = 1 << 30
+    budget = needs(2) * BUDGET_PERCENT // 100
+    found = largest(needs, budget)
+    assert found.size >= 2
+    assert found.needs_nbytes[0] <= budget < found.needs_nbytes[1]
+    assert explain(case.build(), memory_budget=budget, codegen=codegen, **sized(case.batch(0), found.size)).fits
+    assert not explain(case.build(), memory_budget=budget, codegen=codegen, **sized(case.batch(0), found.size + 1)).fits
+
+    result = train(case_of_size(name, found.size), memory_budget=budget, codegen=codegen, steps=2)
+    assert result.allocator_peak_nbytes <= budget
+    error = refuse(
+        case_of_size(name, found.size + 1), memory_budget=budget, codegen=codegen, whole_graph="auto", place=True
+    )
+    assert error.budget_nbytes == budget < error.minimum_nbytes
+
+
+@pytest.mark.parametrize("name", params(tuple(n for n in LADDER if n not in NOT_ONE_GRAPH), QUICK))
+def test_the_largest_batch_trains_and_one_more_is_refused(name: str) -> None:
+    check(name, "eager")
+
+
+@pytest.mark.parametrize("name", params(INDUCTOR, QUICK_INDUCTOR))
+def test_the_largest_batch_by_inductor(name: str) -> None:
+    check(name, "inductor")
+
+
+@pytest.mark.parametrize("name", NOT_ONE_GRAPH)
+def test_models_of_several_graphs_say_so(name: str) -> None:
+    case = LADDER[name]
+    with pytest.raises(UnsupportedError, match=r"graph"):
+        minimum_budget(case.build(), **case.batch(0))

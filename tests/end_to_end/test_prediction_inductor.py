@@ -1,0 +1,99 @@
+"""Predicted bytes against the allocator's with `codegen="inductor"`, on the ladder of models.
+
+Peaks of forward and backward lie within 1 %, and so does every call where the graph is cut into segments; nothing is
+ever predicted too small. What is not within 1 % is bounded, and has its reason in `scratch_exceptions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from memory_curves import Moment, PhaseCurve, step_curves
+from zoo import LADDER
+
+from chunkc.passes.scratch_exceptions import BEYOND_OPERATORS, EXCEPTIONS
+
+WITHIN = 0.01
+
+LOW_PRECISION = {"autocast_gpt": 1.5, "autocast_convnet": 4.0}
+"""Models whose fullest moment is a product or convolution in bfloat16 -> how many times the truth may be predicted."""
+
+SEVERAL_GRAPHS = {"graph_breaks": 1.04, "breaks_in_loop": 1.04}
+"""Models whose graphs hand values to each other, counted longer than Python holds them -> how many times the truth."""
+
+BOUNDED = LOW_PRECISION | SEVERAL_GRAPHS
+
+QUICK = ("frozen_mlp", "short_gpt", "convnet")
+QUICK_SEGMENTS = ("frozen_mlp",)
+"""The part of the ladder that the default run climbs; the rest is slow."""
+
+NOT_CAPTURED = "lstm"
+
+SEGMENTED = ("frozen_mlp", "short_gpt", "gpt2_dropout", "llama", "mixtral", "vit", "convnet", "resnet", "unet",
+             "whisper", "clip", "lstm_cells", "dropout", "checkpointed_gpt", "odd_layouts")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def ladder(names: Sequence[str], quick: Sequence[str]) -> list[Any]:
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def describe(moments: Sequence[Moment]) -> str:
+    return "\n".join(
+        f"{m.call} {m.op} {m.module}: predicted {m.predicted_nbytes}, measured {m.measured_nbytes}"
+        for m in moments[:20]
+    )
+
+
+def check_bounded(name: str, curve: PhaseCurve) -> None:
+    """Never too little; and the reason stands in the table."""
+    assert curve.predicted_peak_nbytes <= BOUNDED[name] * curve.measured_peak_nbytes
+    if curve.predicted_peak_nbytes <= (1 + WITHIN) * curve.measured_peak_nbytes:
+        return
+    if name in SEVERAL_GRAPHS:
+        assert any(inexact.when.startswith("several graphs") for inexact in BEYOND_OPERATORS)
+        return
+    fullest = max(curve.moments, key=lambda moment: moment.predicted_nbytes)
+    assert fullest.op.replace(".", "::", 1) in EXCEPTIONS, describe([fullest])
+
+
+def check(name: str, whole_graph: str) -> None:
+    curves = step_curves(LADDER[name], "inductor", whole_graph=whole_graph)
+    assert {curve.phase for curve in curves} == {"forward", "backward"}
+    for curve in curves:
+        too_little = [m for m in curve.moments if m.excess_nbytes < 0]
+        assert not too_little, describe(too_little)
+        if name in BOUNDED:
+            check_bounded(name, curve)
+            continue
+        wrong = [m for m in curve.moments if m.excess_nbytes > WITHIN * m.measured_nbytes]
+        assert not wrong, describe(wrong)
+
+
+@pytest.mark.parametrize("name", ladder([name for name in LADDER if name != NOT_CAPTURED], QUICK))
+def test_peaks_within_one_percent(name: str) -> None:
+    check(name, "auto")
+
+
+@pytest.mark.parametrize("name", ladder(SEGMENTED, QUICK_SEGMENTS))
+def test_every_segment_within_one_percent(name: str) -> None:
+    """Cut into segments, so that the curve has a reading before and during each of them."""
+    check(name, "never")
+
+
+def test_the_ladder_has_what_it_must_have() -> None:
+    """The models that the promise names are climbed, and none is exempt but those with a bound."""
+    named = {"convnet", "lstm_cells", "unet", "whisper", "clip", "gpt2_dropout", "dropout", "checkpointed_gpt"}
+    assert named <= set(LADDER) - set(BOUNDED) - {NOT_CAPTURED}
+    assert set(BOUNDED) <= set(LADDER)
+    assert len(LADDER) >= 16

@@ -1,0 +1,159 @@
+"""Graphs traced on the CPU as a CUDA device would run them: fake tensors of a device that is not there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from zoo import LADDER
+
+from chunkc.models import MODELS
+from chunkc.offline import OfflineGraph, capture_offline
+from chunkc.passes.graphs import module_path, placeholders, returned, tensors_of
+from chunkc.passes.retarget_cuda import on_cuda
+from chunkc.passes.segment_memory import eager_memory
+
+aten = torch.ops.aten
+HALF = torch.bfloat16
+FAMILIES = ("gpt2-small", "bert-base", "vit-base-32", "palm-8b", "llama3-1b", "mixtral-8x7b")
+
+
+class Attention(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64, dtype=dtype)
+        self.qkv = nn.Linear(64, 192, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.norm(x)).view(2, 16, 3, 2, 32).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(*parts, is_causal=True).float().sum()
+
+
+def captured(model: nn.Module, *args: Any, **kwargs: Any) -> OfflineGraph:
+    (graph,) = capture_offline(model, args, kwargs, codegen="eager")
+    return graph
+
+
+def moved(graph: OfflineGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
+    capture = graph.capture
+    assert capture.forward is not None
+    forward, backward = on_cuda(capture.forward, capture.backward)
+    assert backward is not None
+    return forward, backward
+
+
+def node_of(module: fx.GraphModule, target: Any) -> fx.Node:
+    (node,) = module.graph.find_nodes(op="call_function", target=target)
+    return node
+
+
+def devices(module: fx.GraphModule) -> set[str]:
+    return {tensor.device.type for node in module.graph.nodes for tensor in tensors_of(node)}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "forward_op", "backward_op"),
+    [
+        (HALF, aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward),
+        (
+            torch.float32,
+            aten._scaled_dot_product_efficient_attention,
+            aten._scaled_dot_product_efficient_attention_backward,
+        ),
+    ],
+)
+def test_attention_is_the_device_s_and_saves_its_generator_s_state(
+    dtype: torch.dtype, forward_op: Any, backward_op: Any
+) -> None:
+    graph = captured(Attention(dtype), torch.randn(2, 16, 64, dtype=dtype))
+    capture = graph.capture
+    assert capture.forward is not None
+    before = [node.format_node() for node in capture.forward.graph.nodes]
+    forward, backward = moved(graph)
+    assert [node.format_node() for node in capture.forward.graph.nodes] == before  # the given graph is as it was
+    assert devices(capture.forward) == {"cpu"}
+    assert devices(forward) == devices(backward) == {"cuda"}
+    node_of(forward, forward_op.default)
+    attention = node_of(backward, backward_op.default)
+    taken = {node.name for node in placeholders(backward.graph)}
+    saved = [node.name for node in returned(forward.graph)[len(returned(capture.forward.graph)) :] if node is not None]
+    assert len(saved) == 2, "seed and offset"
+    assert set(saved) <= taken
+    assert set(saved) <= {node.name for node in attention.all_input_nodes}
+
+
+def test_a_norm_s_statistics_are_fp32_there_and_half_on_the_cpu() -> None:
+    graph = captured(Attention(HALF), torch.randn(2, 16, 64, dtype=HALF))
+    assert graph.capture.forward is not None
+    on_cpu = tensors_of(node_of(graph.capture.forward, aten.native_layer_norm.default))
+    there = tensors_of(node_of(moved(graph)[0], aten.native_layer_norm.default))
+    assert [t.dtype for t in on_cpu] == [HALF, HALF, HALF]
+    assert [t.dtype for t in there] == [HALF, torch.float32, torch.float32]
+
+
+def test_bytes_are_rounded_and_operators_unknown_there_are_refused() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.linalg.qr(self.inner(x))[1].sum()
+
+    forward, _ = moved(captured(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), torch.randn(3, 6)))
+    assert {step.nbytes % 512 for step in eager_memory(forward.graph, 1).steps} == {0}
+    forward, _ = moved(captured(Odd(), torch.randn(6, 6)))
+    node = node_of(forward, aten.linalg_qr.default)
+    with pytest.raises(Exception, match=r"aten\.linalg_qr\.default.*on a CUDA device"):
+        eager_memory(forward.graph, 1)
+    assert module_path(node) is not None
+
+
+def describe(graph: OfflineGraph) -> None:
+    """Every operator of both phases has a size on a CUDA device."""
+    capture = graph.capture
+    assert capture.forward is not None
+    for module in on_cuda(capture.forward, capture.backward):
+        if module is not None:
+            assert devices(module) <= {"cuda", "cpu"}
+            assert eager_memory(module.graph, 1).steps
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("convnet", "encoder", "called_twice", "dropout", "odd_layouts"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in LADDER
+            if name not in ("convnet", "encoder", "called_twice", "dropout", "odd_layouts", "lstm")  # lstm: no graph
+        ),
+    ],
+)
+def test_models_of_the_ladder(name: str) -> None:
+    case = LADDER[name]
+    for graph in capture_offline(case.build(), (), case.batch(0), codegen="eager"):
+        describe(graph)
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [
+        ("gpt2-small", True),
+        *(
+            pytest.param(name, checkpointing, marks=() if name in FAMILIES and not checkpointing else pytest.mark.slow)
+            for name in MODELS
+            for checkpointing in (False, True)
+            if (name, checkpointing) != ("gpt2-small", True)
+        ),
+    ],
+)
+def test_built_in_models_of_two_layers(name: str, checkpointing: bool) -> None:
+    spec = replace(MODELS[name], config=replace(MODELS[name].config, num_layers=2))  # type: ignore[call-arg]
+    with torch.device("meta"):
+        model = spec.build(activation_checkpointing=checkpointing)
+        args, kwargs = spec.example(1, None if spec.seq_len is None else 32)
+    describe(captured(model, *args, **kwargs))

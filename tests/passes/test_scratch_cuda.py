@@ -1,0 +1,121 @@
+"""Scratch on CUDA devices: what nobody knows is refused, what users declare counts, and formulas as the sources have
+them. What they give is checked by measuring where there is a GPU (`tests/gpu`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import chunkc
+from chunkc.passes import scratch_cuda, scratch_declared
+from chunkc.passes.scratch_cuda import cuda_scratch_nbytes, is_known
+from chunkc.passes.scratch_cuda_rules import CONVOLUTION_NBYTES
+
+aten = torch.ops.aten
+MIB = 1 << 20
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.fixture
+def odd() -> Iterator[torch._ops.OpOverload]:
+    """An operator that chunkc has never seen."""
+    with torch.library._scoped_library("chunkc_cuda_tests", "DEF") as library:
+        library.define("odd(Tensor x) -> Tensor")
+        yield torch.ops.chunkc_cuda_tests.odd.default
+    scratch_declared._declared.pop("chunkc_cuda_tests::odd", None)
+
+
+def test_an_unknown_operator_is_refused_with_its_name_and_module(odd: torch._ops.OpOverload) -> None:
+    x = meta(4)
+    assert not is_known(odd)
+    with pytest.raises(
+        chunkc.UnsupportedError, match=r"chunkc_cuda_tests\.odd.* \(in h\.3\).* on a CUDA device"
+    ) as error:
+        cuda_scratch_nbytes(odd, (x,), {}, x, module="h.3")
+    assert "\n" not in str(error.value)
+    assert 'declare_scratch("chunkc_cuda_tests::odd"' in str(error.value)
+
+
+def test_what_is_declared_counts_rounded_and_before_the_table(odd: torch._ops.OpOverload) -> None:
+    x = meta(4)
+    chunkc.declare_scratch("chunkc_cuda_tests::odd", lambda args, kwargs, outputs, threads: 3 * args[0].nbytes + 1)
+    assert cuda_scratch_nbytes(odd, (x,), {}, x) == 512
+    image, kernel = meta(1, 3, 8, 8), meta(4, 3, 3, 3)
+    arguments = (image, kernel, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    before = cuda_scratch_nbytes(aten.convolution.default, arguments, {}, meta(1, 4, 8, 8))
+    try:
+        chunkc.declare_scratch("aten::convolution", lambda args, kwargs, outputs, threads: 1024)
+        assert cuda_scratch_nbytes(aten.convolution.default, arguments, {}, meta(1, 4, 8, 8)) == 1024 < before
+    finally:
+        scratch_declared._declared.pop("aten::convolution")
+
+
+def test_every_name_in_the_table_is_an_operator() -> None:
+    wrong = []
+    for name in scratch_cuda._RULES:
+        namespace, _, short = name.rpartition("::")
+        if namespace in ("", "aten") and not any(hasattr(aten, form) for form in (short, f"{short}_")):
+            wrong.append(name)
+    assert not wrong
+
+
+def test_views_and_elementwise_operators_take_nothing() -> None:
+    x = meta(64, 64)
+    for op, args in (
+        (aten.t.default, (x,)),
+        (aten.add_.Tensor, (x, x)),
+        (aten.gelu.default, (x,)),
+        (aten.mm.default, (x, x)),
+    ):
+        assert cuda_scratch_nbytes(op, args, {}, x) == 0, op
+
+
+def embedding_backward(num: int, num_weights: int, width: int) -> int:
+    gradient, indices = meta(num, width, dtype=torch.bfloat16), meta(num, dtype=torch.int64)
+    out = meta(num_weights, width, dtype=torch.bfloat16)
+    return cuda_scratch_nbytes(
+        aten.embedding_dense_backward.default, (gradient, indices, num_weights, -1, False), {}, out
+    )
+
+
+def test_an_embedding_s_backward_has_more_parts_than_indices_where_all_differ() -> None:
+    """`max_partial_segment` is a tenth of the indices and the number of segments: 1.1 x the indices at most."""
+    num, width = 10_000, 1024
+    assert embedding_backward(num, 50_000, width) >= 4 * (num + num // 10) * width
+    few = embedding_backward(num, 100, width)
+    assert 4 * (100 + num // 10) * width <= few < 4 * num * width
+
+
+def layer_norm_backward(rows: int, width: int) -> int:
+    x, stat, weight = meta(rows, width), meta(rows, 1), meta(width)
+    arguments = (x, x, [width], stat, stat, weight, weight, [True, True, True])
+    return cuda_scratch_nbytes(aten.native_layer_norm_backward.default, arguments, {}, (x, weight, weight))
+
+
+def test_a_layer_norm_s_backward_sums_many_rows_in_two_passes() -> None:
+    assert layer_norm_backward(4096, 1024) == 2 * 4 * 64 * 1024
+    assert layer_norm_backward(131_072, 1024) == 2 * 4 * (32_768 // 32) * 1024
+
+
+def test_reductions_keep_a_partial_result_per_block() -> None:
+    def of(numel: int) -> int:
+        return cuda_scratch_nbytes(aten.sum.default, (meta(numel),), {}, meta())
+
+    assert of(1 << 30) > of(1 << 20) > 0
+    assert of(1 << 30) < 8 * MIB
+
+
+def test_what_is_set_aside_for_a_convolution_grows_with_it_up_to_a_limit() -> None:
+    def of(width: int) -> int:
+        image, kernel = meta(8, 64, width, width), meta(64, 64, 3, 3)
+        arguments = (image, kernel, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        operands = 4 * (2 * image.numel() + kernel.numel())
+        return cuda_scratch_nbytes(aten.convolution.default, arguments, {}, image) - operands
+
+    assert of(8) < of(64) < of(1024) == CONVOLUTION_NBYTES

@@ -1,0 +1,360 @@
+"""Formats of Adam's states: the same bits wherever the update happens, fewer bytes, states that resume and convert."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+from typing import Any
+
+import pytest
+import torch
+from harness import HUGE, TINY, array, assert_same_training, compile_case, differences, refuse
+from harness import train as train_limited
+from torch import Tensor, nn
+from zoo import Case, floats
+
+import chunkc
+from chunkc.kernels import reference
+from chunkc.kernels.formats import AdamSlots, Run, num_quant_blocks, rounding_key
+from chunkc.kernels.hyper import AdamHyper, scalar_table
+from chunkc.passes import planning
+from chunkc.session import owner
+
+WIDTH, STEPS = 72, 3
+"""5,184 elements a weight: no multiple of a block of 8-bit moments."""
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+FORMATS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "fp32, bf16 moments": (FP32, {"moments_dtype": BF16}),
+    "fp32, bf16 moments, stochastic": (FP32, {"moments_dtype": BF16, "stochastic_rounding": True}),
+    "fp32, 8-bit moments": (FP32, {"moments_dtype": "int8"}),
+    "bf16, master, bf16 moments": (BF16, {"moments_dtype": BF16, "master_weights": True}),
+    "bf16 only": (BF16, {"moments_dtype": BF16, "stochastic_rounding": True}),
+    "bf16 only, fp32 moments": (BF16, {"master_weights": False, "stochastic_rounding": True}),
+    "bf16 only, 8-bit moments": (BF16, {"moments_dtype": "int8", "stochastic_rounding": True}),
+    "fp16, master, 8-bit moments": (FP16, {"moments_dtype": "int8"}),
+}
+QUICK = ("fp32, 8-bit moments", "bf16 only")
+
+
+class Stack(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x.float() - 1).square().mean()
+
+
+def case(dtype: torch.dtype) -> Case:
+    return Case("formats", lambda: Stack(dtype), lambda seed: {"x": floats(seed, (4, WIDTH)).to(dtype)})
+
+
+def options(dtype: torch.dtype) -> dict[str, Any]:
+    """Two weights, with a gap between them, in a chunk."""
+    return {"whole_graph": "never", "chunk_size": 2 * (WIDTH * WIDTH + 256) * dtype.itemsize}
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    biases = [layer.bias for layer in model.layers]  # type: ignore[union-attr]
+    weights = [layer.weight for layer in model.layers]  # type: ignore[union-attr]
+    return [{"params": biases, "weight_decay": 0.0}, {"params": weights[:2]}, {"params": weights[2:], "lr": 3e-3}]
+
+
+def adamw(model: nn.Module, **kwargs: Any) -> chunkc.optim.AdamW:
+    return chunkc.optim.AdamW(groups(model), lr=1e-2, weight_decay=0.1, **kwargs)
+
+
+@functools.cache
+def minimum_with(name: str) -> int:
+    """The smallest budget where the optimizer exists when the model is first called."""
+    dtype, chosen = FORMATS[name]
+    model, compiled = compile_case(case(dtype), memory_budget=TINY, place=False, **options(dtype))
+    optimizer = adamw(model, **chosen)
+    with pytest.raises(chunkc.BudgetError) as caught:
+        compiled(**case(dtype).batch(0))
+    assert optimizer.state_dict()["state"] == {}
+    return caught.value.minimum_nbytes
+
+
+@functools.cache
+def minimum(dtype: torch.dtype, home: str = "cpu") -> int:
+    return refuse(case(dtype), memory_budget=TINY, home=home, **options(dtype)).minimum_nbytes
+
+
+def build(tight: bool, dtype: torch.dtype, home: str = "cpu") -> tuple[nn.Module, nn.Module]:
+    """Not placed: parameters move when the model is first called, after the optimizer was made.
+
+    Slots are full of NaN, so that what lies between tensors shows where it is taken for theirs.
+    """
+    nbytes = minimum(dtype, home) if tight else HUGE
+    return compile_case(case(dtype), memory_budget=nbytes, home=home, place=False, debug=tight, **options(dtype))
+
+
+def results(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    found = [array(p) for p in model.parameters()]
+    return found + [array(optimizer.state[p][k]) for p in model.parameters() for k in sorted(optimizer.state[p])]
+
+
+def train(
+    model: nn.Module, compiled: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype, steps: range
+) -> None:
+    for step in steps:
+        compiled(**case(dtype).batch(step)).backward()
+        if step == 1:  # steps of neighbours differ from now on, and with them their random bits
+            model.layers[1].weight.grad = None  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def run(name: str, tight: bool, home: str = "cpu", **kwargs: Any) -> list[Any]:
+    dtype, chosen = FORMATS[name]
+    model, compiled = build(tight, dtype, home)
+    optimizer = adamw(model, **chosen, **kwargs)
+    train(model, compiled, optimizer, dtype, range(STEPS))
+    session, weight = owner(model.layers[0].weight)  # type: ignore[misc, union-attr]
+    assert session.store.is_managed(weight) == tight
+    return results(model, optimizer)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in FORMATS])
+def test_the_same_bits_wherever_the_update_happens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(name, False)
+    assert not differences(run(name, True), expected)
+    assert not differences(run(name, True, update_on="cpu"), expected)
+    assert not differences(run(name, True, home="disk"), expected)
+    for bound in ("MIN_TILE_NUMEL", "MAX_TILE_NUMEL"):
+        monkeypatch.setattr(planning, bound, 1024)
+    assert not differences(run(name, True, update_on="auto"), expected)
+
+
+def test_the_seed_of_rounding_matters() -> None:
+    assert differences(run("bf16 only", True, rounding_seed=1), run("bf16 only", True))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_it_computes_what_the_reference_does(name: str) -> None:
+    """One parameter, not compiled: three steps against the plain PyTorch kernel."""
+    dtype, chosen = FORMATS[name]
+    parameter = nn.Parameter(torch.randn(1000).to(dtype))
+    optimizer = chunkc.optim.AdamW([parameter], lr=1e-2, weight_decay=0.1, rounding_seed=7, **chosen)
+    fmt = optimizer._rule.format(dtype, dtype)
+    blocks = [torch.zeros(num_quant_blocks(1000)) if fmt.quantised else None for _ in range(2)]
+    moments = [torch.zeros(1000, dtype=fmt.moment_dtype) for _ in range(2)]
+    master = parameter.detach().float() if fmt.master else None
+    slots = AdamSlots(parameter.detach().clone(), torch.zeros(1000, dtype=dtype), *moments, master, *blocks)
+    for step in range(1, 4):
+        slots.grad.copy_(torch.randn(1000))
+        parameter.grad = slots.grad.clone()
+        optimizer.step()
+        table = scalar_table([AdamHyper(lr=1e-2, weight_decay=0.1, step=step)])
+        key = rounding_key(7, step, -1) if fmt.stochastic else None
+        reference.adam_chunk_update(fmt, slots, [Run(0, 1000, 0)], table, key=key)
+    assert torch.equal(parameter, slots.param)
+    state = optimizer.state[parameter]
+    for kind in ("exp_avg", "exp_avg_sq", "master", "exp_avg_scale", "exp_avg_sq_scale"):
+        expected = getattr(slots, kind)
+        assert (kind in state) == (expected is not None)
+        assert expected is None or torch.equal(state[kind], expected)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_it_stays_near_torch(name: str) -> None:
+    """A hundred steps towards a target; formats are close to fp32's way, as far as their digits go."""
+    dtype, chosen = FORMATS[name]
+    ours, theirs = nn.Parameter(torch.linspace(-1, 1, 512).to(dtype)), nn.Parameter(torch.linspace(-1, 1, 512))
+    optimizers = [chunkc.optim.AdamW([ours], lr=1e-2, **chosen), torch.optim.AdamW([theirs], lr=1e-2)]
+    for _ in range(100):
+        for p, optimizer in zip((ours, theirs), optimizers, strict=True):
+            p.grad = (p.detach().float() - 2 * torch.sin(torch.arange(512.0))).to(p.dtype)
+            optimizer.step()
+    assert (ours.float() - theirs).abs().mean() < 0.02
+    assert (theirs - torch.linspace(-1, 1, 512)).abs().mean() > 0.5
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def home_nbytes(name: str | None, dtype: torch.dtype, *, placed: bool = False) -> tuple[int, int]:
+    """(bytes at home after a step, elements there)."""
+    model = case(dtype).build()
+    if placed:
+        chunkc.place(model, chunk_size=options(dtype)["chunk_size"])
+    chosen = FORMATS[name][1] if name else {}
+    compiled = torch.compile(
+        model, backend="chunkc", options={"memory_budget": minimum(dtype), "codegen": "eager", **options(dtype)}
+    )
+    optimizer = adamw(model, **chosen)
+    train(model, compiled, optimizer, dtype, range(1))
+    session = owner(model.layers[0].weight)[0]  # type: ignore[index, union-attr]
+    assert not session.store.resident
+    return chunkc.report(compiled).home_nbytes, sum(group.numel for group in session.store.layout.groups)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "per_element"),
+    [
+        (None, FP32, 16),
+        ("fp32, bf16 moments", FP32, 8 + 4),
+        ("fp32, 8-bit moments", FP32, 8 + 2 + 8 / 256),
+        (None, FP16, 4 + 12),
+        ("bf16 only", BF16, 4 + 4),
+        ("bf16 only, 8-bit moments", BF16, 4 + 2 + 8 / 256),
+    ],
+)
+def test_home_has_room_for_what_is_kept(name: str | None, dtype: torch.dtype, per_element: float) -> None:
+    torch._dynamo.reset()
+    nbytes, numel = home_nbytes(name, dtype)
+    assert nbytes == pytest.approx(per_element * numel, abs=2 * 4 * 2)
+
+
+def test_a_smaller_format_needs_a_smaller_budget() -> None:
+    """The plan of a model whose optimizer exists reckons with its states."""
+    assert minimum_with("fp32, 8-bit moments") < minimum(FP32) - WIDTH * WIDTH * 4
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_inside_the_hard_limit(name: str) -> None:
+    dtype, chosen = FORMATS[name]
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return chunkc.optim.AdamW(parameters, lr=1e-2, **chosen)
+
+    unlimited = train_limited(
+        case(dtype), memory_budget=HUGE, limit=False, optimizer=make, place=False, **options(dtype)
+    )
+    nbytes = minimum_with(name)
+    limited = train_limited(case(dtype), memory_budget=nbytes, optimizer=make, place=False, **options(dtype))
+    assert_same_training(limited, unlimited)
+    assert limited.measured_peak_nbytes <= nbytes < minimum(dtype)
+
+
+# ---------------------------------------------------------------- layouts that were made before
+
+
+def test_a_placed_model_follows_its_optimizer() -> None:
+    torch._dynamo.reset()
+    nbytes, numel = home_nbytes("fp32, bf16 moments", FP32, placed=True)
+    assert nbytes == 12 * numel
+
+
+def test_blocks_need_a_layout_that_knows_of_them() -> None:
+    model = chunkc.place(case(FP32).build(), chunk_size=2 * 4 * (WIDTH * WIDTH + 64))
+    with pytest.raises(chunkc.OptionsError, match=r"make the optimizers before chunkc\.place"):
+        adamw(model, moments_dtype="int8")
+
+
+def test_one_chunk_has_one_format() -> None:
+    def make(model: nn.Module) -> list[torch.optim.Optimizer]:
+        first, *others = (layer.weight for layer in model.layers)  # type: ignore[union-attr]
+        return [chunkc.optim.AdamW([first]), chunkc.optim.AdamW(others, moments_dtype=BF16)]
+
+    model = chunkc.place(case(FP32).build(), chunk_size=options(FP32)["chunk_size"])
+    with pytest.raises(chunkc.OptionsError, match="share a chunk"):
+        make(model)
+    early = case(FP32).build()
+    optimizers = make(early)
+    chunkc.place(early, chunk_size=options(FP32)["chunk_size"])
+    layout = owner(early.layers[0].weight)[0].store.layout  # type: ignore[index, union-attr]
+    assert sorted(str(group.states) for group in layout.groups) == ["bfloat16 moments", "float32 moments"]
+    assert optimizers
+
+
+def test_states_at_home_keep_their_format() -> None:
+    torch._dynamo.reset()
+    model, compiled = build(True, FP32)
+    train(model, compiled, adamw(model), FP32, range(1))
+    before = [array(p) for p in model.parameters()]
+    with pytest.raises(chunkc.OptionsError, match="has optimizer states with float32 moments at home"):
+        adamw(model, moments_dtype=BF16)
+    assert not differences(before, [array(p) for p in model.parameters()])
+
+
+# ---------------------------------------------------------------- state_dict
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_states_resume_with_the_same_bits(name: str) -> None:
+    dtype, chosen = FORMATS[name]
+    model, compiled = build(True, dtype)
+    optimizer = adamw(model, **chosen)
+    train(model, compiled, optimizer, dtype, range(2))
+    buffer = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), buffer)
+    train(model, compiled, optimizer, dtype, range(2, 4))
+    expected = results(model, optimizer)
+    buffer.seek(0)
+    weights, states = torch.load(buffer)
+    model, compiled = build(True, dtype)
+    model.load_state_dict(weights)
+    resumed = adamw(model, **chosen)
+    resumed.load_state_dict(states)
+    train(model, compiled, resumed, dtype, range(2, 4))
+    assert not differences(results(model, resumed), expected)
+
+
+@pytest.mark.parametrize("managed", [False, True])
+def test_any_format_loads_any_other(managed: bool) -> None:
+    model, compiled = build(managed, FP32)
+    optimizer = adamw(model)
+    train(model, compiled, optimizer, FP32, range(2))
+    wide = copy.deepcopy(optimizer.state_dict())
+    for chosen, rtol in (({"moments_dtype": BF16}, 2**-8), ({"moments_dtype": "int8"}, 0.6)):
+        narrow = adamw(case(FP32).build(), **chosen)
+        narrow.load_state_dict(wide)
+        back = adamw(case(FP32).build())
+        back.load_state_dict(narrow.state_dict())
+        for index, state in wide["state"].items():
+            found = back.state_dict()["state"][index]
+            assert found["step"] == state["step"]
+            largest = state["exp_avg"].abs().max()
+            torch.testing.assert_close(found["exp_avg"], state["exp_avg"], rtol=rtol, atol=0.01 * float(largest))
+            assert not torch.equal(found["exp_avg"], state["exp_avg"])
+
+
+def test_copies_and_pickles_keep_the_format() -> None:
+    optimizer = chunkc.optim.Adam([nn.Parameter(torch.zeros(2))], moments_dtype=BF16, stochastic_rounding=True)
+    buffer = io.BytesIO()
+    torch.save(optimizer, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(optimizer), torch.load(buffer, weights_only=False)):
+        (parameter,) = other.param_groups[0]["params"]
+        parameter.grad = torch.ones(2)
+        other.step()
+        assert other.state[parameter]["exp_avg"].dtype == BF16
+
+
+# ---------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arguments", "message"),
+    [
+        (FP32, {"moments_dtype": torch.float16}, "moments_dtype is torch.float16; allowed: torch.float32"),
+        (BF16, {"master_weights": False}, "need master_weights=True or stochastic_rounding=True"),
+        (FP16, {"stochastic_rounding": True}, "float16"),
+        (FP16, {"master_weights": False}, "float16 parameters need master_weights=True"),
+        (FP32, {"foreach": True, "fused": True}, "foreach and fused cannot both be True"),
+        (FP32, {"capturable": True}, "does not support capturable=True"),
+        (FP32, {"amsgrad": True}, "does not support amsgrad=True"),
+        (FP32, {"differentiable": True}, "does not support differentiable=True"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(dtype: torch.dtype, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(chunkc.OptionsError, match=message):
+        chunkc.optim.AdamW([nn.Parameter(torch.zeros(2, dtype=dtype))], **arguments)
+
+
+def test_what_has_no_effect_is_taken() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = chunkc.optim.AdamW([parameter], foreach=True, capturable=False)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "fused": True})
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    assert not torch.equal(parameter, torch.ones(2))
+    with pytest.raises(TypeError, match="momentum"):
+        chunkc.optim.AdamW([parameter], momentum=0.9)
