@@ -1,127 +1,25 @@
-"""`overlap`: the bits of an update inside `step()`, whatever is late; without a wait, others; misuse raises."""
+"""`overlap`: the bits of an update inside `step()`, whatever is late; without a wait, others; doors that wait."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import io
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from harness import TINY, array, compile_case, differences, refuse
-from torch import Tensor, nn
-from zoo import Case, floats
+from harness import differences
+from overlap_cases import Late, Subject, case, expected, results, subject
+from torch import nn
 
 import chunkc
-from chunkc.runtime.store import ChunkStore
-from chunkc.runtime.tier import CpuTier
-from chunkc.session import owner
 
 pytestmark = pytest.mark.timeout(120)
 
 MODES = ("forward", "backward", "both")
 SLOW_S = 0.03
-
-
-class Stack(nn.Module):
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64, dtype=dtype) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.float().square().mean()
-
-
-def case(dtype: torch.dtype = torch.float32) -> Case:
-    return Case("stack", lambda: Stack(dtype), lambda seed: {"x": floats(seed, (4, 64)).to(dtype)})
-
-
-class Late:
-    """Seconds by which jobs come late: at random by a seed, or all by as much."""
-
-    def __init__(self, seed: int | None = None, fixed_s: float = 0.0) -> None:
-        self.random, self.fixed_s = random.Random(seed), fixed_s
-        self.seed = seed
-
-    def __call__(self) -> float:
-        if self.seed is None or not self.fixed_s:
-            return self.fixed_s
-        return self.random.uniform(0.0, self.fixed_s) if self.random.random() < 0.5 else 0.0
-
-
-class Subject:
-    """The model, compiled under its minimum, each layer a chunk; copies and updates come late as the two say."""
-
-    def __init__(self, overlap: str, copies: Late, updates: Late, of: Case | None = None) -> None:
-        self.case = of or case()
-        nbytes = minimum_nbytes(self.case)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("chunkc.runtime.devices.CpuTier", lambda: CpuTier(delay=copies))
-            self.model, self.compiled = compile_case(self.case, memory_budget=nbytes, whole_graph="never")
-        self.session: Any = owner(next(self.model.parameters()))[0]  # type: ignore[index]
-        self.store: ChunkStore = self.session.store
-        self.store.updates._stream._delay = updates
-        self.optimizer = chunkc.optim.AdamW(
-            self.model.parameters(), lr=1e-2, weight_decay=0.1, update_on="cpu", overlap=overlap
-        )
-
-    def backward(self, step: int) -> Tensor:
-        loss = self.compiled(**self.case.batch(step))
-        loss.backward()
-        return loss
-
-    def train(self, steps: range, *, reading: bool) -> list[Any]:
-        """Losses and gradients, and, if `reading`, parameters right after each step."""
-        results: list[Any] = []
-        for step in steps:
-            results.append(array(self.backward(step)))
-            results += [array(p.grad) for p in self.model.parameters()]
-            self.optimizer.step()
-            results += [array(p) for p in self.model.parameters() if reading]
-            self.optimizer.zero_grad()
-        return results
-
-    def state(self) -> list[Any]:
-        """Parameters and states, when all updates are over."""
-        self.optimizer.synchronize()
-        states = self.optimizer.state
-        return [
-            array(t) for p in self.model.parameters() for t in (p, *(states[p][kind] for kind in sorted(states[p])))
-        ]
-
-    @property
-    def num_under_way(self) -> int:
-        return len(self.store.updates._pending)
-
-
-@functools.cache
-def _minimum(dtype: torch.dtype) -> int:
-    return refuse(case(dtype), memory_budget=TINY).minimum_nbytes
-
-
-def minimum_nbytes(of: Case) -> int:
-    return _minimum(next(of.build().parameters()).dtype)
-
-
-def subject(overlap: str, **options: Any) -> Subject:
-    return Subject(overlap, Late(), Late(), **options)
-
-
-def results(made: Subject, mode: str) -> list[Any]:
-    """All that may be read with this mode."""
-    return [*made.train(range(4), reading=mode == "backward"), *made.state()]
-
-
-@functools.cache
-def expected(mode: str, dtype: torch.dtype = torch.float32) -> list[Any]:
-    """What `overlap="none"` gives."""
-    return results(subject("none", of=case(dtype)), mode)
 
 
 # ---------------------------------------------------------------- the same bits
@@ -303,142 +201,3 @@ def test_a_failed_update_is_named_at_the_next_fetch(monkeypatch: pytest.MonkeyPa
         made.optimizer.synchronize()
     made.optimizer.zero_grad()
     made.train(range(3, 4), reading=False)
-
-
-# ---------------------------------------------------------------- what the backward's overlap refuses
-
-
-def trained_once(overlap: str = "backward") -> Subject:
-    made = subject(overlap)
-    made.train(range(1), reading=False)
-    return made
-
-
-def clip(made: Subject) -> None:
-    torch.nn.utils.clip_grad_norm_(made.model.parameters(), 1e-3)
-
-
-def replace_a_gradient(made: Subject) -> None:
-    weight = made.model.layers[2].weight  # type: ignore[union-attr, index]
-    weight.grad = weight.grad.clone()  # type: ignore[union-attr]
-
-
-def drop_a_gradient(made: Subject) -> None:
-    made.model.layers[2].weight.grad = None  # type: ignore[union-attr, index]
-
-
-def change_a_parameter(made: Subject) -> None:
-    with torch.no_grad():
-        made.model.layers[2].weight.clamp_(-0.1, 0.1)  # type: ignore[union-attr, index]
-
-
-@pytest.mark.parametrize("change", [clip, replace_a_gradient, drop_a_gradient, change_a_parameter])
-def test_changes_after_the_update_began_are_refused(change: Any) -> None:
-    made = trained_once()
-    made.backward(1)
-    change(made)
-    with pytest.raises(chunkc.UnsupportedError, match=r"layers.*changed after its update had begun.*overlap=.forward"):
-        made.optimizer.step()
-
-
-def train_scaled(overlap: str, *, unscale: bool) -> list[Any]:
-    made, scaler = subject(overlap), torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for step in range(3):
-        scaler.scale(made.compiled(**made.case.batch(step))).backward()
-        if unscale:
-            scaler.unscale_(made.optimizer)
-        scaler.step(made.optimizer)
-        scaler.update()
-        made.optimizer.zero_grad()
-    return made.state()
-
-
-@pytest.mark.parametrize("unscale", [False, True])
-def test_a_loss_scale_waits_for_all_gradients(unscale: bool) -> None:
-    assert not differences(train_scaled("forward", unscale=unscale), train_scaled("none", unscale=unscale))
-    with pytest.raises(chunkc.UnsupportedError, match=r"a GradScaler must see all gradients.*overlap=.forward"):
-        train_scaled("backward", unscale=unscale)
-
-
-def test_a_learning_rate_that_changes_between_backward_and_step_is_refused() -> None:
-    made = trained_once()
-    made.backward(1)
-    made.optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(chunkc.OptionsError, match=r"hyper-parameters of layers.*change them after step"):
-        made.optimizer.step()
-
-
-def test_a_scheduler_steps_after_the_optimizer() -> None:
-    def train(overlap: str) -> list[Any]:
-        made = subject(overlap)
-        scheduler = torch.optim.lr_scheduler.StepLR(made.optimizer, 1, 0.5)
-        for step in range(4):
-            made.train(range(step, step + 1), reading=False)
-            scheduler.step()
-        return made.state()
-
-    assert not differences(train("both"), train("none"))
-
-
-def test_a_second_backward_before_the_step_is_refused() -> None:
-    made = trained_once()
-    loss = made.compiled(**made.case.batch(1))
-    other = made.compiled(**made.case.batch(2))
-    other.backward()
-    assert made.num_under_way == 0, "a forward is still without its backward"
-    loss.backward()
-    assert made.num_under_way == 4
-    with pytest.raises(chunkc.UnsupportedError, match=r"call optimizer.step\(\) after each backward"):
-        made.compiled(**made.case.batch(3))
-    made.optimizer.step()
-    made.compiled(**made.case.batch(3))
-
-
-def test_gradients_accumulate_where_the_user_says_so() -> None:
-    def train(overlap: str) -> list[Any]:
-        made = subject(overlap)
-        for step in range(3):
-            with made.optimizer.accumulating():
-                made.backward(2 * step)
-                made.backward(2 * step + 1)
-                assert overlap == "both" or made.num_under_way == 0
-            made.backward(2 * step + 10)
-            made.optimizer.step()
-            made.optimizer.zero_grad()
-        return made.state()
-
-    for mode in ("backward", "both"):
-        assert not differences(train(mode), train("none"))
-
-
-def test_parameters_with_hooks_are_updated_in_the_step() -> None:
-    def train(overlap: str) -> list[Any]:
-        made = subject(overlap)
-        made.model.layers[1].weight.register_hook(lambda grad: grad * 2)  # type: ignore[union-attr, index]
-        found = made.train(range(2), reading=False)
-        made.backward(2)
-        assert made.num_under_way == (3 if overlap == "backward" else 0)
-        made.optimizer.step()
-        return [*found, *made.state()]
-
-    assert not differences(train("backward"), train("none"))
-
-
-def test_a_new_group_and_a_loaded_state_begin_anew() -> None:
-    made = trained_once()
-    made.backward(1)
-    assert made.num_under_way == 4
-    made.optimizer.load_state_dict(copy.deepcopy(made.optimizer.state_dict()))
-    made.optimizer.zero_grad()
-    made.backward(2)
-    assert made.num_under_way == 0
-    made.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-    made.optimizer.step()
-
-
-def test_only_what_makes_sense_is_taken() -> None:
-    parameters = [nn.Parameter(torch.zeros(2))]
-    with pytest.raises(chunkc.OptionsError, match='"none", "forward", "backward", "both"'):
-        chunkc.optim.AdamW(parameters, update_on="cpu", overlap="always")
-    with pytest.raises(chunkc.OptionsError, match='use update_on="cpu" or "auto"'):
-        chunkc.optim.AdamW(parameters, overlap="forward")
