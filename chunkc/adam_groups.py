@@ -11,8 +11,9 @@ import torch
 
 from chunkc.adam_rule import AdamRule, Place, Runs, adam_slots, update_on_cpu
 from chunkc.device_adam import DeviceAdam
-from chunkc.ir.chunks import GRAD, PARAM, chunk_name
+from chunkc.ir.chunks import GRAD, PARAM, ChunkGroup, chunk_name
 from chunkc.ir.errors import OptionsError
+from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Tile
 from chunkc.ir.states import EXP_AVG, SCALES, num_entries
 from chunkc.kernels.adam_cpu import warm_up_format
@@ -46,6 +47,20 @@ class Task:
 
 
 def groups_at_home(session: Session, groups: Sequence[int], update_on: str) -> frozenset[int]:
+    """Those of the groups that the CPU updates where they are at home (see `divided`)."""
+    layout = session.store.layout
+    return divided(
+        [layout.groups[index] for index in groups],
+        update_on,
+        home=session.options.home,
+        on_cuda=session.device.type != "cpu",
+        hardware=session.hardware,
+    )
+
+
+def divided(
+    groups: Sequence[ChunkGroup], update_on: str, *, home: str, on_cuda: bool, hardware: Hardware
+) -> frozenset[int]:
     """Those of the groups that the CPU updates where they are at home.
 
     With "auto", a model on a CUDA device divides them by cost. On the CPU the budget stands for a device's memory, so
@@ -54,19 +69,16 @@ def groups_at_home(session: Session, groups: Sequence[int], update_on: str) -> f
     Raises:
         OptionsError: `update_on` is "cpu", but some of a group's data is on a disk.
     """
-    if update_on == DEVICE or (update_on == AUTO and session.device.type == "cpu"):
+    if update_on == DEVICE or (update_on == AUTO and not on_cuda):
         return frozenset()
-    if session.options.home_kind != "cpu":
+    if home != "cpu":
         if update_on == CPU:
             raise OptionsError(
-                f'update_on="cpu" updates memory where it is, and home is {session.options.home!r}; use home="cpu", or '
+                f'update_on="cpu" updates memory where it is, and home is {home!r}; use home="cpu", or '
                 'update_on="device"'
             )
         return frozenset()
-    if update_on == CPU:
-        return frozenset(groups)
-    layout = session.store.layout
-    return groups_for_cpu([layout.groups[index] for index in groups], session.hardware)
+    return frozenset(group.index for group in groups) if update_on == CPU else groups_for_cpu(groups, hardware)
 
 
 def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool = True) -> Sequence[Any]:

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from chunkc.adam_groups import DEVICE
 from chunkc.build import Builder
 from chunkc.captured import plan_step, profile, rewrite, verify
 from chunkc.cuda_offline import overhead_on, planned_on
+from chunkc.explain_updates import Updates
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError, OptionsError, UnsupportedError, format_nbytes
 from chunkc.ir.explanation import (
@@ -31,6 +33,7 @@ from chunkc.measured import measured_side
 from chunkc.moments import StepPlans, explained_moments, peak_of
 from chunkc.offline import OfflineGraph, capture_offline
 from chunkc.options import Options, parse_options, resolve_budget
+from chunkc.overlap import NONE
 from chunkc.passes.layout import lay_out
 from chunkc.passes.planning import (
     check_minimum,
@@ -41,6 +44,8 @@ from chunkc.passes.planning import (
     update_tiles,
 )
 from chunkc.presets import load_hardware
+
+IN_SLOTS = Updates()
 
 Show = Callable[[str], None]
 """Told what begins."""
@@ -55,6 +60,8 @@ def explain(
     chunk_size: int | str | None = None,
     codegen: str | None = None,
     whole_graph: str | None = None,
+    update_on: str = DEVICE,
+    overlap: str = NONE,
     name: str | None = None,
     show: Show | None = None,
     **kwargs: Any,
@@ -69,6 +76,7 @@ def explain(
         home, chunk_size, codegen, whole_graph: as in `torch.compile`'s options, but that codegen is "eager" by default.
             Of a model that chunkc has compiled, all these are its own by default, and what its latest step measured is
             put beside what is predicted.
+        update_on, overlap: as the optimizer of `chunkc.optim` will have them.
         show: told what begins, for a progress display.
 
     Raises:
@@ -79,13 +87,15 @@ def explain(
     asked = {"memory_budget": memory_budget, "home": home, "chunk_size": chunk_size, "codegen": codegen}
     given = {key: value for key, value in {**asked, "whole_graph": whole_graph}.items() if value is not None}
     options = parse_options({"codegen": "eager", **own, **given})
+    updates = Updates(update_on, overlap)
     hardware = hardware or own_hardware or "cpu"
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     show = show or (lambda what: None)
     show("tracing the model")
     graph = planned_on(_one_graph(model, args, kwargs, options), machine, options.codegen)
     show("planning")
-    found = explain_graph(graph, options, _training_in(machine, graph, options), name or type(model).__name__)
+    training = _training_in(machine, graph, options)
+    found = explain_graph(graph, options, training, name or type(model).__name__, updates)
     return replace(found, measured=measured)
 
 
@@ -161,12 +171,14 @@ def budget_of(options: Options, hardware: Hardware) -> int:
     return budget
 
 
-def explain_graph(graph: OfflineGraph, options: Options, hardware: Hardware, name: str) -> Explanation:
+def explain_graph(
+    graph: OfflineGraph, options: Options, hardware: Hardware, name: str, updates: Updates = IN_SLOTS
+) -> Explanation:
     """Explain one captured graph."""
     layout = _layout(graph, options, hardware)
     budget = budget_of(options, hardware)
-    step = plan_for(graph, layout, options, hardware, budget)
-    events = _events(step, hardware)
+    step = plan_for(graph, layout, options, hardware, budget, updates)
+    events = _events(step, hardware, updates)
     moments = tuple(explained_moments(step, events))
     home_nbytes = _home_nbytes(layout, step.plan.resident)
     on_disk = options.home != "cpu"
@@ -196,7 +208,10 @@ def explain_graph(graph: OfflineGraph, options: Options, hardware: Hardware, nam
         step_time_s=step_time(events),
         moments=moments,
         events=events,
-        notes=tuple(_notes(step, options, hardware)),
+        notes=(
+            *updates.notes(step.at_home, layout, hardware),
+            *_notes(step, options, hardware),
+        ),
         graphs={phase: module.code for phase, module in step.graphs.items()},
         plan_text="".join(map(str, step.plans)),
         device_is_host=hardware.kind == "cpu",
@@ -206,7 +221,12 @@ def explain_graph(graph: OfflineGraph, options: Options, hardware: Hardware, nam
 
 
 def plan_for(
-    graph: OfflineGraph, layout: ChunkLayout, options: Options, hardware: Hardware, budget_nbytes: int
+    graph: OfflineGraph,
+    layout: ChunkLayout,
+    options: Options,
+    hardware: Hardware,
+    budget_nbytes: int,
+    updates: Updates = IN_SLOTS,
 ) -> StepPlans:
     """The plan for a budget; where it is too small, the plan for the smallest that works, marked as not fitting."""
     everything = frozenset(group.index for group in layout.groups)
@@ -232,18 +252,20 @@ def plan_for(
     graphs = rewrite(captured, plan, layout)
     verify(captured, plan, graphs, layout)
     update: Plan | None = None
+    at_home: frozenset[int] = frozenset()
     if captured.backward is not None:
         group_of = layout.group_of()
         trained = sorted({group_of[name] for name in captured.trained if name in group_of} - resident)
+        at_home = updates.at_home([layout.groups[index] for index in trained], options, hardware)
         held = captured.forward.held_nbytes + captured.output_nbytes
         fixed = fixed_nbytes(layout, resident) + held
-        tiles = update_tiles(layout, trained, usable - fixed)
+        tiles = update_tiles(layout, [index for index in trained if index not in at_home], usable - fixed)
         positions = update_positions(layout, tiles, held)
         update = plan_phases([(UPDATE, positions)], layout, budget_nbytes=usable, resident=resident, hardware=hardware)
-    return StepPlans(captured, layout, plan, graphs, update, minimum, fits)
+    return StepPlans(captured, layout, plan, graphs, update, minimum, fits, at_home)
 
 
-def _events(step: StepPlans, hardware: Hardware) -> tuple[TimedEvent, ...]:
+def _events(step: StepPlans, hardware: Hardware, updates: Updates) -> tuple[TimedEvent, ...]:
     costs = {call.name: call.cost_s for program in step.captured.programs.values() for call in program.calls}
     per_element = update_s_per_element(hardware)
     for moment in step.update.moments if step.update else ():
@@ -252,7 +274,13 @@ def _events(step: StepPlans, hardware: Hardware) -> tuple[TimedEvent, ...]:
     group_of, specs = step.layout.group_of(), step.layout.specs()
     staying = {None, *step.plan.resident}
     num_staying = sum(specs[name].numel for name in step.captured.trained if group_of.get(name) in staying)
-    return simulate(step.phases, costs, hardware, staying_update_s=num_staying * per_element)
+    return simulate(
+        step.phases,
+        costs,
+        hardware,
+        staying_update_s=num_staying * per_element,
+        at_home=updates.simulated(step.at_home, step.layout, hardware),
+    )
 
 
 def _home_nbytes(layout: ChunkLayout, resident: frozenset[int]) -> int:

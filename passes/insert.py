@@ -9,8 +9,8 @@ from types import MappingProxyType
 from torch import fx, nn
 
 from chunkc.ir import chunk_ops
-from chunkc.ir.chunks import GRAD, PARAM, ChunkLayout, chunk_name, split_chunk_name
-from chunkc.ir.plan import PREFETCH, WRITE_BACK, Event, PhasePlan, Tile
+from chunkc.ir.chunks import GRAD, PARAM, ChunkLayout, chunk_name
+from chunkc.ir.plan import Event, PhasePlan, Tile
 from chunkc.ir.program import PhaseProgram
 
 
@@ -83,14 +83,9 @@ def settled_after(program: PhaseProgram, plan: PhasePlan, layout: ChunkLayout) -
     all of whose gradients are sunk by this program.
     """
     sunk = {name for call in program.calls for _, name in call.gradients}
-    last: dict[int, tuple[int, int]] = {}
-    for at, stop in enumerate(plan.stops):
-        for position, event in enumerate(stop):
-            if event.kind in (PREFETCH, WRITE_BACK):
-                last[split_chunk_name(event.chunk)[1]] = (at, position)
     return {
         where: index
-        for index, where in last.items()
+        for index, where in plan.last_copies().items()
         if layout.groups[index].trainable and all(s.spec.name in sunk for s in layout.groups[index].slices)
     }
 
