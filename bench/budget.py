@@ -334,7 +334,7 @@ def metrics_of(
             metrics["bound"] = one("s", bound.step_s)
             metrics["of bound"] = Metric("ratio", tuple(bound.step_s / sample for sample in step.samples))
             metrics |= _link_metrics(outcome.turns, hardware)
-            metrics |= _host_metrics(outcome.turns)
+            metrics |= _host_metrics(outcome.turns, hardware.kind == "cuda")
     for name, key in (
         ("predicted peak", "predicted_peak_nbytes"),
         ("measured peak", "measured_peak_nbytes"),
@@ -368,9 +368,13 @@ def _link_metrics(turns: Sequence[Turn], hardware: Hardware) -> dict[str, Metric
     }
 
 
-def _host_metrics(turns: Sequence[Turn]) -> dict[str, Metric]:
-    """What chunkc's own instructions take of the host: per instruction, and as a part of the step."""
-    pairs = [(turn.counters["host_s"], turn.counters["num_instructions"]) for turn in turns]
+def _host_metrics(turns: Sequence[Turn], is_ahead: bool) -> dict[str, Metric]:
+    """What chunkc's own instructions take of the host: per instruction, and as a part of the step.
+
+    Where the host runs ahead of the device, to wait for a copy is such an instruction too.
+    """
+    counters = [turn.counters for turn in turns]
+    pairs = [(c["host_s"] + (c["wait_s"] if is_ahead else 0.0), c["num_instructions"]) for c in counters]
     means_s = [sum(turn.step_s) / len(turn.step_s) for turn in turns]
     return {
         "host per instruction": Metric("s", tuple(host_s / max(1, number) for host_s, number in pairs)),

@@ -2,10 +2,13 @@
 
     python bench/headline.py [--out FILE.json] [--only TEXT]
 
+Prints a Markdown table and saves what was found to bench/results/headline-DATE.json, rewritten after every row. With
+`--out` of an earlier run, rows that are in it already are taken from there. About two minutes a row on one core.
+
 Nothing runs and nothing is allocated. Each row is one device of the system in question, with the RAM its authors state
 (or, where they state none, enough: what is needed is printed). Assumptions, the same for every row: a GPT of the given
 number of parameters with sequences of 1024 tokens, 16-bit parameters with fp32 masters and Adam, every block's
-activations recomputed, the largest of the batch sizes 16, 8, 4, 2, 1 that fits; rates are the presets' (a datasheet's
+activations recomputed, the largest of the batch sizes 1, 2, 4, 8, 16 that fits; rates are the presets' (a datasheet's
 peaks times stated efficiencies). Rows on several devices wait for plans over several devices.
 """
 
@@ -14,13 +17,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+import machine
 import torch
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import chunkc
@@ -29,7 +35,11 @@ from chunkc.presets import load_hardware
 
 GIB = 2**30
 SEQ_LEN = 1024
-BATCH_SIZES = (16, 8, 4, 2, 1)
+BATCH_SIZES = (1, 2, 4, 8, 16)
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+_ASSUMPTIONS = " ".join((__doc__ or "").partition("Nothing runs")[2].split()).removeprefix("and nothing is allocated. ")
 
 
 @dataclass(frozen=True)
@@ -71,16 +81,26 @@ class Finding:
     batch_size: int
     explanation: chunkc.Explanation
 
-    @property
-    def tokens_per_s(self) -> float:
-        return self.batch_size * SEQ_LEN / self.explanation.step_time_s.total
+    def to_row(self) -> dict[str, Any]:
+        """The claim, and what a table needs of the finding, as plain values."""
+        found = self.explanation
+        return {
+            "claim": asdict(self.claim),
+            "num_parameters": found.num_parameters,
+            "batch_size": self.batch_size,
+            "fits": found.fits and found.host_fits,
+            "memory_budget_nbytes": found.memory_budget_nbytes,
+            "minimum_budget_nbytes": found.minimum_budget_nbytes,
+            "predicted_peak_nbytes": found.predicted_peak_nbytes,
+            "home_nbytes": found.home_nbytes,
+            "traffic_nbytes": asdict(found.traffic_nbytes),
+            "step_time_s": asdict(found.step_time_s),
+            "tokens_per_s": self.batch_size * SEQ_LEN / found.step_time_s.total,
+            "notes": list(found.notes),
+        }
 
-    @property
-    def fits(self) -> bool:
-        return self.explanation.fits and self.explanation.host_fits
 
-
-def explain_claim(claim: Claim) -> Finding:
+def explain_claim(claim: Claim, show: Callable[[str], None]) -> Finding:
     """The largest batch size that fits, or the smallest one where none does."""
     hardware = load_hardware(claim.hardware)
     if claim.host_nbytes is not None:
@@ -93,35 +113,40 @@ def explain_claim(claim: Claim) -> Finding:
         family.config, num_layers=claim.num_layers, width=claim.width, num_heads=claim.num_heads, dtype=dtype
     )
     spec = replace(family, config=config)
-    for batch_size in BATCH_SIZES:
+    found: dict[int, chunkc.Explanation] = {}
+    low, high = 0, len(BATCH_SIZES)  # sizes before `low` fit, those from `high` on do not
+    while low < high:
+        middle = (low + high) // 2
+        batch_size = BATCH_SIZES[middle]
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = spec.build(activation_checkpointing=True, seq_len=SEQ_LEN)
             args, kwargs = spec.example(batch_size, SEQ_LEN)
-        found = chunkc.explain(model, *args, hardware=hardware, home=claim.home, name=claim.system, **kwargs)
-        if found.fits:
-            break
-    return Finding(claim, batch_size, found)
+        show(f"{claim.system}, {claim.billions:g}B on {claim.hardware}, batch size {batch_size}")
+        found[middle] = chunkc.explain(model, *args, hardware=hardware, home=claim.home, name=claim.system, **kwargs)
+        low, high = (middle + 1, high) if found[middle].fits else (low, middle)
+    largest = max(low - 1, 0)
+    return Finding(claim, BATCH_SIZES[largest], found[largest])
 
 
-def table(findings: Sequence[Finding]) -> str:
-    """Findings as a Markdown table."""
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as a Markdown table."""
     lines = [
         "| system | hardware | published | fits | batch | smallest budget | home | step | tokens/s | bytes/parameter |",
         "|---|---|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for finding in findings:
-        claim, found = finding.claim, finding.explanation
+    for row in rows:
+        claim = row["claim"]
         cells = (
-            claim.system,
-            claim.hardware + (", disk" if claim.home == "disk" else ""),
-            f"{claim.billions:g}B",
-            "yes" if finding.fits else "no",
-            str(finding.batch_size),
-            f"{found.minimum_budget_nbytes / GIB:.1f} GiB",
-            f"{found.home_nbytes / GIB:.0f} GiB",
-            f"{found.step_time_s.total:.1f} s",
-            f"{finding.tokens_per_s:.0f}",
-            f"{found.home_nbytes / found.num_parameters:.1f}",
+            claim["system"],
+            claim["hardware"] + (", disk" if claim["home"] == "disk" else ""),
+            f"{claim['billions']:g}B",
+            "yes" if row["fits"] else "no",
+            str(row["batch_size"]),
+            f"{row['minimum_budget_nbytes'] / GIB:.1f} GiB",
+            f"{row['home_nbytes'] / GIB:.0f} GiB",
+            f"{row['step_time_s']['total']:.1f} s",
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['home_nbytes'] / row['num_parameters']:.1f}",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -129,23 +154,29 @@ def table(findings: Sequence[Finding]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="the explanations' numbers")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="default: bench/results/headline-DATE.json")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose system or hardware contains it")
     options = parser.parse_args(arguments)
+    now = datetime.now(UTC)
+    out = options.out or RESULTS / f"headline-{now:%Y-%m-%d-%H%M}.json"
+    known = json.loads(out.read_text())["rows"] if out.exists() else []
+    rows = {json.dumps(row["claim"]): row for row in known}
+    result = {"date": now.isoformat(timespec="seconds"), "versions": machine.versions(), "assumptions": _ASSUMPTIONS}
     wanted = [c for c in CLAIMS if options.only.lower() in f"{c.system} {c.hardware}".lower()]
-    findings = []
-    with Progress(console=Console(stderr=True)) as progress:
-        for claim in progress.track(wanted, description="explaining"):
-            findings.append(explain_claim(claim))
-    print(table(findings), end="")
-    if options.out is not None:
-        left_out = {"moments", "events", "graphs", "plan_text"}
-        rows = [
-            {k: v for k, v in finding.explanation.to_dict().items() if k not in left_out}
-            | {"batch_size": finding.batch_size, "published_billions": finding.claim.billions}
-            for finding in findings
-        ]
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=len(wanted))
+        for claim in wanted:
+            key = json.dumps(asdict(claim))
+            if key not in rows:
+                finding = explain_claim(claim, lambda what: progress.update(task, description=what))
+                rows[key] = finding.to_row()
+                in_order = [rows[k] for c in CLAIMS if (k := json.dumps(asdict(c))) in rows]
+                out.parent.mkdir(parents=True, exist_ok=True)
+                out.write_text(json.dumps({**result, "rows": in_order}, indent=1) + "\n")
+            progress.advance(task)
+    print(table([rows[k] for c in CLAIMS if (k := json.dumps(asdict(c))) in rows]), end="")
+    print(f"\n{out}", file=sys.stderr)
     return 0
 
 

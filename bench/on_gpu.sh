@@ -10,12 +10,15 @@
 #   third     the largest models, the other systems, the bound
 #
 # Needs torch 2.11 or newer, Triton 3.6 or newer, transformers, pytest, and what pyproject.toml names; where one of
-# these is missing it says so and goes no further. Wheels in ${WHEELS:-.whl} are installed for this run only, without
-# their dependencies; on a machine that reaches a registry (of the same Python and system) they are fetched by
-#   python3 -m pip download --no-deps --only-binary=:all: -d .whl pydantic pydantic-core annotated-types ...
-# Other systems are measured where they are installed. Without a GPU every step is rehearsed on the CPU, in small form. Outputs are saved as they come under
-# ${OUT:-bench/results/gpu}: a step cut short leaves what it wrote. Ends with a table of step, seconds and exit code
-# (124 or 137: out of time; "-": not begun), and always exits 0.
+# these is missing it says so and goes no further. Wheels in ${WHEELS:-.whl} are used for this run; where a machine
+# reaches no registry, fetch them before, for its Python and system, each with what it requires:
+#   python3 -m pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+#       --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+#       -d .whl pydantic pydantic-core==VERSION annotated-types typing-inspection typing-extensions
+# Other systems are measured where they are installed. Without a GPU every step is rehearsed on the CPU, in small form.
+# Under ${OUT:-bench/results/gpu}, few files, as they come: log.txt with all that the steps print, a JSON per suite,
+# results.md, table.txt. A step cut short leaves what it wrote. Ends with a table of step, seconds and exit code (124 or
+# 137: out of time; "-": not begun), and always exits 0.
 # PYTHON names the interpreter. Where chunkc is not installed in it, it is, without its dependencies; where even that
 # fails, links stand for the installation.
 set -uo pipefail
@@ -43,6 +46,7 @@ scratch=$(mktemp -d)
 export PYTHON PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$scratch/inductor}
 
+: >"$out/log.txt"
 steps=()
 child=
 finish() {
@@ -62,12 +66,12 @@ finish() {
 trap finish EXIT
 trap 'exit 0' INT TERM
 
-# step NAME PERCENT COMMAND...: run it with its output in NAME.txt, for as long as its share of the limit (of all
+# step NAME PERCENT COMMAND...: run it with its output in log.txt, for as long as its share of the limit (of all
 # parts; alone, a part has more) and what is left of the whole allow. An argument @limit becomes the seconds that the
 # command has for itself.
 ready=yes
 step() {
-    local name=$1 at_most_s=$((limit_s * $2 / 100)) left_s=$((limit_s - SECONDS - 3)) start_s=$SECONDS code
+    local name=$1 at_most_s=$((limit_s * $2 / 100)) left_s=$((limit_s - SECONDS - 3)) start_s=$SECONDS code begin
     shift 2
     [[ $part != all ]] && at_most_s=$((at_most_s * 2))
     [[ $ready == no ]] && left_s=0
@@ -77,19 +81,20 @@ step() {
         return
     fi
     local own_s=$((at_most_s > 24 ? at_most_s - 12 : at_most_s / 2))
-    echo "== $name (at most $at_most_s s)"
-    timeout --kill-after=3 "$at_most_s" "${@/#@limit/$own_s}" >"$out/$name.txt" 2>&1 &
+    echo "== $name (at most $at_most_s s)" | tee -a "$out/log.txt"
+    begin=$(($(wc -c <"$out/log.txt") + 1))
+    timeout --kill-after=3 "$at_most_s" "${@/#@limit/$own_s}" >>"$out/log.txt" 2>&1 &
     child=$!
     wait "$child"
     code=$?
     child=
-    tail -n "${LINES_SHOWN:-25}" "$out/$name.txt"
+    tail -c "+$begin" "$out/log.txt" | tail -n "${LINES_SHOWN:-25}"
     steps+=("$name $((SECONDS - start_s)) $code")
 }
 
 if compgen -G "${WHEELS:-.whl}/*.whl" >/dev/null; then
     timeout 60 "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$scratch/site" \
-        "${WHEELS:-.whl}"/*.whl >"$out/wheels.txt" 2>&1
+        "${WHEELS:-.whl}"/*.whl >>"$out/log.txt" 2>&1
     export PYTHONPATH=$scratch/site${PYTHONPATH:+:$PYTHONPATH}
 fi
 
@@ -113,7 +118,7 @@ link_package() {
 }
 
 if ! has_chunkc; then
-    timeout 60 "$PYTHON" -m pip install -q --no-build-isolation --no-deps -e . >"$out/install.txt" 2>&1
+    timeout 60 "$PYTHON" -m pip install -q --no-build-isolation --no-deps -e . >>"$out/log.txt" 2>&1
     has_chunkc || link_package
 fi
 
@@ -167,7 +172,7 @@ if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/
     device=cuda form=(--device cuda)
     # Blocks split exactly and freed pages given back, where the driver can; see `passes/cuda_memory.py`.
     if PYTORCH_ALLOC_CONF=expandable_segments:True "$PYTHON" -c \
-        'import torch; torch.ones(1 << 26, device="cuda").sum().item()' >"$out/segments.txt" 2>&1; then
+        'import torch; torch.ones(1 << 26, device="cuda").sum().item()' >>"$out/log.txt" 2>&1; then
         export PYTORCH_ALLOC_CONF=expandable_segments:True
     fi
 fi
@@ -213,7 +218,6 @@ fi
 shopt -s nullglob
 results=("$out"/*.json)
 if ((${#results[@]})); then
-    "$PYTHON" bench/report.py "${results[@]}" >"$out/results.md" 2>"$out/report.txt"
-    "$PYTHON" bench/report.py "${results[@]}" --plots "$out" >/dev/null 2>>"$out/report.txt"
+    "$PYTHON" bench/report.py "${results[@]}" >"$out/results.md" 2>>"$out/log.txt"
 fi
 exit 0

@@ -87,27 +87,19 @@ def _section(context: Context, case: Case, cache: Path, progress: Progress) -> S
     progress(f"{case.name}: planning from CUDA fakes")
     on_gpu, gpu_note = _explained(case, gpu, bare + libraries, libraries)
     progress(f"{case.name}: training")
-    report, note = _trained(context, case, cache)
+    phases, buffers_nbytes, note = _trained(context, case, cache)
     own = libraries if is_cuda else 0
     rows = []
+    over = []
     for phase in PHASES:
-        planned, measured = report.get(phase, (None, None))
-        rows.append(
-            Row(
-                {"phase": phase},
-                metrics_of(
-                    on_cpu.get(phase),
-                    on_gpu.get(phase),
-                    None if planned is None else planned - own,
-                    None if measured is None else measured - own,
-                ),
-            )
-        )
-    notes = "; ".join(text for text in (cpu_note, gpu_note, note) if text)
-    rows[0] = replace(rows[0], note=notes, is_failure=bool(notes))
-    over = [row.labels["phase"] for row in rows if _is_over(row)]
-    if over:
-        rows[0] = replace(rows[0], note=f"measured beyond the plan: {', '.join(over)}", is_failure=True)
+        planned, measured = phases.get(phase, (None, None))
+        mine = [None if nbytes is None else nbytes - own for nbytes in (planned, measured)]
+        rows.append(Row({"phase": phase}, metrics_of(on_cpu.get(phase), on_gpu.get(phase), *mine)))
+        if planned is not None and measured is not None and measured > planned + buffers_nbytes:
+            over.append(phase)
+    notes = [text for text in (cpu_note, gpu_note, note) if text]
+    notes += [f"measured beyond the plan: {', '.join(over)}"] if over else []
+    rows[0] = replace(rows[0], note="; ".join(notes), is_failure=bool(notes))
     setting = setting_of(
         case.model,
         case.batch_size,
@@ -129,11 +121,6 @@ def metrics_of(on_cpu: int | None, on_gpu: int | None, planned: int | None, meas
     return metrics
 
 
-def _is_over(row: Row) -> bool:
-    ratio = row.metrics.get("measured to plan")
-    return ratio is not None and ratio.median > 1
-
-
 def _explained(case: Case, hardware: Hardware, budget_nbytes: int, libraries: int) -> tuple[dict[str, int], str]:
     """Phase -> predicted peak without libraries, and why there is none."""
     with torch.device("meta"):
@@ -151,8 +138,11 @@ def _explained(case: Case, hardware: Hardware, budget_nbytes: int, libraries: in
     return peaks, ""
 
 
-def _trained(context: Context, case: Case, cache: Path) -> tuple[dict[str, Any], str]:
-    """What `subject.Trainer.report` says of each phase, and why it says nothing."""
+def _trained(context: Context, case: Case, cache: Path) -> tuple[dict[str, Any], int, str]:
+    """Phase -> (planned, measured); bytes of the model's buffers; and why there is nothing.
+
+    Buffers that no graph reads are the model's own, like all else that a program holds: measured, and not planned.
+    """
     budget_nbytes = budget.plan_budget(context.device, case.budget_nbytes)
     options = {"memory_budget": budget_nbytes, "codegen": case.codegen, "whole_graph": "never"}
     spec = SubjectSpec(
@@ -170,7 +160,7 @@ def _trained(context: Context, case: Case, cache: Path) -> tuple[dict[str, Any],
     try:
         with SubjectProcess(spec, cache, timeout_s=context.reply_timeout(budget.REPLY_TIMEOUT_S)) as subject:
             subject.step(NUM_STEPS)
-            phases = subject.report()["phases"]
+            report = subject.report()
     except (DoesNotFit, OutOfMemory, Unavailable, SubjectFailed) as error:
-        return {}, first_line(error)
-    return phases, ""
+        return {}, 0, first_line(error)
+    return report["phases"], report["buffers_nbytes"], ""

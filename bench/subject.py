@@ -48,13 +48,16 @@ class Trainer:
         self.trainee = systems.make(spec)
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Endless pairs (x, y), int64 [batch, length]."""
-        model = self.spec.model
+        """Endless pairs (x, y), int64 [batch, length]. Nothing of them is kept: it would be measured."""
         generator = torch.Generator().manual_seed(self.spec.seed)
-        shape = (2, self.spec.batch_size, model.length)
         while True:
-            x, y = torch.randint(families.vocabulary(model), shape, generator=generator).unbind()
-            yield x.clone().to(self.spec.device), y.clone().to(self.spec.device)
+            yield self._batch(generator)
+
+    def _batch(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        model = self.spec.model
+        shape = (2, self.spec.batch_size, model.length)
+        x, y = torch.randint(families.vocabulary(model), shape, generator=generator).unbind()
+        return x.clone().to(self.spec.device), y.clone().to(self.spec.device)
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
         """One training step: seconds of forward with backward, of the optimizer, of both; and the loss."""
@@ -103,6 +106,7 @@ class Trainer:
         report = chunkc.report(self.trainee.model)
         return numbers | {
             "phases": phase_peaks(report.moments),
+            "buffers_nbytes": sum(-(-buffer.nbytes // 512) * 512 for buffer in self.trainee.model.buffers()),
             "predicted_peak_nbytes": report.predicted_peak_nbytes,
             "home_nbytes": report.home_nbytes,
             "num_moments": len(report.moments),

@@ -14,7 +14,7 @@ from chunkc.chunked_optimizer import ChunkedOptimizer
 from chunkc.device_adam import DeviceAdam
 from chunkc.ir.chunks import GRAD, PARAM
 from chunkc.ir.errors import OptionsError
-from chunkc.ir.states import DEFAULT_STATES, EXP_AVG, EXP_AVG_SQ, MASTER
+from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, FLOAT32, MASTER, MASTER_LOW
 from chunkc.kernels.adam_cpu import prepare
 from chunkc.kernels.formats import NO_SCALE, GradScale
 from chunkc.kernels.hyper import AdamHyper
@@ -39,7 +39,7 @@ class _Adam(ChunkedOptimizer):
         update_on: str = DEVICE,
         overlap: str = NONE,
         moments_dtype: torch.dtype | str = torch.float32,
-        master_weights: bool | None = None,
+        master_weights: bool | str | None = None,
         stochastic_rounding: bool = False,
         rounding_seed: int = 0,
         foreach: bool | None = None,
@@ -100,6 +100,9 @@ class _Adam(ChunkedOptimizer):
             self._device_adams[device] = DeviceAdam(device)
         return self._device_adams[device]
 
+    def _must_know_steps(self) -> bool:
+        return self._rule.stochastic
+
     def _check_dtype(self, dtype: torch.dtype) -> None:
         super()._check_dtype(dtype)
         self._rule.format(dtype, dtype)
@@ -107,11 +110,8 @@ class _Adam(ChunkedOptimizer):
     def _in_place(self, tasks: list[tuple[torch.Tensor, int]], scale: GradScale) -> None:
         """Update parameters that do not move, given with the index of their group; each is one run of its own."""
         states = [self._state_on_tier(parameter) for parameter, _ in tasks]
-        if not tasks:
-            return
-        torch._foreach_add_([state["step"] for state in states], 1)
         numbers = {p: number for number, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        is_plain = self._rule.states == DEFAULT_STATES and not self._rule.stochastic and scale is NO_SCALE
+        is_plain = self._rule.states.moments == FLOAT32 and not self._rule.stochastic and scale is NO_SCALE
         updates: dict[tuple, Callable[[list[torch.Tensor]], None]] = {}
         written = []
         for (parameter, index), state in zip(tasks, states):
@@ -120,15 +120,16 @@ class _Adam(ChunkedOptimizer):
             flats = {kind: flat(tensor) for kind, tensor in tensors.items()}
             device_adam = self._device_adam(parameter.device)
             if device_adam is None and is_plain:
-                key = (index, float(state["step"]), parameter.dtype, tensors[GRAD].dtype)
+                step = int(state["step"].add_(1))
+                key = (index, step, parameter.dtype, tensors[GRAD].dtype)
                 if key not in updates:
-                    hyper = self.hyper_at(self.param_groups[index], int(state["step"]))
-                    updates[key] = prepare(parameter.dtype, tensors[GRAD].dtype, hyper)
+                    hyper = self.hyper_at(self.param_groups[index], step)
+                    updates[key] = prepare(parameter.dtype, tensors[GRAD].dtype, hyper, split=MASTER_LOW in kinds)
                 updates[key]([flats[kind] for kind in _PREPARED if kind in flats])
                 written += [parameter, *(state[kind] for kind in kinds)]
                 continue
             place = Place(*(place_in_group(parameter) or (-1 - numbers[parameter], 0)))
-            runs = [(0, parameter.numel(), self.hyper_at(self.param_groups[index], int(state["step"])))]
+            runs = [(0, parameter.numel(), self.next_hyper(parameter, self.param_groups[index]))]
             if device_adam is not None:
                 device_adam.update(self._rule, adam_slots(flats), runs, scale, place)
             else:
@@ -136,7 +137,7 @@ class _Adam(ChunkedOptimizer):
         torch.autograd.graph.increment_version(written)
 
 
-_PREPARED = (PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MASTER)
+_PREPARED = (PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MASTER, MASTER_LOW)
 """The order that `chunkc.kernels.adam_cpu.prepare` wants."""
 
 
@@ -164,8 +165,14 @@ class AdamW(_Adam):
         moments_dtype: how `state[p]["exp_avg"]` and `["exp_avg_sq"]` are stored: `torch.float32`, `torch.bfloat16`, or
             `"int8"`: a code of one byte per element, with `["exp_avg_scale"]` for each 256 (Dettmers et al.,
             arXiv:2110.02861).
-        master_weights: whether bf16 and fp16 parameters have an fp32 master copy, `state[p]["master"]`. None: they do,
-            unless `stochastic_rounding` makes up for it. Without one, fp16 is not possible, nor is rounding to nearest.
+        master_weights: whether bf16 and fp16 parameters have fp32 masters. None: they do, unless `stochastic_rounding`
+            makes up for it. Without one, fp16 is not possible, nor is rounding to nearest. `"float32"`: a copy,
+            `state[p]["master"]`, 4 bytes per parameter. `"split"`: `state[p]["master_low"]` has the lower 16 bits of
+            the master of a bf16 parameter, which has the others: 2 bytes, the same master (but for one place in the
+            last bit where a tie is rounded, see `chunkc.kernels.split`), and fewer bytes to move. True: split where
+            that is possible, for bf16 parameters rounded to nearest with moments that are not 8-bit; else fp32.
+            Saved states have fp32 masters either way. Whoever writes to a parameter with a split master, writes the
+            master. With an fp32 one the next update writes the parameter anew from the master.
         stochastic_rounding: round what is stored in bf16 (parameters, moments) up or down with the probability of the
             distance. The random bits depend on the seed, the step and the element's place alone: not on the budget, the
             home, `update_on` or what ran before. Fp32 is not rounded.

@@ -33,7 +33,9 @@ class AdamLike(Protocol):
     def states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """A parameter's states, without waiting for updates under way."""
 
-    def hyper_at(self, group: Mapping[str, Any], step: int) -> Any: ...
+    def begin_update_of(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None: ...
+
+    def next_hyper(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool
             state[kind] = view
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-        hypers[task.name] = task.optimizer.hyper_at(task.group, advance(state))
+        task.optimizer.begin_update_of(task.parameter, state)
+        hypers[task.name] = task.optimizer.next_hyper(task.parameter, task.group)
     runs: list[tuple[int, int, Any]] = []
     follows = False
     for tensor_slice in chunk_group.slices:
@@ -121,12 +124,6 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool
             runs.append((tensor_slice.offset, tensor_slice.end, hyper))
         follows = True
     return runs
-
-
-def advance(state: dict[str, Any]) -> int:
-    """Count a step in `state` and return its number."""
-    state["step"].add_(1)
-    return int(state["step"])
 
 
 def update_in_slots(

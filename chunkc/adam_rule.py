@@ -18,7 +18,9 @@ from chunkc.ir.states import (
     FLOAT32,
     INT8,
     MASTER,
+    MASTER_LOW,
     NONE,
+    SPLIT,
     StateFormat,
 )
 from chunkc.kernels.adam_cpu import adam_chunk_update
@@ -67,20 +69,34 @@ class AdamRule:
 
     @staticmethod
     def of(
-        moments_dtype: torch.dtype | str, master_weights: bool | None, stochastic_rounding: bool, rounding_seed: int
+        moments_dtype: torch.dtype | str,
+        master_weights: bool | str | None,
+        stochastic_rounding: bool,
+        rounding_seed: int,
     ) -> AdamRule:
         """The rule that a user asks for.
 
         Raises:
-            OptionsError: there is no such format of moments.
+            OptionsError: there is no such format of moments or masters, or not with the other options.
         """
         if moments_dtype not in MOMENTS:
             raise OptionsError(
                 f'moments_dtype is {moments_dtype!r}; allowed: torch.float32, torch.bfloat16 and "int8" (blocks of 8 '
                 "bits with a scale each)"
             )
-        keeps_master = not stochastic_rounding if master_weights is None else master_weights
-        states = StateFormat(MOMENTS[moments_dtype], FLOAT32 if keeps_master else NONE)
+        moments = MOMENTS[moments_dtype]
+        if master_weights not in (None, True, False, SPLIT, FLOAT32):
+            raise OptionsError(f'master_weights is {master_weights!r}; allowed: True, False, "{SPLIT}" and "{FLOAT32}"')
+        if master_weights == SPLIT and (stochastic_rounding or moments == INT8):
+            raise OptionsError(
+                f'master_weights="{SPLIT}" needs parameters rounded to nearest and fp32 or bf16 moments; use '
+                f'master_weights="{FLOAT32}"'
+            )
+        if master_weights is None:
+            master_weights = not stochastic_rounding
+        if master_weights is True:
+            master_weights = FLOAT32 if stochastic_rounding else SPLIT
+        states = StateFormat(moments, master_weights or NONE)
         return AdamRule(states, stochastic_rounding, rounding_seed)
 
     def format(self, param_dtype: torch.dtype, grad_dtype: torch.dtype) -> AdamFormat:
@@ -89,14 +105,15 @@ class AdamRule:
         Raises:
             OptionsError: there is no such kernel; says what there is.
         """
-        master = MASTER in self.states.dtypes(param_dtype)
+        kinds = self.states.dtypes(param_dtype)
         in_bf16 = param_dtype == torch.bfloat16 or self.states.moments == BFLOAT16
         try:
             return AdamFormat(
                 param_dtype,
                 grad_dtype,
                 moments=self.states.moments,
-                master=master,
+                master=MASTER in kinds or MASTER_LOW in kinds,
+                split=MASTER_LOW in kinds,
                 rounding="stochastic" if self.stochastic and in_bf16 else "nearest",
             )
         except ValueError as error:
@@ -122,7 +139,7 @@ def adam_slots(flat: Mapping[str, torch.Tensor]) -> AdamSlots:
         flat[GRAD],
         flat[EXP_AVG],
         flat[EXP_AVG_SQ],
-        flat.get(MASTER),
+        flat.get(MASTER, flat.get(MASTER_LOW)),
         flat.get(EXP_AVG_SCALE),
         flat.get(EXP_AVG_SQ_SCALE),
     )

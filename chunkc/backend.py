@@ -104,8 +104,16 @@ def compile_graph(
 def _name_parameters(
     session: Session, parameters: Sequence[nn.Parameter | None], names: Sequence[str]
 ) -> list[str | None]:
-    """A name per input that is a parameter: the one its session knows it by, else the user's, made unique."""
-    taken = set(session.store.parameters())
+    """A name per input that is a parameter: the one its session knows it by, else the user's, made unique.
+
+    A parameter that is gone leaves its name, and its place in a chunk, to one of the same layout.
+    """
+    taken, specs = set(session.store.parameters()), session.store.layout.specs()
+
+    def is_free(name: str, parameter: nn.Parameter) -> bool:
+        fits = name not in specs or (can_move(parameter) and specs[name] == session.spec_of(name, parameter))
+        return name not in taken and fits
+
     found: list[str | None] = []
     for parameter, name in zip(parameters, names, strict=True):
         if parameter is None:
@@ -119,7 +127,7 @@ def _name_parameters(
         hit = owner(parameter)
         if hit is None:
             unique, number = name, 2
-            while unique in taken:
+            while not is_free(unique, parameter):
                 unique, number = f"{name}#{number}", number + 1
             taken.add(unique)
             found.append(unique)

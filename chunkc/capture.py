@@ -118,7 +118,19 @@ def capture_graph(
         decompositions=_decompositions(codegen),
     )
     _name_parameters(capture, parameter_names)
+    _forget_autograd(gm)
     return call, capture
+
+
+def _forget_autograd(gm: fx.GraphModule) -> None:
+    """Detach the fake values that Dynamo noted in its graph, which lives as long as the compiled model.
+
+    Their autograd nodes hold real tensors: the `128` of `x / 128` as an int64, in memory that no plan counts.
+    """
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if value is not None:
+            node.meta["example_value"] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
 
 
 def boxed(function: Boxed) -> Boxed:

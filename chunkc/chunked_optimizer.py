@@ -14,7 +14,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
+from chunkc import doubts
 from chunkc.adam_groups import (
     DEVICE,
     UPDATE_ON,
@@ -24,7 +26,7 @@ from chunkc.adam_groups import (
 )
 from chunkc.grad_scale import grad_scale_of, is_skipped, on_the_cpu
 from chunkc.ir.errors import OptionsError, UnsupportedError
-from chunkc.ir.states import DEFAULT_STATES, EXP_AVG, StateFormat
+from chunkc.ir.states import DEFAULT_STATES, EXP_AVG, MASTER, MASTER_LOW, StateFormat
 from chunkc.kernels.formats import GradScale
 from chunkc.kernels.hyper import GRAD_DTYPES
 from chunkc.optim_states import KNOWN, Dtypes, converted, empty_state, initialise, is_kept
@@ -32,6 +34,7 @@ from chunkc.overlap import NONE as NO_OVERLAP
 from chunkc.overlap import Overlap
 from chunkc.overlapping import Overlapping
 from chunkc.session import Session, declare_states, declared_states, owner
+from chunkc.split_masters import Marks, decode, load
 from chunkc.update import GroupUpdate, PreparedUpdate, prepare_updates
 
 _UNSUPPORTED = ("amsgrad", "differentiable", "capturable")
@@ -65,13 +68,22 @@ class ChunkedOptimizer(Overlapping, ABC):
         self._update_on = update_on
         self._overlap = Overlap(overlap, update_on)
         self._states = states
+        self._doubts = doubts.Doubts()
+        self._marks = Marks()
         self._check_supported(implementation)
         if implementation.get("foreach") and implementation.get("fused"):
             raise OptionsError("foreach and fused cannot both be True")
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_update_on": self._update_on, "_states": self._states}
+        self._doubts.settle(wait=True)
+        own = {"_update_on": self._update_on, "_states": self._states, "_marks": self._marks}
+        return super().__getstate__() | own | {"_doubts": doubts.Doubts()}
+
+    def begin_update_of(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """An update of a parameter begins, whose states are all there."""
+        if MASTER_LOW in state:
+            self._marks.begin(parameter, state[MASTER_LOW])
 
     @abstractmethod
     def hyper_at(self, group: Mapping[str, Any], step: int) -> Any:
@@ -80,6 +92,15 @@ class ChunkedOptimizer(Overlapping, ABC):
         Raises:
             OptionsError: one is out of range.
         """
+
+    def next_hyper(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
+        """Count a step of a parameter and return its hyper-parameters; of a step in doubt, all that they may be."""
+        step = self.states_of(parameter)["step"].add_(1)
+        return self._doubts.hyper(parameter, int(step), lambda number: self.hyper_at(group, number))
+
+    def _must_know_steps(self) -> bool:
+        """Whether the host needs the number of a step before its update, as random bits do that depend on it."""
+        return False
 
     def runs(self, session: Session, index: int, tasks: Sequence[Task]) -> Sequence[Any]:
         """The elements of a chunk group to update."""
@@ -162,16 +183,21 @@ class ChunkedOptimizer(Overlapping, ABC):
                 loss = closure()
         scale = grad_scale_of(self)
         self._overlap.check_scale(scale)
+        if self._must_know_steps() and bool(on_the_cpu(scale).found_inf):
+            return loss
+        self._doubts.settle(wait=self._must_know_steps())
         if is_skipped(scale):
             return loss
         chunked: dict[Session, dict[int, list[Task]]] = {}
         in_place: list[tuple[torch.Tensor, int]] = []
+        changing: list[torch.Tensor] = []
         for index, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
                 if parameter.grad.is_sparse:
                     raise UnsupportedError(f"{type(self).__name__} does not support sparse gradients")
+                changing.append(parameter)
                 session, name = owner(parameter) or (None, "")
                 if session is not None and session.store.is_managed(name):
                     task = Task(self, parameter, name, group)
@@ -185,10 +211,15 @@ class ChunkedOptimizer(Overlapping, ABC):
             (session, by_group, *self._prepare(session, by_group, begun.get(session, frozenset())))
             for session, by_group in chunked.items()
         ]
+        if any(at_home for _, _, at_home, _ in prepared):
+            self._doubts.settle(wait=True)  # the CPU is about to wait for this step's gradients anyway
         self._begin_step()
         self._in_place(in_place, scale)
         for session, by_group, at_home, in_slots in prepared:
             self._update_chunks(session, by_group, at_home, in_slots, scale)
+        self._marks.end(changing)
+        if scale.found_inf is not None and doubts.is_remote(scale.found_inf):
+            self._doubts.add(scale.found_inf, {parameter: self.states_of(parameter) for parameter in changing})
         return loss
 
     def _prepare(
@@ -251,6 +282,7 @@ class ChunkedOptimizer(Overlapping, ABC):
         """The state of a parameter that does not move, made on its first update."""
         state, dtypes = self.states_of(parameter), self._dtypes(parameter)
         if is_kept(state, parameter, dtypes):
+            self.begin_update_of(parameter, state)
             return state
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -261,19 +293,39 @@ class ChunkedOptimizer(Overlapping, ABC):
                 initialise(kind, state[kind], parameter)
             else:
                 state[kind].copy_(sources[kind])
+        self.begin_update_of(parameter, state)
         return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in `torch.optim`'s format, with fp32 masters.
+
+        Split masters are put together for this: 4 bytes per parameter of RAM, outside the memory budget, for as long as
+        the result lives. All else is not copied. Waits for a device that still knows alone which steps were skipped.
+        """
+        self._doubts.settle(wait=True)
+        handle = self.register_state_dict_post_hook(_with_fp32_masters, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def _master_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The fp32 master of a parameter that has a split one."""
+        return decode(parameter, self.state[parameter][MASTER_LOW] if self._marks.belong(parameter) else None)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state in this optimizer's or `torch.optim.AdamW`'s format.
 
         States of chunked parameters are copied home one by one; fp32 states of 16-bit parameters keep their
-        precision. A missing master copy is made from the parameter.
+        precision. A missing master copy is made from the parameter. A parameter whose master is split becomes its
+        master's rounded copy, as it does in the next step otherwise; its model may be loaded before or after.
 
         Raises:
             ValueError: the state does not fit the parameters, as in `torch.optim`.
         """
         for loaded in state_dict["param_groups"]:
             self._check_group({**self.defaults, **loaded})
+        self._doubts.settle(wait=True)
         states = state_dict["state"]
         self._overlap.finish()
         self._overlap.forget(self)
@@ -302,6 +354,10 @@ class ChunkedOptimizer(Overlapping, ABC):
                 session.store.fill(kind, name, state[kind], source)  # type: ignore[union-attr]
             else:
                 state[kind] = empty_state(parameter, kind, dtypes[kind]).copy_(source)
+        if MASTER_LOW in dtypes:
+            lower = session.store.home_view(MASTER_LOW, name) if managed else None  # type: ignore[union-attr]
+            state[MASTER_LOW] = empty_state(parameter, MASTER_LOW, dtypes[MASTER_LOW]) if lower is None else lower
+            load(self._marks, loaded.get(MASTER), parameter, state[MASTER_LOW])
         self.__dict__["state"][parameter] = state
 
     def _lay_out(self, session: Session, parameters: Iterable[torch.Tensor]) -> None:
@@ -314,3 +370,15 @@ class ChunkedOptimizer(Overlapping, ABC):
         if changed:
             declare_states(changed, self._states)
             session.restate()
+
+
+def _with_fp32_masters(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """A hook: replaces lower bits by masters."""
+    assert isinstance(optimizer, ChunkedOptimizer)
+    ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in zip(ids, parameters, strict=True):
+        state = state_dict["state"].get(index, {})
+        if MASTER_LOW in state:
+            rest = {kind: value for kind, value in state.items() if kind != MASTER_LOW}
+            state_dict["state"][index] = {**rest, MASTER: optimizer._master_of(parameter)}

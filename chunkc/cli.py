@@ -6,12 +6,12 @@ Exit codes: 0 it fits (or the command did its work), 3 it does not fit, 2 bad in
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,7 +158,8 @@ def _explain(options: argparse.Namespace) -> int:
         raise OptionsError(f"cannot write {options.output}: there is no folder {options.output.parent}")
     notes: list[str] = []
     sizes = {"batch_size": options.batch_size, "seq_len": options.seq_len}
-    with _progress() as show:
+    # What the user's code prints is not the answer, which may be JSON.
+    with contextlib.redirect_stdout(sys.stderr), _progress() as show:
         if options.largest is not None:
             size, note = _largest(options.largest, target, hardware, settings, sizes, budget, show)
             sizes[options.largest] = size
@@ -239,7 +240,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     return FITS
 
 
-@contextmanager
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep PyTorch's own warnings about tracing away from the answer, unless TORCH_LOGS asks for logs."""
     if "TORCH_LOGS" in os.environ:
@@ -254,7 +255,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _progress() -> Iterator[Show]:
     """What is being done, on standard error, where that is a terminal."""
     console = Console(stderr=True)

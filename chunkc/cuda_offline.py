@@ -32,7 +32,7 @@ def planned_on(graph: OfflineGraph, hardware: Hardware, codegen: str) -> Offline
         assert capture.forward is not None
         forward, backward = on_cuda(capture.forward, capture.backward)
         capture = replace(capture, forward=forward, backward=backward)
-    return OfflineGraph(capture, _rounded(graph.movable), _rounded(graph.fixed), graph.checkpointed)
+    return replace(graph, capture=capture, movable=_rounded(graph.movable), fixed=_rounded(graph.fixed))
 
 
 def overhead_on(hardware: Hardware) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from chunkc.adam_rule import AdamRule, Place, Runs
+from chunkc.doubts import InDoubt, decided
 from chunkc.kernels.adam_triton import WorkTable, adam_update, work_table
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run
 from chunkc.kernels.hyper import AdamHyper, scalar_table
@@ -59,10 +60,10 @@ class StepScalars:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._rows: dict[AdamHyper, int] = {}
+        self._rows: dict[AdamHyper | InDoubt, int] = {}
         self._table: torch.Tensor | None = None
 
-    def row(self, hyper: AdamHyper) -> int:
+    def row(self, hyper: AdamHyper | InDoubt) -> int:
         """The row of these hyper-parameters, a new one if need be."""
         found = self._rows.get(hyper)
         if found is None:
@@ -73,7 +74,7 @@ class StepScalars:
     def table(self) -> torch.Tensor:
         """All rows so far, `[num_rows, 9]` fp32."""
         if self._table is None:
-            self._table = upload(scalar_table(list(self._rows)), self._device)
+            self._table = decided(list(self._rows), scalar_table, lambda table: upload(table, self._device))
         return self._table
 
 
@@ -92,7 +93,7 @@ class DeviceAdam:
         """Forget the former step's hyper-parameters."""
         self._scalars = StepScalars(self.device)
 
-    def declare(self, hypers: Sequence[AdamHyper]) -> None:
+    def declare(self, hypers: Sequence[AdamHyper | InDoubt]) -> None:
         """Make room for all of a step's hyper-parameters at once, so that one table serves it."""
         for hyper in hypers:
             self._scalars.row(hyper)

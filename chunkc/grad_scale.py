@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from chunkc import doubts
 from chunkc.kernels.formats import NO_SCALE, GradScale
 
 
@@ -23,7 +24,7 @@ def grad_scale_of(optimizer: Any) -> GradScale:
 
 def is_skipped(scale: GradScale) -> bool:
     """Whether the host can see that a gradient overflowed, without waiting for a device."""
-    return scale.found_inf is not None and scale.found_inf.device.type == "cpu" and bool(scale.found_inf != 0)
+    return scale.found_inf is not None and not doubts.is_remote(scale.found_inf) and bool(scale.found_inf != 0)
 
 
 def on_the_cpu(scale: GradScale) -> GradScale:

@@ -12,14 +12,13 @@ from chunkc import device_adam as device_adams
 from chunkc.adam_groups import (
     DEVICE,
     Task,
-    advance,
     flat_home,
     runs_of,
 )
 from chunkc.chunked_optimizer import ChunkedOptimizer
 from chunkc.ir.chunks import GRAD, PARAM
 from chunkc.ir.errors import OptionsError
-from chunkc.ir.states import MASTER
+from chunkc.ir.states import FLOAT32, MASTER, StateFormat
 from chunkc.kernels.formats import AdamFormat, GradScale
 from chunkc.kernels.lamb_cpu import warm_up
 from chunkc.kernels.lamb_formats import LambHyper
@@ -60,7 +59,9 @@ class LAMB(ChunkedOptimizer):
     ) -> None:
         self._works: dict[tuple[torch.device, bool], LambWorks] = {}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, {**defaults, "always_adapt": always_adapt}, update_on, overlap)
+        super().__init__(
+            params, {**defaults, "always_adapt": always_adapt}, update_on, overlap, states=StateFormat(master=FLOAT32)
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_works": {}}
@@ -120,8 +121,8 @@ class LAMB(ChunkedOptimizer):
             offsets = [(place_in_group(parameter) or (0, 0))[1] for parameter, _ in on_device]
             ranges = rows_apart(offsets, sizes)
             runs = [
-                (*where, self.hyper_at(self.param_groups[index], advance(state)))
-                for where, (_, index), state in zip(ranges, on_device, states, strict=True)
+                (*where, self.next_hyper(parameter, self.param_groups[index]))
+                for where, (parameter, index) in zip(ranges, on_device, strict=True)
             ]
             works = self._works_on(device, by_triton=device_adams.computes_by_triton(device))
             lamb = GroupLamb(works, runs, ranges, scale)

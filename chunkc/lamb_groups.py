@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 
 from chunkc.device_adam import TABLE_NBYTES, upload
+from chunkc.doubts import InDoubt, decided
 from chunkc.ir.chunks import GRAD, PARAM
 from chunkc.ir.plan import Tile
 from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, MASTER
@@ -20,7 +21,7 @@ from chunkc.kernels import lamb_cpu, lamb_triton
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run
 from chunkc.kernels.lamb_formats import ROW, LambHyper, LambWork, lamb_table, lamb_work, new_partials
 
-LambRuns = Sequence[tuple[int, int, LambHyper]]
+LambRuns = Sequence[tuple[int, int, LambHyper | InDoubt]]
 """Elements `[begin, end)` of a group, one entry per tensor, with its hyper-parameters, in order."""
 
 
@@ -66,7 +67,7 @@ class GroupLamb:
         rows = {hyper: row for row, hyper in enumerate(hypers)}
         in_order = works.get([Run(begin, end, rows[hyper]) for begin, end, hyper in runs], tiles)
         self._works = dict(zip(tiles, in_order, strict=True))
-        self._scalars = upload(lamb_table(hypers), works.device)
+        self._scalars = decided(hypers, lamb_table, lambda table: upload(table, works.device))
         self._partials = new_partials(in_order[0], works.device)
         self._kernels = works.kernels
         self._scale = scale

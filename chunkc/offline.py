@@ -9,7 +9,7 @@ import builtins
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
@@ -28,9 +28,10 @@ from torch.utils import _pytree as pytree
 from chunkc.capture import Capture, capture_graph, input_names
 from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.errors import ChunkcError, UnsupportedError
+from chunkc.ir.states import DEFAULT_STATES
 from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs import returned
-from chunkc.session import is_chunkable, owner, spec_of
+from chunkc.session import declared_states, is_chunkable, owner, spec_of
 
 NUM_RECOMPILES = 1_000_000
 """A model whose graph breaks inside a loop is compiled once per iteration here, where nothing is compiled for real."""
@@ -77,7 +78,11 @@ def capture_offline(
     fake_model, names = _fake_copy(model, mode)
     staying = {name for name, parameter in model.named_parameters() if not _may_move(parameter)}
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (tuple(args), dict(kwargs)))
+    states = {name: declared_states(parameter) or DEFAULT_STATES for name, parameter in model.named_parameters()}
     graphs: list[OfflineGraph] = []
+
+    def spec(name: str, parameter: nn.Parameter) -> ParamSpec:
+        return replace(spec_of(name, parameter), states=states.get(name, DEFAULT_STATES))
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         parameters = [names.get(id(value)) for value in inputs]
@@ -97,8 +102,8 @@ def capture_offline(
         graphs.append(
             OfflineGraph(
                 capture,
-                tuple(spec_of(name, p) for name, p in in_order if is_chunkable(p) and name not in staying),
-                tuple(spec_of(name, p) for name, p in in_order if not is_chunkable(p) or name in staying),
+                tuple(spec(name, p) for name, p in in_order if is_chunkable(p) and name not in staying),
+                tuple(spec(name, p) for name, p in in_order if not is_chunkable(p) or name in staying),
                 any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in gm.graph.nodes),
             )
         )

@@ -7,7 +7,16 @@ from typing import Any
 
 import torch
 
-from chunkc.ir.states import EXP_AVG, EXP_AVG_SCALE, EXP_AVG_SQ, EXP_AVG_SQ_SCALE, MASTER, SCALES, num_entries
+from chunkc.ir.states import (
+    EXP_AVG,
+    EXP_AVG_SCALE,
+    EXP_AVG_SQ,
+    EXP_AVG_SQ_SCALE,
+    MASTER,
+    MASTER_LOW,
+    SCALES,
+    num_entries,
+)
 from chunkc.kernels.quant import dequantise, quantise
 from chunkc.session import owner
 
@@ -46,14 +55,15 @@ def is_kept(state: Mapping[str, Any], parameter: torch.Tensor, dtypes: Dtypes) -
 def converted(state: Mapping[str, Any], parameter: torch.Tensor, dtypes: Dtypes) -> dict[str, torch.Tensor]:
     """A state in any form as one of these kinds: what is to be copied, which may still round to the dtypes.
 
-    8-bit moments stay as they are if they stay 8-bit moments of a parameter laid out alike.
+    8-bit moments stay as they are if they stay 8-bit moments of a parameter laid out alike. Lower bits of a master are
+    taken as they are, or left to `chunkc.split_masters.load`.
 
     Raises:
         ValueError: a kind is missing.
     """
     found: dict[str, torch.Tensor] = {}
     for kind, dtype in dtypes.items():
-        if kind in SCALES:
+        if kind in SCALES or (kind == MASTER_LOW and kind not in state):
             continue
         source = state.get(kind, parameter if kind == MASTER else None)
         if source is None:

@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import json
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,15 @@ def errors_of(what: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         first = str(error).strip().splitlines()
         detail = f": {first[0]}" if first else ""
-        raise OptionsError(f"{what} raised {type(error).__name__}{detail}") from error
+        raise OptionsError(f"{what} raised {type(error).__name__}{detail}{_where(what, error)}") from error
+
+
+def _where(what: str, error: BaseException) -> str:
+    """` (train.py:12)`, the innermost line of the user's file that an error passed through; empty if there is none."""
+    path = Path(what.rpartition(":")[0]).resolve()
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path]
+    return f" ({path.name}:{lines[-1]})" if lines else ""
 
 
 def _new_mode() -> FakeTensorMode:
@@ -105,7 +114,8 @@ def from_file(text: str, options: ModelOptions) -> Target:
     path_text, _, factory_name = text.rpartition(":")
     path = Path(path_text)
     if not path.is_file():
-        hint = "" if path.suffix == ".py" else f"; for a model class of a package write --module {text}"
+        is_package = path_text.replace(".", "").isidentifier() and path.suffix != ".py"
+        hint = f"; for a model class of a package write --module {text}" if is_package else ""
         raise OptionsError(f"there is no file {path_text}{hint}")
     mode = _new_mode()
     with errors_of(str(path)), mode:

@@ -85,9 +85,9 @@ def compile_pass(
 def host_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """An uninitialised tensor in numpy's memory: not charged to a limited CPU allocator, no page touched."""
     with _disable_current_modes():
-        return (
-            torch.from_numpy(np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(tuple(shape))
-        )
+        num_elements = math.prod(shape)
+        flat = torch.from_numpy(np.empty(max(num_elements, 1) * dtype.itemsize, dtype=np.uint8)).view(dtype)
+        return flat[:num_elements].view(tuple(shape))
 
 
 def host_tensor(values: Any, dtype: Any) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,22 @@ class AdamScalars(NamedTuple):
     neg_step_size: float  # -lr / (1 - beta1 ** step)
 
 
+def check_ranges(hyper: Any) -> None:
+    """Check what hyper-parameters of Adam and LAMB have in common, by name.
+
+    Raises:
+        ValueError: one is out of range.
+    """
+    if hyper.step < 1:
+        raise ValueError(f"step counts updates from 1, got {hyper.step}")
+    for name in ("beta1", "beta2"):
+        if not 0.0 <= getattr(hyper, name) < 1.0:
+            raise ValueError(f"{name} must be in [0, 1), got {getattr(hyper, name)}")
+    for name in ("lr", "eps", "weight_decay"):
+        if not getattr(hyper, name) >= 0.0:
+            raise ValueError(f"{name} must not be negative, got {getattr(hyper, name)}")
+
+
 @dataclass(frozen=True, slots=True)
 class AdamHyper:
     """Hyper-parameters of one Adam or AdamW update. Hashable, so kernels may cache what they derive.
@@ -53,14 +69,7 @@ class AdamHyper:
     maximize: bool = False
 
     def __post_init__(self) -> None:
-        if self.step < 1:
-            raise ValueError(f"step counts updates from 1, got {self.step}")
-        for name in ("beta1", "beta2"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
-        for name in ("lr", "eps", "weight_decay"):
-            if not getattr(self, name) >= 0.0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        check_ranges(self)
 
     def scalars(self) -> AdamScalars:
         """The derived scalars, in double precision."""

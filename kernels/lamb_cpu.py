@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale
+from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale
 from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS, Pass, compile_pass, host_empty, host_tensor
-from chunkc.kernels.lamb_formats import ROW, LambPiece, LambScalars, LambWork, check_lamb, new_partials
+from chunkc.kernels.lamb_formats import ROW, LambPiece, LambScalars, LambWork
+from chunkc.kernels.lamb_host import apply_stage, both_stages, moments_stage
 from chunkc.kernels.lamb_reference import lamb_direction, lamb_new_moments
 
 _ONE = host_tensor(1.0, np.float32)
@@ -21,16 +22,9 @@ _ADAPT = LambScalars._fields.index("adapt")
 _SCALARS = (torch.float32, (len(LambScalars._fields),))
 
 
-@torch.compiler.disable
-@torch.no_grad()
+@moments_stage
 def lamb_moments(
-    fmt: AdamFormat,
-    slots: AdamSlots,
-    work: LambWork,
-    scalars: Tensor,
-    partials: Tensor,
-    *,
-    scale: GradScale = NO_SCALE,
+    fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
 ) -> None:
     """Stage 1, see `chunkc.kernels.lamb_reference.lamb_moments`: moments to the bit, sums up to fp32 rounding.
 
@@ -39,7 +33,6 @@ def lamb_moments(
     Raises:
         ValueError: a tensor is not on the CPU, or see `check_lamb`.
     """
-    check_lamb(fmt, slots, work, scalars, partials, scale)
     if _skip(slots, scale):
         return
     unscale, clip = (_ONE if factor is None else factor for factor in (scale.unscale, scale.clip))
@@ -66,47 +59,26 @@ def lamb_moments(
             if not whole:
                 torch.sum(squares, dim=1, keepdim=True, out=sums)
             row = last
-    torch.autograd.graph.increment_version((slots.exp_avg, slots.exp_avg_sq, partials))
 
 
-@torch.compiler.disable
-@torch.no_grad()
+@apply_stage
 def lamb_apply(
-    fmt: AdamFormat,
-    slots: AdamSlots,
-    work: LambWork,
-    scalars: Tensor,
-    partials: Tensor,
-    *,
-    scale: GradScale = NO_SCALE,
+    fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
 ) -> None:
     """Stage 2, see `chunkc.kernels.lamb_reference.lamb_apply`: the same bits from the same partial sums.
 
     Raises:
         ValueError: a tensor is not on the CPU, or see `check_lamb`.
     """
-    check_lamb(fmt, slots, work, scalars, partials, scale)
     if _skip(slots, scale):
         return
     for piece in work.pieces:
         tensors = _apply_arguments(slots, piece, scalars, partials)
         parallel = piece.end - piece.begin >= SERIAL_NUM_ELEMENTS
         _apply_pass(fmt.param_dtype, fmt.master, parallel)(tensors)
-    written = (slots.param, slots.master)
-    torch.autograd.graph.increment_version([tensor for tensor in written if tensor is not None])
 
 
-def lamb_update(
-    fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, *, scale: GradScale = NO_SCALE
-) -> None:
-    """Both stages of a tile in which all its tensors lie altogether.
-
-    Raises:
-        ValueError: a tensor is not on the CPU, or see `check_lamb`.
-    """
-    partials = new_partials(work, slots.param.device)
-    lamb_moments(fmt, slots, work, scalars, partials, scale=scale)
-    lamb_apply(fmt, slots, work, scalars, partials, scale=scale)
+lamb_update = both_stages(lamb_moments, lamb_apply)
 
 
 def warm_up(fmt: AdamFormat) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run, check_adam_slots
 from chunkc.kernels.fused_pass import host_empty
+from chunkc.kernels.hyper import check_ranges
 
 ROW = 1 << 14
 """Elements that are summed up as one at most. Rows end at its multiples in the space of all elements, so tiles that
@@ -63,14 +64,7 @@ class LambHyper:
     maximize: bool = False
 
     def __post_init__(self) -> None:
-        if self.step < 1:
-            raise ValueError(f"step counts updates from 1, got {self.step}")
-        for name in ("beta1", "beta2"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
-        for name in ("lr", "eps", "weight_decay"):
-            if not getattr(self, name) >= 0.0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        check_ranges(self)
 
     def scalars(self) -> LambScalars:
         """The derived scalars, in double precision."""

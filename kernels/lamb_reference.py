@@ -7,19 +7,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale
-from chunkc.kernels.lamb_formats import LambPiece, LambScalars, LambWork, check_lamb, new_partials
+from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale
+from chunkc.kernels.lamb_formats import LambPiece, LambScalars, LambWork
+from chunkc.kernels.lamb_host import apply_stage, both_stages, moments_stage
 
 
-@torch.no_grad()
+@moments_stage
 def lamb_moments(
-    fmt: AdamFormat,
-    slots: AdamSlots,
-    work: LambWork,
-    scalars: Tensor,
-    partials: Tensor,
-    *,
-    scale: GradScale = NO_SCALE,
+    fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
 ) -> None:
     """Stage 1 of a LAMB update of a tile: new moments, and the partial sums of the tile's rows.
 
@@ -43,7 +38,6 @@ def lamb_moments(
     Raises:
         ValueError: see `check_lamb`.
     """
-    check_lamb(fmt, slots, work, scalars, partials, scale)
     target = slots.param if slots.master is None else slots.master
     for piece, cuts in zip(work.pieces, work.cuts, strict=True):
         part = slice(piece.begin, piece.end)
@@ -62,15 +56,9 @@ def lamb_moments(
             _store(partials[:, row], sums, scale)
 
 
-@torch.no_grad()
+@apply_stage
 def lamb_apply(
-    fmt: AdamFormat,
-    slots: AdamSlots,
-    work: LambWork,
-    scalars: Tensor,
-    partials: Tensor,
-    *,
-    scale: GradScale = NO_SCALE,
+    fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
 ) -> None:
     """Stage 2: w = w - lr * ratio * u, with u as in stage 1 from the new moments. Gradients are not read.
 
@@ -87,7 +75,6 @@ def lamb_apply(
     Raises:
         ValueError: see `check_lamb`.
     """
-    check_lamb(fmt, slots, work, scalars, partials, scale)
     target = slots.param if slots.master is None else slots.master
     for piece in work.pieces:
         part = slice(piece.begin, piece.end)
@@ -99,17 +86,7 @@ def lamb_apply(
         _store(slots.param[part], new_target.to(slots.param.dtype), scale)
 
 
-def lamb_update(
-    fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, *, scale: GradScale = NO_SCALE
-) -> None:
-    """Both stages of a tile in which all its tensors lie altogether.
-
-    Raises:
-        ValueError: see `check_lamb`.
-    """
-    partials = new_partials(work, slots.param.device)
-    lamb_moments(fmt, slots, work, scalars, partials, scale=scale)
-    lamb_apply(fmt, slots, work, scalars, partials, scale=scale)
+lamb_update = both_stages(lamb_moments, lamb_apply)
 
 
 def lamb_new_moments(wide: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: LambScalars) -> tuple[Tensor, Tensor]:

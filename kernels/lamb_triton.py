@@ -14,20 +14,14 @@ from torch import Tensor
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.kernels.adam_triton import BLOCK, RAGGED_BLOCK, launch_options
-from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale
-from chunkc.kernels.lamb_formats import LambWork, check_lamb, new_partials
+from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale
+from chunkc.kernels.lamb_formats import LambWork
+from chunkc.kernels.lamb_host import apply_stage, both_stages, moments_stage
 
 
-@torch.no_grad()
-@torch.compiler.disable
+@moments_stage
 def lamb_moments(
-    fmt: AdamFormat,
-    slots: AdamSlots,
-    work: LambWork,
-    scalars: Tensor,
-    partials: Tensor,
-    *,
-    scale: GradScale = NO_SCALE,
+    fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
 ) -> None:
     """Stage 1 in one launch on the current stream, see `chunkc.kernels.lamb_reference.lamb_moments`. Waits for nothing.
 
@@ -37,21 +31,13 @@ def lamb_moments(
         ValueError: see `check_lamb`.
         UnsupportedError: Triton is not installed, or the slots are not on a device that it compiles for.
     """
-    arguments = moments_arguments(fmt, slots, work, scalars, partials, scale=scale)
+    arguments = moments_arguments(fmt, slots, work, scalars, partials, scale)
     _launch("lamb_moments_kernel", slots, work, arguments)
-    torch.autograd.graph.increment_version((slots.exp_avg, slots.exp_avg_sq, partials))
 
 
-@torch.no_grad()
-@torch.compiler.disable
+@apply_stage
 def lamb_apply(
-    fmt: AdamFormat,
-    slots: AdamSlots,
-    work: LambWork,
-    scalars: Tensor,
-    partials: Tensor,
-    *,
-    scale: GradScale = NO_SCALE,
+    fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
 ) -> None:
     """Stage 2 in one launch on the current stream, see `chunkc.kernels.lamb_reference.lamb_apply`. Waits for nothing.
 
@@ -61,40 +47,18 @@ def lamb_apply(
         ValueError: see `check_lamb`.
         UnsupportedError: Triton is not installed, or the slots are not on a device that it compiles for.
     """
-    arguments = apply_arguments(fmt, slots, work, scalars, partials, scale=scale)
+    arguments = apply_arguments(fmt, slots, work, scalars, partials, scale)
     _launch("lamb_apply_kernel", slots, work, arguments)
-    written = (slots.param, slots.master)
-    torch.autograd.graph.increment_version([tensor for tensor in written if tensor is not None])
 
 
-def lamb_update(
-    fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, *, scale: GradScale = NO_SCALE
-) -> None:
-    """Both stages of a tile in which all its tensors lie altogether: two launches.
-
-    Raises:
-        ValueError, UnsupportedError: see the stages.
-    """
-    partials = new_partials(work, slots.param.device)
-    lamb_moments(fmt, slots, work, scalars, partials, scale=scale)
-    lamb_apply(fmt, slots, work, scalars, partials, scale=scale)
+lamb_update = both_stages(lamb_moments, lamb_apply)
 
 
 def moments_arguments(
-    fmt: AdamFormat,
-    slots: AdamSlots,
-    work: LambWork,
-    scalars: Tensor,
-    partials: Tensor,
-    *,
-    scale: GradScale = NO_SCALE,
+    fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
 ) -> dict[str, Any]:
-    """The checked arguments of stage 1's kernel, by name.
-
-    Raises:
-        ValueError: see `check_lamb`.
-    """
-    arguments = apply_arguments(fmt, slots, work, scalars, partials, scale=scale)
+    """The arguments of stage 1's kernel, by name."""
+    arguments = apply_arguments(fmt, slots, work, scalars, partials, scale)
     return arguments | {
         "grad": slots.grad,
         "unscale": scale.unscale,
@@ -104,20 +68,9 @@ def moments_arguments(
 
 
 def apply_arguments(
-    fmt: AdamFormat,
-    slots: AdamSlots,
-    work: LambWork,
-    scalars: Tensor,
-    partials: Tensor,
-    *,
-    scale: GradScale = NO_SCALE,
+    fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
 ) -> dict[str, Any]:
-    """The checked arguments of stage 2's kernel, by name.
-
-    Raises:
-        ValueError: see `check_lamb`.
-    """
-    check_lamb(fmt, slots, work, scalars, partials, scale)
+    """The arguments of stage 2's kernel, by name."""
     return {
         "param": slots.param.detach(),
         "exp_avg": slots.exp_avg,

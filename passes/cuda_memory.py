@@ -3,6 +3,13 @@
 Sources: `c10/core/AllocatorConfig.h` and `c10/cuda/CUDACachingAllocator.cpp` (`round_size`, `should_split`,
 `get_allocation_size`), `aten/src/ATen/cuda/CublasHandlePool.cpp` (`parseChosenWorkspaceSize`) and
 `aten/src/ATen/cuda/CUDABlas.cpp` (`_parseChosenWorkspaceSize`) of PyTorch 2.11 to 2.13.
+
+Plans reckon with expandable segments (`PYTORCH_ALLOC_CONF=expandable_segments:True`, which `bench/on_gpu.sh` and the
+tests on a GPU set; without it a session warns): every block is what was asked for, rounded to 512 bytes; what one chunk
+gives back serves activations of any size at once, as all large blocks lie in one range of addresses; and pages that lie
+free are given back when memory runs short. What remains is that the driver gives pages of 2 MiB (small blocks) and
+20 MiB (large ones), so that torch reserves somewhat more than it hands out: a limit on what is reserved
+(`torch.cuda.set_per_process_memory_fraction`) needs that much above the plan.
 """
 
 from __future__ import annotations

@@ -183,8 +183,13 @@ def _propagate(graph: fx.Graph, given: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[fx.Node, Any] = {}
     storages: dict[int, Tensor] = {}
     for node in graph.nodes:
-        if node.op == "placeholder":
-            value = given[node.name] if node.name in given else _moved(value_of(node), storages)
+        if node.op == "placeholder" and any(user.target is _RESTORES and user.args[0] is node for user in node.users):
+            value = _generator_bytes()
+        elif node.op == "placeholder":
+            if _is_rng_state(node):  # which has another name in the graph that saved it
+                value = torch.empty(_RNG_STATE_NBYTES, dtype=torch.uint8)
+            else:
+                value = given[node.name] if node.name in given else _moved(value_of(node), storages)
         elif node.op == "get_attr":
             value = _moved(value_of(node), storages)
         elif node.op == "output":
@@ -199,11 +204,15 @@ def _propagate(graph: fx.Graph, given: Mapping[str, Any]) -> dict[str, Any]:
     return {node.name: value for node, value in values.items()}
 
 
+def _is_rng_state(node: fx.Node) -> bool:
+    return any(user.target is _RESTORES and user.args[0] is node for user in node.users)
+
+
 def _run(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], values: dict[fx.Node, Any]) -> Any:
     if node.target in _WRAPPED_AT:
         position = _WRAPPED_AT[node.target]
         result = args[position](*args[position + 1 :], **kwargs)
-        return result if node.target is _RESTORES else (torch.empty(_RNG_STATE_NBYTES, dtype=torch.uint8), result)
+        return result if node.target is _RESTORES else (_generator_bytes(), result)
     if _must_copy(node, args):
         return _made_contiguous(node, args, values)
     try:
@@ -214,6 +223,10 @@ def _run(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], values: 
     # Some fake implementations copy strided operands by torch's own code for CUDA, which a CPU's build does not have.
     on_cpu = pytree.tree_map_only(Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype), args)
     return _moved(node.target(*on_cpu, **kwargs), {})
+
+
+def _generator_bytes() -> Tensor:
+    return torch.empty(_RNG_STATE_NBYTES, dtype=torch.uint8)
 
 
 def _must_copy(node: fx.Node, args: Sequence[Any]) -> bool:

@@ -8,12 +8,17 @@ its copy, if the calls before have room for it, and each write-back keeps its sl
 
 from __future__ import annotations
 
+import heapq
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, Position
+
+NEVER = sys.maxsize
+"""The next use of a chunk that is not used again."""
 
 
 @dataclass
@@ -74,29 +79,27 @@ def furthest_next_use(
     for index, position in enumerate(positions):
         for chunk in position.chunks:
             uses.setdefault(chunk, []).append(index)
-    cursor = dict.fromkeys(uses, 0)
-
-    def next_use(chunk: str, index: int) -> float:
-        while cursor[chunk] < len(uses[chunk]) and uses[chunk][cursor[chunk]] < index:
-            cursor[chunk] += 1
-        return uses[chunk][cursor[chunk]] if cursor[chunk] < len(uses[chunk]) else math.inf
-
+    for indices in uses.values():
+        indices.append(NEVER)
+        indices.reverse()  # the next use is the last entry
+    rank = {chunk: number for number, chunk in enumerate(sorted(uses))}
     present: dict[str, Interval] = {}
     closed: list[Interval] = []
+    furthest: list[tuple[int, int, str]] = []  # a heap of (-next use, -rank, chunk); an entry of a former use is stale
+    occupied = 0
     for index, position in enumerate(positions):
-        occupied = sum(sizes[chunk] for chunk in present.keys() | position.chunks)
-        victims = sorted(
-            present.keys() - position.chunks, key=lambda chunk: (next_use(chunk, index), chunk), reverse=True
-        )
-        for victim in victims:
-            if occupied <= capacity[index]:
-                break
-            closed.append(present.pop(victim))
-            occupied -= sizes[victim]
+        occupied += sum(sizes[chunk] for chunk in position.chunks if chunk not in present)
+        while occupied > capacity[index] and furthest:
+            next_use, _, chunk = heapq.heappop(furthest)
+            if chunk in present and chunk not in position.chunks and uses[chunk][-1] == -next_use:
+                closed.append(present.pop(chunk))
+                occupied -= sizes[chunk]
         for chunk in sorted(position.chunks):
             interval = present.setdefault(chunk, Interval(chunk, index, index, False, index, index + 1))
             interval.last, interval.end = index, index + 1
             interval.dirty |= chunk in position.writes
+            uses[chunk].pop()
+            heapq.heappush(furthest, (-uses[chunk][-1], -rank[chunk], chunk))
     return sorted([*closed, *present.values()], key=lambda interval: (interval.first, interval.chunk))
 
 

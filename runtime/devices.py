@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Mapping
+
 import torch
 
 from chunkc.ir.errors import UnsupportedError
@@ -11,6 +15,20 @@ from chunkc.runtime.gpu import TorchGpu
 from chunkc.runtime.homes import open_home
 from chunkc.runtime.staging import open_arena
 from chunkc.runtime.tier import CpuTier, Tier
+
+logger = logging.getLogger(__name__)
+
+
+def splits_exactly(environment: Mapping[str, str]) -> bool:
+    """Whether torch's CUDA allocator splits large blocks exactly, as plans reckon: only with expandable segments.
+
+    Otherwise a block may keep 1 MiB or less that is left over (`should_split`, see `passes.cuda_memory`).
+
+    Args:
+        environment: of the process; the newer name of the variable goes before the older one.
+    """
+    config = environment.get("PYTORCH_ALLOC_CONF", environment.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    return "expandable_segments:true" in config.replace(" ", "").lower()
 
 
 def open_compute(device: torch.device, home: str) -> tuple[Tier, Arena]:
@@ -25,5 +43,10 @@ def open_compute(device: torch.device, home: str) -> tuple[Tier, Arena]:
         return CpuTier(), Arena(open_home(home))
     if device.type == "cuda":
         gpu = TorchGpu(device.index)
+        if not splits_exactly(os.environ):
+            logger.warning(
+                "torch's allocator may keep up to 1 MiB beyond each large block, which no plan counts: set "
+                "PYTORCH_ALLOC_CONF=expandable_segments:True before the first CUDA call"
+            )
         return CudaTier(gpu), open_arena(home, gpu)
     raise UnsupportedError(f"device is {str(device)!r}; chunkc computes on the CPU and on CUDA devices")

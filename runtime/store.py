@@ -29,8 +29,8 @@ from chunkc.ir.chunks import (
 from chunkc.ir.errors import ChunkcError, ChunkStateError, HomeError, StreamError, UnsupportedError
 from chunkc.ir.states import EXP_AVG, SCALES, num_entries
 from chunkc.runtime.arena import Arena
-from chunkc.runtime.gradients import accumulate, add_later, store_first
-from chunkc.runtime.slots import Slot, Traffic, fill_with_nan
+from chunkc.runtime.gradients import NOTHING, accumulate, add_later, store_first
+from chunkc.runtime.slots import Slot, Traffic, fill_with_nan, length
 from chunkc.runtime.states import ChunkState, advance
 from chunkc.runtime.tier import Moment, Tier
 from chunkc.runtime.updates import HomeUpdates
@@ -56,7 +56,7 @@ class ChunkStore:
     _slots: dict[str, Slot] = field(default_factory=dict)
     _spare: list[torch.Tensor] = field(default_factory=list)
     _slices: dict[str, tuple[ChunkGroup, TensorSlice]] = field(default_factory=dict)
-    _handed_out: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    _handed_out: dict[str, tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=dict)  # with its address
 
     # --- parameters and their homes ---
 
@@ -86,6 +86,7 @@ class ChunkStore:
     def place(self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], resident: frozenset[int]) -> None:
         """Extend the layout by new parameters and move every group to where `resident` says.
 
+        A parameter whose name was another's, which is gone, takes its place.
         Room at home is reserved for all groups before the first parameter moves.
 
         Raises:
@@ -94,7 +95,7 @@ class ChunkStore:
         """
         self.updates.finish()
         assert layout.groups[: len(self.layout.groups)] == self.layout.groups, "a layout is only ever extended"
-        known = set(self._parameters)
+        former = dict(self._parameters)
         self._parameters.update({name: weakref.ref(p) for name, p in parameters.items()})
         slices = {s.spec.name: (group, s) for group in layout.groups for s in group.slices}
         new = [g for g in layout.groups if g.index >= len(self.layout.groups)]
@@ -109,8 +110,7 @@ class ChunkStore:
         try:
             self.arena.reserve(wanted)
         except BaseException:
-            for name in set(self._parameters) - known:
-                del self._parameters[name]
+            self._parameters = former
             raise
         self.layout, self._slices, self.resident = layout, slices, resident
         for group in to_home:
@@ -118,6 +118,9 @@ class ChunkStore:
         for group in to_tier:
             self._move(group, self._tier_tensor, None)
             self.arena.free([name for name in self.arena.chunks if split_chunk_name(name)[1] == group.index])
+        for name, parameter in parameters.items():
+            if name in former and former[name]() is not parameter and self.is_managed(name):
+                self._move_tensor(name, self.home_view(PARAM, name), GRAD)
 
     def restate(self, layout: ChunkLayout) -> None:
         """Take over a layout that differs in what states are kept; none may be at home yet where it does."""
@@ -129,17 +132,18 @@ class ChunkStore:
     def _move(self, group: ChunkGroup, target: Callable[[TensorSlice], torch.Tensor], grad_kind: str | None) -> None:
         for tensor_slice in group.slices:
             name = tensor_slice.spec.name
-            parameter = self._parameters[name]()
-            if parameter is None:
-                continue
-            with torch.no_grad():
-                data = target(tensor_slice)
-                self.fill(PARAM, name, data, parameter)
-                parameter.data = data
-                if parameter.grad is not None:
-                    grad = self.home_view(GRAD, name) if grad_kind else self._tier_tensor(tensor_slice)
-                    self.fill(GRAD, name, grad, parameter.grad)
-                    parameter.grad = grad
+            if self._parameters[name]() is not None:
+                self._move_tensor(name, target(tensor_slice), grad_kind)
+
+    @torch.no_grad()
+    def _move_tensor(self, name: str, data: torch.Tensor, grad_kind: str | None) -> None:
+        parameter = self.parameter(name)
+        self.fill(PARAM, name, data, parameter)
+        parameter.data = data
+        if parameter.grad is not None:
+            grad = self.home_view(GRAD, name) if grad_kind else self._tier_tensor(self._slices[name][1])
+            self.fill(GRAD, name, grad, parameter.grad)
+            parameter.grad = grad
 
     def fill(self, kind: str, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy a tensor into its new place: what the host has, the host copies home, past the device."""
@@ -178,7 +182,7 @@ class ChunkStore:
         """A tensor over a parameter's bytes (or its gradient's, or a state's) at home; its storage is its own."""
         group, where = self._slices[name]
         dtype, entries = group.kind_dtype(kind), group.entries(kind, where)
-        shape, stride = (where.spec.shape, where.spec.stride) if kind not in SCALES else ((_length(entries),), (1,))
+        shape, stride = (where.spec.shape, where.spec.stride) if kind not in SCALES else ((length(entries),), (1,))
         return self.arena.view(chunk_name(kind, group.index), dtype, shape, stride, entries.start * dtype.itemsize)
 
     # --- chunks on the move ---
@@ -354,15 +358,15 @@ class ChunkStore:
         for tensor_slice in self.layout.groups[index].slices:
             name = tensor_slice.spec.name
             parameter = self.parameter(name)
-            reference = self._handed_out.get(name)
-            handed = reference() if reference is not None else None
+            reference, address = self._handed_out.get(name, NOTHING)
+            handed = reference()
             grad = parameter.grad
             if handed is not None and handed is not grad:
                 handed.data = handed.detach().clone()
             if grad is None:
                 continue
             found = True
-            if handed is not grad or grad.data_ptr() != self.home_view(GRAD, name).data_ptr():
+            if handed is not grad or grad.data_ptr() != address:
                 self.updates.wait(index)
                 self.tier.enqueue(self._hand_out(name, parameter).copy_, grad)
         return found
@@ -370,7 +374,7 @@ class ChunkStore:
     def _hand_out(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
         view = self.home_view(GRAD, name)
         parameter.grad = view
-        self._handed_out[name] = weakref.ref(view)
+        self._handed_out[name] = (weakref.ref(view), view.data_ptr())
         return view
 
     def sink(self, name: str, chunk: str | None, take: Callable[[], torch.Tensor], *, owned: bool) -> None:
@@ -392,7 +396,3 @@ class ChunkStore:
             self._hand_out(name, parameter)
         else:
             self.tier.enqueue(add_later, target, take)
-
-
-def _length(entries: slice) -> int:
-    return entries.stop - entries.start

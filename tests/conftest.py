@@ -28,6 +28,7 @@ _HELPERS = (
     "end_to_end/fault_cases",
     "ir/verify_cases",
     "kernels/adam_cases",
+    "kernels/offline",
     "passes/cuda_wrappers",
     "runtime/runtime_helpers",
     "runtime/executor_cases",

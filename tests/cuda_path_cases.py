@@ -30,6 +30,7 @@ from zoo import Case, floats  # noqa: E402
 
 import chunkc  # noqa: E402
 import chunkc.device_adam  # noqa: E402
+import chunkc.doubts  # noqa: E402
 import chunkc.session  # noqa: E402
 from chunkc.adam_groups import groups_at_home  # noqa: E402
 from chunkc.presets import preset  # noqa: E402
@@ -281,6 +282,96 @@ def test_loss_scaling_changes_no_bit_and_skips_what_overflows() -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=float("inf"))
         after = subject.train(adamw(subject), steps=1, scaler=scaler)[1:]
     assert not differences(before, after)
+
+
+class LateAnswer:
+    """Arrives when two more were asked for."""
+
+    asked = 0
+
+    def __init__(self, number: Tensor) -> None:
+        self.number = float(number)
+        LateAnswer.asked += 1
+        self.due = LateAnswer.asked + 2
+
+    def arrived(self) -> bool:
+        return LateAnswer.asked >= self.due
+
+    def read(self) -> float:
+        return self.number
+
+
+def skipping(make: Callable[[Subject], Any], remote: bool) -> tuple[list[Any], list[float]]:
+    """Steps 1 and 2 of 6 overflow; one parameter has no gradient in step 2. Only the device knows, if `remote`."""
+    former = chunkc.doubts.is_remote, chunkc.doubts.ask
+    chunkc.doubts.is_remote, chunkc.doubts.ask = (lambda number: remote), LateAnswer
+    try:
+        with on_fake_gpu():
+            subject = Subject(case(), budget(case(), 0))
+            optimizer, counted = make(subject), []
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+            first, *_, last = subject.model.parameters()
+            for step in range(6):
+                loss = subject.compiled(**case().batch(step)) * (float("inf") if step in (1, 2) else 1.0)
+                scaler.scale(loss).backward()
+                subject.settle()
+                if step == 2:
+                    first.grad = None
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                counted.append(float(optimizer.state[last]["step"]))
+            subject.settle()
+            states = optimizer.state_dict()["state"]
+            found = [array(state[kind]) for state in states.values() for kind in sorted(state)]
+            return [*found, *(array(p) for p in subject.model.parameters())], counted
+    finally:
+        chunkc.doubts.is_remote, chunkc.doubts.ask = former
+
+
+def test_nobody_waits_to_know_whether_a_step_overflowed() -> None:
+    def lamb(subject: Subject) -> Any:
+        return chunkc.optim.LAMB(subject.model.parameters(), lr=1e-2, weight_decay=0.1)
+
+    for make in (adamw, lamb, lambda subject: adamw(subject, "cpu")):
+        seen, counted = skipping(make, remote=False)
+        assert counted == [1, 1, 1, 2, 3, 4], counted
+        found, optimistic = skipping(make, remote=True)
+        assert not differences(found, seen)
+        if make in (adamw, lamb):
+            assert optimistic != counted  # the host was told late
+
+
+def test_random_bits_wait_for_the_number_of_the_step() -> None:
+    def make(subject: Subject) -> Any:
+        return adamw(subject, moments_dtype=torch.bfloat16, stochastic_rounding=True)
+
+    found, counted = skipping(make, remote=True)
+    assert counted == [1, 1, 1, 2, 3, 4], counted
+    assert not differences(found, skipping(make, remote=False)[0])
+
+
+def test_every_format_has_the_same_bits_under_every_budget() -> None:
+    formats: list[tuple[torch.dtype, dict[str, Any]]] = [
+        (torch.float32, {"moments_dtype": "int8"}),
+        (torch.bfloat16, {"moments_dtype": torch.bfloat16, "stochastic_rounding": True}),
+    ]
+    for dtype, options in formats:
+        results = []
+        for percent in (0, 100):
+            with on_fake_gpu():
+                subject = Subject(case(dtype), budget(case(dtype), percent))
+                results.append(subject.train(adamw(subject, **options)))
+        assert not differences(*results)
+
+
+def test_lamb_has_the_same_bits_under_every_budget() -> None:
+    results = []
+    for percent in (0, 100):
+        with on_fake_gpu():
+            subject = Subject(case(), budget(case(), percent))
+            results.append(subject.train(chunkc.optim.LAMB(subject.model.parameters(), lr=1e-2)))
+    assert not differences(*results)
 
 
 def test_tables_are_made_once_and_steps_stay_on_the_host() -> None:

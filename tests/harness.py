@@ -28,9 +28,6 @@ TRACING_NBYTES = 16384
 """What Dynamo itself may allocate while it traces: two copies of the random generator's state, 5056 bytes each. It
 frees them before the compiled graph runs for the first time."""
 
-KEPT_BY_TRACING_NBYTES = 8
-"""A number that PyTorch keeps as a tensor from tracing to the end: `x / 128` leaves one int64, which no plan counts."""
-
 TINY = 4096
 """A budget in which no model fits."""
 

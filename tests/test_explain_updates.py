@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def test_overlap_hides_updates_behind_the_model_s_work() -> None:
     totals = {mode: explained("cpu", mode).step_time_s.total for mode in ("none", "forward", "backward", "both")}
     assert totals["forward"] < totals["none"]
     assert totals["backward"] < totals["none"]
-    assert totals["both"] <= totals["backward"]
+    assert totals["both"] <= totals["backward"] * (1 + 1e-9)
     assert {explained("cpu", mode).predicted_peak_nbytes for mode in totals} == {
         explained("cpu", "none").predicted_peak_nbytes
     }
@@ -77,8 +78,19 @@ def test_a_disk_is_no_memory_to_update() -> None:
         explained("cpu", "none", home="disk")
 
 
-def test_the_command_takes_both(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["explain", "gpt-tiny", "--memory-budget", "400KB", "--hardware", "h200", "--format", "json"]
-    assert main([*arguments, "--update-on", "cpu", "--overlap", "forward"]) in (0, 3)
+FACTORY = """
+import torch
+from torch import nn
+
+def build():
+    layers = [nn.Linear(1024, 1024, bias=False) for _ in range(6)]
+    return nn.Sequential(*layers), (torch.empty(64, 1024),)
+"""
+
+
+def test_the_command_takes_both(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(FACTORY)
+    arguments = ["explain", f"{tmp_path}/model.py:build", "--memory-budget", "130MiB", "--hardware", "h200"]
+    assert main([*arguments, "--format", "json", "--update-on", "cpu", "--overlap", "forward"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert any(note.startswith("the CPU updates") for note in found["notes"])

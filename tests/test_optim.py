@@ -27,7 +27,7 @@ from optim_models import (
 )
 
 import chunkc
-from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, MASTER
+from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, MASTER, MASTER_LOW
 from chunkc.kernels import reference
 from chunkc.kernels.hyper import AdamHyper
 
@@ -118,10 +118,11 @@ def test_a_learning_rate_may_be_a_tensor(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_bf16_parameters_have_fp32_masters(mode: str, name: str) -> None:
-    model, call = build(mode, dtype=torch.bfloat16)
+@pytest.mark.parametrize("masters", ["split", "float32"])
+def test_bf16_parameters_have_fp32_masters(mode: str, name: str, masters: str) -> None:
     settings = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1}  # eps: where L2 cancels a gradient, rounding is all
-    optimizer = OPTIMIZERS[name][0](model.parameters(), **settings)
+    model, call = build(mode, dtype=torch.bfloat16)
+    optimizer = OPTIMIZERS[name][0](model.parameters(), **settings, master_weights=masters)
     flat = {n: p.detach().clone().flatten() for n, p in model.named_parameters()}
     wide = {n: (torch.zeros(p.numel()), torch.zeros(p.numel()), p.float()) for n, p in flat.items()}
     for step in range(3):
@@ -131,15 +132,17 @@ def test_bf16_parameters_have_fp32_masters(mode: str, name: str) -> None:
             reference.adam_update(flat[n], p.grad.detach().clone().flatten(), *wide[n], hyper)
         optimizer.step()
         optimizer.zero_grad()
-        for n, p in model.named_parameters():
-            state = optimizer.state[p]
+        saved = optimizer.state_dict()["state"]
+        for index, (n, p) in enumerate(model.named_parameters()):
+            state = saved[index]
+            assert (MASTER_LOW if masters == "split" else MASTER) in optimizer.state[p]
             assert p.dtype is torch.bfloat16
             assert torch.equal(state[MASTER].to(torch.bfloat16), p)
             for kind, expected in zip((EXP_AVG, EXP_AVG_SQ, MASTER), wide[n]):
                 assert state[kind].dtype is torch.float32
                 torch.testing.assert_close(state[kind].flatten(), expected, rtol=1e-5, atol=1e-6)
     assert_managed(model, mode)
-    assert any(not torch.equal(optimizer.state[p][MASTER], p.float()) for p in model.parameters())
+    assert any(not torch.equal(saved[index][MASTER], p.float()) for index, p in enumerate(model.parameters()))
 
 
 @pytest.mark.parametrize("mode", MODES)

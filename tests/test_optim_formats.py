@@ -233,6 +233,19 @@ def test_inside_the_hard_limit(name: str) -> None:
     assert limited.measured_peak_nbytes <= nbytes < minimum(dtype)
 
 
+def test_explain_reckons_with_the_optimizer() -> None:
+    found = {}
+    for name in (None, "fp32, bf16 moments"):
+        model = Stack(FP32)
+        optimizer = adamw(model, **(FORMATS[name][1] if name else {}))
+        chosen = {"chunk_size": options(FP32)["chunk_size"], "memory_budget": minimum(FP32)}
+        found[name] = chunkc.explain(model, torch.zeros(4, WIDTH), whole_graph="never", **chosen)
+        assert optimizer.state_dict()["state"] == {}
+    num_elements = found[None].home_nbytes // 16
+    assert found["fp32, bf16 moments"].home_nbytes == 12 * num_elements
+    assert found["fp32, bf16 moments"].minimum_budget_nbytes < found[None].minimum_budget_nbytes
+
+
 # ---------------------------------------------------------------- layouts that were made before
 
 

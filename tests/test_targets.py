@@ -140,8 +140,11 @@ def test_a_factory_may_import_its_neighbours(file: Any, tmp_path: Path) -> None:
         ("def build(:\n", "train.py raised SyntaxError"),
         ("import no_such_package\n", "train.py raised ModuleNotFoundError: No module named 'no_such_package'"),
         ("raise SystemExit(1)\n", "train.py raised SystemExit: 1"),
-        ("def build():\n    raise ValueError('first line\\nsecond')\n", "build raised ValueError: first line$"),
-        ("def build():\n    raise KeyError\n", "build raised KeyError$"),
+        (
+            "def build():\n    raise ValueError('first line\\nsecond')\n",
+            "build raised ValueError: first line \\(train.py:14\\)$",
+        ),
+        ("def build():\n    raise KeyError\n", "build raised KeyError \\(train.py:14\\)$"),
         ("def build():\n    exit()\n", "build raised SystemExit"),
         ("def build(size):\n    pass\n", "missing 1 required positional argument: 'size'"),
         ("def build():\n    return Net()\n", r"must return \(model, args\) or .*, not Net$"),

@@ -8,6 +8,9 @@ from functools import cache
 import torch
 
 MASTER, EXP_AVG, EXP_AVG_SQ = "master", "exp_avg", "exp_avg_sq"
+MASTER_LOW = "master_low"
+"""The lower 16 bits of an fp32 master, whose upper ones are those of the bf16 parameter."""
+
 EXP_AVG_SCALE, EXP_AVG_SQ_SCALE = "exp_avg_scale", "exp_avg_sq_scale"
 
 SCALES = (EXP_AVG_SCALE, EXP_AVG_SQ_SCALE)
@@ -16,7 +19,7 @@ SCALES = (EXP_AVG_SCALE, EXP_AVG_SQ_SCALE)
 ELEMENTS_PER_SCALE = 256
 """Elements that share one scale in 8-bit moments."""
 
-FLOAT32, BFLOAT16, INT8, NONE = "float32", "bfloat16", "int8", "none"
+FLOAT32, BFLOAT16, INT8, NONE, SPLIT = "float32", "bfloat16", "int8", "none", "split"
 
 _MOMENTS = {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16, INT8: torch.uint8}
 
@@ -27,11 +30,12 @@ class StateFormat:
 
     Attributes:
         moments: "float32", "bfloat16", or "int8": codes of one byte, and an fp32 scale for each block of elements.
-        master: of 16-bit parameters: "float32" or "none". Others are their own master.
+        master: of 16-bit parameters; others are their own master. "float32"; "none"; or "split": of bf16 parameters the
+            lower bits, unless moments are 8-bit (no kernel does both); else as "float32".
     """
 
     moments: str = FLOAT32
-    master: str = FLOAT32
+    master: str = SPLIT
 
     def dtypes(self, param_dtype: torch.dtype) -> dict[str, torch.dtype]:
         """The dtype of each kind of state of such a parameter, in the order in which they are printed."""
@@ -43,13 +47,17 @@ class StateFormat:
         return ELEMENTS_PER_SCALE if self.moments == INT8 else 1
 
     def __str__(self) -> str:
-        return f"{self.moments} moments" + ("" if self.master == FLOAT32 else f", master: {self.master}")
+        return f"{self.moments} moments" + ("" if self.master == SPLIT else f", master: {self.master}")
 
 
 @cache
 def _dtypes(states: StateFormat, param_dtype: torch.dtype) -> dict[str, torch.dtype]:
     moment = param_dtype if param_dtype.itemsize > 4 else _MOMENTS[states.moments]
-    found = {MASTER: torch.float32} if param_dtype.itemsize < 4 and states.master == FLOAT32 else {}
+    found: dict[str, torch.dtype] = {}
+    if states.master == SPLIT and param_dtype == torch.bfloat16 and states.moments != INT8:
+        found = {MASTER_LOW: torch.int16}
+    elif states.master != NONE and param_dtype.itemsize < 4:
+        found = {MASTER: torch.float32}
     found |= {EXP_AVG: moment, EXP_AVG_SQ: moment}
     return found | (dict.fromkeys(SCALES, torch.float32) if moment == torch.uint8 else {})
 

@@ -185,7 +185,8 @@ def find_model(name: str) -> ModelSpec:
     plain = {_plain(known): known for known in MODELS}
     if wanted in plain:
         return MODELS[plain[wanted]]
-    nearest = [plain[match] for match in difflib.get_close_matches(wanted, plain, n=3, cutoff=0.6)]
+    longer = [plain[key] for key in plain if wanted and key.startswith(wanted)]  # "gpt2" means one of a family
+    nearest = longer or [plain[match] for match in difflib.get_close_matches(wanted, plain, n=3, cutoff=0.6)]
     if nearest:
         hint = f"did you mean {' or '.join(repr(match) for match in nearest)}?"
     else:

@@ -34,6 +34,10 @@ def test_a_rehearsal_compares_all_three(tmp_path: Path):
         rows = medians(section)
         assert list(rows) == list(prediction.PHASES)
         for phase, row in rows.items():
-            assert row["measured"] == row["plan"], phase  # on a CPU, compiled eagerly, to the byte
-            assert row["CUDA fakes"] > 0
+            if phase == "update" and section["setting"]["name"] == "hf-tiny":
+                assert set(row) == {"note"}  # all of it fits: updates are of no plan
+                continue
+            # On a CPU, compiled eagerly: to the byte, but for the loss's own gradient and a buffer that no graph reads.
+            assert abs(row["measured"] - row["plan"]) <= 64, phase
+            assert row["plan"] == row["CPU fakes"], phase
             assert row["CPU to CUDA fakes"] == row["CPU fakes"] / row["CUDA fakes"]

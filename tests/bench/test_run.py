@@ -34,7 +34,7 @@ def _turn(*step_s: float, losses: tuple[float, ...] = (3.0,), counters: dict[str
 
 def test_command_line_defaults_to_every_suite():
     args = run.parse_args([])
-    assert args.suites == ["fits", "disk", "adam", "budget", "bound", "scale"]
+    assert args.suites == ["fits", "disk", "adam", "budget", "bound", "scale", "prediction"]
     assert (args.small, args.out, args.time_limit, args.case, args.systems) == (False, None, None, "*", ())
     assert args.device in ("cpu", "cuda")
 
@@ -134,7 +134,8 @@ def test_budgets_are_parts_of_plain_memory():
 class _FakeProcess:
     """Stands for a subject's process in the suite `disk`: the minimum is 350 bytes, plain takes 1000."""
 
-    def __init__(self, spec: SubjectSpec, _cache: Path) -> None:
+    def __init__(self, spec: SubjectSpec, _cache: Path, *, timeout_s: Callable[[], float]) -> None:
+        assert timeout_s() > 0
         self.spec = spec
         self.ready = {"num_parameters": 1, "num_threads": 2}
 

@@ -20,7 +20,7 @@ from chunkc.ir.chunks import (
     chunk_part,
     split_chunk_name,
 )
-from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, MASTER
+from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, FLOAT32, MASTER, MASTER_LOW, StateFormat
 
 KINDS = (PARAM, GRAD, MASTER, EXP_AVG, EXP_AVG_SQ)
 
@@ -66,7 +66,7 @@ def test_a_parameters_bytes() -> None:
     ("dtype", "state_nbytes_per_element"),
     [
         (torch.float32, 4 + 2 * 4),
-        (torch.bfloat16, 2 + 3 * 4),
+        (torch.bfloat16, 2 + 2 + 2 * 4),
         (torch.float16, 2 + 3 * 4),
         (torch.float64, 8 + 2 * 8),
     ],
@@ -79,6 +79,9 @@ def test_gradients_and_states_of_a_parameter(dtype: torch.dtype, state_nbytes_pe
 def test_dtypes_and_bytes_of_each_kind() -> None:
     full, half = group(), group(torch.bfloat16)
     assert full.update_kinds == (PARAM, GRAD, EXP_AVG, EXP_AVG_SQ)
+    assert half.update_kinds == (PARAM, GRAD, MASTER_LOW, EXP_AVG, EXP_AVG_SQ)
+    assert half.kind_dtype(MASTER_LOW) is torch.int16
+    half = dataclasses.replace(half, states=StateFormat(master=FLOAT32))
     assert half.update_kinds == (PARAM, GRAD, MASTER, EXP_AVG, EXP_AVG_SQ)
     assert {full.kind_dtype(kind) for kind in KINDS if kind != MASTER} == {torch.float32}
     assert [half.kind_dtype(kind) for kind in KINDS] == [torch.bfloat16] * 2 + [torch.float32] * 3
@@ -97,7 +100,7 @@ def test_a_layout_knows_its_chunks() -> None:
     assert layout.group_of()["a.w"] in (0, 1)
     assert layout.chunk_nbytes_of("param:0") == 1024
     assert layout.chunk_nbytes_of("param:1") == 512
-    assert layout.chunk_nbytes_of("master:1") == 1024
+    assert layout.chunk_nbytes_of("master_low:1") == 512
     assert layout.chunk_nbytes_of("param:1[64:128]") == 128
     assert layout.chunk_nbytes_of("exp_avg:1[64:128]") == 256
 

@@ -125,7 +125,7 @@ def test_small_parameters_and_step_counters_stay() -> None:
     frozen = [ParamSpec("a.bias", (8,), (1,), torch.float32, False)]
     assert small_nbytes(lay_out(frozen, CHUNK_NBYTES)) == 32
     half = [ParamSpec("a.bias", (8,), (1,), torch.bfloat16, True)]
-    assert small_nbytes(lay_out(half, CHUNK_NBYTES)) == STEP_NBYTES + 8 * (2 + 2 + 12)
+    assert small_nbytes(lay_out(half, CHUNK_NBYTES)) == STEP_NBYTES + 8 * (2 + 2 + 10)
 
 
 def test_everything_stays_where_everything_fits_to_the_byte() -> None:
@@ -223,9 +223,9 @@ def test_an_update_reads_the_gradient_and_writes_the_rest() -> None:
     (found,) = update_positions(layout, update_tiles(layout, [0], 0), 77)
     numel = layout.groups[0].numel
     assert found.reads == {f"grad:0[0:{numel}]"}
-    assert found.writes == {f"{kind}:0[0:{numel}]" for kind in ("param", "master", "exp_avg", "exp_avg_sq")}
+    assert found.writes == {f"{kind}:0[0:{numel}]" for kind in ("param", "master_low", "exp_avg", "exp_avg_sq")}
     assert found.non_model_nbytes == 77
-    assert sum(layout.chunk_nbytes_of(c) for c in found.chunks) == numel * (2 + 2 + 4 + 4 + 4)
+    assert sum(layout.chunk_nbytes_of(c) for c in found.chunks) == numel * (2 + 2 + 2 + 4 + 4)
 
 
 @st.composite

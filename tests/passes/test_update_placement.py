@@ -9,6 +9,7 @@ import torch
 
 from chunkc.ir.chunks import ChunkGroup, ParamSpec, TensorSlice
 from chunkc.ir.hardware import CPU, Hardware
+from chunkc.ir.states import StateFormat
 from chunkc.passes.update_placement import cpu_update_s, device_update_s, groups_for_cpu
 
 GPU = Hardware(
@@ -26,9 +27,13 @@ GROUPS = [group(index) for index in range(10)]
 
 
 def test_bytes_of_one_group() -> None:
-    """bf16: 2 + 2 + 12 bytes in and 2 + 12 out per element; the CPU reads gradient and states, writes all but it."""
-    assert device_update_s(GROUPS[:1], GPU) == pytest.approx((1 << 20) * 16 / 50e9)
-    assert cpu_update_s(GROUPS[:1], GPU) == pytest.approx((1 << 20) * 28 / 50e9)
+    """bf16: 2 + 2 + 10 bytes in and 2 + 10 out per element, here and there; with an fp32 master, which alone is read
+    of the two, the CPU reads 2 + 12 and writes 2 + 12."""
+    assert device_update_s(GROUPS[:1], GPU) == pytest.approx((1 << 20) * 14 / 50e9)
+    assert cpu_update_s(GROUPS[:1], GPU) == pytest.approx((1 << 20) * 26 / 50e9)
+    full = [replace(GROUPS[0], states=StateFormat(master="float32"))]
+    assert device_update_s(full, GPU) == pytest.approx((1 << 20) * 16 / 50e9)
+    assert cpu_update_s(full, GPU) == pytest.approx((1 << 20) * 28 / 50e9)
     assert cpu_update_s([group(0, dtype=torch.float32)], GPU) == pytest.approx((1 << 20) * 28 / 50e9)
 
 

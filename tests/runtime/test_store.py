@@ -199,9 +199,14 @@ def test_room_for_states_is_all_or_nothing() -> None:
     assert store.home_view("exp_avg_sq", "conv").stride() == make_parameters()["conv"].stride()
 
 
-def test_states_of_16_bit_parameters_have_an_fp32_master() -> None:
-    store, _ = placed(dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("dtype", "master", "master_dtype"),
+    [(torch.bfloat16, "master_low", torch.int16), (torch.float16, "master", torch.float32)],
+)
+def test_states_of_16_bit_parameters_have_a_master(dtype: torch.dtype, master: str, master_dtype: torch.dtype) -> None:
+    store, _ = placed(dtype=dtype)
     store.reserve_states(0)
-    for kind in ("master", "exp_avg", "exp_avg_sq"):
+    assert store.home_view(master, "matrix").dtype is master_dtype
+    for kind in ("exp_avg", "exp_avg_sq"):
         assert store.home_view(kind, "matrix").dtype is torch.float32
-    assert store.home_view("grad", "matrix").dtype is torch.bfloat16
+    assert store.home_view("grad", "matrix").dtype is dtype

@@ -1,0 +1,136 @@
+"""Steps of which the host does not know yet whether they happened: a device holds the answer, and nobody waits for it.
+
+`torch.amp.GradScaler` leaves on the device whether a gradient overflowed. Kernels read it there and change nothing. But
+the number of a parameter's next step, and with it its bias corrections, depend on it. So the host counts each step as
+if it had happened, and sends a row of scalars for every number the step may turn out to have; the device picks one. The
+answers are read back when they have arrived, and the counters corrected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+MAX_PENDING = 8
+"""Steps in doubt at most: then the host waits for the oldest."""
+
+
+class Answer(Protocol):
+    """A device's number on its way to the host."""
+
+    def arrived(self) -> bool: ...
+
+    def read(self) -> float:
+        """The number, once it has arrived."""
+
+
+class _DeviceAnswer:
+    def __init__(self, number: torch.Tensor) -> None:
+        self._host = torch.empty((), dtype=torch.float32, pin_memory=True)
+        self._host.copy_(number, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(number.device))
+
+    def arrived(self) -> bool:
+        return self._event.query()
+
+    def read(self) -> float:
+        self._event.synchronize()
+        return float(self._host)
+
+
+def is_remote(number: torch.Tensor) -> bool:
+    """Whether the host would have to wait to see a number."""
+    return number.device.type != "cpu"
+
+
+def ask(number: torch.Tensor) -> Answer:
+    """Send for a device's number."""
+    return _DeviceAnswer(number)
+
+
+@dataclass(frozen=True, eq=False)
+class Doubt:
+    """One step.
+
+    Attributes:
+        found_inf: 0-dim, on the device: not 0 if the step did not happen.
+        answer: the same on its way to the host.
+        states: of the parameters whose steps it counted.
+    """
+
+    found_inf: torch.Tensor
+    answer: Answer
+    states: Mapping[torch.Tensor, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class InDoubt:
+    """The hyper-parameters of a step that follows steps in doubt.
+
+    Attributes:
+        candidates: by how many of `doubts` did not happen.
+    """
+
+    candidates: tuple[Any, ...]
+    doubts: tuple[Doubt, ...]
+
+    def after(self, num_skipped: int) -> Any:
+        return self.candidates[min(num_skipped, len(self.candidates) - 1)]
+
+
+class Doubts:
+    """The steps in doubt of one optimizer, the oldest first."""
+
+    def __init__(self) -> None:
+        self._pending: list[Doubt] = []
+
+    def add(self, found_inf: torch.Tensor, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Count a step that was just enqueued among them."""
+        self._pending.append(Doubt(found_inf.clone(), ask(found_inf), states))
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Correct the counters for all answers that have arrived; with `wait`, for all."""
+        while self._pending and (wait or len(self._pending) > MAX_PENDING or self._pending[0].answer.arrived()):
+            doubt = self._pending.pop(0)
+            if doubt.answer.read() != 0:
+                for state in doubt.states.values():
+                    state["step"].sub_(1)
+
+    def hyper(self, parameter: torch.Tensor, step: int, at: Callable[[int], Any]) -> Any:
+        """A parameter's hyper-parameters at a step: those of `at(step)`, or what that may turn out to be."""
+        doubts = tuple(doubt for doubt in self._pending if parameter in doubt.states)
+        if not doubts:
+            return at(step)
+        return InDoubt(tuple(at(step - num_skipped) for num_skipped in range(len(doubts) + 1)), doubts)
+
+
+def decided(
+    hypers: Sequence[Any],
+    make_table: Callable[[list[Any]], torch.Tensor],
+    upload: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """The table of scalars for some hyper-parameters on a device, `[len(hypers), num_scalars]`, by what is true there.
+
+    Args:
+        make_table: for hyper-parameters that are in no doubt, on the CPU.
+        upload: to the device.
+    """
+    depth = max((len(hyper.candidates) for hyper in hypers if isinstance(hyper, InDoubt)), default=1)
+    if depth == 1:
+        return upload(make_table(list(hypers)))
+    tables = [make_table([h.after(k) if isinstance(h, InDoubt) else h for h in hypers]) for k in range(depth)]
+    candidates = upload(torch.stack(tables))
+    counts: dict[tuple[Doubt, ...], torch.Tensor] = {}
+    rows = []
+    for hyper in hypers:
+        doubts = hyper.doubts if isinstance(hyper, InDoubt) else ()
+        if doubts not in counts:
+            flags = [doubt.found_inf for doubt in doubts] or [candidates.new_zeros(())]
+            counts[doubts] = (torch.stack(flags) != 0).sum()
+        rows.append(counts[doubts])
+    chosen = torch.stack(rows).view(1, -1, 1).expand(1, -1, candidates.shape[2])
+    return candidates.gather(0, chosen).squeeze(0).contiguous()

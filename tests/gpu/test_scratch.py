@@ -1,0 +1,158 @@
+"""What operators really take inside on a GPU, against the bounds of `passes.scratch_cuda`.
+
+`pytest tests/gpu/test_scratch.py -m gpu -s` prints both, so that a bound far too wide is seen as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from chunkc.passes.cuda_memory import rounded_nbytes
+from chunkc.passes.scratch_cuda import cuda_scratch_nbytes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.timeout(120),
+]
+
+aten = torch.ops.aten
+HALF = torch.bfloat16
+Call = tuple[Any, tuple[Any, ...]]
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def integers(high: int, *shape: int) -> Tensor:
+    return torch.randint(high, shape, device="cuda")
+
+
+def layer_norm_backward(rows: int, width: int) -> Call:
+    x, weight = normal(rows, width), normal(width)
+    _, mean, deviation = aten.native_layer_norm.default(x, [width], weight, weight, 1e-5)
+    arguments = (x, x, [width], mean, deviation, weight, weight, [True, True, True])
+    return aten.native_layer_norm_backward.default, arguments
+
+
+def embedding_backward(num: int, num_weights: int) -> Call:
+    indices = torch.arange(num, device="cuda") % num_weights
+    return aten.embedding_dense_backward.default, (normal(num, 256, dtype=HALF), indices, num_weights, -1, False)
+
+
+def attention(kind: str, *, backward: bool = False, dtype: torch.dtype = HALF, width: int = 64) -> Call:
+    query, key, value = (normal(4, 8, 512, width, dtype=dtype) for _ in range(3))
+    if kind == "flash":
+        op, arguments = aten._scaled_dot_product_flash_attention, (query, key, value, 0.0, True, False)
+    elif kind == "efficient":
+        op, arguments = aten._scaled_dot_product_efficient_attention, (query, key, value, None, True, 0.0, True)
+    else:
+        op, arguments = aten._scaled_dot_product_cudnn_attention, (query, key, value, None, True, 0.0, True, False)
+    if not backward:
+        return op.default, arguments
+    out, lse, *rest = op.default(*arguments)
+    if kind == "flash":
+        *lengths, seed, offset, _ = rest
+        given = (out, query, key, value, out, lse, *lengths, 0.0, True, seed, offset)
+        return aten._scaled_dot_product_flash_attention_backward.default, given
+    if kind == "efficient":
+        given = (out, query, key, value, None, out, lse, *rest, 0.0, [True, True, True, False], True)
+        return aten._scaled_dot_product_efficient_attention_backward.default, given
+    cum_q, cum_k, max_q, max_k, seed, offset, _ = rest
+    given = (out, query, key, value, out, lse, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, True)
+    return aten._scaled_dot_product_cudnn_attention_backward.default, given
+
+
+def group_norm_backward() -> Call:
+    x, weight = normal(8, 64, 32, 32), normal(64)
+    _, mean, deviation = aten.native_group_norm.default(x, weight, weight, 8, 64, 1024, 8, 1e-5)
+    arguments = (x, x, mean, deviation, weight, 8, 64, 1024, 8, [True, True, True])
+    return aten.native_group_norm_backward.default, arguments
+
+
+def batch_norm(layout: torch.memory_format) -> Call:
+    x = normal(8, 64, 32, 32).contiguous(memory_format=layout)
+    stats = [normal(64).abs() for _ in range(4)]
+    return aten._native_batch_norm_legit_functional.default, (x, *stats, True, 0.1, 1e-5)
+
+
+CALLS: dict[str, Callable[[], Call]] = {
+    "sum": lambda: (aten.sum.default, (normal(1 << 26),)),
+    "sum of rows": lambda: (aten.sum.dim_IntList, (normal(4096, 1024), [0])),
+    "sum of strided": lambda: (aten.sum.dim_IntList, (normal(1024, 4096).t(), [1])),
+    "argmax": lambda: (aten.argmax.default, (normal(1 << 24),)),
+    "variance": lambda: (aten.var_mean.correction, (normal(256, 65_536), [1])),
+    "logsumexp": lambda: (aten.logsumexp.default, (normal(512, 32_000), [1])),
+    "softmax of strided": lambda: (aten._softmax.default, (normal(512, 4096).t(), 1, False)),
+    "mse_loss": lambda: (aten.mse_loss.default, (normal(1 << 22), normal(1 << 22))),
+    "layer norm": lambda: layer_norm_backward(4096, 1024),
+    "layer norm of many rows": lambda: layer_norm_backward(131_072, 512),
+    "group norm": group_norm_backward,
+    "batch norm": lambda: batch_norm(torch.contiguous_format),
+    "batch norm, channels last": lambda: batch_norm(torch.channels_last),
+    "embedding, all different": lambda: embedding_backward(50_000, 60_000),
+    "embedding, few": lambda: embedding_backward(50_000, 100),
+    "index": lambda: (aten.index.Tensor, (normal(1000, 64), [integers(1000, 5000)])),
+    "index_put, adding": lambda: (
+        aten.index_put.default,
+        (normal(1000, 64), [integers(1000, 5000)], normal(5000, 64), True),
+    ),
+    "sort": lambda: (aten.sort.default, (normal(1 << 20),)),
+    "sort of rows": lambda: (aten.sort.default, (normal(64, 50_000),)),
+    "topk": lambda: (aten.topk.default, (normal(64, 50_000), 50)),
+    "cumsum": lambda: (aten.cumsum.default, (normal(1 << 24), 0)),
+    "randperm": lambda: (aten.randperm.default, (1 << 20,)),
+    "multinomial": lambda: (aten.multinomial.default, (normal(16, 50_000).abs(), 4)),
+    "masked_scatter": lambda: (
+        aten.masked_scatter.default,
+        (normal(1 << 20), integers(2, 1 << 20).bool(), normal(1 << 20)),
+    ),
+    "convolution": lambda: (
+        aten.convolution.default,
+        (normal(8, 64, 56, 56), normal(64, 64, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+    ),
+    **{
+        f"{kind} attention{', backward' if backward else ''}": lambda kind=kind, backward=backward: attention(
+            kind, backward=backward
+        )
+        for kind in ("flash", "efficient", "cudnn")
+        for backward in (False, True)
+    },
+    "flash attention, odd width": lambda: attention("flash", width=40),
+    "efficient attention, fp32, backward": lambda: attention("efficient", backward=True, dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_operator_takes_more_than_its_bound(name: str) -> None:
+    torch.manual_seed(0)
+    try:
+        op, arguments = CALLS[name]()
+        kwargs = {"device": torch.device("cuda")} if name == "randperm" else {}
+        op(*arguments, **kwargs)  # what libraries keep is there from now on
+    except RuntimeError as error:
+        if "cudnn" in name:
+            pytest.skip(f"cuDNN does not do this here: {error}")
+        raise
+    torch.cuda.synchronize()
+    before_nbytes = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    results = op(*arguments, **kwargs)
+    peak_nbytes = torch.cuda.max_memory_allocated() - before_nbytes
+    given = {t.untyped_storage().data_ptr() for t in tree_leaves(arguments) if isinstance(t, Tensor)}
+    made = {
+        t.untyped_storage().data_ptr(): rounded_nbytes(t.untyped_storage().nbytes())
+        for t in tree_leaves(results)
+        if isinstance(t, Tensor) and t.device.type == "cuda"
+    }
+    taken_nbytes = peak_nbytes - sum(nbytes for address, nbytes in made.items() if address not in given)
+    bound_nbytes = cuda_scratch_nbytes(op, arguments, kwargs, results)
+    print(f"\n{name}: took {taken_nbytes:,} of {bound_nbytes:,} bytes")
+    assert taken_nbytes <= bound_nbytes

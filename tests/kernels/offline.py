@@ -1,0 +1,65 @@
+"""Triton kernels compiled for GPUs that are not there, and what their code tells: vectors, spills."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+TARGETS: dict[str, tuple[str, int | str, int]] = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+"""Backend, architecture and threads of a warp."""
+
+_WIDE = {f"v4.{kind}32" for kind in "bfu"} | {f"v2.{kind}64" for kind in "bfu"}
+
+
+def compile_offline(kernel: Any, arguments: Mapping[str, Any], target_name: str, options: Mapping[str, Any]) -> Any:
+    """Compile for a target what a launch would: types and hints are read off a launch's own arguments."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    target = GPUTarget(*TARGETS[target_name])
+    backend = make_backend(target)
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, bound_options = binder(**arguments, **options)
+    packed = kernel._pack_args(backend, dict(options), bound, specialization, bound_options)
+    parsed, signature, constexprs, attributes = packed
+    source = ASTSource(kernel, signature, constexprs, attributes)
+    return triton.compile(source, target=target, options=parsed.__dict__)
+
+
+def vector_accesses(kernel: Any) -> Counter[str]:
+    """Loads and stores of device memory that move 16 bytes, and 8 bytes, at once: ld16, st16, ld8, st8."""
+    if "ptx" in kernel.asm:
+        found = re.findall(
+            r"\b(ld|st)\.global(?:\.\w+::\w+)*\.(v4\.[bfu]32|v2\.[bfu]64|v2\.[bfu]32|v4\.[bfu]16)", kernel.asm["ptx"]
+        )
+        return Counter(f"{kind}{16 if width in _WIDE else 8}" for kind, width in found)
+    found = re.findall(r"\b(?:global|buffer)_(load|store)_dwordx(4|2)\b", kernel.asm["amdgcn"])
+    return Counter(f"{'ld' if kind == 'load' else 'st'}{4 * int(width)}" for kind, width in found)
+
+
+def spilled(kernel: Any, tmp_path: Path) -> dict[str, int]:
+    """Whatever says that registers did not suffice, in bytes or registers, by name."""
+    import triton
+
+    if "cubin" not in kernel.asm:
+        names = r"vgpr_spill_count|sgpr_spill_count|private_segment_fixed_size"
+        found = re.findall(rf"\.({names}):\s+(\d+)", kernel.asm["amdgcn"])
+    else:
+        binary = tmp_path / "kernel.cubin"
+        binary.write_bytes(kernel.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        output = subprocess.run([tool, "-res-usage", binary], check=True, capture_output=True, text=True).stdout
+        found = re.findall(r"\b(STACK|LOCAL):(\d+)", output)
+    assert len(found) >= 2, "the compiler's report has another form"
+    return {name: int(count) for name, count in found}
