@@ -336,26 +336,25 @@ def test_the_order_of_use_is_that_of_the_latest_step() -> None:
     assert updates.in_order_of_use([3, 2]) == [2, 3]
 
 
+@pytest.mark.timeout(180)  # a process that imports torch
 def test_updates_under_way_end_before_the_interpreter_does() -> None:
     script = """
-        import sys, time
+        import time
         from chunkc.runtime.updates import HomeUpdates
         updates = HomeUpdates()
         def job():
             time.sleep(0.5)
             print("done", flush=True)
-        updates.begin(0, job, label="it")
-        if sys.argv[1:]:
-            def broken():
-                raise ValueError("never told")
-            updates.begin(1, broken, label="the last")
+        def broken():
+            raise ValueError("never told")
+        updates.begin(0, job, label="the first")
+        updates.begin(1, broken, label="the last")
     """
-    for arguments, told in ([], False), (["fail"], True):
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(script), *arguments], capture_output=True, text=True, check=True
-        )
-        assert done.stdout == "done\n"
-        assert ("the last failed" in done.stderr) == told
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
+    )  # fmt: skip
+    assert done.stdout == "done\n"
+    assert "the update of the last failed" in done.stderr
 
 
 def test_a_store_takes_its_updates_with_it() -> None:
