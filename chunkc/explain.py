@@ -15,7 +15,7 @@ from torch import nn
 
 from chunkc.adam_groups import DEVICE
 from chunkc.build import Builder
-from chunkc.captured import plan_step, profile, rewrite, verify
+from chunkc.captured import Captured, plan_step, profile, rewrite, verify
 from chunkc.cuda_offline import overhead_on, planned_on
 from chunkc.explain_updates import Updates
 from chunkc.ir.chunks import ChunkLayout
@@ -31,7 +31,7 @@ from chunkc.ir.program import UPDATE
 from chunkc.ir.simulate import simulate, step_time, traffic, update_s_per_element
 from chunkc.measured import measured_side
 from chunkc.moments import StepPlans, explained_moments, peak_of
-from chunkc.offline import OfflineGraph, capture_offline
+from chunkc.offline import OfflineGraph, capture_offline, has_dynamic_dimensions
 from chunkc.options import Options, parse_options, resolve_budget
 from chunkc.overlap import NONE
 from chunkc.passes.layout import lay_out
@@ -44,6 +44,7 @@ from chunkc.passes.planning import (
     update_tiles,
 )
 from chunkc.presets import load_hardware
+from chunkc.templates import Templates, traced_values
 
 IN_SLOTS = Updates()
 
@@ -79,6 +80,9 @@ def explain(
         update_on, overlap: as the optimizer of `chunkc.optim` will have them.
         show: told what begins, for a progress display.
 
+    Dimensions of arguments that `torch._dynamo.mark_dynamic` marked are traced in symbols, and every moment then says
+    its bytes as an expression in them.
+
     Raises:
         OptionsError: an argument makes no sense.
         UnsupportedError: the model cannot be captured, or has an operator whose memory is not known.
@@ -92,9 +96,9 @@ def explain(
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     show = show or (lambda what: None)
     show("tracing the model")
-    graph = planned_on(_one_graph(model, args, kwargs, options), machine, options.codegen)
+    graph = graph_on(machine, model, args, kwargs, options, dynamic=has_dynamic_dimensions((args, kwargs)))
     show("planning")
-    training = _training_in(machine, graph, options)
+    training = training_in(machine, graph, options)
     found = explain_graph(graph, options, training, name or type(model).__name__, updates)
     return replace(found, measured=measured)
 
@@ -113,28 +117,44 @@ def minimum_budget(
     asked = {"memory_budget": memory_budget, "home": home, "chunk_size": chunk_size}
     options = parse_options({**asked, "codegen": codegen})
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
-    graph = planned_on(_one_graph(model, args, kwargs, options), machine, options.codegen)
-    layout = _layout(graph, options, machine)
-    step = plan_for(graph, layout, options, _training_in(machine, graph, options), budget_of(options, machine))
-    return step.minimum_nbytes
+    graph = graph_on(machine, model, args, kwargs, options)
+    layout = layout_of(graph, options, machine)
+    budget, machine = budget_of(options, machine), training_in(machine, graph, options)
+    return plan_for(build_for(graph, layout, options, machine, budget).build(), layout, machine, budget).minimum_nbytes
 
 
-def _one_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> OfflineGraph:
-    graphs = capture_offline(model, args, kwargs, codegen=options.codegen)
+def graph_on(
+    hardware: Hardware,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    *,
+    dynamic: bool = False,
+) -> OfflineGraph:
+    """The graph of a model in one graph, as the hardware would run it.
+
+    With `dynamic`, dimensions that are marked so are traced in symbols.
+
+    Raises:
+        UnsupportedError: there are several, or none.
+    """
+    graphs = capture_offline(model, args, kwargs, codegen=options.codegen, dynamic=dynamic)
     if len(graphs) > 1:
         raise UnsupportedError(
             f"torch.compile splits this model into {len(graphs)} graphs; only models in one graph can be explained so "
             "far (torch.compile(..., fullgraph=True) says where it breaks)"
         )
-    return graphs[0]
+    return planned_on(graphs[0], hardware, options.codegen)
 
 
-def _layout(graph: OfflineGraph, options: Options, hardware: Hardware) -> ChunkLayout:
+def layout_of(graph: OfflineGraph, options: Options, hardware: Hardware) -> ChunkLayout:
+    """How the graph's parameters are laid into chunks."""
     layout = lay_out(list(graph.movable), options.chunk_size if isinstance(options.chunk_size, int) else None)
     return ChunkLayout(layout.chunk_nbytes, layout.groups, (*layout.small, *graph.fixed), overhead_on(hardware))
 
 
-def _training_in(machine: Hardware, graph: OfflineGraph, options: Options) -> Hardware:
+def training_in(machine: Hardware, graph: OfflineGraph, options: Options) -> Hardware:
     """The machine at the rate of the dtype that most parameters have, its links no faster than a home on disk."""
     sizes: dict[torch.dtype, int] = {}
     for spec in (*graph.movable, *graph.fixed):
@@ -175,11 +195,12 @@ def explain_graph(
     graph: OfflineGraph, options: Options, hardware: Hardware, name: str, updates: Updates = IN_SLOTS
 ) -> Explanation:
     """Explain one captured graph."""
-    layout = _layout(graph, options, hardware)
+    layout = layout_of(graph, options, hardware)
     budget = budget_of(options, hardware)
-    step = plan_for(graph, layout, options, hardware, budget, updates)
+    captured, expressions = _captured(build_for(graph, layout, options, hardware, budget))
+    step = plan_for(captured, layout, hardware, budget, updates, options.home)
     events = _events(step, hardware, updates)
-    moments = tuple(explained_moments(step, events))
+    moments = tuple(explained_moments(step, events, expressions))
     home_nbytes = _home_nbytes(layout, step.plan.resident)
     on_disk = options.home != "cpu"
     host = hardware.host_memory_nbytes
@@ -211,6 +232,7 @@ def explain_graph(
         notes=(
             *updates.notes(step.at_home, layout, hardware),
             *_notes(step, options, hardware),
+            *(f"{symbol}: {what}" for symbol, what in graph.sizes.items()),
         ),
         graphs={phase: module.code for phase, module in step.graphs.items()},
         plan_text="".join(map(str, step.plans)),
@@ -220,17 +242,21 @@ def explain_graph(
     return replace(found, host_fits=host is None or found.host_needs_nbytes <= host)
 
 
-def plan_for(
-    graph: OfflineGraph,
-    layout: ChunkLayout,
-    options: Options,
-    hardware: Hardware,
-    budget_nbytes: int,
-    updates: Updates = IN_SLOTS,
-) -> StepPlans:
-    """The plan for a budget; where it is too small, the plan for the smallest that works, marked as not fitting."""
-    everything = frozenset(group.index for group in layout.groups)
-    builder = Builder(
+def _captured(builder: Builder) -> tuple[Captured, tuple[str, ...]]:
+    """The step with the sizes it was traced at; where these are symbols, also every moment's bytes in them."""
+    values = traced_values(builder.capture)
+    if not values:
+        return builder.build(), ()
+    templates = Templates(builder)
+    captured = templates.at(values)
+    return captured, tuple(map(str, templates.template(values, captured.whole).moments.expressions))
+
+
+def build_for(
+    graph: OfflineGraph, layout: ChunkLayout, options: Options, hardware: Hardware, budget_nbytes: int
+) -> Builder:
+    """Who describes the graph; nothing is compiled."""
+    return Builder(
         graph.capture,
         options.codegen,
         layout,
@@ -239,7 +265,18 @@ def plan_for(
         may_be_whole=options.whole_graph == "auto",
         compiled=False,
     )
-    captured = builder.build()
+
+
+def plan_for(
+    captured: Captured,
+    layout: ChunkLayout,
+    hardware: Hardware,
+    budget_nbytes: int,
+    updates: Updates = IN_SLOTS,
+    home: str = "cpu",
+) -> StepPlans:
+    """The plan for a budget; where it is too small, the plan for the smallest that works, marked as not fitting."""
+    everything = frozenset(group.index for group in layout.groups)
     step = profile(captured, layout)
     fits = True
     try:
@@ -256,7 +293,7 @@ def plan_for(
     if captured.backward is not None:
         group_of = layout.group_of()
         trained = sorted({group_of[name] for name in captured.trained if name in group_of} - resident)
-        at_home = updates.at_home([layout.groups[index] for index in trained], options, hardware)
+        at_home = updates.at_home([layout.groups[index] for index in trained], home, hardware)
         held = captured.forward.held_nbytes + captured.output_nbytes
         fixed = fixed_nbytes(layout, resident) + held
         tiles = update_tiles(layout, [index for index in trained if index not in at_home], usable - fixed)

@@ -10,7 +10,6 @@ from chunkc.ir.chunks import ChunkGroup, ChunkLayout
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.simulate import HomeUpdates, update_s_per_element
-from chunkc.options import Options
 from chunkc.overlap import NONE, Overlap
 from chunkc.passes.update_placement import cpu_update_s
 
@@ -31,13 +30,13 @@ class Updates:
             raise OptionsError(f"update_on is {self.update_on!r}; allowed: {', '.join(UPDATE_ON)}")
         Overlap(self.overlap, self.update_on)
 
-    def at_home(self, groups: list[ChunkGroup], options: Options, hardware: Hardware) -> frozenset[int]:
+    def at_home(self, groups: list[ChunkGroup], home: str, hardware: Hardware) -> frozenset[int]:
         """Which of the groups the CPU updates at home.
 
         Raises:
             OptionsError: all should be, but home is a disk.
         """
-        return divided(groups, self.update_on, home=options.home, on_cuda=hardware.kind == "cuda", hardware=hardware)
+        return divided(groups, self.update_on, home=home, on_cuda=hardware.kind == "cuda", hardware=hardware)
 
     def simulated(self, at_home: frozenset[int], layout: ChunkLayout, hardware: Hardware) -> HomeUpdates:
         """Those updates, for the simulator. Cores that compute have no time for an update meanwhile."""

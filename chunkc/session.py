@@ -172,6 +172,10 @@ class Session:
             store.restate(layout)
             self.num_restatements += 1
 
+    def is_over(self) -> bool:
+        """Whether all parameters that it had are gone: nobody can use it any more, though compiled code holds it."""
+        return bool(self.store.layout.specs()) and not self.store.parameters()
+
     def all_may_stay(self) -> bool:
         """Whether no group has been sent home already by another graph's plan."""
         return self.unplanned or self.store.resident == frozenset(g.index for g in self.store.layout.groups)
@@ -239,7 +243,8 @@ def session_for(
     session = next(iter(found), None)
     source = DEFAULTS if source is None else source
     if session is None:
-        session = next((s for s in _sessions if s.options_source is source and s.device == device), None)
+        alike = (s for s in _sessions if s.options_source is source and s.device == device)
+        session = next((s for s in alike if not s.is_over()), None)
     if session is None:
         session = Session(options, source, device)
         _sessions.add(session)

@@ -291,7 +291,7 @@ def _last_dense(call: Call) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() <= tensor.nbytes + tensor.storage_offset() * tensor.itemsize
+    return tensor.untyped_storage().nbytes() <= (tensor.numel() + tensor.storage_offset()) * tensor.itemsize
 
 
 def _nbytes(tensor: Tensor) -> int:

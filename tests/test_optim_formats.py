@@ -30,7 +30,7 @@ FORMATS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32, bf16 moments": (FP32, {"moments_dtype": BF16}),
     "fp32, bf16 moments, stochastic": (FP32, {"moments_dtype": BF16, "stochastic_rounding": True}),
     "fp32, 8-bit moments": (FP32, {"moments_dtype": "int8"}),
-    "bf16, master, bf16 moments": (BF16, {"moments_dtype": BF16, "master_weights": True}),
+    "bf16, master, bf16 moments": (BF16, {"moments_dtype": BF16, "master_weights": "float32"}),
     "bf16 only": (BF16, {"moments_dtype": BF16, "stochastic_rounding": True}),
     "bf16 only, fp32 moments": (BF16, {"master_weights": False, "stochastic_rounding": True}),
     "bf16 only, 8-bit moments": (BF16, {"moments_dtype": "int8", "stochastic_rounding": True}),
