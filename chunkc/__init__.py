@@ -17,6 +17,7 @@ from chunkc.ir.errors import (
     VerificationError,
 )
 from chunkc.ir.explanation import Explanation
+from chunkc.overlap import synchronize
 from chunkc.passes.scratch_declared import declare_scratch
 from chunkc.place import place
 from chunkc.report import Report, report
@@ -37,4 +38,5 @@ __all__ = [
     "optim",
     "place",
     "report",
+    "synchronize",
 ]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from chunkc import device_adam as device_adams
-from chunkc.adam_groups import DEVICE, update_at_home, update_in_slots
+from chunkc.adam_groups import DEVICE, compile_for_home, update_at_home, update_in_slots
 from chunkc.adam_rule import AdamRule, Place, adam_slots, update_on_cpu
 from chunkc.chunked_optimizer import ChunkedOptimizer
 from chunkc.device_adam import DeviceAdam
@@ -19,6 +19,7 @@ from chunkc.kernels.adam_cpu import prepare
 from chunkc.kernels.formats import NO_SCALE, GradScale
 from chunkc.kernels.hyper import AdamHyper
 from chunkc.optim_states import flat, like, place_in_group
+from chunkc.overlap import NONE
 from chunkc.session import Session
 from chunkc.update import GroupUpdate, PreparedUpdate
 
@@ -36,6 +37,7 @@ class _Adam(ChunkedOptimizer):
         *,
         maximize: bool = False,
         update_on: str = DEVICE,
+        overlap: str = NONE,
         moments_dtype: torch.dtype | str = torch.float32,
         master_weights: bool | str | None = None,
         stochastic_rounding: bool = False,
@@ -51,7 +53,7 @@ class _Adam(ChunkedOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         implementation = {"foreach": foreach, "fused": fused, "amsgrad": amsgrad}
         implementation |= {"capturable": capturable, "differentiable": differentiable}
-        super().__init__(params, defaults, update_on, states=self._rule.states, implementation=implementation)
+        super().__init__(params, defaults, update_on, overlap, states=self._rule.states, implementation=implementation)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_device_adams": {}, "_rule": self._rule}
@@ -84,8 +86,11 @@ class _Adam(ChunkedOptimizer):
             adam.declare([hyper for of_group in runs.values() for _, _, hyper in of_group])
         return {index: update_in_slots(self._rule, index, found, adam, scale) for index, found in runs.items()}
 
-    def _at_home(self, session: Session, index: int, runs: Sequence[Any], scale: GradScale) -> None:
-        update_at_home(self._rule, session, index, runs, scale)
+    def at_home(self, session: Session, index: int, runs: Sequence[Any], scale: GradScale) -> Callable[[], None]:
+        return update_at_home(self._rule, session, index, runs, scale)
+
+    def compile_for_home(self, session: Session, index: int, runs: Sequence[Any], scale: GradScale) -> None:
+        compile_for_home(self._rule, session, index, runs, scale)
 
     def _device_adam(self, device: torch.device) -> DeviceAdam | None:
         """Triton's updates on a device; None where the CPU computes."""
@@ -145,6 +150,17 @@ class AdamW(_Adam):
             the CPU, so that states never cross the link (only with `home="cpu"`); `"auto"`: on a CUDA device some here
             and some there, such that both are done the soonest, on the CPU in slots. The two kernels may differ in the
             last bit, so with `"auto"` results may depend on the budget.
+        overlap: what updates by the CPU (`update_on="cpu"` or `"auto"`) run beside; the bits are the same.
+            `"none"`: nothing; `step()` returns when all is updated.
+            `"forward"`: the next forward. `step()` returns at once, and the compiled model waits for each chunk when it
+            needs it. Until then, anything else that reads or writes parameters or gradients must call `synchronize()`
+            first; the optimizer's own `state`, `state_dict`, `load_state_dict` and `zero_grad` wait by themselves.
+            `"backward"`: a chunk's update begins when the backward has made its gradients; from the second step on.
+            `step()` waits for the rest, so afterwards all is ordinary again, but between `backward()` and `step()`
+            nothing may change gradients, parameters or hyper-parameters, or read parameters: no clipping, no
+            GradScaler. Each `backward()` is followed by `step()`, but for those inside `with
+            optimizer.accumulating():`. What is changed all the same raises, at the latest in `step()`.
+            `"both"`: both, with the rules of both.
 
         moments_dtype: how `state[p]["exp_avg"]` and `["exp_avg_sq"]` are stored: `torch.float32`, `torch.bfloat16`, or
             `"int8"`: a code of one byte per element, with `["exp_avg_scale"]` for each 256 (Dettmers et al.,

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from chunkc.adam_rule import AdamRule, Place, Runs, adam_slots, update_on_cpu
 from chunkc.device_adam import DeviceAdam
-from chunkc.ir.chunks import GRAD, PARAM, chunk_name
+from chunkc.ir.chunks import GRAD, PARAM, ChunkGroup, chunk_name
 from chunkc.ir.errors import OptionsError
+from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Tile
 from chunkc.ir.states import EXP_AVG, SCALES, num_entries
+from chunkc.kernels.adam_cpu import warm_up_format
 from chunkc.kernels.formats import GradScale
 from chunkc.optim_states import initialise
 from chunkc.passes.update_placement import groups_for_cpu
@@ -27,7 +30,8 @@ UPDATE_ON = (AUTO, DEVICE, CPU)
 class AdamLike(Protocol):
     """What a group's update asks of an optimizer: the states of its parameters, and the hyper-parameters of a step."""
 
-    state: Any
+    def states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """A parameter's states, without waiting for updates under way."""
 
     def begin_update_of(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None: ...
 
@@ -45,6 +49,20 @@ class Task:
 
 
 def groups_at_home(session: Session, groups: Sequence[int], update_on: str) -> frozenset[int]:
+    """Those of the groups that the CPU updates where they are at home (see `divided`)."""
+    layout = session.store.layout
+    return divided(
+        [layout.groups[index] for index in groups],
+        update_on,
+        home=session.options.home,
+        on_cuda=session.device.type != "cpu",
+        hardware=session.hardware,
+    )
+
+
+def divided(
+    groups: Sequence[ChunkGroup], update_on: str, *, home: str, on_cuda: bool, hardware: Hardware
+) -> frozenset[int]:
     """Those of the groups that the CPU updates where they are at home.
 
     With "auto", a model on a CUDA device divides them by cost. On the CPU the budget stands for a device's memory, so
@@ -53,19 +71,16 @@ def groups_at_home(session: Session, groups: Sequence[int], update_on: str) -> f
     Raises:
         OptionsError: `update_on` is "cpu", but some of a group's data is on a disk.
     """
-    if update_on == DEVICE or (update_on == AUTO and session.device.type == "cpu"):
+    if update_on == DEVICE or (update_on == AUTO and not on_cuda):
         return frozenset()
-    if session.options.home_kind != "cpu":
+    if home != "cpu":
         if update_on == CPU:
             raise OptionsError(
-                f'update_on="cpu" updates memory where it is, and home is {session.options.home!r}; use home="cpu", or '
+                f'update_on="cpu" updates memory where it is, and home is {home!r}; use home="cpu", or '
                 'update_on="device"'
             )
         return frozenset()
-    if update_on == CPU:
-        return frozenset(groups)
-    layout = session.store.layout
-    return groups_for_cpu([layout.groups[index] for index in groups], session.hardware)
+    return frozenset(group.index for group in groups) if update_on == CPU else groups_for_cpu(groups, hardware)
 
 
 def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool = True) -> Sequence[Any]:
@@ -79,7 +94,7 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool
     quantised = SCALES[0] in kinds
     hypers: dict[str, Any] = {}
     for task in tasks:
-        state = task.optimizer.state[task.parameter]
+        state = task.optimizer.states_of(task.parameter)
         task_kinds = {kind: store.home_view(kind, task.name) for kind in kinds}
         fresh = EXP_AVG not in state
         for kind, view in task_kinds.items():
@@ -126,9 +141,17 @@ def update_in_slots(
     return GroupUpdate(index, update)
 
 
-def update_at_home(rule: AdamRule, session: Session, index: int, runs: Runs, scale: GradScale) -> None:
-    """Update a group in home memory, on the CPU's threads; home must be as all computation leaves it."""
-    update_on_cpu(rule, adam_slots(flat_home(session, index)), runs, scale, Place(index, 0))
+def update_at_home(rule: AdamRule, session: Session, index: int, runs: Runs, scale: GradScale) -> Callable[[], None]:
+    """The update of a group in home memory, by the CPU; home must be as all computation leaves it when it runs."""
+    return partial(update_on_cpu, rule, adam_slots(flat_home(session, index)), runs, scale, Place(index, 0))
+
+
+def compile_for_home(rule: AdamRule, session: Session, index: int, runs: Runs, scale: GradScale) -> None:
+    """Compile whatever kernels that update may run."""
+    group = session.store.layout.groups[index]
+    fmt = rule.format(group.kind_dtype(PARAM), group.kind_dtype(GRAD))
+    for l2 in {not hyper.decoupled and hyper.weight_decay != 0 for _, _, hyper in runs}:
+        warm_up_format(fmt, l2=l2, scaled=scale.unscale is not None or scale.clip is not None)
 
 
 def flat_home(session: Session, index: int) -> dict[str, torch.Tensor]:

@@ -143,8 +143,10 @@ def plan_step(
     )
 
 
-def rewrite(captured: Captured, plan: Plan, layout: ChunkLayout) -> dict[str, fx.GraphModule]:
-    """Phase -> its graph with the plan's chunk nodes."""
+def rewrite(
+    captured: Captured, plan: Plan, layout: ChunkLayout, *, settling: bool = False
+) -> dict[str, fx.GraphModule]:
+    """Phase -> its graph with the plan's chunk nodes; with `settling`, the backward says when groups are settled."""
     return {
         phase.phase: insert_events(
             captured.programs[phase.phase],
@@ -152,6 +154,7 @@ def rewrite(captured: Captured, plan: Plan, layout: ChunkLayout) -> dict[str, fx
             captured.modules,
             group_of=layout.group_of(),
             resident=plan.resident,
+            layout=layout if settling and phase.phase == BACKWARD else None,
         )
         for phase in plan.phases
     }

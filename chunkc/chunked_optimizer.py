@@ -30,6 +30,9 @@ from chunkc.ir.states import DEFAULT_STATES, EXP_AVG, MASTER, MASTER_LOW, StateF
 from chunkc.kernels.formats import GradScale
 from chunkc.kernels.hyper import GRAD_DTYPES
 from chunkc.optim_states import KNOWN, Dtypes, converted, empty_state, initialise, is_kept
+from chunkc.overlap import NONE as NO_OVERLAP
+from chunkc.overlap import Overlap
+from chunkc.overlapping import Overlapping
 from chunkc.session import Session, declare_states, declared_states, owner
 from chunkc.split_masters import Marks, decode, load
 from chunkc.update import GroupUpdate, PreparedUpdate, prepare_updates
@@ -37,7 +40,7 @@ from chunkc.update import GroupUpdate, PreparedUpdate, prepare_updates
 _UNSUPPORTED = ("amsgrad", "differentiable", "capturable")
 
 
-class ChunkedOptimizer(Optimizer, ABC):
+class ChunkedOptimizer(Overlapping, ABC):
     """What Adam and LAMB share: everything but the rule by which elements change.
 
     Attributes:
@@ -54,6 +57,7 @@ class ChunkedOptimizer(Optimizer, ABC):
         params: Iterable[Any],
         defaults: dict[str, Any],
         update_on: str,
+        overlap: str,
         *,
         states: StateFormat = DEFAULT_STATES,
         implementation: Mapping[str, bool | None] = MappingProxyType({}),
@@ -62,6 +66,7 @@ class ChunkedOptimizer(Optimizer, ABC):
             allowed = ", ".join(f'"{name}"' for name in UPDATE_ON)
             raise OptionsError(f"update_on is {update_on!r}; allowed: {allowed}")
         self._update_on = update_on
+        self._overlap = Overlap(overlap, update_on)
         self._states = states
         self._doubts = doubts.Doubts()
         self._marks = Marks()
@@ -90,14 +95,14 @@ class ChunkedOptimizer(Optimizer, ABC):
 
     def next_hyper(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
         """Count a step of a parameter and return its hyper-parameters; of a step in doubt, all that they may be."""
-        step = self.state[parameter]["step"].add_(1)
+        step = self.states_of(parameter)["step"].add_(1)
         return self._doubts.hyper(parameter, int(step), lambda number: self.hyper_at(group, number))
 
     def _must_know_steps(self) -> bool:
         """Whether the host needs the number of a step before its update, as random bits do that depend on it."""
         return False
 
-    def _runs(self, session: Session, index: int, tasks: Sequence[Task]) -> Sequence[Any]:
+    def runs(self, session: Session, index: int, tasks: Sequence[Task]) -> Sequence[Any]:
         """The elements of a chunk group to update."""
         return runs_of(session, index, tasks)
 
@@ -111,8 +116,12 @@ class ChunkedOptimizer(Optimizer, ABC):
         """The updates of chunk groups in slots."""
 
     @abstractmethod
-    def _at_home(self, session: Session, index: int, runs: Sequence[Any], scale: GradScale) -> None:
-        """Update a chunk group in home memory."""
+    def at_home(self, session: Session, index: int, runs: Sequence[Any], scale: GradScale) -> Callable[[], None]:
+        """The update of a chunk group in home memory, to be run on any thread once all that it needs is there."""
+
+    @abstractmethod
+    def compile_for_home(self, session: Session, index: int, runs: Sequence[Any], scale: GradScale) -> None:
+        """Compile whatever `at_home` may run: Inductor's code generation is not known to be safe on other threads."""
 
     @abstractmethod
     def _in_place(self, tasks: list[tuple[torch.Tensor, int]], scale: GradScale) -> None:
@@ -133,6 +142,7 @@ class ChunkedOptimizer(Optimizer, ABC):
             if isinstance(parameter, torch.Tensor):
                 self._check_dtype(parameter.dtype)
         super().add_param_group(param_group)
+        self._overlap.forget(self)
         added = self.param_groups[-1]["params"]
         declare_states(added, self._states)
         for session in {hit[0] for p in added if (hit := owner(p)) is not None}:
@@ -172,6 +182,7 @@ class ChunkedOptimizer(Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         scale = grad_scale_of(self)
+        self._overlap.check_scale(scale)
         if self._must_know_steps() and bool(on_the_cpu(scale).found_inf):
             return loss
         self._doubts.settle(wait=self._must_know_steps())
@@ -194,8 +205,12 @@ class ChunkedOptimizer(Optimizer, ABC):
                     by_group.setdefault(session.store.group_index(name), []).append(task)
                 else:
                     in_place.append((parameter, index))
+        begun = self._overlap.collect(self, chunked)
         # Whatever may fail for want of room fails here, before anything is updated.
-        prepared = [(session, by_group, *self._prepare(session, by_group)) for session, by_group in chunked.items()]
+        prepared = [
+            (session, by_group, *self._prepare(session, by_group, begun.get(session, frozenset())))
+            for session, by_group in chunked.items()
+        ]
         if any(at_home for _, _, at_home, _ in prepared):
             self._doubts.settle(wait=True)  # the CPU is about to wait for this step's gradients anyway
         self._begin_step()
@@ -204,19 +219,26 @@ class ChunkedOptimizer(Optimizer, ABC):
             self._update_chunks(session, by_group, at_home, in_slots, scale)
         self._marks.end(changing)
         if scale.found_inf is not None and doubts.is_remote(scale.found_inf):
-            self._doubts.add(scale.found_inf, {parameter: self.state[parameter] for parameter in changing})
+            self._doubts.add(scale.found_inf, {parameter: self.states_of(parameter) for parameter in changing})
         return loss
 
     def _prepare(
-        self, session: Session, by_group: Mapping[int, list[Task]]
+        self, session: Session, by_group: Mapping[int, list[Task]], begun: frozenset[int]
     ) -> tuple[frozenset[int], PreparedUpdate | None]:
-        """Which groups are updated at home, and the plan for the others; room for all states."""
+        """Which groups are updated at home, and the plan for the others; room for all states.
+
+        Those that have `begun` count: where a group is updated does not depend on when.
+        """
         self._lay_out(session, [task.parameter for tasks in by_group.values() for task in tasks])
-        at_home = groups_at_home(session, sorted(by_group), self._update_on)
-        for index in sorted(at_home):
+        at_home = groups_at_home(session, sorted({*by_group, *begun}), self._update_on)
+        if self._overlap.beside_backward:
+            self._overlap.prepare(self, session, at_home)
+        for index in sorted(by_group):
+            session.store.updates.wait(index)
+        for index in sorted(at_home - begun):
             session.store.reserve_states(index)
         in_slots = [index for index in by_group if index not in at_home]
-        return at_home, prepare_updates(session, in_slots, num_stages=self._num_stages) if in_slots else None
+        return at_home - begun, prepare_updates(session, in_slots, num_stages=self._num_stages) if in_slots else None
 
     def _update_chunks(
         self,
@@ -231,21 +253,26 @@ class ChunkedOptimizer(Optimizer, ABC):
         The CPU begins when all that was computed before the step has arrived at home.
         """
         store = session.store
-        runs = {index: self._runs(session, index, tasks) for index, tasks in by_group.items()}
+        runs = {index: self.runs(session, index, tasks) for index, tasks in by_group.items()}
         moments: list[Any] = []
         if at_home:
             store.release_slots()
             for index in sorted(at_home):
                 store.collect_gradients(index)
             moments += store.tier.mark()
+        if self._overlap.mode != NO_OVERLAP:
+            self._overlap.submit(self, session, {index: runs[index] for index in at_home}, scale, moments)
         if in_slots is not None:
             moving = {index: found for index, found in runs.items() if index not in at_home}
             in_slots.run(self._in_slots(in_slots, moving, scale))
+        if self._overlap.mode != NO_OVERLAP:
+            self._overlap.end_step(session, at_home)
+            return
         for moment in moments:
             moment.wait()
         if at_home and not is_skipped(scale := on_the_cpu(scale)):
             for index in sorted(at_home):
-                self._at_home(session, index, runs[index], scale)
+                self.at_home(session, index, runs[index], scale)()
 
     def _dtypes(self, parameter: torch.Tensor) -> Dtypes:
         """The kinds of states that a parameter has here, with their dtypes."""
@@ -253,7 +280,7 @@ class ChunkedOptimizer(Optimizer, ABC):
 
     def _state_on_tier(self, parameter: torch.Tensor) -> dict[str, Any]:
         """The state of a parameter that does not move, made on its first update."""
-        state, dtypes = self.state[parameter], self._dtypes(parameter)
+        state, dtypes = self.states_of(parameter), self._dtypes(parameter)
         if is_kept(state, parameter, dtypes):
             self.begin_update_of(parameter, state)
             return state
@@ -300,6 +327,8 @@ class ChunkedOptimizer(Optimizer, ABC):
             self._check_group({**self.defaults, **loaded})
         self._doubts.settle(wait=True)
         states = state_dict["state"]
+        self._overlap.finish()
+        self._overlap.forget(self)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -329,7 +358,7 @@ class ChunkedOptimizer(Optimizer, ABC):
             lower = session.store.home_view(MASTER_LOW, name) if managed else None  # type: ignore[union-attr]
             state[MASTER_LOW] = empty_state(parameter, MASTER_LOW, dtypes[MASTER_LOW]) if lower is None else lower
             load(self._marks, loaded.get(MASTER), parameter, state[MASTER_LOW])
-        self.state[parameter] = state
+        self.__dict__["state"][parameter] = state
 
     def _lay_out(self, session: Session, parameters: Iterable[torch.Tensor]) -> None:
         """Make sure that a session's chunks have the states that this optimizer keeps.

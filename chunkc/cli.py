@@ -19,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from chunkc.adam_groups import DEVICE, UPDATE_ON
 from chunkc.calibrate import calibrate
 from chunkc.explain import Show, budget_of, explain, minimum_budget
 from chunkc.formats import FORMATS, diff, read_explanation, write
@@ -28,6 +29,7 @@ from chunkc.ir.hardware import Hardware
 from chunkc.largest import largest
 from chunkc.models import MODELS
 from chunkc.options import parse_options, parse_size
+from chunkc.overlap import NONE, OVERLAP
 from chunkc.passes.scratch_exceptions import table as exceptions_table
 from chunkc.presets import PRESETS, default_hardware_path, load_hardware, save_hardware
 from chunkc.scaling import capture_scaling
@@ -75,6 +77,8 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--home", default="cpu", help='"cpu" or "disk"')
     one.add_argument("--chunk-size", default="auto", metavar="SIZE")
     one.add_argument("--codegen", choices=["eager", "inductor"], default="eager", help="who compiles the segments")
+    one.add_argument("--update-on", choices=list(UPDATE_ON), default=DEVICE, help="as the optimizer's update_on")
+    one.add_argument("--overlap", choices=list(OVERLAP), default=NONE, help="as the optimizer's overlap")
     one.add_argument("--largest", choices=["batch_size", "seq_len"], help="the largest that fits")
     one.add_argument("--exceptions", action="store_true", help="print where predicted bytes are not exact, and why")
     one.add_argument("--format", choices=list(FORMATS), default="text")
@@ -169,6 +173,8 @@ def _explain(options: argparse.Namespace) -> int:
                 hardware=hardware,
                 name=", ".join([target.name, *_given(options, sizes)]),
                 show=show,
+                update_on=options.update_on,
+                overlap=options.overlap,
                 **settings,
                 **subject.kwargs,
             )

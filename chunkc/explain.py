@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from chunkc.adam_groups import DEVICE
 from chunkc.build import Builder
 from chunkc.captured import Captured, plan_step, profile, rewrite, verify
 from chunkc.cuda_offline import overhead_on, planned_on
+from chunkc.explain_updates import Updates
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError, OptionsError, UnsupportedError, format_nbytes
 from chunkc.ir.explanation import (
@@ -31,6 +33,7 @@ from chunkc.measured import measured_side
 from chunkc.moments import StepPlans, explained_moments, peak_of
 from chunkc.offline import OfflineGraph, capture_offline, has_dynamic_dimensions
 from chunkc.options import Options, parse_options, resolve_budget
+from chunkc.overlap import NONE
 from chunkc.passes.layout import lay_out
 from chunkc.passes.planning import (
     check_minimum,
@@ -42,6 +45,8 @@ from chunkc.passes.planning import (
 )
 from chunkc.presets import load_hardware
 from chunkc.templates import Templates, traced_values
+
+IN_SLOTS = Updates()
 
 Show = Callable[[str], None]
 """Told what begins."""
@@ -56,6 +61,8 @@ def explain(
     chunk_size: int | str | None = None,
     codegen: str | None = None,
     whole_graph: str | None = None,
+    update_on: str = DEVICE,
+    overlap: str = NONE,
     name: str | None = None,
     show: Show | None = None,
     **kwargs: Any,
@@ -70,6 +77,7 @@ def explain(
         home, chunk_size, codegen, whole_graph: as in `torch.compile`'s options, but that codegen is "eager" by default.
             Of a model that chunkc has compiled, all these are its own by default, and what its latest step measured is
             put beside what is predicted.
+        update_on, overlap: as the optimizer of `chunkc.optim` will have them.
         show: told what begins, for a progress display.
 
     Dimensions of arguments that `torch._dynamo.mark_dynamic` marked are traced in symbols, and every moment then says
@@ -83,13 +91,15 @@ def explain(
     asked = {"memory_budget": memory_budget, "home": home, "chunk_size": chunk_size, "codegen": codegen}
     given = {key: value for key, value in {**asked, "whole_graph": whole_graph}.items() if value is not None}
     options = parse_options({"codegen": "eager", **own, **given})
+    updates = Updates(update_on, overlap)
     hardware = hardware or own_hardware or "cpu"
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     show = show or (lambda what: None)
     show("tracing the model")
     graph = graph_on(machine, model, args, kwargs, options, dynamic=has_dynamic_dimensions((args, kwargs)))
     show("planning")
-    found = explain_graph(graph, options, training_in(machine, graph, options), name or type(model).__name__)
+    training = training_in(machine, graph, options)
+    found = explain_graph(graph, options, training, name or type(model).__name__, updates)
     return replace(found, measured=measured)
 
 
@@ -181,13 +191,15 @@ def budget_of(options: Options, hardware: Hardware) -> int:
     return budget
 
 
-def explain_graph(graph: OfflineGraph, options: Options, hardware: Hardware, name: str) -> Explanation:
+def explain_graph(
+    graph: OfflineGraph, options: Options, hardware: Hardware, name: str, updates: Updates = IN_SLOTS
+) -> Explanation:
     """Explain one captured graph."""
     layout = layout_of(graph, options, hardware)
     budget = budget_of(options, hardware)
     captured, expressions = _captured(build_for(graph, layout, options, hardware, budget))
-    step = plan_for(captured, layout, hardware, budget)
-    events = _events(step, hardware)
+    step = plan_for(captured, layout, hardware, budget, updates, options.home)
+    events = _events(step, hardware, updates)
     moments = tuple(explained_moments(step, events, expressions))
     home_nbytes = _home_nbytes(layout, step.plan.resident)
     on_disk = options.home != "cpu"
@@ -217,7 +229,11 @@ def explain_graph(graph: OfflineGraph, options: Options, hardware: Hardware, nam
         step_time_s=step_time(events),
         moments=moments,
         events=events,
-        notes=(*_notes(step, options, hardware), *(f"{symbol}: {what}" for symbol, what in graph.sizes.items())),
+        notes=(
+            *updates.notes(step.at_home, layout, hardware),
+            *_notes(step, options, hardware),
+            *(f"{symbol}: {what}" for symbol, what in graph.sizes.items()),
+        ),
         graphs={phase: module.code for phase, module in step.graphs.items()},
         plan_text="".join(map(str, step.plans)),
         device_is_host=hardware.kind == "cpu",
@@ -251,7 +267,14 @@ def build_for(
     )
 
 
-def plan_for(captured: Captured, layout: ChunkLayout, hardware: Hardware, budget_nbytes: int) -> StepPlans:
+def plan_for(
+    captured: Captured,
+    layout: ChunkLayout,
+    hardware: Hardware,
+    budget_nbytes: int,
+    updates: Updates = IN_SLOTS,
+    home: str = "cpu",
+) -> StepPlans:
     """The plan for a budget; where it is too small, the plan for the smallest that works, marked as not fitting."""
     everything = frozenset(group.index for group in layout.groups)
     step = profile(captured, layout)
@@ -266,18 +289,20 @@ def plan_for(captured: Captured, layout: ChunkLayout, hardware: Hardware, budget
     graphs = rewrite(captured, plan, layout)
     verify(captured, plan, graphs, layout)
     update: Plan | None = None
+    at_home: frozenset[int] = frozenset()
     if captured.backward is not None:
         group_of = layout.group_of()
         trained = sorted({group_of[name] for name in captured.trained if name in group_of} - resident)
+        at_home = updates.at_home([layout.groups[index] for index in trained], home, hardware)
         held = captured.forward.held_nbytes + captured.output_nbytes
         fixed = fixed_nbytes(layout, resident) + held
-        tiles = update_tiles(layout, trained, usable - fixed)
+        tiles = update_tiles(layout, [index for index in trained if index not in at_home], usable - fixed)
         positions = update_positions(layout, tiles, held)
         update = plan_phases([(UPDATE, positions)], layout, budget_nbytes=usable, resident=resident, hardware=hardware)
-    return StepPlans(captured, layout, plan, graphs, update, minimum, fits)
+    return StepPlans(captured, layout, plan, graphs, update, minimum, fits, at_home)
 
 
-def _events(step: StepPlans, hardware: Hardware) -> tuple[TimedEvent, ...]:
+def _events(step: StepPlans, hardware: Hardware, updates: Updates) -> tuple[TimedEvent, ...]:
     costs = {call.name: call.cost_s for program in step.captured.programs.values() for call in program.calls}
     per_element = update_s_per_element(hardware)
     for moment in step.update.moments if step.update else ():
@@ -286,7 +311,13 @@ def _events(step: StepPlans, hardware: Hardware) -> tuple[TimedEvent, ...]:
     group_of, specs = step.layout.group_of(), step.layout.specs()
     staying = {None, *step.plan.resident}
     num_staying = sum(specs[name].numel for name in step.captured.trained if group_of.get(name) in staying)
-    return simulate(step.phases, costs, hardware, staying_update_s=num_staying * per_element)
+    return simulate(
+        step.phases,
+        costs,
+        hardware,
+        staying_update_s=num_staying * per_element,
+        at_home=updates.simulated(step.at_home, step.layout, hardware),
+    )
 
 
 def _home_nbytes(layout: ChunkLayout, resident: frozenset[int]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +47,9 @@ class CompiledGraph:
     def __post_init__(self) -> None:
         self._accumulating = False
         self.session.trained |= self.captured.trained
+        group_of = self.session.store.layout.group_of()
+        used = {name for program in self.captured.programs.values() for name in program.parameters.values()}
+        self._groups = frozenset(group_of[name] for name in used | self.captured.trained if name in group_of)
 
     # --- planning ---
 
@@ -92,6 +96,7 @@ class CompiledGraph:
         key = (
             *(session.budget_nbytes, held_nbytes, cold_backward, hooked, kept_tangents),
             *(resident, len(layout.groups), len(layout.small), len(session.trained), session.num_restatements),
+            session.early.wanted,
         )
         if key not in step.plans:
             captured = step.captured.returning(hooked).holding(kept_tangents)
@@ -105,7 +110,7 @@ class CompiledGraph:
                 cold_backward=cold_backward,
                 elsewhere=session.trained - captured.trained,
             )
-            graphs = rewrite(captured, plan, layout)
+            graphs = rewrite(captured, plan, layout, settling=session.early.wanted)
             if session.options.verify:
                 verify(captured, plan, graphs, layout, held_nbytes=held_nbytes)
             log_plan(plan, graphs)
@@ -121,6 +126,7 @@ class CompiledGraph:
         session, step = self.session, self._step(FORWARD, arguments)
         self.captured = captured = step.captured
         program, at = captured.forward, step.positions
+        session.early.enter_forward(self._groups, has_backward=captured.backward is not None)
         session.store.release_slots()
         live = session.live.nbytes(leaving_out=arguments)
         planned = self.plan(step, max(0, live - captured.output_nbytes), hooked=self._hooked())
@@ -143,6 +149,7 @@ class CompiledGraph:
         step = self._step(BACKWARD, arguments)
         assert step.captured.backward is not None
         self._refuse_partial_backward()
+        session.early.enter_backward(self._groups)
         held, hooked = max(0, session.live.nbytes() - step.captured.between_nbytes), self._hooked()
         kept = _kept_tangents(step.captured, arguments)
         planned = self.plan(step, held, hooked=hooked, kept_tangents=kept)
@@ -188,7 +195,8 @@ class CompiledGraph:
         session = self.session
         measurement = Measurement()
         session.store.tier.lap_peak_nbytes()
-        outputs = planned.phases[phase].executable(arguments, Run(session.store, measurement))
+        run = Run(session.store, measurement, settled=partial(session.early.settled, session))
+        outputs = planned.phases[phase].executable(arguments, run)
         plan = planned.plan.accumulating() if self._accumulating else planned.plan
         session.record(phase, self, plan, measurement)
         return outputs

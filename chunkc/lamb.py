@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ from chunkc.adam_groups import (
 from chunkc.chunked_optimizer import ChunkedOptimizer
 from chunkc.ir.chunks import GRAD, PARAM
 from chunkc.ir.errors import OptionsError
-from chunkc.ir.states import FLOAT32, StateFormat
-from chunkc.kernels.formats import GradScale
+from chunkc.ir.states import FLOAT32, MASTER, StateFormat
+from chunkc.kernels.formats import AdamFormat, GradScale
+from chunkc.kernels.lamb_cpu import warm_up
 from chunkc.kernels.lamb_formats import LambHyper
 from chunkc.lamb_groups import GroupLamb, LambWorks, rows_apart
 from chunkc.optim_states import flat, like, place_in_group
+from chunkc.overlap import NONE
 from chunkc.session import Session
 from chunkc.update import GroupUpdate, PreparedUpdate
 
@@ -30,11 +33,11 @@ class LAMB(ChunkedOptimizer):
     """LAMB (You et al., arXiv:1904.00962): Adam's direction, scaled tensor by tensor by norm(parameter) / norm(update).
 
     Args:
-        params: parameters, or groups of them with their own values of all that follows but `update_on`.
+        params: parameters, or groups of them with their own values of all that follows but the last two.
         weight_decay: decoupled: it joins the direction before its norm is taken.
         always_adapt: also scale where `weight_decay` is 0, as the paper does (NVIDIA's "nvlamb"). By default groups
             without weight decay (biases, norms) have a ratio of 1, as in apex and timm.
-        update_on: as for `AdamW`. Norms are summed up in fp32: on another device their last bits may differ.
+        update_on, overlap: as for `AdamW`. Norms are summed up in fp32: on another device their last bits may differ.
 
     A parameter in bf16 or fp16 has an fp32 master. Gradients are not clipped: see `torch.nn.utils.clip_grad_norm_`.
     """
@@ -52,11 +55,12 @@ class LAMB(ChunkedOptimizer):
         always_adapt: bool = False,
         maximize: bool = False,
         update_on: str = DEVICE,
+        overlap: str = NONE,
     ) -> None:
         self._works: dict[tuple[torch.device, bool], LambWorks] = {}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(
-            params, {**defaults, "always_adapt": always_adapt}, update_on, states=StateFormat(master=FLOAT32)
+            params, {**defaults, "always_adapt": always_adapt}, update_on, overlap, states=StateFormat(master=FLOAT32)
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -84,7 +88,7 @@ class LAMB(ChunkedOptimizer):
             self._works[key] = LambWorks(device, by_triton=by_triton)
         return self._works[key]
 
-    def _runs(self, session: Session, index: int, tasks: Sequence[Task]) -> Sequence[Any]:
+    def runs(self, session: Session, index: int, tasks: Sequence[Task]) -> Sequence[Any]:
         return runs_of(session, index, tasks, merged=False)
 
     def _in_slots(
@@ -98,10 +102,14 @@ class LAMB(ChunkedOptimizer):
             found[index] = GroupUpdate(index, GroupLamb(works, of_group, tiles, scale).update)
         return found
 
-    def _at_home(self, session: Session, index: int, runs: Sequence[Any], scale: GradScale) -> None:
+    def at_home(self, session: Session, index: int, runs: Sequence[Any], scale: GradScale) -> Callable[[], None]:
         works = self._works_on(torch.device("cpu"), by_triton=False)
         whole = (0, session.store.layout.groups[index].numel)
-        GroupLamb(works, runs, [whole], scale).update_whole(flat_home(session, index), *whole)
+        return partial(GroupLamb(works, runs, [whole], scale).update_whole, flat_home(session, index), *whole)
+
+    def compile_for_home(self, session: Session, index: int, runs: Sequence[Any], scale: GradScale) -> None:
+        home = flat_home(session, index)
+        warm_up(AdamFormat(home[PARAM].dtype, home[GRAD].dtype, master=MASTER in home))
 
     def _in_place(self, tasks: list[tuple[torch.Tensor, int]], scale: GradScale) -> None:
         by_device: dict[torch.device, list[tuple[torch.Tensor, int]]] = {}

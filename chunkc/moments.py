@@ -16,7 +16,7 @@ from chunkc.passes.profile import call_steps
 
 @dataclass(frozen=True)
 class StepPlans:
-    """A planned step: forward and backward, and the optimizer's update."""
+    """A planned step: forward and backward, and the optimizer's update in slots; the CPU updates `at_home`."""
 
     captured: Captured
     layout: ChunkLayout
@@ -25,6 +25,7 @@ class StepPlans:
     update: Plan | None
     minimum_nbytes: int
     fits: bool
+    at_home: frozenset[int] = frozenset()
 
     @property
     def plans(self) -> tuple[Plan, ...]:

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from chunkc.devices import granule_of, hardware_of, memory_of, overhead_of
+from chunkc.early import EarlyUpdates
 from chunkc.ir.chunks import ChunkLayout, ParamSpec, chunk_name
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.hardware import Hardware
@@ -85,6 +86,7 @@ class Session:
         unplanned: whether no graph has been compiled yet, so that any group may still become resident.
         minimum_nbytes: the smallest budget that every graph compiled so far can work with.
         update_plans: plans of the optimizer's step, by what they depend on.
+        early: updates that begin during the backward.
         update_held_nbytes: what the caller still holds of the latest forward when the optimizer steps.
         num_restatements: how often the formats of states have changed; plans made before do not count.
     """
@@ -112,6 +114,7 @@ class Session:
         self.num_restatements = 0
         self.unplanned = True
         self.trained: frozenset[str] = frozenset()
+        self.early = EarlyUpdates()
 
     def configure(self, options: Options, source: Mapping[str, object]) -> None:
         """Take over the options of a (later) compilation.

@@ -4,9 +4,10 @@ Kernels queue by themselves on the current stream, the compute stream, so `enque
 caching allocator on that stream; as the store gives a slot back only after the compute stream waits for its last
 copy, the allocator's own rule (memory is used again in stream order) keeps copies safe without `record_stream`.
 
-A copy whose home blocks (a disk) needs a host thread, which launches pieces of it on a stream of their own. Its event
-does not exist for CUDA until the thread is through with it, and CUDA takes a wait for such an event as no wait; so who
-waits for that copy waits, on the host, for the thread. This is the only wait of the host inside a step.
+A copy whose home blocks (a disk), or that comes after an update by the CPU, needs a host thread, which launches it (a
+disk's in pieces) on a stream of its own. Its event does not exist for CUDA until the thread is through with it, and
+CUDA takes a wait for such an event as no wait; so who waits for that copy waits, on the host, for the thread. This is
+the only wait of the host inside a step.
 """
 
 from __future__ import annotations
@@ -76,20 +77,22 @@ class CudaLink:
         self._account()
         return self._busy_s
 
-    def submit(self, job: Callable[[], None], *, after: Sequence[CudaMoment] = ()) -> CudaMoment:
+    def submit(self, job: Callable[[], None], *, after: Sequence[CudaMoment | Event] = ()) -> CudaMoment:
         """Queue a copy, to start once all of `after` is over. Never blocks.
 
         Args:
             job: copies on the calling thread's current stream; unless it is a `Launch`, it may also block the thread.
+            after: also events of host threads, which no stream can wait for: a thread then waits and launches.
 
         Raises:
             StreamError: the thread that blocking copies need cannot be had.
         """
         self._account()
         moment = CudaMoment(self._gpu.new_event(timed=True), self._gpu.new_event(timed=True))
-        if isinstance(job, Launch):
+        moments = [earlier for earlier in after if isinstance(earlier, CudaMoment)]
+        if isinstance(job, Launch) and len(moments) == len(after):
             with self._gpu.using(self._stream):
-                for earlier in after:
+                for earlier in moments:
                     earlier.hold(self._stream)
                 self._run(job, moment)
         else:
@@ -109,8 +112,8 @@ class CudaLink:
                 self._blocking_stream.synchronize()
         self._account()
 
-    def _run_blocking(self, job: Callable[[], None], after: Sequence[CudaMoment], moment: CudaMoment) -> None:
-        """On the worker thread, which touches home itself, and so waits itself."""
+    def _run_blocking(self, job: Callable[[], None], after: Sequence[CudaMoment | Event], moment: CudaMoment) -> None:
+        """On the worker thread, which touches home itself, or comes after a host thread, and so waits itself."""
         for earlier in after:
             earlier.wait()
         with self._gpu.using(self._blocking_stream):

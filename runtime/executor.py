@@ -70,6 +70,7 @@ class Run:
     store: ChunkStore
     measurement: Measurement
     update: Callable[[Tile], None] | None = None
+    settled: Callable[[int], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,15 @@ class _Event:
         start_s = time.perf_counter()
         run.store.wait(self.chunk)
         run.measurement.wait_s += time.perf_counter() - start_s
+
+
+@dataclass(frozen=True)
+class _Settle:
+    group: int
+
+    def __call__(self, registers: Registers, run: Run) -> None:
+        assert run.settled is not None
+        run.settled(self.group)
 
 
 @dataclass(frozen=True)
@@ -247,6 +257,8 @@ def lower(graph: fx.Graph, segments: Mapping[str, Segment]) -> Executable:
             name, chunk, source, owned = node.args
             last = last_reader[source] is node  # type: ignore[index]
             instructions.append(_Sink(name, chunk, register[source], bool(owned) and last, last))  # type: ignore[arg-type, index]
+        elif node.target is chunk_ops.settle:
+            instructions.append(_Settle(*node.args))  # type: ignore[arg-type]
         elif node.target is chunk_ops.update:
             instructions.append(_Update(Tile(*node.args)))  # type: ignore[arg-type]
         else:

@@ -44,3 +44,11 @@ def _fits_exactly(gradient: torch.Tensor, parameter: nn.Parameter) -> bool:
         and gradient.dtype == parameter.dtype
         and gradient.untyped_storage().nbytes() == gradient.nbytes
     )
+
+
+def _gone() -> None:
+    return None
+
+
+NOTHING = (_gone, 0)
+"""Stands for a gradient that was never handed out: what a dead reference gives, and no address."""

@@ -32,3 +32,8 @@ class Traffic:
 def fill_with_nan(buffer: torch.Tensor) -> None:
     """Make a read of what is not there show."""
     buffer.view(torch.uint8).fill_(0xFF)  # NaN in every floating dtype
+
+
+def length(entries: slice) -> int:
+    """How many entries a slice with both ends has."""
+    return entries.stop - entries.start

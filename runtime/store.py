@@ -29,10 +29,11 @@ from chunkc.ir.chunks import (
 from chunkc.ir.errors import ChunkcError, ChunkStateError, HomeError, StreamError, UnsupportedError
 from chunkc.ir.states import EXP_AVG, SCALES, num_entries
 from chunkc.runtime.arena import Arena
-from chunkc.runtime.gradients import accumulate, add_later, store_first
-from chunkc.runtime.slots import Slot, Traffic, fill_with_nan
+from chunkc.runtime.gradients import NOTHING, accumulate, add_later, store_first
+from chunkc.runtime.slots import Slot, Traffic, fill_with_nan, length
 from chunkc.runtime.states import ChunkState, advance
-from chunkc.runtime.tier import Tier
+from chunkc.runtime.tier import Moment, Tier
+from chunkc.runtime.updates import HomeUpdates
 
 
 @dataclass
@@ -50,6 +51,7 @@ class ChunkStore:
     debug: bool = False
     resident: frozenset[int] = frozenset()
     traffic: Traffic = field(default_factory=Traffic)
+    updates: HomeUpdates = field(default_factory=HomeUpdates)
     _parameters: dict[str, weakref.ref[nn.Parameter]] = field(default_factory=dict)
     _slots: dict[str, Slot] = field(default_factory=dict)
     _spare: list[torch.Tensor] = field(default_factory=list)
@@ -89,7 +91,9 @@ class ChunkStore:
 
         Raises:
             HomeError: the home tier has no room. No parameter was moved.
+            StreamError: an update at home had failed. No parameter was moved.
         """
+        self.updates.finish()
         assert layout.groups[: len(self.layout.groups)] == self.layout.groups, "a layout is only ever extended"
         former = dict(self._parameters)
         self._parameters.update({name: weakref.ref(p) for name, p in parameters.items()})
@@ -178,7 +182,7 @@ class ChunkStore:
         """A tensor over a parameter's bytes (or its gradient's, or a state's) at home; its storage is its own."""
         group, where = self._slices[name]
         dtype, entries = group.kind_dtype(kind), group.entries(kind, where)
-        shape, stride = (where.spec.shape, where.spec.stride) if kind not in SCALES else ((_length(entries),), (1,))
+        shape, stride = (where.spec.shape, where.spec.stride) if kind not in SCALES else ((length(entries),), (1,))
         return self.arena.view(chunk_name(kind, group.index), dtype, shape, stride, entries.start * dtype.itemsize)
 
     # --- chunks on the move ---
@@ -200,6 +204,7 @@ class ChunkStore:
         group, slot = self.layout.groups[group_index], self.slot(chunk)
         state = advance(chunk, slot.state, ChunkState.PREFETCHING)
         needs_data = kind != GRAD or self.collect_gradients(group_index)
+        self.updates.note_use(group_index)
         begin, end = chunk_part(chunk) or (0, group.numel)
         slot.buffer = buffer = self._take_slot(num_entries(kind, end - begin), group.kind_dtype(kind))
         if self.debug:
@@ -207,7 +212,7 @@ class ChunkStore:
         slot.state, slot.copy, slot.dirty = state, None, False
         if needs_data:
             job = self.arena.reader(*self._whole(chunk), buffer)
-            slot.copy = self.tier.to_device.submit(job, after=self.tier.mark())
+            slot.copy = self.tier.to_device.submit(job, after=(*self.tier.mark(), *self.updates.before(group_index)))
             self.traffic.to_device_nbytes += buffer.nbytes
 
     def wait(self, chunk: str) -> None:
@@ -227,14 +232,20 @@ class ChunkStore:
         For a host that reads or writes home memory itself, as an update on CPU threads does.
 
         Raises:
-            StreamError, HomeError: the chunk's copy failed.
+            StreamError, HomeError: the chunk's copy, or its update, failed.
         """
+        self.updates.wait(split_chunk_name(chunk)[1])
         slot = self._slots.get(chunk)
         if slot is not None and slot.copy is not None and slot.state is ChunkState.EVICTING:
             slot.copy.wait()
             return
         for moment in self.tier.mark():
             moment.wait()
+
+    def home_moments(self, group: int) -> list[Moment]:
+        """When all that was enqueued so far, and every copy of the group's chunks under way, is over."""
+        slots = [self._slots.get(chunk_name(kind, group)) for kind in self.layout.groups[group].update_kinds]
+        return [*self.tier.mark(), *(slot.copy for slot in slots if slot is not None and slot.copy is not None)]
 
     def write_back(self, chunk: str) -> None:
         """Start to copy a dirty slot home; nothing moves if it is clean."""
@@ -244,7 +255,8 @@ class ChunkStore:
         assert buffer is not None
         if slot.dirty:
             job = self.arena.writer(*self._whole(chunk), buffer)
-            slot.copy = self.tier.to_home.submit(job, after=self.tier.mark())
+            updates = self.updates.before(split_chunk_name(chunk)[1])
+            slot.copy = self.tier.to_home.submit(job, after=(*self.tier.mark(), *updates))
             self.traffic.to_home_nbytes += buffer.nbytes
             slot.dirty = False
 
@@ -346,7 +358,7 @@ class ChunkStore:
         for tensor_slice in self.layout.groups[index].slices:
             name = tensor_slice.spec.name
             parameter = self.parameter(name)
-            reference, address = self._handed_out.get(name, _NOTHING)
+            reference, address = self._handed_out.get(name, NOTHING)
             handed = reference()
             grad = parameter.grad
             if handed is not None and handed is not grad:
@@ -355,6 +367,7 @@ class ChunkStore:
                 continue
             found = True
             if handed is not grad or grad.data_ptr() != address:
+                self.updates.wait(index)
                 self.tier.enqueue(self._hand_out(name, parameter).copy_, grad)
         return found
 
@@ -383,14 +396,3 @@ class ChunkStore:
             self._hand_out(name, parameter)
         else:
             self.tier.enqueue(add_later, target, take)
-
-
-def _length(entries: slice) -> int:
-    return entries.stop - entries.start
-
-
-def _gone() -> None:
-    return None
-
-
-_NOTHING = (_gone, 0)

@@ -18,17 +18,25 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from types import TracebackType
+from typing import Protocol
 
 from chunkc.ir.errors import HomeError, StreamError
 
 POLL_S = 0.1  # how often a waiter looks whether the thread is still alive; a finished job wakes it at once
 
 
+class Awaited(Protocol):
+    """What a job can come after: an event, or whatever else a thread can wait for."""
+
+    def wait(self) -> None:
+        """Block the calling thread until it is over; raise what went wrong."""
+
+
 class Event:
     """Marks the end of one job of a stream. Made by `WorkerStream.submit` only."""
 
     def __init__(
-        self, stream_name: str, thread: threading.Thread, job: Callable[[], None], after: Sequence[Event]
+        self, stream_name: str, thread: threading.Thread, job: Callable[[], None], after: Sequence[Awaited]
     ) -> None:
         self._stream_name = stream_name
         self._thread = thread
@@ -184,8 +192,8 @@ class WorkerStream:
         """Seconds that this stream's jobs have run in all."""
         return self._ledger.busy_s
 
-    def submit(self, job: Callable[[], None], *, after: Sequence[Event] = ()) -> Event:
-        """Queue a job, to run behind all earlier ones and once every event of `after` is done. Never blocks.
+    def submit(self, job: Callable[[], None], *, after: Sequence[Awaited] = ()) -> Event:
+        """Queue a job, to run behind all earlier ones and once everything of `after` is done. Never blocks.
 
         A job that raises spoils its own event and those submitted `after` it, which do not run and raise the
         same error; other jobs of the stream run.

@@ -23,6 +23,7 @@ _HELPERS = (
     "operator_calls",
     "operator_calls_2",
     "optim_models",
+    "overlap_cases",
     "formats/synthetic",
     "end_to_end/fault_cases",
     "ir/verify_cases",

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -212,6 +213,49 @@ def test_home_is_updated_after_all_that_was_enqueued() -> None:
             subject.settle()
             results.append([array(p) for p in subject.model.parameters()])
     assert not differences(*results)
+
+
+def overlapped(
+    mode: str, seed: int = 0, *, updates_s: float = 0.0, copies_s: float = 0.001, leave_out: str = ""
+) -> list[Any]:
+    """Losses and weights of training with `overlap=mode`; updates come up to `updates_s` late, jobs of streams too."""
+    of, gpu, random = case(), FakeGpu(longest_s=copies_s), Random(seed)
+    gpu.reseed(seed)
+    with on_fake_gpu(gpu):
+        subject = Subject(of, budget(of, 0))
+        store = subject.session.store
+        store.updates._stream._delay = lambda: random.uniform(0.5, 1.0) * updates_s
+        optimizer = adamw(subject, "cpu", overlap=mode)
+        if leave_out == "fetch after update":
+            store.updates.before = lambda group: ()
+        elif leave_out == "update after arrival":
+            store.home_moments = lambda group: []
+        results = []
+        for step in range(STEPS):
+            loss = subject.compiled(**of.batch(step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            results.append(array(loss))
+        for moment in store.updates._pending.values():
+            moment.wait()
+        optimizer.synchronize()
+        subject.settle()
+        return [*results, *(array(p) for p in subject.model.parameters())]
+
+
+def test_overlapping_updates_change_no_bit() -> None:
+    expected = overlapped("none")
+    for mode in ("forward", "backward", "both"):
+        for seed in range(2):
+            assert not differences(overlapped(mode, seed, updates_s=0.01), expected), (mode, seed)
+
+
+def test_overlapping_updates_need_their_waits() -> None:
+    expected = overlapped("none")
+    assert differences(overlapped("forward", updates_s=0.05, leave_out="fetch after update"), expected)
+    late = (overlapped("backward", seed, copies_s=0.02, leave_out="update after arrival") for seed in range(10))
+    assert any(differences(found, expected) for found in late)
 
 
 def test_torch_s_own_optimizer_through_home_views() -> None:

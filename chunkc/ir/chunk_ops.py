@@ -7,6 +7,8 @@
                                                        `p.grad`); True: nothing else reads its storage
 %write_back = write_back("grad:3")                     start to copy the slot home
 %evict      = evict("param:3")                         give the slot back
+%settle     = settle(3)                                group 3 is settled: its gradients are complete and on their way
+                                                       home, and the phase reads and writes nothing of it there again
 %update     = update(3, 0, 65536)                      one fused optimizer pass over these elements of group 3
 %update_1   = update(3, 0, 65536, 1, 2)                the second stage of two
 """
@@ -45,6 +47,10 @@ def parameter(chunk: str, name: str) -> None:
 
 def sink(parameter_name: str, chunk: str | None, gradient: object, owned: bool) -> None:
     _never_called("sink")
+
+
+def settle(group: int) -> None:
+    _never_called("settle")
 
 
 def update(group: int, begin: int, end: int, stage: int = 0, num_stages: int = 1) -> None:

@@ -16,6 +16,8 @@ from chunkc.ir.errors import OptionsError
 
 COMPUTE, TO_DEVICE, TO_HOME = "compute", "to_device", "to_home"
 STREAMS = (COMPUTE, TO_DEVICE, TO_HOME)
+AT_HOME = "at_home"
+"""The stream of updates by the CPU, where there are any."""
 
 KINDS = ("parameters", "gradients", "optimizer states", "slots", "activations", "temporaries", "others")
 """What bytes on the compute tier can be. Slots hold chunks of all three kinds of model data."""
@@ -26,7 +28,7 @@ class TimedEvent:
     """Something that takes time on a stream of the predicted step.
 
     Attributes:
-        stream: of `STREAMS`.
+        stream: of `STREAMS`, or `AT_HOME`.
         kind: `call` (a segment), `update` (the optimizer's, of a part of a chunk group), `prefetch`, `write_back`,
             or `stall` (the computation waits for a copy).
         name: the call, or the chunk that moves (or is waited for).
@@ -113,7 +115,7 @@ class StepTime:
 
     `compute` is forward and backward arithmetic, `optimizer` the updates'; the two links are busy for `to_device` and
     `to_home` beside them; `stall` is time in which the computation waits for a copy. `total` is compute, optimizer and
-    stall.
+    stall. Updates by the CPU count where they are waited for: in `optimizer` at the step's end, in `stall` by a copy.
     """
 
     total: float

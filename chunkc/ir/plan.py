@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from chunkc.ir.chunks import split_chunk_name
+
 PREFETCH, WAIT, EVICT, WRITE_BACK = "prefetch", "wait", "evict", "write_back"
 
 
@@ -111,6 +113,15 @@ class PhasePlan:
     phase: str
     stops: tuple[tuple[Event, ...], ...]
     moments: tuple[Moment, ...]
+
+    def last_copies(self) -> dict[int, tuple[int, int]]:
+        """Group -> stop, and place in it, of the last event that starts a copy of one of its chunks, either way."""
+        found: dict[int, tuple[int, int]] = {}
+        for at, stop in enumerate(self.stops):
+            for place, event in enumerate(stop):
+                if event.kind in (PREFETCH, WRITE_BACK):
+                    found[split_chunk_name(event.chunk)[1]] = (at, place)
+        return found
 
     def traffic_nbytes(self, kind: str) -> int:
         return sum(event.nbytes for stop in self.stops for event in stop if event.kind == kind)

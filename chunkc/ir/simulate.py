@@ -2,21 +2,26 @@
 
 The rules are the runtime's: the computation goes through the plan in order; copies queue on their link, one after
 another, from the moment they are asked for; a wait holds the computation until the copy is done. A gradient chunk that
-no call of the step has written yet has nothing to read from home, so its slot costs no copy.
+no call of the step has written yet has nothing to read from home, so its slot costs no copy. Updates by the CPU have a
+stream of their own; copies of a group at home come after its update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from chunkc.ir.chunks import GRAD, split_chunk_name
-from chunkc.ir.explanation import COMPUTE, TO_DEVICE, TO_HOME, StepTime, TimedEvent, Traffic
+from chunkc.ir.chunks import GRAD, PARAM, chunk_name, split_chunk_name
+from chunkc.ir.explanation import AT_HOME, COMPUTE, TO_DEVICE, TO_HOME, StepTime, TimedEvent, Traffic
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import PREFETCH, WAIT, WRITE_BACK, PhasePlan
-from chunkc.ir.program import UPDATE
+from chunkc.ir.program import BACKWARD, UPDATE
 
 STAYING = "update of what stays"
 """The event that stands for the update of parameters that never move."""
+
+BY_THE_CPU = "updates by the CPU"
+"""The event that stands for waiting, at a step's end, for updates at home."""
 
 UPDATE_NBYTES_PER_ELEMENT = 28
 """Memory traffic of Adam per element: four fp32 reads and three writes; with a master copy about the same."""
@@ -28,12 +33,31 @@ def update_s_per_element(hardware: Hardware) -> float:
     return UPDATE_NBYTES_PER_ELEMENT / (rate or hardware.memory_bytes_per_s)
 
 
+@dataclass(frozen=True)
+class HomeUpdates:
+    """Updates that the CPU makes at home, one after the other, on a stream of its own.
+
+    Attributes:
+        seconds: of each group's, by its index.
+        beside_forward: the next forward goes on meanwhile, and waits for a group where it fetches it.
+        beside_backward: a group's begins when its gradients have arrived and nothing of it is fetched again.
+    """
+
+    seconds: Mapping[int, float] = field(default_factory=dict)
+    beside_forward: bool = False
+    beside_backward: bool = False
+
+
+NONE_AT_HOME = HomeUpdates()
+
+
 def simulate(
     phases: Sequence[PhasePlan],
     costs_s: Mapping[str, float],
     hardware: Hardware,
     *,
     staying_update_s: float = 0.0,
+    at_home: HomeUpdates = NONE_AT_HOME,
 ) -> tuple[TimedEvent, ...]:
     """What happens on each stream in one step that begins without gradients, in order of time.
 
@@ -41,29 +65,64 @@ def simulate(
         phases: in the order in which they run: forward, backward, the optimizer's update.
         costs_s: seconds of arithmetic of each call, by the moment's name.
         staying_update_s: the update of all that never moves; it comes first in the optimizer's step.
+        at_home: updates by the CPU. Where they go on beside the next forward, the step is one that follows another:
+            what the former left to do comes first.
+    """
+    events, left_s = _replay(phases, costs_s, hardware, staying_update_s, at_home, {})
+    if left_s:
+        events, _ = _replay(phases, costs_s, hardware, staying_update_s, at_home, left_s)
+    return events
+
+
+def _replay(
+    phases: Sequence[PhasePlan],
+    costs_s: Mapping[str, float],
+    hardware: Hardware,
+    staying_update_s: float,
+    at_home: HomeUpdates,
+    left_s: Mapping[int, float],
+) -> tuple[tuple[TimedEvent, ...], dict[int, float]]:
+    """One step's events, and what it leaves to the next: groups whose updates end so long after it.
+
+    Args:
+        left_s: what the former step has left to this one.
     """
     found: list[TimedEvent] = []
     now = 0.0
-    free = {TO_DEVICE: 0.0, TO_HOME: 0.0}
+    free = {TO_DEVICE: 0.0, TO_HOME: 0.0, AT_HOME: max(left_s.values(), default=0.0)}
     done: dict[str, float] = {}  # chunk -> when its latest copy is done
     written: set[int] = set()  # groups whose gradients are at home
+    updated = dict(left_s)  # group -> when the latest update at home ends
+    needed: dict[int, None] = {}  # groups in the order of their first fetch
+    to_do = dict(at_home.seconds)
     rate = {TO_DEVICE: hardware.to_device_bytes_per_s, TO_HOME: hardware.to_home_bytes_per_s}
 
     def copy(kind: str, stream: str, chunk: str, nbytes: int, phase: str) -> None:
-        start = max(now, free[stream])
+        start = max(now, free[stream], updated.get(split_chunk_name(chunk)[1], 0.0))
         free[stream] = done[chunk] = start + nbytes / rate[stream]
         found.append(TimedEvent(stream, kind, chunk, start, done[chunk], nbytes, phase, ""))
 
+    def update_at_home(group: int, ready: float, phase: str) -> None:
+        start = max(ready, free[AT_HOME])
+        free[AT_HOME] = updated[group] = start + to_do.pop(group)
+        found.append(TimedEvent(AT_HOME, "update", chunk_name(PARAM, group), start, updated[group], 0, phase, ""))
+
     for phase in phases:
+        last = {where: group for group, where in phase.last_copies().items()}
         if phase.phase == UPDATE and staying_update_s > 0:
             end = now + staying_update_s
             found.append(TimedEvent(COMPUTE, "update", STAYING, now, end, 0, UPDATE, ""))
             now = end
+        if phase.phase == UPDATE:
+            order = {group: at for at, group in enumerate(needed)}
+            for group in sorted(to_do, key=lambda group: (order.get(group, len(order)), group)):
+                update_at_home(group, max(now, free[TO_HOME]), UPDATE)
         for index, stop in enumerate(phase.stops):
-            for event in stop:
+            for place, event in enumerate(stop):
                 kind, group = split_chunk_name(event.chunk)
                 if event.kind == PREFETCH and (kind != GRAD or group in written):
                     copy(PREFETCH, TO_DEVICE, event.chunk, event.nbytes, phase.phase)
+                    needed.setdefault(group)
                 elif event.kind == WRITE_BACK:
                     copy(WRITE_BACK, TO_HOME, event.chunk, event.nbytes, phase.phase)
                     written |= {group} if kind == GRAD else set()
@@ -71,13 +130,20 @@ def simulate(
                     end = done[event.chunk]
                     found.append(TimedEvent(COMPUTE, "stall", event.chunk, now, end, 0, phase.phase, ""))
                     now = end
+                if at_home.beside_backward and phase.phase == BACKWARD and (index, place) in last and group in to_do:
+                    ready = max(done.get(chunk_name(kind, group), 0.0) for kind in (PARAM, GRAD))
+                    update_at_home(group, max(now, ready), phase.phase)
             if index < len(phase.moments):
                 moment = phase.moments[index]
                 end = now + costs_s.get(moment.name, 0.0)
                 kind = "update" if phase.phase == UPDATE else "call"
                 found.append(TimedEvent(COMPUTE, kind, moment.name, now, end, 0, phase.phase, moment.module))
                 now = end
-    return tuple(sorted(found, key=lambda event: (event.start_s, event.end_s)))
+    if not at_home.beside_forward and free[AT_HOME] > now:
+        found.append(TimedEvent(COMPUTE, "update", BY_THE_CPU, now, free[AT_HOME], 0, UPDATE, ""))
+        now = free[AT_HOME]
+    left = {group: end - now for group, end in updated.items() if end > now}
+    return tuple(sorted(found, key=lambda event: (event.start_s, event.end_s))), left
 
 
 def step_time(events: Sequence[TimedEvent]) -> StepTime:

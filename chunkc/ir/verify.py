@@ -10,6 +10,7 @@ Rules, by the words their violations begin with:
     slot      a slot is given back only when no copy to or from it is under way
     dirty     a slot with data newer than home is not given back before it was written back
     state     no event makes sense twice: no prefetch of a present chunk, no wait or evict of an absent one
+    home      of a settled group all gradients are at home or on their way, and no copy starts either way
     budget    bytes never exceed the budget
     end       the phase ends with exactly the chunks it should, clean and quiet
 """
@@ -65,6 +66,7 @@ class _Checker:
         self.group_of = layout.group_of()
         self.sunk: Counter[str] = Counter()
         self.updated: dict[int, list[list[tuple[int, int]]]] = {}  # group -> tiles of each stage
+        self.settled: set[int] = set()
 
     def _new_slot(self) -> _Slot:
         self.generations += 1
@@ -164,7 +166,22 @@ class _Checker:
         for arg in node.args:
             self.read_once(arg)  # type: ignore[arg-type]
 
+    def on_settle(self, node: fx.Node, group: int) -> None:
+        self.settled.add(group)
+        slot = self.slots.get(chunk_name(GRAD, group))
+        if slot is not None and (slot.dirty or slot.copying == "in"):
+            self.fail("home", node, f"group {group} is settled before its gradients are on their way home")
+        for tensor_slice in self.layout.groups[group].slices:
+            if not self.sunk[tensor_slice.spec.name]:
+                self.fail("home", node, f"group {group} is settled without a gradient of {tensor_slice.spec.name}")
+
+    def _copies(self, node: fx.Node, chunk: str) -> None:
+        """A copy of the chunk starts, either way."""
+        if split_chunk_name(chunk)[1] in self.settled:
+            self.fail("home", node, f"{chunk} is copied after its group was settled")
+
     def on_prefetch(self, node: fx.Node, chunk: str) -> None:
+        self._copies(node, chunk)
         if chunk in self.slots:
             return self.fail("state", node, f"{chunk} has a slot already")
         self.slots[chunk] = self._new_slot()
@@ -186,6 +203,7 @@ class _Checker:
             self.fail("dirty", node, f"{chunk} is newer than its home and was not written back")
 
     def on_write_back(self, node: fx.Node, chunk: str) -> None:
+        self._copies(node, chunk)
         slot = self.slots.get(chunk)
         if slot is None:
             return self.fail("state", node, f"{chunk} has no slot to write back")

@@ -325,6 +325,31 @@ def the_end_comes_during_a_load(c: Case) -> None:
     c.add_before(next(iter(reversed(c.graph.nodes))), (PREFETCH, "grad:0"))
 
 
+def settled(c: Case, group: int) -> fx.Node:
+    return next(n for n in c.all("settle") if n.args == (group,))
+
+
+@sabotage("home", "settling")
+def a_group_is_settled_before_its_gradient_is_made(c: Case) -> None:
+    move_before(settled(c, 1), c.call("backward.1"))
+
+
+@sabotage("home", "settling")
+def a_group_is_settled_before_its_gradient_leaves(c: Case) -> None:
+    move_before(settled(c, 1), c.the(WRITE_BACK, "grad:1"))
+
+
+@sabotage("home", "settling")
+def a_parameter_is_fetched_after_its_group_was_settled(c: Case) -> None:
+    c.add_after(settled(c, 1), (PREFETCH, "param:1"), (WAIT, "param:1"), (EVICT, "param:1"))
+
+
+@sabotage("home", "settling")
+def a_gradient_comes_back_after_its_group_was_settled(c: Case) -> None:
+    wait = next(n for n in c.graph.nodes if n.target is chunk_ops.evict and n.args == ("grad:1",))
+    c.add_after(wait, (PREFETCH, "grad:1"), (WAIT, "grad:1"), (EVICT, "grad:1"))
+
+
 @pytest.mark.parametrize("name", SABOTAGES)
 def test_sabotage_is_reported_by_its_rule(name: str) -> None:
     rule, phase, spare, break_it = SABOTAGES[name]

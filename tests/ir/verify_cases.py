@@ -112,7 +112,12 @@ class Case:
         return {violation.partition(" ")[0].rstrip(":") for violation in self.violations(**changes)}
 
     def all(self, kind: str, chunk: str | None = None) -> list[fx.Node]:
-        targets = {"parameter": chunk_ops.parameter, "sink": chunk_ops.sink, "update": chunk_ops.update}
+        targets = {
+            "parameter": chunk_ops.parameter,
+            "sink": chunk_ops.sink,
+            "update": chunk_ops.update,
+            "settle": chunk_ops.settle,
+        }
         target = (targets | chunk_ops.EVENT_TARGETS)[kind]
         at = 1 if kind == "sink" else 0
         return [n for n in self.graph.nodes if n.target is target and (chunk is None or n.args[at] == chunk)]
@@ -155,7 +160,10 @@ def plan_step(budget: int | None, spare: int = 0) -> Plan:
 
 
 def case(phase: str, spare: int = 0) -> Case:
-    """The forward, backward or update under the smallest budget, plus `spare` bytes."""
+    """The forward, backward or update under the smallest budget, plus `spare` bytes.
+
+    `settling`: the backward, saying when groups are settled at home.
+    """
     fixed = fixed_nbytes(LAYOUT, frozenset())
     if phase == "update":
         tiles = update_tiles(LAYOUT, range(NUM_LAYERS), 0)
@@ -166,7 +174,14 @@ def case(phase: str, spare: int = 0) -> Case:
         return Case(plan, graph.graph, {"fixed_nbytes": fixed + 100, "budget_nbytes": budget})
     plan = plan_step(None, spare)
     program, index = (forward_program(), 0) if phase == "forward" else (backward_program(), 1)
-    graph = insert_events(program, plan.phases[index], MODULES, group_of=LAYOUT.group_of(), resident=frozenset())
+    graph = insert_events(
+        program,
+        plan.phases[index],
+        MODULES,
+        group_of=LAYOUT.group_of(),
+        resident=frozenset(),
+        layout=LAYOUT if phase == "settling" else None,
+    )
     options = {"fixed_nbytes": fixed, "budget_nbytes": plan.budget_nbytes}
     options |= {"kept": plan.kept} if phase == "forward" else {"present": plan.kept}
     return Case(plan, graph.graph, options)

@@ -1,0 +1,88 @@
+"""Updates that begin during the backward, as the graphs of a session see them: which groups, and who must not run then.
+
+A compiled backward says when a group is settled at home: its gradients are complete and on their way, and nothing of
+it is read from home again. Whoever wants to update the group may begin then. From then to that optimizer's `step()` no
+graph that uses the group may run: it would compute with parameters of two steps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+from chunkc.ir.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from chunkc.session import Session
+
+
+class Starter(Protocol):
+    """An optimizer that begins updates during the backward."""
+
+    def begin_update(self, session: Session, group: int) -> bool:
+        """Begin a settled group's update, if it is this optimizer's and may begin; whether it did."""
+
+    def __hash__(self) -> int: ...
+
+
+class EarlyUpdates:
+    """Who begins updates during a session's backward, and what has begun since the last step."""
+
+    def __init__(self) -> None:
+        self._starters: weakref.WeakSet[Starter] = weakref.WeakSet()
+        self._begun: dict[int, weakref.WeakSet[Starter]] = {}
+        self._in_flight: Counter[int] = Counter()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anybody wants to know when a group is settled."""
+        return len(self._starters) > 0
+
+    def join(self, starter: Starter) -> None:
+        self._starters.add(starter)
+
+    def enter_forward(self, groups: Iterable[int], *, has_backward: bool) -> None:
+        """A graph that uses these groups is about to run its forward.
+
+        Raises:
+            UnsupportedError: the update of one of them has begun.
+        """
+        self._refuse(groups, "forward")
+        if self.wanted and has_backward:
+            self._in_flight.update(groups)
+
+    def enter_backward(self, groups: Iterable[int]) -> None:
+        """A graph that uses these groups is about to run the backward of one of its forwards; raises as above."""
+        self._refuse(groups, "backward")
+        for group in groups:
+            if self._in_flight[group] > 0:
+                self._in_flight[group] -= 1
+
+    def settled(self, session: Session, group: int) -> None:
+        """A group is settled in the backward that runs now; its updates begin unless another backward may follow."""
+        if self._in_flight[group] > 0:
+            return
+        for starter in list(self._starters):
+            if starter.begin_update(session, group):
+                self._begun.setdefault(group, weakref.WeakSet()).add(starter)
+
+    def stepped(self, starter: Starter) -> None:
+        """An optimizer has ended its step: what it began is over, and no forward before this counts any more."""
+        self._in_flight.clear()
+        for group, starters in list(self._begun.items()):
+            starters.discard(starter)
+            if not starters:
+                del self._begun[group]
+
+    def _refuse(self, groups: Iterable[int], phase: str) -> None:
+        if not self._begun:
+            return
+        if any(self._begun.get(group) for group in groups):
+            raise UnsupportedError(
+                f'a {phase} would use parameters that the last backward has begun to update (overlap="backward"): call '
+                "optimizer.step() after each backward(), or, where gradients are accumulated, run all but the last "
+                "backward() inside `with optimizer.accumulating():`; a GradScaler, which may skip a step, needs overlap"
+                '="forward" or "none"'
+            )

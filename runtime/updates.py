@@ -1,0 +1,126 @@
+"""Updates of chunk groups in home memory, by the CPU, behind the back of whoever asked for them.
+
+    store.updates.begin(3, job, label="...", after=moments)     # returns at once
+    store.tier.to_device.submit(read, after=[*mark, *store.updates.before(3)])
+
+One worker thread runs them in the order in which they were asked for. Until one has ended nobody may read or write
+its group at home: copies are submitted `before` it has ended and so start after it; a host asks `wait`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from chunkc.ir.errors import HomeError, StreamError
+from chunkc.runtime.streams import Event, WorkerStream
+from chunkc.runtime.tier import Moment
+
+logger = logging.getLogger(__name__)
+
+
+class HomeUpdates:
+    """The updates at home of one model's chunk groups, one after the other.
+
+    At the interpreter's exit those under way are waited for: a thread must not be torn out of arithmetic.
+
+    Args:
+        delay: race tests only: seconds to sleep before every update.
+    """
+
+    def __init__(self, *, delay: Callable[[], float] | None = None) -> None:
+        self._stream = WorkerStream("update", delay=delay)
+        self._pending: dict[int, Event] = {}
+        self._needed: dict[int, None] = {}
+        at_exit = partial(_finish_at_exit, weakref.ref(self))
+        atexit.register(at_exit)
+        weakref.finalize(self, atexit.unregister, at_exit).atexit = False
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that updates have taken in all, as far as they have ended."""
+        return self._stream.busy_s
+
+    def begin(self, group: int, job: Callable[[], None], *, label: str, after: Sequence[Moment] = ()) -> None:
+        """Update a group once all of `after` is over, and every update begun before. Never blocks.
+
+        Args:
+            job: reads and writes the group's home memory.
+            label: the group as its user knows it, for the error of a job that fails.
+
+        Raises:
+            StreamError: there is no thread to be had.
+        """
+        self._pending[group] = self._stream.submit(partial(_run, job, label), after=after)
+
+    def before(self, group: int) -> tuple[Event, ...]:
+        """What a copy of the group's home has to wait for; nothing where no update is under way."""
+        event = self._pending.get(group)
+        if event is None:
+            return ()
+        if event.done() and not event.failed():
+            del self._pending[group]
+            return ()
+        return (event,)
+
+    def wait(self, group: int) -> None:
+        """Block the caller until the group's update has ended.
+
+        Raises:
+            StreamError, HomeError: it failed; again with every call, until `finish` has told of it.
+        """
+        for event in self.before(group):
+            event.wait()
+
+    def finish(self) -> None:
+        """Block the caller until every update has ended; then raise the first error, and forget the others.
+
+        Raises:
+            StreamError, HomeError: an update failed: the parameters it names may be half updated.
+        """
+        problem: StreamError | HomeError | None = None
+        for group in list(self._pending):
+            try:
+                self._pending[group].wait()
+            except (StreamError, HomeError) as error:
+                problem = problem or error
+            del self._pending[group]
+        if problem is not None:
+            raise problem
+
+    # --- the order in which groups are needed ---
+
+    def note_use(self, group: int) -> None:
+        """The group is fetched from home: before those that are fetched later."""
+        self._needed.setdefault(group)
+
+    def in_order_of_use(self, groups: Sequence[int]) -> list[int]:
+        """The groups in the order of their first fetch since the last call of this; others follow, by index."""
+        known = {group: at for at, group in enumerate(self._needed)}
+        self._needed.clear()
+        return sorted(groups, key=lambda group: (known.get(group, len(known)), group))
+
+
+def _run(job: Callable[[], None], label: str) -> None:
+    """On the worker thread, whose grad mode is its own."""
+    try:
+        with torch.no_grad():
+            job()
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise StreamError(f"the update of {label} failed and may be half done: {problem}") from error
+
+
+def _finish_at_exit(reference: weakref.ref[HomeUpdates]) -> None:
+    updates = reference()
+    if updates is None:
+        return
+    try:
+        updates._stream.close()
+    except (StreamError, HomeError) as error:  # nobody is left to catch it
+        logger.error("%s", error)

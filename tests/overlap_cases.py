@@ -1,0 +1,115 @@
+"""A small model whose updates and copies come late, for the tests of `overlap`."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import pytest
+import torch
+from harness import TINY, array, compile_case, refuse
+from torch import Tensor, nn
+from zoo import Case, floats
+
+import chunkc
+from chunkc.runtime.store import ChunkStore
+from chunkc.runtime.tier import CpuTier
+from chunkc.session import owner
+
+
+class Stack(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, dtype=dtype) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
+def case(dtype: torch.dtype = torch.float32) -> Case:
+    return Case("stack", lambda: Stack(dtype), lambda seed: {"x": floats(seed, (4, 64)).to(dtype)})
+
+
+class Late:
+    """Seconds by which jobs come late: at random by a seed, or all by as much."""
+
+    def __init__(self, seed: int | None = None, fixed_s: float = 0.0) -> None:
+        self.random, self.fixed_s = random.Random(seed), fixed_s
+        self.seed = seed
+
+    def __call__(self) -> float:
+        if self.seed is None or not self.fixed_s:
+            return self.fixed_s
+        return self.random.uniform(0.0, self.fixed_s) if self.random.random() < 0.5 else 0.0
+
+
+class Subject:
+    """The model, compiled under its minimum, each layer a chunk; copies and updates come late as the two say."""
+
+    def __init__(self, overlap: str, copies: Late, updates: Late, of: Case | None = None) -> None:
+        self.case = of or case()
+        nbytes = minimum_nbytes(self.case) + 1024  # masters of small parameters, where a rule keeps them whole
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("chunkc.runtime.devices.CpuTier", lambda: CpuTier(delay=copies))
+            self.model, self.compiled = compile_case(self.case, memory_budget=nbytes, whole_graph="never")
+        self.session: Any = owner(next(self.model.parameters()))[0]  # type: ignore[index]
+        self.store: ChunkStore = self.session.store
+        self.store.updates._stream._delay = updates
+        self.optimizer = chunkc.optim.AdamW(
+            self.model.parameters(), lr=1e-2, weight_decay=0.1, update_on="cpu", overlap=overlap
+        )
+
+    def backward(self, step: int) -> Tensor:
+        loss = self.compiled(**self.case.batch(step))
+        loss.backward()
+        return loss
+
+    def train(self, steps: range, *, reading: bool) -> list[Any]:
+        """Losses and gradients, and, if `reading`, parameters right after each step."""
+        results: list[Any] = []
+        for step in steps:
+            results.append(array(self.backward(step)))
+            results += [array(p.grad) for p in self.model.parameters()]
+            self.optimizer.step()
+            results += [array(p) for p in self.model.parameters() if reading]
+            self.optimizer.zero_grad()
+        return results
+
+    def state(self) -> list[Any]:
+        """Parameters and states, when all updates are over."""
+        self.optimizer.synchronize()
+        states = self.optimizer.state
+        return [
+            array(t) for p in self.model.parameters() for t in (p, *(states[p][kind] for kind in sorted(states[p])))
+        ]
+
+    @property
+    def num_under_way(self) -> int:
+        return len(self.store.updates._pending)
+
+
+@functools.cache
+def _minimum(dtype: torch.dtype) -> int:
+    return refuse(case(dtype), memory_budget=TINY).minimum_nbytes
+
+
+def minimum_nbytes(of: Case) -> int:
+    return _minimum(next(of.build().parameters()).dtype)
+
+
+def subject(overlap: str, **options: Any) -> Subject:
+    return Subject(overlap, Late(), Late(), **options)
+
+
+def results(made: Subject, mode: str) -> list[Any]:
+    """All that may be read with this mode."""
+    return [*made.train(range(4), reading=mode == "backward"), *made.state()]
+
+
+@functools.cache
+def expected(mode: str, dtype: torch.dtype = torch.float32) -> list[Any]:
+    """What `overlap="none"` gives."""
+    return results(subject("none", of=case(dtype)), mode)

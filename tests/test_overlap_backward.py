@@ -1,0 +1,152 @@
+"""`overlap="backward"`: what cannot be done once updates have begun raises; what the user says first is obeyed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from harness import differences
+from overlap_cases import Subject, subject
+from torch import nn
+
+import chunkc
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def trained_once(overlap: str = "backward") -> Subject:
+    made = subject(overlap)
+    made.train(range(1), reading=False)
+    return made
+
+
+def clip(made: Subject) -> None:
+    torch.nn.utils.clip_grad_norm_(made.model.parameters(), 1e-3)
+
+
+def replace_a_gradient(made: Subject) -> None:
+    weight = made.model.layers[2].weight  # type: ignore[union-attr, index]
+    weight.grad = weight.grad.clone()  # type: ignore[union-attr]
+
+
+def drop_a_gradient(made: Subject) -> None:
+    made.model.layers[2].weight.grad = None  # type: ignore[union-attr, index]
+
+
+def change_a_parameter(made: Subject) -> None:
+    with torch.no_grad():
+        made.model.layers[2].weight.clamp_(-0.1, 0.1)  # type: ignore[union-attr, index]
+
+
+@pytest.mark.parametrize("change", [clip, replace_a_gradient, drop_a_gradient, change_a_parameter])
+def test_changes_after_the_update_began_are_refused(change: Any) -> None:
+    made = trained_once()
+    made.backward(1)
+    change(made)
+    with pytest.raises(chunkc.UnsupportedError, match=r"layers.*changed after its update had begun.*overlap=.forward"):
+        made.optimizer.step()
+
+
+def train_scaled(overlap: str, *, unscale: bool) -> list[Any]:
+    made, scaler = subject(overlap), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(3):
+        scaler.scale(made.compiled(**made.case.batch(step))).backward()
+        if unscale:
+            scaler.unscale_(made.optimizer)
+        scaler.step(made.optimizer)
+        scaler.update()
+        made.optimizer.zero_grad()
+    return made.state()
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_loss_scale_waits_for_all_gradients(unscale: bool) -> None:
+    assert not differences(train_scaled("forward", unscale=unscale), train_scaled("none", unscale=unscale))
+    with pytest.raises(chunkc.UnsupportedError, match=r"a GradScaler must see all gradients.*overlap=.forward"):
+        train_scaled("backward", unscale=unscale)
+
+
+def test_a_learning_rate_that_changes_between_backward_and_step_is_refused() -> None:
+    made = trained_once()
+    made.backward(1)
+    made.optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(chunkc.OptionsError, match=r"hyper-parameters of layers.*change them after step"):
+        made.optimizer.step()
+
+
+def test_a_scheduler_steps_after_the_optimizer() -> None:
+    def train(overlap: str) -> list[Any]:
+        made = subject(overlap)
+        scheduler = torch.optim.lr_scheduler.StepLR(made.optimizer, 1, 0.5)
+        for step in range(4):
+            made.train(range(step, step + 1), reading=False)
+            scheduler.step()
+        return made.state()
+
+    assert not differences(train("both"), train("none"))
+
+
+def test_a_second_backward_before_the_step_is_refused() -> None:
+    made = trained_once()
+    loss = made.compiled(**made.case.batch(1))
+    other = made.compiled(**made.case.batch(2))
+    other.backward()
+    assert made.num_under_way == 0, "a forward is still without its backward"
+    loss.backward()
+    assert made.num_under_way == 4
+    with pytest.raises(chunkc.UnsupportedError, match=r"call optimizer.step\(\) after each backward"):
+        made.compiled(**made.case.batch(3))
+    made.optimizer.step()
+    made.compiled(**made.case.batch(3))
+
+
+def test_gradients_accumulate_where_the_user_says_so() -> None:
+    def train(overlap: str) -> list[Any]:
+        made = subject(overlap)
+        for step in range(3):
+            with made.optimizer.accumulating():
+                made.backward(2 * step)
+                made.backward(2 * step + 1)
+                assert overlap == "both" or made.num_under_way == 0
+            made.backward(2 * step + 10)
+            made.optimizer.step()
+            made.optimizer.zero_grad()
+        return made.state()
+
+    for mode in ("backward", "both"):
+        assert not differences(train(mode), train("none"))
+
+
+def test_parameters_with_hooks_are_updated_in_the_step() -> None:
+    def train(overlap: str) -> list[Any]:
+        made = subject(overlap)
+        made.model.layers[1].weight.register_hook(lambda grad: grad * 2)  # type: ignore[union-attr, index]
+        found = made.train(range(2), reading=False)
+        made.backward(2)
+        assert made.num_under_way == (3 if overlap == "backward" else 0)
+        made.optimizer.step()
+        return [*found, *made.state()]
+
+    assert not differences(train("backward"), train("none"))
+
+
+def test_a_new_group_and_a_loaded_state_begin_anew() -> None:
+    made = trained_once()
+    made.backward(1)
+    assert made.num_under_way == 4
+    made.optimizer.load_state_dict(copy.deepcopy(made.optimizer.state_dict()))
+    made.optimizer.zero_grad()
+    made.backward(2)
+    assert made.num_under_way == 0
+    made.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    made.optimizer.step()
+
+
+def test_only_what_makes_sense_is_taken() -> None:
+    parameters = [nn.Parameter(torch.zeros(2))]
+    with pytest.raises(chunkc.OptionsError, match='"none", "forward", "backward", "both"'):
+        chunkc.optim.AdamW(parameters, update_on="cpu", overlap="always")
+    with pytest.raises(chunkc.OptionsError, match='use update_on="cpu" or "auto"'):
+        chunkc.optim.AdamW(parameters, overlap="forward")
