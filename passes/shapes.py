@@ -9,6 +9,7 @@ again, stay as they were.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -59,7 +60,7 @@ class Shapes:
 AS_TRACED = Shapes()
 
 
-class _Translated(Shapes):
+class _Translated(Shapes, ABC):
     """Other tensors in place of the traced ones, made once each."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -102,8 +103,9 @@ class _Translated(Shapes):
             self._numbers[expression] = self._from(expression, value.node.pytype)
         return self._numbers[expression]
 
+    @abstractmethod
     def _from(self, expression: sympy.Expr, kind: type) -> Any:
-        raise NotImplementedError
+        """The number, of the given kind, in place of a traced expression."""
 
 
 class ShapesAt(_Translated):
