@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -24,7 +25,7 @@ from chunkc.ir.states import (
     StateFormat,
 )
 from chunkc.kernels.adam_cpu import adam_chunk_update
-from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, RoundingKey, Run, rounding_key
+from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Moments, RoundingKey, Run, rounding_key
 from chunkc.kernels.hyper import AdamHyper, scalar_table
 
 Runs = Sequence[tuple[int, int, AdamHyper]]
@@ -111,7 +112,7 @@ class AdamRule:
             return AdamFormat(
                 param_dtype,
                 grad_dtype,
-                moments=self.states.moments,
+                moments=cast(Moments, self.states.moments),
                 master=MASTER in kinds or MASTER_LOW in kinds,
                 split=MASTER_LOW in kinds,
                 rounding="stochastic" if self.stochastic and in_bf16 else "nearest",

@@ -164,7 +164,7 @@ class Session:
                 if old.states != new.states and chunk_name(EXP_AVG, old.index) in store.arena:
                     raise OptionsError(
                         f"{new.slices[0].spec.name} has optimizer states with {old.states} at home; they cannot become "
-                        f"{new.states}: use one format, or build the model anew"
+                        f"{new.states}: use one format, or give the model an options dictionary of its own"
                     )
             store.restate(layout)
             self.num_restatements += 1

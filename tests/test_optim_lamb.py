@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import HUGE, TINY, array, assert_same_training, compile_case, differences, refuse
+from harness import HUGE, TINY, array, assert_same_training, compile_case, differences
 from harness import train as train_limited
 from torch import Tensor, nn
 from zoo import Case, floats
@@ -43,7 +43,13 @@ def options(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
 
 
 def minimum(of: Case, dtype: torch.dtype = torch.float32, home: str = "cpu") -> int:
-    return refuse(of, memory_budget=TINY, home=home, **options(dtype)).minimum_nbytes
+    """The smallest budget where the optimizer, and with it the form of its states, is known before the first call."""
+    model, compiled = compile_case(of, memory_budget=TINY, home=home, **options(dtype))
+    optimizer = lamb(model)
+    with pytest.raises(chunkc.BudgetError) as caught:
+        compiled(**of.batch(0))
+    assert optimizer.state_dict()["state"] == {}
+    return caught.value.minimum_nbytes
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from chunkc.passes.graphs import placeholders, returned
 from chunkc.passes.segments import Piece, Segment, SegmentTable, clone_parameter_views, cut, extract
 from chunkc.passes.shapes import ShapesAt, SymbolicShapes, symbol_values
 from chunkc.passes.symbols import Size, free_symbols, holds, plain_symbol, region, shape_env_of
-from chunkc.passes.wrapper_reader import Wrapper
+from chunkc.passes.wrapper_reader import AT, Wrapper
 from chunkc.runtime import cpu_allocator
 
 Values = dict[sympy.Symbol, int]
@@ -83,6 +83,7 @@ class Meter(TorchDispatchMode):
         for name in self._wrapper.kernels:
             names[name] = self._read(name, names[name])
         names["empty_strided_cpu"] = self._read("allocation", names["empty_strided_cpu"])
+        names[AT] = lambda position: None
         call = self._wrapper.call(names)
         self._around = cpu_allocator.current_nbytes() - sum(storages_of(args).values())
         with self:
@@ -201,7 +202,7 @@ class Graph:
             return compiled.run(copies_of(args))
         whole = compiled.run(copies_of(args))
         expected = predicted(plain, args := copies_of(args))
-        meter = Meter(compiled.wrapper)
+        meter = Meter(compiled.wrapper.source)
         input_nbytes = [a.untyped_storage().nbytes() if isinstance(a, torch.Tensor) else 0 for a in args]
         gc.collect()
         outputs = meter.run(args)
