@@ -105,7 +105,7 @@ class _Translated(Shapes, ABC):
 
     @abstractmethod
     def _from(self, expression: sympy.Expr, kind: type) -> Any:
-        """What stands for a traced number, an integer or a float (`kind`)."""
+        """The number, of the given kind, in place of a traced expression."""
 
 
 class ShapesAt(_Translated):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from timeit import repeat
 from typing import Any
 
 import pytest
@@ -169,3 +170,16 @@ def test_moments_are_those_of_the_step(name: str) -> None:
         peaks = [position.non_model_nbytes for position in (*step.forward, *step.backward)]
         assert nbytes.max() == max(peaks)
         assert set(peaks) <= set(nbytes.tolist())
+
+
+def test_a_new_shape_takes_under_a_millisecond() -> None:
+    known = templates("short_gpt")
+    template = known.template(values(known, TRACED), whole=False)
+    moments, sizes = template.moments, iter(range(2, 10_000))
+
+    def evaluate() -> None:
+        at = values(known, (next(sizes), 24))
+        template.holds(at)
+        moments.at(at)
+
+    assert min(repeat(evaluate, number=1, repeat=50)) < 1e-3
