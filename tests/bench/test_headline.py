@@ -71,4 +71,4 @@ def test_rows_are_saved_and_taken_up_again(
     assert both.startswith(first)
     assert len(asked) == 2, "only the second row was asked about"
     assert [row["claim"]["system"] for row in json.loads(out.read_text())["rows"]] == ["Nobody", "Somebody"]
-    assert "| Nobody | rtx2060-6g | 0.001B | yes | 16 |" in both
+    assert "| Somebody | rtx2060-6g | 0.001B | yes | 16 |" in both
