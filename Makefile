@@ -5,6 +5,7 @@
 ## make lint      ruff, check and format
 ## make types     mypy
 ## make bench     the measurements of the README
+## make page      the explanation that the README shows, as a page: runs/explain.html
 
 PYTHON ?= python3
 VENV := .venv
@@ -21,7 +22,7 @@ endif
 # GNU make predefines CXX; torch's compiler reads the environment's, else its own default.
 COMPILER := $(if $(filter default,$(origin CXX)),$(DEFAULT_CXX),$(CXX))
 
-.PHONY: help setup check demo test test-all lint types bench
+.PHONY: help setup check demo test test-all lint types bench page
 .DEFAULT_GOAL := help
 
 help:
@@ -67,3 +68,8 @@ types: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python bench/run.py $(ARGS)
+
+page: $(STAMP)
+	@mkdir -p runs
+	$(BIN)/chunkc explain gpt-1b --hardware rtx2060-6g --batch-size 4 --activation-checkpointing --format html \
+	  --output runs/explain.html

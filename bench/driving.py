@@ -25,7 +25,9 @@ REPLY_TIMEOUT_S = 1800.0
 Timeout = float | Callable[[], float]
 """Seconds, or what gives them when an answer is waited for: a deadline comes nearer."""
 
-_EXIT_TIMEOUT_S = 60
+_EXIT_TIMEOUT_S = 5
+"""How long a process may take to end by itself once it is asked no more; all that it knows has been told by then."""
+
 _NUM_LOG_CHARACTERS = 3000
 
 

@@ -189,16 +189,21 @@ pick() { # the second argument with a GPU, else the first
 
 wants() { [[ $part == all || $part == "$1" ]]; }
 
-# Only these files: others need not even be importable here. The door to CUDA first.
-mapfile -t gpu_tests < <(grep -rlE --include='test_*.py' 'mark\.gpu\b' tests | sort -r)
+# Only these files: others need not even be importable here. The door to CUDA first, training last.
+mapfile -t gpu_tests < <(grep -rlE --include='test_*.py' 'mark\.gpu\b' tests | grep -v test_train | sort -r)
+gpu_tests+=(tests/gpu/test_train.py)
 quick=(-q -p no:cacheprovider --timeout=120)
+spread=() sanitized=(env)
+if [[ $device == cuda ]]; then
+    sanitized=(env TORCH_CUDA_SANITIZER=1) # asks for a CUDA device whatever runs: nothing to rehearse without one
+    "$PYTHON" -c 'import xdist' 2>/dev/null && spread=(-n 4) # most of their time is compilation, on the CPU
+fi
 step environment 12 bash -c environment
-[[ ${steps[-1]##* } == 0 ]] || ready=no
+[[ ${steps[-1]##* } == 1 ]] && ready=no # not where it was only slow
 if wants first; then
-    step tests 26 "$PYTHON" -m pytest "${gpu_tests[@]}" -m gpu "${quick[@]}"
-    # The sanitizer asks torch for a CUDA device whatever runs, so there is nothing to rehearse without one.
-    step sanitizer 12 env TORCH_CUDA_SANITIZER="$(pick "" 1)" \
-        "$PYTHON" -m pytest "${gpu_tests[@]}" -m "gpu and not slow" "${quick[@]}"
+    step tests 26 "$PYTHON" -m pytest "${gpu_tests[@]}" -m gpu "${quick[@]}" ${spread[@]+"${spread[@]}"}
+    step sanitizer 12 "${sanitized[@]}" \
+        "$PYTHON" -m pytest "${gpu_tests[@]}" -m "gpu and not slow" "${quick[@]}" ${spread[@]+"${spread[@]}"}
     if command -v compute-sanitizer >/dev/null; then
         step memcheck 10 compute-sanitizer --error-exitcode 9 "$PYTHON" -m pytest tests/kernels -m gpu "${quick[@]}"
     fi

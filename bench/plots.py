@@ -17,6 +17,7 @@ METRICS = {
     "budget": (("tokens/s", 1, "tokens per second"),),
     "bound": (("of bound", 100, "% of the bound"),),
     "scale": (("parameters", 1e-9, "billion parameters"),),
+    "prediction": (("measured to plan", 100, "% of the plan, measured"),),
 }
 _COLUMNS = 3
 _HIGHLIGHT, _OTHER = "tab:blue", "silver"

@@ -18,6 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import budget
+import machine
 from context import Context, Progress
 from driving import DoesNotFit, OutOfMemory, SubjectFailed, SubjectProcess, Unavailable, first_line
 from families import ModelChoice, construct
@@ -26,10 +27,10 @@ from specs import CHUNKC, SubjectSpec
 
 import chunkc
 from chunkc.cuda_offline import overhead_on
-from chunkc.devices import hardware_of
+from chunkc.devices import hardware_by_name
 from chunkc.ir.errors import ChunkcError
 from chunkc.ir.hardware import Hardware
-from chunkc.presets import load_hardware
+from chunkc.presets import default_hardware_path, load_hardware
 
 PHASES = ("forward", "backward", "update")
 STAND_IN = "h200"
@@ -77,7 +78,7 @@ def run(context: Context) -> Iterator[Section]:
 
 def _section(context: Context, case: Case, cache: Path, progress: Progress) -> Section:
     is_cuda = context.device == "cuda"
-    gpu = hardware_of(torch.device("cuda", 0)) if is_cuda else load_hardware(STAND_IN)
+    gpu = _gpu() if is_cuda else load_hardware(STAND_IN)
     libraries = overhead_on(gpu)
     # The GPU's plans get room for its libraries on top, so that all plans have the same bytes for the model.
     progress(f"{case.name}: planning from CPU fakes")
@@ -109,6 +110,12 @@ def _section(context: Context, case: Case, cache: Path, progress: Progress) -> S
         libraries_nbytes=libraries,
     )
     return Section(case.name, setting, rows)
+
+
+def _gpu() -> Hardware:
+    """The GPU by the driver's name: this process makes no context on it, which would be counted beside the subject."""
+    found = machine.hardware()
+    return hardware_by_name(found["gpu"], found["gpu_memory_nbytes"], default_hardware_path())
 
 
 def metrics_of(on_cpu: int | None, on_gpu: int | None, planned: int | None, measured: int | None) -> dict[str, Metric]:

@@ -14,16 +14,18 @@ from torch import fx, nn
 
 from chunkc.build import Builder
 from chunkc.capture import Capture, capture_graph, input_names
-from chunkc.captured import profile
+from chunkc.captured import Captured, profile
 from chunkc.devices import device_of
 from chunkc.graph import CompiledGraph
 from chunkc.ir.errors import ChunkcError, OptionsError, UnsupportedError
-from chunkc.logs import log_build, log_capture
+from chunkc.logs import log, log_build, log_capture
 from chunkc.options import Options, parse_options
 from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs import placeholders
 from chunkc.passes.planning import check_minimum, choose_resident
 from chunkc.session import Session, can_move, owner, session_for
+from chunkc.steps import SizedStep, StaticSteps, Steps, SymbolicSteps
+from chunkc.templates import Templates, traced_values
 from chunkc.variants import Variants
 
 
@@ -47,7 +49,9 @@ def chunkc(
             find_vector_isa()
         names = input_names(gm)
         variants = Variants(lambda inputs: compile_graph(gm, inputs, names, settings, options))
-        if not any(isinstance(value, torch.SymInt) for value in _example_values(gm, example_inputs)):
+        if _is_symbolic(gm, example_inputs):
+            _compile_for_any_shapes(variants, example_inputs)
+        else:
             variants.compile(example_inputs)
         return variants
     except ChunkcError as error:
@@ -61,8 +65,21 @@ def _raising(error: ChunkcError) -> Callable[..., Any]:
     return call
 
 
-def _example_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
-    return [*example_inputs, *(node.meta.get("example_value") for node in placeholders(gm.graph))]
+def _is_symbolic(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    values = [*example_inputs, *(node.meta.get("example_value") for node in placeholders(gm.graph))]
+    return any(isinstance(value, torch.SymInt) for value in values)
+
+
+def _compile_for_any_shapes(variants: Variants, inputs: Sequence[Any]) -> None:
+    """Compile once for all shapes that Dynamo's graph serves; where that cannot be, each as it comes."""
+    try:
+        variants.compile(inputs, any_shapes=True)
+    except _NotForAnyShapes as error:
+        log.warning("this graph's shapes change, and each will be compiled for itself: %s", error.__cause__)
+
+
+class _NotForAnyShapes(Exception):
+    """The cause says why a graph cannot be compiled once for all shapes."""
 
 
 def compile_graph(
@@ -72,10 +89,10 @@ def compile_graph(
     options: Options,
     source: Mapping[str, Any] | None,
 ) -> Callable[..., Any]:
-    """Compile one graph for concrete shapes.
+    """Compile one graph for given shapes, or for the symbolic ones that Dynamo is tracing now.
 
     Args:
-        inputs: example inputs; parameters are the model's own `nn.Parameter`s.
+        inputs: example inputs, concrete or symbolic; parameters are the model's own `nn.Parameter`s.
         names: the user's name of each input.
         source: the options as the user gave them: their identity ties the graphs of one model together.
 
@@ -97,8 +114,15 @@ def compile_graph(
     )
     named = {name: p for name, p in zip(parameter_names, parameters) if name is not None and p is not None}
     log_capture(capture)
-    compiled.append(_build(session, capture, options, named))
-    return call
+    compiled.append(_build(session, capture, options, named, gm))
+    if not isinstance(compiled[0].steps, SymbolicSteps):
+        return call
+
+    def admitted(*args: Any) -> Any:
+        compiled[0].admit(args)
+        return call(*args)
+
+    return admitted
 
 
 def _name_parameters(
@@ -147,19 +171,25 @@ def _compute_device(
     return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
 
 
-def _build(session: Session, capture: Capture, options: Options, named: Mapping[str, nn.Parameter]) -> CompiledGraph:
+def _build(
+    session: Session, capture: Capture, options: Options, named: Mapping[str, nn.Parameter], gm: fx.GraphModule
+) -> CompiledGraph:
     in_order = capture.order_of_use()
     movable = [session.spec_of(name, named[name]) for name in in_order if can_move(named[name])]
     fixed = [session.spec_of(name, named[name]) for name in in_order if not can_move(named[name])]
     layout = session.extend_layout(movable, fixed)
-    captured = Builder(
+    # What Inductor takes for granted of symbolic sizes Dynamo must hear now: later, nothing more may be compiled.
+    fused_for_any_sizes = options.codegen == "inductor" and bool(traced_values(capture))
+    builder = Builder(
         capture,
         options.codegen,
         layout,
         session.budget_nbytes,
         session.hardware,
-        may_be_whole=options.whole_graph == "auto" and (not layout.groups or session.all_may_stay()),
-    ).build()
+        may_be_whole=options.whole_graph == "auto" and not fused_for_any_sizes,
+    )
+    may_be_whole = not layout.groups or session.all_may_stay()
+    steps, captured = _steps(builder, gm, may_be_whole)
     log_build(captured, layout)
     step = profile(captured, layout)
     new = frozenset(g.index for g in layout.groups[len(session.store.layout.groups) :])
@@ -171,6 +201,20 @@ def _build(session: Session, capture: Capture, options: Options, named: Mapping[
     session.store.place(layout, named, resident)
     session.own(named)
     session.unplanned = False
-    compiled = CompiledGraph(session, captured)
-    compiled.plan(0)
+    compiled = CompiledGraph(session, steps, captured)
+    compiled.plan(SizedStep(captured), 0)
     return compiled
+
+
+def _steps(builder: Builder, gm: fx.GraphModule, may_be_whole: bool) -> tuple[Steps, Captured]:
+    """The graph at any sizes it serves, and as it was traced."""
+    if not traced_values(builder.capture):
+        captured = builder.build() if may_be_whole else builder.described(whole=False)
+        return StaticSteps(captured), captured
+    try:
+        templates = Templates(builder)
+        inputs = [node.meta.get("example_value") for node in placeholders(gm.graph)]
+        steps = SymbolicSteps(templates, builder.capture, inputs)
+    except UnsupportedError as error:
+        raise _NotForAnyShapes from error
+    return steps, templates.at(templates.traced, may_be_whole=may_be_whole)

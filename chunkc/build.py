@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,16 +14,29 @@ from chunkc.captured import Captured, profile
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.program import PhaseProgram
-from chunkc.passes.codegen import CompiledSegment, compile_segment, describe_segment
+from chunkc.passes.codegen import CompiledSegment, compile_segment, describe_segment, generated_wrapper
 from chunkc.passes.graphs import placeholders, returned
 from chunkc.passes.planning import fixed_nbytes
 from chunkc.passes.program import backward_program, forward_program
 from chunkc.passes.segments import Piece, SegmentTable, cut, extract, home_views
+from chunkc.passes.shapes import AS_TRACED, Shapes
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A cut step: what does not depend on sizes. `compiled`: its segments, each as it was last described."""
+
+    forward: tuple[Piece, ...]
+    backward: tuple[Piece, ...]
+    table: SegmentTable
+    compiled: dict[str, CompiledSegment] = field(default_factory=dict)
 
 
 @dataclass
 class Builder:
     """Cuts, compiles and describes both phases: whole where everything fits, in segments otherwise.
+
+    Each structure is cut and compiled once, however often it is described.
 
     Attributes:
         may_be_whole: whether the graph may be compiled whole if all its model data fits.
@@ -37,16 +50,27 @@ class Builder:
     hardware: Hardware
     may_be_whole: bool
     compiled: bool = True
+    _structures: dict[bool, Structure] = field(default_factory=dict)
 
-    def build(self) -> Captured:
+    def build(self, described: Callable[[bool, bool], Captured] | None = None) -> Captured:
+        """The step: whole or in segments.
+
+        Args:
+            described: (whole, estimated) -> the step so; by default with the sizes that were traced.
+        """
+        described = described or self.described
         if self.may_be_whole and self._staying_nbytes <= self.budget_nbytes:
-            estimate = self._captured(whole=True, estimated=True)
+            estimate = described(True, True)
             if self._fits(estimate):
-                exact = not self.compiled and self.codegen == "eager"
-                whole = estimate if exact else self._captured(whole=True)
+                whole = estimate if self.estimate_is_exact else described(True, False)
                 if self._fits(whole):
                     return whole
-        return self._captured(whole=False)
+        return described(False, False)
+
+    @property
+    def estimate_is_exact(self) -> bool:
+        """Whether an estimate is the description itself."""
+        return not self.compiled and self.codegen == "eager"
 
     def _fits(self, captured: Captured) -> bool:
         """Whether all model data can stay on the compute tier."""
@@ -60,43 +84,54 @@ class Builder:
         """All model data, on the compute tier."""
         return fixed_nbytes(self.layout, frozenset(group.index for group in self.layout.groups))
 
-    def _captured(self, *, whole: bool, estimated: bool = False) -> Captured:
-        """With `estimated`: only an upper bound of the memory, from the graph before any fusion, which is quick."""
-        capture, table = self.capture, SegmentTable()
+    def _structure(self, whole: bool) -> Structure:
+        if whole not in self._structures:
+            capture, table = self.capture, SegmentTable()
+            assert capture.forward is not None
+            forward, backward = self._pieces(capture.forward, {}, table, whole), []
+            if capture.backward is not None:
+                group_of = self.layout.group_of()
+                nodes = returned(capture.backward.graph)
+                wanted = {nodes[i]: group_of[p] for i, p in self.capture.gradients.items() if p in group_of}
+                backward = self._pieces(capture.backward, wanted, table, whole)
+            self._structures[whole] = Structure(tuple(forward), tuple(backward), table)
+        return self._structures[whole]
+
+    def described(self, whole: bool, estimated: bool = False, shapes: Shapes = AS_TRACED) -> Captured:
+        """With `estimated`: only an upper bound of the memory, from the graph before any fusion, which is quick.
+
+        Sizes are what `shapes` makes of the traced ones.
+        """
+        capture, structure = self.capture, self._structure(whole)
         assert capture.forward is not None
-        forward_pieces = self._pieces(capture.forward, {}, table, whole)
-        backward_pieces: list[Piece] = []
-        if capture.backward is not None:
-            group_of = self.layout.group_of()
-            nodes = returned(capture.backward.graph)
-            wanted = {nodes[i]: group_of[p] for i, p in self.capture.gradients.items() if p in group_of}
-            backward_pieces = self._pieces(capture.backward, wanted, table, whole)
-        segments = self._compile(table, [*forward_pieces, *backward_pieces], estimated)
+        segments = self._segments(structure, estimated, shapes)
         memories = {name: segment.memory for name, segment in segments.items()}
         num_outputs = len(returned(capture.forward.graph))
         forward = forward_program(
             capture.forward.graph,
-            forward_pieces,
+            structure.forward,
             memories,
             parameters=self.capture.by_placeholder,
             num_user_outputs=num_outputs if capture.num_user_outputs is None else capture.num_user_outputs,
             hardware=self.hardware,
             num_new_buffers=capture.num_new_buffers,
+            shapes=shapes,
         )
         backward: PhaseProgram | None = None
         if capture.backward is not None:
             saved = {n.name for n in placeholders(capture.backward.graph)}
             backward = backward_program(
                 capture.backward.graph,
-                backward_pieces,
+                structure.backward,
                 memories,
                 forward,
                 parameters={name: p for name, p in self.capture.by_placeholder.items() if name in saved},
                 gradients=self.capture.gradients,
                 specs=self.layout.specs(),
                 hardware=self.hardware,
+                shapes=shapes,
             )
-        modules = {segment.name: segment.module for segment in table.segments.values()}
+        modules = {segment.name: segment.module for segment in structure.table.segments.values()}
         return Captured(forward, backward, segments, modules, whole)
 
     def _pieces(
@@ -114,16 +149,24 @@ class Builder:
         pieces = extract(gm, runs, table)
         return [*pieces, *extract(gm, [views], table, reads_home=True)] if views else pieces
 
-    def _compile(self, table: SegmentTable, pieces: Sequence[Piece], estimated: bool) -> dict[str, CompiledSegment]:
+    def _segments(self, structure: Structure, estimated: bool, shapes: Shapes) -> dict[str, CompiledSegment]:
         threads = torch.get_num_threads()
-        at_home = {piece.segment.name for piece in pieces if piece.reads_home}
+        at_home = {piece.segment.name for piece in (*structure.forward, *structure.backward) if piece.reads_home}
         found = {}
-        for segment in table.segments.values():
-            codegen = "eager" if estimated or segment.name in at_home else self.codegen
-            if self.compiled and not estimated:
-                found[segment.name] = compile_segment(segment, codegen, threads)
+        for segment in structure.table.segments.values():
+            name = segment.name
+            if estimated:
+                found[name] = CompiledSegment(_not_compiled, describe_segment(segment, "eager", threads, shapes))
+                continue
+            codegen = "eager" if name in at_home else self.codegen
+            known = structure.compiled.get(name)
+            if known is None and self.compiled:
+                known = compile_segment(segment, codegen, threads, shapes)
             else:
-                found[segment.name] = CompiledSegment(_not_compiled, describe_segment(segment, codegen, threads))
+                wrapper = generated_wrapper(segment, codegen) if known is None else known.wrapper
+                memory = describe_segment(segment, codegen, threads, shapes, wrapper)
+                known = CompiledSegment(_not_compiled if known is None else known.run, memory, wrapper)
+            found[name] = structure.compiled[name] = known
         return found
 
 

@@ -5,7 +5,7 @@ The backend and `chunkc explain` both come this way: what is explained is what r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -41,6 +41,15 @@ class Captured:
         if not parameters or self.backward is None:
             return self
         return replace(self, backward=self.backward.returning(parameters))
+
+    def with_sizes(self, nbytes: Callable[[int], int], cost_s: Callable[[float], float]) -> Captured:
+        """The same graph with `nbytes` of every number of bytes and `cost_s` of every call's seconds."""
+        segments = {
+            name: CompiledSegment(segment.run, segment.memory.with_sizes(nbytes))
+            for name, segment in self.segments.items()
+        }
+        backward = None if self.backward is None else self.backward.with_sizes(nbytes, cost_s)
+        return Captured(self.forward.with_sizes(nbytes, cost_s), backward, segments, self.modules, self.whole)
 
     def holding(self, tangents: frozenset[str]) -> Captured:
         """The same graph, while the caller keeps these of the backward's tangents."""

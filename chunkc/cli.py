@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from rich.console import Console
@@ -21,7 +22,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from chunkc.calibrate import calibrate
 from chunkc.explain import Show, budget_of, explain, minimum_budget
 from chunkc.formats import FORMATS, diff, read_explanation, write
-from chunkc.ir.errors import BudgetError, ChunkcError, OptionsError, format_nbytes
+from chunkc.ir.errors import BudgetError, ChunkcError, OptionsError, UnsupportedError, format_nbytes
 from chunkc.ir.explanation import Explanation
 from chunkc.ir.hardware import Hardware
 from chunkc.largest import largest
@@ -29,7 +30,8 @@ from chunkc.models import MODELS
 from chunkc.options import parse_options, parse_size
 from chunkc.passes.scratch_exceptions import table as exceptions_table
 from chunkc.presets import PRESETS, default_hardware_path, load_hardware, save_hardware
-from chunkc.targets import DTYPES, ModelOptions, Target, built_in, errors_of, from_file, from_module
+from chunkc.scaling import capture_scaling
+from chunkc.targets import DTYPES, ModelOptions, Subject, Target, built_in, errors_of, from_file, from_module
 
 FITS, BAD_INPUT, DOES_NOT_FIT = 0, 2, 3
 
@@ -157,9 +159,7 @@ def _explain(options: argparse.Namespace) -> int:
     # What the user's code prints is not the answer, which may be JSON.
     with contextlib.redirect_stdout(sys.stderr), _progress() as show:
         if options.largest is not None:
-            size, note = _largest(options.largest, target, hardware, settings, sizes, budget, show)
-            sizes[options.largest] = size
-            notes.append(note)
+            sizes[options.largest], notes = _largest(options.largest, target, hardware, settings, sizes, budget, show)
         show(f"building {target.name}")
         subject = target.build(sizes["batch_size"], sizes["seq_len"])
         with errors_of(target.name):
@@ -199,23 +199,42 @@ def _largest(
     sizes: dict[str, int | None],
     budget_nbytes: int,
     show: Show,
-) -> tuple[int, str]:
-    """The largest size, and a sentence about it; 1 where not even that fits."""
+) -> tuple[int, list[str]]:
+    """The largest size, and sentences about it; 1 where not even that fits.
+
+    The search goes over one capture with the size in symbols. It and the next size are then captured for themselves;
+    where that cannot be done, or says something else, so is every size that is tried.
+    """
     words = what.replace("_", " ")
 
+    def build(size: int) -> Subject:
+        asked = {**sizes, what: size}
+        return target.build(asked["batch_size"], asked["seq_len"])
+
+    @cache
     def needs(size: int) -> int:
         show(f"trying {words} {size:,}")
-        asked = {**sizes, what: size}
-        subject = target.build(asked["batch_size"], asked["seq_len"])
+        subject = build(size)
         with errors_of(f"{target.name} with {words} {size:,}"):
             return minimum_budget(subject.model, *subject.args, hardware=hardware, **settings, **subject.kwargs)
 
+    notes = []
     try:
-        found = largest(needs, budget_nbytes)
+        show(f"tracing with {words} in symbols")
+        try:
+            with errors_of(target.name):
+                scaling = capture_scaling(lambda size: build(size).parts, parse_options(settings), hardware)
+            found = largest(lambda size: scaling.minimum_nbytes(size) or needs(size), budget_nbytes)
+            if not needs(found.size) <= budget_nbytes < needs(found.size + 1):
+                raise UnsupportedError(f"captured with {words} {found.size:,} alone, the model takes other bytes")
+        except UnsupportedError as error:
+            notes.append(f"every size was traced for itself: {error}")
+            found = largest(needs, budget_nbytes)
     except BudgetError as error:
-        return 1, f"not even {words} 1 fits: it needs {format_nbytes(error.minimum_nbytes)}"
-    next_needs = format_nbytes(found.needs_nbytes[1])
-    return found.size, f"{words} {found.size:,} is the largest that fits: {found.size + 1:,} needs {next_needs}"
+        return 1, [f"not even {words} 1 fits: it needs {format_nbytes(error.minimum_nbytes)}", *notes]
+    next_needs = format_nbytes(needs(found.size + 1))
+    answer = f"{words} {found.size:,} is the largest that fits: {found.size + 1:,} needs {next_needs}"
+    return found.size, [answer, *notes]
 
 
 def _calibrate(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from chunkc.build import Builder
-from chunkc.captured import plan_step, profile, rewrite, verify
+from chunkc.captured import Captured, plan_step, profile, rewrite, verify
 from chunkc.cuda_offline import overhead_on, planned_on
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError, OptionsError, UnsupportedError, format_nbytes
@@ -29,7 +29,7 @@ from chunkc.ir.program import UPDATE
 from chunkc.ir.simulate import simulate, step_time, traffic, update_s_per_element
 from chunkc.measured import measured_side
 from chunkc.moments import StepPlans, explained_moments, peak_of
-from chunkc.offline import OfflineGraph, capture_offline
+from chunkc.offline import OfflineGraph, capture_offline, has_dynamic_dimensions
 from chunkc.options import Options, parse_options, resolve_budget
 from chunkc.passes.layout import lay_out
 from chunkc.passes.planning import (
@@ -41,6 +41,7 @@ from chunkc.passes.planning import (
     update_tiles,
 )
 from chunkc.presets import load_hardware
+from chunkc.templates import Templates, traced_values
 
 Show = Callable[[str], None]
 """Told what begins."""
@@ -71,6 +72,9 @@ def explain(
             put beside what is predicted.
         show: told what begins, for a progress display.
 
+    Dimensions of arguments that `torch._dynamo.mark_dynamic` marked are traced in symbols, and every moment then says
+    its bytes as an expression in them.
+
     Raises:
         OptionsError: an argument makes no sense.
         UnsupportedError: the model cannot be captured, or has an operator whose memory is not known.
@@ -83,9 +87,9 @@ def explain(
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     show = show or (lambda what: None)
     show("tracing the model")
-    graph = planned_on(_one_graph(model, args, kwargs, options), machine, options.codegen)
+    graph = graph_on(machine, model, args, kwargs, options, dynamic=has_dynamic_dimensions((args, kwargs)))
     show("planning")
-    found = explain_graph(graph, options, _training_in(machine, graph, options), name or type(model).__name__)
+    found = explain_graph(graph, options, training_in(machine, graph, options), name or type(model).__name__)
     return replace(found, measured=measured)
 
 
@@ -103,28 +107,44 @@ def minimum_budget(
     asked = {"memory_budget": memory_budget, "home": home, "chunk_size": chunk_size}
     options = parse_options({**asked, "codegen": codegen})
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
-    graph = planned_on(_one_graph(model, args, kwargs, options), machine, options.codegen)
-    layout = _layout(graph, options, machine)
-    step = plan_for(graph, layout, options, _training_in(machine, graph, options), budget_of(options, machine))
-    return step.minimum_nbytes
+    graph = graph_on(machine, model, args, kwargs, options)
+    layout = layout_of(graph, options, machine)
+    budget, machine = budget_of(options, machine), training_in(machine, graph, options)
+    return plan_for(build_for(graph, layout, options, machine, budget).build(), layout, machine, budget).minimum_nbytes
 
 
-def _one_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> OfflineGraph:
-    graphs = capture_offline(model, args, kwargs, codegen=options.codegen)
+def graph_on(
+    hardware: Hardware,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    *,
+    dynamic: bool = False,
+) -> OfflineGraph:
+    """The graph of a model in one graph, as the hardware would run it.
+
+    With `dynamic`, dimensions that are marked so are traced in symbols.
+
+    Raises:
+        UnsupportedError: there are several, or none.
+    """
+    graphs = capture_offline(model, args, kwargs, codegen=options.codegen, dynamic=dynamic)
     if len(graphs) > 1:
         raise UnsupportedError(
             f"torch.compile splits this model into {len(graphs)} graphs; only models in one graph can be explained so "
             "far (torch.compile(..., fullgraph=True) says where it breaks)"
         )
-    return graphs[0]
+    return planned_on(graphs[0], hardware, options.codegen)
 
 
-def _layout(graph: OfflineGraph, options: Options, hardware: Hardware) -> ChunkLayout:
+def layout_of(graph: OfflineGraph, options: Options, hardware: Hardware) -> ChunkLayout:
+    """How the graph's parameters are laid into chunks."""
     layout = lay_out(list(graph.movable), options.chunk_size if isinstance(options.chunk_size, int) else None)
     return ChunkLayout(layout.chunk_nbytes, layout.groups, (*layout.small, *graph.fixed), overhead_on(hardware))
 
 
-def _training_in(machine: Hardware, graph: OfflineGraph, options: Options) -> Hardware:
+def training_in(machine: Hardware, graph: OfflineGraph, options: Options) -> Hardware:
     """The machine at the rate of the dtype that most parameters have, its links no faster than a home on disk."""
     sizes: dict[torch.dtype, int] = {}
     for spec in (*graph.movable, *graph.fixed):
@@ -163,11 +183,12 @@ def budget_of(options: Options, hardware: Hardware) -> int:
 
 def explain_graph(graph: OfflineGraph, options: Options, hardware: Hardware, name: str) -> Explanation:
     """Explain one captured graph."""
-    layout = _layout(graph, options, hardware)
+    layout = layout_of(graph, options, hardware)
     budget = budget_of(options, hardware)
-    step = plan_for(graph, layout, options, hardware, budget)
+    captured, expressions = _captured(build_for(graph, layout, options, hardware, budget))
+    step = plan_for(captured, layout, hardware, budget)
     events = _events(step, hardware)
-    moments = tuple(explained_moments(step, events))
+    moments = tuple(explained_moments(step, events, expressions))
     home_nbytes = _home_nbytes(layout, step.plan.resident)
     on_disk = options.home != "cpu"
     host = hardware.host_memory_nbytes
@@ -196,7 +217,7 @@ def explain_graph(graph: OfflineGraph, options: Options, hardware: Hardware, nam
         step_time_s=step_time(events),
         moments=moments,
         events=events,
-        notes=tuple(_notes(step, options, hardware)),
+        notes=(*_notes(step, options, hardware), *(f"{symbol}: {what}" for symbol, what in graph.sizes.items())),
         graphs={phase: module.code for phase, module in step.graphs.items()},
         plan_text="".join(map(str, step.plans)),
         device_is_host=hardware.kind == "cpu",
@@ -205,12 +226,21 @@ def explain_graph(graph: OfflineGraph, options: Options, hardware: Hardware, nam
     return replace(found, host_fits=host is None or found.host_needs_nbytes <= host)
 
 
-def plan_for(
+def _captured(builder: Builder) -> tuple[Captured, tuple[str, ...]]:
+    """The step with the sizes it was traced at; where these are symbols, also every moment's bytes in them."""
+    values = traced_values(builder.capture)
+    if not values:
+        return builder.build(), ()
+    templates = Templates(builder)
+    captured = templates.at(values)
+    return captured, tuple(map(str, templates.template(values, captured.whole).moments.expressions))
+
+
+def build_for(
     graph: OfflineGraph, layout: ChunkLayout, options: Options, hardware: Hardware, budget_nbytes: int
-) -> StepPlans:
-    """The plan for a budget; where it is too small, the plan for the smallest that works, marked as not fitting."""
-    everything = frozenset(group.index for group in layout.groups)
-    builder = Builder(
+) -> Builder:
+    """Who describes the graph; nothing is compiled."""
+    return Builder(
         graph.capture,
         options.codegen,
         layout,
@@ -219,7 +249,11 @@ def plan_for(
         may_be_whole=options.whole_graph == "auto",
         compiled=False,
     )
-    captured = builder.build()
+
+
+def plan_for(captured: Captured, layout: ChunkLayout, hardware: Hardware, budget_nbytes: int) -> StepPlans:
+    """The plan for a budget; where it is too small, the plan for the smallest that works, marked as not fitting."""
+    everything = frozenset(group.index for group in layout.groups)
     step = profile(captured, layout)
     fits = True
     try:

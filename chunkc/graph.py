@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from chunkc.captured import Captured, plan_step, rewrite, verify
-from chunkc.ir.errors import UnsupportedError
+from chunkc.captured import Captured, plan_step, profile, rewrite, verify
+from chunkc.ir.errors import BudgetError, UnsupportedError
 from chunkc.ir.plan import Plan
-from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram
+from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.logs import log_plan
+from chunkc.passes.planning import check_minimum, choose_resident
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
 from chunkc.session import Session
+from chunkc.steps import INPUTS, SizedStep, Steps
 
 
 @dataclass(frozen=True)
@@ -32,49 +34,46 @@ class PlannedStep:
     phases: Mapping[str, PlannedPhase]
 
 
-@dataclass(frozen=True)
-class _Positions:
-    """Where in a forward's inputs and outputs the values are that take memory of their own, parameters left out.
-
-    `saved` are those that only the backward gets, the largest first.
-    """
-
-    inputs: tuple[int, ...]
-    user_outputs: tuple[int, ...]
-    saved: tuple[int, ...]
-
-    @staticmethod
-    def of(program: PhaseProgram) -> _Positions:
-        storage_of = program.value_storages()
-        seen = {program.inputs[name] for name in program.inputs}
-        user_outputs: list[int] = []
-        saved: list[int] = []
-        for position, name in enumerate(program.outputs):
-            if position >= program.num_new_buffers and name is not None and storage_of[name] not in seen:
-                seen.add(storage_of[name])
-                (user_outputs if position < program.num_user_outputs else saved).append(position)
-        saved.sort(key=lambda position: -program.storages[storage_of[program.outputs[position]]])  # type: ignore[index]
-        inputs = tuple(i for i, name in enumerate(program.inputs) if name not in program.parameters)
-        return _Positions(inputs, tuple(user_outputs), tuple(saved))
-
-
 @dataclass
 class CompiledGraph:
     """Runs a captured graph under its session's budget, planning anew when what is around it changes."""
 
     session: Session
+    steps: Steps
     captured: Captured
-    _plans: dict[tuple, PlannedStep] = field(default_factory=dict)
+    """At the sizes of the latest call; before any, as it was traced."""
 
     def __post_init__(self) -> None:
-        self._positions = _Positions.of(self.captured.forward)
         self._accumulating = False
         self.session.trained |= self.captured.trained
 
     # --- planning ---
 
+    def admit(self, inputs: Sequence[Any]) -> None:
+        """Before a call with `inputs`: where its sizes are new and need more room, residents move home for good.
+
+        Raises:
+            BudgetError: the call does not fit the budget; nothing has moved.
+        """
+        step = self._step(INPUTS, inputs)
+        if step.admitted != self.session.store.resident:
+            session, layout = self.session, self.session.store.layout
+            positions = profile(step.captured, layout)
+            present = session.store.resident
+            try:
+                minimum = check_minimum(positions.all, layout, session.budget_nbytes, 0, present)
+            except BudgetError:
+                minimum = check_minimum(positions.all, layout, session.budget_nbytes, 0)
+                session.store.place(layout, {}, choose_resident(positions, layout, session.budget_nbytes, present))
+            session.minimum_nbytes = max(session.minimum_nbytes, minimum)
+            step.admitted = session.store.resident
+
+    def _step(self, where: str, arguments: Sequence[Any]) -> SizedStep:
+        return self.steps.at(where, arguments, may_be_whole=self.session.all_may_stay())
+
     def plan(
         self,
+        step: SizedStep,
         held_nbytes: int,
         *,
         cold_backward: bool = False,
@@ -94,8 +93,8 @@ class CompiledGraph:
             *(session.budget_nbytes, held_nbytes, cold_backward, hooked, kept_tangents),
             *(resident, len(layout.groups), len(layout.small), len(session.trained), session.num_restatements),
         )
-        if key not in self._plans:
-            captured = self.captured.returning(hooked).holding(kept_tangents)
+        if key not in step.plans:
+            captured = step.captured.returning(hooked).holding(kept_tangents)
             plan = plan_step(
                 captured,
                 layout,
@@ -104,7 +103,7 @@ class CompiledGraph:
                 hardware=session.hardware,
                 held_nbytes=held_nbytes,
                 cold_backward=cold_backward,
-                elsewhere=session.trained - self.captured.trained,
+                elsewhere=session.trained - captured.trained,
             )
             graphs = rewrite(captured, plan, layout)
             if session.options.verify:
@@ -112,25 +111,27 @@ class CompiledGraph:
             log_plan(plan, graphs)
             runs = {name: segment.run for name, segment in captured.segments.items()}
             phases = {name: PlannedPhase(graph, lower(graph.graph, runs)) for name, graph in graphs.items()}
-            self._plans[key] = PlannedStep(plan, phases)
-        return self._plans[key]
+            step.plans[key] = PlannedStep(plan, phases)
+        return step.plans[key]
 
     # --- running ---
 
     def forward(self, arguments: list[Any]) -> list[Any]:
         """The forward as AOTAutograd calls it: `arguments` is emptied."""
-        session, captured, program = self.session, self.captured, self.captured.forward
+        session, step = self.session, self._step(FORWARD, arguments)
+        self.captured = captured = step.captured
+        program, at = captured.forward, step.positions
         session.store.release_slots()
         live = session.live.nbytes(leaving_out=arguments)
-        planned = self.plan(max(0, live - captured.output_nbytes), hooked=self._hooked())
+        planned = self.plan(step, max(0, live - captured.output_nbytes), hooked=self._hooked())
         self._accumulating = self._has_staying_gradient()
-        inputs = [arguments[position] for position in self._positions.inputs]
+        inputs = [arguments[position] for position in at.inputs]
         outputs = self._run(FORWARD, planned, arguments)
         session.live.watch(inputs)
-        session.live.watch(outputs[position] for position in self._positions.user_outputs)
-        if self._positions.saved:  # saved values live and die together: one stands for all
+        session.live.watch(outputs[position] for position in at.user_outputs)
+        if at.saved:  # saved values live and die together: one stands for all
             nbytes = captured.between_nbytes - captured.output_nbytes - program.held_nbytes
-            session.live.watch([outputs[self._positions.saved[0]]], nbytes)
+            session.live.watch([outputs[at.saved[0]]], nbytes)
         session.update_held_nbytes = program.held_nbytes + captured.output_nbytes
         if self.captured.backward is None:
             session.store.release_slots()
@@ -139,30 +140,19 @@ class CompiledGraph:
     def backward(self, arguments: list[Any]) -> list[Any]:
         """The backward as AOTAutograd calls it: sunk gradients are in `.grad` when it returns, None stands for them."""
         session, store = self.session, self.session.store
-        assert self.captured.backward is not None
+        step = self._step(BACKWARD, arguments)
+        assert step.captured.backward is not None
         self._refuse_partial_backward()
-        held, hooked = max(0, session.live.nbytes() - self.captured.between_nbytes), self._hooked()
-        kept = self._kept_tangents(arguments)
-        planned = self.plan(held, hooked=hooked, kept_tangents=kept)
+        held, hooked = max(0, session.live.nbytes() - step.captured.between_nbytes), self._hooked()
+        kept = _kept_tangents(step.captured, arguments)
+        planned = self.plan(step, held, hooked=hooked, kept_tangents=kept)
         if store.present != planned.plan.kept or len(planned.plan.phases) < 2:
             store.release_slots()
-            planned = self.plan(held, cold_backward=True, hooked=hooked, kept_tangents=kept)
+            planned = self.plan(step, held, cold_backward=True, hooked=hooked, kept_tangents=kept)
         outputs = self._run(BACKWARD, planned, arguments)
         if hooked:  # autograd will keep these as `.grad`, on the compute tier, until the next backward takes them home
             session.live.watch(outputs[position] for position, _, name in self._sunk() if name in hooked)
         return outputs
-
-    def _kept_tangents(self, arguments: list[Any]) -> frozenset[str]:
-        """Gradients of outputs that stay with whoever gave them, as in `out.backward(g)`: autograd lets go of its own,
-        so that those have one reference, the one that `arguments` owns."""
-        assert self.captured.backward is not None
-        given = dict(zip(self.captured.backward.inputs, arguments))
-        tangents = {name: given[name] for name in self.captured.tangents}
-        return frozenset(
-            name
-            for name, value in tangents.items()
-            if isinstance(value, torch.Tensor) and value._use_count() > 1  # type: ignore[attr-defined]
-        )
 
     def _refuse_partial_backward(self) -> None:
         """Gradients are sunk as they are made, so autograd cannot hand out some of them.
@@ -210,3 +200,16 @@ def _is_accumulated(node: torch.autograd.graph.Node) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # "a leaf node was passed ... but we are currently running autograd.grad()"
         return False
+
+
+def _kept_tangents(captured: Captured, arguments: list[Any]) -> frozenset[str]:
+    """Gradients of outputs that stay with whoever gave them, as in `out.backward(g)`: autograd lets go of its own,
+    so that those have one reference, the one that `arguments` owns."""
+    assert captured.backward is not None
+    given = dict(zip(captured.backward.inputs, arguments))
+    tangents = {name: given[name] for name in captured.tangents}
+    return frozenset(
+        name
+        for name, value in tangents.items()
+        if isinstance(value, torch.Tensor) and value._use_count() > 1  # type: ignore[attr-defined]
+    )

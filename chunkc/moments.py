@@ -35,8 +35,14 @@ class StepPlans:
         return tuple(phase for plan in self.plans for phase in plan.phases)
 
 
-def explained_moments(step: StepPlans, events: Sequence[TimedEvent]) -> Iterator[ExplainedMoment]:
-    """Every operation of forward and backward, and every tile of the update."""
+def explained_moments(
+    step: StepPlans, events: Sequence[TimedEvent], expressions: Sequence[str] = ()
+) -> Iterator[ExplainedMoment]:
+    """Every operation of forward and backward, and every tile of the update.
+
+    `expressions`: the non-model bytes of each of the former, for a step of dynamic shapes.
+    """
+    in_symbols = iter(expressions)
     spans = {event.name: event for event in events if event.kind in ("call", "update")}
     by_name = {moment.name: moment for moment in step.plan.moments}
     for program in step.captured.programs.values():
@@ -53,6 +59,7 @@ def explained_moments(step: StepPlans, events: Sequence[TimedEvent]) -> Iterator
                     source=at.source,
                     start_s=span.start_s + share,
                     contents=_contents(moment, at.around_nbytes + extra, at.inside_nbytes),
+                    expression=next(in_symbols, None),
                 )
     for moment in step.update.moments if step.update else ():
         yield ExplainedMoment(

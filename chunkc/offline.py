@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import builtins
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils import _pytree as pytree
 
 from chunkc.capture import Capture, capture_graph, input_names
@@ -30,7 +32,7 @@ from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.errors import ChunkcError, UnsupportedError
 from chunkc.ir.states import DEFAULT_STATES
 from chunkc.passes.codegen import find_vector_isa
-from chunkc.passes.graphs import returned
+from chunkc.passes.graphs import placeholders, returned
 from chunkc.session import declared_states, is_chunkable, owner, spec_of
 
 NUM_RECOMPILES = 1_000_000
@@ -45,12 +47,14 @@ class OfflineGraph:
     """One captured graph and the parameters it uses: those that may live in chunks, in order of use, and the others.
 
     `checkpointed`: the model recomputes a part of it in the backward (`torch.utils.checkpoint`).
+    `sizes`: the symbols in its inputs' sizes -> which dimension each is, and how long that was.
     """
 
     capture: Capture
     movable: tuple[ParamSpec, ...]
     fixed: tuple[ParamSpec, ...]
     checkpointed: bool
+    sizes: Mapping[str, str] = field(default_factory=dict)
 
 
 def capture_offline(
@@ -59,11 +63,14 @@ def capture_offline(
     kwargs: Mapping[str, Any],
     *,
     codegen: str,
+    dynamic: bool = False,
 ) -> tuple[OfflineGraph, ...]:
     """The graphs that one call of `model` compiles to, in order.
 
     Args:
         model, args, kwargs: real, on the meta device, or fake tensors already.
+        dynamic: trace in symbols the dimensions of arguments that `torch._dynamo.mark_dynamic` (or
+            `maybe_mark_dynamic`) marked.
         codegen: who would compile the segments. For Inductor, the C++ compiler is asked for its vector instructions
             meanwhile: its code depends on them.
 
@@ -105,17 +112,21 @@ def capture_offline(
                 tuple(spec(name, p) for name, p in in_order if is_chunkable(p) and name not in staying),
                 tuple(spec(name, p) for name, p in in_order if not is_chunkable(p) or name in staying),
                 any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in gm.graph.nodes),
+                _sizes(gm),
             )
         )
         return call
 
     patched = torch._dynamo.config.patch(
-        recompile_limit=NUM_RECOMPILES, accumulated_recompile_limit=NUM_RECOMPILES, fake_tensor_cache_enabled=True
+        recompile_limit=NUM_RECOMPILES,
+        accumulated_recompile_limit=NUM_RECOMPILES,
+        fake_tensor_cache_enabled=True,
+        automatic_dynamic_shapes=False,
     )
     call_model = _with_own_code(fake_model)
     try:
         with _default_device(), mode, patched, torch.random.fork_rng():
-            torch.compile(call_model, backend=backend, dynamic=False)(*fake_args, **fake_kwargs)
+            torch.compile(call_model, backend=backend, dynamic=None if dynamic else False)(*fake_args, **fake_kwargs)
         found = tuple(graphs)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UnsupportedError(
@@ -126,6 +137,8 @@ def capture_offline(
         if isinstance(error.inner_exception, ChunkcError):
             raise error.inner_exception from None
         raise UnsupportedError(f"the model cannot be traced: {_first_line(error.inner_exception)}") from error
+    except ConstraintViolationError as error:
+        raise UnsupportedError(f"the model cannot be traced with symbols: {_first_line(error)}") from error
     except TorchDynamoException as error:
         raise UnsupportedError(f"the model cannot be traced: {_first_line(error.__cause__ or error)}") from error
     finally:
@@ -136,6 +149,31 @@ def capture_offline(
         raise UnsupportedError(
             "torch.compile captured no graph: the call of this model computes nothing it can compile"
         )
+    return found
+
+
+def has_dynamic_dimensions(arguments: Any) -> bool:
+    """Whether a dimension of any tensor among the arguments is marked as dynamic."""
+    marks = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices")
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    return any(getattr(tensor, mark, None) for tensor in tensors for mark in marks)
+
+
+def _owns_its_storage(tensor: Tensor) -> bool:
+    """Whether the tensor is as large as its storage. A view of another is traced with a storage of fixed size, so where
+    it makes no difference it is traced as what it is a view of."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+
+
+def _sizes(gm: fx.GraphModule) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for node in placeholders(gm.graph):
+        value, source = node.meta.get("example_value"), getattr(node.meta.get("grapharg"), "source", None)
+        for dim, length in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            if isinstance(length, torch.SymInt):
+                name = source.name() if callable(source.name) else source.name
+                name = re.sub(r"^L\['(?:kwargs'\]\['(\w+)|(args))'\]", r"\1\2", name)
+                found.setdefault(str(length), f"dimension {dim} of {name}, {length.node.hint:,} here")
     return found
 
 
@@ -199,14 +237,19 @@ def _may_move(parameter: nn.Parameter) -> bool:
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     """A fake tensor on the CPU like the given one."""
-    if isinstance(tensor, FakeTensor):
+    if isinstance(tensor, FakeTensor) and not (has_dynamic_dimensions(tensor) and _owns_its_storage(tensor)):
         return tensor
     if tensor.layout is not torch.strided:
         raise UnsupportedError(f"a {tensor.layout} tensor cannot be explained; make it dense")
     with mode:
-        return torch.empty_strided(
+        fake = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad
         )
+    for dim in getattr(tensor, "_dynamo_dynamic_indices", ()):
+        torch._dynamo.mark_dynamic(fake, dim)
+    for dim in getattr(tensor, "_dynamo_weak_dynamic_indices", ()):
+        torch._dynamo.maybe_mark_dynamic(fake, dim)
+    return fake
 
 
 def _fake_copy(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, dict[int, str]]:
@@ -236,9 +279,15 @@ def _outputs(capture: Capture, arguments: list[Any]) -> list[Any]:
     for node in returned(capture.forward.graph):
         value = None if node is None else node.meta["val"]
         if isinstance(value, Tensor):
-            value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-        found.append(value)
+            shape, stride = (list(map(_hint, numbers)) for numbers in (value.shape, value.stride()))
+            value = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+        found.append(_hint(value))
     return found
+
+
+def _hint(value: Any) -> Any:
+    """The number that a symbolic one stands for in tracing."""
+    return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat) else value
 
 
 def _no_backward(arguments: list[Any]) -> list[Any]:

@@ -40,6 +40,10 @@ class Subject:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
+    @property
+    def parts(self) -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
+        return self.model, self.args, self.kwargs
+
 
 @dataclass(frozen=True)
 class Target:

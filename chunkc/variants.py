@@ -1,4 +1,4 @@
-"""One graph, many variants: compiled code for given parameters and given shapes."""
+"""One graph, many variants: compiled code for given parameters, and for given shapes or for any."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 
 class Variants:
-    """A graph compiled once per set of concrete shapes and of parameters.
+    """A graph compiled once per set of parameters, and once for all shapes where that can be, else per set of shapes.
 
     Dynamo gives one graph to all modules that look alike (blocks in a loop with a graph break), and symbolic shapes to
     a graph whose input shapes change; plans are for given parameters and given shapes.
@@ -22,10 +22,11 @@ class Variants:
         self._compile_for = compile_for
         self._variants: list[_Variant] = []
 
-    def compile(self, inputs: Sequence[Any]) -> _Variant:
-        """Compile for these inputs: their shapes, and those of them that are parameters."""
+    def compile(self, inputs: Sequence[Any], *, any_shapes: bool = False) -> _Variant:
+        """Compile for these inputs: those of them that are parameters, and, unless it serves any, their shapes."""
         call = self._compile_for(inputs)
-        variant = _Variant(tuple(_identity(value) for value in inputs), call)
+        identities = tuple(None if any_shapes and not isinstance(v, nn.Parameter) else _identity(v) for v in inputs)
+        variant = _Variant(identities, call)
         self._variants.insert(0, variant)
         return variant
 
@@ -38,6 +39,8 @@ class Variants:
 
 @dataclass(frozen=True)
 class _Variant:
+    """`identities`: None for an input that may be anything Dynamo's guards let pass."""
+
     identities: tuple[Any, ...]
     call: Callable[..., Any]
 
@@ -46,7 +49,7 @@ class _Variant:
             if isinstance(identity, weakref.ref):
                 if identity() is not value:
                     return False
-            elif identity != _identity(value):
+            elif identity is not None and identity != _identity(value):
                 return False
         return True
 

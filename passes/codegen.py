@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,14 +15,17 @@ from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.exc import InvalidCxxCompiler
+from torch.compiler import config as compiler_config
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import SegmentMemory
 from chunkc.passes.graphs import is_compute, output_node, placeholders, returned
 from chunkc.passes.inductor_cuda import steady_inductor
-from chunkc.passes.segment_memory import eager_memory, inductor_memory
+from chunkc.passes.inductor_memory import inductor_memory
+from chunkc.passes.segment_memory import eager_memory
 from chunkc.passes.segments import Segment
-from chunkc.passes.wrapper_source import wrapper_of
+from chunkc.passes.shapes import AS_TRACED, Shapes, symbol_values
+from chunkc.passes.wrapper_source import Wrapper, wrapper_of
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """Takes a list of inputs, which it empties, and returns the outputs."""
@@ -49,45 +51,68 @@ def find_vector_isa() -> threading.Thread:
 
 @dataclass(frozen=True)
 class CompiledSegment:
-    """A segment ready to run, and its memory."""
+    """A segment ready to run, and its memory.
+
+    `wrapper`: what Inductor generated, None for a segment that runs node by node.
+    """
 
     run: BoxedCallable
     memory: SegmentMemory
+    wrapper: Wrapper | None = None
 
 
-def compile_segment(segment: Segment, codegen: str, num_threads: int) -> CompiledSegment:
+def compile_segment(segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED) -> CompiledSegment:
     """Compile by Inductor, or for `codegen="eager"` into a plain walk over the graph.
 
     Raises:
         UnsupportedError: Inductor generated something whose memory cannot be read off, or there is no C++ compiler.
     """
     if _runs_node_by_node(segment, codegen):
-        return CompiledSegment(EagerSegment(segment.module), eager_memory(segment.module.graph, num_threads))
+        return CompiledSegment(EagerSegment(segment.module), eager_memory(segment.module.graph, num_threads, shapes))
     _require_compiler()
-    with _own_output_strides(), steady_inductor(segment.example_inputs):
-        compiled = compile_fx_inner(segment.module, segment.example_inputs)
+    inputs = segment.example_inputs
+    with _own_output_strides(), steady_inductor(inputs), _cached_by_sizes(inputs):
+        compiled = compile_fx_inner(segment.module, inputs)
     source = getattr(compiled, "source_code", None)
     if not source:
         raise UnsupportedError(
             "this version of Inductor keeps no source of its wrappers, so their memory cannot be read off; "
             'compile with options={"codegen": "eager"}'
         )
-    return CompiledSegment(compiled, _memory_of(segment, source, num_threads))
+    wrapper = Wrapper(source, {})
+    return CompiledSegment(compiled, _memory_of(segment, wrapper, num_threads, shapes), wrapper)
 
 
-def describe_segment(segment: Segment, codegen: str, num_threads: int) -> SegmentMemory:
+def generated_wrapper(segment: Segment, codegen: str) -> Wrapper | None:
+    """The wrapper of `compile_segment`'s result, without compiling; None for a segment that runs node by node.
+
+    Raises:
+        UnsupportedError: what vector instructions Inductor may use is unknown yet and there is no C++ compiler to ask.
+    """
+    if _runs_node_by_node(segment, codegen):
+        return None
+    _require_compiler()
+    with steady_inductor(segment.example_inputs):
+        return wrapper_of(segment)
+
+
+def describe_segment(
+    segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED, wrapper: Wrapper | None = None
+) -> SegmentMemory:
     """The memory of `compile_segment`'s result, without compiling.
+
+    Args:
+        wrapper: the segment's wrapper, where it was generated before: of symbolic sizes, it is the same for all.
 
     Raises:
         UnsupportedError: Inductor would generate something whose memory cannot be read off, or what vector
             instructions it may use is not known yet and there is no C++ compiler to ask.
     """
     if _runs_node_by_node(segment, codegen):
-        return eager_memory(segment.module.graph, num_threads)
-    _require_compiler()
-    with steady_inductor(segment.example_inputs):
-        wrapper = wrapper_of(segment)
-    return _memory_of(segment, wrapper.source, num_threads, wrapper.made_by)
+        return eager_memory(segment.module.graph, num_threads, shapes)
+    wrapper = wrapper or generated_wrapper(segment, codegen)
+    assert wrapper is not None
+    return _memory_of(segment, wrapper, num_threads, shapes)
 
 
 def _require_compiler() -> None:
@@ -106,10 +131,8 @@ def _runs_node_by_node(segment: Segment, codegen: str) -> bool:
     return codegen == "eager" or segment.run_by_aten or not any(is_compute(node) for node in nodes)
 
 
-def _memory_of(
-    segment: Segment, source: str, num_threads: int, made_by: Mapping[str, int] = MappingProxyType({})
-) -> SegmentMemory:
-    memory = inductor_memory(source, segment.example_inputs, num_threads, made_by)
+def _memory_of(segment: Segment, wrapper: Wrapper, num_threads: int, shapes: Shapes) -> SegmentMemory:
+    memory = inductor_memory(wrapper.source, segment.example_inputs, num_threads, shapes, wrapper.made_by)
     assert len(memory.outputs) == sum(node is not None for node in returned(segment.module.graph))
     return memory
 
@@ -126,6 +149,19 @@ def _own_output_strides() -> Iterator[None]:
         yield
     finally:
         context.output_strides = former
+
+
+def _cached_by_sizes(inputs: Sequence[object]) -> AbstractContextManager[Any]:
+    """Let Inductor's cache tell apart for which sizes a segment with symbolic sizes was compiled.
+
+    It does not by itself: the code holds for all sizes within its guards. But how Inductor fuses depends on the sizes
+    at hand, and so do the bytes, which a description must find as they will be.
+    """
+    sizes = symbol_values(inputs)
+    if not sizes:
+        return nullcontext()
+    tag = ",".join(f"{symbol}={value}" for symbol, value in sizes.items())
+    return compiler_config.patch(cache_key_tag=f"{compiler_config.cache_key_tag} {tag}".strip())
 
 
 class EagerSegment:

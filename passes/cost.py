@@ -15,16 +15,17 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from chunkc.ir.hardware import Hardware
 from chunkc.passes.graphs import tensors_of
+from chunkc.passes.shapes import AS_TRACED, Shapes
 
 aten = torch.ops.aten
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
 
 
 def _attention_backward_flops(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **kw: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
 
 
 def _grouped_flops(left: Tensor, right: Tensor, *rest: Any, **kwargs: Any) -> int:
@@ -33,7 +34,7 @@ def _grouped_flops(left: Tensor, right: Tensor, *rest: Any, **kwargs: Any) -> in
     Two plain matrices (then the groups divide their inner dimension) count as one product.
     """
     rows, inner = left.shape[-2], left.shape[-1]
-    return int(2 * rows * inner * right.shape[-1])
+    return 2 * rows * inner * right.shape[-1]
 
 
 _FLOPS: Mapping[Any, Callable[..., int]] = {
@@ -43,19 +44,20 @@ _FLOPS: Mapping[Any, Callable[..., int]] = {
 }
 
 
-def node_flops(node: fx.Node) -> int:
+def node_flops(node: fx.Node, shapes: Shapes = AS_TRACED) -> int:
     """Floating-point operations of a node's matrix products, attention and convolutions; 0 for all else."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet is None or (packet not in _FLOPS and packet not in flop_registry):
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    args, kwargs, value = shapes.of((args, dict(kwargs), node.meta.get("val")))
     if packet in _FLOPS:
         return _FLOPS[packet](*args, **kwargs)
-    return int(flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val")))
+    return flop_registry[packet](*args, **kwargs, out_val=value)
 
 
-def cost_s(nodes: Sequence[fx.Node], hardware: Hardware) -> float:
+def cost_s(nodes: Sequence[fx.Node], hardware: Hardware, shapes: Shapes = AS_TRACED) -> float:
     """Seconds that the nodes take: their operations at the matrix rate, their results at the memory's rate."""
-    flops = sum(node_flops(node) for node in nodes)
-    nbytes = sum(t.numel() * t.element_size() for node in nodes for t in tensors_of(node))
-    return flops / hardware.flops_per_s + nbytes / hardware.memory_bytes_per_s
+    flops = torch.sym_sum([node_flops(node, shapes) for node in nodes])
+    nbytes = torch.sym_sum([t.numel() * t.itemsize for node in nodes for t in map(shapes.of, tensors_of(node))])
+    return shapes.known_s(flops / hardware.flops_per_s + nbytes / hardware.memory_bytes_per_s)

@@ -17,6 +17,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
 from chunkc.passes.graphs import is_compute, is_view_of, placeholders, storage_keys
+from chunkc.passes.shapes import numbers_first
 
 aten = torch.ops.aten
 _CASTS = {
@@ -47,6 +48,12 @@ def mark_parameter_views(joint: fx.GraphModule, is_parameter: Sequence[bool]) ->
 def partition(
     joint: fx.GraphModule, joint_inputs: Sequence[object], *, is_parameter: Sequence[bool], **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Min-cut partition with parameters' views recomputed. `kwargs` are the partitioner's own."""
+    """Min-cut partition with parameters' views recomputed, and what is computed from sizes alone at the beginning.
+
+    `kwargs` are the partitioner's own.
+    """
     mark_parameter_views(joint, is_parameter)
-    return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+    forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+    numbers_first(forward.graph)
+    numbers_first(backward.graph)
+    return forward, backward

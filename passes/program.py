@@ -13,8 +13,9 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram, SegmentCall, SegmentMemory
 from chunkc.passes.cost import cost_s
-from chunkc.passes.graphs import module_path, placeholders, returned, storage_key, storage_nbytes, tensors_of
+from chunkc.passes.graphs import module_path, placeholders, returned, storage_key, tensors_of
 from chunkc.passes.segments import Piece
+from chunkc.passes.shapes import AS_TRACED, Shapes
 
 
 def forward_program(
@@ -26,14 +27,15 @@ def forward_program(
     num_user_outputs: int,
     hardware: Hardware,
     num_new_buffers: int = 0,
+    shapes: Shapes = AS_TRACED,
 ) -> PhaseProgram:
     """`parameters` maps placeholder names to parameter names, for parameters in the layout.
 
     The first `num_new_buffers` outputs are new values of buffers.
     """
-    inputs, storages = _input_storages(graph, parameters)
+    inputs, storages = _input_storages(graph, parameters, shapes)
     held = frozenset(inputs.values())
-    calls = _calls(FORWARD, pieces, memories, inputs, storages, parameters, {}, hardware)
+    calls = _calls(FORWARD, pieces, memories, inputs, storages, parameters, {}, hardware, shapes)
     outputs = tuple(node.name if node is not None else None for node in returned(graph))
     return PhaseProgram(
         FORWARD,
@@ -58,14 +60,15 @@ def backward_program(
     gradients: Mapping[int, str],
     specs: Mapping[str, ParamSpec],
     hardware: Hardware,
+    shapes: Shapes = AS_TRACED,
 ) -> PhaseProgram:
     """`gradients` maps positions among the graph's outputs to parameter names, `specs` these to what they are.
 
     Of the outputs' gradients only a loss's is held by who calls `backward()`; autograd lets go of the others.
     """
-    inputs, storages = _input_storages(graph, parameters)
+    inputs, storages = _input_storages(graph, parameters, shapes)
     forward_storages = forward.value_storages()
-    saved = forward.outputs[forward.num_user_outputs :]
+    saved = _as_taken(forward.outputs[forward.num_user_outputs :], graph)
     for node, value in zip(placeholders(graph), saved):
         if node.name not in parameters and value is not None:
             storage = forward_storages[value]
@@ -74,7 +77,7 @@ def backward_program(
             storages[storage] = forward.storages.get(storage, 0)
     held = set(forward.held) | {forward_storages[value] for value in forward.results}
     tangents = [node for node in placeholders(graph)[len(saved) :] if node.name not in parameters]
-    held |= {inputs[node.name] for node in tangents if all(tensor.numel() == 1 for tensor in tensors_of(node))}
+    held |= {inputs[node.name] for node in tangents if all(t.numel() == 1 for t in shapes.of(tensors_of(node)))}
     for storage in held - set(storages):
         storages[storage] = forward.storages.get(storage, 0)
     nodes = returned(graph)
@@ -85,9 +88,9 @@ def backward_program(
         if node is not None:
             wanted.setdefault(node.name, []).append(parameter)
             sunk.append((position, node.name, parameter))
-            if _fits(node.meta["val"], specs[parameter]):
+            if _fits(node.meta["val"], specs[parameter], shapes):
                 fitting.add(node.name)
-    calls = _calls(BACKWARD, pieces, memories, inputs, storages, parameters, wanted, hardware)
+    calls = _calls(BACKWARD, pieces, memories, inputs, storages, parameters, wanted, hardware, shapes)
     outputs = tuple(
         node.name if node is not None and index not in gradients else None for index, node in enumerate(nodes)
     )
@@ -105,16 +108,28 @@ def backward_program(
     )
 
 
-def _fits(gradient: torch.Tensor, spec: ParamSpec) -> bool:
+def _as_taken(saved: Sequence[str | None], backward: fx.Graph) -> Sequence[str | None]:
+    """What a forward saves, in the order in which the backward takes it: numbers, which come last, come first."""
+    count = 0
+    for node in placeholders(backward)[: len(saved)]:
+        if not isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat):
+            break
+        count += 1
+    return (*saved[len(saved) - count :], *saved[: len(saved) - count])
+
+
+def _fits(gradient: torch.Tensor, spec: ParamSpec, shapes: Shapes) -> bool:
     """Whether a gradient may become `.grad` as it is (see `runtime.store`)."""
     return (
-        tuple(gradient.stride()) == spec.stride
+        tuple(shapes.of(gradient).stride()) == spec.stride
         and gradient.dtype == spec.dtype
-        and storage_nbytes(gradient) == spec.nbytes
+        and shapes.nbytes(gradient) == spec.nbytes
     )
 
 
-def _input_storages(graph: fx.Graph, parameters: Mapping[str, str]) -> tuple[dict[str, str], dict[str, int]]:
+def _input_storages(
+    graph: fx.Graph, parameters: Mapping[str, str], shapes: Shapes
+) -> tuple[dict[str, str], dict[str, int]]:
     """Input value -> storage, storage -> bytes. Parameters' own storages are not the program's: zero bytes."""
     inputs, storages, names = {}, {}, {}
     for node in placeholders(graph):
@@ -125,7 +140,7 @@ def _input_storages(graph: fx.Graph, parameters: Mapping[str, str]) -> tuple[dic
             continue
         name = names.setdefault(storage_key(tensors[0]), f"in:{node.name}")
         inputs[node.name] = name
-        storages[name] = 0 if node.name in parameters else storage_nbytes(tensors[0])
+        storages[name] = 0 if node.name in parameters else shapes.known(shapes.nbytes(tensors[0]))
     return inputs, storages
 
 
@@ -138,9 +153,11 @@ def _calls(
     parameters: Mapping[str, str],
     gradients: Mapping[str, Sequence[str]],
     hardware: Hardware,
+    shapes: Shapes,
 ) -> tuple[SegmentCall, ...]:
     value_storage = dict(inputs)
     calls = []
+    costs_s: dict[str, float] = {}  # of equal segments, once
     for index, piece in enumerate(pieces):
         name, memory = f"{phase}.{index}", memories[piece.segment.name]
         in_names = tuple(node.name for node in piece.inputs)
@@ -160,18 +177,21 @@ def _calls(
                 storage = value_storage[source]
             value_storage[node.name] = storage
             out_storages.append(storage)
+        segment = piece.segment.name
+        if segment not in costs_s:
+            costs_s[segment] = cost_s(piece.nodes, hardware, shapes)
         made = tuple((n.name, p) for n in piece.outputs for p in gradients.get(n.name, ()))
         calls.append(
             SegmentCall(
                 name,
-                piece.segment.name,
+                segment,
                 in_names,
                 tuple(node.name for node in piece.outputs),
                 tuple(out_storages),
                 () if piece.reads_home else read,
                 made,
                 _main_module(piece.nodes),
-                cost_s(piece.nodes, hardware),
+                costs_s[segment],
                 piece.origins,
             )
         )

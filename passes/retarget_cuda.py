@@ -259,7 +259,7 @@ def _moved(value: Any, storages: dict[int, Tensor]) -> Any:
     def move(tensor: Tensor) -> Tensor:
         storage, key = tensor.untyped_storage(), storage_key(tensor)
         if key not in storages:
-            if tensor.storage_offset() == 0 and storage.nbytes() == tensor.nbytes:
+            if tensor.storage_offset() == 0 and storage.nbytes() == tensor.numel() * tensor.itemsize:
                 storages[key] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_DEVICE)
                 return storages[key]
             numel = storage.nbytes() // tensor.itemsize

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from chunkc.passes.scratch_declared import declared_nbytes, undeclared
+from chunkc.passes.scratch_declared import declared_nbytes, is_declared, undeclared
 from chunkc.passes.scratch_rules import Call, nothing_rule, pointwise_rule
 from chunkc.passes.scratch_table import OUTPUTS, RULES
 
@@ -56,9 +56,19 @@ def output_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict, outp
     return {} if corrected is None else corrected(_call(target, args, kwargs, outputs, 1))
 
 
+def corrects_outputs(target: torch._ops.OpOverload) -> bool:
+    """Whether `output_nbytes` may say something of `target`."""
+    return target._schema.name in OUTPUTS
+
+
 def is_known(target: torch._ops.OpOverload) -> bool:
     """Whether `target` has a rule of chunkc's own."""
     return _rule(target) is not None
+
+
+def takes_nothing(target: torch._ops.OpOverload) -> bool:
+    """Whether `target` takes no scratch, whatever it is called with."""
+    return not is_declared(target) and _rule(target) is nothing_rule
 
 
 def _call(target: torch._ops.OpOverload, args: tuple, kwargs: dict, outputs: object, num_threads: int) -> Call:

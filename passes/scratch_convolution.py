@@ -384,6 +384,8 @@ def _bound(c: Convolution, *, backward: bool) -> int:
     nbytes += c.num_threads * (1 << 20 if low else 64 << 10) + (c.num_threads * filters if backward else 0)
     if c.positions < _MIN_POSITIONS:
         nbytes += 2 * filters  # as a matrix product, which packs its operands
+    if max(c.dilation) > 1:  # each thread may unfold an image
+        nbytes += c.num_threads * c.input.shape[1] * c.pixels * c.positions * itemsize
     if backward and c.strided:
         nbytes += 2 * nbytes_of(c.input)  # its gradient comes with channels last, and is copied
     if c.pixels == 1 and tuple(c.input.shape[2:]) != tuple(c.result_shape[2:]):

@@ -72,13 +72,15 @@ def contiguous(call: Call) -> list[int]:
 
 def layer_norm_backward(call: Call) -> list[int]:
     """`layer_norm_kernel.cu`: partial sums of gamma and beta: 64 rows of fp32, or, for more than 65,536 rows of
-    input, one row of the result's type for each 32 of them, up to 32,768 blocks of 32 columns in all."""
+    input, one row of the result's type for each 32 of them, up to 32,768 blocks of 32 columns in all, which a reduction
+    sums up."""
     width = max((tensor.numel() for tensor in call.outputs[1:]), default=0)
     num_rows = call.inputs[0].numel() // max(1, width)
-    rows = 64
+    rows, summing = 64, []
     if num_rows > 65_536:
         rows = max(rows, min(-(-num_rows // 32), 32_768 // -(-width // 32)))
-    return [*contiguous(call), *(4 * rows * width for _ in range(2))]
+        summing = [16 * width * max(1, rows // 16), 4 * width]
+    return [*contiguous(call), *(4 * rows * width for _ in range(2)), *summing]
 
 
 def group_norm_backward(call: Call) -> list[int]:
@@ -291,7 +293,7 @@ def _last_dense(call: Call) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() <= tensor.nbytes + tensor.storage_offset() * tensor.itemsize
+    return tensor.untyped_storage().nbytes() <= (tensor.numel() + tensor.storage_offset()) * tensor.itemsize
 
 
 def _nbytes(tensor: Tensor) -> int:

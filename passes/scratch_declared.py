@@ -35,6 +35,11 @@ def declare_scratch(name: str, function: ScratchFunction) -> None:
     _declared[name] = function
 
 
+def is_declared(target: torch._ops.OpOverload) -> bool:
+    """Whether somebody declared how much `target` takes."""
+    return target._schema.name in _declared
+
+
 def declared_nbytes(
     target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object, num_threads: int
 ) -> int | None:
@@ -47,7 +52,7 @@ def declared_nbytes(
     if function is None:
         return None
     nbytes = function(args, kwargs, outputs, num_threads)
-    if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 0:
+    if not isinstance(nbytes, int | torch.SymInt) or isinstance(nbytes, bool) or nbytes < 0:
         raise OptionsError(
             f"the function declared for {target._schema.name} returned {nbytes!r}; it must return bytes, 0 or more"
         )

@@ -47,7 +47,9 @@ def common_dtype(operands: Sequence[Tensor], numbers: Sequence[_Number], outputs
 
 
 def numbers_in(values: Collection[Any]) -> list[_Number]:
-    return [value for value in values if isinstance(value, int | float | complex)]
+    """The Python numbers among values; for a size that is a symbol, an integer: which one makes no difference."""
+    plain = [0 if isinstance(value, torch.SymInt) else value for value in values]
+    return [value for value in plain if isinstance(value, int | float | complex)]
 
 
 def reduces_two_inner_dimensions(source: Tensor, reduced: Collection[int]) -> bool:

@@ -95,9 +95,10 @@ def numbers_nbytes(call: Call, common: torch.dtype) -> int:
     wraps = f"{call.target._schema.name}.{call.target._overloadname}" in _WRAPS_NUMBERS
     nbytes = 0
     for parameter in call.target._schema.arguments:
-        value = call[parameter.name]
-        if not isinstance(value, int | float | complex) or parameter.name in ("alpha", "beta"):
+        found = numbers_in([call[parameter.name]])
+        if not found or parameter.name in ("alpha", "beta"):
             continue  # factors stay inside the kernel
+        (value,) = found
         kind = str(parameter.type)
         if "Tensor" in kind or (wraps and ("number" in kind or "Scalar" in kind)):
             nbytes += number_nbytes(value) + (common.itemsize if number_dtype(value) != common else 0)

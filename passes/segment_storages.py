@@ -7,7 +7,7 @@ node's fake tensor may be a view of the other one's storage, and a copied node s
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from chunkc.passes.graphs import storage_key, storage_nbytes
-from chunkc.passes.scratch import output_nbytes
+from chunkc.passes.graphs import storage_key
+from chunkc.passes.scratch import corrects_outputs, output_nbytes
+from chunkc.passes.shapes import AS_TRACED, Shapes
+from chunkc.passes.symbols import Size
 
 aten = torch.ops.aten
 _VIEWS_NOT_DECLARED = frozenset({aten._unsafe_view.default, aten._reshape_alias.default, aten.lift_fresh.default})
@@ -64,8 +66,8 @@ def value_of(node: fx.Node) -> Any:
     return tuple(value_of(items[i]) if i in items else None for i in range(1 + max(items)))  # type: ignore[type-var, operator]
 
 
-def graph_storages(graph: fx.Graph) -> GraphStorages:
-    """Number the storages of all nodes of `graph`."""
+def graph_storages(graph: fx.Graph, shapes: Shapes = AS_TRACED) -> GraphStorages:
+    """Number the storages of all nodes of `graph`; their bytes are those of `shapes`."""
     found = GraphStorages()
     trees: dict[fx.Node, Any] = {}  # as the node's value, with a storage's number in place of each tensor
     by_key: dict[int, int] = {}  # of placeholders
@@ -73,14 +75,16 @@ def graph_storages(graph: fx.Graph) -> GraphStorages:
         if node.op == "output":
             continue
         if node.op == "placeholder":
-            trees[node] = pytree.tree_map_only(torch.Tensor, lambda t: _shared(found, by_key, t), value_of(node))
+            trees[node] = pytree.tree_map_only(
+                torch.Tensor, lambda t: _shared(found, by_key, t, shapes), value_of(node)
+            )
         elif node.op == "get_attr":
-            trees[node] = pytree.tree_map_only(torch.Tensor, lambda t: found.new(storage_nbytes(t)), value_of(node))
+            trees[node] = pytree.tree_map_only(torch.Tensor, lambda t: found.new(shapes.nbytes(t)), value_of(node))
             found.constants.update(_numbers(trees[node]))
         elif node.target is operator.getitem and isinstance(trees[node.args[0]], tuple | list):
             trees[node] = trees[node.args[0]][node.args[1]]
         else:
-            trees[node] = _results(found, node, trees)
+            trees[node] = _results(found, node, trees, shapes)
         found.of[node] = tuple(dict.fromkeys(_numbers(trees[node])))
     return found
 
@@ -89,14 +93,14 @@ def _numbers(tree: Any) -> Iterator[int]:
     return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, int) and not isinstance(leaf, bool))
 
 
-def _shared(found: GraphStorages, by_key: dict[int, int], tensor: torch.Tensor) -> int:
+def _shared(found: GraphStorages, by_key: dict[int, int], tensor: torch.Tensor, shapes: Shapes) -> int:
     key = storage_key(tensor)
     if key not in by_key:
-        by_key[key] = found.new(storage_nbytes(tensor))
+        by_key[key] = found.new(shapes.nbytes(tensor))
     return by_key[key]
 
 
-def _results(found: GraphStorages, node: fx.Node, trees: dict[fx.Node, Any]) -> Any:
+def _results(found: GraphStorages, node: fx.Node, trees: dict[fx.Node, Any], shapes: Shapes) -> Any:
     """Storages of what an operator returns: an argument's where it is a view of it or written in place, else new."""
     value = value_of(node)
     leaves, spec = pytree.tree_flatten(value)
@@ -107,7 +111,7 @@ def _results(found: GraphStorages, node: fx.Node, trees: dict[fx.Node, Any]) -> 
         if isinstance(tensor, torch.Tensor)
     }
     declared = _declared(node, trees)
-    real = _output_nbytes(node, value)
+    real = _output_nbytes(node, value, shapes)
     fresh: dict[int, int] = {}
     numbers: list[int | None] = []
     for index, leaf in enumerate(leaves):
@@ -123,7 +127,7 @@ def _results(found: GraphStorages, node: fx.Node, trees: dict[fx.Node, Any]) -> 
             if node.target in CLONES_OF_WHOLE_STORAGES:
                 real = {index: found.nbytes[next(_numbers(trees[node.args[0]]))]}
             if key not in fresh:
-                fresh[key] = found.new(real.get(index, storage_nbytes(leaf)))
+                fresh[key] = found.new(real[index] if index in real else shapes.nbytes(leaf))
             numbers.append(fresh[key])
     return pytree.tree_unflatten(numbers, spec)
 
@@ -155,9 +159,34 @@ def _declared(node: fx.Node, trees: dict[fx.Node, Any]) -> dict[int, int]:
     return found
 
 
-def _output_nbytes(node: fx.Node, value: Any) -> dict[int, int]:
+def _output_nbytes(node: fx.Node, value: Any, shapes: Shapes) -> dict[int, int]:
     """Position among the returned tensors -> bytes, where the operator's storage is not as its fake tensor says."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, torch._ops.OpOverload) or not corrects_outputs(node.target):
         return {}
-    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+    args, kwargs, value = shapes.of((*fx.map_arg((node.args, dict(node.kwargs)), value_of), value))
     return output_nbytes(node.target, args, dict(kwargs), value)
+
+
+def number_storages(
+    keys: Sequence[int | None], input_keys: Sequence[int | None], size: Mapping[int, Size]
+) -> tuple[tuple[int, ...], tuple[Size, ...]]:
+    """Storages of the outputs as `SegmentMemory.outputs` and `.storage_nbytes` count them.
+
+    Args:
+        keys: per output; None for a number, which counts as a storage of its own of no bytes.
+        input_keys: per input; None for one that is no tensor, or that is let go.
+    """
+    nbytes: list[Size] = []
+    fresh: dict[int, int] = {}
+    outputs = []
+    for key in keys:
+        if key is not None and key in input_keys:
+            outputs.append(-1 - input_keys.index(key))
+        elif key is not None and key in fresh:
+            outputs.append(fresh[key])
+        else:
+            outputs.append(len(nbytes))
+            nbytes.append(0 if key is None else size[key])
+            if key is not None:
+                fresh[key] = outputs[-1]
+    return tuple(outputs), tuple(nbytes)

@@ -26,6 +26,7 @@ from chunkc.passes.graphs import (
     storage_keys,
 )
 from chunkc.passes.origins import origins
+from chunkc.passes.symbols import free_symbols, plain_symbol
 
 RUN_BY_ATEN = frozenset({torch.ops.aten.embedding_dense_backward.default})
 """Operators that Inductor never sees: each is a segment of its own. Inductor turns an embedding's backward into atomic
@@ -213,6 +214,7 @@ def extract(
     for run in runs:
         inside = set(run)
         inputs = list(input_nodes_in_order(run))
+        inputs += symbol_inputs(gm.graph, run, inputs)
         outputs = [n for n in run if n in return_values or any(u not in inside for u in n.users)]
         outputs = [n for n in outputs if not isinstance(n.meta.get("val"), (tuple, list))]
         if not outputs:
@@ -221,6 +223,24 @@ def extract(
         segment = table.intern(root, graph)
         pieces.append(Piece(segment, tuple(inputs), tuple(outputs), tuple(run), reads_home, origins(graph)))
     return pieces
+
+
+def symbol_inputs(graph: fx.Graph, run: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.Node]:
+    """The nodes that are the symbols in a run's sizes, for those that are not among its inputs.
+
+    Tensors' dimensions would tell Inductor most of them, but its cache keeps conditions only on symbols that are inputs
+    (`get_pruned_guards` in `torch/_inductor/codecache.py`).
+    """
+    values = [node.meta.get("val") for node in (*inputs, *run)]
+    given = {plain_symbol(node.meta.get("val")) for node in (*inputs, *run)}
+    wanted = {symbol for symbol in free_symbols(values) if symbol not in given}
+    inside, found = set(run), []
+    for node in graph.nodes if wanted else ():
+        symbol = plain_symbol(node.meta.get("val"))
+        if symbol in wanted and node not in inside:
+            found.append(node)
+            wanted.remove(symbol)
+    return found
 
 
 def _build(

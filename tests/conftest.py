@@ -29,6 +29,7 @@ _HELPERS = (
     "kernels/adam_cases",
     "kernels/offline",
     "passes/cuda_wrappers",
+    "passes/symbolic_runs",
     "runtime/runtime_helpers",
     "runtime/executor_cases",
     "runtime/fake_gpu",

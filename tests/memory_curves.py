@@ -1,8 +1,9 @@
 """Bytes over the moments of a training step, predicted and measured, operation by operation.
 
 A segment of `codegen="eager"` is run node by node by a measuring twin of `EagerSegment`, which reads the meter after
-every node. Predicted is what `passes.segment_memory` says of the segment, put where `passes.profile` puts it.
-`conftest.py` registers this file as module `memory_curves`.
+every node. In a segment of Inductor's, it is read after every kernel that the generated wrapper calls. Predicted is
+what `passes.segment_memory` says of the segment, put where `passes.profile` puts it. `conftest.py` registers this file
+as module `memory_curves`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from unittest import mock
 import torch
 from harness import HUGE, compile_case
 from torch import fx
-from zoo import Case
+from torch.utils._python_dispatch import TorchDispatchMode
+from zoo import Batch, Case
 
 from chunkc.graph import CompiledGraph
 from chunkc.ir.program import PhaseProgram, SegmentMemory
-from chunkc.passes import codegen
+from chunkc.passes import codegen, inductor_memory
 from chunkc.passes.graphs import is_compute, module_path, op_name
 from chunkc.passes.profile import last_holds
+from chunkc.passes.shapes import is_number
+from chunkc.passes.wrapper_reader import Wrapper
 from chunkc.runtime import cpu_allocator
 
 
@@ -33,11 +37,13 @@ class CallReadings:
 
     Attributes:
         start_nbytes: bytes when it was called.
-        peak_nbytes: largest bytes during each of its nodes; for an Inductor segment, one for all of it.
+        peak_nbytes: largest bytes during each of its nodes; in Inductor's, during each kernel or operator it calls.
+        ops: of Inductor's, names of what was called, one for each peak.
     """
 
     start_nbytes: int
     peak_nbytes: list[int] = field(default_factory=list)
+    ops: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -74,11 +80,12 @@ class PhaseCurve:
 
 
 class MeasuringSegment(codegen.EagerSegment):
-    """`EagerSegment`, with a reading after every node."""
+    """`EagerSegment`, with a reading after every operation."""
 
     def __init__(self, module: fx.GraphModule, log: list[CallReadings]) -> None:
         super().__init__(module)
         self._log = log
+        self._runs = [not is_number(node) for node in module.graph.nodes if is_compute(node)]
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         cpu_allocator.lap_peak_nbytes()
@@ -86,18 +93,33 @@ class MeasuringSegment(codegen.EagerSegment):
         values: list[Any] = [None] * self._size
         values[: len(inputs)] = inputs
         inputs.clear()
-        for target, args, kwargs, position, dead in self._steps:
+        for (target, args, kwargs, position, dead), runs in zip(self._steps, self._runs, strict=True):
             cpu_allocator.lap_peak_nbytes()
             values[position] = target(*codegen._fill(args, values), **codegen._fill(kwargs, values))
-            readings.peak_nbytes.append(cpu_allocator.lap_peak_nbytes())
+            if runs:
+                readings.peak_nbytes.append(cpu_allocator.lap_peak_nbytes())
             for index in dead:
                 values[index] = None
         self._log.append(readings)
         return tuple(values[index] for index in self._outputs)
 
 
+class _ReadOperators(TorchDispatchMode):
+    """Reads the meter after every operator that a wrapper calls by itself."""
+
+    def __init__(self, read: Callable[[str], None]) -> None:
+        super().__init__()
+        self._read = read
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cpu_allocator.lap_peak_nbytes()
+        result = func(*args, **(kwargs or {}))
+        self._read(inductor_memory.op_name_of(func))
+        return result
+
+
 class MeasuringOutput:
-    """Inductor's compiled segment, with one reading for the whole run."""
+    """Inductor's compiled segment, with a reading after every kernel and operator."""
 
     def __init__(self, compiled: Any, log: list[CallReadings]) -> None:
         self._compiled, self._log = compiled, log
@@ -106,10 +128,63 @@ class MeasuringOutput:
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         cpu_allocator.lap_peak_nbytes()
         readings = CallReadings(cpu_allocator.current_nbytes())
-        outputs = self._compiled(inputs)
-        readings.peak_nbytes.append(cpu_allocator.lap_peak_nbytes())
+
+        def read(op: str) -> None:
+            readings.ops.append(op)
+            readings.peak_nbytes.append(cpu_allocator.lap_peak_nbytes())
+
+        def reading(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any) -> None:
+                cpu_allocator.lap_peak_nbytes()  # what was let go after the call before is no part of this one
+                kernel(*args)
+                read(name)
+
+            return run
+
+        names = self._compiled.current_callable.__func__.__globals__  # of the module that Inductor generated
+        kernels = Wrapper.parse(self.source_code).kernels
+        with mock.patch.dict(names, {name: reading(name, names[name]) for name in kernels}), _ReadOperators(read):
+            outputs = self._compiled(inputs)
         self._log.append(readings)
         return outputs
+
+
+@dataclass
+class _Calls:
+    """What the wrapper of an Inductor segment calls: per call its name and the last of its steps in `memory`."""
+
+    memory: SegmentMemory
+    calls: list[tuple[str, int]]
+
+    def peaks(self, inside: Sequence[int]) -> list[tuple[str, int]]:
+        """Per call, the bytes while it runs, buffers taken for it included."""
+        return [(op, inside[end]) for op, end in self.calls]
+
+
+@contextmanager
+def _noting_calls() -> Iterator[list[_Calls]]:
+    """Inductor segments described inside say which of their steps belong to which call."""
+    found: list[_Calls] = []
+    calls: list[tuple[str, int]] = []
+    step, describe = inductor_memory._StorageTracker.step, codegen.inductor_memory
+
+    def noting_step(tracker: Any, label: str, scratch: int = 0) -> None:
+        step(tracker, label, scratch)
+        if label == "start":
+            calls.clear()
+        if label != inductor_memory.ALLOCATION:
+            calls.append((label, len(tracker.steps) - 1))
+
+    def noting_memory(*args: Any, **kwargs: Any) -> SegmentMemory:
+        memory = describe(*args, **kwargs)
+        found.append(_Calls(memory, calls[:]))
+        return memory
+
+    with (
+        mock.patch.object(inductor_memory._StorageTracker, "step", noting_step),
+        mock.patch.object(codegen, "inductor_memory", noting_memory),
+    ):
+        yield found
 
 
 @dataclass
@@ -156,7 +231,7 @@ def step_curves(case: Case, codegen: str, **options: Any) -> list[PhaseCurve]:
     The second step is the measured one: gradients exist and are added to, so model data neither grows nor shrinks.
     """
     cpu_allocator.install()
-    with _measuring() as runs:
+    with _measuring() as runs, _noting_calls() as calls:
         _, compiled = compile_case(case, memory_budget=HUGE, codegen=codegen, place=False, **options)
         for _ in range(2):
             runs.clear()
@@ -165,10 +240,26 @@ def step_curves(case: Case, codegen: str, **options: Any) -> list[PhaseCurve]:
             output = compiled(**batch)  # kept to the end, as the prediction assumes of what a caller gets
             case.loss(output).backward()
             del output, batch
-    return [_curve(run) for run in runs]
+    return [_curve(run, calls) for run in runs]
 
 
-def _curve(run: _PhaseRun) -> PhaseCurve:
+def curves_at(case: Case, batches: Sequence[Batch], **options: Any) -> list[list[PhaseCurve]]:
+    """The curves of one training step with each batch after the first, by one model of dynamic shapes."""
+    cpu_allocator.install()
+    found = []
+    with _measuring() as runs:
+        _, compiled = compile_case(case, memory_budget=HUGE, codegen="eager", place=False, **options)
+        for batch in batches:
+            runs.clear()
+            gc.collect()
+            output = compiled(**batch)
+            case.loss(output).backward()
+            found.append([_curve(run, []) for run in runs])
+            del output
+    return found[1:]
+
+
+def _curve(run: _PhaseRun, calls: Sequence[_Calls]) -> PhaseCurve:
     captured = run.graph.captured
     program = captured.forward
     if run.phase == "backward":
@@ -184,21 +275,38 @@ def _curve(run: _PhaseRun) -> PhaseCurve:
             base = readings.start_nbytes - start
         moments.append(Moment(call.name, "start", call.module, start, readings.start_nbytes - base))
         steps = memories[call.segment].steps
-        if len(readings.peak_nbytes) == len(steps) == len(names[call.segment]):
-            found = list(zip(names[call.segment], inside, readings.peak_nbytes, strict=True))
+        if readings.ops:
+            noted = next(noted for noted in calls if noted.memory is memories[call.segment])
+            found = [
+                ((op, call.module), predicted, measured)
+                for op, predicted, measured in _aligned(noted.peaks(inside), readings)
+            ]
         else:
-            assert len(readings.peak_nbytes) == 1
-            fullest = max(range(len(steps)), key=inside.__getitem__)
-            found = [((steps[fullest].op, call.module), inside[fullest], readings.peak_nbytes[0])]
+            assert len(readings.peak_nbytes) == len(steps)
+            found = list(zip(names[call.segment], inside, readings.peak_nbytes, strict=True))
         for (op, module), predicted, measured in found:
             moments.append(Moment(call.name, op, module, predicted, measured - base))
     assert base is not None
     return PhaseCurve(run.phase, tuple(moments), base)
 
 
+def _aligned(predicted: Sequence[tuple[str, int]], readings: CallReadings) -> Iterator[tuple[str, int, int]]:
+    """Predicted and measured bytes of the calls in a wrapper. Measured are also operators that allocate nothing."""
+    measured = iter(zip(readings.ops, readings.peak_nbytes, strict=True))
+    for op, nbytes in predicted:
+        if op == "start":
+            continue
+        reading = next((reading for found, reading in measured if found == op), None)
+        assert reading is not None, f"{op} was predicted and not called; called were {readings.ops}"
+        yield op, nbytes, reading
+    rest = [op for op, _ in measured]
+    assert not set(rest) & {op for op, _ in predicted}, f"called and not predicted: {rest}"
+
+
 def _node_names(module: torch.nn.Module) -> list[tuple[str, str]]:
     assert isinstance(module, fx.GraphModule)
-    return [(op_name(node), module_path(node)) for node in module.graph.nodes if is_compute(node)]
+    nodes = [node for node in module.graph.nodes if is_compute(node) and not is_number(node)]
+    return [(op_name(node), module_path(node)) for node in nodes]
 
 
 def _predicted(program: PhaseProgram, memories: dict[str, SegmentMemory]) -> Iterator[tuple[int, list[int]]]:

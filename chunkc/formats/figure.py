@@ -26,6 +26,9 @@ MAX_DRAWN = 6_000
 NUM_HOVER_POINTS = 1000
 """Points that the pointer can find over the whole step; a moment or an event has its part of them, but one at least."""
 
+MAX_SOURCE = 64
+"""Characters of a line of code that the pointer shows."""
+
 _MANY = 1000
 """Moments from which areas are outlined, so that no spike fades; bars on a stream from which no bar is widened."""
 
@@ -201,9 +204,19 @@ def _inside(start: float, end: float, end_s: float) -> list[float]:
     return [start + (index + 0.5) / num * (end - start) for index in range(num)]
 
 
+def _escaped(text: str) -> str:
+    """For plotly, which knows the entities of `<`, `>` and `&` only and shows others as they are written."""
+    return html.escape(text, quote=False)
+
+
+def _short(source: str) -> str:
+    """As much of a line as a narrow window has room for."""
+    return source if len(source) <= MAX_SOURCE else f"{source[: MAX_SOURCE - 1]}…"
+
+
 def _moment_text(moment: ExplainedMoment) -> str:
-    where = "<br>".join(html.escape(part) for part in (moment.module, moment.source) if part)
-    lines = [f"<b>{html.escape(moment.op)}</b>  {html.escape(moment.call)}", where]
+    where = "<br>".join(_escaped(part) for part in (moment.module, _short(moment.source)) if part)
+    lines = [f"<b>{_escaped(moment.op)}</b>  {_escaped(moment.call)}", where]
     lines.append(f"<b>{short_nbytes(moment.nbytes)}</b>")
     lines += [
         f"<span style='color:{KIND_COLOURS[kind]}'>■</span> {kind} {short_nbytes(nbytes)}"
@@ -287,7 +300,7 @@ def _event_text(lane: str, event: TimedEvent) -> str:
     copied = short_nbytes(event.nbytes) if event.nbytes else ""
     length = short_seconds(event.end_s - event.start_s)
     extras = ", ".join(filter(None, (length, copied, event.module)))
-    return f"<span style='color:{colour}'>■</span> {lane}: <b>{html.escape(what)}</b>, {html.escape(extras)}"
+    return f"<span style='color:{colour}'>■</span> {lane}: <b>{_escaped(what)}</b>, {_escaped(extras)}"
 
 
 def _points(x: Sequence[float], y: Sequence[float], text: Sequence[str], yaxis: str) -> Any:

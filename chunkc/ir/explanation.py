@@ -56,6 +56,7 @@ class ExplainedMoment:
             empty).
         start_s: predicted time of the moment from the beginning of the step.
         contents: bytes by kind (see `KINDS`).
+        expression: activations and temporaries in the symbols of the input's sizes; None where shapes are static.
     """
 
     call: str
@@ -65,6 +66,7 @@ class ExplainedMoment:
     source: str
     start_s: float
     contents: Mapping[str, int]
+    expression: str | None = None
 
     @property
     def nbytes(self) -> int:

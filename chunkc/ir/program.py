@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -49,6 +49,11 @@ class SegmentMemory:
     input_released: tuple[int, ...]
     outputs: tuple[int, ...]
     storage_nbytes: tuple[int, ...]
+
+    def with_sizes(self, nbytes: Callable[[int], int]) -> SegmentMemory:
+        """The same moments with `nbytes` of every number of bytes."""
+        steps = tuple(replace(step, nbytes=nbytes(step.nbytes)) for step in self.steps)
+        return replace(self, steps=steps, storage_nbytes=tuple(map(nbytes, self.storage_nbytes)))
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,12 @@ class PhaseProgram:
     @property
     def held_nbytes(self) -> int:
         return sum(self.storages[name] for name in self.held)
+
+    def with_sizes(self, nbytes: Callable[[int], int], cost_s: Callable[[float], float]) -> PhaseProgram:
+        """The same program with `nbytes` of every number of bytes and `cost_s` of every call's seconds."""
+        storages = {name: nbytes(size) for name, size in self.storages.items()}
+        calls = tuple(replace(call, cost_s=cost_s(call.cost_s)) for call in self.calls)
+        return replace(self, storages=storages, calls=calls)
 
     def value_storages(self) -> dict[str, str]:
         """The storage of every value of the phase."""

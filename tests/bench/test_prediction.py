@@ -41,3 +41,9 @@ def test_a_rehearsal_compares_all_three(tmp_path: Path):
             assert abs(row["measured"] - row["plan"]) <= 64, phase
             assert row["plan"] == row["CPU fakes"], phase
             assert row["CPU to CUDA fakes"] == row["CPU fakes"] / row["CUDA fakes"]
+
+
+def test_the_gpu_is_known_by_the_driver_s_name(monkeypatch: pytest.MonkeyPatch):
+    found = {"gpu": "NVIDIA H200", "gpu_memory_nbytes": 140 << 30}
+    monkeypatch.setattr(prediction.machine, "hardware", lambda: found)
+    assert (prediction._gpu().name, prediction._gpu().device_memory_nbytes) == ("h200", 140 << 30)

@@ -2,6 +2,8 @@
 
 `LAYER` is PyTorch 2.13's for a linear layer, GELU, layer norm, attention and a loss over bf16 tensors on an H100.
 `OLDER` has the shape of PyTorch 2.11's and 2.12's: streams are named otherwise, `call` is a plain function.
+`SYMBOLIC` is PyTorch 2.13's for linear layers, a sum, a sort and a concatenation over `[s27, s77, 256]` of bf16, where
+both sizes are symbols.
 `tests/passes/conftest.py` registers this file as module `cuda_wrappers`.
 """
 
@@ -143,4 +145,62 @@ def call(args):
         buf6 = buf5[0]
         del buf5
     return (buf2, buf4, buf6, primals_1, )
+"""
+
+SYMBOLIC = """
+triton_per_fused_0 = async_compile.triton('triton_per_fused_0', ...)
+triton_red_fused_1 = async_compile.triton('triton_red_fused_1', ...)
+triton_per_fused_2 = async_compile.triton('triton_per_fused_2', ...)
+triton_per_fused_3 = async_compile.triton('triton_per_fused_3', ...)
+triton_poi_fused_4 = async_compile.triton('triton_poi_fused_4', ...)
+
+class Runner:
+    def call(self, args):
+        arg0_1, arg1_1, arg2_1, arg3_1, arg4_1 = args
+        args.clear()
+        s27 = arg0_1
+        s77 = arg1_1
+        assert_size_stride(arg4_1, (256, ), (1, ), 'input')
+        assert_size_stride(arg2_1, (s27, s77, 256), (256*s77, 256, 1), 'input')
+        assert_size_stride(arg3_1, (256, 256), (256, 1), 'input')
+        with torch.cuda._DeviceGuard(0):
+            torch.cuda.set_device(0)
+            buf0 = empty_strided_cuda((s27*s77, 256), (256, 1), torch.bfloat16)
+            extern_kernels.addmm(arg4_1, reinterpret_tensor(arg2_1, (s27*s77, 256), (256, 1), 0),
+                    reinterpret_tensor(arg3_1, (256, 256), (1, 256), 0), alpha=1, beta=1, out=buf0)
+            del arg2_1
+            del arg4_1
+            buf4 = reinterpret_tensor(buf0, (s27, s77, 256), (256*s77, 256, 1), 0); del buf0  # reuse
+            triton_per_fused_0_xnumel = s27*s77
+            raw_stream0 = get_raw_stream(0)
+            triton_per_fused_0.run(buf4, triton_per_fused_0_xnumel, 256, stream=raw_stream0)
+            buf5 = empty_strided_cuda((s27*s77, 256), (256, 1), torch.bfloat16)
+            extern_kernels.mm(reinterpret_tensor(buf4, (s27*s77, 256), (256, 1), 0),
+                    reinterpret_tensor(arg3_1, (256, 256), (1, 256), 0), out=buf5)
+            del arg3_1
+            del buf4
+            buf6 = empty_strided_cuda((256, 3), (1, 256), torch.float32)
+            triton_red_fused_1_r0_numel = (2 + s27*s77) // 3
+            raw_stream0 = get_raw_stream(0)
+            triton_red_fused_1.run(buf5, buf6, s27, s77, 768, triton_red_fused_1_r0_numel, stream=raw_stream0)
+            buf7 = empty_strided_cuda((256, ), (1, ), torch.float32)
+            raw_stream0 = get_raw_stream(0)
+            triton_per_fused_2.run(buf6, buf7, 256, 3, stream=raw_stream0)
+            del buf6
+            buf8 = empty_strided_cuda((s27*s77, ), (1, ), torch.bfloat16)
+            buf14 = empty_strided_cuda((1 + s27*s77, 256), (256, 1), torch.bfloat16)
+            buf12 = reinterpret_tensor(buf14, (s27*s77, 256), (256, 1), 0)  # alias
+            triton_per_fused_3_xnumel = s27*s77
+            raw_stream0 = get_raw_stream(0)
+            triton_per_fused_3.run(buf5, buf8, buf12, triton_per_fused_3_xnumel, 256, stream=raw_stream0)
+            buf9 = torch.ops.aten.sort.stable(buf8, stable=False, dim=0, descending=False)
+            del buf8
+            buf10 = buf9[0]
+            assert_size_stride(buf10, (s27*s77, ), (1, ), 'torch.ops.aten.sort.default')
+            del buf9
+            buf13 = reinterpret_tensor(buf14, (1, 256), (256, 1), 256*s27*s77)  # alias
+            raw_stream0 = get_raw_stream(0)
+            triton_poi_fused_4.run(buf5, buf13, 256, stream=raw_stream0)
+            del buf5
+        return (buf7, buf10, buf14, )
 """

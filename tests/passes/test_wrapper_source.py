@@ -27,6 +27,7 @@ from chunkc.passes import codegen
 from chunkc.passes.codegen import CompiledSegment, compile_segment, describe_segment, find_vector_isa
 from chunkc.passes.graphs import placeholders
 from chunkc.passes.segments import Segment, SegmentTable, canonical_text, cut, extract
+from chunkc.passes.shapes import Shapes
 from chunkc.passes.wrapper_source import wrapper_of
 
 
@@ -165,15 +166,15 @@ def described_and_compiled(
     described: dict[str, SegmentMemory] = {}
     compiled: dict[str, SegmentMemory] = {}
 
-    def describe(segment: Segment, codegen: str, num_threads: int) -> SegmentMemory:
-        memory = describe_segment(segment, codegen, num_threads)
+    def describe(segment: Segment, codegen: str, num_threads: int, shapes: Shapes) -> SegmentMemory:
+        memory = describe_segment(segment, codegen, num_threads, shapes)
         if codegen == "inductor":
             described[canonical_text(segment.module.graph)] = memory
         return memory
 
-    def compile_(segment: Segment, codegen: str, num_threads: int) -> CompiledSegment:
+    def compile_(segment: Segment, codegen: str, num_threads: int, shapes: Shapes) -> CompiledSegment:
         text = canonical_text(segment.module.graph)
-        result = compile_segment(segment, codegen, num_threads)
+        result = compile_segment(segment, codegen, num_threads, shapes)
         if codegen == "inductor":
             compiled[text] = result.memory
         return result

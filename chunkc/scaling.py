@@ -1,0 +1,121 @@
+"""The smallest budget of a step as a function of one size, its batch or its sequence: one capture for all sizes.
+
+The dimensions that depend on the size are found by building the arguments at two sizes, and traced in symbols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from chunkc.build import Builder
+from chunkc.captured import profile
+from chunkc.explain import budget_of, build_for, graph_on, layout_of, training_in
+from chunkc.ir.chunks import ChunkLayout
+from chunkc.ir.errors import BudgetError, UnsupportedError
+from chunkc.ir.hardware import Hardware
+from chunkc.options import Options
+from chunkc.passes.planning import check_minimum
+from chunkc.templates import OtherGraphError, Templates
+
+TRACED_SIZE = 6
+"""Sizes are traced at this one and compared with the next: no special case, as 1 is, and cheap."""
+
+Build = Callable[[int], tuple[nn.Module, Sequence[Any], Mapping[str, Any]]]
+"""Size -> model, positional and keyword arguments of one call of it."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A dimension that is `start + slope * size`."""
+
+    start: int
+    slope: int
+
+    def at(self, size: int) -> int:
+        return self.start + self.slope * size
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A step of any size, captured once."""
+
+    templates: Templates
+    layout: ChunkLayout
+    budget_nbytes: int
+    lines: Mapping[sympy.Symbol, Line]
+
+    def minimum_nbytes(self, size: int) -> int | None:
+        """The smallest budget that works, in bytes; None where the captured graph is not that of this size."""
+        values = {symbol: line.at(size) for symbol, line in self.lines.items()}
+        try:
+            positions = profile(self.templates.at(values), self.layout).all
+        except OtherGraphError:
+            return None
+        try:
+            return check_minimum(positions, self.layout, self.budget_nbytes, 0, all_may_stay=True)
+        except BudgetError as error:
+            return error.minimum_nbytes
+
+
+def capture_scaling(build: Build, options: Options, hardware: Hardware) -> Scaling:
+    """Capture the step with its size in symbols.
+
+    Raises:
+        UnsupportedError: the model, or what it is given, depends on the size in another way than by the lengths of
+            dimensions; or the model cannot be traced with those in symbols.
+    """
+    model, args, kwargs = build(TRACED_SIZE)
+    other_model, *other = build(TRACED_SIZE + 1)
+    if _layouts(model) != _layouts(other_model):
+        raise UnsupportedError("the model's own tensors depend on this size")
+    lines = _mark(
+        pytree.tree_leaves((tuple(args), dict(kwargs))), pytree.tree_leaves((tuple(other[0]), dict(other[1])))
+    )
+    graph = graph_on(hardware, model, args, kwargs, options, dynamic=True)
+    layout, budget = layout_of(graph, options, hardware), budget_of(options, hardware)
+    builder: Builder = build_for(graph, layout, options, training_in(hardware, graph, options), budget)
+    templates = Templates(builder)
+    lengths = templates.traced
+    if set(lengths.values()) != lines.keys():
+        raise UnsupportedError("the model's code takes other branches at other sizes, or makes symbols of its own")
+    return Scaling(templates, layout, budget, {symbol: lines[length] for symbol, length in lengths.items()})
+
+
+def _layouts(model: nn.Module) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(t.shape, t.dtype) for t in (*model.parameters(), *model.buffers())]
+
+
+def _mark(leaves: Sequence[Any], others: Sequence[Any]) -> dict[int, Line]:
+    """Mark the dimensions that differ as dynamic. Returns their length at `TRACED_SIZE` -> how it grows.
+
+    Raises:
+        UnsupportedError: something else differs, or two dimensions of one length grow differently.
+    """
+    if len(leaves) != len(others):
+        raise UnsupportedError("the number of arguments depends on this size")
+    lines: dict[int, Line] = {}
+    for leaf, other in zip(leaves, others):
+        if not isinstance(leaf, Tensor):
+            if leaf != other:
+                raise UnsupportedError("an argument that is no tensor depends on this size")
+            continue
+        if leaf.dim() != other.dim() or leaf.dtype != other.dtype:
+            raise UnsupportedError("the kind of an argument depends on this size")
+        for dim, (length, next_length) in enumerate(zip(leaf.shape, other.shape)):
+            if length == next_length:
+                continue
+            slope = next_length - length
+            line = Line(length - slope * TRACED_SIZE, slope)
+            if lines.setdefault(length, line) != line:
+                raise UnsupportedError("two dimensions of one length depend on this size in different ways")
+            torch._dynamo.maybe_mark_dynamic(leaf, dim)
+    if not lines:
+        raise UnsupportedError("no argument's dimensions depend on this size")
+    return lines

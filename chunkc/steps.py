@@ -1,0 +1,160 @@
+"""A captured step at the sizes of a call: one for static shapes, one per set of sizes for dynamic ones.
+
+With dynamic shapes the sizes of a call are read off its arguments. Segments are compiled once; what differs between
+sizes is bytes, and so plans.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import sympy
+import torch
+from torch import Tensor
+
+from chunkc.capture import Capture
+from chunkc.captured import Captured
+from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram
+from chunkc.passes.graphs import placeholders
+from chunkc.templates import Templates
+
+INPUTS = "inputs"
+"""Where sizes are read off: what the user's call was given, beside the arguments of a phase."""
+
+MAX_SIZES = 64
+"""Steps of so many sets of sizes are kept, with their plans; the one that was not used for longest goes."""
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Where in a forward's inputs and outputs the values are that take memory of their own, parameters left out.
+
+    `saved` are those that only the backward gets, the largest first.
+    """
+
+    inputs: tuple[int, ...]
+    user_outputs: tuple[int, ...]
+    saved: tuple[int, ...]
+
+    @staticmethod
+    def of(program: PhaseProgram) -> Positions:
+        storage_of = program.value_storages()
+        seen = {program.inputs[name] for name in program.inputs}
+        user_outputs: list[int] = []
+        saved: list[int] = []
+        for position, name in enumerate(program.outputs):
+            if position >= program.num_new_buffers and name is not None and storage_of[name] not in seen:
+                seen.add(storage_of[name])
+                (user_outputs if position < program.num_user_outputs else saved).append(position)
+        saved.sort(key=lambda position: -program.storages[storage_of[program.outputs[position]]])  # type: ignore[index]
+        inputs = tuple(i for i, name in enumerate(program.inputs) if name not in program.parameters)
+        return Positions(inputs, tuple(user_outputs), tuple(saved))
+
+
+@dataclass
+class SizedStep:
+    """A captured step at one set of sizes, and what was made of it.
+
+    Attributes:
+        plans: by what they depend on.
+        admitted: the residents beside which it was found to fit.
+    """
+
+    captured: Captured
+    plans: dict[tuple, Any] = field(default_factory=dict)
+    admitted: frozenset[int] | None = None
+
+    @cached_property
+    def positions(self) -> Positions:
+        return Positions.of(self.captured.forward)
+
+
+class Steps(Protocol):
+    """A captured graph at any sizes it serves."""
+
+    def at(self, where: str, arguments: Sequence[Any], *, may_be_whole: bool) -> SizedStep:
+        """The step that `arguments`, of the call or of a phase, belong to."""
+        ...
+
+
+class StaticSteps:
+    """A graph of static shapes."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._step = SizedStep(captured)
+
+    def at(self, where: str, arguments: Sequence[Any], *, may_be_whole: bool) -> SizedStep:
+        return self._step
+
+
+class SymbolicSteps:
+    """A graph of dynamic shapes."""
+
+    def __init__(self, templates: Templates, capture: Capture, inputs: Sequence[Any]) -> None:
+        """`inputs`: what Dynamo's graph takes, as it was traced.
+
+        Raises:
+            UnsupportedError: some size cannot be read off the inputs, or off what the backward is given.
+        """
+        symbols = tuple(templates.traced)
+        self._templates = templates
+        self._readers = {INPUTS: SizeReader(symbols, inputs)}
+        for phase, graph in ((FORWARD, capture.forward), (BACKWARD, capture.backward)):
+            if graph is not None:
+                values = [node.meta.get("val") for node in placeholders(graph.graph)]
+                self._readers[phase] = SizeReader(symbols, values)
+        self._steps: OrderedDict[tuple[int, ...], SizedStep] = OrderedDict()
+
+    def at(self, where: str, arguments: Sequence[Any], *, may_be_whole: bool) -> SizedStep:
+        """As `Steps.at`.
+
+        Raises:
+            UnsupportedError: an operator's memory is not known at these sizes.
+        """
+        values = self._readers[where].read(arguments)
+        key = tuple(values.values())
+        known = self._steps.get(key)
+        if known is None or (where == INPUTS and known.captured.whole and not may_be_whole):
+            self._steps[key] = SizedStep(self._templates.at(values, may_be_whole=may_be_whole))
+            while len(self._steps) > MAX_SIZES:
+                self._steps.popitem(last=False)
+        self._steps.move_to_end(key)
+        return self._steps[key]
+
+
+class SizeReader:
+    """Reads what symbols stand for off a list of arguments: numbers, and lengths of tensors' dimensions."""
+
+    def __init__(self, symbols: Sequence[sympy.Symbol], traced: Sequence[Any]) -> None:
+        """`traced`: the arguments as they were traced.
+
+        Raises:
+            UnsupportedError: a symbol is none of their sizes.
+        """
+        found: dict[sympy.Symbol, tuple[int, int | None]] = {}
+        for position, value in enumerate(traced):
+            if isinstance(value, Tensor):
+                for dim, length in enumerate(value.shape):
+                    found.setdefault(_expression(length), (position, dim))
+            else:
+                found.setdefault(_expression(value), (position, None))
+        missing = [str(symbol) for symbol in symbols if symbol not in found]
+        if missing:
+            raise UnsupportedError(f"{', '.join(missing)} cannot be read off the sizes of a call's arguments")
+        self._places = {symbol: found[symbol] for symbol in symbols}
+
+    def read(self, arguments: Sequence[Any]) -> Mapping[sympy.Symbol, int]:
+        """What every symbol stands for in a call with these arguments."""
+        return {
+            symbol: int(arguments[position] if dim is None else arguments[position].shape[dim])
+            for symbol, (position, dim) in self._places.items()
+        }
+
+
+def _expression(value: Any) -> Any:
+    return value.node.expr if isinstance(value, torch.SymInt) else None

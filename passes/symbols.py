@@ -1,0 +1,73 @@
+"""Sizes that may depend on symbols: integers where they are known, sympy expressions otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+Size = int | sympy.Expr
+"""A number, or an expression in the symbols of the graph's `ShapeEnv`."""
+
+
+def size_of(value: int | torch.SymInt | sympy.Expr) -> Size:
+    """A size as a number or as an expanded expression; nothing is guarded on."""
+    if isinstance(value, torch.SymInt):
+        value = value.node.expr
+    if isinstance(value, sympy.Expr):
+        value = sympy.expand(value)
+    return int(value) if isinstance(value, int | sympy.Integer) else value
+
+
+def shape_env_of(values: Iterable[object]) -> ShapeEnv | None:
+    """Where the symbols of fake tensors and symbolic numbers are defined; None if they were traced without any."""
+    for leaf in pytree.tree_leaves(list(values)):
+        if isinstance(leaf, FakeTensor) and leaf.fake_mode.shape_env is not None:
+            return leaf.fake_mode.shape_env
+        if isinstance(leaf, torch.SymInt):
+            return leaf.node.shape_env
+    return None
+
+
+def free_symbols(values: Iterable[object]) -> Iterator[sympy.Symbol]:
+    """Symbols in the sizes, strides and offsets of tensors, and in symbolic numbers, anywhere in `values`."""
+    for leaf in pytree.tree_leaves(list(values)):
+        numbers: tuple[object, ...] = (leaf,)
+        if isinstance(leaf, torch.Tensor):
+            numbers = (*leaf.shape, *leaf.stride(), leaf.storage_offset())
+        for number in numbers:
+            if isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool):
+                yield from sorted(number.node.expr.free_symbols, key=str)
+
+
+def plain_symbol(value: object) -> sympy.Symbol | None:
+    """The symbol that a symbolic number is, if it is one and nothing more."""
+    expression = value.node.expr if isinstance(value, torch.SymInt) else None
+    return expression if isinstance(expression, sympy.Symbol) else None
+
+
+def region(shape_env: ShapeEnv) -> tuple[sympy.Basic, ...]:
+    """Conditions on the symbols that tracing and compilation relied on so far: where they hold, the code is valid.
+
+    Ranges of the symbols come first. A compiler may add conditions with every segment; to the frame that Dynamo
+    captured they are guards like any other, so a shape outside is never run with this code.
+    """
+    found: list[sympy.Basic] = []
+    for symbol, known in sorted(shape_env.var_to_range.items(), key=lambda item: str(item[0])):
+        if symbol not in shape_env.replacements:
+            found += [sympy.Ge(symbol, known.lower)] if known.lower.is_Integer else []
+            found += [sympy.Le(symbol, known.upper)] if known.upper.is_Integer else []
+    found += [sympy.Eq(symbol, value) for symbol, value in shape_env.replacements.items()]
+    found += [guard.expr for guard in shape_env.guards]
+    return tuple(dict.fromkeys(condition for condition in found if condition is not sympy.true))
+
+
+def holds(conditions: Iterable[sympy.Basic], values: Mapping[sympy.Symbol, int]) -> bool:
+    """Whether all conditions hold where the symbols have these values. Conditions on other symbols are left out."""
+    numbers = {symbol: sympy.Integer(value) for symbol, value in values.items()}
+    known = [condition for condition in conditions if condition.free_symbols <= numbers.keys()]
+    return all(condition.xreplace(numbers) is sympy.true for condition in known)

@@ -1,0 +1,119 @@
+"""Training with shapes that change, compiled by Inductor: once, for every shape and every budget the same bits."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import chunkc
+from chunkc import backend, build
+from chunkc.passes import codegen
+from chunkc.runtime import cpu_allocator
+
+WIDTH = 64
+SHAPES = [(8, 9), (7, 11), (8, 16), (3, 31), (9, 10), (7, 11)]
+"""Of more than 4096 numbers and fewer than 4096 rows: Inductor's loops for sums are others beyond."""
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    cpu_allocator.install()
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Blocks(nn.Module):
+    """Residual blocks on rows, whose loss is their output's square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+class Count:
+    """Counts calls of a function, and lets them through."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.calls = function, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.function(*args, **kwargs)
+
+
+def rows(shape: tuple[int, int]) -> Tensor:
+    found = torch.randn(*shape, WIDTH, generator=torch.Generator().manual_seed(sum(shape)))
+    for dim in (0, 1):
+        torch._dynamo.mark_dynamic(found, dim)
+    return found
+
+
+def train(budget: int, limited: bool) -> tuple[list[Tensor], nn.Module]:
+    """Losses and gradients at every shape; inside a hard limit from the second step on, when all is compiled."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    gc.collect()
+    foreign = cpu_allocator.current_nbytes()
+    model = Blocks()
+    options = {"codegen": "inductor", "memory_budget": budget}
+    call = torch.compile(model, backend="chunkc", options=options)
+    found: list[Tensor] = []
+    for index, shape in enumerate(SHAPES):
+        gc.collect()
+        kept = sum(t.untyped_storage().nbytes() for t in found)
+        with cpu_allocator.hard_limit(foreign + kept + budget if limited and index else None):
+            loss = call(rows(shape))
+            loss.backward()
+            loss = loss.detach()
+        found.append(loss)
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+    return found, model
+
+
+def test_compiled_once_and_planned_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = Count(backend.capture_graph)
+    compilations, descriptions = Count(codegen.compile_fx_inner), Count(build.generated_wrapper)
+    monkeypatch.setattr(backend, "capture_graph", captures)
+    monkeypatch.setattr(codegen, "compile_fx_inner", compilations)
+    monkeypatch.setattr(build, "generated_wrapper", descriptions)
+    free, model = train(1 << 30, limited=False)
+    predicted = chunkc.report(model).predicted_peak_nbytes
+    assert captures.calls == 1
+    once = compilations.calls
+    assert once > 0
+    tight, model = train(predicted * 3 // 4, limited=True)
+    assert chunkc.report(model).predicted_peak_nbytes <= predicted * 3 // 4
+    assert captures.calls == 2
+    assert compilations.calls == 2 * once
+    assert descriptions.calls == 0, "a wrapper is read again at other sizes, not generated again"
+    assert len(free) == len(tight)
+    assert all(torch.equal(a, b) for a, b in zip(free, tight)), "the budget changes no bit"
+    torch.manual_seed(0)
+    plain = Blocks()
+    for shape, loss in zip(SHAPES, free[:: len(free) // len(SHAPES)]):
+        torch.testing.assert_close(plain(rows(shape)).detach(), loss)
+
+
+def test_a_shape_that_does_not_fit_raises_and_changes_nothing() -> None:
+    torch.manual_seed(0)
+    call = torch.compile(Blocks(), backend="chunkc", options={"codegen": "inductor", "memory_budget": 1_900_000})
+    before = call(rows((8, 9))).detach()
+    with pytest.raises(chunkc.BudgetError) as error:
+        call(rows((8, 96)))
+    assert error.value.minimum_nbytes > 1_900_000
+    assert torch.equal(call(rows((8, 9))).detach(), before)
