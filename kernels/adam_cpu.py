@@ -24,8 +24,8 @@ from chunkc.kernels.formats import (
     GradScale,
     RoundingKey,
     Run,
-    check_adam_slots,
-    check_runs,
+    checked_runs,
+    mark_written,
 )
 from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS, Pass, host_empty, host_tensor
 from chunkc.kernels.hyper import GRAD_DTYPES, LOW_PRECISION, AdamHyper, AdamScalars, check_adam_run
@@ -131,18 +131,15 @@ def adam_chunk_update(
     Raises:
         ValueError: a tensor is not on the CPU, or see `check_adam_slots` and `check_runs`.
     """
-    check_adam_slots(fmt, slots, scalars, scale, key, first_element)
+    checked = checked_runs(fmt, slots, runs, scalars, scale, key, first_element)
     if not slots.param.is_cpu:
         raise ValueError(f"adam_cpu needs tensors on the CPU, got {slots.param.device}")
-    check_runs(runs, fmt, num_elements=slots.param.numel(), num_groups=len(scalars))
     with _disable_current_modes():
         if scale.found_inf is not None and scale.found_inf.item() != 0:
             return
-        for run in _cut_where_low_bits_wrap(runs, first_element):
-            if run.end > run.begin:
-                _update_run(fmt, slots, run, scalars, scale, key, first_element)
-    written = (slots.param, slots.exp_avg, slots.exp_avg_sq, slots.master, slots.exp_avg_scale, slots.exp_avg_sq_scale)
-    torch.autograd.graph.increment_version([tensor for tensor in written if tensor is not None])
+        for run in _cut_where_low_bits_wrap(checked, first_element):
+            _update_run(fmt, slots, run, scalars, scale, key, first_element)
+    mark_written(slots)
 
 
 def warm_up_format(fmt: AdamFormat, *, l2: bool = False, scaled: bool = False) -> None:

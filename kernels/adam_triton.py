@@ -27,6 +27,7 @@ from chunkc.kernels.formats import (
     Run,
     check_adam_slots,
     check_runs,
+    mark_written,
 )
 from chunkc.kernels.quant import codebook, midpoints
 
@@ -123,8 +124,7 @@ def adam_update(
         kernel = _kernels(slots.param.device.type).adam_kernel
         with torch.cuda.device_of(slots.param):
             kernel[(num_programs,)](**arguments, **_launch_options_on(slots.param.device))
-        written = (slots.param, slots.exp_avg, slots.exp_avg_sq, slots.master)
-        torch.autograd.graph.increment_version([tensor for tensor in written if tensor is not None])
+        mark_written(slots)
 
 
 def launch_arguments(

@@ -277,3 +277,28 @@ def check_runs(runs: Sequence[Run], fmt: AdamFormat, *, num_elements: int, num_g
         if run.begin % fmt.run_alignment:
             raise ValueError(f"runs with {fmt.moments} moments begin at multiples of {fmt.run_alignment}; got {run}")
         previous_end = run.end
+
+
+def checked_runs(
+    fmt: AdamFormat,
+    slots: AdamSlots,
+    runs: Sequence[Run],
+    scalars: Tensor,
+    scale: GradScale,
+    key: RoundingKey | None,
+    first_element: int,
+) -> list[Run]:
+    """Check all that an update of a tile takes, and leave out runs without elements.
+
+    Raises:
+        ValueError: see `check_adam_slots` and `check_runs`.
+    """
+    check_adam_slots(fmt, slots, scalars, scale, key, first_element)
+    check_runs(runs, fmt, num_elements=slots.param.numel(), num_groups=len(scalars))
+    return [run for run in runs if run.end > run.begin]
+
+
+def mark_written(slots: AdamSlots) -> None:
+    """Tell autograd that an update by other than its operators has written to the slots."""
+    states = (slots.exp_avg, slots.exp_avg_sq, slots.master, slots.exp_avg_scale, slots.exp_avg_sq_scale)
+    torch.autograd.graph.increment_version([tensor for tensor in (slots.param, *states) if tensor is not None])

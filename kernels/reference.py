@@ -15,8 +15,7 @@ from chunkc.kernels.formats import (
     GradScale,
     RoundingKey,
     Run,
-    check_adam_slots,
-    check_runs,
+    checked_runs,
 )
 from chunkc.kernels.hyper import AdamHyper, AdamScalars, check_adam_run
 from chunkc.kernels.quant import dequantise, quantise
@@ -104,11 +103,8 @@ def adam_chunk_update(
     Raises:
         ValueError: see `check_adam_slots` and `check_runs`.
     """
-    check_adam_slots(fmt, slots, scalars, scale, key, first_element)
-    check_runs(runs, fmt, num_elements=slots.param.numel(), num_groups=len(scalars))
-    for run in runs:
-        if run.end > run.begin:
-            _update_run(fmt, slots, run, AdamScalars(*scalars[run.group].unbind()), scale, key, first_element)
+    for run in checked_runs(fmt, slots, runs, scalars, scale, key, first_element):
+        _update_run(fmt, slots, run, AdamScalars(*scalars[run.group].unbind()), scale, key, first_element)
 
 
 def adam_math(
