@@ -12,10 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from families import ModelChoice, Sizes
 
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.states import DEFAULT_STATES
 
-_STATE_NBYTES = {2: 12, 4: 8}
-"""Optimizer states per parameter by the parameter's bytes: two fp32 moments, and an fp32 master for 16 bits."""
-_UPDATE_NBYTES = 28
 _NUM_SPLITS = 1000
 
 FORMULA = (
@@ -59,7 +57,8 @@ def lower_bound(
     """
     dtype = getattr(torch, model.dtype)
     item_nbytes = dtype.itemsize
-    state_nbytes = _STATE_NBYTES[item_nbytes]
+    state_nbytes = sum(state.itemsize for state in DEFAULT_STATES.dtypes(dtype).values())
+    update_nbytes = 3 * item_nbytes + 2 * state_nbytes  # the gradient is only read, all else read and written
     resident = min(sizes.num_parameters, budget_nbytes / (2 * item_nbytes + state_nbytes))
     moving = sizes.num_parameters - resident
     again = max(0.0, sizes.num_parameters - budget_nbytes / item_nbytes)
@@ -70,7 +69,7 @@ def lower_bound(
     def split(on_device: float) -> Bound:
         inwards = item_nbytes * (moving + again) + on_device * moving * state_nbytes
         outwards = moving * (on_device * (state_nbytes + item_nbytes) + (1 - on_device) * item_nbytes)
-        cpu_s = 0.0 if cpu_rate is None else (1 - on_device) * moving * _UPDATE_NBYTES / cpu_rate
+        cpu_s = 0.0 if cpu_rate is None else (1 - on_device) * moving * update_nbytes / cpu_rate
         return Bound(compute_s, hardware.link_seconds(inwards, outwards), cpu_s, inwards, outwards)
 
     if device == "cpu" or cpu_rate is None:

@@ -36,6 +36,7 @@ _HELPERS = (
     "runtime/fake_gpu",
     "runtime/late_tiers",
     "runtime/queued_tier",
+    "cuda_path_subjects",
     "runtime/store_cases",
 )
 """In the order in which they import each other."""
