@@ -218,6 +218,22 @@ def test_every_door_s_wait_matters(made: Gated, door: Door) -> None:
     assert differences(outcome(made, door, held=True, left_out=True), expected)
 
 
+def test_a_failed_update_is_told_before_anything_is_loaded(made: Gated) -> None:
+    """So the load may be made again: what `load_state_dict` waits for at its beginning is told there."""
+    made.begin("forward")
+    saved = copy.deepcopy(made.optimizer.state_dict())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("chunkc.adam_rule.adam_chunk_update", lambda *args, **options: 1 / 0)
+        patch.setattr(made.optimizer, "_in_place", lambda *args: None)
+        made.optimizer.step()
+        before = dict(made.states())
+        with pytest.raises(chunkc.StreamError, match="division by zero"):
+            made.optimizer.load_state_dict(saved)
+    assert made.states().keys() == before.keys() > {EXP_AVG}
+    made.optimizer.load_state_dict(saved)
+    assert not made.states()
+
+
 # ---------------------------------------------------------------- a device that is behind
 
 
