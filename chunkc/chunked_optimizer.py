@@ -77,8 +77,19 @@ class ChunkedOptimizer(Overlapping, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         self._doubts.settle(wait=True)
+        for parameter, state in self.state.items():
+            if MASTER_LOW in state:  # a copy takes lower bits as they are
+                self._marks.leave_out_stale(parameter, state[MASTER_LOW])
         own = {"_update_on": self._update_on, "_states": self._states, "_marks": self._marks}
         return super().__getstate__() | own | {"_doubts": doubts.Doubts()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        declare_states([p for p in parameters if declared_states(p) is None], self._states)
+        for parameter, of_parameter in self.state.items():
+            if MASTER_LOW in of_parameter:
+                self._marks.loaded(parameter, changed=False)
 
     def begin_update_of(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         """An update of a parameter begins, whose states are all there."""
@@ -142,11 +153,18 @@ class ChunkedOptimizer(Overlapping, ABC):
             if isinstance(parameter, torch.Tensor):
                 self._check_dtype(parameter.dtype)
         super().add_param_group(param_group)
-        self._overlap.forget(self)
         added = self.param_groups[-1]["params"]
+        before = [declared_states(p) for p in added]
         declare_states(added, self._states)
-        for session in {hit[0] for p in added if (hit := owner(p)) is not None}:
-            session.restate()
+        try:
+            for session in {hit[0] for p in added if (hit := owner(p)) is not None}:
+                session.restate()
+        except OptionsError:
+            self.param_groups.pop()
+            for parameter, states in zip(added, before, strict=True):
+                declare_states([parameter], states)
+            raise
+        self._overlap.forget(self)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         self._check_supported(group)
@@ -214,6 +232,9 @@ class ChunkedOptimizer(Overlapping, ABC):
         if any(at_home for _, _, at_home, _ in prepared):
             self._doubts.settle(wait=True)  # the CPU is about to wait for this step's gradients anyway
         self._begin_step()
+        # Home views have version counters of their own, so autograd must be told that parameters are about to change.
+        moving = [task.parameter for _, by_group, *_ in prepared for tasks in by_group.values() for task in tasks]
+        torch.autograd.graph.increment_version(moving)
         self._in_place(in_place, scale)
         for session, by_group, at_home, in_slots in prepared:
             self._update_chunks(session, by_group, at_home, in_slots, scale)
@@ -366,7 +387,7 @@ class ChunkedOptimizer(Overlapping, ABC):
         Raises:
             OptionsError: they cannot.
         """
-        changed = [p for p in parameters if declared_states(p) != self._states]
+        changed = [p for p in parameters if declared_states(p) != self._states.seen_by(p.dtype)]
         if changed:
             declare_states(changed, self._states)
             session.restate()

@@ -203,13 +203,16 @@ def owner(parameter: torch.Tensor) -> tuple[Session, str] | None:
     return _owners.get(parameter)
 
 
-def declare_states(parameters: Iterable[torch.Tensor], states: StateFormat) -> None:
+def declare_states(parameters: Iterable[torch.Tensor], states: StateFormat | None) -> None:
     """Say in what form an optimizer keeps states for parameters: layouts made from now on reckon with it.
 
-    The latest counts. Layouts made before follow with `Session.restate`.
+    The latest counts; None: no optimizer does. Layouts made before follow with `Session.restate`.
     """
     for parameter in parameters:
-        _states[parameter] = states
+        if states is None:
+            _states.pop(parameter, None)
+        else:
+            _states[parameter] = states.seen_by(parameter.dtype)
 
 
 def declared_states(parameter: torch.Tensor) -> StateFormat | None:

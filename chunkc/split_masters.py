@@ -37,7 +37,8 @@ class _Mark:
 class Marks:
     """Which contents of each parameter the lower bits of its master belong to.
 
-    A parameter that is not known is taken as it is: in a copy of an optimizer, parameters were copied with states.
+    A parameter that is not known is taken as it is. A copy knows none: whose optimizer is copied, leaves out what is
+    stale first, and notes what parameters contain in the copy.
     """
 
     def __init__(self) -> None:
@@ -53,10 +54,16 @@ class Marks:
             return True
         return mark.checksum is not None and mark.checksum == checksum(parameter)
 
-    def begin(self, parameter: torch.Tensor, lower: torch.Tensor) -> None:
-        """An update of the parameter begins: lower bits of other contents are left out of its master."""
+    def leave_out_stale(self, parameter: torch.Tensor, lower: torch.Tensor) -> None:
+        """Lower bits of other contents are left out of the parameter's master."""
         if not self.belong(parameter):
-            lower.zero_()
+            with torch.no_grad():
+                lower.zero_()
+            self._marks[parameter] = _Mark(parameter._version)
+
+    def begin(self, parameter: torch.Tensor, lower: torch.Tensor) -> None:
+        """An update of the parameter begins, with lower bits of what it contains."""
+        self.leave_out_stale(parameter, lower)
         self._marks[parameter] = _Mark(None)
 
     def end(self, parameters: Iterable[torch.Tensor]) -> None:
