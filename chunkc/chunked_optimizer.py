@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -34,7 +35,7 @@ from chunkc.overlap import NONE as NO_OVERLAP
 from chunkc.overlap import Overlap
 from chunkc.overlapping import Overlapping
 from chunkc.session import Session, declare_states, declared_states, owner
-from chunkc.split_masters import Marks, decode, load
+from chunkc.split_masters import Marks, load, put_masters_together
 from chunkc.update import GroupUpdate, PreparedUpdate, prepare_updates
 
 _UNSUPPORTED = ("amsgrad", "differentiable", "capturable")
@@ -250,6 +251,8 @@ class ChunkedOptimizer(Overlapping, ABC):
 
         Those that have `begun` count: where a group is updated does not depend on when.
         """
+        groups = session.store.layout.groups
+        session.unfreeze({t.name for index in by_group if not groups[index].trainable for t in by_group[index]})
         self._lay_out(session, [task.parameter for tasks in by_group.values() for task in tasks])
         at_home = groups_at_home(session, sorted({*by_group, *begun}), self._update_on)
         if self._overlap.beside_backward:
@@ -324,15 +327,11 @@ class ChunkedOptimizer(Overlapping, ABC):
         the result lives. All else is not copied. Waits for a device that still knows alone which steps were skipped.
         """
         self._doubts.settle(wait=True)
-        handle = self.register_state_dict_post_hook(_with_fp32_masters, prepend=True)
+        handle = self.register_state_dict_post_hook(partial(put_masters_together, self._marks), prepend=True)
         try:
             return super().state_dict()
         finally:
             handle.remove()
-
-    def _master_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The fp32 master of a parameter that has a split one."""
-        return decode(parameter, self.state[parameter][MASTER_LOW] if self._marks.belong(parameter) else None)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state in this optimizer's or `torch.optim.AdamW`'s format.
@@ -391,15 +390,3 @@ class ChunkedOptimizer(Overlapping, ABC):
         if changed:
             declare_states(changed, self._states)
             session.restate()
-
-
-def _with_fp32_masters(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """A hook: replaces lower bits by masters."""
-    assert isinstance(optimizer, ChunkedOptimizer)
-    ids = [index for group in state_dict["param_groups"] for index in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, parameter in zip(ids, parameters, strict=True):
-        state = state_dict["state"].get(index, {})
-        if MASTER_LOW in state:
-            rest = {kind: value for kind, value in state.items() if kind != MASTER_LOW}
-            state_dict["state"][index] = {**rest, MASTER: optimizer._master_of(parameter)}

@@ -12,10 +12,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from chunkc.ir.states import MASTER, MASTER_LOW
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.kernels.split import join_master, split_master
 
@@ -91,6 +94,18 @@ def load(marks: Marks, master: object, parameter: torch.Tensor, lower: torch.Ten
     else:
         changed = encode(torch.as_tensor(master), parameter.detach(), lower)
     marks.loaded(parameter, changed=changed)
+
+
+def put_masters_together(marks: Marks, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """A hook of `Optimizer.state_dict`: fp32 masters in place of their lower bits."""
+    ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in zip(ids, parameters, strict=True):
+        state = state_dict["state"].get(index, {})
+        if MASTER_LOW in state:
+            rest = {kind: value for kind, value in state.items() if kind != MASTER_LOW}
+            lower = state[MASTER_LOW] if marks.belong(parameter) else None
+            state_dict["state"][index] = {**rest, MASTER: decode(parameter, lower)}
 
 
 def encode(master: torch.Tensor, param: torch.Tensor, lower: torch.Tensor) -> bool:
