@@ -8,7 +8,7 @@ of the states that a parameter's optimizer declares, which may exist before any 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -25,7 +25,8 @@ from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Plan, Tile
 from chunkc.ir.states import DEFAULT_STATES, EXP_AVG, StateFormat
 from chunkc.options import Options, resolve_budget
-from chunkc.passes.layout import lay_out, restated
+from chunkc.passes.layout import lay_out, restated, unfrozen
+from chunkc.recent import Recent
 from chunkc.runtime.devices import open_compute
 from chunkc.runtime.executor import Executable, Measurement
 from chunkc.runtime.store import ChunkStore
@@ -33,9 +34,18 @@ from chunkc.runtime.store import ChunkStore
 DEFAULTS: Mapping[str, object] = MappingProxyType({})
 """Stands for the options of a model that was compiled without any."""
 
+MAX_UPDATE_PLANS = 64
+"""Plans of the optimizer's step that are kept; the one that was not used for longest goes."""
+
 EMPTY_LAYOUT = ChunkLayout(0, (), ())
 
 _CPU = torch.device("cpu")
+
+
+def storages_nbytes(values: Iterable[object]) -> int:
+    """Bytes of the storages of the tensors among `values`, each storage once."""
+    storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 @dataclass
@@ -85,10 +95,11 @@ class Session:
         trained: parameters whose gradients some graph compiled so far makes.
         unplanned: whether no graph has been compiled yet, so that any group may still become resident.
         minimum_nbytes: the smallest budget that every graph compiled so far can work with.
-        update_plans: plans of the optimizer's step, by what they depend on.
+        update_plans: the latest plans of the optimizer's step, by what they depend on.
         early: updates that begin during the backward.
         update_held_nbytes: what the caller still holds of the latest forward when the optimizer steps.
-        num_restatements: how often the formats of states have changed; plans made before do not count.
+        num_restatements: how often groups have got other data: states in other formats, or gradients where there were
+            none. Plans made before do not count.
     """
 
     def __init__(self, options: Options, source: object = None, device: torch.device = _CPU) -> None:
@@ -110,7 +121,7 @@ class Session:
         self.compute_s = self.host_s = 0.0
         self.num_instructions = 0
         self.update_held_nbytes = 0
-        self.update_plans: dict[tuple, tuple[Executable, Plan, tuple[Tile, ...]]] = {}
+        self.update_plans: Recent[tuple, tuple[Executable, Plan, tuple[Tile, ...]]] = Recent(MAX_UPDATE_PLANS)
         self.num_restatements = 0
         self.unplanned = True
         self.trained: frozenset[str] = frozenset()
@@ -172,6 +183,17 @@ class Session:
             store.restate(layout)
             self.num_restatements += 1
 
+    def unfreeze(self, names: Collection[str]) -> None:
+        """Make room at home for the gradients of parameters that were frozen when they were laid out, if there are any.
+
+        Raises:
+            HomeError: there is no room.
+        """
+        layout = unfrozen(self.store.layout, names)
+        if layout != self.store.layout:
+            self.store.place(layout, {}, self.store.resident)
+            self.num_restatements += 1
+
     def all_may_stay(self) -> bool:
         """Whether no group has been sent home already by another graph's plan."""
         return self.unplanned or self.store.resident == frozenset(g.index for g in self.store.layout.groups)
@@ -203,13 +225,16 @@ def owner(parameter: torch.Tensor) -> tuple[Session, str] | None:
     return _owners.get(parameter)
 
 
-def declare_states(parameters: Iterable[torch.Tensor], states: StateFormat) -> None:
+def declare_states(parameters: Iterable[torch.Tensor], states: StateFormat | None) -> None:
     """Say in what form an optimizer keeps states for parameters: layouts made from now on reckon with it.
 
-    The latest counts. Layouts made before follow with `Session.restate`.
+    The latest counts; None: no optimizer does. Layouts made before follow with `Session.restate`.
     """
     for parameter in parameters:
-        _states[parameter] = states
+        if states is None:
+            _states.pop(parameter, None)
+        else:
+            _states[parameter] = states.seen_by(parameter.dtype)
 
 
 def declared_states(parameter: torch.Tensor) -> StateFormat | None:
