@@ -17,8 +17,11 @@ from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.logs import log_plan
 from chunkc.passes.planning import check_minimum, choose_resident
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
-from chunkc.session import Session
+from chunkc.session import Session, storages_nbytes
 from chunkc.steps import INPUTS, SizedStep, Steps
+
+HELD_GRANULES = 256
+"""Plans are made for what others hold rounded up to this part of the budget, where that fits."""
 
 
 @dataclass(frozen=True)
@@ -92,32 +95,63 @@ class CompiledGraph:
             VerificationError: a bug in the planner; nothing has run.
         """
         session = self.session
-        layout, resident = session.store.layout, session.store.resident
+        layout = session.store.layout
         key = (
-            *(session.budget_nbytes, held_nbytes, cold_backward, hooked, kept_tangents),
-            *(resident, len(layout.groups), len(layout.small), len(session.trained), session.num_restatements),
-            session.early.wanted,
+            *(
+                session.budget_nbytes,
+                cold_backward,
+                hooked,
+                kept_tangents,
+                session.early.wanted,
+                session.store.resident,
+            ),
+            *(len(layout.groups), len(layout.small), len(session.trained), session.num_restatements),
         )
-        if key not in step.plans:
+        found = step.plans.find((held_nbytes, *key))
+        if found is None:
             captured = step.captured.returning(hooked).holding(kept_tangents)
-            plan = plan_step(
-                captured,
-                layout,
-                budget_nbytes=session.budget_nbytes,
-                resident=resident,
-                hardware=session.hardware,
-                held_nbytes=held_nbytes,
-                cold_backward=cold_backward,
-                elsewhere=session.trained - captured.trained,
-            )
-            graphs = rewrite(captured, plan, layout, settling=session.early.wanted)
-            if session.options.verify:
-                verify(captured, plan, graphs, layout, held_nbytes=held_nbytes)
-            log_plan(plan, graphs)
-            runs = {name: segment.run for name, segment in captured.segments.items()}
-            phases = {name: PlannedPhase(graph, lower(graph.graph, runs)) for name, graph in graphs.items()}
-            step.plans[key] = PlannedStep(plan, phases)
-        return step.plans[key]
+            found = self._plan_with_room(step, captured, held_nbytes, cold_backward, key)
+            found = found or self._planned(captured, held_nbytes, cold_backward)
+            step.plans.keep((held_nbytes, *key), found)
+        return found
+
+    def _plan_with_room(
+        self, step: SizedStep, captured: Captured, held_nbytes: int, cold_backward: bool, key: tuple
+    ) -> PlannedStep | None:
+        """A plan for more held bytes than there are, so that who keeps a little more at every step, such as losses,
+        does not wait for a new plan each time; None where there is no such plan."""
+        granule = max(1, self.session.budget_nbytes // HELD_GRANULES)
+        wider_nbytes = -(-held_nbytes // granule) * granule
+        if wider_nbytes == held_nbytes:
+            return None
+        wider = step.plans.find((wider_nbytes, *key))
+        if wider is None:
+            try:
+                wider = step.plans.keep((wider_nbytes, *key), self._planned(captured, wider_nbytes, cold_backward))
+            except BudgetError:
+                return None
+        return PlannedStep(wider.plan.beside_less(wider_nbytes - held_nbytes), wider.phases)
+
+    def _planned(self, captured: Captured, held_nbytes: int, cold_backward: bool) -> PlannedStep:
+        session = self.session
+        layout = session.store.layout
+        plan = plan_step(
+            captured,
+            layout,
+            budget_nbytes=session.budget_nbytes,
+            resident=session.store.resident,
+            hardware=session.hardware,
+            held_nbytes=held_nbytes,
+            cold_backward=cold_backward,
+            elsewhere=session.trained - captured.trained,
+        )
+        graphs = rewrite(captured, plan, layout, settling=session.early.wanted)
+        if session.options.verify:
+            verify(captured, plan, graphs, layout, held_nbytes=held_nbytes)
+        log_plan(plan, graphs)
+        runs = {name: segment.run for name, segment in captured.segments.items()}
+        phases = {name: PlannedPhase(graph, lower(graph.graph, runs)) for name, graph in graphs.items()}
+        return PlannedStep(plan, phases)
 
     # --- running ---
 
@@ -128,10 +162,12 @@ class CompiledGraph:
         program, at = captured.forward, step.positions
         session.early.enter_forward(self._groups, has_backward=captured.backward is not None)
         session.store.release_slots()
-        live = session.live.nbytes(leaving_out=arguments)
-        planned = self.plan(step, max(0, live - captured.output_nbytes), hooked=self._hooked())
-        self._accumulating = self._has_staying_gradient()
         inputs = [arguments[position] for position in at.inputs]
+        # An input may be a view of a larger tensor than the one it was traced with: all of that is held.
+        beside = max(0, storages_nbytes(inputs) - program.held_nbytes)
+        held = max(0, session.live.nbytes(leaving_out=inputs) - captured.output_nbytes) + beside
+        planned = self.plan(step, held, hooked=self._hooked())
+        self._accumulating = self._has_staying_gradient()
         outputs = self._run(FORWARD, planned, arguments)
         session.live.watch(inputs)
         session.live.watch(outputs[position] for position in at.user_outputs)

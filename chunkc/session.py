@@ -26,6 +26,7 @@ from chunkc.ir.plan import Plan, Tile
 from chunkc.ir.states import DEFAULT_STATES, EXP_AVG, StateFormat
 from chunkc.options import Options, resolve_budget
 from chunkc.passes.layout import lay_out, restated, unfrozen
+from chunkc.recent import Recent
 from chunkc.runtime.devices import open_compute
 from chunkc.runtime.executor import Executable, Measurement
 from chunkc.runtime.store import ChunkStore
@@ -33,9 +34,18 @@ from chunkc.runtime.store import ChunkStore
 DEFAULTS: Mapping[str, object] = MappingProxyType({})
 """Stands for the options of a model that was compiled without any."""
 
+MAX_UPDATE_PLANS = 64
+"""Plans of the optimizer's step that are kept; the one that was not used for longest goes."""
+
 EMPTY_LAYOUT = ChunkLayout(0, (), ())
 
 _CPU = torch.device("cpu")
+
+
+def storages_nbytes(values: Iterable[object]) -> int:
+    """Bytes of the storages of the tensors among `values`, each storage once."""
+    storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 @dataclass
@@ -85,7 +95,7 @@ class Session:
         trained: parameters whose gradients some graph compiled so far makes.
         unplanned: whether no graph has been compiled yet, so that any group may still become resident.
         minimum_nbytes: the smallest budget that every graph compiled so far can work with.
-        update_plans: plans of the optimizer's step, by what they depend on.
+        update_plans: the latest plans of the optimizer's step, by what they depend on.
         early: updates that begin during the backward.
         update_held_nbytes: what the caller still holds of the latest forward when the optimizer steps.
         num_restatements: how often groups have got other data: states in other formats, or gradients where there were
@@ -111,7 +121,7 @@ class Session:
         self.compute_s = self.host_s = 0.0
         self.num_instructions = 0
         self.update_held_nbytes = 0
-        self.update_plans: dict[tuple, tuple[Executable, Plan, tuple[Tile, ...]]] = {}
+        self.update_plans: Recent[tuple, tuple[Executable, Plan, tuple[Tile, ...]]] = Recent(MAX_UPDATE_PLANS)
         self.num_restatements = 0
         self.unplanned = True
         self.trained: frozenset[str] = frozenset()

@@ -6,7 +6,6 @@ sizes is bytes, and so plans.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +20,7 @@ from chunkc.captured import Captured
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram
 from chunkc.passes.graphs import placeholders
+from chunkc.recent import Recent
 from chunkc.templates import Templates
 
 INPUTS = "inputs"
@@ -28,6 +28,9 @@ INPUTS = "inputs"
 
 MAX_SIZES = 64
 """Steps of so many sets of sizes are kept, with their plans; the one that was not used for longest goes."""
+
+MAX_PLANS = 32
+"""Plans of one step that are kept, beside whatever else is held; the one that was not used for longest goes."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class SizedStep:
     """
 
     captured: Captured
-    plans: dict[tuple, Any] = field(default_factory=dict)
+    plans: Recent[tuple, Any] = field(default_factory=lambda: Recent(MAX_PLANS))
     admitted: frozenset[int] | None = None
 
     @cached_property
@@ -108,7 +111,7 @@ class SymbolicSteps:
             if graph is not None:
                 values = [node.meta.get("val") for node in placeholders(graph.graph)]
                 self._readers[phase] = SizeReader(symbols, values)
-        self._steps: OrderedDict[tuple[int, ...], SizedStep] = OrderedDict()
+        self._steps: Recent[tuple[int, ...], SizedStep] = Recent(MAX_SIZES)
 
     def at(self, where: str, arguments: Sequence[Any], *, may_be_whole: bool) -> SizedStep:
         """As `Steps.at`.
@@ -118,13 +121,10 @@ class SymbolicSteps:
         """
         values = self._readers[where].read(arguments)
         key = tuple(values.values())
-        known = self._steps.get(key)
+        known = self._steps.find(key)
         if known is None or (where == INPUTS and known.captured.whole and not may_be_whole):
-            self._steps[key] = SizedStep(self._templates.at(values, may_be_whole=may_be_whole))
-            while len(self._steps) > MAX_SIZES:
-                self._steps.popitem(last=False)
-        self._steps.move_to_end(key)
-        return self._steps[key]
+            known = self._steps.keep(key, SizedStep(self._templates.at(values, may_be_whole=may_be_whole)))
+        return known
 
 
 class SizeReader:

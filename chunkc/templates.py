@@ -29,6 +29,9 @@ from chunkc.passes.profile import call_steps
 from chunkc.passes.shapes import SymbolicShapes, symbol_values
 from chunkc.passes.symbols import region, size_of
 
+MAX_TEMPLATES = 32
+"""Regions of one structure that are kept described; the one that was not used for longest goes."""
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -97,7 +100,8 @@ class Templates:
 
     Attributes:
         traced: the values it was captured at.
-        num_described: how often the step was described in symbols: once per region and structure that was needed.
+        num_described: how often the step was described in symbols: once per region and structure that was needed, and
+            again for one that was forgotten (`MAX_TEMPLATES`).
     """
 
     def __init__(self, builder: Builder) -> None:
@@ -141,8 +145,9 @@ class Templates:
         """The one that holds at these values, made if there is none yet."""
         estimated = estimated and not self.builder.estimate_is_exact
         known = self._known.setdefault((whole, estimated), [])
-        for template in known:
+        for index, template in enumerate(known):
             if template.holds(values):
+                known.insert(0, known.pop(index))
                 return template
         shapes = SymbolicShapes(values)
         captured = self.builder.described(whole, estimated, shapes)
@@ -151,6 +156,7 @@ class Templates:
         template = Template(captured, shapes.conditions, list(self.traced))
         assert template.holds(values)
         known.insert(0, template)
+        del known[MAX_TEMPLATES:]
         self.num_described += 1
         return template
 

@@ -83,7 +83,7 @@ def _planned(
     store = session.store
     layout, resident, budget = store.layout, store.resident, session.budget_nbytes
     key = (groups, held_nbytes, resident, len(layout.small), budget, num_stages, session.num_restatements)
-    found = session.update_plans.get(key)
+    found = session.update_plans.find(key)
     if found is None:
         fixed = fixed_nbytes(layout, resident) + held_nbytes
         tiles = update_tiles(layout, groups, budget - fixed, num_stages)
@@ -106,5 +106,5 @@ def _planned(
             )
             if violations:
                 raise VerificationError(violations)
-        found = session.update_plans[key] = (lower(graph.graph, {}), plan, tiles)
+        found = session.update_plans.keep(key, (lower(graph.graph, {}), plan, tiles))
     return found

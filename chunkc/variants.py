@@ -10,39 +10,61 @@ from typing import Any
 import torch
 from torch import nn
 
+MAX_SHAPES = 64
+"""Variants for the same parameters that are kept; the one that was not used for longest goes."""
+
 
 class Variants:
     """A graph compiled once per set of parameters, and once for all shapes where that can be, else per set of shapes.
 
     Dynamo gives one graph to all modules that look alike (blocks in a loop with a graph break), and symbolic shapes to
-    a graph whose input shapes change; plans are for given parameters and given shapes.
+    a graph whose input shapes change; plans are for given parameters and given shapes. Variants whose parameters are
+    gone are forgotten, and so are the shapes not used for longest where there are many (`MAX_SHAPES`).
     """
 
     def __init__(self, compile_for: Callable[[Sequence[Any]], Callable[..., Any]]) -> None:
         self._compile_for = compile_for
         self._variants: list[_Variant] = []
+        self._num_calls = 0
+
+    @property
+    def num_variants(self) -> int:
+        return len(self._variants)
 
     def compile(self, inputs: Sequence[Any], *, any_shapes: bool = False) -> _Variant:
         """Compile for these inputs: those of them that are parameters, and, unless it serves any, their shapes."""
         call = self._compile_for(inputs)
         identities = tuple(None if any_shapes and not isinstance(v, nn.Parameter) else _identity(v) for v in inputs)
-        variant = _Variant(identities, call)
-        self._variants.insert(0, variant)
+        variant = _Variant(identities, call, self._num_calls)
+        known = [other for other in self._variants if None not in other.parameters]
+        alike = [other for other in known if other.parameters == variant.parameters]
+        if len(alike) >= MAX_SHAPES:
+            known.remove(min(alike, key=lambda other: other.last_call))
+        self._variants = [variant, *known]
         return variant
 
     def __call__(self, *args: Any) -> Any:
+        self._num_calls += 1
         for variant in self._variants:
             if variant.serves(args):
+                variant.last_call = self._num_calls
                 return variant.call(*args)
         return self.compile(args).call(*args)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Variant:
     """`identities`: None for an input that may be anything Dynamo's guards let pass."""
 
     identities: tuple[Any, ...]
     call: Callable[..., Any]
+    last_call: int
+
+    @property
+    def parameters(self) -> tuple[int | None, ...]:
+        """The parameters' identities; None for one that is gone."""
+        found = [identity() for identity in self.identities if isinstance(identity, weakref.ref)]
+        return tuple(None if parameter is None else id(parameter) for parameter in found)
 
     def serves(self, args: Sequence[Any]) -> bool:
         for identity, value in zip(self.identities, args, strict=True):

@@ -156,6 +156,14 @@ class Plan:
         )
         return replace(self, phases=phases)
 
+    def beside_less(self, nbytes: int) -> Plan:
+        """The same plan, where others hold `nbytes` less than it was made for."""
+        phases = tuple(
+            replace(phase, moments=tuple(replace(m, other_nbytes=m.other_nbytes - nbytes) for m in phase.moments))
+            for phase in self.phases
+        )
+        return replace(self, minimum_nbytes=self.minimum_nbytes - nbytes, phases=phases)
+
     @property
     def moments(self) -> tuple[Moment, ...]:
         return tuple(moment for phase in self.phases for moment in phase.moments)

@@ -151,9 +151,10 @@ class Subject:
         found = {}
         for phase in ("forward", "backward"):
             graph: Any = records[phase].graph
-            (planned,) = [step for step in graph._plans.values() if step.plan is records[phase].plan]
+            plans = graph.steps.at(phase, (), may_be_whole=True).plans.values()
+            (planned,) = [step for step in plans if step.plan is records[phase].plan]
             found[phase] = planned.phases[phase].executable
-        (found["update"],) = [e for e, plan in self.session.update_plans.values() if plan is records["update"].plan]
+        (found["update"],) = [e for e, plan, _ in self.session.update_plans.values() if plan is records["update"].plan]
         return found
 
     def waits(self) -> list[Wait]:

@@ -1,0 +1,171 @@
+"""Training for long: what a step keeps of plans and compiled variants has a limit, and inputs count as they are."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import chunkc
+from chunkc import graph, session, steps, variants
+from chunkc.runtime import cpu_allocator
+
+WIDTH = 64
+
+NUM_STEPS = 40
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    cpu_allocator.install()
+    torch._dynamo.reset()
+    gc.collect()
+    yield
+    torch._dynamo.reset()
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+
+
+def compiled(model: nn.Module, budget: int = 4 << 20, **options: Any) -> Any:
+    return torch.compile(model, backend="chunkc", options={"codegen": "eager", "memory_budget": budget, **options})
+
+
+def session_of(model: nn.Module) -> session.Session:
+    found = session.owner(next(model.parameters()))
+    assert found is not None
+    return found[0]
+
+
+def graph_of(model: nn.Module) -> graph.CompiledGraph:
+    found = session_of(model).records["forward"].graph
+    assert isinstance(found, graph.CompiledGraph)
+    return found
+
+
+def rows(num_rows: int) -> Tensor:
+    return torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(num_rows))
+
+
+@pytest.mark.parametrize("budget", [4 << 20, 160_000])
+def test_outputs_that_are_kept_neither_fill_memory_with_plans_nor_make_a_new_one_each_step(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that keeps every output has other bytes held at every step."""
+    made: list[int] = []
+    plan_step = graph.plan_step
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made.append(kwargs["held_nbytes"])
+        return plan_step(*args, **kwargs)
+
+    monkeypatch.setattr(graph, "plan_step", counted)
+    monkeypatch.setattr(steps, "MAX_PLANS", 5)
+    monkeypatch.setattr(session, "MAX_UPDATE_PLANS", 4)
+    model = build()
+    call = compiled(model, budget, whole_graph="never")
+    optimizer = chunkc.optim.AdamW(model.parameters())
+    outputs = []
+    for _ in range(NUM_STEPS):
+        output = call(rows(1))
+        outputs.append(output.detach())
+        output.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step = graph_of(model).steps.at("forward", (), may_be_whole=True)
+        assert len(step.plans) <= 5
+        assert len(session_of(model).update_plans) <= 4
+        assert session_of(model).predicted_peak_nbytes <= budget
+    assert len(set(made)) <= 2 + 2 * (NUM_STEPS * outputs[0].nbytes * graph.HELD_GRANULES // budget)
+
+
+def test_variants_by_shape_are_forgotten_but_not_those_of_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants, "MAX_SHAPES", 3)
+    compilations: list[Any] = []
+
+    def compile_for(inputs: Any) -> Any:
+        compilations.append(inputs)
+        return lambda *args: len(args[1])
+
+    one, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    found = variants.Variants(compile_for)
+    found.compile([other, rows(1)])
+    for num_rows in (1, 2, 3, 1, 4):  # 2 is the one not used for longest
+        assert found(one, rows(num_rows)) == num_rows
+    assert len(compilations) == 5
+    for num_rows in (1, 3, 4):
+        found(one, rows(num_rows))
+    found(other, rows(1))
+    assert len(compilations) == 5
+    found(one, rows(2))
+    assert len(compilations) == 6
+
+
+def test_variants_of_parameters_that_are_gone_are_forgotten() -> None:
+    found = variants.Variants(lambda inputs: lambda *args: None)
+    for _ in range(5):
+        found(nn.Parameter(torch.zeros(2)), rows(2))
+    gc.collect()
+    found(nn.Parameter(torch.zeros(2)), rows(2))
+    assert found.num_variants == 1
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_whole_storage_of_an_input_counts(dynamic: bool) -> None:
+    """A view of a large tensor, where the step was traced with a tensor of its own."""
+    model = build()
+    call = compiled(model)
+    sizes = (4, 6, 5) if dynamic else (5,)
+    for num_rows in sizes:
+        call(rows(num_rows)).sum().backward()
+    large = rows(3000)
+    call(large[:5]).sum().backward()
+    records = session_of(model).records
+    for phase in ("forward", "backward"):
+        predicted = {m.name: m.nbytes for m in records[phase].plan.moments}
+        for name, nbytes in records[phase].measurement.peaks:
+            assert nbytes is not None
+            if name in predicted:
+                assert predicted[name] >= large.nbytes
+    budget = session_of(model).budget_nbytes
+    with pytest.raises(chunkc.BudgetError):
+        call(torch.zeros(budget // (4 * WIDTH) + 1, WIDTH)[:5])
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_kept_gradients_of_outputs_of_several_shapes(last_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two forwards of different shapes in flight, then their backwards in either order, with gradients kept outside."""
+    kept: list[frozenset[str]] = []
+    kept_tangents = graph._kept_tangents
+
+    def noted(*args: Any) -> frozenset[str]:
+        kept.append(kept_tangents(*args))
+        return kept[-1]
+
+    monkeypatch.setattr(graph, "_kept_tangents", noted)
+    model, plain = build(), build()
+    hooked: list[Tensor] = []
+    for module in (model, plain):
+        module[2].weight.register_hook(lambda g: hooked.append(g.clone()))
+    call = compiled(model, 250_000, whole_graph="never")
+    gradients = {n: torch.ones(n, WIDTH) for n in (20, 3)}
+    foreign = cpu_allocator.current_nbytes()
+    for module in (call, plain):
+        for _ in range(3):
+            outputs = [module(rows(n)) for n in (20, 3)]
+            for out in outputs[:: -1 if last_first else 1]:
+                out.backward(gradients[len(out)])
+    assert all(kept)
+    assert chunkc.report(model).predicted_peak_nbytes <= 250_000
+    assert chunkc.report(model).measured_peak_nbytes - foreign <= 250_000  # type: ignore[operator]
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+    half = len(hooked) // 2
+    assert half == 6
+    assert all(torch.equal(a, b) for a, b in zip(hooked[:half], hooked[half:]))
