@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
+from torch._prims.rng_prims import run_and_save_rng_state
 from torch.utils import _pytree as pytree
 
 from chunkc.ir.errors import UnsupportedError
@@ -118,6 +120,8 @@ def capture_graph(
         decompositions=_decompositions(codegen),
     )
     _name_parameters(capture, parameter_names)
+    assert capture.forward is not None
+    _fix_lengths_of_random_states(capture.forward.graph)
     _forget_autograd(gm)
     return call, capture
 
@@ -131,6 +135,14 @@ def _forget_autograd(gm: fx.GraphModule) -> None:
         value = node.meta.get("example_value")
         if value is not None:
             node.meta["example_value"] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+
+
+def _fix_lengths_of_random_states(graph: fx.Graph) -> None:
+    """Take them for what they are: AOTAutograd makes a symbol of the length of a state that it saves."""
+    for node in graph.nodes:
+        if node.target is operator.getitem and node.args[1] == 0 and node.args[0].target is run_and_save_rng_state:
+            for length in node.meta["val"].shape:
+                int(length)  # from now on the symbol is this number
 
 
 def boxed(function: Boxed) -> Boxed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,6 @@ from chunkc.passes import codegen
 from chunkc.passes.codegen import CompiledSegment, compile_segment, describe_segment, find_vector_isa
 from chunkc.passes.graphs import placeholders
 from chunkc.passes.segments import Segment, SegmentTable, canonical_text, cut, extract
-from chunkc.passes.shapes import Shapes
 from chunkc.passes.wrapper_source import wrapper_of
 
 
@@ -166,15 +166,15 @@ def described_and_compiled(
     described: dict[str, SegmentMemory] = {}
     compiled: dict[str, SegmentMemory] = {}
 
-    def describe(segment: Segment, codegen: str, num_threads: int, shapes: Shapes) -> SegmentMemory:
-        memory = describe_segment(segment, codegen, num_threads, shapes)
+    def describe(segment: Segment, codegen: str, *args: Any) -> SegmentMemory:
+        memory = describe_segment(segment, codegen, *args)
         if codegen == "inductor":
             described[canonical_text(segment.module.graph)] = memory
         return memory
 
-    def compile_(segment: Segment, codegen: str, num_threads: int, shapes: Shapes) -> CompiledSegment:
+    def compile_(segment: Segment, codegen: str, *args: Any) -> CompiledSegment:
         text = canonical_text(segment.module.graph)
-        result = compile_segment(segment, codegen, num_threads, shapes)
+        result = compile_segment(segment, codegen, *args)
         if codegen == "inductor":
             compiled[text] = result.memory
         return result
