@@ -92,9 +92,14 @@ class ChunkedOptimizer(Overlapping, ABC):
                 self._marks.loaded(parameter, changed=False)
 
     def begin_update_of(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
-        """An update of a parameter begins, whose states are all there."""
+        """An update of a parameter begins, whose states are all there.
+
+        Kernels see other tensors over the same memory, with version counters of their own. So it is said here that the
+        parameter changes: code that saved it for a backward of its own is told by autograd.
+        """
         if MASTER_LOW in state:
             self._marks.begin(parameter, state[MASTER_LOW])
+        torch.autograd.graph.increment_version(parameter)
 
     @abstractmethod
     def hyper_at(self, group: Mapping[str, Any], step: int) -> Any:
@@ -229,12 +234,10 @@ class ChunkedOptimizer(Overlapping, ABC):
             (session, by_group, *self._prepare(session, by_group, begun.get(session, frozenset())))
             for session, by_group in chunked.items()
         ]
+        self._overlap.end_backward(self)
         if any(at_home for _, _, at_home, _ in prepared):
             self._doubts.settle(wait=True)  # the CPU is about to wait for this step's gradients anyway
         self._begin_step()
-        # Home views have version counters of their own, so autograd must be told that parameters are about to change.
-        moving = [task.parameter for _, by_group, *_ in prepared for tasks in by_group.values() for task in tasks]
-        torch.autograd.graph.increment_version(moving)
         self._in_place(in_place, scale)
         for session, by_group, at_home, in_slots in prepared:
             self._update_chunks(session, by_group, at_home, in_slots, scale)

@@ -82,9 +82,7 @@ class Overlap:
     def forget(self, starter: Any) -> None:
         """Parameter groups or states are others from now on: nothing begins early before the next step has ended."""
         self._known.clear()
-        self._begun.clear()
-        for session in list(self._sessions):
-            session.early.stepped(starter)
+        self.end_backward(starter)
 
     # --- beside the forward ---
 
@@ -163,31 +161,36 @@ class Overlap:
         with torch.no_grad():
             runs = optimizer.runs(session, index, [Task(optimizer, *entry) for entry in entries])
         job = _job(optimizer, session, index, runs, NO_SCALE)
-        # Code that saved a parameter for a backward of its own is told by autograd that it has changed.
-        torch.autograd.graph.increment_version([parameter for parameter, _, _ in entries])
         self._begun.setdefault(session, {})[index] = [_noted(optimizer, *entry) for entry in entries]
         store.updates.begin(index, job, label=_label(session, index), after=store.home_moments(index))
         return True
 
     def collect(self, optimizer: Any, chunked: dict[Session, dict[int, list[Task]]]) -> dict[Session, frozenset[int]]:
-        """The groups whose updates began in the backward, taken out of `chunked`.
+        """The groups whose updates began in the backward, taken out of `chunked`; they count until `end_backward`.
 
         Raises:
-            UnsupportedError: gradients or parameters were changed since.
+            UnsupportedError: gradients or parameters were changed since. Nothing counts as begun any more.
             OptionsError: hyper-parameters were.
         """
-        begun = dict(self._begun)
+        try:
+            for session, groups in self._begun.items():
+                by_group = chunked.setdefault(session, {})
+                for index, noted in groups.items():
+                    tasks = {id(task.parameter): task for task in by_group.pop(index, ())}
+                    for note in noted:
+                        _check_unchanged(optimizer, note, tasks.pop(id(note.parameter), None))
+                    for task in tasks.values():
+                        raise UnsupportedError(f"{task.name} got its gradient {_LATE}")
+        except (UnsupportedError, OptionsError):
+            self.end_backward(optimizer)
+            raise
+        return {session: frozenset(groups) for session, groups in self._begun.items()}
+
+    def end_backward(self, starter: Any) -> None:
+        """What began in the backward is the optimizer's step's from now on: the next may begin."""
         self._begun.clear()
-        for session, groups in begun.items():
-            session.early.stepped(optimizer)
-            by_group = chunked.setdefault(session, {})
-            for index, noted in groups.items():
-                tasks = {id(task.parameter): task for task in by_group.pop(index, ())}
-                for note in noted:
-                    _check_unchanged(optimizer, note, tasks.pop(id(note.parameter), None))
-                for task in tasks.values():
-                    raise UnsupportedError(f"{task.name} got its gradient {_LATE}")
-        return {session: frozenset(groups) for session, groups in begun.items()}
+        for session in list(self._sessions):
+            session.early.stepped(starter)
 
 
 _LATE = (

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkc.ir.chunks import ALIGNMENT_NBYTES, ChunkLayout, ParamSpec
-from chunkc.passes.layout import SMALL_SHARE, auto_chunk_nbytes, block_of, lay_out
+from chunkc.passes.layout import SMALL_SHARE, auto_chunk_nbytes, block_of, lay_out, unfrozen
 
 
 def spec(name: str, numel: int, dtype: torch.dtype = torch.float32, trainable: bool = True) -> ParamSpec:
@@ -171,3 +171,14 @@ def test_repeated_blocks_larger_than_half_a_chunk_are_laid_out_alike(
     if 2 * room > chunk_nbytes and shapes:
         per_block = len(shapes) // num_blocks
         assert shapes == shapes[:per_block] * num_blocks
+
+
+def test_a_group_with_an_unfrozen_parameter_has_gradients() -> None:
+    specs = [spec("a", 4096, trainable=False), spec("b", 4096, trainable=False), spec("tiny", 1, trainable=False)]
+    before = lay_out(specs, 64 * 1024)
+    after = unfrozen(before, {"b", "tiny"})
+    assert [(s.spec.name, s.spec.trainable) for s in after.groups[0].slices] == [("a", False), ("b", True)]
+    assert after.groups[0].trainable
+    assert after.offsets == before.offsets
+    assert [small.trainable for small in after.small] == [True]
+    assert unfrozen(before, set()) == before

@@ -1,0 +1,167 @@
+"""`overlap` beside all else that an optimizer meets: failed steps, two optimizers, tied, frozen, unused parameters."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from harness import array, differences
+from overlap_cases import Late, Subject, case, subject
+from torch import Tensor, nn
+from zoo import floats
+
+import chunkc
+
+pytestmark = pytest.mark.timeout(120)
+BF16 = torch.bfloat16
+
+
+def test_a_step_without_room_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What began in the backward is not updated a second time."""
+
+    def train(overlap: str, *, failing: bool) -> list[Any]:
+        made = subject(overlap)
+        made.train(range(1), reading=False)
+        made.backward(1)
+        if failing:
+
+            def no_room(*args: Any) -> None:
+                raise chunkc.HomeError("no room")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(made.optimizer, "_prepare", no_room)
+                with pytest.raises(chunkc.HomeError):
+                    made.optimizer.step()
+        made.optimizer.step()
+        made.optimizer.zero_grad()
+        made.train(range(2, 3), reading=False)
+        return made.state()
+
+    assert not differences(train("backward", failing=True), train("none", failing=False))
+
+
+def test_after_a_refusal_everything_goes_on() -> None:
+    made = subject("backward")
+    made.train(range(1), reading=False)
+    saved = copy.deepcopy((made.model.state_dict(), made.optimizer.state_dict()))
+    made.backward(1)
+    made.model.layers[2].weight.grad.mul_(2)  # type: ignore[union-attr, index, operator]
+    with pytest.raises(chunkc.UnsupportedError, match="changed"):
+        made.optimizer.step()
+    made.optimizer.load_state_dict(saved[1])
+    made.model.load_state_dict(saved[0])
+    made.optimizer.zero_grad()
+    made.train(range(1, 3), reading=False)
+    whole = subject("none")
+    whole.train(range(3), reading=False)
+    assert not differences(made.state(), whole.state())
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward", "both"])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), BF16])
+def test_two_optimizers_of_one_model(mode: str, dtype: torch.dtype) -> None:
+    """Each has every other parameter: weights and biases of every layer are apart, and so are some chunks."""
+
+    def train(overlap: str) -> list[Any]:
+        made = Subject(overlap, Late(0, 0.004), Late(1, 0.02), case(dtype))
+        parameters = list(made.model.parameters())
+        options: dict[str, Any] = {"lr": 1e-2, "update_on": "cpu", "overlap": overlap}
+        pair = [chunkc.optim.AdamW(parameters[:4], **options), chunkc.optim.AdamW(parameters[4:], **options)]
+        for step in range(4):
+            made.backward(step)
+            for optimizer in pair:
+                optimizer.step()
+                optimizer.zero_grad()
+        for optimizer in pair:
+            optimizer.synchronize()
+        return [array(t) for of in pair for p in of.param_groups[0]["params"] for t in (p, of.state[p]["exp_avg"])]
+
+    assert not differences(train(mode), train("none"))
+
+
+class Tied(nn.Module):
+    """One weight is used twice, one is frozen, one is used by some batches only."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, dtype=dtype) for _ in range(5))
+        self.layers[3].weight = self.layers[0].weight
+        self.layers[1].requires_grad_(False)
+
+    def forward(self, x: Tensor, often: bool) -> Tensor:
+        for layer in self.layers[:4] if not often else self.layers:
+            x = torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
+def kept(optimizer: torch.optim.Optimizer, parameter: Tensor) -> list[Tensor]:
+    return [value for _, value in sorted(optimizer.state[parameter].items())]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("mode", ["forward", "backward", "both"])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), BF16])
+def test_tied_and_frozen_parameters_and_such_without_gradients(mode: str, dtype: torch.dtype) -> None:
+    def train(overlap: str) -> list[Any]:
+        torch.manual_seed(0)
+        model = Tied(dtype)
+        options = {"memory_budget": 256 * 1024, "codegen": "eager", "whole_graph": "never", "chunk_size": 16384}
+        compiled = torch.compile(model, backend="chunkc", options=options)
+        optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-2, update_on="cpu", overlap=overlap)
+        found = []
+        for step in range(6):
+            loss = compiled(floats(step, (4, 64)).to(dtype), step % 3 == 0)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(array(loss))
+        optimizer.synchronize()
+        return [*found, *(array(t) for p in model.parameters() for t in (p, *kept(optimizer, p)))]
+
+    assert not differences(train(mode), train("none"))
+
+
+@pytest.mark.parametrize("overlap", ["forward", "backward", "both"])
+def test_what_others_write_after_the_step_is_the_master(overlap: str) -> None:
+    """Split masters, written between steps while updates were under way, and waited for."""
+
+    def train(mode: str) -> list[Any]:
+        made = Subject(mode, Late(0, 0.004), Late(1, 0.02), case(BF16))
+        for step in range(4):
+            made.train(range(step, step + 1), reading=False)
+            chunkc.synchronize(made.model)
+            with torch.no_grad():
+                made.model.layers[step].weight.clamp_(-0.05, 0.05)  # type: ignore[union-attr, index, operator]
+        return made.state()
+
+    assert not differences(train(overlap), train("none"))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("overlap", ["forward", "backward", "both"])
+def test_two_models_that_share_a_budget(overlap: str) -> None:
+    """One session, one optimizer for each; the one steps every other time."""
+
+    def train(mode: str) -> list[Any]:
+        options: Any = {"memory_budget": 400 * 1024, "codegen": "eager", "whole_graph": "never"}
+        of = case()
+        torch.manual_seed(0)
+        models = [of.build(), of.build()]
+        compiled = [torch.compile(model, backend="chunkc", options=options) for model in models]
+        optimizers = [
+            chunkc.optim.AdamW(model.parameters(), lr=1e-2, update_on="cpu", overlap=mode) for model in models
+        ]
+        for step in range(5):
+            for index in range(2):
+                if index and step % 2:
+                    continue
+                compiled[index](**of.batch(step)).backward()
+                optimizers[index].step()
+                optimizers[index].zero_grad()
+        for optimizer in optimizers:
+            optimizer.synchronize()
+        return [array(p) for model in models for p in model.parameters()]
+
+    assert not differences(train(overlap), train("none"))
