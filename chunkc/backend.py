@@ -177,6 +177,7 @@ def _build(
     in_order = capture.order_of_use()
     movable = [session.spec_of(name, named[name]) for name in in_order if can_move(named[name])]
     fixed = [session.spec_of(name, named[name]) for name in in_order if not can_move(named[name])]
+    session.unfreeze({spec.name for spec in (*movable, *fixed) if spec.trainable})
     layout = session.extend_layout(movable, fixed)
     # What Inductor takes for granted of symbolic sizes Dynamo must hear now: later, nothing more may be compiled.
     fused_for_any_sizes = options.codegen == "inductor" and bool(input_symbols(capture))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -34,7 +35,7 @@ from chunkc.overlap import NONE as NO_OVERLAP
 from chunkc.overlap import Overlap
 from chunkc.overlapping import Overlapping
 from chunkc.session import Session, declare_states, declared_states, owner
-from chunkc.split_masters import Marks, decode, load
+from chunkc.split_masters import Marks, load, put_masters_together
 from chunkc.update import GroupUpdate, PreparedUpdate, prepare_updates
 
 _UNSUPPORTED = ("amsgrad", "differentiable", "capturable")
@@ -77,8 +78,19 @@ class ChunkedOptimizer(Overlapping, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         self._doubts.settle(wait=True)
+        for parameter, state in self.state.items():
+            if MASTER_LOW in state:  # a copy takes lower bits as they are
+                self._marks.leave_out_stale(parameter, state[MASTER_LOW])
         own = {"_update_on": self._update_on, "_states": self._states, "_marks": self._marks}
         return super().__getstate__() | own | {"_doubts": doubts.Doubts()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        declare_states([p for p in parameters if declared_states(p) is None], self._states)
+        for parameter, of_parameter in self.state.items():
+            if MASTER_LOW in of_parameter:
+                self._marks.loaded(parameter, changed=False)
 
     def begin_update_of(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         """An update of a parameter begins, whose states are all there."""
@@ -142,11 +154,18 @@ class ChunkedOptimizer(Overlapping, ABC):
             if isinstance(parameter, torch.Tensor):
                 self._check_dtype(parameter.dtype)
         super().add_param_group(param_group)
-        self._overlap.forget(self)
         added = self.param_groups[-1]["params"]
+        before = [declared_states(p) for p in added]
         declare_states(added, self._states)
-        for session in {hit[0] for p in added if (hit := owner(p)) is not None}:
-            session.restate()
+        try:
+            for session in {hit[0] for p in added if (hit := owner(p)) is not None}:
+                session.restate()
+        except OptionsError:
+            self.param_groups.pop()
+            for parameter, states in zip(added, before, strict=True):
+                declare_states([parameter], states)
+            raise
+        self._overlap.forget(self)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         self._check_supported(group)
@@ -214,6 +233,9 @@ class ChunkedOptimizer(Overlapping, ABC):
         if any(at_home for _, _, at_home, _ in prepared):
             self._doubts.settle(wait=True)  # the CPU is about to wait for this step's gradients anyway
         self._begin_step()
+        # Home views have version counters of their own, so autograd must be told that parameters are about to change.
+        moving = [task.parameter for _, by_group, *_ in prepared for tasks in by_group.values() for task in tasks]
+        torch.autograd.graph.increment_version(moving)
         self._in_place(in_place, scale)
         for session, by_group, at_home, in_slots in prepared:
             self._update_chunks(session, by_group, at_home, in_slots, scale)
@@ -229,6 +251,8 @@ class ChunkedOptimizer(Overlapping, ABC):
 
         Those that have `begun` count: where a group is updated does not depend on when.
         """
+        groups = session.store.layout.groups
+        session.unfreeze({t.name for index in by_group if not groups[index].trainable for t in by_group[index]})
         self._lay_out(session, [task.parameter for tasks in by_group.values() for task in tasks])
         at_home = groups_at_home(session, sorted({*by_group, *begun}), self._update_on)
         if self._overlap.beside_backward:
@@ -303,15 +327,11 @@ class ChunkedOptimizer(Overlapping, ABC):
         the result lives. All else is not copied. Waits for a device that still knows alone which steps were skipped.
         """
         self._doubts.settle(wait=True)
-        handle = self.register_state_dict_post_hook(_with_fp32_masters, prepend=True)
+        handle = self.register_state_dict_post_hook(partial(put_masters_together, self._marks), prepend=True)
         try:
             return super().state_dict()
         finally:
             handle.remove()
-
-    def _master_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The fp32 master of a parameter that has a split one."""
-        return decode(parameter, self.state[parameter][MASTER_LOW] if self._marks.belong(parameter) else None)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state in this optimizer's or `torch.optim.AdamW`'s format.
@@ -366,19 +386,7 @@ class ChunkedOptimizer(Overlapping, ABC):
         Raises:
             OptionsError: they cannot.
         """
-        changed = [p for p in parameters if declared_states(p) != self._states]
+        changed = [p for p in parameters if declared_states(p) != self._states.seen_by(p.dtype)]
         if changed:
             declare_states(changed, self._states)
             session.restate()
-
-
-def _with_fp32_masters(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """A hook: replaces lower bits by masters."""
-    assert isinstance(optimizer, ChunkedOptimizer)
-    ids = [index for group in state_dict["param_groups"] for index in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, parameter in zip(ids, parameters, strict=True):
-        state = state_dict["state"].get(index, {})
-        if MASTER_LOW in state:
-            rest = {kind: value for kind, value in state.items() if kind != MASTER_LOW}
-            state_dict["state"][index] = {**rest, MASTER: optimizer._master_of(parameter)}

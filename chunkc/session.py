@@ -8,7 +8,7 @@ of the states that a parameter's optimizer declares, which may exist before any 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -25,7 +25,7 @@ from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Plan, Tile
 from chunkc.ir.states import DEFAULT_STATES, EXP_AVG, StateFormat
 from chunkc.options import Options, resolve_budget
-from chunkc.passes.layout import lay_out, restated
+from chunkc.passes.layout import lay_out, restated, unfrozen
 from chunkc.recent import Recent
 from chunkc.runtime.devices import open_compute
 from chunkc.runtime.executor import Executable, Measurement
@@ -98,7 +98,8 @@ class Session:
         update_plans: the latest plans of the optimizer's step, by what they depend on.
         early: updates that begin during the backward.
         update_held_nbytes: what the caller still holds of the latest forward when the optimizer steps.
-        num_restatements: how often the formats of states have changed; plans made before do not count.
+        num_restatements: how often groups have got other data: states in other formats, or gradients where there were
+            none. Plans made before do not count.
     """
 
     def __init__(self, options: Options, source: object = None, device: torch.device = _CPU) -> None:
@@ -182,6 +183,17 @@ class Session:
             store.restate(layout)
             self.num_restatements += 1
 
+    def unfreeze(self, names: Collection[str]) -> None:
+        """Make room at home for the gradients of parameters that were frozen when they were laid out, if there are any.
+
+        Raises:
+            HomeError: there is no room.
+        """
+        layout = unfrozen(self.store.layout, names)
+        if layout != self.store.layout:
+            self.store.place(layout, {}, self.store.resident)
+            self.num_restatements += 1
+
     def all_may_stay(self) -> bool:
         """Whether no group has been sent home already by another graph's plan."""
         return self.unplanned or self.store.resident == frozenset(g.index for g in self.store.layout.groups)
@@ -213,13 +225,16 @@ def owner(parameter: torch.Tensor) -> tuple[Session, str] | None:
     return _owners.get(parameter)
 
 
-def declare_states(parameters: Iterable[torch.Tensor], states: StateFormat) -> None:
+def declare_states(parameters: Iterable[torch.Tensor], states: StateFormat | None) -> None:
     """Say in what form an optimizer keeps states for parameters: layouts made from now on reckon with it.
 
-    The latest counts. Layouts made before follow with `Session.restate`.
+    The latest counts; None: no optimizer does. Layouts made before follow with `Session.restate`.
     """
     for parameter in parameters:
-        _states[parameter] = states
+        if states is None:
+            _states.pop(parameter, None)
+        else:
+            _states[parameter] = states.seen_by(parameter.dtype)
 
 
 def declared_states(parameter: torch.Tensor) -> StateFormat | None:

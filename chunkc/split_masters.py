@@ -12,10 +12,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from chunkc.ir.states import MASTER, MASTER_LOW
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.kernels.split import join_master, split_master
 
@@ -37,7 +40,8 @@ class _Mark:
 class Marks:
     """Which contents of each parameter the lower bits of its master belong to.
 
-    A parameter that is not known is taken as it is: in a copy of an optimizer, parameters were copied with states.
+    A parameter that is not known is taken as it is. A copy knows none: whose optimizer is copied, leaves out what is
+    stale first, and notes what parameters contain in the copy.
     """
 
     def __init__(self) -> None:
@@ -53,10 +57,16 @@ class Marks:
             return True
         return mark.checksum is not None and mark.checksum == checksum(parameter)
 
-    def begin(self, parameter: torch.Tensor, lower: torch.Tensor) -> None:
-        """An update of the parameter begins: lower bits of other contents are left out of its master."""
+    def leave_out_stale(self, parameter: torch.Tensor, lower: torch.Tensor) -> None:
+        """Lower bits of other contents are left out of the parameter's master."""
         if not self.belong(parameter):
-            lower.zero_()
+            with torch.no_grad():
+                lower.zero_()
+            self._marks[parameter] = _Mark(parameter._version)
+
+    def begin(self, parameter: torch.Tensor, lower: torch.Tensor) -> None:
+        """An update of the parameter begins, with lower bits of what it contains."""
+        self.leave_out_stale(parameter, lower)
         self._marks[parameter] = _Mark(None)
 
     def end(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -84,6 +94,18 @@ def load(marks: Marks, master: object, parameter: torch.Tensor, lower: torch.Ten
     else:
         changed = encode(torch.as_tensor(master), parameter.detach(), lower)
     marks.loaded(parameter, changed=changed)
+
+
+def put_masters_together(marks: Marks, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """A hook of `Optimizer.state_dict`: fp32 masters in place of their lower bits."""
+    ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in zip(ids, parameters, strict=True):
+        state = state_dict["state"].get(index, {})
+        if MASTER_LOW in state:
+            rest = {kind: value for kind, value in state.items() if kind != MASTER_LOW}
+            lower = state[MASTER_LOW] if marks.belong(parameter) else None
+            state_dict["state"][index] = {**rest, MASTER: decode(parameter, lower)}
 
 
 def encode(master: torch.Tensor, param: torch.Tensor, lower: torch.Tensor) -> bool:

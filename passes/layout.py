@@ -7,7 +7,7 @@ fits a chunk is never torn, and one that does not is torn at the same places eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -119,6 +119,23 @@ def restated(layout: ChunkLayout, states: Mapping[str, StateFormat]) -> ChunkLay
         groups.append(replace(group, slices=slices, states=wanted))
     small = tuple(replace(spec, states=states.get(spec.name, spec.states)) for spec in layout.small)
     return replace(layout, groups=tuple(groups), small=small)
+
+
+def unfrozen(layout: ChunkLayout, names: Collection[str]) -> ChunkLayout:
+    """The same layout where these parameters are trained, which may have been frozen when it was made.
+
+    A chunk group with one of them has gradients and states, also for those of its parameters that stay frozen.
+    """
+
+    def trained(spec: ParamSpec) -> ParamSpec:
+        return replace(spec, trainable=True) if spec.name in names else spec
+
+    groups = []
+    for group in layout.groups:
+        slices = tuple(replace(s, spec=trained(s.spec)) for s in group.slices)
+        trainable = group.trainable or any(s.spec.trainable for s in slices)
+        groups.append(replace(group, slices=slices, trainable=trainable))
+    return replace(layout, groups=tuple(groups), small=tuple(map(trained, layout.small)))
 
 
 _EARLIER = (

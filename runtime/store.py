@@ -86,7 +86,7 @@ class ChunkStore:
     def place(self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], resident: frozenset[int]) -> None:
         """Extend the layout by new parameters and move every group to where `resident` says.
 
-        A parameter whose name was another's, which is gone, takes its place.
+        A parameter whose name was another's, which is gone, takes its place. A group may have become trainable.
         Room at home is reserved for all groups before the first parameter moves.
 
         Raises:
@@ -94,19 +94,20 @@ class ChunkStore:
             StreamError: an update at home had failed. No parameter was moved.
         """
         self.updates.finish()
-        assert layout.groups[: len(self.layout.groups)] == self.layout.groups, "a layout is only ever extended"
         former = dict(self._parameters)
         self._parameters.update({name: weakref.ref(p) for name, p in parameters.items()})
         slices = {s.spec.name: (group, s) for group in layout.groups for s in group.slices}
         new = [g for g in layout.groups if g.index >= len(self.layout.groups)]
         leaving = [layout.groups[i] for i in sorted(self.resident - resident)]
         to_home = [g for g in (*new, *leaving) if g.index not in resident]
+        unfrozen = [new for old, new in zip(self.layout.groups, layout.groups) if new.trainable and not old.trainable]
         to_tier = [layout.groups[i] for i in sorted(resident - self.resident) if i < len(self.layout.groups)]
         wanted = {
             chunk_name(kind, group.index): group.nbytes(kind)
             for group in to_home
             for kind in ((PARAM, GRAD) if group.trainable else (PARAM,))
         }
+        wanted |= {chunk_name(GRAD, g.index): g.nbytes(GRAD) for g in unfrozen if g.index not in resident}
         try:
             self.arena.reserve(wanted)
         except BaseException:

@@ -38,6 +38,7 @@ _HELPERS = (
     "runtime/queued_tier",
     "cuda_path_subjects",
     "runtime/store_cases",
+    "runtime/update_cases",
 )
 """In the order in which they import each other."""
 

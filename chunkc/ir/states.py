@@ -41,6 +41,11 @@ class StateFormat:
         """The dtype of each kind of state of such a parameter, in the order in which they are printed."""
         return _dtypes(self, param_dtype)
 
+    def seen_by(self, param_dtype: torch.dtype) -> StateFormat:
+        """The same for such parameters, and equal where nothing differs: fp32 parameters know no kinds of masters."""
+        default = StateFormat(self.moments)
+        return default if default.dtypes(param_dtype) == self.dtypes(param_dtype) else self
+
     @property
     def alignment(self) -> int:
         """Elements that a tensor must begin at a multiple of in its chunk."""

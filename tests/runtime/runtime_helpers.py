@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 
 import torch
+
+from chunkc.runtime.streams import Event
 
 MIB = 1 << 20
 
@@ -25,3 +32,40 @@ def raiser(error: BaseException) -> Callable[[], None]:
         raise error
 
     return job
+
+
+@contextlib.contextmanager
+def ctrl_c_in_a_wait(*, when: Callable[[], bool] = lambda: True) -> Iterator[list[str]]:
+    """SIGINT for the main thread, as a terminal sends it, as soon as it waits for a worker thread's job.
+
+    Args:
+        when: what must be so besides.
+
+    Yields:
+        The names of the functions that it was interrupted in, the innermost first; empty until then.
+    """
+    main, over, where = threading.main_thread().ident, threading.Event(), list[str]()
+    assert main is not None
+
+    def watch() -> None:
+        while not over.is_set():
+            frame, names, codes = sys._current_frames().get(main), [], set()
+            while frame is not None:
+                names.append(frame.f_code.co_name)
+                codes.add(frame.f_code)
+                frame = frame.f_back
+            if Event._block.__code__ in codes and when():
+                where.extend(names)
+                signal.pthread_kill(main, signal.SIGINT)
+                return
+            time.sleep(0.002)
+
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background may ignore it
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield where
+    finally:
+        over.set()
+        watcher.join()
+        signal.signal(signal.SIGINT, former)

@@ -1,0 +1,97 @@
+"""A store whose updates at home stand still until a gate opens. `conftest.py` registers this file as `update_cases`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fake_gpu import FakeGpu
+from queued_tier import QueuedTier
+from torch import Tensor, nn
+
+from chunkc.ir.chunks import PARAM, ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
+from chunkc.runtime.arena import Arena
+from chunkc.runtime.homes import MemoryHome
+from chunkc.runtime.pinned import PinnedHome
+from chunkc.runtime.store import ChunkStore
+from chunkc.runtime.tier import CpuTier
+
+NUMEL = 64
+SHORT_S, LONG_S = 0.1, 10.0
+
+
+class Gate:
+    """A job, or a moment, that ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+
+    def wait(self) -> None:
+        assert self.opened.wait(LONG_S), "nobody opened the gate"
+
+    def done(self) -> bool:
+        return self.opened.is_set()
+
+
+class Subject:
+    """A store with one parameter of 1.0 per group, on a tier; updates write 2.0 when a gate opens."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.gate = kind, Gate()
+        names = ("a", "b")
+        self.parameters = {name: nn.Parameter(torch.ones(NUMEL)) for name in names}
+        groups = tuple(
+            ChunkGroup(
+                i, torch.float32, True, NUMEL,
+                (TensorSlice(ParamSpec(name, (NUMEL,), (1,), torch.float32, True), 0),),
+            )
+            for i, name in enumerate(names)
+        )  # fmt: skip
+        self.layout = ChunkLayout(4 * NUMEL, groups, ())
+        if kind == "cpu":
+            self.store = ChunkStore(ChunkLayout(0, (), ()), Arena(MemoryHome()), CpuTier())
+        else:
+            gpu = FakeGpu()
+            tier = QueuedTier(gpu)
+            self.store = ChunkStore(ChunkLayout(0, (), ()), Arena(PinnedHome(gpu)), tier)
+            tier.store = self.store
+        self.store.place(self.layout, self.parameters, frozenset())
+
+    def home(self, kind: str = PARAM, group: int = 0) -> Tensor:
+        view = self.store.arena.host_view(f"{kind}:{group}", torch.float32, NUMEL)
+        assert view is not None
+        return view
+
+    def begin(self, kind: str = PARAM, group: int = 0) -> None:
+        """An update that writes 2.0 once the gate opens."""
+
+        def job() -> None:
+            self.gate.wait()
+            self.home(kind, group).fill_(2.0)
+
+        self.store.updates.begin(group, job, label=f"{group}")
+
+    def settle(self) -> None:
+        tier = self.store.tier
+        tier.settle() if isinstance(tier, QueuedTier) else tier.drain()
+
+    def slot(self, chunk: str) -> Tensor:
+        """The chunk's slot, when all copies are over."""
+        self.settle()
+        return self.store.begin_compute(chunk)
+
+
+def opened_soon(gate: Gate) -> threading.Timer:
+    timer = threading.Timer(SHORT_S, gate.opened.set)
+    timer.start()
+    return timer
+
+
+def blocks_until_opened(gate: Gate, call: Callable[[], Any]) -> None:
+    """`call` returns after the gate was opened, not before."""
+    timer = opened_soon(gate)
+    call()
+    assert gate.done(), "it did not wait"
+    timer.join()

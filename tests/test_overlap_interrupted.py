@@ -1,0 +1,126 @@
+"""Ctrl-C while the host waits for an update at home: it gets through, nothing hangs, and training goes on.
+
+Updates under way end by themselves. What was interrupted may be done again, with the same bits as if nothing had
+happened; or a clear error says what comes first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import array, differences
+from overlap_cases import Late, Subject
+from runtime_helpers import ctrl_c_in_a_wait
+
+import chunkc
+
+pytestmark = pytest.mark.timeout(60)
+
+LATE_S = 0.1
+
+
+class Interrupted(Subject):
+    """A model with one step behind it; from then on copies and updates are late when they are told to be."""
+
+    def __init__(self, overlap: str) -> None:
+        self.copies, self.updates = Late(), Late()
+        super().__init__(overlap, self.copies, self.updates)
+        self.train(range(1), reading=False)
+        self.optimizer.synchronize()
+
+    def step(self, number: int) -> None:
+        self.backward(number)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def ends(self) -> list[Any]:
+        """What is there after two more steps, in which nothing is late."""
+        self.copies.fixed_s = self.updates.fixed_s = 0.0
+        self.step(5)
+        self.step(6)
+        return self.state()
+
+
+@functools.cache
+def expected(num_updates: int = 1) -> list[Any]:
+    """Nothing overlaps and nobody interrupts; the first step is made so many times on its gradient."""
+    made = Interrupted("none")
+    made.backward(1)
+    for _ in range(num_updates):
+        made.optimizer.step()
+    made.optimizer.zero_grad()
+    return made.ends()
+
+
+WAITS: dict[str, Callable[[Interrupted], Any]] = {
+    "forward": lambda made: made.compiled(**made.case.batch(5)),
+    "without gradients": torch.no_grad()(lambda made: made.compiled(**made.case.batch(5))),
+    "synchronize": lambda made: made.optimizer.synchronize(),
+    "chunkc.synchronize": lambda made: chunkc.synchronize(made.model),
+    "state_dict": lambda made: made.optimizer.state_dict(),
+}
+
+
+@pytest.mark.parametrize("overlap", ["forward", "both"])
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_wait_behind_a_step_is_interrupted(wait: str, overlap: str) -> None:
+    made = Interrupted(overlap)
+    made.updates.fixed_s = LATE_S
+    made.step(1)
+    with pytest.raises(KeyboardInterrupt), ctrl_c_in_a_wait() as where:
+        WAITS[wait](made)
+    assert where
+    assert made.store.present == frozenset()
+    assert not differences(made.ends(), expected())
+
+
+def test_the_wait_at_the_end_of_a_step_is_interrupted() -> None:
+    made = Interrupted("backward")
+    made.updates.fixed_s = LATE_S
+    made.backward(1)
+    with pytest.raises(KeyboardInterrupt), ctrl_c_in_a_wait() as where:
+        made.optimizer.step()
+    assert "end_step" in where
+    made.optimizer.zero_grad()
+    assert not differences(made.ends(), expected())
+
+
+def test_the_wait_before_another_step_is_interrupted() -> None:
+    """Nothing of that step has happened: it is made again."""
+    made = Interrupted("forward")
+    made.updates.fixed_s = LATE_S
+    made.backward(1)
+    made.optimizer.step()
+    with pytest.raises(KeyboardInterrupt), ctrl_c_in_a_wait() as where:
+        made.optimizer.step()
+    assert "_prepare" in where
+    made.optimizer.step()
+    made.optimizer.zero_grad()
+    assert not differences(made.ends(), expected(2))
+
+
+@pytest.mark.parametrize("overlap", ["backward", "both"])
+def test_a_backward_is_interrupted_whose_updates_have_begun(overlap: str) -> None:
+    """A forward is refused until a step has taken in what began; from then on all is as ever."""
+    made = Interrupted(overlap)
+    loss = made.compiled(**made.case.batch(1))
+    made.updates.fixed_s = made.copies.fixed_s = LATE_S
+    with pytest.raises(KeyboardInterrupt), ctrl_c_in_a_wait(when=lambda: made.num_under_way > 0) as where:
+        loss.backward()
+    assert where
+    assert 0 < made.num_under_way < 4
+    del loss
+    made.copies.fixed_s = 0.0
+    with pytest.raises(chunkc.UnsupportedError, match=r"call optimizer.step\(\) after each backward"):
+        made.compiled(**made.case.batch(5))
+    made.optimizer.step()
+    made.optimizer.zero_grad()
+    before = [array(p) for p in made.model.parameters()] if overlap == "backward" else []
+    found = made.ends()
+    assert all(torch.isfinite(torch.as_tensor(value)).all() for value in found)
+    assert not before or differences(found[: len(before)], before)
+    assert made.num_under_way == 0
