@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from chunkc import doubts
 from chunkc.adam_groups import (
