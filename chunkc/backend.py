@@ -25,7 +25,7 @@ from chunkc.passes.graphs import placeholders
 from chunkc.passes.planning import check_minimum, choose_resident
 from chunkc.session import Session, can_move, owner, session_for
 from chunkc.steps import SizedStep, StaticSteps, Steps, SymbolicSteps
-from chunkc.templates import Templates, traced_values
+from chunkc.templates import Templates, input_symbols
 from chunkc.variants import Variants
 
 
@@ -180,7 +180,7 @@ def _build(
     session.unfreeze({spec.name for spec in (*movable, *fixed) if spec.trainable})
     layout = session.extend_layout(movable, fixed)
     # What Inductor takes for granted of symbolic sizes Dynamo must hear now: later, nothing more may be compiled.
-    fused_for_any_sizes = options.codegen == "inductor" and bool(traced_values(capture))
+    fused_for_any_sizes = options.codegen == "inductor" and bool(input_symbols(capture))
     builder = Builder(
         capture,
         options.codegen,
@@ -209,7 +209,7 @@ def _build(
 
 def _steps(builder: Builder, gm: fx.GraphModule, may_be_whole: bool) -> tuple[Steps, Captured]:
     """The graph at any sizes it serves, and as it was traced."""
-    if not traced_values(builder.capture):
+    if not input_symbols(builder.capture):
         captured = builder.build() if may_be_whole else builder.described(whole=False)
         return StaticSteps(captured), captured
     try:

@@ -44,7 +44,7 @@ from chunkc.passes.planning import (
     update_tiles,
 )
 from chunkc.presets import load_hardware
-from chunkc.templates import Templates, traced_values
+from chunkc.templates import Templates, input_symbols
 
 IN_SLOTS = Updates()
 
@@ -244,12 +244,11 @@ def explain_graph(
 
 def _captured(builder: Builder) -> tuple[Captured, tuple[str, ...]]:
     """The step with the sizes it was traced at; where these are symbols, also every moment's bytes in them."""
-    values = traced_values(builder.capture)
-    if not values:
+    if not input_symbols(builder.capture):
         return builder.build(), ()
     templates = Templates(builder)
-    captured = templates.at(values)
-    return captured, tuple(map(str, templates.template(values, captured.whole).moments.expressions))
+    captured = templates.at(templates.traced)
+    return captured, tuple(map(str, templates.template(templates.traced, captured.whole).moments.expressions))
 
 
 def build_for(

@@ -21,7 +21,7 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram
 from chunkc.passes.graphs import placeholders
 from chunkc.recent import Recent
-from chunkc.templates import Templates
+from chunkc.templates import Templates, input_symbols
 
 INPUTS = "inputs"
 """Where sizes are read off: what the user's call was given, beside the arguments of a phase."""
@@ -104,7 +104,9 @@ class SymbolicSteps:
         Raises:
             UnsupportedError: some size cannot be read off the inputs, or off what the backward is given.
         """
-        symbols = tuple(templates.traced)
+        of_inputs = input_symbols(capture)
+        symbols = [symbol for symbol in templates.traced if symbol in of_inputs]
+        self._constant = {symbol: value for symbol, value in templates.traced.items() if symbol not in of_inputs}
         self._templates = templates
         self._readers = {INPUTS: SizeReader(symbols, inputs)}
         for phase, graph in ((FORWARD, capture.forward), (BACKWARD, capture.backward)):
@@ -119,7 +121,7 @@ class SymbolicSteps:
         Raises:
             UnsupportedError: an operator's memory is not known at these sizes.
         """
-        values = self._readers[where].read(arguments)
+        values = {**self._readers[where].read(arguments), **self._constant}
         key = tuple(values.values())
         known = self._steps.find(key)
         if known is None or (where == INPUTS and known.captured.whole and not may_be_whole):

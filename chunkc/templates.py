@@ -168,8 +168,18 @@ def _leaves(capture: Capture) -> Iterable[Any]:
 
 
 def traced_values(capture: Capture) -> dict[sympy.Symbol, int]:
-    """The symbols that a captured step's inputs have, with what they stood for in tracing; none if it is static."""
+    """The symbols that what a captured step's phases take has, with what they stood for in tracing."""
     return symbol_values(_leaves(capture))
+
+
+def input_symbols(capture: Capture) -> frozenset[sympy.Symbol]:
+    """The symbols that a captured step's inputs have; none if it is static.
+
+    Other symbols are sizes of real tensors that tracing met, such as the saved state of a random generator, and stand
+    for what they stood for then.
+    """
+    assert capture.forward is not None
+    return frozenset(symbol_values(node.meta.get("val") for node in placeholders(capture.forward.graph)))
 
 
 def _require_own_storages(capture: Capture, values: Values) -> None:

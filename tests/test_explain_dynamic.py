@@ -64,3 +64,34 @@ def test_a_size_the_model_insists_on() -> None:
     torch._dynamo.mark_dynamic(x, 0)
     with pytest.raises(chunkc.UnsupportedError, match="cannot be traced with symbols"):
         chunkc.explain(Insists(4, 4), x, hardware="cpu")
+
+
+def with_inductor(num_rows: int, *, dynamic: bool) -> Explanation:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.LayerNorm(256))
+    x = torch.zeros(num_rows, 64)
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 0)
+    return chunkc.explain(model, x, memory_budget=BUDGET, hardware="cpu", codegen="inductor", whole_graph="never")
+
+
+def test_expressions_of_what_inductor_fuses() -> None:
+    """To the byte what explaining at those sizes says, of the same fused kernels."""
+    symbolic = with_inductor(32, dynamic=True)
+    assert symbolic.codegen == "inductor"
+    (symbol,) = {note.partition(":")[0] for note in symbolic.notes if note.endswith("dimension 0 of args[0], 32 here")}
+    in_symbols = [m for m in symbolic.moments if m.phase != "update"]
+    assert any(symbol in (m.expression or "") for m in in_symbols)
+    for num_rows in (32, 48, 24):
+        static = [m for m in with_inductor(num_rows, dynamic=False).moments if m.phase != "update"]
+        for phase in ("forward", "backward"):
+            expected = max(m.contents["activations"] + m.contents["temporaries"] for m in static if m.phase == phase)
+            found = [int(sympy.sympify(m.expression).subs(symbol, num_rows)) for m in in_symbols if m.phase == phase]
+            assert max(found) == expected, (phase, num_rows)
+
+
+def test_inductors_expressions_are_the_bytes_at_the_traced_size() -> None:
+    symbolic = with_inductor(32, dynamic=True)
+    (symbol,) = {note.partition(":")[0] for note in symbolic.notes if note.endswith(", 32 here")}
+    for moment, (_, nbytes) in zip(symbolic.moments, non_model(symbolic), strict=True):
+        if moment.phase != "update":
+            assert int(sympy.sympify(moment.expression).subs(symbol, 32)) == nbytes

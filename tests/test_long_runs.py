@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import chunkc
-from chunkc import graph, session, steps, variants
+from chunkc import backend, graph, session, steps, variants
 from chunkc.runtime import cpu_allocator
 
 WIDTH = 64
@@ -169,3 +170,38 @@ def test_kept_gradients_of_outputs_of_several_shapes(last_first: bool, monkeypat
     half = len(hooked) // 2
     assert half == 6
     assert all(torch.equal(a, b) for a, b in zip(hooked[:half], hooked[half:]))
+
+
+class Dropping(nn.Module):
+    """Recomputes a block with dropout, for which the backward is given the state of the random generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("sizes", [(4,), (4, 6, 3, 5)])
+def test_a_saved_generators_state_is_no_size_of_the_inputs(
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its length is a symbol in tracing, which no input has."""
+    warnings: list[str] = []
+    monkeypatch.setattr(backend.log, "warning", lambda text, *args: warnings.append(text % args))
+    torch.manual_seed(0)
+    model, plain = Dropping(), Dropping()
+    plain.load_state_dict(model.state_dict())
+    call = compiled(model)
+    losses = []
+    for module in (call, plain):
+        for num_rows in sizes:
+            torch.manual_seed(num_rows)
+            loss = module(rows(num_rows))
+            loss.backward()
+            losses.append(loss.detach())
+    assert not warnings
+    assert all(torch.equal(a, b) for a, b in zip(losses, losses[len(sizes) :]))
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
