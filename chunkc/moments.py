@@ -106,6 +106,7 @@ def peak_of(step: StepPlans) -> Peak:
         add("parameters", spec.name.rpartition(".")[0], spec.nbytes)
     add("gradients", "", peak.gradient_nbytes)
     add("optimizer states", "", peak.state_nbytes)
+    add("others", "", peak.other_nbytes)
     for chunk in _slots_at(step, peak):
         group = step.layout.groups[split_chunk_name(chunk)[1]]
         add("slots", group.slices[0].spec.name.rpartition(".")[0], step.layout.chunk_nbytes_of(chunk))

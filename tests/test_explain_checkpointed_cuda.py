@@ -15,3 +15,4 @@ def test_a_checkpointed_gpt_on_a_gpu(checkpointed: bool) -> None:
     assert found.fits
     assert found.activation_checkpointing == checkpointed
     assert any("attention" in moment.op for moment in found.moments)
+    assert sum(found.peak.contents.values()) == found.predicted_peak_nbytes  # with the libraries' workspaces
