@@ -17,7 +17,7 @@ from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.logs import log_plan
 from chunkc.passes.planning import check_minimum, choose_resident
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
-from chunkc.session import Session, storages_nbytes
+from chunkc.session import Session
 from chunkc.steps import INPUTS, SizedStep, Steps
 
 HELD_GRANULES = 256
@@ -162,12 +162,10 @@ class CompiledGraph:
         program, at = captured.forward, step.positions
         session.early.enter_forward(self._groups, has_backward=captured.backward is not None)
         session.store.release_slots()
-        inputs = [arguments[position] for position in at.inputs]
-        # An input may be a view of a larger tensor than the one it was traced with: all of that is held.
-        beside = max(0, storages_nbytes(inputs) - program.held_nbytes)
-        held = max(0, session.live.nbytes(leaving_out=inputs) - captured.output_nbytes) + beside
-        planned = self.plan(step, held, hooked=self._hooked())
+        live = session.live.nbytes(leaving_out=arguments)
+        planned = self.plan(step, max(0, live - captured.output_nbytes), hooked=self._hooked())
         self._accumulating = self._has_staying_gradient()
+        inputs = [arguments[position] for position in at.inputs]
         outputs = self._run(FORWARD, planned, arguments)
         session.live.watch(inputs)
         session.live.watch(outputs[position] for position in at.user_outputs)

@@ -117,28 +117,6 @@ def test_variants_of_parameters_that_are_gone_are_forgotten() -> None:
     assert found.num_variants == 1
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_the_whole_storage_of_an_input_counts(dynamic: bool) -> None:
-    """A view of a large tensor, where the step was traced with a tensor of its own."""
-    model = build()
-    call = compiled(model)
-    sizes = (4, 6, 5) if dynamic else (5,)
-    for num_rows in sizes:
-        call(rows(num_rows)).sum().backward()
-    large = rows(3000)
-    call(large[:5]).sum().backward()
-    records = session_of(model).records
-    for phase in ("forward", "backward"):
-        predicted = {m.name: m.nbytes for m in records[phase].plan.moments}
-        for name, nbytes in records[phase].measurement.peaks:
-            assert nbytes is not None
-            if name in predicted:
-                assert predicted[name] >= large.nbytes
-    budget = session_of(model).budget_nbytes
-    with pytest.raises(chunkc.BudgetError):
-        call(torch.zeros(budget // (4 * WIDTH) + 1, WIDTH)[:5])
-
-
 @pytest.mark.parametrize("last_first", [False, True])
 def test_kept_gradients_of_outputs_of_several_shapes(last_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two forwards of different shapes in flight, then their backwards in either order, with gradients kept outside."""

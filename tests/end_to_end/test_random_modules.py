@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 import torch.nn.functional as F
 from harness import HUGE, TINY, assert_same_training, refuse, train
@@ -93,17 +94,35 @@ RECIPES = st.builds(
 )
 
 
-@settings(
-    max_examples=25, deadline=None, derandomize=True, print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+SOME, MANY = (
+    settings(
+        max_examples=num_examples, deadline=None, derandomize=True, print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    for num_examples in (12, 60)
 )  # fmt: skip
-@given(
+TRAINING = given(
     recipe=RECIPES,
     chunk_nbytes=st.sampled_from([1 << power for power in range(12, 21)]),
     fraction=st.floats(0.0, 1.0),
     home=st.sampled_from(("cpu", "disk")),
 )
+
+
+@SOME
+@TRAINING
 def test_random_modules_train_to_the_same_bits(recipe: Recipe, chunk_nbytes: int, fraction: float, home: str) -> None:
+    check(recipe, chunk_nbytes, fraction, home)
+
+
+@pytest.mark.slow
+@MANY
+@TRAINING
+def test_many_random_modules(recipe: Recipe, chunk_nbytes: int, fraction: float, home: str) -> None:
+    check(recipe, chunk_nbytes, fraction, home)
+
+
+def check(recipe: Recipe, chunk_nbytes: int, fraction: float, home: str) -> None:
     """`fraction` of the way from the minimum to everything, inside a hard limit."""
     case = _case(recipe)
     shared = {"chunk_size": chunk_nbytes, "whole_graph": "never", "steps": 2}
