@@ -17,7 +17,18 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from adam_spec import BF16, BOUNDS, CANDIDATES, CHUNKC, FP32, NBYTES_PER_ELEMENT, NOTES, PACKAGES, AdamSpec
+from adam_spec import (
+    BF16,
+    BOUNDS,
+    CANDIDATES,
+    CHUNKC,
+    CHUNKC_SPLIT,
+    FP32,
+    NBYTES_PER_ELEMENT,
+    NOTES,
+    PACKAGES,
+    AdamSpec,
+)
 from context import Context, Progress
 from driving import OutOfMemory, Process, SubjectFailed, TimedOut, Unavailable, first_line, rotated
 from metrics import Metric, Row, Section, one
@@ -86,7 +97,7 @@ def _section(context: Context, size: Size, device: str, precision: str, cache: P
                     return {}
             except SubjectFailed as error:
                 notes[name] = f"failed: {first_line(error)}"
-            if name == CHUNKC:
+            if name in (CHUNKC, CHUNKC_SPLIT):
                 failed.add(name)
             return {}
 
@@ -168,6 +179,6 @@ def _row(
             metrics["time to chunkc's"] = Metric("ratio", tuple(times))
     if difference is not None:
         metrics["difference from torch"] = one("number", difference)
-        if name == CHUNKC and not difference <= PARAMETER_TOLERANCE:
+        if name in (CHUNKC, CHUNKC_SPLIT) and not difference <= PARAMETER_TOLERANCE:
             note, is_failure = f"parameters differ by {difference:.2g} from torch.optim.AdamW's", True
     return Row({"update": name}, metrics, note, is_failure=is_failure)

@@ -89,7 +89,7 @@ def _difference(spec: AdamSpec) -> float | None:
         update.run()
     reference = adam_updates.reference_bf16 if spec.precision == BF16 else adam_updates.reference
     expected = reference(NUM_CHECK_ELEMENTS, NUM_CHECK_STEPS)
-    return (update.result.float().cpu() - expected).abs().max().item()
+    return (update.result().float().cpu() - expected).abs().max().item()
 
 
 def _main() -> None:

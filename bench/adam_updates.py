@@ -39,7 +39,7 @@ class Update:
 
     run: Callable[[], object]
     nbytes: int
-    result: Tensor | None = None
+    result: Callable[[], Tensor] | None = None
 
 
 def make(spec: AdamSpec) -> Update:
@@ -87,7 +87,7 @@ def _chunkc_cpu(spec: AdamSpec) -> Update:
     def run() -> None:
         adam_cpu.adam_update(param, grad, exp_avg, exp_avg_sq, master, _hyper(next(steps)))
 
-    return Update(run, _nbytes(spec), target)
+    return Update(run, _nbytes(spec), lambda: target)
 
 
 def _chunkc_triton(spec: AdamSpec) -> Update:
@@ -110,7 +110,35 @@ def _chunkc_triton(spec: AdamSpec) -> Update:
         scalars = scalar_table([_hyper(next(steps))]).to(spec.device, non_blocking=True)
         adam_triton.adam_update(fmt, slots, work, scalars)
 
-    return Update(run, _nbytes(spec), target)
+    return Update(run, _nbytes(spec), lambda: target)
+
+
+def _chunkc_split(spec: AdamSpec) -> Update:
+    """chunkc's kernels, with a master in two halves: the parameter and its lower 16 bits."""
+    from chunkc.kernels import adam_cpu
+    from chunkc.kernels.formats import AdamFormat, AdamSlots, Run
+    from chunkc.kernels.hyper import scalar_table
+    from chunkc.kernels.split import join_master, split_master
+
+    target, grad, exp_avg, exp_avg_sq = _working_set(spec)
+    param, lower = split_master(target)
+    fmt = AdamFormat(param.dtype, grad.dtype, master=True, split=True)
+    slots = AdamSlots(param, grad, exp_avg, exp_avg_sq, lower)
+    runs = [Run(0, spec.num_elements, 0)]
+    steps = itertools.count(1)
+    if spec.device == "cuda":
+        from chunkc.kernels import adam_triton
+
+        work = adam_triton.work_table(runs, fmt).to(spec.device)
+
+    def run() -> None:
+        scalars = scalar_table([_hyper(next(steps))])
+        if spec.device == "cuda":
+            adam_triton.adam_update(fmt, slots, work, scalars.to(spec.device, non_blocking=True))
+        else:
+            adam_cpu.adam_chunk_update(fmt, slots, runs, scalars)
+
+    return Update(run, names.SPLIT_NBYTES_PER_ELEMENT * spec.num_elements, lambda: join_master(param, lower))
 
 
 def _torch_adamw(spec: AdamSpec, *, has_casts: bool = False, **kind: Any) -> Update:
@@ -160,7 +188,7 @@ def _optimizer(
         optimizer.step()
         narrow.copy_(parameter.detach())
 
-    return Update(run, _nbytes(spec), parameter.detach())
+    return Update(run, _nbytes(spec), parameter.detach)
 
 
 def _low_bit(spec: AdamSpec, make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Update:
@@ -170,7 +198,7 @@ def _low_bit(spec: AdamSpec, make_optimizer: Callable[[list[Tensor]], torch.opti
     parameter = torch.nn.Parameter(target.to(grad.dtype).view(-1, 256))
     parameter.grad = grad.view(-1, 256)
     optimizer = make_optimizer([parameter])
-    return Update(optimizer.step, _nbytes(spec), parameter.detach().view(-1))
+    return Update(optimizer.step, _nbytes(spec), lambda: parameter.detach().view(-1))
 
 
 def _copy(spec: AdamSpec) -> Update:
@@ -217,6 +245,7 @@ def _loop(spec: AdamSpec) -> Update:
 
 _MAKERS: Mapping[str, Callable[[AdamSpec], Update]] = {
     names.CHUNKC: _chunkc,
+    names.CHUNKC_SPLIT: _chunkc_split,
     names.COPY: _copy,
     names.ADD: _add,
     names.LOOP: _loop,
