@@ -14,7 +14,7 @@ SPLIT_NBYTES_PER_ELEMENT = 26
 """With a split master: reads a 2-byte gradient, a 2-byte parameter, the master's other 2 bytes and two moments, and
 writes all but the gradient (14 + 12)."""
 
-CHUNKC, CHUNKC_SPLIT = "chunkc", "chunkc, split master"
+CHUNKC, CHUNKC_SPLIT = "chunkc", "chunkc (split master)"
 COPY, ADD, LOOP = "bound: torch copy", "bound: torch a += b", "bound: compiled loop, the same reads and writes"
 BOUNDS = (COPY, ADD, LOOP)
 FUSED, FUSED_CASTS, FOREACH = "torch AdamW(fused)", "torch AdamW(fused), with casts", "torch AdamW(foreach)"
