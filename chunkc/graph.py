@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.logs import log_plan
 from chunkc.passes.planning import check_minimum, choose_resident
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
-from chunkc.session import Session
+from chunkc.session import Session, storages_nbytes
 from chunkc.steps import INPUTS, SizedStep, Steps
 
 HELD_GRANULES = 256
@@ -48,7 +49,7 @@ class CompiledGraph:
     """At the sizes of the latest call; before any, as it was traced."""
 
     def __post_init__(self) -> None:
-        self._accumulating = False
+        self._accumulating = self._has_run = False
         self.session.trained |= self.captured.trained
         group_of = self.session.store.layout.group_of()
         used = {name for program in self.captured.programs.values() for name in program.parameters.values()}
@@ -132,6 +133,17 @@ class CompiledGraph:
                 return None
         return PlannedStep(wider.plan.beside_less(wider_nbytes - held_nbytes), wider.phases)
 
+    def _plan_beside(self, step: SizedStep, held_nbytes: Callable[[], int], **how: Any) -> PlannedStep:
+        """`plan` beside what is held now; values that only cycles of garbage keep are collected before it refuses."""
+        held = held_nbytes()
+        try:
+            return self.plan(step, held, **how)
+        except BudgetError:
+            gc.collect()
+            if held_nbytes() == held:
+                raise
+        return self.plan(step, held_nbytes(), **how)
+
     def _planned(self, captured: Captured, held_nbytes: int, cold_backward: bool) -> PlannedStep:
         session = self.session
         layout = session.store.layout
@@ -157,15 +169,23 @@ class CompiledGraph:
 
     def forward(self, arguments: list[Any]) -> list[Any]:
         """The forward as AOTAutograd calls it: `arguments` is emptied."""
+        if not self._has_run:  # Dynamo's frames keep each other, the first batch and copies of random states alive
+            self._has_run = True
+            gc.collect()
         session, step = self.session, self._step(FORWARD, arguments)
         self.captured = captured = step.captured
         program, at = captured.forward, step.positions
         session.early.enter_forward(self._groups, has_backward=captured.backward is not None)
         session.store.release_slots()
-        live = session.live.nbytes(leaving_out=arguments)
-        planned = self.plan(step, max(0, live - captured.output_nbytes), hooked=self._hooked())
-        self._accumulating = self._has_staying_gradient()
         inputs = [arguments[position] for position in at.inputs]
+        # An input may be a view of a larger tensor than the one it was traced with: all of that is held.
+        beside = max(0, storages_nbytes(inputs) - program.held_nbytes)
+
+        def held_nbytes() -> int:
+            return max(0, session.live.nbytes(leaving_out=inputs) - captured.output_nbytes) + beside
+
+        planned = self._plan_beside(step, held_nbytes, hooked=self._hooked())
+        self._accumulating = self._has_staying_gradient()
         outputs = self._run(FORWARD, planned, arguments)
         session.live.watch(inputs)
         session.live.watch(outputs[position] for position in at.user_outputs)
@@ -184,12 +204,15 @@ class CompiledGraph:
         assert step.captured.backward is not None
         self._refuse_partial_backward()
         session.early.enter_backward(self._groups)
-        held, hooked = max(0, session.live.nbytes() - step.captured.between_nbytes), self._hooked()
-        kept = _kept_tangents(step.captured, arguments)
-        planned = self.plan(step, held, hooked=hooked, kept_tangents=kept)
+        hooked, kept = self._hooked(), _kept_tangents(step.captured, arguments)
+
+        def held_nbytes() -> int:
+            return max(0, session.live.nbytes() - step.captured.between_nbytes)
+
+        planned = self._plan_beside(step, held_nbytes, hooked=hooked, kept_tangents=kept)
         if store.present != planned.plan.kept or len(planned.plan.phases) < 2:
             store.release_slots()
-            planned = self.plan(step, held, cold_backward=True, hooked=hooked, kept_tangents=kept)
+            planned = self._plan_beside(step, held_nbytes, cold_backward=True, hooked=hooked, kept_tangents=kept)
         outputs = self._run(BACKWARD, planned, arguments)
         if hooked:  # autograd will keep these as `.grad`, on the compute tier, until the next backward takes them home
             session.live.watch(outputs[position] for position, _, name in self._sunk() if name in hooked)

@@ -42,6 +42,12 @@ EMPTY_LAYOUT = ChunkLayout(0, (), ())
 _CPU = torch.device("cpu")
 
 
+def storages_nbytes(values: Iterable[object]) -> int:
+    """Bytes of the storages of the tensors among `values`, each storage once."""
+    storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 @dataclass
 class LiveValues:
     """Storages that calls returned, saved or were given, watched without keeping them alive."""

@@ -165,8 +165,6 @@ def train(
             losses.append(array(loss))
             grads.append(gradients(model))
             del batch, loss
-            if step == 0:
-                gc.collect()  # what Dynamo's tracing left in cycles may hold the first batch
             update.step()
             update.zero_grad()
     peak_nbytes = cpu_allocator.peak_nbytes() - foreign_nbytes

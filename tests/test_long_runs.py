@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import chunkc
 from chunkc import backend, graph, session, steps, variants
@@ -117,6 +118,28 @@ def test_variants_of_parameters_that_are_gone_are_forgotten() -> None:
     assert found.num_variants == 1
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_whole_storage_of_an_input_counts(dynamic: bool) -> None:
+    """A view of a large tensor, where the step was traced with a tensor of its own."""
+    model = build()
+    call = compiled(model)
+    sizes = (4, 6, 5) if dynamic else (5,)
+    for num_rows in sizes:
+        call(rows(num_rows)).sum().backward()
+    large = rows(3000)
+    call(large[:5]).sum().backward()
+    records = session_of(model).records
+    for phase in ("forward", "backward"):
+        predicted = {m.name: m.nbytes for m in records[phase].plan.moments}
+        for name, nbytes in records[phase].measurement.peaks:
+            assert nbytes is not None
+            if name in predicted:
+                assert predicted[name] >= large.nbytes
+    budget = session_of(model).budget_nbytes
+    with pytest.raises(chunkc.BudgetError):
+        call(torch.zeros(budget // (4 * WIDTH) + 1, WIDTH)[:5])
+
+
 @pytest.mark.parametrize("last_first", [False, True])
 def test_kept_gradients_of_outputs_of_several_shapes(last_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two forwards of different shapes in flight, then their backwards in either order, with gradients kept outside."""
@@ -183,3 +206,45 @@ def test_a_saved_generators_state_is_no_size_of_the_inputs(
     assert all(torch.equal(a, b) for a, b in zip(losses, losses[len(sizes) :]))
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_what_tracing_leaves_in_cycles_is_gone_before_the_first_run(no_collection: None) -> None:
+    """As Dynamo's frames do, which refer to each other and to what the model was called with."""
+    left: list[StorageWeakRef] = []
+
+    def tracing(*args: Any, **options: Any) -> Any:
+        frames: list[Any] = [[torch.ones(64)]]
+        left.append(StorageWeakRef(frames[0][0].untyped_storage()))
+        frames[0].append(frames[0])
+        compiled = backend.chunkc(*args, **options)
+
+        def run(*arguments: Any) -> Any:
+            frames.clear()
+            return compiled(*arguments)
+
+        return run
+
+    call = torch.compile(build(), backend=tracing, options={"codegen": "eager", "memory_budget": 4 << 20})
+    call(rows(5)).sum().backward()
+    assert [storage.expired() for storage in left] == [True]
+
+
+def test_outputs_that_only_a_cycle_keeps_are_collected_before_a_budget_is_too_small(no_collection: None) -> None:
+    model = build()
+    call = compiled(model)
+    call(rows(64)).sum().backward()
+    held: list[Any] = [call(rows(64)).detach() for _ in range(10)]
+    found = session_of(model)
+    found.budget_nbytes = found.predicted_peak_nbytes - sum(value.nbytes for value in held) // 2
+    with pytest.raises(chunkc.BudgetError):
+        call(rows(64))
+    held.append(held)
+    del held
+    call(rows(64)).sum().backward()
