@@ -10,7 +10,7 @@ import adam_cases
 import pytest
 import torch
 
-from chunkc.kernels import adam_cpu, adam_cpu_split, reference
+from chunkc.kernels import adam_cpu, adam_cpu_loop, reference
 from chunkc.kernels.formats import AdamFormat, AdamSlots, Run
 from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS
 from chunkc.kernels.hyper import AdamHyper, scalar_table
@@ -140,10 +140,11 @@ def test_bits_do_not_depend_on_the_number_of_threads():
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump is not installed")
-def test_the_loop_is_vectorised_and_nothing_is_contracted():
-    adam_cpu_split.split_pass(SPLIT, l2=False, scaled=False, parallel=True)
+@pytest.mark.parametrize("fmt", [SPLIT, FULL], ids=["split", "whole"])
+def test_the_loop_is_vectorised_and_nothing_is_contracted(fmt: AdamFormat):
+    adam_cpu_loop.loop_pass(fmt, l2=False, scaled=False, parallel=True)
     code = subprocess.run(
-        ["objdump", "-d", adam_cpu_split.library(BF16, FP32, l2=False, scaled=False)._name],
+        ["objdump", "-d", adam_cpu_loop.library(fmt, l2=False, scaled=False)._name],
         check=True, capture_output=True, text=True,
     ).stdout  # fmt: skip
     assert re.search(r"\bv?sqrtps\b|\bfsqrt\s+[vz]\d", code)

@@ -1,8 +1,8 @@
-"""The CPU pass of Adam and AdamW for split masters (see `chunkc.kernels.split`), as one loop in C++.
+"""The CPU pass of Adam and AdamW for bf16 parameters with masters, whole or split, as one loop in C++.
 
-Inductor does not vectorise 16-bit integers, and reinterprets bits element by element, so its pass would be four times
-slower than this loop, which the compiler vectorises. Inductor's own compiler front end builds it: nothing else is
-needed than for any other pass.
+Inductor does not vectorise 16-bit integers, and reinterprets bits element by element: for split masters (see
+`chunkc.kernels.split`) its pass would be four times slower than this loop, which the compiler vectorises, and for whole
+ones slower too. Inductor's own compiler front end builds it: nothing else is needed than for any other pass.
 """
 
 from __future__ import annotations
@@ -34,6 +34,22 @@ _TYPES = {
     torch.float16: ("uint16_t", "widen_fp16"),
 }
 
+# The master's C++ type, and how it is read and written.
+_SPLIT_MASTER = {
+    "master": "int16_t",
+    "read_master": """const float upper = widen_bf16(param[i]);
+    const float joined = as_float(as_bits(upper) + uint32_t(int32_t(master[i])));
+    const float target = joined != joined ? upper : joined;""",
+    "write_master": """const uint32_t bits = as_bits(new_target);
+    const uint32_t kept = bits - ((bits & 0x1FFFFu) == 0x8000u ? 1u : 0u);
+    master[i] = int16_t(new_target != new_target ? 0u : kept);""",
+}
+_WHOLE_MASTER = {
+    "master": "float",
+    "read_master": "const float target = master[i];",
+    "write_master": "master[i] = new_target;",
+}
+
 _SOURCE = Template(r"""
 #include <cmath>
 #include <cstdint>
@@ -61,7 +77,7 @@ static inline void store(float* place, float x) { *place = x; }
 static inline void store(uint16_t* place, float x) { *place = rounded(x); }
 
 extern "C" void update(
-    uint16_t* param, const $grad* grad, $moment* exp_avg, $moment* exp_avg_sq, int16_t* lower, const float* scalars,
+    uint16_t* param, const $grad* grad, $moment* exp_avg, $moment* exp_avg_sq, $master* master, const float* scalars,
     const float* unscale, const float* clip, int64_t num_elements, int num_threads) {
   const float grad_sign = scalars[0], decay = scalars[1], l2 = scalars[2], lerp_weight = scalars[3];
   const float beta2 = scalars[4], one_minus_beta2 = scalars[5], bias_correction2_sqrt = scalars[6];
@@ -74,9 +90,7 @@ extern "C" void update(
     float wide = $widen_grad(grad[i]);
     if ($scaled) wide = wide * factor * second_factor;
     wide = wide * grad_sign;
-    const float upper = widen_bf16(param[i]);
-    const float joined = as_float(as_bits(upper) + uint32_t(int32_t(lower[i])));
-    const float target = joined != joined ? upper : joined;
+    $read_master
     if ($l2) wide = wide + target * l2;
     const float old_avg = $widen_moment(exp_avg[i]);
     const float base = as_float((as_bits(old_avg) & near) | (as_bits(wide) & ~near));
@@ -86,22 +100,26 @@ extern "C" void update(
     const float new_target = target * decay + neg_step_size * new_avg / denom;
     store(&exp_avg[i], new_avg);
     store(&exp_avg_sq[i], new_avg_sq);
-    const uint32_t bits = as_bits(new_target);
-    const uint32_t kept = bits - ((bits & 0x1FFFFu) == 0x8000u ? 1u : 0u);
     param[i] = rounded(new_target);
-    lower[i] = int16_t(new_target != new_target ? 0u : kept);
+    $write_master
   }
 }
 """)
 
 
+def has_loop(fmt: AdamFormat) -> bool:
+    """Whether this is the pass for a format."""
+    rounds_to_nearest = fmt.param_dtype is torch.bfloat16 and fmt.master and not fmt.stochastic
+    return rounds_to_nearest and not fmt.quantised
+
+
 @functools.cache
-def split_pass(fmt: AdamFormat, *, l2: bool, scaled: bool, parallel: bool) -> Pass:
+def loop_pass(fmt: AdamFormat, *, l2: bool, scaled: bool, parallel: bool) -> Pass:
     """The compiled pass over [param, grad, exp_avg, exp_avg_sq, master, scalars] and, where scaled, two 0-dim factors.
 
-    `master` has the lower bits, int16. `grad` may share `param`'s memory: it is read first. Empties its list.
+    `grad` may share `param`'s memory: it is read first. Empties its list.
     """
-    update = library(fmt.grad_dtype, fmt.moment_dtype, l2=l2, scaled=scaled).update
+    update = library(fmt, l2=l2, scaled=scaled).update
 
     def run(tensors: list[Tensor]) -> None:
         pointers = [tensor.data_ptr() for tensor in tensors]
@@ -113,11 +131,12 @@ def split_pass(fmt: AdamFormat, *, l2: bool, scaled: bool, parallel: bool) -> Pa
 
 
 @functools.cache
-def library(grad_dtype: torch.dtype, moment_dtype: torch.dtype, *, l2: bool, scaled: bool) -> ctypes.CDLL:
-    """The loop for these dtypes, compiled and loaded: a library with the function `update`."""
-    grad, widen_grad = _TYPES[grad_dtype]
-    moment, widen_moment = _TYPES[moment_dtype]
+def library(fmt: AdamFormat, *, l2: bool, scaled: bool) -> ctypes.CDLL:
+    """The loop for a format, compiled and loaded: a library with the function `update`."""
+    grad, widen_grad = _TYPES[fmt.grad_dtype]
+    moment, widen_moment = _TYPES[fmt.moment_dtype]
     names = {"grad": grad, "widen_grad": widen_grad, "moment": moment, "widen_moment": widen_moment}
+    names |= _SPLIT_MASTER if fmt.split else _WHOLE_MASTER
     source = _SOURCE.substitute(names, l2=str(l2).lower(), scaled=str(scaled).lower())
     with inductor_config.patch(_OPTIONS):
         loaded: ctypes.CDLL = CppCodeCache.load(source, extra_flags=_FLAGS)
