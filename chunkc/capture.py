@@ -19,6 +19,7 @@ from torch._prims.rng_prims import run_and_save_rng_state
 from torch.utils import _pytree as pytree
 
 from chunkc.ir.errors import UnsupportedError
+from chunkc.passes.alias_check import outside_alias_check
 from chunkc.passes.graphs import attribute_path, placeholders, returned
 from chunkc.passes.inductor_cuda import steady_inductor
 from chunkc.passes.partition import partition
@@ -146,10 +147,11 @@ def _fix_lengths_of_random_states(graph: fx.Graph) -> None:
 
 
 def boxed(function: Boxed) -> Boxed:
-    """Mark a callable as taking one list that it may empty (AOTAutograd's boxed convention)."""
+    """A phase for AOTAutograd: marked as taking one list that it may empty (the boxed convention)."""
 
     def call(arguments: list[Any]) -> list[Any]:
-        return function(arguments)
+        with outside_alias_check():
+            return function(arguments)
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

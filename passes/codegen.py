@@ -19,6 +19,7 @@ from torch.compiler import config as compiler_config
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import SegmentMemory
+from chunkc.passes.alias_check import CheckedOnce, is_custom
 from chunkc.passes.graphs import is_compute, output_node, placeholders, returned
 from chunkc.passes.inductor_cuda import steady_inductor
 from chunkc.passes.inductor_memory import inductor_memory
@@ -80,7 +81,8 @@ def compile_segment(segment: Segment, codegen: str, num_threads: int, shapes: Sh
             'compile with options={"codegen": "eager"}'
         )
     wrapper = Wrapper(source, {})
-    return CompiledSegment(compiled, _memory_of(segment, wrapper, num_threads, shapes), wrapper)
+    run = CheckedOnce(compiled) if any(is_custom(node) for node in segment.module.graph.nodes) else compiled
+    return CompiledSegment(run, _memory_of(segment, wrapper, num_threads, shapes), wrapper)
 
 
 def generated_wrapper(segment: Segment, codegen: str) -> Wrapper | None:
@@ -182,6 +184,8 @@ class EagerSegment:
             if node.op == "get_attr":
                 constant = _attribute(module, str(node.target))
                 target = _Constant(constant)
+            elif is_custom(node):
+                target = CheckedOnce(target)
             dead = [index[source] for source in node.all_input_nodes if last[source] is node]
             if node not in last:
                 dead.append(index[node])  # nobody reads it

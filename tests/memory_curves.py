@@ -225,15 +225,16 @@ def _measuring() -> Iterator[list[_PhaseRun]]:
         yield runs
 
 
-def step_curves(case: Case, codegen: str, **options: Any) -> list[PhaseCurve]:
+def step_curves(case: Case, codegen: str, *, steps: int = 2, **options: Any) -> list[PhaseCurve]:
     """The curves of every phase of one training step of `case`, with everything resident.
 
-    The second step is the measured one: gradients exist and are added to, so model data neither grows nor shrinks.
+    The last of `steps` is the measured one. In the second, gradients exist and are added to, so model data neither
+    grows nor shrinks.
     """
     cpu_allocator.install()
     with _measuring() as runs, _noting_calls() as calls:
         _, compiled = compile_case(case, memory_budget=HUGE, codegen=codegen, place=False, **options)
-        for _ in range(2):
+        for _ in range(steps):
             runs.clear()
             batch = case.batch(0)
             gc.collect()

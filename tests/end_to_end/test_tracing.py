@@ -1,13 +1,20 @@
-"""Tracing leaves nothing in the compute tier: what is charged after the first step is what the step made."""
+"""Tracing leaves nothing in the compute tier: what is charged after the first step is what the step made, and what
+the first call takes is what every call takes."""
 
 from __future__ import annotations
 
 import gc
+import warnings
+from collections.abc import Iterator
 
+import pytest
 import torch
+from memory_curves import step_curves
 from torch import Tensor, nn
+from zoo import Case, floats
 
-import chunkc.backend  # noqa: F401  (what loading allocates comes before the count)
+import chunkc.backend  # what loading allocates comes before the count
+from chunkc.passes import scratch_declared
 from chunkc.runtime import cpu_allocator
 
 
@@ -33,3 +40,56 @@ def test_numbers_in_the_traced_code_are_not_kept() -> None:
     model.zero_grad(set_to_none=True)
     gc.collect()
     assert cpu_allocator.current_nbytes() == before
+
+
+class Numbers(nn.Module):
+    """Its numbers become tensors while operators run, before and after a custom operator, `copy` or `same`."""
+
+    def __init__(self, custom: str | None = None) -> None:
+        super().__init__()
+        self.linear, self.custom = nn.Linear(8, 8), custom
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x + 0.5)
+        if self.custom is not None:
+            x = getattr(torch.ops.chunkc_tracing_tests, self.custom)(x)
+        return (x * 2.0 - torch.arange(8) * 3).square().sum()
+
+
+@pytest.fixture
+def _custom() -> Iterator[None]:
+    """Two custom operators: `same` returns what it is given, and does not say so."""
+    names = ("copy", "same")
+    with torch.library._scoped_library("chunkc_tracing_tests", "DEF") as library:
+        for name, function in zip(names, (torch.clone, lambda x: x), strict=True):
+            library.define(f"{name}(Tensor x) -> Tensor")
+            library.impl(name, function, "CPU")
+            library.impl(name, torch.empty_like, "Meta")
+            operator = getattr(torch.ops.chunkc_tracing_tests, name).default
+            torch.library.register_autograd(operator, lambda ctx, g: g.clone(), lib=library)
+            chunkc.declare_scratch(f"chunkc_tracing_tests::{name}", lambda args, kwargs, outputs, threads: 0)
+        yield
+    for name in names:
+        scratch_declared._declared.pop(f"chunkc_tracing_tests::{name}")
+
+
+@pytest.mark.parametrize("custom", [None, "copy"])
+@pytest.mark.usefixtures("_custom")
+def test_the_first_call_takes_what_was_predicted(custom: str | None) -> None:
+    case = Case("numbers", lambda: Numbers(custom), lambda seed: {"x": floats(seed, (4, 8))})
+    forward, _ = step_curves(case, "eager", steps=1, whole_graph="never")
+    assert {"aten.add", "aten.mul"} <= {moment.op for moment in forward.moments}
+    assert not [moment for moment in forward.moments if moment.excess_nbytes]
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.usefixtures("_custom")
+def test_custom_operators_are_checked_in_their_first_call(codegen: str) -> None:
+    torch._dynamo.reset()
+    options = {"memory_budget": 1 << 30, "codegen": codegen, "whole_graph": "never"}
+    compiled = torch.compile(Numbers("same"), backend="chunkc", options=options)
+    with pytest.warns(UserWarning, match="chunkc_tracing_tests::same"):
+        compiled(floats(0, (4, 8)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(floats(0, (4, 8)))
