@@ -6,15 +6,10 @@ bound. `test_prediction_inductor.py` is about `codegen="inductor"`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
 import pytest
-import torch
-from memory_curves import Moment, PhaseCurve, step_curves
+from ladder import describe, inexact, is_exception, rungs
+from memory_curves import PhaseCurve, step_curves
 from zoo import LADDER
-
-from chunkc.passes.scratch_exceptions import EXCEPTIONS
 
 SEVERAL_GRAPHS = ("graph_breaks", "breaks_in_loop")
 """Models whose graphs hand values to each other, which are counted longer than Python holds them."""
@@ -31,39 +26,19 @@ QUICK = (
 """The part of the ladder that the default run climbs; the rest is slow."""
 
 
-@pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
-def ladder(names: Sequence[str], quick: Sequence[str]) -> list[Any]:
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
-def inexact(moment: Moment) -> bool:
-    return moment.op.replace(".", "::", 1) in EXCEPTIONS
-
-
-def describe(moments: list[Moment]) -> str:
-    return "\n".join(
-        f"{m.call} {m.op} {m.module}: predicted {m.predicted_nbytes}, measured {m.measured_nbytes}"
-        for m in moments[:20]
-    )
-
-
-@pytest.mark.parametrize("name", ladder(TO_THE_BYTE, QUICK))
+@pytest.mark.parametrize("name", rungs(TO_THE_BYTE, QUICK))
 def test_every_operation_to_the_byte(name: str) -> None:
     """Two phases; what is charged beside the graph is the same before both: saved values are predicted exactly too."""
     forward, backward = step_curves(LADDER[name], "eager", whole_graph="never")
     assert (forward.phase, backward.phase) == ("forward", "backward")
     for curve in (forward, backward):
-        wrong = [m for m in curve.moments if m.excess_nbytes < 0 or (m.excess_nbytes > 0 and not inexact(m))]
+        wrong = inexact(curve.moments)
         assert not wrong, describe(wrong)
         assert len(curve.moments) > 5
-        exceptions = [m for m in curve.moments if inexact(m)]
+        exceptions = [m for m in curve.moments if is_exception(m)]
         if not any(m.excess_nbytes for m in exceptions):
             assert curve.predicted_peak_nbytes == curve.measured_peak_nbytes
     assert forward.base_nbytes == backward.base_nbytes + dropped_nbytes(forward, backward)
@@ -84,7 +59,7 @@ def test_peaks_to_the_byte(name: str) -> None:
         assert curve.predicted_peak_nbytes == curve.measured_peak_nbytes
 
 
-@pytest.mark.parametrize("name", ladder(SEVERAL_GRAPHS, ["breaks_in_loop"]))
+@pytest.mark.parametrize("name", rungs(SEVERAL_GRAPHS, ["breaks_in_loop"]))
 def test_several_graphs_keep_the_bound(name: str) -> None:
     """Never too little; forwards are exact."""
     curves = step_curves(LADDER[name], "eager", whole_graph="never")
