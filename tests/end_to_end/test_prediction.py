@@ -7,6 +7,7 @@ bound. `test_prediction_inductor.py` is about `codegen="inductor"`.
 from __future__ import annotations
 
 import pytest
+import torch
 from ladder import describe, inexact, is_exception, rungs
 from memory_curves import PhaseCurve, step_curves
 from zoo import LADDER
@@ -18,6 +19,11 @@ LOW_PRECISION = ("autocast_gpt", "autocast_convnet")
 """Models whose peak is a product or convolution in bfloat16, exceptions to the byte."""
 
 TO_THE_BYTE = tuple(name for name in LADDER if name not in (*SEVERAL_GRAPHS, "lstm"))
+IN_FLOAT32 = tuple(name for name in TO_THE_BYTE if name not in LOW_PRECISION)
+
+ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu_backward"
+ROW_SUMS_NBYTES = 32 * 4
+"""What each thread of `ATTENTION` takes for the sums of 32 rows while it works; threads need not work at one time."""
 
 QUICK = (
     "gpt2_dropout", "t5", "convnet", "short_gpt", "frozen_mlp", "called_twice", "encoder", "sometimes_unused",
@@ -52,11 +58,23 @@ def dropped_nbytes(forward: PhaseCurve, backward: PhaseCurve) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in TO_THE_BYTE if n not in LOW_PRECISION])
+@pytest.mark.parametrize("name", IN_FLOAT32)
 def test_peaks_to_the_byte(name: str) -> None:
-    """The ladder without those models whose peak an exception decides."""
+    """Two threads; only where attention's backward decides the peak, the sums of a thread may be missing from it."""
     for curve in step_curves(LADDER[name], "eager", whole_graph="auto"):
-        assert curve.predicted_peak_nbytes == curve.measured_peak_nbytes
+        fullest = max(curve.moments, key=lambda moment: moment.predicted_nbytes)
+        too_much = curve.predicted_peak_nbytes - curve.measured_peak_nbytes
+        assert too_much in ((0, ROW_SUMS_NBYTES) if fullest.op == ATTENTION else (0,)), describe([fullest])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_one_thread_to_the_byte(name: str) -> None:
+    """Every moment of a graph run whole: without a second thread, no operator of the ladder is an exception."""
+    torch.set_num_threads(1)
+    for curve in step_curves(LADDER[name], "eager", whole_graph="auto"):
+        wrong = [moment for moment in curve.moments if moment.excess_nbytes]
+        assert not wrong, describe(wrong)
 
 
 @pytest.mark.parametrize("name", rungs(SEVERAL_GRAPHS, ["breaks_in_loop"]))
