@@ -20,6 +20,7 @@ _HELPERS = (
     "harness",
     "scripts",
     "memory_curves",
+    "ladder",
     "operator_calls",
     "operator_calls_2",
     "optim_models",
@@ -65,3 +66,12 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """As many on every machine: some operators take scratch per thread from a size on."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(num_threads)

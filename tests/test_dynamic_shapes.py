@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from harness import HUGE
+from ladder import describe, inexact, resized
 from memory_curves import curves_at
 from torch import Tensor, nn
-from zoo import LADDER, Batch, Case
+from zoo import LADDER, Case
 
 import chunkc
 from chunkc import backend, graph, steps
 from chunkc.passes import codegen
-from chunkc.passes.scratch_exceptions import EXCEPTIONS
 
 STATIC_AND_SYMBOLIC = 2
 """Captures: of the first shape, and of all others once Dynamo has seen a second."""
@@ -165,17 +165,6 @@ def test_old_shapes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     assert same_bits(model, plain)
 
 
-def resized(batch: Batch, num_rows: int, length: int | None) -> Batch:
-    """The batch with another number of rows; of tokens also of another length."""
-    found: Batch = {}
-    for name, value in batch.items():
-        value = value.repeat(num_rows // len(value) + 1, *(1,) * (value.dim() - 1))[:num_rows]
-        if length is not None and value.dtype == torch.int64 and value.dim() == 2:
-            value = value.repeat(1, length // value.shape[1] + 1)[:, :length]
-        found[name] = value.contiguous()
-    return found
-
-
 SLOW = pytest.mark.slow
 
 
@@ -199,9 +188,8 @@ def test_every_operation_to_the_byte_at_every_shape(name: str, lengths: bool, wh
     for curves in curves_at(case, batches, whole_graph=whole_graph):
         assert [curve.phase for curve in curves] == ["forward", "backward"]
         for curve in curves:
-            inexact = {m.op for m in curve.moments if m.op.replace(".", "::", 1) in EXCEPTIONS}
-            wrong = [m for m in curve.moments if m.excess_nbytes < 0 or (m.excess_nbytes and m.op not in inexact)]
-            assert not wrong, wrong[:5]
+            wrong = inexact(curve.moments)
+            assert not wrong, describe(wrong)
             assert len(curve.moments) > 5
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from timeit import repeat
 from typing import Any
@@ -29,13 +28,7 @@ TRACED = (6, 24)
 HUGE = 1 << 50
 
 
-@pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
-    """Some operators take scratch per thread from a size on."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def batch(name: str, sizes: tuple[int, int], *, dynamic: bool = False) -> dict[str, Any]:

@@ -7,12 +7,11 @@ raise `BudgetError` before it runs, and name a smallest budget that is larger.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
 from harness import refuse, train
-from zoo import LADDER, Batch, Case
+from ladder import resized, rungs
+from zoo import LADDER, Case
 
 from chunkc.explain import minimum_budget
 from chunkc.ir.errors import UnsupportedError
@@ -29,27 +28,16 @@ BUDGET_PERCENT = 160
 """Of what the ladder's own batch needs at least."""
 
 
-def sized(batch: Batch, size: int) -> Batch:
-    """The batch with its samples repeated, or left out, until there are `size`."""
-    own = max(value.shape[0] for value in batch.values() if isinstance(value, torch.Tensor))
-    rows = torch.arange(size) % own
-    return {key: value[rows] if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
-
-
 def case_of_size(name: str, size: int) -> Case:
     case = LADDER[name]
-    return replace(case, batch=lambda seed: sized(case.batch(seed), size))
-
-
-def params(names: tuple[str, ...], quick: tuple[str, ...]) -> list[Any]:
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return replace(case, batch=lambda seed: resized(case.batch(seed), size))
 
 
 def check(name: str, codegen: str) -> None:
     case = LADDER[name]
 
     def needs(size: int) -> int:
-        batch = sized(case.batch(0), size)
+        batch = resized(case.batch(0), size)
         return minimum_budget(case.build(), memory_budget=budget, codegen=codegen, **batch)
 
     budget = 1 << 30
@@ -65,12 +53,12 @@ def check(name: str, codegen: str) -> None:
     assert error.budget_nbytes == budget < error.minimum_nbytes
 
 
-@pytest.mark.parametrize("name", params(tuple(n for n in LADDER if n not in NOT_ONE_GRAPH), QUICK))
+@pytest.mark.parametrize("name", rungs(tuple(n for n in LADDER if n not in NOT_ONE_GRAPH), QUICK))
 def test_the_largest_batch_trains_and_one_more_is_refused(name: str) -> None:
     check(name, "eager")
 
 
-@pytest.mark.parametrize("name", params(INDUCTOR, QUICK_INDUCTOR))
+@pytest.mark.parametrize("name", rungs(INDUCTOR, QUICK_INDUCTOR))
 def test_the_largest_batch_by_inductor(name: str) -> None:
     check(name, "inductor")
 

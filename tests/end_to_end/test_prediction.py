@@ -6,15 +6,11 @@ bound. `test_prediction_inductor.py` is about `codegen="inductor"`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
 import pytest
 import torch
-from memory_curves import Moment, PhaseCurve, step_curves
+from ladder import describe, inexact, is_exception, rungs
+from memory_curves import PhaseCurve, step_curves
 from zoo import LADDER
-
-from chunkc.passes.scratch_exceptions import EXCEPTIONS
 
 SEVERAL_GRAPHS = ("graph_breaks", "breaks_in_loop")
 """Models whose graphs hand values to each other, which are counted longer than Python holds them."""
@@ -23,6 +19,11 @@ LOW_PRECISION = ("autocast_gpt", "autocast_convnet")
 """Models whose peak is a product or convolution in bfloat16, exceptions to the byte."""
 
 TO_THE_BYTE = tuple(name for name in LADDER if name not in (*SEVERAL_GRAPHS, "lstm"))
+IN_FLOAT32 = tuple(name for name in TO_THE_BYTE if name not in LOW_PRECISION)
+
+ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu_backward"
+ROW_SUMS_NBYTES = 32 * 4
+"""What each thread of `ATTENTION` takes for the sums of 32 rows while it works; threads need not work at one time."""
 
 QUICK = (
     "gpt2_dropout", "t5", "convnet", "short_gpt", "frozen_mlp", "called_twice", "encoder", "sometimes_unused",
@@ -31,39 +32,19 @@ QUICK = (
 """The part of the ladder that the default run climbs; the rest is slow."""
 
 
-@pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
-def ladder(names: Sequence[str], quick: Sequence[str]) -> list[Any]:
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
-def inexact(moment: Moment) -> bool:
-    return moment.op.replace(".", "::", 1) in EXCEPTIONS
-
-
-def describe(moments: list[Moment]) -> str:
-    return "\n".join(
-        f"{m.call} {m.op} {m.module}: predicted {m.predicted_nbytes}, measured {m.measured_nbytes}"
-        for m in moments[:20]
-    )
-
-
-@pytest.mark.parametrize("name", ladder(TO_THE_BYTE, QUICK))
+@pytest.mark.parametrize("name", rungs(TO_THE_BYTE, QUICK))
 def test_every_operation_to_the_byte(name: str) -> None:
     """Two phases; what is charged beside the graph is the same before both: saved values are predicted exactly too."""
     forward, backward = step_curves(LADDER[name], "eager", whole_graph="never")
     assert (forward.phase, backward.phase) == ("forward", "backward")
     for curve in (forward, backward):
-        wrong = [m for m in curve.moments if m.excess_nbytes < 0 or (m.excess_nbytes > 0 and not inexact(m))]
+        wrong = inexact(curve.moments)
         assert not wrong, describe(wrong)
         assert len(curve.moments) > 5
-        exceptions = [m for m in curve.moments if inexact(m)]
+        exceptions = [m for m in curve.moments if is_exception(m)]
         if not any(m.excess_nbytes for m in exceptions):
             assert curve.predicted_peak_nbytes == curve.measured_peak_nbytes
     assert forward.base_nbytes == backward.base_nbytes + dropped_nbytes(forward, backward)
@@ -77,14 +58,26 @@ def dropped_nbytes(forward: PhaseCurve, backward: PhaseCurve) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in TO_THE_BYTE if n not in LOW_PRECISION])
+@pytest.mark.parametrize("name", IN_FLOAT32)
 def test_peaks_to_the_byte(name: str) -> None:
-    """The ladder without those models whose peak an exception decides."""
+    """Two threads; only where attention's backward decides the peak, the sums of a thread may be missing from it."""
     for curve in step_curves(LADDER[name], "eager", whole_graph="auto"):
-        assert curve.predicted_peak_nbytes == curve.measured_peak_nbytes
+        fullest = max(curve.moments, key=lambda moment: moment.predicted_nbytes)
+        too_much = curve.predicted_peak_nbytes - curve.measured_peak_nbytes
+        assert too_much in ((0, ROW_SUMS_NBYTES) if fullest.op == ATTENTION else (0,)), describe([fullest])
 
 
-@pytest.mark.parametrize("name", ladder(SEVERAL_GRAPHS, ["breaks_in_loop"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_one_thread_to_the_byte(name: str) -> None:
+    """Every moment of a graph run whole: without a second thread, no operator of the ladder is an exception."""
+    torch.set_num_threads(1)
+    for curve in step_curves(LADDER[name], "eager", whole_graph="auto"):
+        wrong = [moment for moment in curve.moments if moment.excess_nbytes]
+        assert not wrong, describe(wrong)
+
+
+@pytest.mark.parametrize("name", rungs(SEVERAL_GRAPHS, ["breaks_in_loop"]))
 def test_several_graphs_keep_the_bound(name: str) -> None:
     """Never too little; forwards are exact."""
     curves = step_curves(LADDER[name], "eager", whole_graph="never")

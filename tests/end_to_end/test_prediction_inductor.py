@@ -6,15 +6,12 @@ ever predicted too small. What is not within 1 % is bounded, and has its reason 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
 import pytest
-import torch
-from memory_curves import Moment, PhaseCurve, step_curves
+from ladder import describe, is_exception, rungs
+from memory_curves import PhaseCurve, step_curves
 from zoo import LADDER
 
-from chunkc.passes.scratch_exceptions import BEYOND_OPERATORS, EXCEPTIONS
+from chunkc.passes.scratch_exceptions import BEYOND_OPERATORS
 
 WITHIN = 0.01
 
@@ -36,23 +33,7 @@ SEGMENTED = ("frozen_mlp", "short_gpt", "gpt2_dropout", "llama", "mixtral", "vit
              "whisper", "clip", "lstm_cells", "dropout", "checkpointed_gpt", "odd_layouts")  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-def ladder(names: Sequence[str], quick: Sequence[str]) -> list[Any]:
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
-def describe(moments: Sequence[Moment]) -> str:
-    return "\n".join(
-        f"{m.call} {m.op} {m.module}: predicted {m.predicted_nbytes}, measured {m.measured_nbytes}"
-        for m in moments[:20]
-    )
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def check_bounded(name: str, curve: PhaseCurve) -> None:
@@ -64,7 +45,7 @@ def check_bounded(name: str, curve: PhaseCurve) -> None:
         assert any(inexact.when.startswith("several graphs") for inexact in BEYOND_OPERATORS)
         return
     fullest = max(curve.moments, key=lambda moment: moment.predicted_nbytes)
-    assert fullest.op.replace(".", "::", 1) in EXCEPTIONS, describe([fullest])
+    assert is_exception(fullest), describe([fullest])
 
 
 def check(name: str, whole_graph: str) -> None:
@@ -80,12 +61,12 @@ def check(name: str, whole_graph: str) -> None:
         assert not wrong, describe(wrong)
 
 
-@pytest.mark.parametrize("name", ladder([name for name in LADDER if name != NOT_CAPTURED], QUICK))
+@pytest.mark.parametrize("name", rungs([name for name in LADDER if name != NOT_CAPTURED], QUICK))
 def test_peaks_within_one_percent(name: str) -> None:
     check(name, "auto")
 
 
-@pytest.mark.parametrize("name", ladder(SEGMENTED, QUICK_SEGMENTS))
+@pytest.mark.parametrize("name", rungs(SEGMENTED, QUICK_SEGMENTS))
 def test_every_segment_within_one_percent(name: str) -> None:
     """Cut into segments, so that the curve has a reading before and during each of them."""
     check(name, "never")
