@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
+from chunkc.datasheets import DATASHEETS
 from chunkc.devices import TABLES_NBYTES
 from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.hardware import Hardware
 from chunkc.offline import OfflineGraph
 from chunkc.passes.cuda_memory import GRANULE_NBYTES, rounded_nbytes, workspaces_nbytes
 from chunkc.passes.retarget_cuda import on_cuda
-from chunkc.presets import DATASHEETS
 
 _HOPPER = (9, 0)
 _BEFORE_HOPPER = (8, 0)

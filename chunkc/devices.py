@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 
+from chunkc.datasheets import DATASHEETS
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.hardware import CPU, Hardware
 from chunkc.options import compute_tier_memory
 from chunkc.passes.cuda_memory import GRANULE_NBYTES, rounded_nbytes, workspaces_nbytes
-from chunkc.presets import DATASHEETS, default_hardware_path, load_hardware, preset
+from chunkc.presets import default_hardware_path, load_hardware, preset
 
 TABLES_NBYTES = 4 << 20
 """Room for the optimizer's tables of work and scalars (see `chunkc.device_adam`)."""

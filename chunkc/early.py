@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Protocol
 
 from chunkc.ir.errors import UnsupportedError
@@ -28,55 +28,61 @@ class Starter(Protocol):
 
 
 class EarlyUpdates:
-    """Who begins updates during a session's backward, and what has begun since the last step."""
+    """Who begins updates during a session's backward, and what has begun since the last step.
+
+    For each optimizer are counted the forwards that used a group since its own last step, and still wait for their
+    backward: another optimizer's step says nothing of them.
+    """
 
     def __init__(self) -> None:
-        self._starters: weakref.WeakSet[Starter] = weakref.WeakSet()
+        self._in_flight: weakref.WeakKeyDictionary[Starter, Counter[int]] = weakref.WeakKeyDictionary()
         self._begun: dict[int, weakref.WeakSet[Starter]] = {}
-        self._in_flight: Counter[int] = Counter()
 
     @property
     def wanted(self) -> bool:
         """Whether anybody wants to know when a group is settled."""
-        return len(self._starters) > 0
+        return len(self._in_flight) > 0
 
     def join(self, starter: Starter) -> None:
-        self._starters.add(starter)
+        self._in_flight.setdefault(starter, Counter())
 
-    def enter_forward(self, groups: Iterable[int], *, has_backward: bool) -> None:
+    def enter_forward(self, groups: Collection[int]) -> None:
         """A graph that uses these groups is about to run its forward.
 
         Raises:
             UnsupportedError: the update of one of them has begun.
         """
         self._refuse(groups, "forward")
-        if self.wanted and has_backward:
-            self._in_flight.update(groups)
 
-    def enter_backward(self, groups: Iterable[int]) -> None:
+    def leave_forward(self, groups: Collection[int]) -> None:
+        """A graph that uses these groups has run a forward that has a backward; one that failed has none."""
+        for in_flight in self._in_flight.values():
+            in_flight.update(groups)
+
+    def enter_backward(self, groups: Collection[int]) -> None:
         """A graph that uses these groups is about to run the backward of one of its forwards; raises as above."""
         self._refuse(groups, "backward")
-        for group in groups:
-            if self._in_flight[group] > 0:
-                self._in_flight[group] -= 1
+        for in_flight in self._in_flight.values():
+            for group in groups:
+                if in_flight[group] > 0:
+                    in_flight[group] -= 1
 
     def settled(self, session: Session, group: int) -> None:
         """A group is settled in the backward that runs now; its updates begin unless another backward may follow."""
-        if self._in_flight[group] > 0:
-            return
-        for starter in list(self._starters):
-            if starter.begin_update(session, group):
+        for starter, in_flight in list(self._in_flight.items()):
+            if in_flight[group] == 0 and starter.begin_update(session, group):
                 self._begun.setdefault(group, weakref.WeakSet()).add(starter)
 
     def stepped(self, starter: Starter) -> None:
-        """An optimizer has ended its step: what it began is over, and no forward before this counts any more."""
-        self._in_flight.clear()
+        """An optimizer has ended its step: what it began is over, and for it no forward before this counts any more."""
+        if starter in self._in_flight:
+            self._in_flight[starter].clear()
         for group, starters in list(self._begun.items()):
             starters.discard(starter)
             if not starters:
                 del self._begun[group]
 
-    def _refuse(self, groups: Iterable[int], phase: str) -> None:
+    def _refuse(self, groups: Collection[int], phase: str) -> None:
         if not self._begun:
             return
         if any(self._begun.get(group) for group in groups):

@@ -175,7 +175,7 @@ class CompiledGraph:
         session, step = self.session, self._step(FORWARD, arguments)
         self.captured = captured = step.captured
         program, at = captured.forward, step.positions
-        session.early.enter_forward(self._groups, has_backward=captured.backward is not None)
+        session.early.enter_forward(self._groups)
         session.store.release_slots()
         inputs = [arguments[position] for position in at.inputs]
         # An input may be a view of a larger tensor than the one it was traced with: all of that is held.
@@ -193,8 +193,10 @@ class CompiledGraph:
             nbytes = captured.between_nbytes - captured.output_nbytes - program.held_nbytes
             session.live.watch([outputs[at.saved[0]]], nbytes)
         session.update_held_nbytes = program.held_nbytes + captured.output_nbytes
-        if self.captured.backward is None:
+        if captured.backward is None:
             session.store.release_slots()
+        else:
+            session.early.leave_forward(self._groups)
         return outputs
 
     def backward(self, arguments: list[Any]) -> list[Any]:

@@ -19,6 +19,7 @@ from chunkc.adam_groups import CPU, DEVICE, Task
 from chunkc.grad_scale import is_skipped, on_the_cpu
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.kernels.formats import NO_SCALE, GradScale
+from chunkc.runtime.updates import finish_all
 from chunkc.session import Session, owner
 
 NONE, FORWARD, BACKWARD, BOTH = "none", "forward", "backward", "both"
@@ -76,8 +77,7 @@ class Overlap:
         Raises:
             StreamError: one failed; named.
         """
-        for session in list(self._sessions):
-            session.store.updates.finish()
+        finish_all(session.store.updates for session in list(self._sessions))
 
     def forget(self, starter: Any) -> None:
         """Parameter groups or states are others from now on: nothing begins early before the next step has ended."""
@@ -237,5 +237,5 @@ def synchronize(model: nn.Module) -> None:
     Raises:
         StreamError: an update failed; named.
     """
-    for session in {hit[0] for parameter in model.parameters() if (hit := owner(parameter)) is not None}:
-        session.store.updates.finish()
+    sessions = dict.fromkeys(hit[0] for p in model.parameters() if (hit := owner(p)) is not None)
+    finish_all(session.store.updates for session in sessions)

@@ -1,8 +1,7 @@
 """Machines by name, and by file: what `--hardware` accepts.
 
-A preset is a datasheet's peaks (`Datasheet`) times what programs reach of them (`Efficiency`); the two are kept
-apart, so that either can be doubted alone. A file states achievable figures itself, whole or as changes to a
-preset:
+A preset is a device's peaks times what programs reach of them (`chunkc.datasheets`). A file states achievable figures
+itself, whole or as changes to a preset:
 
     based_on: rtx3090
     name: my workstation
@@ -18,177 +17,15 @@ import os
 import re
 import reprlib
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from chunkc.datasheets import DATASHEETS, Efficiency
 from chunkc.ir.errors import OptionsError
-from chunkc.ir.hardware import CPU, GIB, Hardware
-
-MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Efficiency:
-    """Parts of a datasheet's peaks that programs reach: assumptions, all in one place, 0 to 1.
-
-    Attributes:
-        matrix: of matrix products; cuBLAS reaches 0.65 to 0.9 with a transformer's large ones, least on Hopper.
-        memory: of the device memory's bandwidth; streaming kernels reach 0.8 to 0.93.
-        link: of one direction with pinned memory; PCIe's packets alone cost a tenth, 12.5 to 13 of 15.75 GB/s.
-        both_links: of twice one direction's rate, while both run.
-        cpu_update: of RAM's bandwidth, in a fused update on all cores.
-        disk: of a drive's sequential rates, with a file system in between.
-    """
-
-    matrix: float = 0.7
-    memory: float = 0.85
-    link: float = 0.8
-    both_links: float = 0.85
-    cpu_update: float = 0.7
-    disk: float = 0.85
-
-
-@dataclass(frozen=True)
-class Datasheet:
-    """Peak figures of one device and of the part of a typical machine that comes with it.
-
-    Units: teraflops per second without sparsity, gigabytes (1e9) per second, bytes. None: no unit for it.
-
-    Attributes:
-        memory_nbytes: as PyTorch reports it in its out-of-memory errors, the smallest seen: the driver and error
-            correction keep some of the memory on the box.
-        context_nbytes: the driver's context with cuBLAS, without cuDNN; typical, varies with driver and CUDA.
-        link: one direction of the link to the host.
-        host_nbytes, host_bandwidth: RAM of the machine, over its devices.
-        disk: (read, write) of the machine's drives, over its devices.
-        source: of the figures.
-    """
-
-    memory_nbytes: int
-    context_nbytes: int
-    memory_bandwidth: float
-    fp32: float
-    tf32: float | None
-    bf16: float | None
-    fp16: float
-    link: float
-    host_nbytes: int
-    host_bandwidth: float
-    disk: tuple[float, float]
-    source: str
-
-    def hardware(self, name: str, efficiency: Efficiency) -> Hardware:
-        """One such device in its machine, at achievable rates."""
-        e = efficiency
-
-        def flops(teraflops: float | None) -> float | None:
-            return None if teraflops is None else teraflops * 1e12 * e.matrix
-
-        half = self.fp16 if self.bf16 is None else self.bf16
-        link = self.link * 1e9 * e.link
-        return Hardware(
-            name=name,
-            kind="cuda",
-            flops_per_s=half * 1e12 * e.matrix,
-            memory_bytes_per_s=self.memory_bandwidth * 1e9 * e.memory,
-            to_device_bytes_per_s=link,
-            to_home_bytes_per_s=link,
-            both_links_bytes_per_s=2 * link * e.both_links,
-            device_memory_nbytes=self.memory_nbytes,
-            context_nbytes=self.context_nbytes,
-            fp32_flops_per_s=flops(self.fp32),
-            tf32_flops_per_s=flops(self.tf32),
-            bf16_flops_per_s=flops(self.bf16),
-            fp16_flops_per_s=flops(self.fp16),
-            host_memory_nbytes=self.host_nbytes,
-            cpu_update_bytes_per_s=self.host_bandwidth * 1e9 * e.cpu_update,
-            disk_read_bytes_per_s=self.disk[0] * 1e9 * e.disk,
-            disk_write_bytes_per_s=self.disk[1] * 1e9 * e.disk,
-            source=self.source,
-        )
-
-
-# One direction of 16 lanes, after 128b/130b coding: PCI Express base specifications 3.0, 4.0, 5.0.
-_PCIE3, _PCIE4, _PCIE5 = 15.75, 31.5, 63.0
-# One direction of NVLink-C2C: NVIDIA GH200 datasheet, 900 GB/s for both.
-_C2C = 450.0
-
-# (read, write) of one drive: Samsung's datasheets of the 970 EVO Plus, 980 PRO and PM9A3 (U.2, 3.84 TB).
-_NVME3, _NVME4, _PM9A3 = (3.5, 3.3), (7.0, 5.0), (6.8, 4.0)
-
-DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
-    {
-        # 16-bit products of GeForce cards with fp32 sums: half the rate with 16-bit sums.
-        # Host: two channels of DDR4-2666, 32 GiB.
-        "rtx2060-6g": Datasheet(
-            memory_nbytes=int(5.6 * GIB), context_nbytes=300 * MIB, memory_bandwidth=336,
-            fp32=6.45, tf32=None, bf16=None, fp16=25.8, link=_PCIE3,
-            host_nbytes=32 * GIB, host_bandwidth=42.7, disk=_NVME3,
-            source="NVIDIA Turing architecture white paper and GeForce RTX 2060 specifications",
-        ),
-        # Host: two channels of DDR4-3200, 64 GiB.
-        "rtx3090": Datasheet(
-            memory_nbytes=int(23.5 * GIB), context_nbytes=400 * MIB, memory_bandwidth=936,
-            fp32=35.6, tf32=35.6, bf16=71.2, fp16=71.2, link=_PCIE4,
-            host_nbytes=64 * GIB, host_bandwidth=51.2, disk=_NVME4,
-            source="NVIDIA Ampere GA102 architecture white paper, table 3",
-        ),
-        # Host: two channels of DDR5-5600, 128 GiB.
-        "rtx4090": Datasheet(
-            memory_nbytes=int(23.5 * GIB), context_nbytes=450 * MIB, memory_bandwidth=1008,
-            fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, link=_PCIE4,
-            host_nbytes=128 * GIB, host_bandwidth=89.6, disk=_NVME4,
-            source="NVIDIA Ada architecture white paper, appendix A",
-        ),
-        # Host: a sixteenth of a DGX-2: 1.5 TB, two Xeon 8168 with six channels of DDR4-2666, eight drives.
-        "v100-32g": Datasheet(
-            memory_nbytes=int(31.7 * GIB), context_nbytes=350 * MIB, memory_bandwidth=900,
-            fp32=15.7, tf32=None, bf16=None, fp16=125, link=_PCIE3,
-            host_nbytes=96 * GIB, host_bandwidth=256 / 16, disk=(_NVME3[0] / 2, _NVME3[1] / 2),
-            source="NVIDIA V100 datasheet (SXM2, 32 GB) and DGX-2 datasheet",
-        ),
-        # Host: an eighth of a DGX A100 320GB: 1 TB, two EPYC 7742 with eight channels of DDR4-3200, four drives.
-        "a100-40g": Datasheet(
-            memory_nbytes=int(39.2 * GIB), context_nbytes=450 * MIB, memory_bandwidth=1555,
-            fp32=19.5, tf32=156, bf16=312, fp16=312, link=_PCIE4,
-            host_nbytes=128 * GIB, host_bandwidth=409.6 / 8, disk=(_PM9A3[0] / 2, _PM9A3[1] / 2),
-            source="NVIDIA A100 datasheet (SXM4, 40 GB) and DGX A100 datasheet",
-        ),
-        # Host: an eighth of a DGX A100 640GB: 2 TB, the same processors, eight drives.
-        "a100-80g": Datasheet(
-            memory_nbytes=int(79.1 * GIB), context_nbytes=450 * MIB, memory_bandwidth=2039,
-            fp32=19.5, tf32=156, bf16=312, fp16=312, link=_PCIE4,
-            host_nbytes=256 * GIB, host_bandwidth=409.6 / 8, disk=_PM9A3,
-            source="NVIDIA A100 datasheet (SXM4, 80 GB) and DGX A100 datasheet",
-        ),
-        # Host: an eighth of a DGX H100: 2 TB, two Xeon 8480C with eight channels of DDR5-4800, eight drives.
-        "h100": Datasheet(
-            memory_nbytes=int(79.1 * GIB), context_nbytes=600 * MIB, memory_bandwidth=3350,
-            fp32=67, tf32=494.7, bf16=989.4, fp16=989.4, link=_PCIE5,
-            host_nbytes=256 * GIB, host_bandwidth=614.4 / 8, disk=_PM9A3,
-            source="NVIDIA H100 datasheet (SXM5, 80 GB; halved: the datasheet counts sparsity) and DGX H100 datasheet",
-        ),
-        # Host: an eighth of a DGX H200, which has the DGX H100's.
-        "h200": Datasheet(
-            memory_nbytes=int(139.7 * GIB), context_nbytes=600 * MIB, memory_bandwidth=4800,
-            fp32=67, tf32=494.7, bf16=989.4, fp16=989.4, link=_PCIE5,
-            host_nbytes=256 * GIB, host_bandwidth=614.4 / 8, disk=_PM9A3,
-            source="NVIDIA H200 datasheet (SXM, 141 GB; halved: the datasheet counts sparsity) and DGX H200 datasheet",
-        ),
-        # Host: its own Grace with 480 GB of LPDDR5X; one drive.
-        "gh200": Datasheet(
-            memory_nbytes=int(94.5 * GIB), context_nbytes=600 * MIB, memory_bandwidth=4000,
-            fp32=67, tf32=494.7, bf16=989.4, fp16=989.4, link=_C2C,
-            host_nbytes=480 * 10**9, host_bandwidth=384, disk=_PM9A3,
-            source="NVIDIA GH200 datasheet (96 GB HBM3, 480 GB LPDDR5X; halved: the datasheet counts sparsity)",
-        ),
-    }
-)  # fmt: skip
-"""The devices that presets are made of, at their peaks."""
+from chunkc.ir.hardware import CPU, Hardware
 
 PRESETS = ("cpu", *DATASHEETS)
 """Names of all presets."""

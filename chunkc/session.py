@@ -25,6 +25,7 @@ from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Plan, Tile
 from chunkc.ir.states import DEFAULT_STATES, EXP_AVG, StateFormat
 from chunkc.options import Options, resolve_budget
+from chunkc.passes.cuda_memory import rounded_nbytes
 from chunkc.passes.layout import lay_out, restated, unfrozen
 from chunkc.recent import Recent
 from chunkc.runtime.devices import open_compute
@@ -50,8 +51,13 @@ def storages_nbytes(values: Iterable[object]) -> int:
 
 @dataclass
 class LiveValues:
-    """Storages that calls returned, saved or were given, watched without keeping them alive."""
+    """Storages that calls returned, saved or were given, watched without keeping them alive.
 
+    Args:
+        granule_nbytes: the allocator gives each a multiple of this.
+    """
+
+    granule_nbytes: int = 1
     _watched: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
 
     def watch(self, tensors: Iterable[object], nbytes: int | None = None) -> None:
@@ -59,10 +65,8 @@ class LiveValues:
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                self._watched[storage.data_ptr()] = (
-                    StorageWeakRef(storage),
-                    storage.nbytes() if nbytes is None else nbytes,
-                )
+                taken_nbytes = rounded_nbytes(storage.nbytes(), self.granule_nbytes) if nbytes is None else nbytes
+                self._watched[storage.data_ptr()] = StorageWeakRef(storage), taken_nbytes
 
     def nbytes(self, leaving_out: Iterable[object] = ()) -> int:
         """Bytes of those still alive, without the storages of `leaving_out`."""
@@ -113,7 +117,7 @@ class Session:
         tier, arena = open_compute(device, options.home)
         layout = replace(EMPTY_LAYOUT, overhead_nbytes=self.overhead_nbytes)
         self.store = ChunkStore(layout, arena, tier, options.debug)
-        self.live = LiveValues()
+        self.live = LiveValues(self.granule_nbytes)
         self.records: dict[str, Record] = {}
         self.peak_nbytes: int | None = None
         self.predicted_peak_nbytes = 0

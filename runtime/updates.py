@@ -12,7 +12,7 @@ from __future__ import annotations
 import atexit
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -78,20 +78,18 @@ class HomeUpdates:
             event.wait()
 
     def finish(self) -> None:
-        """Block the caller until every update has ended; then raise the first error, and forget the others.
+        """Block the caller until every update has ended, and forget them; raises as `finish_all`."""
+        finish_all([self])
 
-        Raises:
-            StreamError, HomeError: an update failed: the parameters it names may be half updated.
-        """
-        problem: StreamError | HomeError | None = None
-        for group in list(self._pending):
+    def _failures(self) -> list[StreamError | HomeError]:
+        """Block the caller until every update has ended: how those ended that failed."""
+        failures: list[StreamError | HomeError] = []
+        for event in list(self._pending.values()):
             try:
-                self._pending[group].wait()
+                event.wait()
             except (StreamError, HomeError) as error:
-                problem = problem or error
-            del self._pending[group]
-        if problem is not None:
-            raise problem
+                failures.append(error)
+        return failures
 
     # --- the order in which groups are needed ---
 
@@ -104,6 +102,24 @@ class HomeUpdates:
         known = {group: at for at, group in enumerate(self._needed)}
         self._needed.clear()
         return sorted(groups, key=lambda group: (known.get(group, len(known)), group))
+
+
+def finish_all(models: Iterable[HomeUpdates]) -> None:
+    """Block the caller until every update of several models has ended, and forget them, if nothing interrupts it.
+
+    Raises:
+        StreamError, HomeError: an update failed: the parameters it names may be half updated. The first error, with a
+            note for each other.
+    """
+    models = list(models)
+    failures = [failure for updates in models for failure in updates._failures()]
+    for updates in models:
+        updates._pending.clear()
+    if failures:
+        told = dict.fromkeys(str(failure) for failure in failures)  # many may have waited for one copy that failed
+        for text in list(told)[1:]:
+            failures[0].add_note(f"and {text}")
+        raise failures[0]
 
 
 def _run(job: Callable[[], None], label: str) -> None:

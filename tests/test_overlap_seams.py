@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+import re
+import threading
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 from zoo import floats
 
 import chunkc
+from chunkc.session import owner
 
 pytestmark = pytest.mark.timeout(120)
 BF16 = torch.bfloat16
@@ -79,6 +83,35 @@ def test_two_optimizers_of_one_model(mode: str, dtype: torch.dtype) -> None:
         return [array(t) for of in pair for p in of.param_groups[0]["params"] for t in (p, of.state[p]["exp_avg"])]
 
     assert not differences(train(mode), train("none"))
+
+
+def test_updates_of_all_models_are_waited_for_though_some_failed() -> None:
+    """Two sessions, one optimizer."""
+    models = nn.ModuleList(chunkc.place(nn.Linear(64, 64, bias=False), chunk_size=16384) for _ in range(2))
+    optimizer = chunkc.optim.AdamW(models.parameters(), update_on="cpu", overlap="forward")
+    for parameter in models.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    stores = [owner(parameter)[0].store for parameter in models.parameters()]  # type: ignore[index]
+    assert stores[0] is not stores[1]
+    for wait in (optimizer.synchronize, lambda: chunkc.synchronize(models)):
+        opened, ended = threading.Event(), list[int]()
+
+        def late(number: int, opened: threading.Event = opened, ended: list[int] = ended) -> None:
+            assert opened.wait(20)
+            ended.append(number)
+
+        for number, store in enumerate(stores):
+            store.updates.begin(0, lambda: 1 / 0, label=f"model {number}")  # type: ignore[arg-type, return-value]
+            store.updates.begin(1, functools.partial(late, number), label="the rest")
+        timer = threading.Timer(0.1, opened.set)
+        timer.start()
+        with pytest.raises(chunkc.StreamError, match=r"the update of model . failed") as caught:
+            wait()
+        assert sorted(ended) == [0, 1]
+        assert not any(store.updates._pending for store in stores)
+        assert {"model 0", "model 1"} == set(re.findall("model .", f"{caught.value} {caught.value.__notes__}"))
+        wait()
 
 
 class Tied(nn.Module):

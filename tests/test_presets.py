@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from chunkc.datasheets import DATASHEETS, Efficiency
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import CPU, GIB, Hardware
 from chunkc.presets import (
-    DATASHEETS,
     PRESETS,
-    Efficiency,
     default_hardware_path,
     load_hardware,
     preset,

@@ -17,13 +17,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from runtime_helpers import ctrl_c_in_a_wait
 from torch import Tensor
 from update_cases import NUMEL, Gate, Subject, blocks_until_opened, opened_soon
 
 from chunkc.ir.chunks import GRAD, PARAM
 from chunkc.ir.errors import HomeError, StreamError
 from chunkc.runtime.streams import WorkerStream
-from chunkc.runtime.updates import HomeUpdates
+from chunkc.runtime.updates import HomeUpdates, finish_all
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -204,6 +205,49 @@ def test_finish_tells_of_a_failure_once_and_waits_for_all() -> None:
     updates.finish()
     updates.wait(0)
     assert updates.before(0) == ()
+
+
+def test_finish_tells_of_every_failure_at_once() -> None:
+    updates = HomeUpdates()
+    for group, label in enumerate(("first", "second", "third")):
+        updates.begin(group, broken, label=label)
+    with pytest.raises(StreamError, match="first") as caught:
+        updates.finish()
+    assert [note.partition("the update of ")[2].split()[0] for note in caught.value.__notes__] == ["second", "third"]
+
+
+def test_all_updates_of_several_models_are_waited_for() -> None:
+    models, gate, ran = (HomeUpdates(), HomeUpdates()), Gate(), []
+    for number, updates in enumerate(models):
+        updates.begin(0, broken, label=f"model {number}")
+        updates.begin(1, gate.wait, label="")
+        updates.begin(2, lambda number=number: ran.append(number), label="")
+    opened_soon(gate)
+    with pytest.raises(StreamError, match="model 0") as caught:
+        finish_all(models)
+    assert sorted(ran) == [0, 1]
+    assert "model 1" in caught.value.__notes__[0]
+    finish_all(models)
+
+
+def test_one_failed_copy_that_many_updates_wait_for_is_told_of_once() -> None:
+    updates, arrived = HomeUpdates(), WorkerStream("to_home").submit(broken)
+    for group in range(3):
+        updates.begin(group, lambda: None, label="it", after=[arrived])
+    with pytest.raises(StreamError, match="no such thing") as caught:
+        updates.finish()
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_an_interrupted_finish_forgets_no_failure() -> None:
+    updates, gate = HomeUpdates(), Gate()
+    updates.begin(0, broken, label="the first")
+    updates.begin(1, gate.wait, label="the second")
+    with pytest.raises(KeyboardInterrupt), ctrl_c_in_a_wait():
+        updates.finish()
+    gate.opened.set()
+    with pytest.raises(StreamError, match="the first"):
+        updates.finish()
 
 
 def test_wait_tells_of_a_failure_again_and_again() -> None:

@@ -1,0 +1,141 @@
+"""Updates that begin in a backward: which forwards still wait for theirs, as each optimizer counts them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import array, differences
+from overlap_cases import Subject, case, minimum_nbytes, subject
+
+import chunkc
+from chunkc.early import EarlyUpdates
+from chunkc.session import owner
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Starter:
+    """Begins the update of whatever it is told of."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+
+    def begin_update(self, session: Any, group: int) -> bool:
+        self.begun.append(group)
+        return True
+
+
+@pytest.fixture
+def pair() -> tuple[EarlyUpdates, Starter, Starter]:
+    early, first, second = EarlyUpdates(), Starter(), Starter()
+    early.join(first)
+    early.join(second)
+    return early, first, second
+
+
+def run_backward(early: EarlyUpdates, group: int) -> None:
+    early.enter_backward([group])
+    early.settled(None, group)  # type: ignore[arg-type]
+
+
+def run_forward(early: EarlyUpdates, group: int) -> None:
+    early.enter_forward([group])
+    early.leave_forward([group])
+
+
+def test_a_step_ends_what_its_own_optimizer_waits_for(pair: tuple[EarlyUpdates, Starter, Starter]) -> None:
+    early, first, second = pair
+    for _ in range(3):
+        run_forward(early, 0)
+    run_backward(early, 0)
+    early.stepped(first)
+    run_backward(early, 0)  # for the second, one of three forwards is without its backward
+    assert (first.begun, second.begun) == ([0], [])
+
+
+def test_an_optimizer_that_is_gone_is_not_counted_for(pair: tuple[EarlyUpdates, Starter, Starter]) -> None:
+    early, first, _ = pair
+    del pair
+    run_forward(early, 0)
+    run_forward(early, 0)
+    early.stepped(first)
+    run_forward(early, 0)
+    run_backward(early, 0)
+    assert first.begun == [0]
+
+
+def under_way(models: list[torch.nn.Module]) -> list[int]:
+    """How many of each model's chunks are being updated, or have been since anybody asked."""
+    found = []
+    for model in models:
+        owned = [owner(p) for p in model.parameters()]
+        groups = {s.store.group_index(n) for s, n in owned if s.store.is_managed(n)}  # type: ignore[misc]
+        found.append(len(groups & owned[0][0].store.updates._pending.keys()))  # type: ignore[index]
+    return found
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_the_step_of_one_model_leaves_the_forwards_of_another_counted() -> None:
+    """Two models in one session: of two forwards before a backward, the first backward begins no update."""
+
+    def train(mode: str) -> list[Any]:
+        of = case()
+        nbytes = minimum_nbytes(of) + 32768
+        options: Any = {"memory_budget": nbytes, "codegen": "eager", "whole_graph": "never"}
+        torch.manual_seed(0)
+        models = [of.build(), of.build()]
+        compiled = [torch.compile(model, backend="chunkc", options=options) for model in models]
+        made = [chunkc.optim.AdamW(m.parameters(), lr=1e-2, update_on="cpu", overlap=mode) for m in models]
+        for index in range(2):
+            compiled[index](**of.batch(0)).backward()
+            made[index].step()
+            made[index].zero_grad()
+        losses = [compiled[0](**of.batch(1)), compiled[1](**of.batch(1)), compiled[1](**of.batch(2))]
+        losses[0].backward()
+        assert mode == "none" or under_way(models) == [4, 0]
+        made[0].step()
+        losses[1].backward()
+        assert under_way(models)[1] == 0
+        losses[2].backward()
+        assert mode == "none" or under_way(models)[1] == 4
+        made[1].step()
+        return [array(p) for model in models for p in model.parameters()]
+
+    assert not differences(train("backward"), train("none"))
+
+
+def fail_once(made: Subject, patch: pytest.MonkeyPatch) -> None:
+    """The next chunk that is fetched is not."""
+    fetch = made.store.prefetch
+
+    def fail(chunk: str) -> None:
+        patch.setattr(made.store, "prefetch", fetch)
+        raise chunkc.HomeError("the disk is gone")
+
+    patch.setattr(made.store, "prefetch", fail)
+
+
+def test_a_forward_that_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = subject("backward")
+    made.train(range(1), reading=False)
+    fail_once(made, monkeypatch)
+    with pytest.raises(chunkc.HomeError):
+        made.compiled(**made.case.batch(1))
+    made.backward(1)
+    assert made.num_under_way == 4
+    made.optimizer.step()
+
+
+def test_a_forward_whose_plan_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = subject("backward")
+    made.train(range(1), reading=False)
+    kept = torch.zeros(1 << 20)
+    made.session.live.watch([kept])
+    with pytest.raises(chunkc.BudgetError):
+        made.compiled(**made.case.batch(1))
+    del kept
+    made.backward(1)
+    assert made.num_under_way == 4
+    made.optimizer.step()

@@ -1,0 +1,44 @@
+"""What a session counts of earlier calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import HUGE, compile_case
+from overlap_cases import case
+
+from chunkc.session import LiveValues, owner
+
+GRANULE = 512
+
+
+def test_values_alive_take_whole_blocks_of_the_allocator() -> None:
+    live = LiveValues(GRANULE)
+    values = [torch.zeros(n, dtype=torch.uint8) for n in (1, GRANULE, GRANULE + 1)]
+    live.watch([*values, values[2][7:], torch.zeros(0)])
+    assert live.nbytes() == (1 + 1 + 2) * GRANULE
+    assert live.nbytes(leaving_out=values[2:]) == (1 + 1) * GRANULE
+    del values[0]
+    assert live.nbytes() == (1 + 2) * GRANULE
+
+
+def test_what_stands_for_others_counts_as_is_said() -> None:
+    """A plan's own figure: a sum of blocks, or, where blocks are bytes, any number."""
+    live = LiveValues(GRANULE)
+    value = torch.zeros(3)
+    live.watch([value], 5 * GRANULE)
+    assert live.nbytes() == 5 * GRANULE
+
+
+@pytest.mark.parametrize("granule_nbytes", [1, GRANULE])
+def test_outputs_that_are_kept_count_in_the_blocks_of_the_session_s_device(
+    granule_nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chunkc.session.granule_of", lambda device: granule_nbytes)
+    model, compiled = compile_case(case(), memory_budget=HUGE)
+    session = owner(next(model.parameters()))[0]  # type: ignore[index]
+    kept = []
+    with torch.no_grad():
+        for step in range(3):
+            kept.append(compiled(**case().batch(step)))
+            assert session.live.nbytes() == len(kept) * max(4, granule_nbytes)
