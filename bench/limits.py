@@ -13,6 +13,7 @@ from families import ModelChoice, Sizes
 
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.states import DEFAULT_STATES
+from chunkc.ir.updates import update_traffic
 
 _NUM_SPLITS = 1000
 
@@ -58,7 +59,7 @@ def lower_bound(
     dtype = getattr(torch, model.dtype)
     item_nbytes = dtype.itemsize
     state_nbytes = sum(state.itemsize for state in DEFAULT_STATES.dtypes(dtype).values())
-    update_nbytes = 3 * item_nbytes + 2 * state_nbytes  # the gradient is only read, all else read and written
+    update_nbytes = sum(stage.nbytes for stage in update_traffic(dtype, DEFAULT_STATES, 1))
     resident = min(sizes.num_parameters, budget_nbytes / (2 * item_nbytes + state_nbytes))
     moving = sizes.num_parameters - resident
     again = max(0.0, sizes.num_parameters - budget_nbytes / item_nbytes)

@@ -48,7 +48,7 @@ class Task:
     group: Mapping[str, Any]
 
 
-def groups_at_home(session: Session, groups: Sequence[int], update_on: str) -> frozenset[int]:
+def groups_at_home(session: Session, groups: Sequence[int], update_on: str, num_stages: int = 1) -> frozenset[int]:
     """Those of the groups that the CPU updates where they are at home (see `divided`)."""
     layout = session.store.layout
     return divided(
@@ -57,11 +57,12 @@ def groups_at_home(session: Session, groups: Sequence[int], update_on: str) -> f
         home=session.options.home,
         on_cuda=session.device.type != "cpu",
         hardware=session.hardware,
+        num_stages=num_stages,
     )
 
 
 def divided(
-    groups: Sequence[ChunkGroup], update_on: str, *, home: str, on_cuda: bool, hardware: Hardware
+    groups: Sequence[ChunkGroup], update_on: str, *, home: str, on_cuda: bool, hardware: Hardware, num_stages: int = 1
 ) -> frozenset[int]:
     """Those of the groups that the CPU updates where they are at home.
 
@@ -80,7 +81,8 @@ def divided(
                 'update_on="device"'
             )
         return frozenset()
-    return frozenset(group.index for group in groups) if update_on == CPU else groups_for_cpu(groups, hardware)
+    everything = frozenset(group.index for group in groups)
+    return everything if update_on == CPU else groups_for_cpu(groups, hardware, num_stages)
 
 
 def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool = True) -> Sequence[Any]:

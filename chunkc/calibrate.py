@@ -29,6 +29,8 @@ from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompil
 
 from chunkc.ir.errors import ChunkcError, UnsupportedError
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.states import FLOAT32, StateFormat
+from chunkc.ir.updates import update_traffic
 from chunkc.kernels import adam_cpu
 from chunkc.kernels.hyper import AdamHyper
 from chunkc.options import compute_tier_memory
@@ -41,8 +43,8 @@ MIB = 1 << 20
 Show = Callable[[str, int, int], None]
 """Called as `show(what, done, of)`: what is measured now, and how many of the measurements are done."""
 
-_UPDATE_NBYTES = 28
-"""Memory traffic of an update of one bf16 parameter: bf16 gradient in, bf16 parameter out, three fp32 in and out."""
+_UPDATED = StateFormat(master=FLOAT32)
+"""The states of the bf16 parameters whose update is timed; the rate is of what `update_traffic` counts for it."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +271,7 @@ def _at_once(first: Callable[[], None], second: Callable[[], None]) -> None:
 
 @torch.no_grad()
 def _update_bytes_per_s(sizes: Sizes) -> float:
-    """Memory traffic per second of AdamW on bf16 parameters with fp32 states, 28 bytes for each parameter."""
+    """Memory traffic per second of AdamW on bf16 parameters with fp32 states."""
     numel = sizes.update_numel
     hyper = AdamHyper(lr=1e-3, step=1)
     param, grad = (torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2))
@@ -285,7 +287,7 @@ def _update_bytes_per_s(sizes: Sizes) -> float:
         raise UnsupportedError(
             "updates on the CPU cannot be compiled: install a C++ compiler such as g++, or set CXX to one"
         ) from error
-    return _UPDATE_NBYTES * numel / seconds
+    return sum(stage.nbytes for stage in update_traffic(torch.bfloat16, _UPDATED, numel)) / seconds
 
 
 def _disk_bytes_per_s(folder: str, sizes: Sizes) -> tuple[float, float]:

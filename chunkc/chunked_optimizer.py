@@ -33,7 +33,7 @@ from chunkc.optim_states import KNOWN, Dtypes, converted, empty_state, initialis
 from chunkc.overlap import NONE as NO_OVERLAP
 from chunkc.overlap import Overlap
 from chunkc.overlapping import Overlapping
-from chunkc.session import Session, declare_states, declared_states, owner
+from chunkc.session import Session, declare_states, declared, declared_states, owner
 from chunkc.split_masters import Marks, load, put_masters_together
 from chunkc.update import GroupUpdate, PreparedUpdate, prepare_updates
 
@@ -86,7 +86,7 @@ class ChunkedOptimizer(Overlapping, ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         parameters = [p for group in self.param_groups for p in group["params"]]
-        declare_states([p for p in parameters if declared_states(p) is None], self._states)
+        declare_states([p for p in parameters if declared(p) is None], self._states, self._num_stages)
         for parameter, of_parameter in self.state.items():
             if MASTER_LOW in of_parameter:
                 self._marks.loaded(parameter, changed=False)
@@ -159,15 +159,15 @@ class ChunkedOptimizer(Overlapping, ABC):
                 self._check_dtype(parameter.dtype)
         super().add_param_group(param_group)
         added = self.param_groups[-1]["params"]
-        before = [declared_states(p) for p in added]
-        declare_states(added, self._states)
+        before = [declared(p) for p in added]
+        declare_states(added, self._states, self._num_stages)
         try:
             for session in {hit[0] for p in added if (hit := owner(p)) is not None}:
                 session.restate()
         except OptionsError:
             self.param_groups.pop()
-            for parameter, states in zip(added, before, strict=True):
-                declare_states([parameter], states)
+            for parameter, former in zip(added, before, strict=True):
+                declare_states([parameter], *(former or (None,)))
             raise
         self._overlap.forget(self)
 
@@ -256,7 +256,7 @@ class ChunkedOptimizer(Overlapping, ABC):
         groups = session.store.layout.groups
         session.unfreeze({t.name for index in by_group if not groups[index].trainable for t in by_group[index]})
         self._lay_out(session, [task.parameter for tasks in by_group.values() for task in tasks])
-        at_home = groups_at_home(session, sorted({*by_group, *begun}), self._update_on)
+        at_home = groups_at_home(session, sorted({*by_group, *begun}), self._update_on, self._num_stages)
         if self._overlap.beside_backward:
             self._overlap.prepare(self, session, at_home)
         for index in sorted(by_group):
@@ -390,5 +390,5 @@ class ChunkedOptimizer(Overlapping, ABC):
         """
         changed = [p for p in parameters if declared_states(p) != self._states.seen_by(p.dtype)]
         if changed:
-            declare_states(changed, self._states)
+            declare_states(changed, self._states, self._num_stages)
             session.restate()

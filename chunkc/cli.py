@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -26,8 +27,10 @@ from chunkc.formats import FORMATS, diff, read_explanation, write
 from chunkc.ir.errors import BudgetError, ChunkcError, OptionsError, UnsupportedError, format_nbytes
 from chunkc.ir.explanation import Explanation
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.states import BFLOAT16, FLOAT32, INT8, SPLIT
 from chunkc.largest import largest
 from chunkc.models import MODELS
+from chunkc.optimizer_choice import OPTIMIZERS, OptimizerChoice
 from chunkc.options import parse_options, parse_size
 from chunkc.overlap import NONE, OVERLAP
 from chunkc.passes.scratch_exceptions import table as exceptions_table
@@ -37,11 +40,15 @@ from chunkc.targets import DTYPES, ModelOptions, Subject, Target, built_in, erro
 
 FITS, BAD_INPUT, DOES_NOT_FIT = 0, 2, 3
 
+MASTER_WEIGHTS: dict[str, bool | str] = {"true": True, "false": False, SPLIT: SPLIT, FLOAT32: FLOAT32}
+"""What the optimizer's `master_weights` is called on the command line."""
+
 EPILOG = f"""examples:
   chunkc explain gpt-18b --hardware rtx3090 --host-memory 288GiB --batch-size 4 --activation-checkpointing
   chunkc explain train.py:build --memory-budget 6GiB
   chunkc explain --module transformers:LlamaForCausalLM --config llama.json --batch-size 1 --seq-len 4096
   chunkc explain gpt-18b --hardware 8xv100-32g --largest batch_size
+  chunkc explain gpt2-xl --dtype bfloat16 --optimizer adam --moments-dtype bfloat16
 
 models: {", ".join(MODELS)}
 hardware: {", ".join(PRESETS)}, a count before one (8xv100-32g), or a YAML or JSON file
@@ -77,17 +84,24 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--home", default="cpu", help='"cpu" or "disk"')
     one.add_argument("--chunk-size", default="auto", metavar="SIZE")
     one.add_argument("--codegen", choices=["eager", "inductor"], default="eager", help="who compiles the segments")
-    one.add_argument("--update-on", choices=list(UPDATE_ON), default=DEVICE, help="as the optimizer's update_on")
-    one.add_argument("--overlap", choices=list(OVERLAP), default=NONE, help="as the optimizer's overlap")
+    two = one.add_argument_group("the optimizer of chunkc.optim, by its own arguments")
+    two.add_argument("--optimizer", choices=list(OPTIMIZERS), help="default: adamw")
+    two.add_argument("--moments-dtype", choices=[FLOAT32, BFLOAT16, INT8], help="default: float32")
+    two.add_argument(
+        "--master-weights", choices=list(MASTER_WEIGHTS), help="of 16-bit parameters; default: true unless stochastic"
+    )
+    two.add_argument("--stochastic-rounding", action="store_true", help="of what is kept in bfloat16")
+    two.add_argument("--update-on", choices=list(UPDATE_ON), default=DEVICE, help="default: device")
+    two.add_argument("--overlap", choices=list(OVERLAP), default=NONE, help="default: none")
     one.add_argument("--largest", choices=["batch_size", "seq_len"], help="the largest that fits")
     one.add_argument("--exceptions", action="store_true", help="print where predicted bytes are not exact, and why")
     one.add_argument("--format", choices=list(FORMATS), default="text")
     one.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
-    two = commands.add_parser("diff", help="compare two explanations saved with --format json")
-    two.add_argument("before", type=Path)
-    two.add_argument("after", type=Path)
-    three = commands.add_parser("calibrate", help="measure this machine for --hardware")
-    three.add_argument("--output", type=Path, metavar="FILE.json", help=f"default: {default_hardware_path()}")
+    three = commands.add_parser("diff", help="compare two explanations saved with --format json")
+    three.add_argument("before", type=Path)
+    three.add_argument("after", type=Path)
+    four = commands.add_parser("calibrate", help="measure this machine for --hardware")
+    four.add_argument("--output", type=Path, metavar="FILE.json", help=f"default: {default_hardware_path()}")
     return parser
 
 
@@ -95,6 +109,11 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _size(text: str) -> int | str:
+    """Bytes as a number; all else as it stands, for `parse_options` to judge."""
+    return int(text) if text.strip().isdecimal() else text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -150,11 +169,19 @@ def _hardware(options: argparse.Namespace) -> Hardware:
 def _explain(options: argparse.Namespace) -> int:
     target, hardware = _target(options), _hardware(options)
     settings = {
-        "memory_budget": options.memory_budget,
+        "memory_budget": _size(options.memory_budget),
         "home": options.home,
-        "chunk_size": options.chunk_size,
+        "chunk_size": _size(options.chunk_size),
         "codegen": options.codegen,
     }
+    choice = OptimizerChoice(
+        options.update_on,
+        options.overlap,
+        options.optimizer,
+        options.moments_dtype,
+        MASTER_WEIGHTS.get(options.master_weights),
+        options.stochastic_rounding,
+    )
     budget = budget_of(parse_options(settings), hardware)
     if options.output is not None and not options.output.parent.is_dir():
         raise OptionsError(f"cannot write {options.output}: there is no folder {options.output.parent}")
@@ -163,7 +190,9 @@ def _explain(options: argparse.Namespace) -> int:
     # What the user's code prints is not the answer, which may be JSON.
     with contextlib.redirect_stdout(sys.stderr), _progress() as show:
         if options.largest is not None:
-            sizes[options.largest], notes = _largest(options.largest, target, hardware, settings, sizes, budget, show)
+            sizes[options.largest], notes = _largest(
+                options.largest, target, hardware, settings, choice, sizes, budget, show
+            )
         show(f"building {target.name}")
         subject = target.build(sizes["batch_size"], sizes["seq_len"])
         with errors_of(target.name):
@@ -173,8 +202,7 @@ def _explain(options: argparse.Namespace) -> int:
                 hardware=hardware,
                 name=", ".join([target.name, *_given(options, sizes)]),
                 show=show,
-                update_on=options.update_on,
-                overlap=options.overlap,
+                **vars(choice),
                 **settings,
                 **subject.kwargs,
             )
@@ -201,7 +229,8 @@ def _largest(
     what: str,
     target: Target,
     hardware: Hardware,
-    settings: dict[str, str],
+    settings: dict[str, Any],
+    choice: OptimizerChoice,
     sizes: dict[str, int | None],
     budget_nbytes: int,
     show: Show,
@@ -222,14 +251,16 @@ def _largest(
         show(f"trying {words} {size:,}")
         subject = build(size)
         with errors_of(f"{target.name} with {words} {size:,}"):
-            return minimum_budget(subject.model, *subject.args, hardware=hardware, **settings, **subject.kwargs)
+            return minimum_budget(
+                subject.model, *subject.args, hardware=hardware, choice=choice, **settings, **subject.kwargs
+            )
 
     notes = []
     try:
         show(f"tracing with {words} in symbols")
         try:
             with errors_of(target.name):
-                scaling = capture_scaling(lambda size: build(size).parts, parse_options(settings), hardware)
+                scaling = capture_scaling(lambda size: build(size).parts, parse_options(settings), hardware, choice)
             found = largest(lambda size: scaling.minimum_nbytes(size) or needs(size), budget_nbytes)
             if not needs(found.size) <= budget_nbytes < needs(found.size + 1):
                 raise UnsupportedError(f"captured with {words} {found.size:,} alone, the model takes other bytes")

@@ -26,12 +26,14 @@ from chunkc.ir.explanation import (
     TimedEvent,
 )
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.plan import Plan
+from chunkc.ir.plan import Plan, Tile
 from chunkc.ir.program import UPDATE
-from chunkc.ir.simulate import simulate, step_time, traffic, update_s_per_element
+from chunkc.ir.simulate import STAYING, simulate, step_time, traffic
+from chunkc.ir.states import StateFormat
 from chunkc.measured import measured_side
 from chunkc.moments import StepPlans, explained_moments, peak_of
 from chunkc.offline import OfflineGraph, capture_offline, has_dynamic_dimensions
+from chunkc.optimizer_choice import ADAMW, OptimizerChoice
 from chunkc.options import Options, parse_options, resolve_budget
 from chunkc.overlap import NONE
 from chunkc.passes.layout import lay_out
@@ -44,9 +46,13 @@ from chunkc.passes.planning import (
     update_tiles,
 )
 from chunkc.presets import load_hardware
+from chunkc.session import states_of
 from chunkc.templates import Templates, input_symbols
 
 IN_SLOTS = Updates()
+
+StatesOf = Callable[[nn.Parameter], StateFormat]
+"""In what form an optimizer keeps states for a parameter."""
 
 Show = Callable[[str], None]
 """Told what begins."""
@@ -63,6 +69,10 @@ def explain(
     whole_graph: str | None = None,
     update_on: str = DEVICE,
     overlap: str = NONE,
+    optimizer: str | None = None,
+    moments_dtype: torch.dtype | str | None = None,
+    master_weights: bool | str | None = None,
+    stochastic_rounding: bool = False,
     name: str | None = None,
     show: Show | None = None,
     **kwargs: Any,
@@ -77,26 +87,31 @@ def explain(
         home, chunk_size, codegen, whole_graph: as in `torch.compile`'s options, but that codegen is "eager" by default.
             Of a model that chunkc has compiled, all these are its own by default, and what its latest step measured is
             put beside what is predicted.
-        update_on, overlap: as the optimizer of `chunkc.optim` will have them.
+        optimizer: of `chunkc.optim`: "adamw", "adam" or "lamb". None: that of the model, if it has one; else AdamW.
+        update_on, overlap, moments_dtype, master_weights, stochastic_rounding: as the optimizer will have them; None is
+            its own default. Where a format is given, it counts for all parameters, whatever optimizer the model has.
         show: told what begins, for a progress display.
 
     Dimensions of arguments that `torch._dynamo.mark_dynamic` marked are traced in symbols, and every moment then says
     its bytes as an expression in them.
 
     Raises:
-        OptionsError: an argument makes no sense.
+        OptionsError: an argument makes no sense, or the optimizer refuses it.
         UnsupportedError: the model cannot be captured, or has an operator whose memory is not known.
     """
     own, own_hardware, measured = measured_side(model)
     asked = {"memory_budget": memory_budget, "home": home, "chunk_size": chunk_size, "codegen": codegen}
     given = {key: value for key, value in {**asked, "whole_graph": whole_graph}.items() if value is not None}
     options = parse_options({"codegen": "eager", **own, **given})
-    updates = Updates(update_on, overlap)
+    choice = OptimizerChoice(update_on, overlap, optimizer, moments_dtype, master_weights, stochastic_rounding)
+    chosen = choice.of(model)
+    updates = Updates(update_on, overlap, chosen.name, chosen.num_stages)
     hardware = hardware or own_hardware or "cpu"
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     show = show or (lambda what: None)
     show("tracing the model")
-    graph = graph_on(machine, model, args, kwargs, options, dynamic=has_dynamic_dimensions((args, kwargs)))
+    dynamic = has_dynamic_dimensions((args, kwargs))
+    graph = graph_on(machine, model, args, kwargs, options, dynamic=dynamic, states_of=chosen.states_of)
     show("planning")
     training = training_in(machine, graph, options)
     found = explain_graph(graph, options, training, name or type(model).__name__, updates)
@@ -111,13 +126,15 @@ def minimum_budget(
     codegen: str = "eager",
     memory_budget: int | str = "auto",
     home: str = "cpu",
+    choice: OptimizerChoice = ADAMW,
     **kwargs: Any,
 ) -> int:
-    """The smallest budget, in bytes, in which `model(*args, **kwargs)` trains; arguments as for `explain`."""
+    """The smallest budget, in bytes, in which `model(*args, **kwargs)` trains; arguments as for `explain`, those of the
+    optimizer together."""
     asked = {"memory_budget": memory_budget, "home": home, "chunk_size": chunk_size}
     options = parse_options({**asked, "codegen": codegen})
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
-    graph = graph_on(machine, model, args, kwargs, options)
+    graph = graph_on(machine, model, args, kwargs, options, states_of=choice.of(model).states_of)
     layout = layout_of(graph, options, machine)
     budget, machine = budget_of(options, machine), training_in(machine, graph, options)
     return plan_for(build_for(graph, layout, options, machine, budget).build(), layout, machine, budget).minimum_nbytes
@@ -131,6 +148,7 @@ def graph_on(
     options: Options,
     *,
     dynamic: bool = False,
+    states_of: StatesOf = states_of,
 ) -> OfflineGraph:
     """The graph of a model in one graph, as the hardware would run it.
 
@@ -139,7 +157,7 @@ def graph_on(
     Raises:
         UnsupportedError: there are several, or none.
     """
-    graphs = capture_offline(model, args, kwargs, codegen=options.codegen, dynamic=dynamic)
+    graphs = capture_offline(model, args, kwargs, codegen=options.codegen, dynamic=dynamic, states_of=states_of)
     if len(graphs) > 1:
         raise UnsupportedError(
             f"torch.compile splits this model into {len(graphs)} graphs; only models in one graph can be explained so "
@@ -230,7 +248,7 @@ def explain_graph(
         moments=moments,
         events=events,
         notes=(
-            *updates.notes(step.at_home, layout, hardware),
+            *updates.notes(step, hardware),
             *_notes(step, options, hardware),
             *(f"{symbol}: {what}" for symbol, what in graph.sizes.items()),
         ),
@@ -288,6 +306,7 @@ def plan_for(
     graphs = rewrite(captured, plan, layout)
     verify(captured, plan, graphs, layout)
     update: Plan | None = None
+    tiles: tuple[Tile, ...] = ()
     at_home: frozenset[int] = frozenset()
     if captured.backward is not None:
         group_of = layout.group_of()
@@ -295,27 +314,26 @@ def plan_for(
         at_home = updates.at_home([layout.groups[index] for index in trained], home, hardware)
         held = captured.forward.held_nbytes + captured.output_nbytes
         fixed = fixed_nbytes(layout, resident) + held
-        tiles = update_tiles(layout, [index for index in trained if index not in at_home], usable - fixed)
+        in_slots = [index for index in trained if index not in at_home]
+        tiles = update_tiles(layout, in_slots, usable - fixed, updates.num_stages)
         positions = update_positions(layout, tiles, held)
         update = plan_phases([(UPDATE, positions)], layout, budget_nbytes=usable, resident=resident, hardware=hardware)
-    return StepPlans(captured, layout, plan, graphs, update, minimum, fits, at_home)
+    return StepPlans(captured, layout, plan, graphs, update, minimum, fits, at_home, tiles)
 
 
 def _events(step: StepPlans, hardware: Hardware, updates: Updates) -> tuple[TimedEvent, ...]:
     costs = {call.name: call.cost_s for program in step.captured.programs.values() for call in program.calls}
-    per_element = update_s_per_element(hardware)
+    nbytes = updates.nbytes(step)
+    rate = hardware.update_bytes_per_s
     for moment in step.update.moments if step.update else ():
-        begin, _, end = moment.name.partition("[")[2].rstrip("]").partition(":")
-        costs[moment.name] = (int(end) - int(begin)) * per_element
-    group_of, specs = step.layout.group_of(), step.layout.specs()
-    staying = {None, *step.plan.resident}
-    num_staying = sum(specs[name].numel for name in step.captured.trained if group_of.get(name) in staying)
+        costs[moment.name] = nbytes[moment.name] / rate
     return simulate(
         step.phases,
         costs,
         hardware,
-        staying_update_s=num_staying * per_element,
+        staying_update_s=nbytes[STAYING] / rate,
         at_home=updates.simulated(step.at_home, step.layout, hardware),
+        update_nbytes=nbytes,
     )
 
 

@@ -10,13 +10,14 @@ from torch import fx
 from chunkc.captured import Captured
 from chunkc.ir.chunks import ChunkLayout, split_chunk_name
 from chunkc.ir.explanation import ExplainedMoment, Peak, TimedEvent
-from chunkc.ir.plan import EVICT, PREFETCH, Moment, PhasePlan, Plan
+from chunkc.ir.plan import EVICT, PREFETCH, Moment, PhasePlan, Plan, Tile
 from chunkc.passes.profile import call_steps
 
 
 @dataclass(frozen=True)
 class StepPlans:
-    """A planned step: forward and backward, and the optimizer's update in slots; the CPU updates `at_home`."""
+    """A planned step: forward and backward, and the optimizer's update in slots, with a moment for each of `tiles`; the
+    CPU updates `at_home`."""
 
     captured: Captured
     layout: ChunkLayout
@@ -26,6 +27,7 @@ class StepPlans:
     minimum_nbytes: int
     fits: bool
     at_home: frozenset[int] = frozenset()
+    tiles: tuple[Tile, ...] = ()
 
     @property
     def plans(self) -> tuple[Plan, ...]:

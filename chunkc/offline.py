@@ -30,10 +30,10 @@ from torch.utils import _pytree as pytree
 from chunkc.capture import Capture, capture_graph, input_names
 from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.errors import ChunkcError, UnsupportedError
-from chunkc.ir.states import DEFAULT_STATES
+from chunkc.ir.states import DEFAULT_STATES, StateFormat
 from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs import placeholders, returned
-from chunkc.session import declared_states, is_chunkable, owner, spec_of
+from chunkc.session import is_chunkable, owner, spec_of, states_of
 
 NUM_RECOMPILES = 1_000_000
 """A model whose graph breaks inside a loop is compiled once per iteration here, where nothing is compiled for real."""
@@ -64,6 +64,7 @@ def capture_offline(
     *,
     codegen: str,
     dynamic: bool = False,
+    states_of: Callable[[nn.Parameter], StateFormat] = states_of,
 ) -> tuple[OfflineGraph, ...]:
     """The graphs that one call of `model` compiles to, in order.
 
@@ -73,6 +74,7 @@ def capture_offline(
             `maybe_mark_dynamic`) marked.
         codegen: who would compile the segments. For Inductor, the C++ compiler is asked for its vector instructions
             meanwhile: its code depends on them.
+        states_of: in what form an optimizer keeps states for a parameter of `model`.
 
     Raises:
         UnsupportedError: the model cannot be copied or captured, or needs real values between two graphs.
@@ -85,7 +87,7 @@ def capture_offline(
     fake_model, names = _fake_copy(model, mode)
     staying = {name for name, parameter in model.named_parameters() if not _may_move(parameter)}
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (tuple(args), dict(kwargs)))
-    states = {name: declared_states(parameter) or DEFAULT_STATES for name, parameter in model.named_parameters()}
+    states = {name: states_of(parameter) for name, parameter in model.named_parameters()}
     graphs: list[OfflineGraph] = []
 
     def spec(name: str, parameter: nn.Parameter) -> ParamSpec:

@@ -20,6 +20,7 @@ from chunkc.explain import budget_of, build_for, graph_on, layout_of, training_i
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError, UnsupportedError
 from chunkc.ir.hardware import Hardware
+from chunkc.optimizer_choice import ADAMW, OptimizerChoice
 from chunkc.options import Options
 from chunkc.passes.planning import check_minimum
 from chunkc.templates import OtherGraphError, Templates
@@ -64,7 +65,7 @@ class Scaling:
             return error.minimum_nbytes
 
 
-def capture_scaling(build: Build, options: Options, hardware: Hardware) -> Scaling:
+def capture_scaling(build: Build, options: Options, hardware: Hardware, choice: OptimizerChoice = ADAMW) -> Scaling:
     """Capture the step with its size in symbols.
 
     Raises:
@@ -78,7 +79,7 @@ def capture_scaling(build: Build, options: Options, hardware: Hardware) -> Scali
     lines = _mark(
         pytree.tree_leaves((tuple(args), dict(kwargs))), pytree.tree_leaves((tuple(other[0]), dict(other[1])))
     )
-    graph = graph_on(hardware, model, args, kwargs, options, dynamic=True)
+    graph = graph_on(hardware, model, args, kwargs, options, dynamic=True, states_of=choice.of(model).states_of)
     layout, budget = layout_of(graph, options, hardware), budget_of(options, hardware)
     builder: Builder = build_for(graph, layout, options, training_in(hardware, graph, options), budget)
     templates = Templates(builder)

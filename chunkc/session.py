@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -164,8 +165,7 @@ class Session:
 
     def spec_of(self, name: str, parameter: nn.Parameter) -> ParamSpec:
         """A parameter as the planner sees it on this session's device."""
-        states = declared_states(parameter) or DEFAULT_STATES
-        return replace(spec_of(name, parameter), granule_nbytes=self.granule_nbytes, states=states)
+        return replace(spec_of(name, parameter), granule_nbytes=self.granule_nbytes, states=states_of(parameter))
 
     def restate(self) -> None:
         """Lay out states in the formats that the parameters' optimizers declare by now (see `declare_states`).
@@ -175,8 +175,8 @@ class Session:
                 at home in another format, or not where this format needs them.
         """
         store = self.store
-        declared = {name: found for name, p in store.parameters().items() if (found := declared_states(p)) is not None}
-        layout = restated(store.layout, declared)
+        named = {name: found for name, p in store.parameters().items() if (found := declared_states(p)) is not None}
+        layout = restated(store.layout, named)
         if layout != store.layout:
             for old, new in zip(store.layout.groups, layout.groups, strict=True):
                 if old.states != new.states and chunk_name(EXP_AVG, old.index) in store.arena:
@@ -229,7 +229,14 @@ def owner(parameter: torch.Tensor) -> tuple[Session, str] | None:
     return _owners.get(parameter)
 
 
-def declare_states(parameters: Iterable[torch.Tensor], states: StateFormat | None) -> None:
+class Declared(NamedTuple):
+    """What an optimizer said of a parameter: in what form it keeps states, and in how many stages it updates."""
+
+    states: StateFormat
+    num_stages: int
+
+
+def declare_states(parameters: Iterable[torch.Tensor], states: StateFormat | None, num_stages: int = 1) -> None:
     """Say in what form an optimizer keeps states for parameters: layouts made from now on reckon with it.
 
     The latest counts; None: no optimizer does. Layouts made before follow with `Session.restate`.
@@ -238,12 +245,23 @@ def declare_states(parameters: Iterable[torch.Tensor], states: StateFormat | Non
         if states is None:
             _states.pop(parameter, None)
         else:
-            _states[parameter] = states.seen_by(parameter.dtype)
+            _states[parameter] = Declared(states.seen_by(parameter.dtype), num_stages)
+
+
+def declared(parameter: torch.Tensor) -> Declared | None:
+    """What `declare_states` said of a parameter."""
+    return _states.get(parameter)
 
 
 def declared_states(parameter: torch.Tensor) -> StateFormat | None:
-    """What `declare_states` said of a parameter."""
-    return _states.get(parameter)
+    """The form of states that `declare_states` said of a parameter."""
+    found = declared(parameter)
+    return None if found is None else found.states
+
+
+def states_of(parameter: torch.Tensor) -> StateFormat:
+    """The form of a parameter's states: what was declared, else the default."""
+    return declared_states(parameter) or DEFAULT_STATES
 
 
 def session_for(

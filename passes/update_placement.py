@@ -10,46 +10,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chunkc.ir.chunks import GRAD, PARAM, ChunkGroup
+from chunkc.ir.chunks import ChunkGroup
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.states import MASTER
+from chunkc.ir.updates import update_stages, update_traffic
 
 
-def device_update_s(groups: Sequence[ChunkGroup], hardware: Hardware) -> float:
-    """Seconds that the link takes to move the groups for an update on the device, both directions at once."""
-    inwards = sum(group.nbytes(kind) for group in groups for kind in group.update_kinds)
-    outwards = sum(group.nbytes(kind) for group in groups for kind in group.update_kinds if kind != GRAD)
-    memory_s = (inwards + outwards) / hardware.memory_bytes_per_s
+def group_update_nbytes(group: ChunkGroup, num_stages: int = 1) -> int:
+    """Bytes that the update of a whole group reads and writes where it happens."""
+    return sum(stage.nbytes for stage in update_traffic(group.dtype, group.states, group.numel, num_stages))
+
+
+def device_update_s(groups: Sequence[ChunkGroup], hardware: Hardware, num_stages: int = 1) -> float:
+    """Seconds that an update of the groups on the device takes: of the link, both ways at once, or of its memory."""
+    stages = [(group, stage) for group in groups for stage in update_stages(group.update_kinds, num_stages)]
+    inwards = sum(group.nbytes(kind) for group, stage in stages for kind in stage.kinds)
+    outwards = sum(group.nbytes(kind) for group, stage in stages for kind in stage.writes)
+    memory_s = sum(group_update_nbytes(group, num_stages) for group in groups) / hardware.memory_bytes_per_s
     return max(hardware.link_seconds(inwards, outwards), memory_s)
 
 
-def cpu_update_s(groups: Sequence[ChunkGroup], hardware: Hardware) -> float | None:
-    """Seconds that the CPU takes to update the groups in place; None where its rate is not stated.
-
-    All kinds are read, and all but gradients written. A parameter that has a master is only written.
-    """
+def cpu_update_s(groups: Sequence[ChunkGroup], hardware: Hardware, num_stages: int = 1) -> float | None:
+    """Seconds that the CPU takes to update the groups in place; None where its rate is not stated."""
     if hardware.cpu_update_bytes_per_s is None:
         return None
-    traffic = 0
-    for group in groups:
-        kinds = group.update_kinds
-        reads = sum(group.nbytes(kind) for kind in kinds if kind != PARAM or MASTER not in kinds)
-        traffic += reads + sum(group.nbytes(kind) for kind in kinds if kind != GRAD)
-    return traffic / (hardware.cpu_update_bytes_per_s / max(1, hardware.num_devices))
+    nbytes = sum(group_update_nbytes(group, num_stages) for group in groups)
+    return nbytes / (hardware.cpu_update_bytes_per_s / max(1, hardware.num_devices))
 
 
-def groups_for_cpu(groups: Sequence[ChunkGroup], hardware: Hardware) -> frozenset[int]:
+def groups_for_cpu(groups: Sequence[ChunkGroup], hardware: Hardware, num_stages: int = 1) -> frozenset[int]:
     """Indices of the groups that the CPU updates while the device updates the others, such that both end the soonest.
 
     The last ones go to the CPU: the next forward needs the first ones soonest, and finds them updated first.
     """
-    best, best_s = frozenset[int](), device_update_s(groups, hardware)
+    best, best_s = frozenset[int](), device_update_s(groups, hardware, num_stages)
     for count in range(1, len(groups) + 1):
         at_home = groups[len(groups) - count :]
-        seconds = cpu_update_s(at_home, hardware)
+        seconds = cpu_update_s(at_home, hardware, num_stages)
         if seconds is None:
             return best
-        both_s = max(seconds, device_update_s(groups[: len(groups) - count], hardware))
+        both_s = max(seconds, device_update_s(groups[: len(groups) - count], hardware, num_stages))
         if both_s < best_s:
             best, best_s = frozenset(group.index for group in at_home), both_s
     return best

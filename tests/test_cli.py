@@ -124,9 +124,10 @@ BAD = {
     "argument missing": (["tiny.py:no_argument"], "raised TypeError: .*missing 1 required positional argument: 'x'"),
     "size not taken": (["tiny.py:build", "--seq-len", "8"], "no parameter 'seq_len'"),
     "budget": (["tiny.py:build", "--memory-budget", "lots"], "'memory_budget' is 'lots'; allowed: .*6GiB"),
+    "budget of no bytes": (["tiny.py:build", "--memory-budget", "0"], "'memory_budget' is 0"),
     "budget of nothing": (["tiny.py:build", "--memory-budget", "0%"], "'memory_budget' is '0%'"),
     "budget beyond": (["tiny.py:build", "--memory-budget", "80GB", "--hardware", "rtx3090"], "rtx3090 has 23.11 GiB"),
-    "chunk size": (["tiny.py:build", "--chunk-size", "1"], "'chunk_size' is '1'"),
+    "chunk size": (["tiny.py:build", "--chunk-size", "1"], "'chunk_size' is 1 "),
     "home": (["tiny.py:build", "--home", "cloud"], "'home' is 'cloud'"),
     "host memory": (["tiny.py:build", "--host-memory", "much"], "--host-memory is 'much'; allowed: bytes, or a size"),
     "hardware": (["tiny.py:build", "--hardware", "rtx3091"], "no hardware is called 'rtx3091'; did you mean"),
@@ -159,11 +160,19 @@ def test_bad_commands_are_one_line(arguments: list[str], capsys: pytest.CaptureF
     assert (code, out, err.count("\n")) == (2, "", 1)
 
 
-@pytest.mark.parametrize(("budget", "nbytes"), [("6GB", 6 * 10**9), ("6 GiB", 6 * 2**30), ("50%", 16 * 2**30)])
+@pytest.mark.parametrize(
+    ("budget", "nbytes"), [("6GB", 6 * 10**9), ("6 GiB", 6 * 2**30), ("50%", 16 * 2**30), ("6000000", 6_000_000)]
+)
 def test_budgets(budget: str, nbytes: int, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--memory-budget", budget, "--hardware", "cpu", "--format", "json")
     code, out, _ = run(capsys, "explain", "tiny.py:build", *arguments)
     assert (code, json.loads(out)["memory_budget_nbytes"]) == (0, nbytes)
+
+
+def test_a_chunk_size_in_bytes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--memory-budget", "2000000", "--chunk-size", "524288", "--hardware", "cpu", "--format", "json")
+    code, out, _ = run(capsys, "explain", "tiny.py:build", *arguments)
+    assert (code, json.loads(out)["chunks"]["size_nbytes"]) == (0, 524288)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 import chunkc
 from chunkc.cli import main
 from chunkc.ir.explanation import AT_HOME, Explanation
+from chunkc.ir.hardware import Hardware
+from chunkc.presets import load_hardware
 
 
 class Stack(nn.Module):
@@ -26,7 +29,7 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def explained(update_on: str, overlap: str, hardware: str = "h200", **options: Any) -> Explanation:
+def explained(update_on: str, overlap: str, hardware: str | Hardware = "h200", **options: Any) -> Explanation:
     with torch.device("meta"):
         model, x = Stack(), torch.empty(4096, 1024)
     return chunkc.explain(
@@ -76,6 +79,23 @@ def test_what_makes_no_sense_is_refused(update_on: str, overlap: str, message: s
 def test_a_disk_is_no_memory_to_update() -> None:
     with pytest.raises(chunkc.OptionsError, match="updates memory where it is"):
         explained("cpu", "none", home="disk")
+
+
+def test_a_cpu_of_unknown_speed_is_not_guessed() -> None:
+    unknown = replace(load_hardware("h200"), cpu_update_bytes_per_s=None)
+    with pytest.raises(chunkc.OptionsError, match="does not say cpu_update_bytes_per_s"):
+        explained("cpu", "none", unknown)
+    assert explained("auto", "none", unknown).traffic_nbytes == explained("device", "none").traffic_nbytes
+
+
+@pytest.mark.parametrize(("optimizer", "nbytes"), [("adamw", 28), ("lamb", 40)])
+def test_updates_at_home_take_as_long_as_their_bytes(optimizer: str, nbytes: int) -> None:
+    found = explained("cpu", "none", optimizer=optimizer)
+    rate = load_hardware("h200").cpu_update_bytes_per_s
+    at_home = [event for event in found.events if event.stream == AT_HOME]
+    assert at_home
+    assert {event.nbytes for event in at_home} == {nbytes * 2**20}
+    assert all(event.end_s - event.start_s == pytest.approx(nbytes * 2**20 / rate) for event in at_home)
 
 
 FACTORY = """

@@ -19,7 +19,7 @@
 | `traffic_nbytes` | copied in one step: `to_device`, `to_home` |
 | `step_time_s` | predicted: `total`, `compute`, `to_device`, `to_home`, `optimizer`, `stall` |
 | `moments` | `call`, `phase`, `op`, `module`, `source` (`file.py:12, code`), `start_s`, `contents`, `expression` |
-| `events` | `stream`, `kind`, `name`, `start_s`, `end_s`, `nbytes`, `phase`, `module` |
+| `events` | `stream`, `kind`, `name`, `start_s`, `end_s`, `nbytes` (copied, or an update's), `phase`, `module` |
 | `notes` | assumptions and limits, one sentence each |
 | `graphs` | phase to the graph's code |
 | `plan_text` | the plan, printed |

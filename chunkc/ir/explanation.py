@@ -33,7 +33,7 @@ class TimedEvent:
             or `stall` (the computation waits for a copy).
         name: the call, or the chunk that moves (or is waited for).
         start_s, end_s: seconds from the beginning of the step.
-        nbytes: copied; 0 for what is no copy.
+        nbytes: copied; of an update, what it reads and writes where it happens; else 0.
         phase: `forward`, `backward` or `update`.
         module: the user's module; empty where there is none.
     """

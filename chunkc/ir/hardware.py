@@ -79,6 +79,13 @@ class Hardware:
         """What tensors may take on one device: its memory without the context. None: not stated."""
         return None if self.device_memory_nbytes is None else self.device_memory_nbytes - self.context_nbytes
 
+    @property
+    def update_bytes_per_s(self) -> float:
+        """Memory traffic of one device's optimizer updates on the compute tier: a GPU's memory, or the CPU's cores."""
+        if self.kind == "cuda" or self.cpu_update_bytes_per_s is None:
+            return self.memory_bytes_per_s
+        return self.cpu_update_bytes_per_s / self.num_devices
+
     def matrix_flops_per_s(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
         """The rate of matrix products in `dtype`.
 

@@ -9,7 +9,8 @@ stream of their own; copies of a group at home come after its update.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from chunkc.ir.chunks import GRAD, PARAM, chunk_name, split_chunk_name
 from chunkc.ir.explanation import AT_HOME, COMPUTE, TO_DEVICE, TO_HOME, StepTime, TimedEvent, Traffic
@@ -22,15 +23,6 @@ STAYING = "update of what stays"
 
 BY_THE_CPU = "updates by the CPU"
 """The event that stands for waiting, at a step's end, for updates at home."""
-
-UPDATE_NBYTES_PER_ELEMENT = 28
-"""Memory traffic of Adam per element: four fp32 reads and three writes; with a master copy about the same."""
-
-
-def update_s_per_element(hardware: Hardware) -> float:
-    """Seconds of Adam's arithmetic per element, on the device where it is a GPU, else on all cores."""
-    rate = hardware.memory_bytes_per_s if hardware.kind == "cuda" else hardware.cpu_update_bytes_per_s
-    return UPDATE_NBYTES_PER_ELEMENT / (rate or hardware.memory_bytes_per_s)
 
 
 @dataclass(frozen=True)
@@ -58,6 +50,7 @@ def simulate(
     *,
     staying_update_s: float = 0.0,
     at_home: HomeUpdates = NONE_AT_HOME,
+    update_nbytes: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[TimedEvent, ...]:
     """What happens on each stream in one step that begins without gradients, in order of time.
 
@@ -67,11 +60,14 @@ def simulate(
         staying_update_s: the update of all that never moves; it comes first in the optimizer's step.
         at_home: updates by the CPU. Where they go on beside the next forward, the step is one that follows another:
             what the former left to do comes first.
+        update_nbytes: what each update reads and writes, by its event's name.
     """
     events, left_s = _replay(phases, costs_s, hardware, staying_update_s, at_home, {})
     if left_s:
         events, _ = _replay(phases, costs_s, hardware, staying_update_s, at_home, left_s)
-    return events
+    return tuple(
+        replace(event, nbytes=update_nbytes.get(event.name, 0)) if event.kind == "update" else event for event in events
+    )
 
 
 def _replay(

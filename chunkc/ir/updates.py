@@ -1,12 +1,14 @@
-"""In which stages an optimizer updates a chunk group, and which kinds of data each stage reads and writes."""
+"""In which stages an optimizer updates a chunk group, which kinds of data each reads and writes, and how many bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from chunkc.ir.chunks import GRAD, PARAM
-from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, MASTER
+from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, MASTER, StateFormat, num_entries
 
 
 @dataclass(frozen=True)
@@ -34,3 +36,35 @@ def update_stages(kinds: Sequence[str], num_stages: int) -> tuple[UpdateStage, .
     moments = (EXP_AVG, EXP_AVG_SQ)
     target = tuple(kind for kind in kinds if kind in (PARAM, MASTER))
     return (UpdateStage((GRAD, MASTER if MASTER in kinds else PARAM), moments), UpdateStage(moments, target))
+
+
+@dataclass(frozen=True)
+class UpdateTraffic:
+    """Bytes that the kernels of one stage read and write in the memory they update in."""
+
+    read_nbytes: int
+    written_nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.read_nbytes + self.written_nbytes
+
+
+def update_traffic(
+    dtype: torch.dtype, states: StateFormat, num_elements: int, num_stages: int = 1
+) -> tuple[UpdateTraffic, ...]:
+    """What each stage of an update of so many parameters reads and writes. Gradients have the parameters' dtype.
+
+    Of a parameter that has a whole master, the master is read and both are written. Not counted is what stays in
+    caches: scalars, and LAMB's sums of squares, a pair for each 16,384 elements.
+    """
+    dtypes = {PARAM: dtype, GRAD: dtype, **states.dtypes(dtype)}
+
+    def nbytes(kinds: Sequence[str]) -> int:
+        return sum(num_entries(kind, num_elements) * dtypes[kind].itemsize for kind in kinds)
+
+    found = []
+    for stage in update_stages(tuple(dtypes), num_stages):
+        read = [kind for kind in stage.kinds if kind != PARAM or MASTER not in stage.kinds]
+        found.append(UpdateTraffic(nbytes(read), nbytes(stage.writes)))
+    return tuple(found)

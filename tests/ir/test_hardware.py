@@ -38,6 +38,12 @@ def test_four_figures_are_enough() -> None:
     assert hash(PLAIN) == hash(Hardware(4.0, 3.0, 2.0, 1.0))
 
 
+def test_updates_run_at_the_rate_of_the_memory_they_read() -> None:
+    cores = replace(GPU, kind="cpu", context_nbytes=0)
+    assert (GPU.update_bytes_per_s, cores.update_bytes_per_s, PLAIN.update_bytes_per_s) == (100.0, 20.0, 3.0)
+    assert cores.times(4).update_bytes_per_s == 20.0
+
+
 def test_the_context_is_counted_apart() -> None:
     assert GPU.usable_memory_nbytes == 900
 

@@ -13,7 +13,7 @@ from chunkc.ir.explanation import COMPUTE, STREAMS, TO_DEVICE, TO_HOME, StepTime
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, Moment, PhasePlan
 from chunkc.ir.program import BACKWARD, FORWARD, UPDATE
-from chunkc.ir.simulate import STAYING, simulate, step_time, traffic, update_s_per_element
+from chunkc.ir.simulate import STAYING, simulate, step_time, traffic
 
 MACHINE = Hardware(flops_per_s=1.0, memory_bytes_per_s=280.0, to_device_bytes_per_s=100.0, to_home_bytes_per_s=50.0)
 """100 bytes a second in, 50 out."""
@@ -93,10 +93,20 @@ def test_nothing_at_all() -> None:
     assert step_time(()) == StepTime(0, 0, 0, 0, 0, 0)
 
 
-def test_the_update_runs_at_the_rate_of_the_memory_it_reads() -> None:
-    cpu = Hardware(1, 280, 1, 1, kind="cpu", cpu_update_bytes_per_s=28)
-    cuda = Hardware(1, 280, 1, 1, kind="cuda", cpu_update_bytes_per_s=28)
-    assert (update_s_per_element(cpu), update_s_per_element(cuda), update_s_per_element(MACHINE)) == (1, 0.1, 0.1)
+def test_updates_say_their_bytes_and_nothing_else_does() -> None:
+    update = phase(UPDATE, [(PREFETCH, "param:0", 100), (WAIT, "param:0", 0)], [])
+    events = simulate(
+        [phase(FORWARD, [], []), update], {"forward.0": 1, "update.0": 2}, MACHINE, staying_update_s=4,
+        update_nbytes={"update.0": 56, STAYING: 112, "param:0": 7, "forward.0": 9},
+    )  # fmt: skip
+    assert [(e.kind, e.name, e.nbytes) for e in events] == [
+        ("call", "forward.0", 0),
+        ("update", STAYING, 112),
+        (PREFETCH, "param:0", 100),
+        ("stall", "param:0", 0),
+        ("update", "update.0", 56),
+    ]
+    assert traffic(events) == Traffic(to_device=100, to_home=0)
 
 
 CHUNKS = [f"{kind}:{i}" for kind in ("param", "grad", "exp_avg") for i in range(3)]

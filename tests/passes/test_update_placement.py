@@ -37,6 +37,14 @@ def test_bytes_of_one_group() -> None:
     assert cpu_update_s([group(0, dtype=torch.float32)], GPU) == pytest.approx((1 << 20) * 28 / 50e9)
 
 
+def test_two_stages_cross_the_link_twice() -> None:
+    """LAMB, fp32: all four in (16) and moments out (8); then moments and parameter in (12), and that out (4)."""
+    states = [replace(group(0, dtype=torch.float32), states=StateFormat(master="float32"))]
+    assert device_update_s(states, GPU, num_stages=2) == pytest.approx((1 << 20) * (16 + 12) / 50e9)
+    assert cpu_update_s(states, GPU, num_stages=2) == pytest.approx((1 << 20) * 40 / 50e9)
+    assert groups_for_cpu(states * 3, GPU, num_stages=2) == frozenset({0})
+
+
 def test_no_split_is_better() -> None:
     def seconds(count: int) -> float:
         at_home = cpu_update_s(GROUPS[len(GROUPS) - count :], GPU)

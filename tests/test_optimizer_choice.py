@@ -1,0 +1,220 @@
+"""The optimizer that `explain` and the command are told of: what then trains, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from optim_models import BUDGET_NBYTES, MLP, WIDTH, batch, build
+from torch import nn
+
+import chunkc
+from chunkc.cli import main
+from chunkc.ir.explanation import Explanation
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+CHOICES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "nothing said": (FP32, {}),
+    "bf16 moments": (FP32, {"moments_dtype": BF16}),
+    "8-bit moments": (FP32, {"optimizer": "adam", "moments_dtype": "int8"}),
+    "split masters": (BF16, {"optimizer": "adamw"}),
+    "fp32 masters": (BF16, {"master_weights": "float32"}),
+    "bf16 only": (BF16, {"moments_dtype": "bfloat16", "stochastic_rounding": True}),
+    "fp16": (FP16, {"optimizer": "adam"}),
+    "lamb": (FP32, {"optimizer": "lamb"}),
+    "lamb, bf16": (BF16, {"optimizer": "lamb"}),
+}
+CLASSES = {"adamw": chunkc.optim.AdamW, "adam": chunkc.optim.Adam, "lamb": chunkc.optim.LAMB}
+
+
+def explained(dtype: torch.dtype, **options: Any) -> Explanation:
+    options = {"memory_budget": BUDGET_NBYTES, "whole_graph": "never", **options}
+    return chunkc.explain(MLP().to(dtype), batch(0, dtype), **options)
+
+
+def made(parameters: Any, chosen: dict[str, Any]) -> torch.optim.Optimizer:
+    arguments = dict(chosen)
+    return CLASSES[arguments.pop("optimizer", "adamw")](parameters, **arguments)
+
+
+def assert_as_trained(found: Explanation, model: nn.Module, call: Any, optimizer: Any, dtype: torch.dtype) -> None:
+    traffic = []
+    for step in range(2):
+        call(batch(step, dtype)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        traffic.append(chunkc.report(model).traffic_nbytes)
+    report = chunkc.report(model)
+    assert found.predicted_peak_nbytes == report.predicted_peak_nbytes
+    assert found.minimum_budget_nbytes == report.minimum_budget_nbytes
+    assert found.home_nbytes == report.home_nbytes
+    assert found.traffic_nbytes.to_device == traffic[1]["to_device"] - traffic[0]["to_device"]
+    assert found.traffic_nbytes.to_home == traffic[1]["to_home"] - traffic[0]["to_home"]
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_what_is_told_is_what_trains(name: str) -> None:
+    dtype, chosen = CHOICES[name]
+    torch._dynamo.reset()
+    found = explained(dtype, **chosen)
+    model, call = build("adopted", dtype=dtype)
+    optimizer = made(model.parameters(), chosen)
+    assert explained(dtype).home_nbytes == explained(dtype, optimizer="adamw").home_nbytes
+    assert_as_trained(found, model, call, optimizer, dtype)
+    # The model's own optimizer counts where nothing is said, and says the same.
+    again = chunkc.explain(model, batch(0, dtype))
+    assert (again.home_nbytes, again.minimum_budget_nbytes) == (found.home_nbytes, found.minimum_budget_nbytes)
+    assert (again.traffic_nbytes, again.step_time_s.optimizer) == (found.traffic_nbytes, found.step_time_s.optimizer)
+
+
+def test_what_is_told_counts_for_a_model_that_has_an_optimizer() -> None:
+    model = MLP()
+    optimizer = chunkc.optim.AdamW(model.parameters(), moments_dtype=BF16)
+    options = {"memory_budget": BUDGET_NBYTES, "whole_graph": "never"}
+    own = chunkc.explain(model, batch(0), **options)
+    told = chunkc.explain(model, batch(0), moments_dtype=FP32, **options)
+    num_elements = told.home_nbytes // 16
+    assert (own.home_nbytes, told.home_nbytes) == (12 * num_elements, 16 * num_elements)
+    assert chunkc.explain(model, batch(0), **options) == own, "what was told is forgotten"
+    assert any(note.startswith("the model's optimizer keeps bfloat16 moments") for note in own.notes)
+    assert optimizer.state_dict()["state"] == {}
+
+
+def test_seconds_follow_from_bytes() -> None:
+    """Of one machine, updates take as long as their bytes; LAMB reads and writes 40 an element, AdamW 28."""
+    seconds = {name: explained(*CHOICES[name][:1], **CHOICES[name][1]).step_time_s.optimizer for name in CHOICES}
+    fp32 = seconds["nothing said"] / 28
+    for name, nbytes in {"bf16 moments": 20, "split masters": 26, "bf16 only": 14, "fp16": 28, "lamb": 40}.items():
+        assert seconds[name] == pytest.approx(fp32 * nbytes, rel=1e-6), name
+
+
+def test_bytes_of_updates_are_in_the_events() -> None:
+    num_elements = sum(parameter.numel() for parameter in MLP().parameters())
+    for name, nbytes in {"nothing said": 28, "split masters": 26, "lamb": 40}.items():
+        dtype, chosen = CHOICES[name]
+        updates = [event for event in explained(dtype, **chosen).events if event.kind == "update"]
+        assert sum(event.nbytes for event in updates) == nbytes * num_elements
+        if name == "lamb":
+            assert {event.name[-2:] for event in updates if event.name.startswith("update.")} == {".0", ".1"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "note"),
+    [
+        (FP32, "AdamW keeps float32 moments for float32 parameters: an update reads 16 and writes 12 bytes of each"),
+        (
+            BF16,
+            "AdamW keeps float32 moments and the lower 16 bits of masters for bfloat16 parameters: an update reads 14 "
+            "and writes 12 bytes of each",
+        ),
+        (
+            FP16,
+            "AdamW keeps float32 moments and float32 masters for float16 parameters: an update reads 14 and writes 14 "
+            "bytes of each",
+        ),
+    ],
+)
+def test_what_is_assumed_is_said(dtype: torch.dtype, note: str) -> None:
+    assert note in explained(dtype).notes
+
+
+REFUSED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "moments": (FP32, {"moments_dtype": "float16"}),
+    "masters": (FP32, {"master_weights": "half"}),
+    "split and stochastic": (BF16, {"master_weights": "split", "stochastic_rounding": True}),
+    "split and 8-bit": (BF16, {"master_weights": "split", "moments_dtype": "int8"}),
+    "no master": (BF16, {"master_weights": False}),
+    "stochastic fp16": (FP16, {"stochastic_rounding": True}),
+    "fp64": (torch.float64, {"optimizer": "adamw"}),
+    "update_on": (FP32, {"update_on": "gpu"}),
+    "overlap": (FP32, {"overlap": "forward"}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_optimizer_refuses_is_refused_in_its_words(name: str) -> None:
+    dtype, chosen = REFUSED[name]
+    with pytest.raises(chunkc.ChunkcError) as by_optimizer:
+        made([nn.Parameter(torch.zeros(2, dtype=dtype))], chosen)
+    with pytest.raises(type(by_optimizer.value)) as by_explain:
+        explained(dtype, **chosen)
+    assert str(by_explain.value) == str(by_optimizer.value)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"optimizer": "sgd"}, "optimizer is 'sgd'; allowed: adamw, adam, lamb"),
+        ({"optimizer": "lamb", "moments_dtype": "int8"}, "LAMB has no moments_dtype; AdamW and Adam have"),
+    ],
+)
+def test_other_refusals(chosen: dict[str, Any], message: str) -> None:
+    with pytest.raises(chunkc.OptionsError, match=message):
+        explained(FP32, **chosen)
+
+
+def test_without_parameters_to_train() -> None:
+    model = MLP().requires_grad_(False)
+    found = chunkc.explain(model, batch(0), optimizer="lamb", memory_budget=BUDGET_NBYTES, whole_graph="never")
+    assert found.step_time_s.optimizer == 0
+    assert not any("LAMB" in note for note in found.notes)
+
+
+FACTORY = f"""
+import torch
+from optim_models import MLP
+
+def build(batch_size=2, dtype=torch.float32):
+    return MLP().to(dtype), (torch.empty(batch_size, {WIDTH}, dtype=dtype),)
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with `mlp.py`, and no hardware saved by `calibrate`."""
+    (tmp_path / "mlp.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    return tmp_path
+
+
+FLAGS = {
+    "8-bit moments": ["--optimizer", "adam", "--moments-dtype", "int8"],
+    "fp32 masters": ["--dtype", "bfloat16", "--master-weights", "float32"],
+    "bf16 only": ["--dtype", "bfloat16", "--moments-dtype", "bfloat16", "--stochastic-rounding"],
+    "lamb": ["--optimizer", "lamb"],
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_the_command_says_the_same(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["explain", "mlp.py:build", "--memory-budget", str(BUDGET_NBYTES), "--format", "json"]
+    assert main([*arguments, *FLAGS[name]]) == 0
+    found = json.loads(capsys.readouterr().out)
+    dtype, chosen = CHOICES[name]
+    expected = explained(dtype, whole_graph="auto", hardware="cpu", **chosen)
+    assert found["home_nbytes"] == expected.home_nbytes
+    assert found["minimum_budget_nbytes"] == expected.minimum_budget_nbytes
+    assert found["step_time_s"]["optimizer"] == expected.step_time_s.optimizer
+
+
+def test_the_largest_batch_depends_on_the_optimizer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["explain", "mlp.py:build", "--memory-budget", "900KiB", "--largest", "batch_size", "--format", "json"]
+    sizes = []
+    for flags in ([], ["--moments-dtype", "bfloat16"]):
+        assert main([*arguments, *flags]) == 0
+        found = json.loads(capsys.readouterr().out)
+        sizes.append(int(found["model"].rpartition(" ")[2]))
+        assert found["fits"]
+    assert sizes[0] < sizes[1]
+
+
+def test_a_refusal_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "mlp.py:build", "--dtype", "bfloat16", "--master-weights", "false"]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert "need master_weights=True or stochastic_rounding=True" in captured.err
