@@ -8,7 +8,7 @@ updated where it is. On a GPU updates are Triton's and nothing waits for them; `
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -17,13 +17,7 @@ from typing import Any
 import torch
 
 from chunkc import doubts
-from chunkc.adam_groups import (
-    DEVICE,
-    UPDATE_ON,
-    Task,
-    groups_at_home,
-    runs_of,
-)
+from chunkc.adam_groups import DEVICE, UPDATE_ON, Task, groups_at_home, runs_of
 from chunkc.grad_scale import grad_scale_of, is_skipped, on_the_cpu
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.states import DEFAULT_STATES, EXP_AVG, MASTER, MASTER_LOW, StateFormat
@@ -33,14 +27,14 @@ from chunkc.optim_states import KNOWN, Dtypes, converted, empty_state, initialis
 from chunkc.overlap import NONE as NO_OVERLAP
 from chunkc.overlap import Overlap
 from chunkc.overlapping import Overlapping
-from chunkc.session import Session, declare_states, declared, declared_states, owner
+from chunkc.session import Session, declare_states, declared, declared_states, managing, sessions_of
 from chunkc.split_masters import Marks, load, put_masters_together
 from chunkc.update import GroupUpdate, PreparedUpdate, prepare_updates
 
 _UNSUPPORTED = ("amsgrad", "differentiable", "capturable")
 
 
-class ChunkedOptimizer(Overlapping, ABC):
+class ChunkedOptimizer(Overlapping):
     """What Adam and LAMB share: everything but the rule by which elements change.
 
     Attributes:
@@ -101,14 +95,6 @@ class ChunkedOptimizer(Overlapping, ABC):
             self._marks.begin(parameter, state[MASTER_LOW])
         torch.autograd.graph.increment_version(parameter)
 
-    @abstractmethod
-    def hyper_at(self, group: Mapping[str, Any], step: int) -> Any:
-        """The hyper-parameters of one update.
-
-        Raises:
-            OptionsError: one is out of range.
-        """
-
     def next_hyper(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
         """Count a step of a parameter and return its hyper-parameters; of a step in doubt, all that they may be."""
         step = self.states_of(parameter)["step"].add_(1)
@@ -162,7 +148,7 @@ class ChunkedOptimizer(Overlapping, ABC):
         before = [declared(p) for p in added]
         declare_states(added, self._states, self._num_stages)
         try:
-            for session in {hit[0] for p in added if (hit := owner(p)) is not None}:
+            for session in sessions_of(added):
                 session.restate()
         except OptionsError:
             self.param_groups.pop()
@@ -221,8 +207,9 @@ class ChunkedOptimizer(Overlapping, ABC):
                 if parameter.grad.is_sparse:
                     raise UnsupportedError(f"{type(self).__name__} does not support sparse gradients")
                 changing.append(parameter)
-                session, name = owner(parameter) or (None, "")
-                if session is not None and session.store.is_managed(name):
+                home = managing(parameter)
+                if home is not None:
+                    session, name = home
                     task = Task(self, parameter, name, group)
                     by_group = chunked.setdefault(session, {})
                     by_group.setdefault(session.store.group_index(name), []).append(task)
@@ -364,21 +351,26 @@ class ChunkedOptimizer(Overlapping, ABC):
         if unsupported:
             raise OptionsError(f"{type(self).__name__} cannot use the state {', '.join(map(str, unsupported))}")
         state: dict[str, Any] = {"step": torch.as_tensor(loaded["step"], dtype=torch.float32).to("cpu", copy=True)}
-        session, name = owner(parameter) or (None, "")
-        managed = session is not None and session.store.is_managed(name)
-        if managed:
-            self._lay_out(session, [parameter])  # type: ignore[arg-type]
-            session.store.reserve_states(session.store.group_index(name))  # type: ignore[union-attr]
-        dtypes = self._dtypes(parameter)
+        dtypes, home = self._dtypes(parameter), managing(parameter)
+        if home is not None:
+            session, name = home
+            self._lay_out(session, [parameter])
+            session.store.reserve_states(session.store.group_index(name))
+
+        def room(kind: str) -> torch.Tensor:
+            if home is None:
+                return empty_state(parameter, kind, dtypes[kind])
+            session, name = home
+            return session.store.home_view(kind, name)
+
         for kind, source in converted(loaded, parameter, dtypes).items():
-            if managed:
-                state[kind] = session.store.home_view(kind, name)  # type: ignore[union-attr]
-                session.store.fill(kind, name, state[kind], source)  # type: ignore[union-attr]
+            state[kind] = room(kind)
+            if home is None:
+                state[kind].copy_(source)
             else:
-                state[kind] = empty_state(parameter, kind, dtypes[kind]).copy_(source)
+                session.store.fill(kind, name, state[kind], source)
         if MASTER_LOW in dtypes:
-            lower = session.store.home_view(MASTER_LOW, name) if managed else None  # type: ignore[union-attr]
-            state[MASTER_LOW] = empty_state(parameter, MASTER_LOW, dtypes[MASTER_LOW]) if lower is None else lower
+            state[MASTER_LOW] = room(MASTER_LOW)
             load(self._marks, loaded.get(MASTER), parameter, state[MASTER_LOW])
         self.__dict__["state"][parameter] = state
 

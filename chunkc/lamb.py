@@ -9,12 +9,7 @@ from typing import Any
 import torch
 
 from chunkc import device_adam as device_adams
-from chunkc.adam_groups import (
-    DEVICE,
-    Task,
-    flat_home,
-    runs_of,
-)
+from chunkc.adam_groups import DEVICE, Task, flat_home, runs_of
 from chunkc.chunked_optimizer import ChunkedOptimizer
 from chunkc.ir.chunks import GRAD, PARAM
 from chunkc.ir.errors import OptionsError

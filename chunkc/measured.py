@@ -11,7 +11,7 @@ from chunkc.ir.explanation import COMPUTE, Measured, TimedEvent
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.program import FORWARD, UPDATE
 from chunkc.report import report
-from chunkc.session import Session, owner
+from chunkc.session import Session, sessions_of
 
 
 def measured_side(model: nn.Module) -> tuple[dict[str, Any], Hardware | None, Measured | None]:
@@ -19,7 +19,7 @@ def measured_side(model: nn.Module) -> tuple[dict[str, Any], Hardware | None, Me
 
     The measured peak is that of all its steps so far, the moments and events those of the latest.
     """
-    sessions = {hit[0] for parameter in model.parameters() if (hit := owner(parameter)) is not None}
+    sessions = sessions_of(model.parameters())
     if len(sessions) != 1:
         return {}, None, None
     session = sessions.pop()

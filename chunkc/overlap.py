@@ -20,7 +20,7 @@ from chunkc.grad_scale import is_skipped, on_the_cpu
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.kernels.formats import NO_SCALE, GradScale
 from chunkc.runtime.updates import finish_all
-from chunkc.session import Session, owner
+from chunkc.session import Session, managing, sessions_of
 
 NONE, FORWARD, BACKWARD, BOTH = "none", "forward", "backward", "both"
 OVERLAP = (NONE, FORWARD, BACKWARD, BOTH)
@@ -143,8 +143,8 @@ class Overlap:
         known = self._known[session] = {index: [] for index in at_home}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                found, name = owner(parameter) or (None, "")
-                if found is session and session.store.is_managed(name):
+                found, name = managing(parameter) or (None, "")
+                if found is session:
                     index = session.store.group_index(name)
                     if index in known:
                         known[index].append((parameter, name, group))
@@ -237,5 +237,4 @@ def synchronize(model: nn.Module) -> None:
     Raises:
         StreamError: an update failed; named.
     """
-    sessions = dict.fromkeys(hit[0] for p in model.parameters() if (hit := owner(p)) is not None)
-    finish_all(session.store.updates for session in sessions)
+    finish_all(session.store.updates for session in sessions_of(model.parameters()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from chunkc.overlap import Overlap
 from chunkc.session import Session
 
 
-class Overlapping(Optimizer):
+class Overlapping(Optimizer, ABC):
     """A `torch.optim.Optimizer` whose own methods wait for updates that are under way.
 
     A subclass sets `_overlap` before it calls `super().__init__`.
@@ -38,9 +39,17 @@ class Overlapping(Optimizer):
         """A parameter's states, without waiting for updates under way."""
         return self.__dict__["state"][parameter]
 
+    @abstractmethod
+    def hyper_at(self, group: Mapping[str, Any], step: int) -> Any:
+        """The hyper-parameters of one update.
+
+        Raises:
+            OptionsError: one is out of range.
+        """
+
     def hyper_now(self, group: Mapping[str, Any], parameter: torch.Tensor) -> Any:
         """The hyper-parameters of the parameter's latest step, as its group has them now."""
-        return self.hyper_at(group, int(self.states_of(parameter)["step"]))  # type: ignore[attr-defined]
+        return self.hyper_at(group, int(self.states_of(parameter)["step"]))
 
     def synchronize(self) -> None:
         """Wait until every update that goes on after `step()` has ended (see `chunkc.synchronize`).

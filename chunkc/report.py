@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from chunkc.ir.errors import ChunkcError, format_nbytes
-from chunkc.session import Session, owner
+from chunkc.session import Session, sessions_of
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def report(model: nn.Module) -> Report:
     Raises:
         ChunkcError: chunkc has nothing to do with the model (yet).
     """
-    sessions = {hit[0] for p in model.parameters() if (hit := owner(p)) is not None}
+    sessions = sessions_of(model.parameters())
     if len(sessions) != 1:
         raise ChunkcError(
             "no parameter of this model was placed or compiled by chunkc (compilation happens at the first call)"

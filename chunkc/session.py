@@ -229,6 +229,17 @@ def owner(parameter: torch.Tensor) -> tuple[Session, str] | None:
     return _owners.get(parameter)
 
 
+def sessions_of(parameters: Iterable[torch.Tensor]) -> list[Session]:
+    """The sessions that own some of the parameters, in the parameters' order."""
+    return list(dict.fromkeys(hit[0] for parameter in parameters if (hit := owner(parameter)) is not None))
+
+
+def managing(parameter: torch.Tensor) -> tuple[Session, str] | None:
+    """The session at whose home a parameter lives, and its name there; None if it stays on the compute tier."""
+    hit = owner(parameter)
+    return hit if hit is not None and hit[0].store.is_managed(hit[1]) else None
+
+
 class Declared(NamedTuple):
     """What an optimizer said of a parameter: in what form it keeps states, and in how many stages it updates."""
 
@@ -278,7 +289,7 @@ def session_for(
         UnsupportedError: the parameters belong to several sessions.
         OptionsError: see `Session.configure`.
     """
-    found = {hit[0] for p in parameters if (hit := owner(p)) is not None}
+    found = sessions_of(parameters)
     if len(found) > 1:
         raise UnsupportedError(
             "the graph uses parameters of models that were compiled or placed apart; compile them as one model"

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from chunkc.ir.states import MASTER, MASTER_LOW
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.kernels.split import join_master, split_master
+from chunkc.optim_states import flat
 
 _PIECE_NUM_ELEMENTS = 1 << 16
 """Elements that are converted at a time: temporary tensors are of the compute tier."""
@@ -82,8 +83,8 @@ class Marks:
 
 def checksum(parameter: torch.Tensor) -> int:
     """CRC-32 of a bf16 parameter's bytes."""
-    flat = _flat(parameter.detach()).view(torch.int16)
-    return zlib.crc32(flat.cpu().numpy().data)
+    elements = flat(parameter.detach()).view(torch.int16)
+    return zlib.crc32(elements.cpu().numpy().data)
 
 
 def load(marks: Marks, master: object, parameter: torch.Tensor, lower: torch.Tensor) -> None:
@@ -119,7 +120,7 @@ def encode(master: torch.Tensor, param: torch.Tensor, lower: torch.Tensor) -> bo
         dense = host_empty((param.numel(),), torch.float32).as_strided(param.shape, param.stride())
         master = dense.copy_(master)
     changed = False
-    flat_master, flat_param, flat_lower = _flat(master), _flat(param), _flat(lower)
+    flat_master, flat_param, flat_lower = flat(master), flat(param), flat(lower)
     for piece in _pieces(param.numel()):
         upper, kept = split_master(flat_master[piece].cpu())
         changed = changed or not torch.equal(upper.view(torch.int16), flat_param[piece].cpu().view(torch.int16))
@@ -132,11 +133,11 @@ def decode(param: torch.Tensor, lower: torch.Tensor | None) -> torch.Tensor:
 
     Without lower bits it is the parameter.
     """
-    flat_param = _flat(param.detach())
+    flat_param = flat(param.detach())
     flat_master = host_empty((param.numel(),), torch.float32)
     if lower is None:
         return flat_master.as_strided(param.shape, param.stride()).copy_(param.detach())
-    flat_lower = _flat(lower)
+    flat_lower = flat(lower)
     for piece in _pieces(param.numel()):
         flat_master[piece] = join_master(flat_param[piece].cpu(), flat_lower[piece].cpu())
     return flat_master.as_strided(param.shape, param.stride())
@@ -145,8 +146,3 @@ def decode(param: torch.Tensor, lower: torch.Tensor | None) -> torch.Tensor:
 def _pieces(num_elements: int) -> Iterator[slice]:
     for begin in range(0, num_elements, _PIECE_NUM_ELEMENTS):
         yield slice(begin, min(begin + _PIECE_NUM_ELEMENTS, num_elements))
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's elements in memory order, as a flat view."""
-    return tensor.as_strided((tensor.numel(),), (1,))

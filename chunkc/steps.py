@@ -47,16 +47,19 @@ class Positions:
     @staticmethod
     def of(program: PhaseProgram) -> Positions:
         storage_of = program.value_storages()
-        seen = {program.inputs[name] for name in program.inputs}
+        seen = set(program.inputs.values())
         user_outputs: list[int] = []
-        saved: list[int] = []
+        saved: dict[int, int] = {}  # with its bytes
         for position, name in enumerate(program.outputs):
-            if position >= program.num_new_buffers and name is not None and storage_of[name] not in seen:
-                seen.add(storage_of[name])
-                (user_outputs if position < program.num_user_outputs else saved).append(position)
-        saved.sort(key=lambda position: -program.storages[storage_of[program.outputs[position]]])  # type: ignore[index]
+            if position < program.num_new_buffers or name is None or storage_of[name] in seen:
+                continue
+            seen.add(storage_of[name])
+            if position < program.num_user_outputs:
+                user_outputs.append(position)
+            else:
+                saved[position] = program.storages[storage_of[name]]
         inputs = tuple(i for i, name in enumerate(program.inputs) if name not in program.parameters)
-        return Positions(inputs, tuple(user_outputs), tuple(saved))
+        return Positions(inputs, tuple(user_outputs), tuple(sorted(saved, key=saved.__getitem__, reverse=True)))
 
 
 @dataclass

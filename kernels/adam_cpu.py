@@ -192,6 +192,8 @@ def _update_run(
             tensors += [value_table(signed=True), value_table(signed=False)]
         _pass_of(AdamPass(fmt, l2=l2, scaled=scaled, parallel=parallel))(tensors)
         if scratch is not None:
+            assert part.exp_avg_scale is not None
+            assert part.exp_avg_sq_scale is not None
             quantise = quantise_pass(parallel)
             for values, codes, scales, signed in (
                 (new_moments[0], part.exp_avg, part.exp_avg_scale, True),
@@ -204,7 +206,8 @@ def _update_run(
         return
     num_blocks = (run.end - run.begin) // QUANT_BLOCK
     piece_num_blocks = min(max(num_blocks, 1), _PIECE_NUM_BLOCKS * torch.get_num_threads())
-    scratch = tuple(host_empty((2, piece_num_blocks, QUANT_BLOCK), torch.float32).unbind())
+    first, second = host_empty((2, piece_num_blocks, QUANT_BLOCK), torch.float32).unbind()
+    scratch = (first, second)
     whole_end = run.begin + num_blocks * QUANT_BLOCK
     for begin in range(run.begin, whole_end, piece_num_blocks * QUANT_BLOCK):
         call(slots.part(begin, min(begin + piece_num_blocks * QUANT_BLOCK, whole_end)), begin, scratch)

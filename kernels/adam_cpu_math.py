@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,7 +97,7 @@ def _update(key: AdamPass, *arguments: Tensor) -> tuple[()]:
     target = take(1)[0] if fmt.master else param
     scales_and_new = take(4) if fmt.quantised else []
     ones = take(1)[0].unsqueeze(1) if fmt.quantised else None
-    scalars = AdamScalars(*take(1)[0].unbind())
+    scalars = AdamScalars.of(take(1)[0])
     factors = take(2) if key.scaled else []
     words = take(1)[0] if fmt.stochastic else None
 
@@ -116,7 +117,7 @@ def _update(key: AdamPass, *arguments: Tensor) -> tuple[()]:
         wide = wide + old_target * scalars.l2
     decayed = old_target * scalars.decay
     # Tensor.lerp_: from the nearer end, so that a weight of 1 gives the gradient itself.
-    near = scalars.lerp_weight < 0.5
+    near: Any = scalars.lerp_weight < 0.5  # a tensor
     base = torch.where(near, old_avg, wide)
     coefficient = torch.where(near, scalars.lerp_weight, scalars.lerp_weight - 1)
     new_avg = base + coefficient * (wide - old_avg)

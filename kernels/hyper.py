@@ -30,6 +30,12 @@ class AdamScalars(NamedTuple):
     eps: float
     neg_step_size: float  # -lr / (1 - beta1 ** step)
 
+    @classmethod
+    def of(cls, row: Tensor) -> AdamScalars:
+        """A row of `scalar_table`, each scalar a 0-dim tensor."""
+        scalars: Any = row.unbind()
+        return cls(*scalars)
+
 
 def check_ranges(hyper: Any) -> None:
     """Check what hyper-parameters of Adam and LAMB have in common, by name.

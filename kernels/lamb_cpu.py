@@ -148,7 +148,7 @@ def _new_moments(
     clip: Tensor,
 ) -> tuple[()]:
     """What is compiled for stage 1. The order of operations is the reference's."""
-    group = LambScalars(*scalars.unbind())
+    group = LambScalars.of(scalars)
     wide = grad.to(torch.float32) * (unscales.unsqueeze(1) if rows else unscales) * clip
     new_avg, new_avg_sq = lamb_new_moments(wide, exp_avg, exp_avg_sq, group)
     update = lamb_direction(target, new_avg, new_avg_sq.sqrt(), group)
@@ -162,7 +162,7 @@ def _new_moments(
 
 def _new_parameters(param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *rest: Tensor) -> tuple[()]:
     """What is compiled for stage 2; `rest` is (master,) scalars, ratio."""
-    group = LambScalars(*rest[-2].unbind())
+    group = LambScalars.of(rest[-2])
     target = rest[0] if len(rest) == 3 else param
     update = lamb_direction(target, exp_avg, exp_avg_sq.sqrt(), group)
     new_target = target + (group.neg_lr * rest[-1]) * update

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +40,12 @@ class LambScalars(NamedTuple):
     eps: float
     neg_lr: float
     adapt: float  # 0 for a trust ratio of 1, else 1
+
+    @classmethod
+    def of(cls, row: Tensor) -> LambScalars:
+        """A row of `lamb_table`, each scalar a 0-dim tensor."""
+        scalars: Any = row.unbind()
+        return cls(*scalars)
 
 
 @dataclass(frozen=True, slots=True)

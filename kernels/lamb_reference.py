@@ -41,7 +41,7 @@ def lamb_moments(
     target = slots.param if slots.master is None else slots.master
     for piece, cuts in zip(work.pieces, work.cuts, strict=True):
         part = slice(piece.begin, piece.end)
-        group = LambScalars(*scalars[piece.group].unbind())
+        group = LambScalars.of(scalars[piece.group])
         wide = slots.grad[part].to(torch.float32)
         for factor in (scale.unscale, scale.clip):
             if factor is not None:
@@ -78,7 +78,7 @@ def lamb_apply(
     target = slots.param if slots.master is None else slots.master
     for piece in work.pieces:
         part = slice(piece.begin, piece.end)
-        group = LambScalars(*scalars[piece.group].unbind())
+        group = LambScalars.of(scalars[piece.group])
         update = lamb_direction(target[part], slots.exp_avg[part], _sqrt(slots.exp_avg_sq[part]), group)
         new_target = target[part] + (group.neg_lr * trust_ratio(partials, piece, group)) * update
         if slots.master is not None:

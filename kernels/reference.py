@@ -104,7 +104,7 @@ def adam_chunk_update(
         ValueError: see `check_adam_slots` and `check_runs`.
     """
     for run in checked_runs(fmt, slots, runs, scalars, scale, key, first_element):
-        _update_run(fmt, slots, run, AdamScalars(*scalars[run.group].unbind()), scale, key, first_element)
+        _update_run(fmt, slots, run, AdamScalars.of(scalars[run.group]), scale, key, first_element)
 
 
 def adam_math(

@@ -163,7 +163,9 @@ def _cached_by_sizes(inputs: Sequence[object]) -> AbstractContextManager[Any]:
     if not sizes:
         return nullcontext()
     tag = ",".join(f"{symbol}={value}" for symbol, value in sizes.items())
-    return compiler_config.patch(cache_key_tag=f"{compiler_config.cache_key_tag} {tag}".strip())
+    return compiler_config.patch(  # type: ignore[attr-defined]
+        cache_key_tag=f"{compiler_config.cache_key_tag} {tag}".strip()
+    )
 
 
 class EagerSegment:

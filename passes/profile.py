@@ -19,9 +19,9 @@ def last_holds(program: PhaseProgram) -> dict[str, int]:
         for value in (*call.inputs, *call.outputs):
             last.setdefault(storage_of[value], index)
             last[storage_of[value]] = max(last[storage_of[value]], index)
-    for value in program.outputs:
-        if value is not None:
-            last[storage_of[value]] = end
+    for result in program.outputs:
+        if result is not None:
+            last[storage_of[result]] = end
     return last
 
 

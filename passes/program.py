@@ -84,12 +84,12 @@ def backward_program(
     wanted: dict[str, list[str]] = {}
     sunk, fitting = [], set()
     for position, parameter in gradients.items():
-        node = nodes[position]
-        if node is not None:
-            wanted.setdefault(node.name, []).append(parameter)
-            sunk.append((position, node.name, parameter))
-            if _fits(node.meta["val"], specs[parameter], shapes):
-                fitting.add(node.name)
+        made = nodes[position]
+        if made is not None:
+            wanted.setdefault(made.name, []).append(parameter)
+            sunk.append((position, made.name, parameter))
+            if _fits(made.meta["val"], specs[parameter], shapes):
+                fitting.add(made.name)
     calls = _calls(BACKWARD, pieces, memories, inputs, storages, parameters, wanted, hardware, shapes)
     outputs = tuple(
         node.name if node is not None and index not in gradients else None for index, node in enumerate(nodes)
@@ -131,7 +131,9 @@ def _input_storages(
     graph: fx.Graph, parameters: Mapping[str, str], shapes: Shapes
 ) -> tuple[dict[str, str], dict[str, int]]:
     """Input value -> storage, storage -> bytes. Parameters' own storages are not the program's: zero bytes."""
-    inputs, storages, names = {}, {}, {}
+    inputs: dict[str, str] = {}
+    storages: dict[str, int] = {}
+    names: dict[int, str] = {}
     for node in placeholders(graph):
         tensors = tensors_of(node)
         if not tensors:

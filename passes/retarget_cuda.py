@@ -36,8 +36,11 @@ _GENERATOR_AT = {_FLASH: (6, 7), _EFFICIENT: (2, 3)}
 """Where among the results of an attention operator the random generator's seed and offset are."""
 
 _SAVES, _RESTORES = torch.ops.higher_order.run_and_save_rng_state, torch.ops.higher_order.run_with_rng_state
-_WRAPPED_AT = {_SAVES: 0, _RESTORES: 1}
+_WRAPPED_AT: dict[object, int] = {_SAVES: 0, _RESTORES: 1}
 """Where among their arguments those that keep or restore the random generator's state have the operator they run."""
+
+_NO_DROPOUT: list[Any] = [0.0, False]
+"""What dropout and causality are where they are not given."""
 
 _RNG_STATE_NBYTES = 16
 """Of a CUDA device's generator, in a tensor on the CPU (`torch.cuda.get_rng_state`)."""
@@ -88,11 +91,11 @@ def _operator(node: fx.Node) -> Any:
 
 
 def _replace_attention(node: fx.Node) -> None:
-    position = _WRAPPED_AT.get(node.target)
-    before = node.args[: 0 if position is None else position]
-    query, key, value, *rest = node.args[0 if position is None else position + 1 :]
-    dropout, causal = [*rest, *(0.0, False)[len(rest) :]]
+    position, given = _WRAPPED_AT.get(node.target), list[Any](node.args)
+    query, key, value, *rest = given[0 if position is None else position + 1 :]
+    dropout, causal = [*rest, *_NO_DROPOUT[len(rest) :]]
     mask, scale = node.kwargs.get("attn_mask"), node.kwargs.get("scale")
+    args: tuple[Any, ...]
     if mask is None and _is_half(query):
         target, args = _FLASH, (query, key, value, dropout, causal, False)
     else:
@@ -100,7 +103,7 @@ def _replace_attention(node: fx.Node) -> None:
     if position is None:
         node.target, node.args = target, args
     else:
-        node.args = (*before, target, *args)
+        node.args = (*given[:position], target, *args)
     node.kwargs = {"scale": scale}
 
 
@@ -110,7 +113,7 @@ def _replace_attention_backward(node: fx.Node, forward: fx.Graph) -> None:
     assert isinstance(logsumexp, fx.Node)
     seed, offset = _generator_state(logsumexp, node, forward)
     if mask is None and _is_half(gradient):
-        lengths = [value_of(tensor).shape[2] for tensor in (query, key)]  # type: ignore[arg-type]
+        lengths = [_value(tensor).shape[2] for tensor in (query, key)]
         node.target = aten._scaled_dot_product_flash_attention_backward.default
         saved = (query, key, value, out, logsumexp, None, None, *lengths)
         node.args = (gradient, *saved, dropout, causal, seed, offset)
@@ -121,9 +124,13 @@ def _replace_attention_backward(node: fx.Node, forward: fx.Graph) -> None:
     node.kwargs = {"scale": scale}
 
 
-def _is_half(node: object) -> bool:
-    assert isinstance(node, fx.Node)
-    return value_of(node).dtype in (torch.float16, torch.bfloat16)
+def _is_half(argument: object) -> bool:
+    return _value(argument).dtype in (torch.float16, torch.bfloat16)
+
+
+def _value(argument: object) -> Any:
+    assert isinstance(argument, fx.Node), argument
+    return value_of(argument)
 
 
 def _generator_state(logsumexp: fx.Node, reader: fx.Node, forward: fx.Graph) -> tuple[fx.Node, fx.Node]:
@@ -137,8 +144,9 @@ def _generator_state(logsumexp: fx.Node, reader: fx.Node, forward: fx.Graph) -> 
     for item in _items(_made_by(saved)):
         returned = output_node(forward)
         (results,) = returned.args
-        if item not in results:  # type: ignore[operator]
-            returned.args = ((*results, item),)  # type: ignore[misc]
+        assert isinstance(results, tuple | list)
+        if item not in results:
+            returned.args = ((*results, item),)
         known = {node.name: node for node in placeholders(graph)}
         if item.name not in known:
             with graph.inserting_after(source):
@@ -183,13 +191,10 @@ def _propagate(graph: fx.Graph, given: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[fx.Node, Any] = {}
     storages: dict[int, Tensor] = {}
     for node in graph.nodes:
-        if node.op == "placeholder" and any(user.target is _RESTORES and user.args[0] is node for user in node.users):
+        if node.op == "placeholder" and _is_rng_state(node):  # which has another name in the graph that saved it
             value = _generator_bytes()
         elif node.op == "placeholder":
-            if _is_rng_state(node):  # which has another name in the graph that saved it
-                value = torch.empty(_RNG_STATE_NBYTES, dtype=torch.uint8)
-            else:
-                value = given[node.name] if node.name in given else _moved(value_of(node), storages)
+            value = given[node.name] if node.name in given else _moved(value_of(node), storages)
         elif node.op == "get_attr":
             value = _moved(value_of(node), storages)
         elif node.op == "output":
@@ -215,14 +220,15 @@ def _run(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], values: 
         return result if node.target is _RESTORES else (_generator_bytes(), result)
     if _must_copy(node, args):
         return _made_contiguous(node, args, values)
+    target: Any = node.target
     try:
-        return node.target(*args, **kwargs)
+        return target(*args, **kwargs)
     except RuntimeError as error:
         if _NO_CUDA not in str(error):
             raise
     # Some fake implementations copy strided operands by torch's own code for CUDA, which a CPU's build does not have.
     on_cpu = pytree.tree_map_only(Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype), args)
-    return _moved(node.target(*on_cpu, **kwargs), {})
+    return _moved(target(*on_cpu, **kwargs), {})
 
 
 def _generator_bytes() -> Tensor:
@@ -234,7 +240,7 @@ def _must_copy(node: fx.Node, args: Sequence[Any]) -> bool:
     if node.target is not aten.view.default:
         return False
     try:
-        node.target(*args)
+        aten.view.default(*args)
     except (RuntimeError, ValueError):
         return True
     return False

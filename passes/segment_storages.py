@@ -60,10 +60,10 @@ def value_of(node: fx.Node) -> Any:
     """The fake value of a node. Where tracing noted none for a tuple, it is put together from its items."""
     if "val" in node.meta or node.op == "output":
         return node.meta.get("val")
-    items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    items: dict[Any, fx.Node] = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     if not items:
         return None
-    return tuple(value_of(items[i]) if i in items else None for i in range(1 + max(items)))  # type: ignore[type-var, operator]
+    return tuple(value_of(items[i]) if i in items else None for i in range(1 + max(items)))
 
 
 def graph_storages(graph: fx.Graph, shapes: Shapes = AS_TRACED) -> GraphStorages:
@@ -125,7 +125,7 @@ def _results(found: GraphStorages, node: fx.Node, trees: dict[fx.Node, Any], sha
             numbers.append(inputs[key])
         else:
             if node.target in CLONES_OF_WHOLE_STORAGES:
-                real = {index: found.nbytes[next(_numbers(trees[node.args[0]]))]}
+                real = {index: found.nbytes[next(_numbers(trees[node.all_input_nodes[0]]))]}
             if key not in fresh:
                 fresh[key] = found.new(real[index] if index in real else shapes.nbytes(leaf))
             numbers.append(fresh[key])
@@ -138,7 +138,7 @@ def _declared(node: fx.Node, trees: dict[fx.Node, Any]) -> dict[int, int]:
     if not isinstance(target, torch._ops.OpOverload):
         return {}
     if target in _VIEWS_NOT_DECLARED:
-        return {0: next(_numbers(trees[node.args[0]]))}  # type: ignore[index]
+        return {0: next(_numbers(trees[node.all_input_nodes[0]]))}
     of_set: dict[str, int] = {}
     for position, argument in enumerate(target._schema.arguments):
         given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)

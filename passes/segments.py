@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,6 +22,7 @@ from chunkc.passes.graphs import (
     is_getitem,
     is_view_of,
     op_name,
+    output_node,
     placeholders,
     returned,
     storage_keys,
@@ -41,7 +43,7 @@ class Segment:
     module: fx.GraphModule
 
     @property
-    def example_inputs(self) -> list[object]:
+    def example_inputs(self) -> list[Any]:
         return [node.meta["val"] for node in placeholders(self.module.graph)]
 
     @property
@@ -102,8 +104,10 @@ def _clone_chain(graph: fx.Graph, view: fx.Node, parameter: fx.Node, before: fx.
 
 def materialise_returned_placeholders(graph: fx.Graph, positions: Sequence[int]) -> None:
     """Make outputs at `positions` (gradients) nodes of their own where they are bare placeholders."""
-    output = next(iter(reversed(graph.nodes)))
-    values = list(output.args[0])  # type: ignore[arg-type]
+    output = output_node(graph)
+    (results,) = output.args
+    assert isinstance(results, tuple | list)
+    values = list(results)
     for position in positions:
         value = values[position]
         if isinstance(value, fx.Node) and value.op == "placeholder":

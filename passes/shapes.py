@@ -48,7 +48,7 @@ class Shapes:
         """Bytes of a traced tensor's storage."""
         return storage_nbytes(tensor)
 
-    def known(self, nbytes: int) -> Size:
+    def known(self, nbytes: int | torch.SymInt) -> Size:
         """A result as it is kept: a number, or an expression in the traced graph's symbols."""
         return nbytes
 
@@ -134,7 +134,7 @@ class SymbolicShapes(_Translated):
             self._own[symbol] = own
         self._traced = {own: symbol for symbol, own in self._own.items()}
 
-    def known(self, nbytes: int) -> Size:
+    def known(self, nbytes: int | torch.SymInt) -> Size:
         return self._in_traced(nbytes)
 
     def known_s(self, seconds: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeAlias
 
 import sympy
 import torch
@@ -10,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-Size = int | sympy.Expr
+Size: TypeAlias = int | sympy.Expr
 """A number, or an expression in the symbols of the graph's `ShapeEnv`."""
 
 

@@ -13,7 +13,6 @@ the only wait of the host inside a step.
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -25,6 +24,7 @@ from chunkc.ir.errors import OptionsError
 from chunkc.runtime.arena import Launch
 from chunkc.runtime.gpu import Gpu, TorchGpu
 from chunkc.runtime.streams import Event, WorkerStream
+from chunkc.runtime.tier import AT_ONCE
 
 
 class CudaMoment:
@@ -143,7 +143,7 @@ class CudaTier:
             the host runs ahead. Without it nothing is measured.
     """
 
-    enqueue: ClassVar[Callable[..., None]] = staticmethod(operator.call)  # kernels queue by themselves
+    enqueue: ClassVar[Callable[..., None]] = staticmethod(AT_ONCE)  # kernels queue by themselves
 
     def __init__(self, gpu: Gpu | None = None, *, meter: bool = True) -> None:
         self._gpu = TorchGpu() if gpu is None else gpu

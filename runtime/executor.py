@@ -237,39 +237,40 @@ def lower(graph: fx.Graph, segments: Mapping[str, Segment]) -> Executable:
     chunk_of = {n: n.args[0] for n in graph.nodes if n.target is chunk_ops.parameter}
     instructions: list[Instruction] = []
     for node in graph.nodes:
+        args: Any = node.args
         if node.op == "call_module":
-            arguments: list[fx.Node] = list(node.args)  # type: ignore[arg-type]
             instructions.append(
                 _Call(
                     name=node.meta["call"],
                     segment=segments[str(node.target)],
-                    arguments=tuple(register[a] for a in arguments),
-                    cleared=tuple(register[a] for a in dict.fromkeys(arguments) if last_reader[a] is node),
-                    targets=tuple((register[u], u.args[1]) for u in node.users if u in last_reader),  # type: ignore[misc]
-                    chunks=tuple(dict.fromkeys(str(chunk_of[a]) for a in arguments if a in chunk_of)),
+                    arguments=tuple(register[a] for a in args),
+                    cleared=tuple(register[a] for a in dict.fromkeys(args) if last_reader[a] is node),
+                    targets=tuple((register[u], u.args[1]) for u in node.users if u in last_reader),
+                    chunks=tuple(dict.fromkeys(str(chunk_of[a]) for a in args if a in chunk_of)),
                 )
             )
         elif node.op == "call_function" and node.target in _EVENTS:
-            instructions.append(_Event(_EVENTS[node.target], node.args[0]))  # type: ignore[index, arg-type]
+            instructions.append(_Event(_EVENTS[node.target], *args))
         elif node.target is chunk_ops.parameter:
-            instructions.append(_Parameter(*node.args, register[node]))  # type: ignore[arg-type, misc]
+            chunk, name = args
+            instructions.append(_Parameter(chunk, name, register[node]))
         elif node.target is chunk_ops.sink:
-            name, chunk, source, owned = node.args
-            last = last_reader[source] is node  # type: ignore[index]
-            instructions.append(_Sink(name, chunk, register[source], bool(owned) and last, last))  # type: ignore[arg-type, index]
+            name, chunk, source, owned = args
+            last = last_reader[source] is node
+            instructions.append(_Sink(name, chunk, register[source], bool(owned) and last, last))
         elif node.target is chunk_ops.settle:
-            instructions.append(_Settle(*node.args))  # type: ignore[arg-type]
+            instructions.append(_Settle(*args))
         elif node.target is chunk_ops.update:
-            instructions.append(_Update(Tile(*node.args)))  # type: ignore[arg-type]
+            instructions.append(_Update(Tile(*args)))
         else:
             assert node.op in ("placeholder", "output") or node.target is operator.getitem, node.format_node()
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    (returned,) = next(iter(reversed(graph.nodes))).args
+    returned: Any = next(iter(reversed(graph.nodes))).args[0]
     return Executable(
         tuple(instructions),
         len(register),
         tuple(register[n] if n in last_reader else None for n in inputs),
-        tuple(None if value is None else register[value] for value in returned),  # type: ignore[union-attr, index]
+        tuple(None if value is None else register[value] for value in returned),
     )
 
 

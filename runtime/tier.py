@@ -68,7 +68,7 @@ class Tier(Protocol):
     def allocate_slot(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat, uninitialised buffer of the compute stream's; its memory may still be in use by what it ran."""
 
-    def enqueue(self, job: Callable[..., None], *args: Any) -> None:
+    def enqueue(self, job: Callable[..., object], *args: Any) -> None:
         """Compute `job(*args)` behind everything enqueued so far.
 
         At once, where the host computes or where kernels queue by themselves.
@@ -97,6 +97,10 @@ class Tier(Protocol):
         """Block the host until every copy has ended."""
 
 
+AT_ONCE: Callable[..., None] = operator.call
+"""How a tier computes whose computation is the host's, or queues by itself."""
+
+
 class CpuTier:
     """RAM as the memory the model computes in. Slots come from torch's own CPU allocator, exactly sized.
 
@@ -105,7 +109,7 @@ class CpuTier:
     """
 
     device = torch.device("cpu")
-    enqueue: ClassVar[Callable[..., None]] = staticmethod(operator.call)  # the host computes, now
+    enqueue: ClassVar[Callable[..., None]] = staticmethod(AT_ONCE)  # the host computes, now
 
     def __init__(self, *, delay: Callable[[], float] | None = None) -> None:
         self.to_device = WorkerStream("to_device", delay=delay)

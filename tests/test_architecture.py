@@ -112,6 +112,15 @@ def test_the_package_never_imports_its_benchmarks_tests_or_bare_folders(package:
     assert not heads & names
 
 
+def test_mypy_finds_every_room_outside_the_package_folder() -> None:
+    """`.typings` is on mypy's path: without an `__init__.py` beside its links mypy takes those rooms for unknown."""
+    links = ROOT / ".typings"
+    elsewhere = {package: folder for package, folder in SETUP["package-dir"].items() if folder.count("/") == 0}
+    for package, folder in elsewhere.items():
+        found = links.joinpath(*package.split("."), "__init__.py")
+        assert found.resolve() == (ROOT / folder / "__init__.py").resolve(), package
+
+
 def test_the_packages_listed_are_the_folders_there_are() -> None:
     left_out = {"tests", "bench", "build", "runs"}
     folders = {

@@ -1,0 +1,1 @@
+../../chunkc/__init__.py
