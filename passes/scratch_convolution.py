@@ -12,19 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from chunkc.passes.convolution import BLOCK, LOW_PRECISION, MIN_POSITIONS, PADDING, Convolution, may_unfold, padded
 from chunkc.passes.scratch_kernels import contiguous_copy_nbytes, nbytes_of
 
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
-_BLOCK = 16
 _PAGE = 4096
-_PADDING = 128
-"""Bytes by which oneDNN aligns one region of its scratchpad."""
-_BARRIER = 2 * _PAGE + _PADDING
+_BARRIER = 2 * _PAGE + PADDING
 """Bytes of the buffer in which threads wait for each other before they sum filters' gradients."""
 _ADDRESS_NBYTES = 40
 """Of the addresses of one pair of blocks that are multiplied."""
@@ -32,118 +28,10 @@ _ADDRESSES_NBYTES = 4120
 """A page of addresses, and what is left of the last one."""
 _MAX_CHANNELS = 64
 """In one of these blocks."""
-_MIN_POSITIONS = 4
-"""Results of fewer positions are computed as matrix products."""
 _SMALL_DEPTHWISE = 25
 """Up to so many pixels per filter, depthwise filters' gradients may be summed over blocked images."""
 _MIN_ROWS_TO_SHARE = 9
 """Fewer rows of a result than this are never divided among threads when filters' gradients are summed."""
-
-
-def _padded(size: int, block: int = _BLOCK) -> int:
-    return -(-size // block) * block
-
-
-@dataclass(frozen=True)
-class Convolution:
-    """One convolution, or the one that a backward belongs to.
-
-    Attributes:
-        input: images [N, C, *spatial].
-        weight: filters [out, C / groups, *kernel]; transposed [C, out / groups, *kernel].
-        result_shape: of the convolution's result.
-        stride, padding, dilation: per spatial dimension.
-        bias: whether it adds one (or its backward makes the bias's gradient).
-        num_threads: threads that it may use.
-    """
-
-    input: Tensor
-    weight: Tensor
-    result_shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-    transposed: bool
-    bias: bool
-    num_threads: int
-
-    @property
-    def pixels(self) -> int:
-        """Of one filter."""
-        return math.prod(self.weight.shape[2:])
-
-    @property
-    def positions(self) -> int:
-        """Of one result."""
-        return math.prod(self.result_shape[2:])
-
-    @property
-    def strided(self) -> bool:
-        return any(step != 1 for step in self.stride)
-
-    @property
-    def channels(self) -> tuple[int, int]:
-        """Of one group, in and out."""
-        return self.input.shape[1] // self.groups, self.result_shape[1] // self.groups
-
-    @property
-    def depthwise(self) -> bool:
-        return self.groups > 1 and self.channels == (1, 1)
-
-    @property
-    def result_nbytes(self) -> int:
-        return math.prod(self.result_shape) * self.input.itemsize
-
-    def blocked_nbytes(self, shape: Sequence[int]) -> int:
-        """Bytes of images of `shape` whose channels are padded to blocks."""
-        channels = shape[1] if self.groups > 1 else _padded(shape[1])
-        return shape[0] * channels * math.prod(shape[2:]) * self.input.itemsize
-
-    @property
-    def blocked_filters_nbytes(self) -> int:
-        if self.depthwise:
-            return _padded(self.groups) * self.pixels * self.input.itemsize
-        inside, outside = self.channels
-        inside = inside if self.reads_plain_image else _padded(inside)
-        return self.groups * _padded(outside) * inside * self.pixels * self.input.itemsize
-
-    @property
-    def reads_plain_image(self) -> bool:
-        """A first convolution, of a few colours, reads them as they are."""
-        return self.groups == 1 and not self.transposed and self.input.shape[1] < _BLOCK and self.pixels > 1
-
-    @property
-    def fills_blocks(self) -> bool:
-        if self.groups == 1:
-            return True  # padded
-        return self.groups % _BLOCK == 0 if self.depthwise else all(c % _BLOCK == 0 for c in self.channels)
-
-    @property
-    def has_known_kernels(self) -> bool:
-        """Float32 images on AVX-512, done by oneDNN, without gaps in filters, with a result larger than a matrix's."""
-        known = self.input.dtype == torch.float32 and self.input.dim() in (3, 4) and max(self.dilation) == 1
-        known &= torch.backends.cpu.get_cpu_capability() == "AVX512"
-        return known and self.positions >= _MIN_POSITIONS and not may_unfold(self.input, self.weight, self.groups)
-
-    @property
-    def is_direct(self) -> bool:
-        """One pixel on one thread: a matrix product in place."""
-        plain = not (self.strided or self.transposed) and self.groups == 1
-        return self.pixels == 1 and self.num_threads == 1 and plain
-
-    @property
-    def padded_bias_nbytes(self) -> int:
-        """A bias that does not fill blocks."""
-        filled = self.channels[1] % _BLOCK == 0 or self.depthwise
-        return 0 if filled else self.groups * _padded(self.channels[1]) * 4 + _PADDING
-
-    @property
-    def gathered_nbytes(self) -> int:
-        """Filters of one pixel with a stride first gather the pixels that they read, each thread those of one image."""
-        if self.pixels != 1 or not self.strided or self.transposed:
-            return 0
-        return self.num_threads * _padded(self.channels[0]) * self.positions * self.input.itemsize + _PADDING
 
 
 def convolution_nbytes(convolution: Convolution) -> int:
@@ -177,16 +65,6 @@ def _copied_nbytes(*operands: Tensor) -> int:
     )
 
 
-def may_unfold(input: Tensor, weight: Tensor, groups: int) -> bool:
-    """Whether ATen's own convolution may run: other dtypes, small single images, old processors."""
-    if input.dtype == torch.bfloat16:
-        return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if input.dtype == torch.float16:
-        return not torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    small = input.shape[0] == 1 and input.numel() <= 20480 and groups == 1 and min(weight.shape[-2:]) <= 3
-    return input.dtype != torch.float32 or small
-
-
 def _forward(c: Convolution) -> int | None:
     """A forward, exactly (transposed with a stride: a bound); None where that is not known.
 
@@ -198,8 +76,6 @@ def _forward(c: Convolution) -> int | None:
     image, filters = c.input, c.weight
     last = [not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last) for t in (image, filters)]
     if any(last) and image.dim() == 4:
-        if c.transposed:
-            return None
         if c.groups != 1:
             known = c.depthwise and c.fills_blocks and c.pixels > 1 and last[0]
             return c.blocked_filters_nbytes if known else None
@@ -207,12 +83,14 @@ def _forward(c: Convolution) -> int | None:
             return None
         copies = 0 if last[0] else nbytes_of(image)
         copies += 0 if last[1] or c.pixels == 1 else nbytes_of(filters)
+        if c.transposed:
+            return copies + _transposed_last_nbytes(c) if c.strided else None
         if c.is_direct:
             return copies
         outside = c.result_shape[1]
-        block = 64 if outside % _BLOCK and outside > 32 else _BLOCK  # a bound where channels do not fill blocks
+        block = 64 if outside % BLOCK and outside > 32 else BLOCK  # a bound where channels do not fill blocks
         return (
-            copies + _padded(outside, block) * image.shape[1] * c.pixels * 4 + _PAGE + _ADDRESSES_NBYTES * c.num_threads
+            copies + padded(outside, block) * image.shape[1] * c.pixels * 4 + _PAGE + _ADDRESSES_NBYTES * c.num_threads
         )
     if not (image.is_contiguous() and filters.is_contiguous() and c.fills_blocks):
         return None
@@ -223,10 +101,20 @@ def _forward(c: Convolution) -> int | None:
     if not c.transposed:
         padded_bias = c.padded_bias_nbytes if c.bias else 0
         return max(c.gathered_nbytes + padded_bias + read + result - c.result_nbytes, result)
-    biased = result + _PADDING if c.bias else 0  # the bias is added to a copy
+    biased = result + PADDING if c.bias else 0  # the bias is added to a copy
     if c.strided:
-        return max(_strided_nbytes(c) + _PADDING + biased, 2 * c.result_nbytes)
+        return max(_strided_nbytes(c) + PADDING + biased, 2 * c.result_nbytes)
     return max(biased + read + result - c.result_nbytes, result)
+
+
+def _transposed_last_nbytes(c: Convolution) -> int:
+    """A transposed forward with a stride, of channels last; a bound for one or 40 and more result channels.
+
+    Nothing is reordered but filters; a bias is added to a copy where the last rows of the result are uneven.
+    """
+    uneven = c.result_shape[-1] % c.stride[-1] != 0
+    biased = c.result_nbytes + PADDING if c.bias and uneven else 0
+    return _strided_nbytes(c) - nbytes_of(c.input) + PADDING + biased
 
 
 def _backward(c: Convolution, outputs: Sequence[Tensor | None]) -> int:
@@ -247,7 +135,7 @@ def _backward(c: Convolution, outputs: Sequence[Tensor | None]) -> int:
         if c.strided and not c.transposed:
             peaks += [_strided_nbytes(c) + d_image - given, 3 * d_image - given]
         else:
-            whole = filters if not c.reads_plain_image else filters // c.channels[0] * _padded(c.channels[0])
+            whole = filters if not c.reads_plain_image else filters // c.channels[0] * padded(c.channels[0])
             peaks += [grad + whole + image - given, image + d_image - given]
     if d_filters:
         inside = filters + _summed_nbytes(c) - d_filters
@@ -272,15 +160,15 @@ def _strided_nbytes(c: Convolution) -> int:
     ):
         after = (size - 1) * step + kernel - whole - before
         numel *= size + sum(max(0, kernel - 1 - pad) // step for pad in (before, after))
-    blocks = _padded(c.pixels * -(-channels // _MAX_CHANNELS) * _ADDRESS_NBYTES, _PAGE)
-    thread = -(-blocks // _ADDRESS_NBYTES) * _ADDRESS_NBYTES + _PAGE + 4 * _padded(numel * channels, _PAGE)
+    blocks = padded(c.pixels * -(-channels // _MAX_CHANNELS) * _ADDRESS_NBYTES, _PAGE)
+    thread = -(-blocks // _ADDRESS_NBYTES) * _ADDRESS_NBYTES + _PAGE + 4 * padded(numel * channels, _PAGE)
     uneven = written[-1] % c.stride[-1] != 0
     if uneven:
-        thread += 4 * _padded(_padded(written[-1], c.stride[-1]) * c.stride[-1] * written[0], _PAGE)
+        thread += 4 * padded(padded(written[-1], c.stride[-1]) * c.stride[-1] * written[0], _PAGE)
     filters = c.blocked_filters_nbytes
     if c.groups == 1:
-        block = _BLOCK if written[0] <= _BLOCK else 2 * _BLOCK
-        filters = channels * _padded(written[0], block) * c.pixels * 4
+        block = BLOCK if written[0] <= BLOCK else 2 * BLOCK
+        filters = channels * padded(written[0], block) * c.pixels * 4
     images = c.input.shape[0] * math.prod(read) * 4
     return images + filters + (4 if uneven else 3) * _PAGE + c.num_threads * thread
 
@@ -293,14 +181,14 @@ def _summed_nbytes(c: Convolution) -> int:
     """
     if c.depthwise:
         unfolded = c.positions * c.pixels * 4
-        return c.num_threads * (unfolded + 4 * nbytes_of(c.weight)) + 2 * _PADDING
-    outside = c.groups * _padded(max(c.channels) if c.transposed else c.channels[1])
+        return c.num_threads * (unfolded + 4 * nbytes_of(c.weight)) + 2 * PADDING
+    outside = c.groups * padded(max(c.channels) if c.transposed else c.channels[1])
     num_sharing = c.num_threads if c.pixels == 1 or c.transposed else _num_sharing(c)
     summed = c.padded_bias_nbytes if c.bias else 0
     if num_sharing > 1:
         summed += (num_sharing - 1) * (c.blocked_filters_nbytes + 4 * outside) + _BARRIER
-        summed += _PADDING if c.transposed else 0
-    num_blocks = -(-c.channels[1] // _BLOCK) * c.groups
+        summed += PADDING if c.transposed else 0
+    num_blocks = -(-c.channels[1] // BLOCK) * c.groups
     if c.bias and (num_blocks < c.num_threads or (c.pixels == 1 and num_blocks % c.num_threads)):
         summed += max(1, c.num_threads // num_blocks - 1) * 4 * outside + (2 + num_blocks) * _PAGE
     return summed
@@ -315,7 +203,7 @@ def _num_sharing(c: Convolution) -> int:
     if c.num_threads < c.groups:
         return 1
     num_threads = c.num_threads // c.groups
-    inside, outside = (-(-channels // _BLOCK) for channels in c.channels)
+    inside, outside = (-(-channels // BLOCK) for channels in c.channels)
     rows = c.result_shape[2] if len(c.result_shape) == 4 else 1
     by_rows = rows > _MIN_ROWS_TO_SHARE
     images = c.input.shape[0]
@@ -326,9 +214,9 @@ def _num_sharing(c: Convolution) -> int:
 
     def traffic(split: tuple[int, int, int]) -> int:
         sharing, by_result, by_image = split
-        read = -(-image_shares // sharing) * -(-inside // by_image) * _BLOCK * image_size // math.prod(c.stride)
-        read += -(-shares // sharing) * -(-outside // by_result) * _BLOCK * result_size
-        return read + 8 * -(-outside // by_result) * -(-inside // by_image) * c.pixels * _BLOCK**2
+        read = -(-image_shares // sharing) * -(-inside // by_image) * BLOCK * image_size // math.prod(c.stride)
+        read += -(-shares // sharing) * -(-outside // by_result) * BLOCK * result_size
+        return read + 8 * -(-outside // by_result) * -(-inside // by_image) * c.pixels * BLOCK**2
 
     def work(split: tuple[int, int, int]) -> int:
         sharing, by_result, by_image = split
@@ -364,25 +252,25 @@ def _bound(c: Convolution, *, backward: bool) -> int:
     gradient per thread. Where ATen's own kernel may run instead, it unfolds the images: one column per position, as
     long as a filter.
     """
-    low = c.input.dtype in _LOW_PRECISION
+    low = c.input.dtype in LOW_PRECISION
     itemsize = 4 if low else c.input.itemsize
     channels_last = not c.input.is_contiguous()
     if c.depthwise and not (channels_last and backward):  # blocks span the groups
-        num_groups, block, filters = 1, 16, _padded(c.groups, 64) * c.pixels * itemsize
+        num_groups, block, filters = 1, 16, padded(c.groups, 64) * c.pixels * itemsize
     else:
         num_groups, block = (1, 16) if c.depthwise else (c.groups, 32 if low else 16)
         block_w = 16 if c.depthwise else block
-        outer, inner = _padded(-(-c.weight.shape[0] // c.groups), block_w), _padded(c.weight.shape[1], block_w)
+        outer, inner = padded(-(-c.weight.shape[0] // c.groups), block_w), padded(c.weight.shape[1], block_w)
         filters = c.groups * outer * inner * c.pixels * itemsize
         filters *= 2 if channels_last else 1
 
     def blocked(shape: Sequence[int]) -> int:
-        channels = num_groups * _padded(-(-shape[1] // num_groups), block)
+        channels = num_groups * padded(-(-shape[1] // num_groups), block)
         return shape[0] * channels * math.prod(shape[2:]) * itemsize
 
     nbytes = blocked(c.input.shape) + blocked(c.result_shape) + filters
     nbytes += c.num_threads * (1 << 20 if low else 64 << 10) + (c.num_threads * filters if backward else 0)
-    if c.positions < _MIN_POSITIONS:
+    if c.positions < MIN_POSITIONS:
         nbytes += 2 * filters  # as a matrix product, which packs its operands
     if max(c.dilation) > 1:  # each thread may unfold an image
         nbytes += c.num_threads * c.input.shape[1] * c.pixels * c.positions * itemsize

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from chunkc.passes.scratch_convolution import Convolution, convolution_backward_nbytes, convolution_nbytes
+from chunkc.passes.convolution import Convolution
+from chunkc.passes.scratch_convolution import convolution_backward_nbytes, convolution_nbytes
 from chunkc.passes.scratch_iterator import common_dtype, number_dtype, number_nbytes, numbers_in
 from chunkc.passes.scratch_kernels import (
     attention_backward_nbytes,

@@ -107,6 +107,8 @@ class MeasuringSegment(codegen.EagerSegment):
 class _ReadOperators(TorchDispatchMode):
     """Reads the meter after every operator that a wrapper calls by itself."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, read: Callable[[str], None]) -> None:
         super().__init__()
         self._read = read

@@ -114,6 +114,29 @@ def test_depthwise_filters_of_convnext() -> None:
         assert gaps(Shape(2, 32, 32, 8, 7, padding=3, groups=32), bias=True) == (0, 0)
 
 
+def last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last)
+
+
+TRANSPOSED_CHANNELS_LAST = {
+    "growing": Shape(2, 16, 16, 16, 2, stride=2, transposed=True),
+    "overlapping": Shape(4, 16, 32, 8, 4, stride=2, padding=1, transposed=True),
+    "uneven": Shape(2, 20, 24, 9, 3, stride=2, padding=1, transposed=True),
+}
+
+
+@AVX512
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("name", TRANSPOSED_CHANNELS_LAST)
+def test_transposed_channels_last_to_the_byte(name: str, num_threads: int, bias: bool) -> None:
+    torch.set_num_threads(num_threads)
+    shape = TRANSPOSED_CHANNELS_LAST[name]
+    image, filters, added = shape.image(), shape.filters(), torch.randn(shape.outside) if bias else None
+    for formats in ((last(image), last(filters)), (last(image), filters), (image, last(filters))):
+        assert gap(aten.convolution.default, *formats, added, *shape.how) == 0
+
+
 BOUNDED = {
     "one pixel": Shape(4, 20, 40, 16, 1),
     "one pixel, strided": Shape(4, 32, 64, 16, 1, stride=2),
