@@ -160,7 +160,7 @@ class CompiledGraph:
         session, step = self.session, self._step(FORWARD, arguments)
         self.captured = captured = step.captured
         program, at = captured.forward, step.positions
-        session.early.enter_forward(self._groups)
+        session.early.enter_forward(session, self._groups)
         session.store.release_slots()
         live = session.live.nbytes(leaving_out=arguments)
         planned = self.plan(step, max(0, live - captured.output_nbytes), hooked=self._hooked())
@@ -185,7 +185,7 @@ class CompiledGraph:
         step = self._step(BACKWARD, arguments)
         assert step.captured.backward is not None
         self._refuse_partial_backward()
-        session.early.enter_backward(self._groups)
+        session.early.enter_backward(session, self._groups)
         held, hooked = max(0, session.live.nbytes() - step.captured.between_nbytes), self._hooked()
         kept = _kept_tangents(step.captured, arguments)
         planned = self.plan(step, held, hooked=hooked, kept_tangents=kept)
