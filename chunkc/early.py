@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from typing import TYPE_CHECKING, Protocol
 
 from chunkc.ir.errors import UnsupportedError
@@ -24,19 +24,20 @@ class Starter(Protocol):
     def begin_update(self, session: Session, group: int) -> bool:
         """Begin a settled group's update, if it is this optimizer's and may begin; whether it did."""
 
+    def begun_in(self, session: Session) -> Container[int]:
+        """Groups of a session whose updates have begun during a backward since the last step."""
+
     def __hash__(self) -> int: ...
 
 
 class EarlyUpdates:
-    """Who begins updates during a session's backward, and what has begun since the last step.
+    """Who begins updates during a session's backward, and which forwards still wait for theirs.
 
-    For each optimizer are counted the forwards that used a group since its own last step, and still wait for their
-    backward: another optimizer's step says nothing of them.
+    Forwards are counted for each optimizer, since its own last step: another one's step says nothing of them.
     """
 
     def __init__(self) -> None:
         self._in_flight: weakref.WeakKeyDictionary[Starter, Counter[int]] = weakref.WeakKeyDictionary()
-        self._begun: dict[int, weakref.WeakSet[Starter]] = {}
 
     @property
     def wanted(self) -> bool:
@@ -46,22 +47,22 @@ class EarlyUpdates:
     def join(self, starter: Starter) -> None:
         self._in_flight.setdefault(starter, Counter())
 
-    def enter_forward(self, groups: Collection[int]) -> None:
+    def enter_forward(self, session: Session, groups: Collection[int]) -> None:
         """A graph that uses these groups is about to run its forward.
 
         Raises:
             UnsupportedError: the update of one of them has begun.
         """
-        self._refuse(groups, "forward")
+        self._refuse(session, groups, "forward")
 
     def leave_forward(self, groups: Collection[int]) -> None:
         """A graph that uses these groups has run a forward that has a backward; one that failed has none."""
         for in_flight in self._in_flight.values():
             in_flight.update(groups)
 
-    def enter_backward(self, groups: Collection[int]) -> None:
+    def enter_backward(self, session: Session, groups: Collection[int]) -> None:
         """A graph that uses these groups is about to run the backward of one of its forwards; raises as above."""
-        self._refuse(groups, "backward")
+        self._refuse(session, groups, "backward")
         for in_flight in self._in_flight.values():
             for group in groups:
                 if in_flight[group] > 0:
@@ -70,22 +71,17 @@ class EarlyUpdates:
     def settled(self, session: Session, group: int) -> None:
         """A group is settled in the backward that runs now; its updates begin unless another backward may follow."""
         for starter, in_flight in list(self._in_flight.items()):
-            if in_flight[group] == 0 and starter.begin_update(session, group):
-                self._begun.setdefault(group, weakref.WeakSet()).add(starter)
+            if in_flight[group] == 0:
+                starter.begin_update(session, group)
 
     def stepped(self, starter: Starter) -> None:
-        """An optimizer has ended its step: what it began is over, and for it no forward before this counts any more."""
+        """An optimizer has ended its step: for it, no forward before this counts any more."""
         if starter in self._in_flight:
             self._in_flight[starter].clear()
-        for group, starters in list(self._begun.items()):
-            starters.discard(starter)
-            if not starters:
-                del self._begun[group]
 
-    def _refuse(self, groups: Collection[int], phase: str) -> None:
-        if not self._begun:
-            return
-        if any(self._begun.get(group) for group in groups):
+    def _refuse(self, session: Session, groups: Collection[int], phase: str) -> None:
+        begun = [starter.begun_in(session) for starter in self._in_flight]
+        if any(group in of_starter for of_starter in begun for group in groups):
             raise UnsupportedError(
                 f'a {phase} would use parameters that the last backward has begun to update (overlap="backward"): call '
                 "optimizer.step() after each backward(), or, where gradients are accumulated, run all but the last "

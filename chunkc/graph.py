@@ -175,7 +175,7 @@ class CompiledGraph:
         session, step = self.session, self._step(FORWARD, arguments)
         self.captured = captured = step.captured
         program, at = captured.forward, step.positions
-        session.early.enter_forward(self._groups)
+        session.early.enter_forward(session, self._groups)
         session.store.release_slots()
         inputs = [arguments[position] for position in at.inputs]
         # An input may be a view of a larger tensor than the one it was traced with: all of that is held.
@@ -205,7 +205,7 @@ class CompiledGraph:
         step = self._step(BACKWARD, arguments)
         assert step.captured.backward is not None
         self._refuse_partial_backward()
-        session.early.enter_backward(self._groups)
+        session.early.enter_backward(session, self._groups)
         hooked, kept = self._hooked(), _kept_tangents(step.captured, arguments)
 
         def held_nbytes() -> int:

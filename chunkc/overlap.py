@@ -8,7 +8,7 @@ it. What a user may change between `backward()` and `step()` is noted when an up
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from chunkc.adam_groups import CPU, DEVICE, Task
 from chunkc.grad_scale import is_skipped, on_the_cpu
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.kernels.formats import NO_SCALE, GradScale
-from chunkc.runtime.updates import finish_all
+from chunkc.runtime.updates import HomeUpdate, finish_all
 from chunkc.session import Session, managing, sessions_of
 
 NONE, FORWARD, BACKWARD, BOTH = "none", "forward", "backward", "both"
@@ -64,7 +64,8 @@ class Overlap:
         self.accumulating = False
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._known: weakref.WeakKeyDictionary[Session, dict[int, list[Entry]]] = weakref.WeakKeyDictionary()
-        self._begun: weakref.WeakKeyDictionary[Session, dict[int, list[_Begun]]] = weakref.WeakKeyDictionary()
+        self._begun: weakref.WeakKeyDictionary[Session, dict[int, tuple[list[_Begun], HomeUpdate]]]
+        self._begun = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[type[Overlap], tuple[str, str]]:
         return Overlap, (self.mode, self._update_on)  # a copy has nothing under way
@@ -161,9 +162,15 @@ class Overlap:
         with torch.no_grad():
             runs = optimizer.runs(session, index, [Task(optimizer, *entry) for entry in entries])
         job = _job(optimizer, session, index, runs, NO_SCALE)
-        self._begun.setdefault(session, {})[index] = [_noted(optimizer, *entry) for entry in entries]
-        store.updates.begin(index, job, label=_label(session, index), after=store.home_moments(index))
+        update = HomeUpdate(job, _label(session, index), store.home_moments(index))
+        noted = [_noted(optimizer, *entry) for entry in entries]
+        self._begun.setdefault(session, {})[index] = noted, update  # before it begins: it may be interrupted
+        store.updates.enter(index, update)
         return True
+
+    def begun_in(self, session: Session) -> Container[int]:
+        """The groups whose updates have begun in the backward, since the last step."""
+        return self._begun.get(session, {})
 
     def collect(self, optimizer: Any, chunked: dict[Session, dict[int, list[Task]]]) -> dict[Session, frozenset[int]]:
         """The groups whose updates began in the backward, taken out of `chunked`; they count until `end_backward`.
@@ -175,7 +182,11 @@ class Overlap:
         try:
             for session, groups in self._begun.items():
                 by_group = chunked.setdefault(session, {})
-                for index, noted in groups.items():
+                for index, (noted, update) in list(groups.items()):
+                    if not session.store.updates.has(index, update):
+                        _take_back(optimizer, noted)
+                        del groups[index]
+                        continue
                     tasks = {id(task.parameter): task for task in by_group.pop(index, ())}
                     for note in noted:
                         _check_unchanged(optimizer, note, tasks.pop(id(note.parameter), None))
@@ -203,6 +214,12 @@ def _noted(optimizer: Any, parameter: torch.Tensor, name: str, group: Mapping[st
     assert parameter.grad is not None
     hyper = optimizer.hyper_now(group, parameter)
     return _Begun(parameter, name, parameter.grad, parameter.grad._version, parameter._version, hyper)
+
+
+def _take_back(optimizer: Any, noted: Sequence[_Begun]) -> None:
+    """The update of these parameters was interrupted before it began: the step counted for it is still to come."""
+    for note in noted:
+        optimizer.states_of(note.parameter)["step"].sub_(1)
 
 
 def _check_unchanged(optimizer: Any, noted: _Begun, task: Task | None) -> None:

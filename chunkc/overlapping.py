@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -77,3 +77,7 @@ class Overlapping(Optimizer, ABC):
     def begin_update(self, session: Session, group: int) -> bool:
         """Begin the update of a chunk group during the backward (see `chunkc.early`)."""
         return self._overlap.begin(self, session, group)
+
+    def begun_in(self, session: Session) -> Container[int]:
+        """Chunk groups whose updates have begun in the backward (see `chunkc.early`)."""
+        return self._overlap.begun_in(session)

@@ -24,6 +24,47 @@ from chunkc.runtime.tier import Moment
 logger = logging.getLogger(__name__)
 
 
+class HomeUpdate:
+    """The update of one chunk group: runs once, however often it is submitted.
+
+    Args:
+        job, label, after: as for `HomeUpdates.begin`.
+    """
+
+    def __init__(self, job: Callable[[], None], label: str, after: Sequence[Moment] = ()) -> None:
+        self._job: Callable[[], None] | None = job
+        self._label = label
+        self._after = tuple(after)
+        self._problem: StreamError | None = None
+        self.event: Event | None = None
+
+    def submitted(self, stream: WorkerStream) -> Event:
+        """The end of the update, which is submitted now unless it is known to have been.
+
+        Raises:
+            StreamError: there is no thread to be had.
+        """
+        if self.event is None:
+            self.event = stream.submit(self._run, after=self._after)
+        self._after = ()
+        return self.event
+
+    def _run(self) -> None:
+        """On the worker thread, whose grad mode is its own."""
+        job, self._job = self._job, None
+        if self._problem is not None:
+            raise self._problem
+        if job is None:
+            return
+        try:
+            with torch.no_grad():
+                job()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            self._problem = StreamError(f"the update of {self._label} failed and may be half done: {problem}")
+            raise self._problem from error
+
+
 class HomeUpdates:
     """The updates at home of one model's chunk groups, one after the other.
 
@@ -35,7 +76,7 @@ class HomeUpdates:
 
     def __init__(self, *, delay: Callable[[], float] | None = None) -> None:
         self._stream = WorkerStream("update", delay=delay)
-        self._pending: dict[int, Event] = {}
+        self._pending: dict[int, HomeUpdate] = {}
         self._needed: dict[int, None] = {}
         at_exit = partial(_finish_at_exit, weakref.ref(self))
         atexit.register(at_exit)
@@ -56,13 +97,31 @@ class HomeUpdates:
         Raises:
             StreamError: there is no thread to be had.
         """
-        self._pending[group] = self._stream.submit(partial(_run, job, label), after=after)
+        self.enter(group, HomeUpdate(job, label, after))
+
+    def enter(self, group: int, update: HomeUpdate) -> None:
+        """Begin an update (see `begin`). Interrupted, it has not begun, or will run before it is waited for.
+
+        Raises:
+            StreamError: there is no thread to be had; it has not begun.
+        """
+        self._pending[group] = update
+        try:
+            update.submitted(self._stream)
+        except StreamError:
+            del self._pending[group]
+            raise
+
+    def has(self, group: int, update: HomeUpdate) -> bool:
+        """Whether an update that was to be entered has begun, or has ended already."""
+        return self._pending.get(group) is update or update.event is not None
 
     def before(self, group: int) -> tuple[Event, ...]:
         """What a copy of the group's home has to wait for; nothing where no update is under way."""
-        event = self._pending.get(group)
-        if event is None:
+        update = self._pending.get(group)
+        if update is None:
             return ()
+        event = update.submitted(self._stream)
         if event.done() and not event.failed():
             del self._pending[group]
             return ()
@@ -84,9 +143,9 @@ class HomeUpdates:
     def _failures(self) -> list[StreamError | HomeError]:
         """Block the caller until every update has ended: how those ended that failed."""
         failures: list[StreamError | HomeError] = []
-        for event in list(self._pending.values()):
+        for update in list(self._pending.values()):
             try:
-                event.wait()
+                update.submitted(self._stream).wait()
             except (StreamError, HomeError) as error:
                 failures.append(error)
         return failures
@@ -120,16 +179,6 @@ def finish_all(models: Iterable[HomeUpdates]) -> None:
         for text in list(told)[1:]:
             failures[0].add_note(f"and {text}")
         raise failures[0]
-
-
-def _run(job: Callable[[], None], label: str) -> None:
-    """On the worker thread, whose grad mode is its own."""
-    try:
-        with torch.no_grad():
-            job()
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-        raise StreamError(f"the update of {label} failed and may be half done: {problem}") from error
 
 
 def _finish_at_exit(reference: weakref.ref[HomeUpdates]) -> None:

@@ -130,8 +130,8 @@ def overlapped(
             optimizer.step()
             optimizer.zero_grad()
             results.append(array(loss))
-        for moment in store.updates._pending.values():
-            moment.wait()
+        for update in store.updates._pending.values():
+            update.event.wait()
         optimizer.synchronize()
         subject.settle()
         return [*results, *(array(p) for p in subject.model.parameters())]

@@ -16,6 +16,9 @@ from chunkc.session import owner
 pytestmark = pytest.mark.timeout(120)
 
 
+SESSION: Any = None
+
+
 class Starter:
     """Begins the update of whatever it is told of."""
 
@@ -25,6 +28,9 @@ class Starter:
     def begin_update(self, session: Any, group: int) -> bool:
         self.begun.append(group)
         return True
+
+    def begun_in(self, session: Any) -> list[int]:
+        return []
 
 
 @pytest.fixture
@@ -36,12 +42,12 @@ def pair() -> tuple[EarlyUpdates, Starter, Starter]:
 
 
 def run_backward(early: EarlyUpdates, group: int) -> None:
-    early.enter_backward([group])
-    early.settled(None, group)  # type: ignore[arg-type]
+    early.enter_backward(SESSION, [group])
+    early.settled(SESSION, group)
 
 
 def run_forward(early: EarlyUpdates, group: int) -> None:
-    early.enter_forward([group])
+    early.enter_forward(SESSION, [group])
     early.leave_forward([group])
 
 

@@ -126,3 +126,32 @@ def test_a_backward_is_interrupted_whose_updates_have_begun(overlap: str) -> Non
     assert all(torch.isfinite(torch.as_tensor(value)).all() for value in found)
     assert not before or differences(found[: len(before)], before)
     assert made.num_under_way == 0
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_backward_is_interrupted_as_an_update_begins(begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right before or right behind the beginning: the group is updated once, in the backward or in the step."""
+    made = Interrupted("backward")
+    enter, updates = made.store.updates.enter, made.store.updates
+    weight = made.model.layers[3].weight  # type: ignore[union-attr, index]
+
+    def interrupted(group: int, update: Any) -> None:
+        if begun:
+            enter(group, update)
+        raise KeyboardInterrupt
+
+    loss = made.compiled(**made.case.batch(1))
+    before = int(made.optimizer.state[weight]["step"])
+    monkeypatch.setattr(updates, "enter", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    monkeypatch.undo()
+    assert made.num_under_way == begun
+    with pytest.raises(chunkc.UnsupportedError, match=r"call optimizer.step\(\) after each backward"):
+        made.compiled(**made.case.batch(5))
+    old = array(weight)
+    made.optimizer.step()
+    assert int(made.optimizer.state[weight]["step"]) == before + 1
+    assert begun or differences(array(weight), old)
+    made.optimizer.zero_grad()
+    assert all(torch.isfinite(torch.as_tensor(value)).all() for value in made.ends())

@@ -133,7 +133,7 @@ def test_updates_begun_earlier_come_first(left_out: bool) -> None:
         other.begin(0, lambda: home.mul_(3.0), label="second, on a thread of its own")  # type: ignore[arg-type, return-value]
         other.finish()
         subject.gate.opened.set()
-        first.wait()
+        first.event.wait()  # type: ignore[union-attr]
     else:
         updates.begin(0, lambda: home.mul_(3.0), label="second")  # type: ignore[arg-type, return-value]
         subject.gate.opened.set()
