@@ -183,8 +183,7 @@ def _explain(options: argparse.Namespace) -> int:
         options.stochastic_rounding,
     )
     budget = budget_of(parse_options(settings), hardware)
-    if options.output is not None and not options.output.parent.is_dir():
-        raise OptionsError(f"cannot write {options.output}: there is no folder {options.output.parent}")
+    _check_output(options.output)
     notes: list[str] = []
     sizes = {"batch_size": options.batch_size, "seq_len": options.seq_len}
     # What the user's code prints is not the answer, which may be JSON.
@@ -208,6 +207,18 @@ def _explain(options: argparse.Namespace) -> int:
             )
     write(replace(explanation, notes=(*notes, *explanation.notes)), options.format, options.output)
     return _verdict(explanation)
+
+
+def _check_output(path: Path | None) -> None:
+    """Refuse what cannot be written before a long explanation is made for it."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise OptionsError(f"cannot write {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise OptionsError(f"cannot write {path}: it is a folder")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise OptionsError(f"cannot write {path}: permission denied")
 
 
 def _given(options: argparse.Namespace, sizes: dict[str, int | None]) -> Iterator[str]:
