@@ -39,6 +39,8 @@ from chunkc.scaling import capture_scaling
 from chunkc.targets import DTYPES, ModelOptions, Subject, Target, built_in, errors_of, from_file, from_module
 
 FITS, BAD_INPUT, DOES_NOT_FIT = 0, 2, 3
+READER_LEFT = 128 + 13
+"""What a shell says of a program that SIGPIPE ended."""
 
 MASTER_WEIGHTS: dict[str, bool | str] = {"true": True, "false": False, SPLIT: SPLIT, FLOAT32: FLOAT32}
 """What the optimizer's `master_weights` is called on the command line."""
@@ -120,19 +122,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     options = build_parser().parse_args(arguments)
     try:
-        if options.command == "explain":
-            if options.exceptions:
-                print(exceptions_table())
-                return FITS
-            with _quiet():
-                return _explain(options)
-        if options.command == "diff":
-            print(diff(read_explanation(options.before), read_explanation(options.after)), end="")
-            return FITS
-        return _calibrate(options)
+        code = _run(options)
+        sys.stdout.flush()
+        return code
     except ChunkcError as error:
         print(f"chunkc: {error}", file=sys.stderr)
         return BAD_INPUT
+    except BrokenPipeError:  # as `chunkc explain MODEL | head` does once it has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_LEFT
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.command == "explain":
+        if options.exceptions:
+            print(exceptions_table())
+            return FITS
+        with _quiet():
+            return _explain(options)
+    if options.command == "diff":
+        print(diff(read_explanation(options.before), read_explanation(options.after)), end="")
+        return FITS
+    return _calibrate(options)
 
 
 def _target(options: argparse.Namespace) -> Target:
@@ -183,8 +194,7 @@ def _explain(options: argparse.Namespace) -> int:
         options.stochastic_rounding,
     )
     budget = budget_of(parse_options(settings), hardware)
-    if options.output is not None and not options.output.parent.is_dir():
-        raise OptionsError(f"cannot write {options.output}: there is no folder {options.output.parent}")
+    _check_output(options.output)
     notes: list[str] = []
     sizes = {"batch_size": options.batch_size, "seq_len": options.seq_len}
     # What the user's code prints is not the answer, which may be JSON.
@@ -208,6 +218,18 @@ def _explain(options: argparse.Namespace) -> int:
             )
     write(replace(explanation, notes=(*notes, *explanation.notes)), options.format, options.output)
     return _verdict(explanation)
+
+
+def _check_output(path: Path | None) -> None:
+    """Refuse what cannot be written before a long explanation is made for it."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise OptionsError(f"cannot write {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise OptionsError(f"cannot write {path}: it is a folder")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise OptionsError(f"cannot write {path}: permission denied")
 
 
 def _given(options: argparse.Namespace, sizes: dict[str, int | None]) -> Iterator[str]:

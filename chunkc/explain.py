@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 
 from chunkc.adam_groups import DEVICE
 from chunkc.build import Builder
@@ -114,8 +115,13 @@ def explain(
     graph = graph_on(machine, model, args, kwargs, options, dynamic=dynamic, states_of=chosen.states_of)
     show("planning")
     training = training_in(machine, graph, options)
-    found = explain_graph(graph, options, training, name or type(model).__name__, updates)
+    found = explain_graph(graph, options, training, name or _class_of(model), updates)
     return replace(found, measured=measured)
+
+
+def _class_of(model: nn.Module) -> str:
+    """The name of the user's class, also of a compiled model."""
+    return type(model._orig_mod if isinstance(model, OptimizedModule) else model).__name__
 
 
 def minimum_budget(

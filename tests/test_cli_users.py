@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with `train.py`, and no hardware saved by `calibrate`."""
     (tmp_path / "train.py").write_text(FILE)
     (tmp_path / "broken.py").write_text("def build(:\n")
+    (tmp_path / "notes.txt").write_text("build\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     return tmp_path
@@ -57,6 +61,7 @@ def test_what_the_code_prints_is_not_the_answer(here: Path, capsys: pytest.Captu
         ("gpt-18", "no built-in model is called 'gpt-18'; did you mean 'gpt-18b'?"),
         ("transformers:LlamaModel", "there is no file transformers; for a model class of a package write --module"),
         ("/nowhere:build", "there is no file /nowhere\n"),
+        ("notes.txt:build", "notes.txt is no Python file: its name must end in .py"),
     ],
 )
 def test_one_line_says_what_to_do(target: str, says: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,3 +71,29 @@ def test_one_line_says_what_to_do(target: str, says: str, here: Path, capsys: py
     assert captured.err.startswith("chunkc: ")
     assert captured.err.count("\n") == 1
     assert says in captured.err
+
+
+def test_what_cannot_be_written_is_said_before_any_work(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "folder").mkdir()
+    (here / "locked.txt").write_text("")
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "locked.txt" and allowed(path, mode))
+    for name, says in (
+        ("folder", "it is a folder"),
+        ("locked.txt", "permission denied"),
+        ("x/y", "there is no folder x"),
+    ):
+        assert cli.main(["explain", "train.py:raises", "--output", name]) == 2
+        assert capsys.readouterr() == ("", f"chunkc: cannot write {name}: {says}\n")
+
+
+def test_a_reader_that_leaves_is_no_traceback(here: Path) -> None:
+    command = [sys.executable, "-m", "chunkc", "explain", "train.py:build", "--format", "json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=here)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == "loading\n"
+    assert process.wait() == cli.READER_LEFT

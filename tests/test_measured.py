@@ -31,6 +31,7 @@ def test_a_compiled_model_is_explained_by_its_own_options_and_beside_what_it_mea
         optimizer.step()
         optimizer.zero_grad()
     found = chunkc.explain(compiled, **batch)
+    assert found.model == type(model).__name__
     assert found.codegen == "eager"
     assert found.memory_budget_nbytes == BUDGET
     assert found.measured is not None

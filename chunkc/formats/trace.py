@@ -1,7 +1,8 @@
 """Chrome trace events: the predicted step, and beside it the measured one. Opens in Perfetto (ui.perfetto.dev).
 
-One process each, one thread per stream, one counter track of bytes by kind. Times are in microseconds, with three
-digits for nanoseconds. Format: "Trace Event Format", Google, 2016; `X` complete events, `C` counters, `M` metadata.
+One process each, one thread per stream, and counters: the budget, the bytes in use, and these by kind. Viewers sort
+counters by name. Times are in microseconds, with three digits for nanoseconds. Format: "Trace Event Format", Google,
+2016; `X` complete events, `C` counters, `M` metadata.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ PREDICTED, MEASURED = 1, 2
 """Process numbers of the two sides."""
 
 _LANES = 100
-"""Threads are numbered stream * _LANES + lane; the first lane of the first stream is 1."""
+"""Threads are numbered (stream + 1) * _LANES + lane. A thread with its process's number is shown as the main one."""
+
+BUDGET, IN_USE, BY_KIND = "device budget", "device in use", "device in use:"
+"""Counters. Perfetto makes a track of each series of one, named after both."""
 
 
 def render_trace(explanation: Explanation) -> str:
@@ -57,7 +61,8 @@ def _process(pid: int, name: str) -> list[dict[str, Any]]:
 def _threads(pid: int, events: Sequence[TimedEvent]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Names of the threads, and the slices on them.
 
-    Slices of one thread must nest or lie apart, so that those that overlap otherwise get further threads.
+    Slices of one thread must nest or lie apart, so that those that overlap otherwise get further threads. A stall of
+    less than a nanosecond is left out: viewers would draw it as something that happens at one time inside a call.
     """
     streams = [*STREAMS, *dict.fromkeys(event.stream for event in events if event.stream not in STREAMS)]
     metadata: list[dict[str, Any]] = []
@@ -66,11 +71,13 @@ def _threads(pid: int, events: Sequence[TimedEvent]) -> tuple[list[dict[str, Any
         ends_ns: list[int] = []
         for event in sorted((e for e in events if e.stream == stream), key=lambda e: e.start_s):
             start_ns, end_ns = _ns(event.start_s), _ns(event.end_s)
+            if event.kind == "stall" and start_ns == end_ns:
+                continue
             lane = next((lane for lane, end in enumerate(ends_ns) if end <= start_ns), len(ends_ns))
             ends_ns[lane : lane + 1] = [end_ns]
-            slices.append(_slice(pid, index * _LANES + lane + 1, event, start_ns, end_ns))
+            slices.append(_slice(pid, (index + 1) * _LANES + lane, event, start_ns, end_ns))
         for lane in range(max(1, len(ends_ns))):
-            tid = index * _LANES + lane + 1
+            tid = (index + 1) * _LANES + lane
             name = stream if lane == 0 else f"{stream} ({lane + 1})"
             metadata += [
                 {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}},
@@ -94,22 +101,35 @@ def _slice(pid: int, tid: int, event: TimedEvent, start_ns: int, end_ns: int) ->
 
 
 def _counters(explanation: Explanation) -> Iterable[dict[str, Any]]:
+    """Of every moment; at the end nothing is in use."""
+    if not explanation.moments:
+        return
     kinds = [kind for kind in KINDS if any(moment.contents.get(kind) for moment in explanation.moments)]
     for moment in explanation.moments:
+        yield _counter(PREDICTED, IN_USE, moment.start_s, {"bytes": moment.nbytes})
         nbytes = {kind: moment.contents.get(kind, 0) for kind in kinds}
-        yield _counter(PREDICTED, "device bytes", moment.start_s, nbytes)
-    if explanation.moments:
-        end_s = max([explanation.step_time_s.total, *(event.end_s for event in explanation.events)])
-        yield _counter(PREDICTED, "device bytes", end_s, dict.fromkeys(kinds, 0))
+        yield _counter(PREDICTED, BY_KIND, moment.start_s, nbytes)
+    end_s = max([explanation.step_time_s.total, *(event.end_s for event in explanation.events)])
+    yield _counter(PREDICTED, IN_USE, end_s, {"bytes": 0})
+    yield _counter(PREDICTED, BY_KIND, end_s, dict.fromkeys(kinds, 0))
+    yield from _budget(PREDICTED, explanation, end_s)
 
 
 def _measured_counters(explanation: Explanation) -> Iterable[dict[str, Any]]:
     """Measured bytes of each call, at the measured time of that call."""
     assert explanation.measured is not None
-    starts_s = {event.name: event.start_s for event in reversed(explanation.measured.events) if event.kind != "stall"}
+    events = explanation.measured.events
+    starts_s = {event.name: event.start_s for event in reversed(events) if event.kind != "stall"}
     for call, nbytes in explanation.measured.moments:
         if nbytes is not None and call in starts_s:
-            yield _counter(MEASURED, "device bytes", starts_s[call], {"measured": nbytes})
+            yield _counter(MEASURED, IN_USE, starts_s[call], {"bytes": nbytes})
+    yield from _budget(MEASURED, explanation, max(event.end_s for event in events))
+
+
+def _budget(pid: int, explanation: Explanation, end_s: float) -> Iterable[dict[str, Any]]:
+    """The budget from beginning to end: of moments, which say when a value begins, the last would have no length."""
+    for time_s in (0.0, end_s):
+        yield _counter(pid, BUDGET, time_s, {"bytes": explanation.memory_budget_nbytes})
 
 
 def _counter(pid: int, name: str, time_s: float, nbytes: dict[str, int]) -> dict[str, Any]:

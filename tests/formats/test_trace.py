@@ -10,8 +10,8 @@ import pytest
 from synthetic import EVENTS, MIB, event, large, measured, small
 
 from chunkc.formats import render_trace
-from chunkc.formats.trace import MEASURED, PREDICTED
-from chunkc.ir.explanation import TO_DEVICE, Explanation
+from chunkc.formats.trace import BUDGET, BY_KIND, IN_USE, MEASURED, PREDICTED
+from chunkc.ir.explanation import COMPUTE, TO_DEVICE, Explanation
 
 
 def events_of(explanation: Explanation) -> list[dict[str, Any]]:
@@ -63,10 +63,11 @@ def test_every_event_and_moment_is_there() -> None:
     explanation = large(30)
     events = events_of(explanation)
     assert sum(e["ph"] == "X" for e in events) == len(explanation.events)
-    counters = [e for e in events if e["ph"] == "C"]
-    assert len(counters) == len(explanation.moments) + 1
-    assert [sum(e["args"].values()) for e in counters[:-1]] == [m.nbytes for m in explanation.moments]
-    assert sum(counters[-1]["args"].values()) == 0
+    for name in (IN_USE, BY_KIND):
+        counters = [e for e in events if e["ph"] == "C" and e["name"] == name]
+        assert len(counters) == len(explanation.moments) + 1
+        assert [sum(e["args"].values()) for e in counters[:-1]] == [m.nbytes for m in explanation.moments]
+        assert sum(counters[-1]["args"].values()) == 0
     assert sum(e["args"].get("nbytes", 0) for e in events if e["ph"] == "X") == sum(
         e.nbytes for e in explanation.events
     )
@@ -82,8 +83,35 @@ def test_streams_stand_in_one_order_on_both_sides() -> None:
 
 
 def test_measured_bytes_stand_at_the_measured_time_of_their_call() -> None:
-    counters = [e for e in events_of(small(measured=measured())) if e["ph"] == "C" and e["pid"] == MEASURED]
-    assert [(e["ts"], e["args"]["measured"]) for e in counters] == [(2200.0, 110 * MIB), (5500.0, 188 * MIB)]
+    counters = [e for e in events_of(small(measured=measured())) if e["name"] == IN_USE and e["pid"] == MEASURED]
+    assert [(e["ts"], e["args"]["bytes"]) for e in counters] == [(2200.0, 110 * MIB), (5500.0, 188 * MIB)]
+
+
+def test_the_budget_is_a_line_over_both_sides() -> None:
+    events = events_of(small(measured=measured()))
+    for pid in (PREDICTED, MEASURED):
+        budget = [e for e in events if e["name"] == BUDGET and e["pid"] == pid]
+        end = max(e["ts"] + e.get("dur", 0) for e in events if e["ph"] != "M" and e["pid"] == pid)
+        assert [(e["ts"], e["args"]) for e in budget] == [(0, {"bytes": 200 * MIB}), (end, {"bytes": 200 * MIB})]
+
+
+def test_tracks_of_counters_stand_in_a_sensible_order() -> None:
+    """Perfetto sorts them by name: of the counter and of its series."""
+    tracks = sorted({f"{e['name']} {series}" for e in events_of(small()) if e["ph"] == "C" for series in e["args"]})
+    assert tracks[:2] == ["device budget bytes", "device in use bytes"]
+    assert all(track.startswith("device in use: ") for track in tracks[2:])
+
+
+def test_a_stall_of_no_time_is_no_slice() -> None:
+    """Rounding leaves some; a call of no time is there all the same."""
+    stall, call = event(COMPUTE, "stall", "param:1", 1, 1 + 1e-9), event(COMPUTE, "call", "forward.0", 1, 1)
+    names = [e["name"] for e in events_of(small(events=(stall, call))) if e["ph"] == "X"]
+    assert names == ["forward.0"]
+
+
+def test_no_stream_is_a_main_thread() -> None:
+    """Perfetto says so of a thread that has the number of its process."""
+    assert all(e["tid"] not in (PREDICTED, MEASURED) for e in events_of(small(measured=measured())) if e["ph"] == "X")
 
 
 def test_a_run_that_recorded_no_events_has_no_process() -> None:
