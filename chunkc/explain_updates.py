@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from chunkc.adam_groups import CPU, DEVICE, UPDATE_ON, divided
+from chunkc.adam_groups import CPU, DEVICE, divided
 from chunkc.ir.chunks import ChunkGroup, ChunkLayout
-from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.simulate import HomeUpdates, update_s_per_element
 from chunkc.overlap import NONE, Overlap
@@ -26,8 +25,6 @@ class Updates:
     overlap: str = NONE
 
     def __post_init__(self) -> None:
-        if self.update_on not in UPDATE_ON:
-            raise OptionsError(f"update_on is {self.update_on!r}; allowed: {', '.join(UPDATE_ON)}")
         Overlap(self.overlap, self.update_on)
 
     def at_home(self, groups: list[ChunkGroup], home: str, hardware: Hardware) -> frozenset[int]:
