@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from chunkc import doubts
-from chunkc.adam_groups import DEVICE, UPDATE_ON, Task, groups_at_home, runs_of
+from chunkc.adam_groups import DEVICE, Task, groups_at_home, runs_of
 from chunkc.grad_scale import grad_scale_of, is_skipped, on_the_cpu
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.states import DEFAULT_STATES, EXP_AVG, MASTER, MASTER_LOW, StateFormat
@@ -56,9 +56,6 @@ class ChunkedOptimizer(Overlapping):
         states: StateFormat = DEFAULT_STATES,
         implementation: Mapping[str, bool | None] = MappingProxyType({}),
     ) -> None:
-        if update_on not in UPDATE_ON:
-            allowed = ", ".join(f'"{name}"' for name in UPDATE_ON)
-            raise OptionsError(f"update_on is {update_on!r}; allowed: {allowed}")
         self._update_on = update_on
         self._overlap = Overlap(overlap, update_on)
         self._states = states
@@ -94,6 +91,13 @@ class ChunkedOptimizer(Overlapping):
         if MASTER_LOW in state:
             self._marks.begin(parameter, state[MASTER_LOW])
         torch.autograd.graph.increment_version(parameter)
+
+    @staticmethod
+    def _common_hyper(group: Mapping[str, Any], step: int) -> dict[str, Any]:
+        """What the hyper-parameters of Adam and of LAMB have in common, by name."""
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        found = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
+        return found | {"beta1": beta1, "beta2": beta2, "step": step, "maximize": bool(group.get("maximize", False))}
 
     def next_hyper(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
         """Count a step of a parameter and return its hyper-parameters; of a step in doubt, all that they may be."""

@@ -31,6 +31,9 @@ class Updates:
     optimizer: str = "AdamW"
     num_stages: int = 1
 
+    def __post_init__(self) -> None:
+        Overlap(self.overlap, self.update_on)
+
     def at_home(self, groups: list[ChunkGroup], home: str, hardware: Hardware) -> frozenset[int]:
         """Which of the groups the CPU updates at home.
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LOW_PRECISION = (torch.bfloat16, torch.float16)
 BLOCK = 16
 PADDING = 128
 """Bytes by which oneDNN aligns one region of its scratchpad."""

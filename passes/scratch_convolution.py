@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from chunkc.passes.convolution import BLOCK, LOW_PRECISION, MIN_POSITIONS, PADDING, Convolution, may_unfold, padded
-from chunkc.passes.scratch_kernels import contiguous_copy_nbytes, nbytes_of
+from chunkc.passes.convolution import BLOCK, MIN_POSITIONS, PADDING, Convolution, may_unfold, padded
+from chunkc.passes.scratch_kernels import LOW_PRECISION, contiguous_copy_nbytes, nbytes_of
 
 _PAGE = 4096
 _BARRIER = 2 * _PAGE + PADDING
