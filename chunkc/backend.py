@@ -6,11 +6,15 @@ paper, laid into chunks, planned and verified; only then do parameters move home
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from chunkc.build import Builder
 from chunkc.capture import Capture, capture_graph, input_names
@@ -26,7 +30,7 @@ from chunkc.passes.planning import check_minimum, choose_resident
 from chunkc.session import Session, can_move, owner, session_for
 from chunkc.steps import SizedStep, StaticSteps, Steps, SymbolicSteps
 from chunkc.templates import Templates, input_symbols
-from chunkc.variants import Variants
+from chunkc.variants import Variant, Variants
 
 
 def chunkc(
@@ -50,7 +54,7 @@ def chunkc(
         names = input_names(gm)
         variants = Variants(lambda inputs: compile_graph(gm, inputs, names, settings, options))
         if _is_symbolic(gm, example_inputs):
-            _compile_for_any_shapes(variants, example_inputs)
+            _compile_for_any_shapes(variants, gm, example_inputs)
         else:
             variants.compile(example_inputs)
         return variants
@@ -70,12 +74,59 @@ def _is_symbolic(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
     return any(isinstance(value, torch.SymInt) for value in values)
 
 
-def _compile_for_any_shapes(variants: Variants, inputs: Sequence[Any]) -> None:
+_BY_SHAPE = "this graph's shapes change, and each will be compiled for itself: %s"
+
+
+def _compile_for_any_shapes(variants: Variants, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Compile once for all shapes that Dynamo's graph serves; where that cannot be, each as it comes."""
     try:
         variants.compile(inputs, any_shapes=True)
+        variants.for_any_shapes = partial(_compile_in_symbols, variants, gm)
     except _NotForAnyShapes as error:
-        log.warning("this graph's shapes change, and each will be compiled for itself: %s", error.__cause__)
+        log.warning(_BY_SHAPE, error.__cause__)
+
+
+def _compile_in_symbols(variants: Variants, gm: fx.GraphModule, arguments: Sequence[Any]) -> Variant:
+    """Compile for the parameters among a later call's arguments, with all else as Dynamo traced it, in symbols."""
+    traced = [node.meta["example_value"] for node in placeholders(gm.graph)]
+    mode = detect_fake_mode(traced)
+    assert mode is not None
+    assert mode.shape_env is not None
+    with mode:
+        inputs = [_as_traced(value, argument) for value, argument in zip(traced, arguments, strict=True)]
+    try:
+        with tracing(TracingContext(mode)), _no_more_guards(mode.shape_env):
+            call = variants.compile_for(inputs)
+        return variants.add(call, inputs, any_shapes=True)
+    except _NotForAnyShapes as error:
+        variants.for_any_shapes = None
+        log.warning(_BY_SHAPE, error.__cause__)
+        return variants.compile(arguments)
+
+
+@contextmanager
+def _no_more_guards(env: ShapeEnv) -> Iterator[None]:
+    """Inside, tracing and compilation take nothing more for granted of sizes: Dynamo, which guards them, is gone.
+
+    Raises:
+        _NotForAnyShapes: they did.
+    """
+
+    def taken() -> tuple[int, int]:
+        return len(env.guards), env.counter["ignored_backward_guard"]
+
+    before = taken()
+    yield
+    if taken() != before:
+        cause = UnsupportedError("compiled for other parameters, the graph is valid for fewer sizes")
+        raise _NotForAnyShapes from cause
+
+
+def _as_traced(value: Any, argument: Any) -> Any:
+    """An argument in symbols. What was traced was detached since (`capture_graph`)."""
+    if isinstance(argument, nn.Parameter):
+        return argument
+    return value.detach().requires_grad_(argument.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
 class _NotForAnyShapes(Exception):

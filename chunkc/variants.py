@@ -23,19 +23,24 @@ class Variants:
     """
 
     def __init__(self, compile_for: Callable[[Sequence[Any]], Callable[..., Any]]) -> None:
-        self._compile_for = compile_for
-        self._variants: list[_Variant] = []
+        self.compile_for = compile_for
+        self._variants: list[Variant] = []
         self._num_calls = 0
+        self.for_any_shapes: Callable[[Sequence[Any]], Variant] | None = None
+        """Compiles for other parameters of the same layout once for all shapes; None where each shape is compiled."""
 
     @property
     def num_variants(self) -> int:
         return len(self._variants)
 
-    def compile(self, inputs: Sequence[Any], *, any_shapes: bool = False) -> _Variant:
+    def compile(self, inputs: Sequence[Any], *, any_shapes: bool = False) -> Variant:
         """Compile for these inputs: those of them that are parameters, and, unless it serves any, their shapes."""
-        call = self._compile_for(inputs)
+        return self.add(self.compile_for(inputs), inputs, any_shapes=any_shapes)
+
+    def add(self, call: Callable[..., Any], inputs: Sequence[Any], *, any_shapes: bool = False) -> Variant:
+        """Keep what was compiled for these inputs."""
         identities = tuple(None if any_shapes and not isinstance(v, nn.Parameter) else _identity(v) for v in inputs)
-        variant = _Variant(identities, call, self._num_calls)
+        variant = Variant(identities, call, self._num_calls)
         known = [other for other in self._variants if None not in other.parameters]
         alike = [other for other in known if other.parameters == variant.parameters]
         if len(alike) >= MAX_SHAPES:
@@ -49,11 +54,12 @@ class Variants:
             if variant.serves(args):
                 variant.last_call = self._num_calls
                 return variant.call(*args)
-        return self.compile(args).call(*args)
+        compile_for = self.for_any_shapes or self.compile
+        return compile_for(args).call(*args)
 
 
 @dataclass(eq=False)
-class _Variant:
+class Variant:
     """`identities`: None for an input that may be anything Dynamo's guards let pass."""
 
     identities: tuple[Any, ...]

@@ -83,16 +83,19 @@ def clone_parameter_views(graph: fx.Graph, parameters: Sequence[fx.Node]) -> Non
                     frontier.append(user)
         for view in order:
             for user in [u for u in view.users if u not in order and u.op != "output"]:
-                user.replace_input_with(view, _clone_chain(graph, view, parameter, user))
+                user.replace_input_with(view, _clone_chain(graph, view, order, user))
         for view in reversed(order):
             if not view.users:
                 graph.erase_node(view)
 
 
-def _clone_chain(graph: fx.Graph, view: fx.Node, parameter: fx.Node, before: fx.Node) -> fx.Node:
-    copies = {parameter: parameter}
+def _clone_chain(graph: fx.Graph, view: fx.Node, views: Sequence[fx.Node], before: fx.Node) -> fx.Node:
+    """A copy of `view`, and of those of `views` that it is made from; the parameter and sizes are read as they are."""
+    copies: dict[fx.Node, fx.Node] = {}
 
     def copy(node: fx.Node) -> fx.Node:
+        if node not in views:
+            return node
         if node not in copies:
             sources = {source: copy(source) for source in node.all_input_nodes}
             with graph.inserting_before(before):

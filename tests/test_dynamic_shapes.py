@@ -226,3 +226,61 @@ def test_views_of_other_tensors_are_compiled_by_shape(monkeypatch: pytest.Monkey
     assert same_bits(model, plain)
     assert any("is a view of a larger tensor" in warning for warning in warnings)
     assert captures.calls >= 4
+
+
+class BlocksApart(Blocks):
+    """Between blocks Dynamo breaks the graph, so that those behind the first share one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+            torch._dynamo.graph_break()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("budget", [1_700_000, HUGE])
+def test_modules_that_share_a_graph_are_compiled_once_each(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and gradients are plain PyTorch's bits at every shape."""
+    captures = counted(monkeypatch, backend, "capture_graph")
+    models = [BlocksApart(4) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    options = {"codegen": "eager", "memory_budget": budget, "whole_graph": "never"}
+    call = torch.compile(models[0], backend="chunkc", options=options)
+    after_two = 0
+    for index, num_rows in enumerate((4, 6, 3, 8, 5, 4)):
+        losses = []
+        for module, run in zip(models, (call, models[1])):
+            module.zero_grad()
+            losses.append(run(rows(num_rows)))
+            losses[-1].backward()
+        assert torch.equal(*losses)
+        assert same_bits(*models)
+        if index == 1:
+            after_two = captures.calls
+    assert captures.calls == after_two
+
+
+class Tokens(Blocks):
+    """A parameter is repeated for every row of the batch, so that its view has the batch's size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.cat([self.token.expand(len(x), -1, -1), x], dim=1))
+
+
+def test_views_of_parameters_have_sizes_in_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = counted(monkeypatch, backend, "capture_graph")
+    model, plain = Tokens(), Tokens()
+    plain.load_state_dict(model.state_dict())
+    options = {"codegen": "eager", "memory_budget": 1_700_000, "whole_graph": "never"}
+    call = torch.compile(model, backend="chunkc", options=options)
+    for num_rows in (4, 6, 3, 8):
+        for module in (model, plain):
+            module.zero_grad()
+        for module in (call, plain):
+            module(rows(num_rows)).backward()
+        assert same_bits(model, plain)
+    assert captures.calls == STATIC_AND_SYMBOLIC
