@@ -59,18 +59,8 @@ class _Adam(ChunkedOptimizer):
         return super().__getstate__() | {"_device_adams": {}, "_rule": self._rule}
 
     def hyper_at(self, group: Mapping[str, Any], step: int) -> AdamHyper:
-        beta1, beta2 = group["betas"]
         try:
-            return AdamHyper(
-                lr=float(group["lr"]),
-                beta1=float(beta1),
-                beta2=float(beta2),
-                eps=float(group["eps"]),
-                weight_decay=float(group["weight_decay"]),
-                step=step,
-                decoupled=self._decoupled,
-                maximize=bool(group.get("maximize", False)),
-            )
+            return AdamHyper(**self._common_hyper(group, step), decoupled=self._decoupled)
         except ValueError as error:
             raise OptionsError(str(error)) from error
 

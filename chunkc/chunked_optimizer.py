@@ -95,6 +95,13 @@ class ChunkedOptimizer(Overlapping):
             self._marks.begin(parameter, state[MASTER_LOW])
         torch.autograd.graph.increment_version(parameter)
 
+    @staticmethod
+    def _common_hyper(group: Mapping[str, Any], step: int) -> dict[str, Any]:
+        """What the hyper-parameters of Adam and of LAMB have in common, by name."""
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        found = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
+        return found | {"beta1": beta1, "beta2": beta2, "step": step, "maximize": bool(group.get("maximize", False))}
+
     def next_hyper(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
         """Count a step of a parameter and return its hyper-parameters; of a step in doubt, all that they may be."""
         step = self.states_of(parameter)["step"].add_(1)

@@ -62,18 +62,9 @@ class LAMB(ChunkedOptimizer):
         return super().__getstate__() | {"_works": {}}
 
     def hyper_at(self, group: Mapping[str, Any], step: int) -> LambHyper:
-        beta1, beta2 = group["betas"]
         try:
-            return LambHyper(
-                lr=float(group["lr"]),
-                beta1=float(beta1),
-                beta2=float(beta2),
-                eps=float(group["eps"]),
-                weight_decay=float(group["weight_decay"]),
-                step=step,
-                adapt=bool(group["weight_decay"] != 0 or group["always_adapt"]),
-                maximize=bool(group["maximize"]),
-            )
+            adapt = bool(group["weight_decay"] != 0 or group["always_adapt"])
+            return LambHyper(**self._common_hyper(group, step), adapt=adapt)
         except ValueError as error:
             raise OptionsError(str(error)) from error
 

@@ -224,8 +224,7 @@ def _job(optimizer: Any, session: Session, index: int, runs: Sequence[Any], scal
 
 
 def _label(session: Session, index: int) -> str:
-    names = [s.spec.name for s in session.store.layout.groups[index].slices]
-    return f"chunk param:{index} ({names[0]} to {names[-1]})" if len(names) > 1 else f"chunk param:{index} ({names[0]})"
+    return f"chunk param:{index} ({session.store.layout.groups[index].title})"
 
 
 def synchronize(model: nn.Module) -> None:

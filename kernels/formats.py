@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from chunkc.ir.states import ELEMENTS_PER_SCALE
+from chunkc.ir.states import ELEMENTS_PER_SCALE, MOMENT_DTYPES
 from chunkc.kernels.hyper import GRAD_DTYPES, AdamScalars
 
 Moments = Literal["float32", "bfloat16", "int8"]
@@ -21,8 +21,6 @@ Rounding = Literal["nearest", "stochastic"]
 
 QUANT_BLOCK = ELEMENTS_PER_SCALE
 """Elements that share one scale in 8-bit moments. A block never mixes two runs: runs begin at multiples of it."""
-
-_MOMENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.uint8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,7 @@ class AdamFormat:
     @property
     def moment_dtype(self) -> torch.dtype:
         """The dtype of the two moments' buffers; uint8 codes for "int8"."""
-        return _MOMENT_DTYPES[self.moments]
+        return MOMENT_DTYPES[self.moments]
 
     @property
     def master_dtype(self) -> torch.dtype | None:

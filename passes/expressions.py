@@ -6,6 +6,7 @@ Bytes are sums of products, so that each is a row of whole numbers over terms th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -60,7 +61,7 @@ def compiled(
     arguments = ", ".join(map(str, names.values()))
     source = f"def evaluate({arguments}):\n    return ({''.join(f'{part}, ' for part in parts)})\n"
     namespace: dict[str, Callable[..., tuple]] = {}
-    exec(compile(source, "<sizes>", "exec"), {"torch": _FLOATS, "math": __import__("math")}, namespace)
+    exec(compile(source, "<sizes>", "exec"), {"torch": _FLOATS, "math": math}, namespace)
     evaluate = namespace["evaluate"]
     return lambda values: evaluate(*(values[symbol] for symbol in symbols))
 

@@ -225,7 +225,10 @@ def check_minimum(
             ("parameters on the compute tier, with gradients and optimizer states", fixed - layout.overhead_nbytes),
             ("workspaces of libraries, and the allocator's rounding of them", layout.overhead_nbytes),
             ("values of earlier calls that are still held", held_nbytes),
-            *((f"chunk {chunk} ({_describe(layout, chunk)})", sizes[chunk]) for chunk in sorted(moving.chunks)),
+            *(
+                (f"chunk {chunk} ({layout.groups[split_chunk_name(chunk)[1]].title})", sizes[chunk])
+                for chunk in sorted(moving.chunks)
+            ),
         ]
         raise BudgetError(
             minimum_nbytes=minimum,
@@ -235,12 +238,6 @@ def check_minimum(
             contents=sorted(((k, n) for k, n in contents if n), key=lambda item: -item[1]),
         )
     return minimum
-
-
-def _describe(layout: ChunkLayout, chunk: str) -> str:
-    slices = layout.groups[split_chunk_name(chunk)[1]].slices
-    names = [s.spec.name for s in slices]
-    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
 def plan_phases(

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from chunkc.passes.scratch_declared import declared_nbytes, is_declared, undeclared
-from chunkc.passes.scratch_rules import Call, nothing_rule, pointwise_rule
+from chunkc.passes.scratch_rules import Call, is_view, nothing_rule, pointwise_rule
 from chunkc.passes.scratch_table import OUTPUTS, RULES
 
 
@@ -84,14 +84,9 @@ def _rule(target: torch._ops.OpOverload) -> Callable[[Call], int] | None:
     for key in (str(target), name):
         if key in RULES:
             return RULES[key]
-    if _is_view(target):
+    if is_view(target):
         return nothing_rule
     return pointwise_rule if torch.Tag.pointwise in target.tags else None
-
-
-def _is_view(target: torch._ops.OpOverload) -> bool:
-    returns = target._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def _bind(target: torch._ops.OpOverload, args: tuple, kwargs: dict) -> dict[str, Any]:

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from chunkc.passes.scratch_kernels import contiguous_copy_nbytes, nbytes_of
+from chunkc.passes.scratch_kernels import LOW_PRECISION, contiguous_copy_nbytes, nbytes_of
 
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 _BLOCK = 16
 _PAGE = 4096
 _PADDING = 128
@@ -364,7 +363,7 @@ def _bound(c: Convolution, *, backward: bool) -> int:
     gradient per thread. Where ATen's own kernel may run instead, it unfolds the images: one column per position, as
     long as a filter.
     """
-    low = c.input.dtype in _LOW_PRECISION
+    low = c.input.dtype in LOW_PRECISION
     itemsize = 4 if low else c.input.itemsize
     channels_last = not c.input.is_contiguous()
     if c.depthwise and not (channels_last and backward):  # blocks span the groups

@@ -18,6 +18,7 @@ from chunkc.passes import scratch_cuda_rules as rules
 from chunkc.passes.cuda_memory import rounded_nbytes
 from chunkc.passes.scratch_cuda_rules import Call
 from chunkc.passes.scratch_declared import declared_nbytes, undeclared
+from chunkc.passes.scratch_rules import is_view
 
 Rule = Callable[[Call], list[int]]
 
@@ -61,9 +62,7 @@ def _rule(target: torch._ops.OpOverload) -> Rule | None:
         name = name.removesuffix("_")
     if name in _RULES:
         return _RULES[name]
-    returns = target._schema.returns
-    is_view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-    if is_view or target.namespace == "prims" or torch.Tag.pointwise in target.tags:
+    if is_view(target) or target.namespace == "prims" or torch.Tag.pointwise in target.tags:
         return rules.nothing
     return None
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-LOW_PRECISION = (torch.bfloat16, torch.float16)
+from chunkc.passes.scratch_kernels import LOW_PRECISION
 
 
 @dataclass(frozen=True)

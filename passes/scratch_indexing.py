@@ -10,10 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from chunkc.passes.scratch_kernels import contiguous_copy_nbytes, nbytes_of
+from chunkc.passes.scratch_kernels import LOW_PRECISION, contiguous_copy_nbytes, nbytes_of
 from chunkc.passes.scratch_rules import Call
-
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def embedding_rule(call: Call) -> int:
@@ -22,7 +20,7 @@ def embedding_rule(call: Call) -> int:
 
 def scatter_rule(call: Call) -> int:
     """Low precision is scattered into a float32 copy."""
-    return nbytes_of(call["self"], 4) if call["self"].dtype in _LOW_PRECISION else 0
+    return nbytes_of(call["self"], 4) if call["self"].dtype in LOW_PRECISION else 0
 
 
 def scatter_reduce_rule(call: Call) -> int:
@@ -35,7 +33,7 @@ def scatter_reduce_rule(call: Call) -> int:
 
 
 def gather_rule(call: Call) -> int:
-    return nbytes_of(call.outputs[0], 4) if call["self"].dtype in _LOW_PRECISION else 0
+    return nbytes_of(call.outputs[0], 4) if call["self"].dtype in LOW_PRECISION else 0
 
 
 def index_select_rule(call: Call) -> int:
@@ -48,7 +46,7 @@ def index_select_rule(call: Call) -> int:
 def index_add_rule(call: Call) -> int:
     """In low precision, a float32 slice per thread."""
     source = call["self"]
-    if source.dtype not in _LOW_PRECISION or source.dim() < 2:
+    if source.dtype not in LOW_PRECISION or source.dim() < 2:
         return 0
     return call.num_threads * (source.numel() // source.shape[call["dim"]]) * 4
 

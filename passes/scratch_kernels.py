@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
+LOW_PRECISION = (torch.bfloat16, torch.float16)
 # oneDNN works on blocks of 64 columns at most, and each thread packs what its share of a 2 MiB cache holds.
 _BLOCK = 64
 _CACHE_NBYTES = 2 << 20
@@ -41,7 +41,7 @@ def copy_block_nbytes(source: Tensor) -> int:
 
 def uses_onednn(dtype: torch.dtype) -> bool:
     """Whether matrix products in `dtype` may run in oneDNN, with scratch from torch's allocator."""
-    return dtype in _LOW_PRECISION or (dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest")
+    return dtype in LOW_PRECISION or (dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest")
 
 
 def gemm_nbytes(dtype: torch.dtype, rows: int, inner: int, columns: int, num_threads: int) -> int:
@@ -89,7 +89,7 @@ def attention_nbytes(query: Tensor, key: Tensor, num_threads: int) -> int:
     rows, keys = _attention_blocks(query.shape[-2], key.shape[-2])
     accumulated = 8 if query.dtype == torch.float64 else 4
     nbytes = num_threads * accumulated * rows * (keys + 2 + head)
-    if query.dtype in _LOW_PRECISION:
+    if query.dtype in LOW_PRECISION:
         # float16 may pad keys and heads to blocks where the processor packs it.
         nbytes = num_threads * accumulated * rows * (_padded(keys) + 2 + _padded(head))
         nbytes += num_threads * query.itemsize * rows * (keys + 1)
@@ -103,7 +103,7 @@ def attention_backward_nbytes(grad_out: Tensor, query: Tensor, key: Tensor, num_
     accumulated = 8 if query.dtype == torch.float64 else 4
     num_busy = min(num_threads, query.shape[0] * query.shape[1])
     nbytes = num_threads * accumulated * 2 * rows * keys + num_busy * accumulated * rows
-    if query.dtype in _LOW_PRECISION:
+    if query.dtype in LOW_PRECISION:
         nbytes += num_threads * query.itemsize * 2 * rows * keys
     nbytes += contiguous_copy_nbytes(grad_out.transpose(1, 2))
     return nbytes + _attention_gemm_nbytes(query.dtype, rows, keys, head, num_threads)

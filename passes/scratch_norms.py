@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from chunkc.passes.scratch_iterator import reduces_two_inner_dimensions
-from chunkc.passes.scratch_kernels import contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
+from chunkc.passes.scratch_kernels import LOW_PRECISION, contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
 from chunkc.passes.scratch_rules import Call, pointwise_rule
-
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def _strided_nbytes(*tensors: Tensor | None) -> int:
@@ -70,7 +68,7 @@ def batch_norm_rule(call: Call) -> int:
     training = call.arguments.get("training", call.arguments.get("train", "no_training" not in str(call.target)))
     form = _format(source)
     if form == "strided":
-        low = nbytes_of(source, 4) if source.dtype in _LOW_PRECISION else 0
+        low = nbytes_of(source, 4) if source.dtype in LOW_PRECISION else 0
         return low + channels * 4 if training and low else 0 if training else 3 * channels * statistics
     if form == "contiguous" or not training:
         return factors
@@ -107,7 +105,7 @@ def batch_norm_backward_rule(call: Call) -> int:
     channels = source.shape[1]
     sums = channels * source.itemsize
     reduced = {dim for dim in range(grad.dim()) if dim != 1}
-    if grad.dtype in _LOW_PRECISION and reduces_two_inner_dimensions(grad, reduced):
+    if grad.dtype in LOW_PRECISION and reduces_two_inner_dimensions(grad, reduced):
         return nbytes_of(grad, 4) + channels * 4 + sums
     return sums
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from chunkc.passes.scratch_iterator import reduces_two_inner_dimensions
-from chunkc.passes.scratch_kernels import contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
+from chunkc.passes.scratch_kernels import LOW_PRECISION, contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
 from chunkc.passes.scratch_rules import Call
 
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 _SPLIT_NUMEL = 32768
 """From so many elements on, a reduction to one element is shared out among the threads."""
 
@@ -34,7 +33,7 @@ def _reduced_dims(call: Call) -> set[int]:
 
 def _sum_nbytes(call: Call, source: Tensor, dtype: torch.dtype) -> int:
     """`source` summed in `dtype`: a cast, or a float32 copy where two inner dimensions of low precision are reduced."""
-    if dtype in _LOW_PRECISION and source.dim() and reduces_two_inner_dimensions(source, _reduced_dims(call)):
+    if dtype in LOW_PRECISION and source.dim() and reduces_two_inner_dimensions(source, _reduced_dims(call)):
         return nbytes_of(source, 4) + nbytes_of(call.outputs[0], 4) + _partial_nbytes(call, source, 4)
     cast = nbytes_of(source, dtype.itemsize) if dtype != source.dtype else 0
     return cast + _partial_nbytes(call, source, dtype.itemsize)
@@ -54,7 +53,7 @@ def prod_rule(call: Call) -> int:
 def mean_rule(call: Call) -> int:
     """A sum (of a float32 copy for low precision), divided by a number."""
     source, result = call["self"], call.outputs[0]
-    if result.dtype in _LOW_PRECISION:
+    if result.dtype in LOW_PRECISION:
         copy = nbytes_of(source, 4) if source.dtype != torch.float32 else 0
         return copy + nbytes_of(result, 4) + _partial_nbytes(call, source, 4)
     divisor = 8 + (result.itemsize if result.dtype != torch.int64 else 0)
@@ -135,5 +134,5 @@ def histogram_rule(call: Call) -> int:
 def renorm_rule(call: Call) -> int:
     """A factor per slice; low precision is measured in float32."""
     source = call["self"]
-    low = nbytes_of(source, 4) if source.dtype in _LOW_PRECISION else 0
+    low = nbytes_of(source, 4) if source.dtype in LOW_PRECISION else 0
     return low + source.shape[call["dim"]] * max(4, source.itemsize)

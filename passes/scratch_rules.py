@@ -28,7 +28,6 @@ from chunkc.passes.scratch_kernels import (
 
 # A Python number becomes a 0-dim tensor (8 bytes, 16 if complex), which is cast twice at most.
 SCALAR_NBYTES = 32
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -114,6 +113,12 @@ def _casts(call: Call, operands: Sequence[Tensor]) -> int:
     common = _common_dtype(call, operands)
     inputs = sum(nbytes_of(t, common.itemsize) for t in operands if t.dtype != common)
     return inputs + sum(nbytes_of(t, common.itemsize) for t in call.outputs if t.dtype not in (common, torch.bool))
+
+
+def is_view(target: torch._ops.OpOverload) -> bool:
+    """Whether all that an operator returns is a view of its arguments, as its schema says."""
+    returns = target._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def nothing_rule(call: Call) -> int:

@@ -138,6 +138,12 @@ class ChunkGroup:
         return slice(begin, begin + num_entries(kind, where.spec.numel))
 
     @property
+    def title(self) -> str:
+        """The group as people know it: `h.0.up.weight to h.0.down.weight`."""
+        first, last = self.slices[0].spec.name, self.slices[-1].spec.name
+        return first if len(self.slices) == 1 else f"{first} to {last}"
+
+    @property
     def update_kinds(self) -> tuple[str, ...]:
         """The chunks an optimizer step needs together."""
         return (PARAM, GRAD, *self.states.dtypes(self.dtype))

@@ -21,7 +21,8 @@ ELEMENTS_PER_SCALE = 256
 
 FLOAT32, BFLOAT16, INT8, NONE, SPLIT = "float32", "bfloat16", "int8", "none", "split"
 
-_MOMENTS = {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16, INT8: torch.uint8}
+MOMENT_DTYPES = {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16, INT8: torch.uint8}
+"""How the moments of a format are stored."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class StateFormat:
 
 @cache
 def _dtypes(states: StateFormat, param_dtype: torch.dtype) -> dict[str, torch.dtype]:
-    moment = param_dtype if param_dtype.itemsize > 4 else _MOMENTS[states.moments]
+    moment = param_dtype if param_dtype.itemsize > 4 else MOMENT_DTYPES[states.moments]
     found: dict[str, torch.dtype] = {}
     if states.master == SPLIT and param_dtype == torch.bfloat16 and states.moments != INT8:
         found = {MASTER_LOW: torch.int16}
