@@ -1,7 +1,7 @@
 """One session per model: its chunk store, its budget, and the values of earlier calls that are still alive.
 
 Sessions are found by the parameters they own, or by the options they were compiled with. The registries below are
-the only state of this kind that lives in a module; they hold parameters and sessions weakly. A third one has the form
+the only state of this kind that lives in a module; they hold parameters and sessions weakly. One of them has the form
 of the states that a parameter's optimizer declares, which may exist before any session does.
 """
 

@@ -23,6 +23,7 @@ from chunkc.build import Builder
 from chunkc.capture import Capture
 from chunkc.captured import Captured
 from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.program import PhaseProgram
 from chunkc.passes.expressions import Expressions, Values, compiled
 from chunkc.passes.graphs import placeholders
 from chunkc.passes.profile import call_steps
@@ -84,7 +85,7 @@ class Template:
         return Moments(self.sizes, np.array(columns, dtype=np.int64).T.copy())
 
 
-def _moments(program: Any, captured: Captured) -> Iterable[int]:
+def _moments(program: PhaseProgram, captured: Captured) -> Iterable[int]:
     extra = captured.output_nbytes if program is captured.forward else 0
     for steps in call_steps(program, captured.memories):
         for step in steps:
@@ -105,10 +106,12 @@ class Templates:
     """
 
     def __init__(self, builder: Builder) -> None:
-        self.builder = builder
-        """Raises:
-        UnsupportedError: the graph is valid, or takes bytes, by something else than the sizes of its inputs.
+        """`builder`: of the graph as it was traced.
+
+        Raises:
+            UnsupportedError: the graph is valid, or takes bytes, by something else than the sizes of its inputs.
         """
+        self.builder = builder
         self.traced = traced_values(builder.capture)
         _require_own_storages(builder.capture, self.traced)
         self._in_region = self._region()
