@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from chunkc import doubts
-from chunkc.adam_groups import DEVICE, UPDATE_ON, Task, groups_at_home, runs_of
+from chunkc.adam_groups import DEVICE, Task, groups_at_home, runs_of
 from chunkc.grad_scale import grad_scale_of, is_skipped, on_the_cpu
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.states import DEFAULT_STATES, EXP_AVG, MASTER, MASTER_LOW, StateFormat
@@ -56,9 +56,6 @@ class ChunkedOptimizer(Overlapping):
         states: StateFormat = DEFAULT_STATES,
         implementation: Mapping[str, bool | None] = MappingProxyType({}),
     ) -> None:
-        if update_on not in UPDATE_ON:
-            allowed = ", ".join(f'"{name}"' for name in UPDATE_ON)
-            raise OptionsError(f"update_on is {update_on!r}; allowed: {allowed}")
         self._update_on = update_on
         self._overlap = Overlap(overlap, update_on)
         self._states = states

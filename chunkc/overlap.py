@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkc.adam_groups import CPU, DEVICE, Task
+from chunkc.adam_groups import CPU, DEVICE, UPDATE_ON, Task
 from chunkc.grad_scale import is_skipped, on_the_cpu
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.kernels.formats import NO_SCALE, GradScale
@@ -49,13 +49,14 @@ class Overlap:
         update_on: where the optimizer updates chunks.
 
     Raises:
-        OptionsError: there is no such mode, or nothing is updated by the CPU that could overlap.
+        OptionsError: there is no such mode or place, or nothing is updated by the CPU that could overlap.
     """
 
     def __init__(self, mode: str, update_on: str) -> None:
-        if mode not in OVERLAP:
-            allowed = ", ".join(f'"{name}"' for name in OVERLAP)
-            raise OptionsError(f"overlap is {mode!r}; allowed: {allowed}")
+        for name, value, allowed in (("update_on", update_on, UPDATE_ON), ("overlap", mode, OVERLAP)):
+            if value not in allowed:
+                words = ", ".join(f'"{word}"' for word in allowed)
+                raise OptionsError(f"{name} is {value!r}; allowed: {words}")
         if mode != NONE and update_on == DEVICE:
             raise OptionsError(f'overlap={mode!r} is for updates by the CPU: use update_on="{CPU}" or "auto"')
         self.mode, self._update_on = mode, update_on
