@@ -9,28 +9,14 @@ from typing import Any
 import pytest
 import torch
 from harness import TINY, array, compile_case, differences, refuse
-from torch import Tensor, nn
-from zoo import Case, floats
+from overlap_cases import case
+from torch import nn
+from zoo import Case
 
 import chunkc
 from chunkc.adam_groups import groups_at_home
 from chunkc.presets import preset
 from chunkc.session import owner
-
-
-class Stack(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64, dtype=dtype) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.float().square().mean()
-
-
-def case(dtype: torch.dtype = torch.float32) -> Case:
-    return Case("stack", lambda: Stack(dtype), lambda seed: {"x": floats(seed, (4, 64)).to(dtype)})
 
 
 def subject(of: Case, home: str = "cpu") -> tuple[nn.Module, nn.Module, Any]:
