@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from chunkc.adam_rule import AdamRule, Place, Runs, adam_slots, update_on_cpu
+from chunkc.adam_rule import AdamRule, Place, Runs, adam_slots, clipped, update_on_cpu
 from chunkc.device_adam import DeviceAdam
 from chunkc.ir.chunks import GRAD, PARAM, ChunkGroup, chunk_name
 from chunkc.ir.errors import OptionsError
@@ -134,7 +134,7 @@ def update_in_slots(
     """The update of one group tile by tile: by Triton with a `DeviceAdam`, else on the CPU."""
 
     def update(slots: Mapping[str, torch.Tensor], tile: Tile) -> None:
-        part, place = _clipped(runs, tile.begin, tile.end), Place(index, tile.begin)
+        part, place = clipped(runs, tile.begin, tile.end), Place(index, tile.begin)
         if device_adam is not None:
             device_adam.update(rule, adam_slots(slots), part, scale, place)
         else:
@@ -165,8 +165,3 @@ def flat_home(session: Session, index: int) -> dict[str, torch.Tensor]:
         assert view is not None, "only a home in RAM is updated in place"
         flat[kind] = view
     return flat
-
-
-def _clipped(runs: Runs, at: int, until: int) -> Runs:
-    """The part of the runs in the elements `[at, until)`, counted from `at`."""
-    return [(max(b - at, 0), min(e, until) - at, hyper) for b, e, hyper in runs if e > at and b < until]

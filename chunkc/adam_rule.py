@@ -146,6 +146,11 @@ def adam_slots(flat: Mapping[str, torch.Tensor]) -> AdamSlots:
     )
 
 
+def clipped(runs: Runs, at: int, until: int) -> Runs:
+    """The part of the runs in the elements `[at, until)`, counted from `at`."""
+    return [(max(b - at, 0), min(e, until) - at, hyper) for b, e, hyper in runs if e > at and b < until]
+
+
 def update_on_cpu(rule: AdamRule, slots: AdamSlots, runs: Runs, scale: GradScale, place: Place) -> None:
     """Update runs of elements of flat tensors, on the CPU's threads."""
     fmt = rule.format(slots.param.dtype, slots.grad.dtype)

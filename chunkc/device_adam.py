@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from chunkc.adam_rule import AdamRule, Place, Runs
+from chunkc.adam_rule import AdamRule, Place, Runs, clipped
 from chunkc.doubts import InDoubt, decided
 from chunkc.kernels.adam_triton import WorkTable, adam_update, work_table
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run
@@ -20,6 +21,9 @@ from chunkc.kernels.hyper import AdamHyper, scalar_table
 
 TABLE_NBYTES = 2 << 20
 """Tables of work that are kept on a device, in bytes: those used last (`chunkc.devices.TABLES_NBYTES` has room)."""
+
+PIECE_NUM_ELEMENTS = 1 << 24
+"""Elements that are updated with one table: it is then a fifth of `TABLE_NBYTES` whatever a tensor's size."""
 
 
 def computes_by_triton(device: torch.device) -> bool:
@@ -45,8 +49,8 @@ class WorkTables:
         key = tuple(runs)
         table = self._tables.get(key)
         if table is None:
-            table = self._tables[key] = work_table(key, fmt)
-            self._tables[key] = table = _to_device(table, self.device)
+            table = work_table(key, fmt)
+            table = self._tables[key] = replace(table, rows=upload(table.rows, self.device))
             self.nbytes += table.rows.nbytes
             while self.nbytes > self._limit_nbytes and len(self._tables) > 1:
                 _, dropped = self._tables.popitem(last=False)
@@ -99,7 +103,20 @@ class DeviceAdam:
             self._scalars.row(hyper)
 
     def update(self, rule: AdamRule, slots: AdamSlots, runs: Runs, scale: GradScale, place: Place) -> None:
-        """Update runs of elements of flat tensors, in one launch; in as many as steps if rounding depends on them."""
+        """Update runs of elements of flat tensors, in one launch; in as many as steps if rounding depends on them.
+
+        What has more elements than `PIECE_NUM_ELEMENTS`, such as a large parameter that stays, goes piece by piece.
+        """
+        numel = slots.param.numel()
+        if numel <= PIECE_NUM_ELEMENTS:
+            self._update(rule, slots, runs, scale, place)
+            return
+        for begin in range(0, numel, PIECE_NUM_ELEMENTS):
+            end = min(begin + PIECE_NUM_ELEMENTS, numel)
+            at = Place(place.chunk, place.first_element + begin)
+            self._update(rule, slots.part(begin, end), clipped(runs, begin, end), scale, at)
+
+    def _update(self, rule: AdamRule, slots: AdamSlots, runs: Runs, scale: GradScale, place: Place) -> None:
         fmt = rule.format(slots.param.dtype, slots.grad.dtype)
         for part, key in rule.launches(fmt, runs, place):
             rows = [Run(begin, end, self._scalars.row(hyper)) for begin, end, hyper in part]
@@ -107,10 +124,6 @@ class DeviceAdam:
             if rows:
                 work, table = self.tables.get(rows, fmt), self._scalars.table()
                 adam_update(fmt, slots, work, table, scale=scale, key=key, first_element=first_element)
-
-
-def _to_device(table: WorkTable, device: torch.device) -> WorkTable:
-    return WorkTable(upload(table.rows, device), table.num_elements, table.num_groups, table.run_alignment)
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
