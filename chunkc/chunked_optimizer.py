@@ -29,11 +29,11 @@ from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.states import DEFAULT_STATES, EXP_AVG, MASTER, MASTER_LOW, StateFormat
 from chunkc.kernels.formats import GradScale
 from chunkc.kernels.hyper import GRAD_DTYPES
-from chunkc.optim_states import KNOWN, Dtypes, converted, empty_state, initialise, is_kept
+from chunkc.optim_states import KNOWN, Dtypes, converted, empty_state, initialise, is_kept, names_at_home
 from chunkc.overlap import NONE as NO_OVERLAP
 from chunkc.overlap import Overlap
 from chunkc.overlapping import Overlapping
-from chunkc.session import Session, declare_states, declared_states, owner
+from chunkc.session import Session, declare_states, declared_states, lay_out_states, owner
 from chunkc.split_masters import Marks, load, put_masters_together
 from chunkc.update import GroupUpdate, PreparedUpdate, prepare_updates
 
@@ -73,20 +73,22 @@ class ChunkedOptimizer(Overlapping, ABC):
         self._check_supported(implementation)
         if implementation.get("foreach") and implementation.get("fused"):
             raise OptionsError("foreach and fused cannot both be True")
+        self._made = False
         super().__init__(params, defaults)
+        self._made = True
+        lay_out_states(self._parameters(), self._states)
 
     def __getstate__(self) -> dict[str, Any]:
         self._doubts.settle(wait=True)
         for parameter, state in self.state.items():
             if MASTER_LOW in state:  # a copy takes lower bits as they are
                 self._marks.leave_out_stale(parameter, state[MASTER_LOW])
-        own = {"_update_on": self._update_on, "_states": self._states, "_marks": self._marks}
+        own = {"_made": True, "_update_on": self._update_on, "_states": self._states, "_marks": self._marks}
         return super().__getstate__() | own | {"_doubts": doubts.Doubts()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        declare_states([p for p in parameters if declared_states(p) is None], self._states)
+        declare_states([p for p in self._parameters() if declared_states(p) is None], self._states)
         for parameter, of_parameter in self.state.items():
             if MASTER_LOW in of_parameter:
                 self._marks.loaded(parameter, changed=False)
@@ -158,17 +160,12 @@ class ChunkedOptimizer(Overlapping, ABC):
             if isinstance(parameter, torch.Tensor):
                 self._check_dtype(parameter.dtype)
         super().add_param_group(param_group)
-        added = self.param_groups[-1]["params"]
-        before = [declared_states(p) for p in added]
-        declare_states(added, self._states)
-        try:
-            for session in {hit[0] for p in added if (hit := owner(p)) is not None}:
-                session.restate()
-        except OptionsError:
-            self.param_groups.pop()
-            for parameter, states in zip(added, before, strict=True):
-                declare_states([parameter], states)
-            raise
+        if self._made:
+            try:
+                lay_out_states(self.param_groups[-1]["params"], self._states)
+            except OptionsError:
+                self.param_groups.pop()
+                raise
         self._overlap.forget(self)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
@@ -255,12 +252,13 @@ class ChunkedOptimizer(Overlapping, ABC):
         """
         groups = session.store.layout.groups
         session.unfreeze({t.name for index in by_group if not groups[index].trainable for t in by_group[index]})
-        self._lay_out(session, [task.parameter for tasks in by_group.values() for task in tasks])
+        self._lay_out([task.parameter for tasks in by_group.values() for task in tasks])
         at_home = groups_at_home(session, sorted({*by_group, *begun}), self._update_on)
         if self._overlap.beside_backward:
             self._overlap.prepare(self, session, at_home)
         for index in sorted(by_group):
             session.store.updates.wait(index)
+            session.keep_states_of(self, index, [task.name for task in by_group[index]])
         for index in sorted(at_home - begun):
             session.store.reserve_states(index)
         in_slots = [index for index in by_group if index not in at_home]
@@ -353,7 +351,10 @@ class ChunkedOptimizer(Overlapping, ABC):
         self._overlap.forget(self)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        parameters = self._parameters()
+        loaded_into = [parameter for index, parameter in zip(ids, parameters, strict=True) if index in states]
+        for (session, group), names in names_at_home(loaded_into).items():
+            session.keep_states_of(self, group, names)
         with torch.no_grad():
             for index, parameter in zip(ids, parameters, strict=True):
                 if index in states:
@@ -367,7 +368,7 @@ class ChunkedOptimizer(Overlapping, ABC):
         session, name = owner(parameter) or (None, "")
         managed = session is not None and session.store.is_managed(name)
         if managed:
-            self._lay_out(session, [parameter])  # type: ignore[arg-type]
+            self._lay_out([parameter])
             session.store.reserve_states(session.store.group_index(name))  # type: ignore[union-attr]
         dtypes = self._dtypes(parameter)
         for kind, source in converted(loaded, parameter, dtypes).items():
@@ -382,13 +383,14 @@ class ChunkedOptimizer(Overlapping, ABC):
             load(self._marks, loaded.get(MASTER), parameter, state[MASTER_LOW])
         self.__dict__["state"][parameter] = state
 
-    def _lay_out(self, session: Session, parameters: Iterable[torch.Tensor]) -> None:
-        """Make sure that a session's chunks have the states that this optimizer keeps.
+    def _lay_out(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Make sure that chunks of these parameters have the states that this optimizer keeps.
 
         Raises:
             OptionsError: they cannot.
         """
-        changed = [p for p in parameters if declared_states(p) != self._states.seen_by(p.dtype)]
-        if changed:
-            declare_states(changed, self._states)
-            session.restate()
+        if any(declared_states(p) != self._states.seen_by(p.dtype) for p in parameters):
+            lay_out_states(self._parameters(), self._states)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
