@@ -23,11 +23,11 @@ from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.states import DEFAULT_STATES, EXP_AVG, MASTER, MASTER_LOW, StateFormat
 from chunkc.kernels.formats import GradScale
 from chunkc.kernels.hyper import GRAD_DTYPES
-from chunkc.optim_states import KNOWN, Dtypes, converted, empty_state, initialise, is_kept
+from chunkc.optim_states import KNOWN, Dtypes, converted, empty_state, initialise, is_kept, names_at_home
 from chunkc.overlap import NONE as NO_OVERLAP
 from chunkc.overlap import Overlap
 from chunkc.overlapping import Overlapping
-from chunkc.session import Session, declare_states, declared, declared_states, managing, sessions_of
+from chunkc.session import Session, declare_states, declared_states, lay_out_states, managing
 from chunkc.split_masters import Marks, load, put_masters_together
 from chunkc.update import GroupUpdate, PreparedUpdate, prepare_updates
 
@@ -64,20 +64,23 @@ class ChunkedOptimizer(Overlapping):
         self._check_supported(implementation)
         if implementation.get("foreach") and implementation.get("fused"):
             raise OptionsError("foreach and fused cannot both be True")
+        self._made = False
         super().__init__(params, defaults)
+        self._made = True
+        lay_out_states(self._parameters(), self._states, self._num_stages)
 
     def __getstate__(self) -> dict[str, Any]:
         self._doubts.settle(wait=True)
         for parameter, state in self.state.items():
             if MASTER_LOW in state:  # a copy takes lower bits as they are
                 self._marks.leave_out_stale(parameter, state[MASTER_LOW])
-        own = {"_update_on": self._update_on, "_states": self._states, "_marks": self._marks}
+        own = {"_made": True, "_update_on": self._update_on, "_states": self._states, "_marks": self._marks}
         return super().__getstate__() | own | {"_doubts": doubts.Doubts()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        declare_states([p for p in parameters if declared(p) is None], self._states, self._num_stages)
+        undeclared = [p for p in self._parameters() if declared_states(p) is None]
+        declare_states(undeclared, self._states, self._num_stages)
         for parameter, of_parameter in self.state.items():
             if MASTER_LOW in of_parameter:
                 self._marks.loaded(parameter, changed=False)
@@ -148,17 +151,12 @@ class ChunkedOptimizer(Overlapping):
             if isinstance(parameter, torch.Tensor):
                 self._check_dtype(parameter.dtype)
         super().add_param_group(param_group)
-        added = self.param_groups[-1]["params"]
-        before = [declared(p) for p in added]
-        declare_states(added, self._states, self._num_stages)
-        try:
-            for session in sessions_of(added):
-                session.restate()
-        except OptionsError:
-            self.param_groups.pop()
-            for parameter, former in zip(added, before, strict=True):
-                declare_states([parameter], *(former or (None,)))
-            raise
+        if self._made:
+            try:
+                lay_out_states(self.param_groups[-1]["params"], self._states, self._num_stages)
+            except OptionsError:
+                self.param_groups.pop()
+                raise
         self._overlap.forget(self)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
@@ -246,12 +244,13 @@ class ChunkedOptimizer(Overlapping):
         """
         groups = session.store.layout.groups
         session.unfreeze({t.name for index in by_group if not groups[index].trainable for t in by_group[index]})
-        self._lay_out(session, [task.parameter for tasks in by_group.values() for task in tasks])
+        self._lay_out([task.parameter for tasks in by_group.values() for task in tasks])
         at_home = groups_at_home(session, sorted({*by_group, *begun}), self._update_on, self._num_stages)
         if self._overlap.beside_backward:
             self._overlap.prepare(self, session, at_home)
         for index in sorted(by_group):
             session.store.updates.wait(index)
+            session.keep_states_of(self, index, [task.name for task in by_group[index]])
         for index in sorted(at_home - begun):
             session.store.reserve_states(index)
         in_slots = [index for index in by_group if index not in at_home]
@@ -344,7 +343,10 @@ class ChunkedOptimizer(Overlapping):
         self._overlap.forget(self)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        parameters = self._parameters()
+        loaded_into = [parameter for index, parameter in zip(ids, parameters, strict=True) if index in states]
+        for (session, group), names in names_at_home(loaded_into).items():
+            session.keep_states_of(self, group, names)
         with torch.no_grad():
             for index, parameter in zip(ids, parameters, strict=True):
                 if index in states:
@@ -358,7 +360,7 @@ class ChunkedOptimizer(Overlapping):
         dtypes, home = self._dtypes(parameter), managing(parameter)
         if home is not None:
             session, name = home
-            self._lay_out(session, [parameter])
+            self._lay_out([parameter])
             session.store.reserve_states(session.store.group_index(name))
 
         def room(kind: str) -> torch.Tensor:
@@ -378,13 +380,14 @@ class ChunkedOptimizer(Overlapping):
             load(self._marks, loaded.get(MASTER), parameter, state[MASTER_LOW])
         self.__dict__["state"][parameter] = state
 
-    def _lay_out(self, session: Session, parameters: Iterable[torch.Tensor]) -> None:
-        """Make sure that a session's chunks have the states that this optimizer keeps.
+    def _lay_out(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Make sure that chunks of these parameters have the states that this optimizer keeps.
 
         Raises:
             OptionsError: they cannot.
         """
-        changed = [p for p in parameters if declared_states(p) != self._states.seen_by(p.dtype)]
-        if changed:
-            declare_states(changed, self._states, self._num_stages)
-            session.restate()
+        if any(declared_states(p) != self._states.seen_by(p.dtype) for p in parameters):
+            lay_out_states(self._parameters(), self._states, self._num_stages)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from chunkc.ir.states import (
     num_entries,
 )
 from chunkc.kernels.quant import dequantise, quantise
-from chunkc.session import owner
+from chunkc.session import Session, owner
 
 Dtypes = Mapping[str, torch.dtype]
 """The kinds of states that a parameter has, with their dtypes (see `chunkc.ir.states.StateFormat.dtypes`)."""
@@ -107,3 +107,13 @@ def place_in_group(parameter: torch.Tensor) -> tuple[int, int] | None:
     if session is None or name not in session.store.layout.offsets:
         return None
     return session.store.group_index(name), session.store.layout.offsets[name]
+
+
+def names_at_home(parameters: Iterable[torch.Tensor]) -> dict[tuple[Session, int], list[str]]:
+    """The names of those parameters that are at home, by session and chunk group."""
+    found: dict[tuple[Session, int], list[str]] = {}
+    for parameter in parameters:
+        session, name = owner(parameter) or (None, "")
+        if session is not None and session.store.is_managed(name):
+            found.setdefault((session, session.store.group_index(name)), []).append(name)
+    return found

@@ -156,7 +156,7 @@ class Overlap:
     def begin(self, optimizer: Any, session: Session, index: int) -> bool:
         """Begin the update of a settled group; whether it is this optimizer's, and nothing is waited for."""
         entries = [e for e in self._known.get(session, {}).get(index, ()) if e[0].grad is not None]
-        if self.accumulating or not entries:
+        if self.accumulating or not entries or not session.has_states_of(optimizer, [name for _, name, _ in entries]):
             return False
         store = session.store
         store.updates.wait(index)

@@ -20,11 +20,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from chunkc.devices import granule_of, hardware_of, memory_of, overhead_of
 from chunkc.early import EarlyUpdates
-from chunkc.ir.chunks import ChunkLayout, ParamSpec, chunk_name
+from chunkc.ir.chunks import ChunkLayout, ParamSpec
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Plan, Tile
-from chunkc.ir.states import DEFAULT_STATES, EXP_AVG, StateFormat
+from chunkc.ir.states import DEFAULT_STATES, StateFormat
 from chunkc.options import Options, resolve_budget
 from chunkc.passes.cuda_memory import rounded_nbytes
 from chunkc.passes.layout import lay_out, restated, unfrozen
@@ -131,6 +131,7 @@ class Session:
         self.unplanned = True
         self.trained: frozenset[str] = frozenset()
         self.early = EarlyUpdates()
+        self._keepers: dict[str, weakref.ref[object]] = {}
 
     def configure(self, options: Options, source: Mapping[str, object]) -> None:
         """Take over the options of a (later) compilation.
@@ -170,22 +171,38 @@ class Session:
     def restate(self) -> None:
         """Lay out states in the formats that the parameters' optimizers declare by now (see `declare_states`).
 
+        States at home that have another format are their optimizer's from then on, and no longer in a chunk.
+
         Raises:
-            OptionsError: parameters of one chunk have optimizers that keep states in different formats, or states are
-                at home in another format, or not where this format needs them.
+            OptionsError: parameters of one chunk have optimizers that keep states in different formats, or are not
+                where this format needs them.
         """
         store = self.store
         named = {name: found for name, p in store.parameters().items() if (found := declared_states(p)) is not None}
         layout = restated(store.layout, named)
         if layout != store.layout:
             for old, new in zip(store.layout.groups, layout.groups, strict=True):
-                if old.states != new.states and chunk_name(EXP_AVG, old.index) in store.arena:
-                    raise OptionsError(
-                        f"{new.slices[0].spec.name} has optimizer states with {old.states} at home; they cannot become "
-                        f"{new.states}: use one format, or give the model an options dictionary of its own"
-                    )
+                if old.states != new.states:
+                    store.leave_states(old.index)
+                    for of_group in old.slices:
+                        self._keepers.pop(of_group.spec.name, None)
             store.restate(layout)
             self.num_restatements += 1
+
+    def has_states_of(self, optimizer: object, names: Iterable[str]) -> bool:
+        """Whether chunks have room for this optimizer's states of these parameters, and not for another's."""
+        return all(name in self._keepers and self._keepers[name]() is optimizer for name in names)
+
+    def keep_states_of(self, optimizer: object, group: int, names: Collection[str]) -> None:
+        """From now on the states of these parameters of a group, at home, are those of this optimizer.
+
+        If others' were there, they stay with who has views of them, as the states of two optimizers in PyTorch do.
+        """
+        if self.has_states_of(optimizer, names):
+            return
+        if any(name in self._keepers and self._keepers[name]() is not optimizer for name in names):
+            self.store.leave_states(group)
+        self._keepers.update(dict.fromkeys(names, weakref.ref(optimizer)))
 
     def unfreeze(self, names: Collection[str]) -> None:
         """Make room at home for the gradients of parameters that were frozen when they were laid out, if there are any.
@@ -262,6 +279,23 @@ def declare_states(parameters: Iterable[torch.Tensor], states: StateFormat | Non
 def declared(parameter: torch.Tensor) -> Declared | None:
     """What `declare_states` said of a parameter."""
     return _states.get(parameter)
+
+
+def lay_out_states(parameters: Collection[torch.Tensor], states: StateFormat, num_stages: int = 1) -> None:
+    """As `declare_states`; layouts made before follow.
+
+    Raises:
+        OptionsError: they cannot (see `Session.restate`); nothing has changed.
+    """
+    before = [declared(p) for p in parameters]
+    declare_states(parameters, states, num_stages)
+    try:
+        for session in sessions_of(parameters):
+            session.restate()
+    except OptionsError:
+        for parameter, former in zip(parameters, before, strict=True):
+            declare_states([parameter], *(former or (None,)))
+        raise
 
 
 def declared_states(parameter: torch.Tensor) -> StateFormat | None:

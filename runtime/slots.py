@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from chunkc.runtime.states import ChunkState
-from chunkc.runtime.tier import Moment
+from chunkc.runtime.tier import Moment, Tier
 
 
 @dataclass
@@ -18,6 +18,28 @@ class Slot:
     buffer: torch.Tensor | None = None
     copy: Moment | None = None
     dirty: bool = False
+
+
+class SpareSlots:
+    """What evicted chunks left and no other has taken since."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+
+    def give(self, buffer: torch.Tensor) -> None:
+        self._buffers.append(buffer)
+
+    def take(self, tier: Tier, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The room of a chunk that has just gone, if it is of the same size; else new room."""
+        nbytes = [buffer.nbytes for buffer in self._buffers]
+        if numel * dtype.itemsize in nbytes:
+            return self._buffers.pop(nbytes.index(numel * dtype.itemsize)).view(dtype)
+        self.drop()
+        return tier.allocate_slot(numel, dtype)
+
+    def drop(self) -> None:
+        """Give all of it back to the tier."""
+        self._buffers.clear()
 
 
 @dataclass

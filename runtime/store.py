@@ -30,7 +30,7 @@ from chunkc.ir.errors import ChunkcError, ChunkStateError, HomeError, StreamErro
 from chunkc.ir.states import EXP_AVG, SCALES, num_entries
 from chunkc.runtime.arena import Arena
 from chunkc.runtime.gradients import NOTHING, accumulate, add_later, store_first
-from chunkc.runtime.slots import Slot, Traffic, fill_with_nan, length
+from chunkc.runtime.slots import Slot, SpareSlots, Traffic, fill_with_nan, length
 from chunkc.runtime.states import ChunkState, advance
 from chunkc.runtime.tier import Moment, Tier
 from chunkc.runtime.updates import HomeUpdates
@@ -54,7 +54,7 @@ class ChunkStore:
     updates: HomeUpdates = field(default_factory=HomeUpdates)
     _parameters: dict[str, weakref.ref[nn.Parameter]] = field(default_factory=dict)
     _slots: dict[str, Slot] = field(default_factory=dict)
-    _spare: list[torch.Tensor] = field(default_factory=list)
+    _spare: SpareSlots = field(default_factory=SpareSlots)
     _slices: dict[str, tuple[ChunkGroup, TensorSlice]] = field(default_factory=dict)
     _handed_out: dict[str, tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=dict)  # with its address
 
@@ -179,6 +179,12 @@ class ChunkStore:
             }
         )
 
+    def leave_states(self, group: int) -> None:
+        """Leave a group's states at home to who has views of them; room for others has to be reserved."""
+        kinds = self.layout.groups[group].update_kinds
+        chunks = [chunk_name(kind, group) for kind in kinds if kind not in (PARAM, GRAD)]
+        self.arena.free([chunk for chunk in chunks if chunk in self.arena])
+
     def home_view(self, kind: str, name: str) -> torch.Tensor:
         """A tensor over a parameter's bytes (or its gradient's, or a state's) at home; its storage is its own."""
         group, where = self._slices[name]
@@ -207,7 +213,7 @@ class ChunkStore:
         needs_data = kind != GRAD or self.collect_gradients(group_index)
         self.updates.note_use(group_index)
         begin, end = chunk_part(chunk) or (0, group.numel)
-        slot.buffer = buffer = self._take_slot(num_entries(kind, end - begin), group.kind_dtype(kind))
+        slot.buffer = buffer = self._spare.take(self.tier, num_entries(kind, end - begin), group.kind_dtype(kind))
         if self.debug:
             self.tier.enqueue(fill_with_nan, buffer)
         slot.state, slot.copy, slot.dirty = state, None, False
@@ -270,22 +276,14 @@ class ChunkStore:
         assert slot.buffer is not None
         if self.debug:
             self.tier.enqueue(fill_with_nan, slot.buffer)
-        self._spare.append(slot.buffer)
+        self._spare.give(slot.buffer)
         slot.buffer = slot.copy = None
         if chunk_part(chunk) is not None:
             del self._slots[chunk]
 
     def drop_spare_slots(self) -> None:
         """Give the tier back what evicted chunks left and no prefetch has taken since."""
-        self._spare.clear()
-
-    def _take_slot(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The room of a chunk that has just gone, if it is of the same size; else new room."""
-        nbytes = [buffer.nbytes for buffer in self._spare]
-        if numel * dtype.itemsize in nbytes:
-            return self._spare.pop(nbytes.index(numel * dtype.itemsize)).view(dtype)
-        self.drop_spare_slots()
-        return self.tier.allocate_slot(numel, dtype)
+        self._spare.drop()
 
     def _whole(self, chunk: str) -> tuple[str, int]:
         """The whole chunk that a name is of, and where in it the name's bytes begin."""

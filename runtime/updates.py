@@ -140,15 +140,16 @@ class HomeUpdates:
         """Block the caller until every update has ended, and forget them; raises as `finish_all`."""
         finish_all([self])
 
-    def _failures(self) -> list[StreamError | HomeError]:
-        """Block the caller until every update has ended: how those ended that failed."""
-        failures: list[StreamError | HomeError] = []
+    def _wait_for_all(self, failures: list[StreamError | HomeError]) -> None:
+        """Block the caller until every update has ended, and note how those ended that failed."""
         for update in list(self._pending.values()):
             try:
                 update.submitted(self._stream).wait()
             except (StreamError, HomeError) as error:
                 failures.append(error)
-        return failures
+
+    def _forget_all(self) -> None:
+        self._pending.clear()
 
     # --- the order in which groups are needed ---
 
@@ -171,9 +172,11 @@ def finish_all(models: Iterable[HomeUpdates]) -> None:
             note for each other.
     """
     models = list(models)
-    failures = [failure for updates in models for failure in updates._failures()]
+    failures: list[StreamError | HomeError] = []
     for updates in models:
-        updates._pending.clear()
+        updates._wait_for_all(failures)
+    for updates in models:
+        updates._forget_all()
     if failures:
         told = dict.fromkeys(str(failure) for failure in failures)  # many may have waited for one copy that failed
         for text in list(told)[1:]:

@@ -280,16 +280,6 @@ def test_one_chunk_has_one_format() -> None:
     assert optimizers
 
 
-def test_states_at_home_keep_their_format() -> None:
-    torch._dynamo.reset()
-    model, compiled = build(True, FP32)
-    train(model, compiled, adamw(model), FP32, range(1))
-    before = [array(p) for p in model.parameters()]
-    with pytest.raises(chunkc.OptionsError, match="has optimizer states with float32 moments at home"):
-        adamw(model, moments_dtype=BF16)
-    assert not differences(before, [array(p) for p in model.parameters()])
-
-
 # ---------------------------------------------------------------- state_dict
 
 

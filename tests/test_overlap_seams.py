@@ -114,6 +114,29 @@ def test_updates_of_all_models_are_waited_for_though_some_failed() -> None:
         wait()
 
 
+def test_a_report_waits_for_nothing_and_takes_no_failure_away() -> None:
+    """While an update is under way, after one has failed, and after a call that raised."""
+    made, opened = subject("forward"), threading.Event()
+    made.train(range(1), reading=False)
+    made.optimizer.synchronize()
+    before = chunkc.report(made.compiled)
+    made.store.updates.begin(0, lambda: 1 / 0, label="it")  # type: ignore[arg-type, return-value]
+    made.store.updates.begin(1, lambda: assert_opened(opened), label="another")
+    assert chunkc.report(made.compiled) == before
+    opened.set()
+    with pytest.raises(chunkc.StreamError, match="the update of it failed"):
+        made.compiled(**made.case.batch(1))
+    after = chunkc.report(made.compiled)
+    assert (after.moments, after.measured_peak_nbytes) == (before.moments, before.measured_peak_nbytes)
+    with pytest.raises(chunkc.StreamError, match="the update of it failed"):
+        made.optimizer.synchronize()
+    made.optimizer.synchronize()
+
+
+def assert_opened(opened: threading.Event) -> None:
+    assert opened.wait(20)
+
+
 class Tied(nn.Module):
     """One weight is used twice, one is frozen, one is used by some batches only."""
 

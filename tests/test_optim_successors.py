@@ -1,0 +1,119 @@
+"""Several optimizers of the same parameters, one after the other or in turns: each has its states, as in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from harness import HUGE, array, compile_case, differences
+from overlap_cases import case, minimum_nbytes
+from torch import nn
+
+import chunkc
+from chunkc.session import owner
+
+BF16 = torch.bfloat16
+AdamW, LAMB = chunkc.optim.AdamW, chunkc.optim.LAMB
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def made(kind: Any, **options: Any) -> Make:
+    return lambda model: kind(model.parameters(), lr=1e-2, weight_decay=0.1, **options)
+
+
+PAIRS: dict[str, tuple[torch.dtype, Make, Make]] = {
+    "the same format": (torch.float32, made(AdamW), made(AdamW)),
+    "fp32 and bf16 moments": (torch.float32, made(AdamW), made(AdamW, moments_dtype=BF16)),
+    "split, then LAMB": (BF16, made(AdamW), made(LAMB)),
+    "split, then whole": (BF16, made(AdamW), made(AdamW, master_weights="float32")),
+    "split, then 8-bit": (BF16, made(AdamW), made(AdamW, moments_dtype="int8")),
+    "split, then none": (BF16, made(AdamW), made(AdamW, stochastic_rounding=True)),
+    "LAMB, then split": (BF16, made(LAMB), made(AdamW)),
+}
+
+
+def step(model: nn.Module, compiled: nn.Module, of: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+    compiled(**of.batch(number)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def build(pair: str, fits: bool) -> tuple[Any, nn.Module, nn.Module]:
+    of = case(PAIRS[pair][0])
+    nbytes = HUGE if fits else minimum_nbytes(of) + 32768  # states in another format may take more
+    model, compiled = compile_case(of, memory_budget=nbytes, whole_graph="never")
+    return of, model, compiled
+
+
+def results(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[Any]:
+    parameters = list(model.parameters())
+    states = [of.state[p] for of in optimizers for p in parameters]
+    return [array(p) for p in parameters] + [array(state[kind]) for state in states for kind in sorted(state)]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_two_optimizers_in_turns(pair: str) -> None:
+    def train(fits: bool, order: Sequence[int] = (0, 1, 1, 0, 1)) -> list[Any]:
+        of, model, compiled = build(pair, fits)
+        pair_of = [make(model) for make in PAIRS[pair][1:]]
+        for number, which in enumerate(order):
+            step(model, compiled, of, pair_of[which], number)
+        session, name = owner(model.layers[0].weight)  # type: ignore[misc, union-attr, index, arg-type]
+        assert session.store.is_managed(name) != fits
+        return results(model, *pair_of)
+
+    assert not differences(train(False), train(True))
+
+
+@pytest.mark.parametrize("load", [False, True])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_second_optimizer_after_some_steps(pair: str, load: bool) -> None:
+    """It begins anew, or goes on from what the first one saved."""
+
+    def train(fits: bool) -> list[Any]:
+        of, model, compiled = build(pair, fits)
+        first = PAIRS[pair][1](model)
+        for number in range(2):
+            step(model, compiled, of, first, number)
+        saved = first.state_dict() if load else None
+        del first
+        second = PAIRS[pair][2](model)
+        assert not second.state_dict()["state"]
+        if saved is not None:
+            second.load_state_dict({**second.state_dict(), "state": saved["state"]})
+        for number in range(2, 4):
+            step(model, compiled, of, second, number)
+        return results(model, second)
+
+    assert not differences(train(False), train(True))
+
+
+def test_what_the_first_one_saved_stays_as_it_was() -> None:
+    of, model, compiled = build("the same format", False)
+    first = PAIRS["the same format"][1](model)
+    step(model, compiled, of, first, 0)
+    saved = [state["exp_avg"] for state in first.state_dict()["state"].values()]
+    before = [array(value) for value in saved]
+    del first
+    step(model, compiled, of, PAIRS["the same format"][2](model), 1)
+    assert not differences([array(value) for value in saved], before)
+
+
+@pytest.mark.parametrize("overlap", ["forward", "backward", "both"])
+def test_the_first_one_goes_on_though_another_was_made(overlap: str) -> None:
+    """Its states are no longer in chunks when its next update could begin in a backward."""
+
+    def train(mode: str) -> list[Any]:
+        of, model, compiled = build("split, then LAMB", False)
+        first = AdamW(model.parameters(), lr=1e-2, update_on="cpu", overlap=mode)
+        for number in range(2):
+            step(model, compiled, of, first, number)
+        second = LAMB(model.parameters(), lr=1e-2, update_on="cpu", overlap=mode)
+        for number in range(2, 4):
+            step(model, compiled, of, first, number)
+        assert not second.state_dict()["state"]
+        return results(model, first)
+
+    assert not differences(train(overlap), train("none"))
