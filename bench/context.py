@@ -26,7 +26,7 @@ class Context:
         show: gets progress.
         deadline_s: of `time.monotonic`; cases that would begin later are left out, and say so. None: no limit.
         case_pattern: cases whose names match are run, as in a shell: `llama3-8b@6*`.
-        systems: those to run, by name; empty for all.
+        systems: those to run, names or patterns; empty for all.
     """
 
     is_small: bool
@@ -66,7 +66,7 @@ class Context:
 
     def wants_system(self, name: str) -> bool:
         """Whether the subject or peer was asked for."""
-        return not self.systems or name in self.systems
+        return not self.systems or any(fnmatchcase(name, pattern) for pattern in self.systems)
 
 
 class Progress:

@@ -64,7 +64,7 @@ SUITES: Mapping[str, Suite] = {
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; `suites` are names, `out` a path or None, `systems` a tuple of names."""
+    """The command line; `suites` are names, `out` a path or None, `systems` a tuple of names or patterns."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)} (default: all)")
     parser.add_argument("--small", action="store_true", help="a tiny model, hardly repeated")
@@ -74,7 +74,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--time-limit", type=_seconds, metavar="SECONDS", help="begin no case later than this")
     parser.add_argument("--case", default="*", metavar="PATTERN", help='cases to run, such as "llama3-8b@6*"')
-    parser.add_argument("--systems", default="", metavar="NAME,...", help="subject and peers to run (default: all)")
+    parser.add_argument("--systems", default="", metavar="PATTERN,...", help="subject and peers (default: all)")
     parsed = parser.parse_args(arguments)
     for name in parsed.suites:
         if name not in SUITES:

@@ -47,6 +47,12 @@ def test_command_line():
     assert (args.case, args.systems, args.time_limit) == ("gpt-*", ("chunkc", "plain"), 9.5)
 
 
+def test_systems_are_picked_by_pattern():
+    context = Context(is_small=True, device="cpu", show=print, systems=("chunkc", "DeepSpeed*"))
+    wanted = ["chunkc", "DeepSpeed CPUAdam, with casts"]
+    assert [name for name in [*wanted, "chunkc (split master)"] if context.wants_system(name)] == wanted
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
