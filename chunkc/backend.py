@@ -17,7 +17,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from chunkc.build import Builder
-from chunkc.capture import Capture, capture_graph, input_names
+from chunkc.capture import Capture, capture_graph, input_names, unique_name
 from chunkc.captured import Captured, profile
 from chunkc.devices import device_of
 from chunkc.graph import CompiledGraph
@@ -185,7 +185,7 @@ def _name_parameters(
     """
     taken, specs = set(session.store.parameters()), session.store.layout.specs()
 
-    def is_free(name: str, parameter: nn.Parameter) -> bool:
+    def is_free(parameter: nn.Parameter, name: str) -> bool:
         fits = name not in specs or (can_move(parameter) and specs[name] == session.spec_of(name, parameter))
         return name not in taken and fits
 
@@ -201,9 +201,7 @@ def _name_parameters(
             )
         hit = owner(parameter)
         if hit is None:
-            unique, number = name, 2
-            while not is_free(unique, parameter):
-                unique, number = f"{name}#{number}", number + 1
+            unique = unique_name(name, partial(is_free, parameter))
             taken.add(unique)
             found.append(unique)
         else:

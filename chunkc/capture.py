@@ -67,6 +67,14 @@ def input_names(gm: fx.GraphModule) -> list[str]:
     return names
 
 
+def unique_name(name: str, is_free: Callable[[str], bool]) -> str:
+    """The name, or the first of `name#2`, `name#3`, ... that is free."""
+    unique, number = name, 2
+    while not is_free(unique):
+        unique, number = f"{name}#{number}", number + 1
+    return unique
+
+
 def capture_graph(
     gm: fx.GraphModule,
     inputs: Sequence[Any],

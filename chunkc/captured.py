@@ -25,6 +25,9 @@ from chunkc.passes.profile import positions
 ROOM_FOR_LOSS = 3
 """While user code runs between the phases, it may need this many times the outputs' bytes, for a loss."""
 
+HELD_GRANULES = 256
+"""Plans are made for what others hold rounded up to this part of the budget, where that fits."""
+
 
 @dataclass(frozen=True)
 class Captured:
@@ -93,6 +96,12 @@ class Captured:
         return sum(self.forward.storages[storage] for storage in storages)
 
 
+def with_room(held_nbytes: int, budget_nbytes: int) -> int:
+    """What others hold, rounded up to a part of the budget: plans are made for that where they fit."""
+    granule = max(1, budget_nbytes // HELD_GRANULES)
+    return -(-held_nbytes // granule) * granule
+
+
 def profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
     """Positions of every phase. In the forward, the previous call's outputs are still the caller's."""
     group_of = layout.group_of()
@@ -120,11 +129,8 @@ def plan_step(
     hardware: Hardware,
     held_nbytes: int = 0,
     cold_backward: bool = False,
-    elsewhere: frozenset[str] = frozenset(),
 ) -> Plan:
     """The plan of forward and backward; with `cold_backward` of the backward alone, which finds no chunk in a slot.
-
-    `elsewhere` are parameters whose gradients other graphs make.
 
     Raises:
         BudgetError: there is none within the budget.
@@ -139,7 +145,6 @@ def plan_step(
         hardware=hardware,
         held_nbytes=held_nbytes,
         boundary_nbytes=step.boundary_nbytes,
-        elsewhere=elsewhere,
     )
 
 

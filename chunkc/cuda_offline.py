@@ -35,6 +35,11 @@ def planned_on(graph: OfflineGraph, hardware: Hardware, codegen: str) -> Offline
     return replace(graph, capture=capture, movable=_rounded(graph.movable), fixed=_rounded(graph.fixed))
 
 
+def storages_on(storage_nbytes: Iterable[int], hardware: Hardware) -> tuple[int, ...]:
+    """Bytes that the hardware's allocator takes for storages."""
+    return tuple(rounded_nbytes(n) for n in storage_nbytes) if hardware.kind == "cuda" else tuple(storage_nbytes)
+
+
 def overhead_on(hardware: Hardware) -> int:
     """Bytes inside the budget that stay on the device whatever is planned: cuBLAS's workspaces, the optimizer's tables.
 

@@ -15,40 +15,29 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
 from chunkc.adam_groups import DEVICE
-from chunkc.build import Builder
-from chunkc.captured import Captured, plan_step, profile, rewrite, verify
-from chunkc.cuda_offline import overhead_on, planned_on
+from chunkc.cuda_offline import overhead_on, planned_on, storages_on
 from chunkc.explain_updates import Updates
 from chunkc.ir.chunks import ChunkLayout
-from chunkc.ir.errors import BudgetError, OptionsError, UnsupportedError, format_nbytes
+from chunkc.ir.errors import OptionsError, UnsupportedError, format_nbytes
 from chunkc.ir.explanation import (
     Chunks,
     Explanation,
     TimedEvent,
 )
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.plan import Plan, Tile
-from chunkc.ir.program import UPDATE
+from chunkc.ir.program import FORWARD
 from chunkc.ir.simulate import STAYING, simulate, step_time, traffic
 from chunkc.ir.states import StateFormat
 from chunkc.measured import measured_side
 from chunkc.moments import StepPlans, explained_moments, peak_of
-from chunkc.offline import OfflineGraph, capture_offline, has_dynamic_dimensions
+from chunkc.offline import OfflineGraph, OfflineStep, capture_offline, has_dynamic_dimensions
 from chunkc.optimizer_choice import ADAMW, OptimizerChoice
 from chunkc.options import Options, parse_options, resolve_budget
 from chunkc.overlap import NONE
-from chunkc.passes.layout import lay_out
-from chunkc.passes.planning import (
-    check_minimum,
-    choose_resident,
-    fixed_nbytes,
-    plan_phases,
-    update_positions,
-    update_tiles,
-)
 from chunkc.presets import load_hardware
+from chunkc.replay import Replay
 from chunkc.session import states_of
-from chunkc.templates import Templates, input_symbols
+from chunkc.templates import input_symbols
 
 IN_SLOTS = Updates()
 
@@ -112,10 +101,10 @@ def explain(
     show = show or (lambda what: None)
     show("tracing the model")
     dynamic = has_dynamic_dimensions((args, kwargs))
-    graph = graph_on(machine, model, args, kwargs, options, dynamic=dynamic, states_of=chosen.states_of)
+    step = step_on(machine, model, args, kwargs, options, dynamic=dynamic, states_of=chosen.states_of)
     show("planning")
-    training = training_in(machine, graph, options)
-    found = explain_graph(graph, options, training, name or _class_of(model), updates)
+    training = training_in(machine, step.graphs, options)
+    found = explain_step(step, options, training, name or _class_of(model), updates)
     return replace(found, measured=measured)
 
 
@@ -140,13 +129,12 @@ def minimum_budget(
     asked = {"memory_budget": memory_budget, "home": home, "chunk_size": chunk_size}
     options = parse_options({**asked, "codegen": codegen})
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
-    graph = graph_on(machine, model, args, kwargs, options, states_of=choice.of(model).states_of)
-    layout = layout_of(graph, options, machine)
-    budget, machine = budget_of(options, machine), training_in(machine, graph, options)
-    return plan_for(build_for(graph, layout, options, machine, budget).build(), layout, machine, budget).minimum_nbytes
+    step = step_on(machine, model, args, kwargs, options, states_of=choice.of(model).states_of)
+    replay = Replay(step, options, training_in(machine, step.graphs, options))
+    return replay.minimum_nbytes(replay.fitting(budget_of(options, machine)))
 
 
-def graph_on(
+def step_on(
     hardware: Hardware,
     model: nn.Module,
     args: Sequence[Any],
@@ -155,33 +143,29 @@ def graph_on(
     *,
     dynamic: bool = False,
     states_of: StatesOf = states_of,
-) -> OfflineGraph:
-    """The graph of a model in one graph, as the hardware would run it.
+) -> OfflineStep:
+    """One training step of a model, as the hardware would run it.
 
     With `dynamic`, dimensions that are marked so are traced in symbols.
 
     Raises:
-        UnsupportedError: there are several, or none.
+        UnsupportedError: there is no graph; or there are several, and symbols in them.
     """
-    graphs = capture_offline(model, args, kwargs, codegen=options.codegen, dynamic=dynamic, states_of=states_of)
-    if len(graphs) > 1:
+    step = capture_offline(model, args, kwargs, codegen=options.codegen, dynamic=dynamic, states_of=states_of)
+    if len(step.calls) > 1 and any(input_symbols(graph.capture) for graph in step.graphs):
         raise UnsupportedError(
-            f"torch.compile splits this model into {len(graphs)} graphs; only models in one graph can be explained so "
-            "far (torch.compile(..., fullgraph=True) says where it breaks)"
+            f"torch.compile splits this model into {len(step.graphs)} graphs; dimensions marked as dynamic are for "
+            "models in one graph: leave the marks out, and explain each size for itself"
         )
-    return planned_on(graphs[0], hardware, options.codegen)
+    graphs = tuple(planned_on(graph, hardware, options.codegen) for graph in step.graphs)
+    return replace(step, graphs=graphs, storage_nbytes=storages_on(step.storage_nbytes, hardware))
 
 
-def layout_of(graph: OfflineGraph, options: Options, hardware: Hardware) -> ChunkLayout:
-    """How the graph's parameters are laid into chunks."""
-    layout = lay_out(list(graph.movable), options.chunk_size if isinstance(options.chunk_size, int) else None)
-    return ChunkLayout(layout.chunk_nbytes, layout.groups, (*layout.small, *graph.fixed), overhead_on(hardware))
-
-
-def training_in(machine: Hardware, graph: OfflineGraph, options: Options) -> Hardware:
+def training_in(machine: Hardware, graphs: Sequence[OfflineGraph], options: Options) -> Hardware:
     """The machine at the rate of the dtype that most parameters have, its links no faster than a home on disk."""
     sizes: dict[torch.dtype, int] = {}
-    for spec in (*graph.movable, *graph.fixed):
+    specs = {spec.name: spec for graph in graphs for spec in (*graph.movable, *graph.fixed)}
+    for spec in specs.values():
         sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.numel
     if sizes:
         machine = machine.training_in(max(sizes, key=lambda dtype: sizes[dtype]))
@@ -215,17 +199,17 @@ def budget_of(options: Options, hardware: Hardware) -> int:
     return budget
 
 
-def explain_graph(
-    graph: OfflineGraph, options: Options, hardware: Hardware, name: str, updates: Updates = IN_SLOTS
+def explain_step(
+    captured: OfflineStep, options: Options, hardware: Hardware, name: str, updates: Updates = IN_SLOTS
 ) -> Explanation:
-    """Explain one captured graph."""
-    layout = layout_of(graph, options, hardware)
+    """Explain one captured step."""
     budget = budget_of(options, hardware)
-    captured, expressions = _captured(build_for(graph, layout, options, hardware, budget))
-    step = plan_for(captured, layout, hardware, budget, updates, options.home)
+    replay = Replay(captured, options, hardware)
+    settled, layout = replay.fitting(budget), replay.layout
+    step = replay.planned(settled, updates)
     events = _events(step, hardware, updates)
-    moments = tuple(explained_moments(step, events, expressions))
-    home_nbytes = _home_nbytes(layout, step.plan.resident)
+    moments = tuple(explained_moments(step, events, replay.expressions(settled)))
+    home_nbytes = _home_nbytes(layout, step.resident)
     on_disk = options.home != "cpu"
     host = hardware.host_memory_nbytes
     overhead = hardware.context_nbytes
@@ -233,22 +217,20 @@ def explain_graph(
         model=name,
         hardware=hardware.name,
         codegen=options.codegen,
-        fits=step.fits,
+        fits=settled.budget_nbytes == budget,
         host_fits=True,
         num_parameters=sum(spec.numel for spec in layout.specs().values()),
         memory_budget_nbytes=budget,
-        minimum_budget_nbytes=step.minimum_nbytes,
-        predicted_peak_nbytes=max(
-            step.plan.predicted_peak_nbytes, step.update.predicted_peak_nbytes if step.update else 0
-        ),
-        non_model_peak_nbytes=max((m.non_model_nbytes for m in step.plan.moments), default=0),
+        minimum_budget_nbytes=replay.minimum_nbytes(settled),
+        predicted_peak_nbytes=max((m.nbytes for phase in step.phases for m in phase.moments), default=0),
+        non_model_peak_nbytes=max((m.non_model_nbytes for run in step.runs for m in run.planned.moments), default=0),
         overhead_nbytes=overhead,
         home_nbytes=home_nbytes,
         disk_nbytes=home_nbytes if on_disk else 0,
         device_memory_nbytes=hardware.device_memory_nbytes,
         host_memory_nbytes=host,
         peak=peak_of(step),
-        chunks=Chunks(layout.chunk_nbytes, len(layout.groups), len(step.plan.resident)),
+        chunks=Chunks(layout.chunk_nbytes, len(layout.groups), len(step.resident)),
         traffic_nbytes=traffic(events),
         step_time_s=step_time(events),
         moments=moments,
@@ -256,79 +238,18 @@ def explain_graph(
         notes=(
             *updates.notes(step, hardware),
             *_notes(step, options, hardware),
-            *(f"{symbol}: {what}" for symbol, what in graph.sizes.items()),
+            *(f"{symbol}: {what}" for graph in captured.graphs for symbol, what in graph.sizes.items()),
         ),
-        graphs={phase: module.code for phase, module in step.graphs.items()},
+        graphs={run.name: run.graph.code for run in step.runs},
         plan_text="".join(map(str, step.plans)),
         device_is_host=hardware.kind == "cpu",
-        activation_checkpointing=graph.checkpointed,
+        activation_checkpointing=any(graph.checkpointed for graph in captured.graphs),
     )
     return replace(found, host_fits=host is None or found.host_needs_nbytes <= host)
 
 
-def _captured(builder: Builder) -> tuple[Captured, tuple[str, ...]]:
-    """The step with the sizes it was traced at; where these are symbols, also every moment's bytes in them."""
-    if not input_symbols(builder.capture):
-        return builder.build(), ()
-    templates = Templates(builder)
-    captured = templates.at(templates.traced)
-    return captured, tuple(map(str, templates.template(templates.traced, captured.whole).moments.expressions))
-
-
-def build_for(
-    graph: OfflineGraph, layout: ChunkLayout, options: Options, hardware: Hardware, budget_nbytes: int
-) -> Builder:
-    """Who describes the graph; nothing is compiled."""
-    return Builder(
-        graph.capture,
-        options.codegen,
-        layout,
-        budget_nbytes,
-        hardware,
-        may_be_whole=options.whole_graph == "auto",
-        compiled=False,
-    )
-
-
-def plan_for(
-    captured: Captured,
-    layout: ChunkLayout,
-    hardware: Hardware,
-    budget_nbytes: int,
-    updates: Updates = IN_SLOTS,
-    home: str = "cpu",
-) -> StepPlans:
-    """The plan for a budget; where it is too small, the plan for the smallest that works, marked as not fitting."""
-    everything = frozenset(group.index for group in layout.groups)
-    step = profile(captured, layout)
-    fits = True
-    try:
-        minimum = check_minimum(step.all, layout, budget_nbytes, 0, all_may_stay=True)
-    except BudgetError as error:
-        fits, minimum = False, error.minimum_nbytes
-    usable = max(budget_nbytes, minimum)
-    resident = choose_resident(step, layout, usable, everything)
-    plan = plan_step(captured, layout, budget_nbytes=usable, resident=resident, hardware=hardware)
-    graphs = rewrite(captured, plan, layout)
-    verify(captured, plan, graphs, layout)
-    update: Plan | None = None
-    tiles: tuple[Tile, ...] = ()
-    at_home: frozenset[int] = frozenset()
-    if captured.backward is not None:
-        group_of = layout.group_of()
-        trained = sorted({group_of[name] for name in captured.trained if name in group_of} - resident)
-        at_home = updates.at_home([layout.groups[index] for index in trained], home, hardware)
-        held = captured.forward.held_nbytes + captured.output_nbytes
-        fixed = fixed_nbytes(layout, resident) + held
-        in_slots = [index for index in trained if index not in at_home]
-        tiles = update_tiles(layout, in_slots, usable - fixed, updates.num_stages)
-        positions = update_positions(layout, tiles, held)
-        update = plan_phases([(UPDATE, positions)], layout, budget_nbytes=usable, resident=resident, hardware=hardware)
-    return StepPlans(captured, layout, plan, graphs, update, minimum, fits, at_home, tiles)
-
-
 def _events(step: StepPlans, hardware: Hardware, updates: Updates) -> tuple[TimedEvent, ...]:
-    costs = {call.name: call.cost_s for program in step.captured.programs.values() for call in program.calls}
+    costs = {name: cost_s for run in step.runs for name, cost_s in run.costs_s().items()}
     nbytes = updates.nbytes(step)
     rate = hardware.update_bytes_per_s
     for moment in step.update.moments if step.update else ():
@@ -353,8 +274,14 @@ def _home_nbytes(layout: ChunkLayout, resident: frozenset[int]) -> int:
 
 
 def _notes(step: StepPlans, options: Options, hardware: Hardware) -> Iterator[str]:
-    if step.captured.whole:
+    if all(run.captured.whole for run in step.runs):
         yield "everything fits: the graph is compiled whole and nothing moves"
+    num_forwards = sum(run.phase == FORWARD for run in step.runs)
+    if num_forwards > 1:
+        yield (
+            f"torch.compile splits this model: {num_forwards} graphs run one after the other; what code between them "
+            "keeps for itself is not counted"
+        )
     if hardware.kind == "cuda":
         if options.codegen == "inductor":
             yield "fused as on a CPU: Inductor's Triton kernels may fuse other operators and so need other bytes"

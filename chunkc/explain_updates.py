@@ -84,7 +84,7 @@ class Updates:
         if step.at_home and self.overlap != NONE and hardware.kind != "cuda":
             yield f'overlap="{self.overlap}" hides nothing here: the cores that update are those that compute'
         specs = step.layout.specs()
-        yield from dict.fromkeys(self._states_of(specs[name]) for name in sorted(step.captured.trained))
+        yield from dict.fromkeys(self._states_of(specs[name]) for name in sorted(step.trained))
 
     def _states_of(self, spec: ParamSpec) -> str:
         kinds, states, dtype = spec.states.dtypes(spec.dtype), spec.states, str(spec.dtype).removeprefix("torch.")
@@ -108,5 +108,5 @@ class Updates:
 def staying_specs(step: StepPlans) -> list[ParamSpec]:
     """The trained parameters that never move, small or in resident chunks."""
     group_of, specs = step.layout.group_of(), step.layout.specs()
-    staying = {None, *step.plan.resident}
-    return [specs[name] for name in step.captured.trained if group_of.get(name) in staying]
+    staying = {None, *step.resident}
+    return [specs[name] for name in step.trained if group_of.get(name) in staying]

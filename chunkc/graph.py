@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from chunkc.captured import Captured, plan_step, profile, rewrite, verify
+from chunkc.captured import Captured, plan_step, profile, rewrite, verify, with_room
 from chunkc.ir.errors import BudgetError, UnsupportedError
 from chunkc.ir.plan import Plan
 from chunkc.ir.program import BACKWARD, FORWARD
@@ -20,9 +20,6 @@ from chunkc.passes.planning import check_minimum, choose_resident
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
 from chunkc.session import Session, storages_nbytes
 from chunkc.steps import INPUTS, SizedStep, Steps
-
-HELD_GRANULES = 256
-"""Plans are made for what others hold rounded up to this part of the budget, where that fits."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,8 @@ class CompiledGraph:
     """At the sizes of the latest call; before any, as it was traced."""
 
     def __post_init__(self) -> None:
-        self._accumulating = self._has_run = False
+        self._has_run = False
+        self.session.num_graphs += 1
         self.session.trained |= self.captured.trained
         group_of = self.session.store.layout.group_of()
         used = {name for program in self.captured.programs.values() for name in program.parameters.values()}
@@ -121,8 +119,7 @@ class CompiledGraph:
     ) -> PlannedStep | None:
         """A plan for more held bytes than there are, so that who keeps a little more at every step, such as losses,
         does not wait for a new plan each time; None where there is no such plan."""
-        granule = max(1, self.session.budget_nbytes // HELD_GRANULES)
-        wider_nbytes = -(-held_nbytes // granule) * granule
+        wider_nbytes = with_room(held_nbytes, self.session.budget_nbytes)
         if wider_nbytes == held_nbytes:
             return None
         wider = step.plans.find((wider_nbytes, *key))
@@ -155,7 +152,6 @@ class CompiledGraph:
             hardware=session.hardware,
             held_nbytes=held_nbytes,
             cold_backward=cold_backward,
-            elsewhere=session.trained - captured.trained,
         )
         graphs = rewrite(captured, plan, layout, settling=session.early.wanted)
         if session.options.verify:
@@ -185,7 +181,6 @@ class CompiledGraph:
             return max(0, session.live.nbytes(leaving_out=inputs) - captured.output_nbytes) + beside
 
         planned = self._plan_beside(step, held_nbytes, hooked=self._hooked())
-        self._accumulating = self._has_staying_gradient()
         outputs = self._run(FORWARD, planned, arguments)
         session.live.watch(inputs)
         session.live.watch(outputs[position] for position in at.user_outputs)
@@ -208,14 +203,20 @@ class CompiledGraph:
         session.early.enter_backward(session, self._groups)
         hooked, kept = self._hooked(), _kept_tangents(step.captured, arguments)
 
+        def others_nbytes() -> int:
+            return session.live.nbytes() - step.captured.between_nbytes
+
         def held_nbytes() -> int:
-            return max(0, session.live.nbytes() - step.captured.between_nbytes)
+            return max(0, others_nbytes())
 
         planned = self._plan_beside(step, held_nbytes, hooked=hooked, kept_tangents=kept)
         if store.present != planned.plan.kept or len(planned.plan.phases) < 2:
             store.release_slots()
             planned = self._plan_beside(step, held_nbytes, cold_backward=True, hooked=hooked, kept_tangents=kept)
-        outputs = self._run(BACKWARD, planned, arguments)
+        # Of a model in one graph it is the caller who lets go of outputs: the prediction is for one who does not.
+        gone_nbytes = max(0, -others_nbytes()) if session.num_graphs > 1 else 0
+        session.live.watch(arguments[-len(step.captured.tangents) :])  # in this run the program counts them
+        outputs = self._run(BACKWARD, planned, arguments, gone_nbytes=gone_nbytes)
         if hooked:  # autograd will keep these as `.grad`, on the compute tier, until the next backward takes them home
             session.live.watch(outputs[position] for position, _, name in self._sunk() if name in hooked)
         return outputs
@@ -237,11 +238,6 @@ class CompiledGraph:
                     "read .grad"
                 )
 
-    def _has_staying_gradient(self) -> bool:
-        """Whether the step begins with the gradient of a parameter that stays on the compute tier."""
-        store = self.session.store
-        return any(store.parameter(name).grad is not None for _, _, name in self._sunk() if not store.is_managed(name))
-
     def _sunk(self) -> tuple[tuple[int, str, str], ...]:
         return self.captured.backward.gradient_outputs if self.captured.backward is not None else ()
 
@@ -250,13 +246,14 @@ class CompiledGraph:
         store = self.session.store
         return frozenset(name for _, _, name in self._sunk() if store.parameter(name)._backward_hooks)
 
-    def _run(self, phase: str, planned: PlannedStep, arguments: list[Any]) -> list[Any]:
+    def _run(self, phase: str, planned: PlannedStep, arguments: list[Any], *, gone_nbytes: int = 0) -> list[Any]:
+        """Run a phase; `gone_nbytes`: what others hold is so much less than nothing, as values of its own are gone."""
         session = self.session
         measurement = Measurement()
         session.store.tier.lap_peak_nbytes()
+        plan = planned.plan.beginning_with(session.staying_gradients()).beside_less(gone_nbytes)
         run = Run(session.store, measurement, settled=partial(session.early.settled, session))
         outputs = planned.phases[phase].executable(arguments, run)
-        plan = planned.plan.accumulating() if self._accumulating else planned.plan
         session.record(phase, self, plan, measurement)
         return outputs
 

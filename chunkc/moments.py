@@ -11,31 +11,74 @@ from chunkc.captured import Captured
 from chunkc.ir.chunks import ChunkLayout, split_chunk_name
 from chunkc.ir.explanation import ExplainedMoment, Peak, TimedEvent
 from chunkc.ir.plan import EVICT, PREFETCH, Moment, PhasePlan, Plan, Tile
+from chunkc.ir.program import FORWARD, PhaseProgram
 from chunkc.passes.profile import call_steps
 
 
 @dataclass(frozen=True)
-class StepPlans:
-    """A planned step: forward and backward, and the optimizer's update in slots, with a moment for each of `tiles`; the
-    CPU updates `at_home`."""
+class PlannedRun:
+    """One run of a graph's phase.
 
+    Attributes:
+        name: the phase's; where there are several graphs, `forward.1` is the second forward and `backward.1` its
+            backward.
+        plan: moments are named after the run. A single graph's forward and backward share one.
+        graph: rewritten, with chunk nodes.
+        present: chunks that are in slots when it begins.
+        gone: storages that the program has as held, and that are gone.
+    """
+
+    name: str
+    phase: str
     captured: Captured
-    layout: ChunkLayout
     plan: Plan
-    graphs: Mapping[str, fx.GraphModule]
+    graph: fx.GraphModule
+    present: frozenset[str] = frozenset()
+    gone: frozenset[str] = frozenset()
+
+    @property
+    def program(self) -> PhaseProgram:
+        return self.captured.programs[self.phase]
+
+    @property
+    def planned(self) -> PhasePlan:
+        return next(phase for phase in self.plan.phases if phase.phase == self.phase)
+
+    @property
+    def returned_before_nbytes(self) -> int:
+        """Outputs of the call before, which the caller may hold."""
+        return self.captured.output_nbytes if self.phase == FORWARD else 0
+
+    def costs_s(self) -> dict[str, float]:
+        """Seconds of arithmetic, by the moment's name."""
+        return {m.name: call.cost_s for m, call in zip(self.planned.moments, self.program.calls, strict=True)}
+
+
+@dataclass(frozen=True)
+class StepPlans:
+    """A planned step: the runs of its graphs, and the optimizer's update in slots, with a moment for each of `tiles`;
+    the CPU updates `at_home`."""
+
+    runs: tuple[PlannedRun, ...]
+    layout: ChunkLayout
+    resident: frozenset[int]
     update: Plan | None
-    minimum_nbytes: int
-    fits: bool
     at_home: frozenset[int] = frozenset()
     tiles: tuple[Tile, ...] = ()
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        return (self.plan,) if self.update is None else (self.plan, self.update)
+        found = {id(plan): plan for plan in (*(run.plan for run in self.runs), self.update) if plan is not None}
+        return tuple(found.values())
 
     @property
     def phases(self) -> tuple[PhasePlan, ...]:
-        return tuple(phase for plan in self.plans for phase in plan.phases)
+        return (*(run.planned for run in self.runs), *(self.update.phases if self.update else ()))
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """Parameters that get a gradient."""
+        return frozenset(name for run in self.runs for name in run.captured.trained)
 
 
 def explained_moments(
@@ -47,16 +90,16 @@ def explained_moments(
     """
     in_symbols = iter(expressions)
     spans = {event.name: event for event in events if event.kind in ("call", "update")}
-    by_name = {moment.name: moment for moment in step.plan.moments}
-    for program in step.captured.programs.values():
-        extra = step.captured.output_nbytes if program is step.captured.forward else 0
-        for call, steps in zip(program.calls, call_steps(program, step.captured.memories)):
-            span, moment = spans[call.name], by_name[call.name]
+    for run in step.runs:
+        gone_nbytes = sum(run.program.storages[storage] for storage in run.gone)
+        extra = run.returned_before_nbytes - gone_nbytes
+        for moment, steps in zip(run.planned.moments, call_steps(run.program, run.captured.memories), strict=True):
+            span = spans[moment.name]
             for index, at in enumerate(steps):
                 share = (span.end_s - span.start_s) * index / len(steps)
                 yield ExplainedMoment(
-                    call=call.name,
-                    phase=program.phase,
+                    call=moment.name,
+                    phase=run.phase,
                     op=at.op,
                     module=at.module,
                     source=at.source,
@@ -90,7 +133,7 @@ def _contents(moment: Moment, activations: int, temporaries: int) -> dict[str, i
 
 def peak_of(step: StepPlans) -> Peak:
     """The fullest moment of the step and what fills it, by kind and module."""
-    moments = [moment for plan in step.plans for moment in plan.moments]
+    moments = [moment for phase in step.phases for moment in phase.moments]
     if not moments:
         return Peak("", "", "", {})
     peak = max(moments, key=lambda moment: moment.nbytes)
@@ -103,7 +146,7 @@ def peak_of(step: StepPlans) -> Peak:
 
     for spec in (
         *step.layout.small,
-        *(s.spec for g in sorted(step.plan.resident) for s in step.layout.groups[g].slices),
+        *(s.spec for g in sorted(step.resident) for s in step.layout.groups[g].slices),
     ):
         add("parameters", spec.name.rpartition(".")[0], spec.nbytes)
     add("gradients", "", peak.gradient_nbytes)
@@ -112,18 +155,17 @@ def peak_of(step: StepPlans) -> Peak:
     for chunk in _slots_at(step, peak):
         group = step.layout.groups[split_chunk_name(chunk)[1]]
         add("slots", group.slices[0].spec.name.rpartition(".")[0], step.layout.chunk_nbytes_of(chunk))
-    program = step.captured.programs.get(peak.phase)
-    if program is None:
+    run = next((run for run in step.runs if peak in run.planned.moments), None)
+    if run is None:
         add("activations", "", peak.non_model_nbytes)
         return Peak(peak.name, peak.op, peak.module, _largest_first(contents))
-    index = [call.name for call in program.calls].index(peak.name)
-    steps = next(found for i, found in enumerate(call_steps(program, step.captured.memories)) if i == index)
+    index, program = run.planned.moments.index(peak), run.program
+    steps = next(found for i, found in enumerate(call_steps(program, run.captured.memories)) if i == index)
     fullest = max(steps, key=lambda at: at.nbytes)
-    makers = _makers(step.captured)
-    for storage in fullest.around:
+    makers = _makers(run.captured)
+    for storage in fullest.around - run.gone:
         add("activations", makers.get(storage, "inputs"), program.storages[storage])
-    if program is step.captured.forward:
-        add("activations", "outputs of the step before", step.captured.output_nbytes)
+    add("activations", "outputs of the step before", run.returned_before_nbytes)
     add("temporaries", fullest.module, fullest.inside_nbytes)
     return Peak(peak.name, peak.op, peak.module, _largest_first(contents), fullest.source)
 
@@ -144,8 +186,9 @@ def _makers(captured: Captured) -> dict[str, str]:
 
 def _slots_at(step: StepPlans, peak: Moment) -> list[str]:
     """Chunks that have a slot at a moment."""
-    present: set[str] = set()
-    for phase in step.phases:
+    starts = [*(run.present for run in step.runs), *([frozenset()] if step.update else [])]
+    for phase, start in zip(step.phases, starts, strict=True):
+        present: set[str] = set(start)
         for index, stop in enumerate(phase.stops):
             for event in stop:
                 if event.kind == PREFETCH:

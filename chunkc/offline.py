@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import builtins
 import copy
+import gc
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import FunctionType
@@ -27,16 +28,22 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils import _pytree as pytree
 
-from chunkc.capture import Capture, capture_graph, input_names
+from chunkc.capture import Capture, capture_graph, input_names, unique_name
 from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.errors import ChunkcError, UnsupportedError
+from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.ir.states import DEFAULT_STATES, StateFormat
+from chunkc.offline_calls import CallLog, PhaseCall
 from chunkc.passes.codegen import find_vector_isa
-from chunkc.passes.graphs import placeholders, returned
+from chunkc.passes.graphs import placeholders
 from chunkc.session import is_chunkable, owner, spec_of, states_of
+from chunkc.variants import Variants
 
 NUM_RECOMPILES = 1_000_000
 """A model whose graph breaks inside a loop is compiled once per iteration here, where nothing is compiled for real."""
+
+MAX_STEPS = 4
+"""Steps on fake tensors until one compiles nothing."""
 
 NO_FILE = "<chunkc>"
 """The file of the code that calls the model: none that would be named as a line of the user's."""
@@ -57,6 +64,23 @@ class OfflineGraph:
     sizes: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class OfflineStep:
+    """What one training step runs.
+
+    Attributes:
+        graphs: in the order in which they are compiled.
+        calls: the forwards, and after them the backwards where there are several, in order.
+        storage_nbytes: bytes of each storage that the calls number.
+        alive: storages that are alive at its end.
+    """
+
+    graphs: tuple[OfflineGraph, ...]
+    calls: tuple[PhaseCall, ...]
+    storage_nbytes: tuple[int, ...]
+    alive: frozenset[int]
+
+
 def capture_offline(
     model: nn.Module,
     args: Sequence[Any],
@@ -65,8 +89,8 @@ def capture_offline(
     codegen: str,
     dynamic: bool = False,
     states_of: Callable[[nn.Parameter], StateFormat] = states_of,
-) -> tuple[OfflineGraph, ...]:
-    """The graphs that one call of `model` compiles to, in order.
+) -> OfflineStep:
+    """The graphs that one call of `model` compiles to, and how a training step runs them.
 
     Args:
         model, args, kwargs: real, on the meta device, or fake tensors already.
@@ -88,37 +112,7 @@ def capture_offline(
     staying = {name for name, parameter in model.named_parameters() if not _may_move(parameter)}
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (tuple(args), dict(kwargs)))
     states = {name: states_of(parameter) for name, parameter in model.named_parameters()}
-    graphs: list[OfflineGraph] = []
-
-    def spec(name: str, parameter: nn.Parameter) -> ParamSpec:
-        return replace(spec_of(name, parameter), states=states.get(name, DEFAULT_STATES))
-
-    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        parameters = [names.get(id(value)) for value in inputs]
-        holder: list[Capture] = []
-        call, capture = capture_graph(
-            gm,
-            inputs,
-            [name or (found if isinstance(value, nn.Parameter) else None)
-             for value, name, found in zip(inputs, parameters, input_names(gm), strict=True)],
-            codegen=codegen,
-            run_forward=lambda arguments: _outputs(holder[0], arguments),
-            run_backward=_no_backward,
-        )  # fmt: skip
-        holder.append(capture)
-        by_name = dict(zip(capture.by_placeholder.values(), (v for v in inputs if isinstance(v, nn.Parameter))))
-        in_order = [(name, by_name[name]) for name in capture.order_of_use()]
-        graphs.append(
-            OfflineGraph(
-                capture,
-                tuple(spec(name, p) for name, p in in_order if is_chunkable(p) and name not in staying),
-                tuple(spec(name, p) for name, p in in_order if not is_chunkable(p) or name in staying),
-                any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in gm.graph.nodes),
-                _sizes(gm),
-            )
-        )
-        return call
-
+    recorder = _Recorder(codegen, names, staying, states)
     patched = torch._dynamo.config.patch(
         recompile_limit=NUM_RECOMPILES,
         accumulated_recompile_limit=NUM_RECOMPILES,
@@ -126,10 +120,13 @@ def capture_offline(
         automatic_dynamic_shapes=False,
     )
     call_model = _with_own_code(fake_model)
+    compiled = torch.compile(call_model, backend=recorder.backend, dynamic=None if dynamic else False)
     try:
         with _default_device(), mode, patched, torch.random.fork_rng():
-            torch.compile(call_model, backend=backend, dynamic=None if dynamic else False)(*fake_args, **fake_kwargs)
-        found = tuple(graphs)
+            compiled(*fake_args, **fake_kwargs)
+            found = recorder.step()
+            if len(found.calls) > 1:  # what happens between graphs is that of a step in which nothing is traced
+                found = _settled_step(recorder, lambda: compiled(*fake_args, **fake_kwargs))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UnsupportedError(
             f"the model needs the values of tensors outside its graphs ({_first_line(error)}); only what torch.compile "
@@ -145,13 +142,108 @@ def capture_offline(
         raise UnsupportedError(f"the model cannot be traced: {_first_line(error.__cause__ or error)}") from error
     finally:
         # Dynamo remembers every backend for good, and what it compiled as long as the code, which that refers to.
-        graphs.clear()
+        recorder.graphs.clear()
         remove_from_cache(call_model)
-    if not found:
+    if not found.graphs:
         raise UnsupportedError(
             "torch.compile captured no graph: the call of this model computes nothing it can compile"
         )
     return found
+
+
+class _Recorder:
+    """The backend that Dynamo calls: captures graphs, and logs their calls."""
+
+    def __init__(
+        self, codegen: str, names: Mapping[int, str], staying: Collection[str], states: Mapping[str, StateFormat]
+    ) -> None:
+        """`names`: the model's parameters, by identity; `staying`: those that cannot live in chunks."""
+        self.graphs: list[OfflineGraph] = []
+        self.log = CallLog()
+        self._codegen, self._names, self._staying, self._states = codegen, names, staying, states
+        self._own_names: dict[int, str] = {}
+
+    def step(self) -> OfflineStep:
+        """What was recorded since the log was begun."""
+        log = self.log
+        return OfflineStep(tuple(self.graphs), tuple(log.calls), tuple(log.nbytes), log.alive())
+
+    def backend(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        names = input_names(gm)
+        variants = Variants(lambda values: self._capture(gm, values, names))
+        variants.compile(inputs, any_shapes=True)  # Dynamo guards shapes, and no comparison may fix symbols
+        return variants
+
+    def _capture(self, gm: fx.GraphModule, inputs: Sequence[Any], names: Sequence[str]) -> Callable[..., Any]:
+        number = len(self.graphs)
+        parameters = self._name(inputs, names)
+        holder: list[Capture] = []
+
+        def forward(arguments: list[Any]) -> list[Any]:
+            assert holder[0].forward is not None
+            return self.log.run(number, FORWARD, holder[0].forward, arguments)
+
+        def backward(arguments: list[Any]) -> list[Any]:
+            assert holder[0].backward is not None
+            return self.log.run(number, BACKWARD, holder[0].backward, arguments, skipped=holder[0].gradients)
+
+        call, capture = capture_graph(
+            gm, inputs, parameters, codegen=self._codegen, run_forward=forward, run_backward=backward
+        )
+        holder.append(capture)
+        by_name = {name: value for name, value in zip(parameters, inputs, strict=True) if name is not None}
+        in_order = [(name, by_name[name]) for name in capture.order_of_use()]
+        movable: list[ParamSpec] = []
+        fixed: list[ParamSpec] = []
+        for name, parameter in in_order:
+            known = self._names.get(id(parameter), name)
+            spec = replace(spec_of(name, parameter), states=self._states.get(known, DEFAULT_STATES))
+            (movable if is_chunkable(parameter) and known not in self._staying else fixed).append(spec)
+        checkpointed = any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in gm.graph.nodes)
+        self.graphs.append(OfflineGraph(capture, tuple(movable), tuple(fixed), checkpointed, _sizes(gm)))
+        return call
+
+    def _is_free(self, name: str) -> bool:
+        return name not in self._own_names.values()
+
+    def _name(self, inputs: Sequence[Any], names: Sequence[str]) -> list[str | None]:
+        """A name per input that is a parameter, made unique: as a session that knows none of them names them."""
+        found: list[str | None] = []
+        for value, name in zip(inputs, names, strict=True):
+            if isinstance(value, nn.Parameter):
+                if id(value) not in self._own_names:
+                    self._own_names[id(value)] = unique_name(name, self._is_free)
+                found.append(self._own_names[id(value)])
+            else:
+                found.append(None)
+        return found
+
+
+def _settled_step(recorder: _Recorder, call: Callable[[], Any]) -> OfflineStep:
+    """A whole training step in which nothing is compiled.
+
+    Raises:
+        UnsupportedError: every step compiles something.
+    """
+    for _ in range(MAX_STEPS):
+        gc.collect()
+        recorder.log = CallLog()
+        num_graphs = len(recorder.graphs)
+        output = call()
+        _backward(output)
+        if len(recorder.graphs) == num_graphs:
+            return recorder.step()
+    raise UnsupportedError("torch.compile captures other graphs at every call of this model, so none can be planned")
+
+
+def _backward(output: Any) -> None:
+    """The backward of a loss: of the first number that the model returns, or else of all that it returns."""
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    losses = [next((leaf for leaf in leaves if leaf.numel() == 1), None)]
+    if losses[0] is None:
+        torch.autograd.backward(leaves, [torch.ones_like(leaf) for leaf in leaves])
+    else:
+        losses[0].backward()
 
 
 def has_dynamic_dimensions(arguments: Any) -> bool:
@@ -271,26 +363,3 @@ def _fake_copy(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, dict[
     except (TypeError, RuntimeError) as error:
         raise UnsupportedError(f"{type(model).__name__} cannot be copied to be explained: {error}") from error
     return copied, {id(parameter): name for name, parameter in copied.named_parameters()}
-
-
-def _outputs(capture: Capture, arguments: list[Any]) -> list[Any]:
-    """Fake results of a forward, from what was traced."""
-    arguments.clear()
-    assert capture.forward is not None
-    found = []
-    for node in returned(capture.forward.graph):
-        value = None if node is None else node.meta["val"]
-        if isinstance(value, Tensor):
-            shape, stride = (list(map(_hint, numbers)) for numbers in (value.shape, value.stride()))
-            value = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
-        found.append(_hint(value))
-    return found
-
-
-def _hint(value: Any) -> Any:
-    """The number that a symbolic one stands for in tracing."""
-    return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat) else value
-
-
-def _no_backward(arguments: list[Any]) -> list[Any]:
-    raise AssertionError("a backward ran while nothing should run")

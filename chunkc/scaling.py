@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from chunkc.build import Builder
 from chunkc.captured import profile
-from chunkc.explain import budget_of, build_for, graph_on, layout_of, training_in
+from chunkc.explain import budget_of, step_on, training_in
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError, UnsupportedError
 from chunkc.ir.hardware import Hardware
 from chunkc.optimizer_choice import ADAMW, OptimizerChoice
 from chunkc.options import Options
 from chunkc.passes.planning import check_minimum
+from chunkc.replay import Replay
 from chunkc.templates import OtherGraphError, Templates
 
 TRACED_SIZE = 6
@@ -79,14 +79,15 @@ def capture_scaling(build: Build, options: Options, hardware: Hardware, choice: 
     lines = _mark(
         pytree.tree_leaves((tuple(args), dict(kwargs))), pytree.tree_leaves((tuple(other[0]), dict(other[1])))
     )
-    graph = graph_on(hardware, model, args, kwargs, options, dynamic=True, states_of=choice.of(model).states_of)
-    layout, budget = layout_of(graph, options, hardware), budget_of(options, hardware)
-    builder: Builder = build_for(graph, layout, options, training_in(hardware, graph, options), budget)
-    templates = Templates(builder)
-    lengths = templates.traced
-    if set(lengths.values()) != lines.keys():
+    step = step_on(hardware, model, args, kwargs, options, dynamic=True, states_of=choice.of(model).states_of)
+    stage = Replay(step, options, training_in(hardware, step.graphs, options)).stages[0]
+    budget = stage.builder.budget_nbytes = budget_of(options, hardware)
+    templates = stage.templates
+    if templates is None or len(step.calls) > 1 or set(templates.traced.values()) != lines.keys():
         raise UnsupportedError("the model's code takes other branches at other sizes, or makes symbols of its own")
-    return Scaling(templates, layout, budget, {symbol: lines[length] for symbol, length in lengths.items()})
+    return Scaling(
+        templates, stage.layout, budget, {symbol: lines[length] for symbol, length in templates.traced.items()}
+    )
 
 
 def _layouts(model: nn.Module) -> list[tuple[torch.Size, torch.dtype]]:

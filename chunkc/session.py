@@ -27,7 +27,7 @@ from chunkc.ir.plan import Plan, Tile
 from chunkc.ir.states import DEFAULT_STATES, StateFormat
 from chunkc.options import Options, resolve_budget
 from chunkc.passes.cuda_memory import rounded_nbytes
-from chunkc.passes.layout import lay_out, restated, unfrozen
+from chunkc.passes.layout import EMPTY_LAYOUT, extended, restated, unfrozen
 from chunkc.recent import Recent
 from chunkc.runtime.devices import open_compute
 from chunkc.runtime.executor import Executable, Measurement
@@ -38,8 +38,6 @@ DEFAULTS: Mapping[str, object] = MappingProxyType({})
 
 MAX_UPDATE_PLANS = 64
 """Plans of the optimizer's step that are kept; the one that was not used for longest goes."""
-
-EMPTY_LAYOUT = ChunkLayout(0, (), ())
 
 _CPU = torch.device("cpu")
 
@@ -96,8 +94,9 @@ class Session:
         live: values of earlier calls.
         records: the latest run of each phase, by phase name.
         peak_nbytes: the largest measured bytes of any run, None where nothing meters the compute tier.
-        predicted_peak_nbytes: the largest predicted bytes of any plan that ran.
+        predicted_peak_nbytes: the largest predicted bytes of any phase that ran.
         trained: parameters whose gradients some graph compiled so far makes.
+        num_graphs: that were compiled so far.
         unplanned: whether no graph has been compiled yet, so that any group may still become resident.
         minimum_nbytes: the smallest budget that every graph compiled so far can work with.
         update_plans: the latest plans of the optimizer's step, by what they depend on.
@@ -129,6 +128,7 @@ class Session:
         self.update_plans: Recent[tuple, tuple[Executable, Plan, tuple[Tile, ...]]] = Recent(MAX_UPDATE_PLANS)
         self.num_restatements = 0
         self.unplanned = True
+        self.num_graphs = 0
         self.trained: frozenset[str] = frozenset()
         self.early = EarlyUpdates()
         self._keepers: dict[str, weakref.ref[object]] = {}
@@ -155,14 +155,8 @@ class Session:
 
         `fixed` are parameters that cannot live in chunks; they count among the small ones.
         """
-        layout = self.store.layout
-        known = set(layout.group_of()) | {spec.name for spec in layout.small}
-        new = [spec for spec in specs if spec.name not in known]
-        if new:
-            chunk_nbytes = self.options.chunk_size if isinstance(self.options.chunk_size, int) else None
-            layout = lay_out(new, chunk_nbytes, extending=layout if layout.chunk_nbytes else None)
-        staying = tuple(spec for spec in fixed if spec.name not in known)
-        return ChunkLayout(layout.chunk_nbytes, layout.groups, (*layout.small, *staying), self.overhead_nbytes)
+        chunk_nbytes = self.options.chunk_size if isinstance(self.options.chunk_size, int) else None
+        return extended(self.store.layout, specs, fixed, chunk_nbytes)
 
     def spec_of(self, name: str, parameter: nn.Parameter) -> ParamSpec:
         """A parameter as the planner sees it on this session's device."""
@@ -215,6 +209,13 @@ class Session:
             self.store.place(layout, {}, self.store.resident)
             self.num_restatements += 1
 
+    def staying_gradients(self) -> frozenset[str]:
+        """Parameters that have a gradient now which stays on the compute tier."""
+        store = self.store
+        return frozenset(
+            name for name, p in store.parameters().items() if not store.is_managed(name) and p.grad is not None
+        )
+
     def all_may_stay(self) -> bool:
         """Whether no group has been sent home already by another graph's plan."""
         return self.unplanned or self.store.resident == frozenset(g.index for g in self.store.layout.groups)
@@ -222,7 +223,8 @@ class Session:
     def record(self, phase: str, graph: object, plan: Plan, measurement: Measurement) -> None:
         """Keep what a run measured."""
         self.records[phase] = Record(graph, plan, measurement)
-        self.predicted_peak_nbytes = max(self.predicted_peak_nbytes, plan.predicted_peak_nbytes)
+        predicted = [moment.nbytes for moment in plan.moments if moment.phase == phase]
+        self.predicted_peak_nbytes = max([self.predicted_peak_nbytes, *predicted])
         self.compute_s += measurement.compute_s
         self.host_s += measurement.host_s
         self.num_instructions += measurement.num_instructions

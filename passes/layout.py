@@ -19,6 +19,9 @@ SMALL_SHARE = 64
 """A parameter below this share of a chunk (norms, biases) stays on the compute tier."""
 
 
+EMPTY_LAYOUT = ChunkLayout(0, (), ())
+
+
 def block_of(name: str) -> tuple[str, bool]:
     """The repeated block a parameter belongs to, and whether it is one: up to the first numeric component."""
     parts = name.split(".")
@@ -83,6 +86,20 @@ def lay_out(
     groups = [_group(len(first) + index, members) for index, members in enumerate(bins)]
     known = extending.small if extending else ()
     return ChunkLayout(chunk_nbytes, (*first, *groups), (*known, *small))
+
+
+def extended(
+    layout: ChunkLayout, specs: Iterable[ParamSpec], fixed: Iterable[ParamSpec], chunk_nbytes: int | None
+) -> ChunkLayout:
+    """The layout with room for parameters that it does not know yet, given in order of use.
+
+    `fixed` cannot live in chunks; they count among the small ones. `chunk_nbytes` is for the first layout.
+    """
+    known = set(layout.group_of()) | {spec.name for spec in layout.small}
+    new = [spec for spec in specs if spec.name not in known]
+    wider = lay_out(new, chunk_nbytes, extending=layout if layout.chunk_nbytes else None) if new else layout
+    staying = tuple(spec for spec in fixed if spec.name not in known)
+    return replace(wider, small=(*wider.small, *staying), overhead_nbytes=layout.overhead_nbytes)
 
 
 def restated(layout: ChunkLayout, states: Mapping[str, StateFormat]) -> ChunkLayout:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from chunkc.ir.chunks import STEP_NBYTES, ChunkLayout, chunk_name, split_chunk_name
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.plan import EVICT, PREFETCH, Event, Moment, PhasePlan, Plan, Position, Tile
+from chunkc.ir.plan import EVICT, PREFETCH, Event, Moment, PhasePlan, Plan, Position, Tile, gradients_at
 from chunkc.ir.program import UPDATE
 from chunkc.ir.updates import update_stages
 from chunkc.passes.schedule import required_nbytes, schedule
@@ -134,24 +134,6 @@ class StayingData:
             {spec.name: spec.gradient_nbytes for spec in staying if spec.trainable},
         )
 
-    @property
-    def gradient_nbytes(self) -> int:
-        return sum(self.gradients.values())
-
-    def gradients_at(self, line: Sequence[Position], elsewhere: frozenset[str] = frozenset()) -> list[int]:
-        """Bytes of these gradients while each position runs: those complete before it, and copies it makes of its own.
-
-        Gradients that are made `elsewhere` may be there at any time; with the optimizer's step all are.
-        """
-        found, complete = [], sum(nbytes for name, nbytes in self.gradients.items() if name in elsewhere)
-        for position in line:
-            if position.phase == UPDATE:
-                complete = self.gradient_nbytes
-            own = [(self.gradients[name], handed_over) for name, handed_over in position.sunk if name in self.gradients]
-            found.append(complete + sum(nbytes for nbytes, handed_over in own if not handed_over))
-            complete += sum(nbytes for nbytes, _ in own)
-        return found
-
 
 def _moving(position: Position, resident: frozenset[int]) -> Position:
     """The position without the chunks of resident groups."""
@@ -249,14 +231,12 @@ def plan_phases(
     hardware: Hardware,
     held_nbytes: int = 0,
     boundary_nbytes: int = 0,
-    elsewhere: frozenset[str] = frozenset(),
 ) -> Plan:
     """Plan phases that follow each other; chunks may stay in their slots from one to the next.
 
     Args:
         held_nbytes: bytes on the compute tier that belong to others: values of earlier calls still in flight.
         boundary_nbytes: non-model bytes while user code runs between the phases.
-        elsewhere: parameters whose gradients are made by other graphs.
 
     Raises:
         BudgetError: no plan fits; its `minimum_nbytes` holds for this `resident`.
@@ -276,7 +256,7 @@ def plan_phases(
     capacity = [max(0, budget_nbytes - fixed - held_nbytes - position.non_model_nbytes) for position in line]
     stops, occupancy = schedule(line, chunk_sizes(layout, line), capacity, hardware, barriers)
     staying = StayingData.of(layout, resident)
-    gradients = staying.gradients_at(line, elsewhere)
+    gradients = gradients_at(line, staying.gradients)
     planned, kept = [], frozenset[str]()
     for index, (name, begin, end) in enumerate(spans):
         moments = tuple(
@@ -291,6 +271,7 @@ def plan_phases(
                 other_nbytes=held_nbytes + layout.overhead_nbytes,
                 non_model_nbytes=line[at].non_model_nbytes,
                 slot_nbytes=occupancy[at],
+                sunk=line[at].sunk,
             )
             for at in range(begin, end)
         )
@@ -299,7 +280,7 @@ def plan_phases(
         planned.append(PhasePlan(name, (*stops[begin:end], tail), moments))
         if index + 1 < len(spans):
             kept = _present_after([*stops[: end + 1]])
-    return Plan(budget_nbytes, minimum, resident, tuple(planned), kept, staying.gradient_nbytes)
+    return Plan(budget_nbytes, minimum, resident, tuple(planned), kept, staying.gradients)
 
 
 def _between(non_model_nbytes: int) -> Position:

@@ -17,7 +17,7 @@ import chunkc
 from chunkc.cuda_offline import overhead_on
 from chunkc.explain import minimum_budget
 from chunkc.formats import json_, render_json
-from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.errors import OptionsError
 from chunkc.ir.explanation import COMPUTE, KINDS, TO_DEVICE, TO_HOME, Explanation
 from chunkc.ir.hardware import GIB, Hardware
 from chunkc.presets import load_hardware
@@ -288,10 +288,3 @@ def test_stalls_are_on_the_compute_stream() -> None:
     explanation = explain("frozen_mlp", memory_budget=MLP_NBYTES)
     assert {event.stream for event in explanation.events if event.kind == "stall"} <= {COMPUTE}
     assert explanation.step_time_s.stall > 0
-
-
-@pytest.mark.parametrize("name", ["graph_breaks", "breaks_in_loop"])
-def test_several_graphs_are_refused(name: str) -> None:
-    with pytest.raises(UnsupportedError, match="splits this model into") as error:
-        explain(name)
-    assert "\n" not in str(error.value)

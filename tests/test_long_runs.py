@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import chunkc
-from chunkc import backend, graph, session, steps, variants
+from chunkc import backend, captured, graph, session, steps, variants
 from chunkc.runtime import cpu_allocator
 
 WIDTH = 64
@@ -84,7 +84,7 @@ def test_outputs_that_are_kept_neither_fill_memory_with_plans_nor_make_a_new_one
         assert len(step.plans) <= 5
         assert len(session_of(model).update_plans) <= 4
         assert session_of(model).predicted_peak_nbytes <= budget
-    assert len(set(made)) <= 2 + 2 * (NUM_STEPS * outputs[0].nbytes * graph.HELD_GRANULES // budget)
+    assert len(set(made)) <= 2 + 2 * (NUM_STEPS * outputs[0].nbytes * captured.HELD_GRANULES // budget)
 
 
 def test_variants_by_shape_are_forgotten_but_not_those_of_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ class Loss(nn.Module):
 
 def capture(model: nn.Module, *args: object, **kwargs: object) -> OfflineGraph:
     """The one graph of a call."""
-    (graph,) = capture_offline(model, args, kwargs, codegen="eager")
+    (graph,) = capture_offline(model, args, kwargs, codegen="eager").graphs
     return graph
 
 
@@ -241,7 +241,7 @@ def test_graphs_are_not_kept_alive() -> None:
 
 
 def test_graph_breaks_give_several_graphs() -> None:
-    graphs = capture_offline(GraphBreaks(), (), byte_batch(0), codegen="eager")
+    graphs = capture_offline(GraphBreaks(), (), byte_batch(0), codegen="eager").graphs
     assert len(graphs) == 3
     names = {spec.name for graph in graphs for spec in graph.movable}
     assert names == {name for name, _ in GraphBreaks().named_parameters()}

@@ -14,12 +14,13 @@ from zoo import LADDER
 
 from chunkc.build import Builder
 from chunkc.captured import Captured, profile
-from chunkc.explain import build_for, graph_on, layout_of, training_in
+from chunkc.explain import step_on, training_in
 from chunkc.ir.errors import UnsupportedError
 from chunkc.options import parse_options
 from chunkc.passes.planning import StepProfile
 from chunkc.passes.shapes import ShapesAt
 from chunkc.presets import load_hardware
+from chunkc.replay import Replay
 from chunkc.templates import Templates
 
 TRACED = (6, 24)
@@ -48,8 +49,10 @@ def batch(name: str, sizes: tuple[int, int], *, dynamic: bool = False) -> dict[s
 def builder(name: str, sizes: tuple[int, int], *, dynamic: bool = False, whole: bool = False) -> Builder:
     options = parse_options({"codegen": "eager", "whole_graph": "auto" if whole else "never"})
     cpu, inputs = load_hardware("cpu"), batch(name, sizes, dynamic=dynamic)
-    graph = graph_on(cpu, LADDER[name].build(), (), inputs, options, dynamic=dynamic)
-    return build_for(graph, layout_of(graph, options, cpu), options, training_in(cpu, graph, options), HUGE)
+    step = step_on(cpu, LADDER[name].build(), (), inputs, options, dynamic=dynamic)
+    builder = Replay(step, options, training_in(cpu, step.graphs, options)).stages[0].builder
+    builder.budget_nbytes = HUGE
+    return builder
 
 
 @cache

@@ -9,7 +9,7 @@ _RULE = "# " + "-" * 78
 
 
 def render_graph(explanation: Explanation) -> str:
-    """Every phase's graph under a comment: calls, the fullest moment, and what is copied in the phase."""
+    """Every graph under a comment: calls, the fullest moment, and what is copied in the phase, if that is its own."""
     parts = [
         _comment(f"{explanation.model} on {explanation.hardware}, codegen {explanation.codegen}", *_state(explanation))
     ]
@@ -29,7 +29,7 @@ def _state(explanation: Explanation) -> tuple[str, str]:
 
 
 def _phase(explanation: Explanation, phase: str) -> list[str]:
-    moments = [moment for moment in explanation.moments if moment.phase == phase]
+    moments = [moment for moment in explanation.moments if moment.call.startswith(f"{phase}.")]
     copies = [event for event in explanation.events if event.phase == phase and event.nbytes]
     lines = []
     if moments:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from chunkc.ir.chunks import split_chunk_name
+from chunkc.ir.program import UPDATE
 
 PREFETCH, WAIT, EVICT, WRITE_BACK = "prefetch", "wait", "evict", "write_back"
 
@@ -83,6 +85,7 @@ class Moment:
         other_nbytes: values of other calls that are still held.
         non_model_nbytes: activations, temporaries and held inputs.
         slot_nbytes: chunks, present or on their way.
+        sunk: gradients that it yields, as of a `Position`.
     """
 
     name: str
@@ -95,6 +98,7 @@ class Moment:
     other_nbytes: int
     non_model_nbytes: int
     slot_nbytes: int
+    sunk: tuple[tuple[str, bool], ...] = ()
 
     @property
     def resident_nbytes(self) -> int:
@@ -104,6 +108,24 @@ class Moment:
     @property
     def nbytes(self) -> int:
         return self.resident_nbytes + self.non_model_nbytes + self.slot_nbytes
+
+
+def gradients_at(
+    line: Sequence[Position | Moment], gradients: Mapping[str, int], present: Collection[str] = ()
+) -> list[int]:
+    """Bytes of staying gradients (parameter -> bytes) while each position runs: those `present` from the beginning,
+    those complete before it, and copies it makes of its own. With the optimizer's step all are complete.
+
+    What adds to a gradient that is there takes no copy.
+    """
+    found, complete = [], sum(nbytes for name, nbytes in gradients.items() if name in present)
+    for position in line:
+        if position.phase == UPDATE:
+            complete = sum(gradients.values())
+        own = [(gradients[name], kept) for name, kept in position.sunk if name in gradients and name not in present]
+        found.append(complete + sum(nbytes for nbytes, handed_over in own if not handed_over))
+        complete += sum(nbytes for nbytes, _ in own)
+    return found
 
 
 @dataclass(frozen=True)
@@ -137,8 +159,8 @@ class Plan:
         resident: groups whose parameters, gradients and states never leave the compute tier.
         phases: forward, then backward where there is one; or the optimizer's update.
         kept: chunks left in their slots from the forward to the backward.
-        gradient_nbytes: of all gradients that stay on the compute tier. The moments are those of a step that begins
-            without gradients, after the optimizer has made its states; see `accumulating`.
+        gradients: bytes of every gradient that stays on the compute tier, by parameter. The moments are those of a
+            step that begins without gradients, after the optimizer has made its states; see `beginning_with`.
     """
 
     budget_nbytes: int
@@ -146,18 +168,24 @@ class Plan:
     resident: frozenset[int]
     phases: tuple[PhasePlan, ...]
     kept: frozenset[str]
-    gradient_nbytes: int = 0
+    gradients: Mapping[str, int] = field(default_factory=dict)
 
-    def accumulating(self) -> Plan:
-        """The same plan, for a step that begins with the gradients of an earlier one."""
+    def beginning_with(self, present: Collection[str]) -> Plan:
+        """The same plan, where the gradients of these parameters are there from the beginning: an earlier step's, or
+        those of other graphs."""
+        if not present:
+            return self
+        nbytes = iter(gradients_at(self.moments, self.gradients, present))
         phases = tuple(
-            replace(phase, moments=tuple(replace(m, gradient_nbytes=self.gradient_nbytes) for m in phase.moments))
+            replace(phase, moments=tuple(replace(m, gradient_nbytes=next(nbytes)) for m in phase.moments))
             for phase in self.phases
         )
         return replace(self, phases=phases)
 
     def beside_less(self, nbytes: int) -> Plan:
         """The same plan, where others hold `nbytes` less than it was made for."""
+        if not nbytes:
+            return self
         phases = tuple(
             replace(phase, moments=tuple(replace(m, other_nbytes=m.other_nbytes - nbytes) for m in phase.moments))
             for phase in self.phases

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from chunkc.ir.chunks import STEP_NBYTES, ChunkLayout, ParamSpec
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.plan import EVICT, PREFETCH, Plan, Position
+from chunkc.ir.plan import EVICT, PREFETCH, Plan, Position, gradients_at
 from chunkc.passes.layout import lay_out
 from chunkc.passes.planning import (
     MAX_TILE_NUMEL,
     MIN_TILE_NUMEL,
     TILES_AT_ONCE,
-    StayingData,
     StepProfile,
     check_minimum,
     choose_resident,
@@ -153,20 +152,24 @@ def test_resident_groups_move_nothing() -> None:
     plan = plan_step(STEP, LAYOUT, HUGE, frozenset({0, 2}))
     moved = {event.chunk for phase in plan.phases for stop in phase.stops for event in stop}
     assert moved == {"param:1", "grad:1"}
-    assert {m.resident_nbytes for m in plan.accumulating().moments} == {fixed_nbytes(LAYOUT, frozenset({0, 2}))}
+    assert {m.resident_nbytes for m in plan.beginning_with(plan.gradients).moments} == {
+        fixed_nbytes(LAYOUT, frozenset({0, 2}))
+    }
 
 
 def test_a_staying_gradient_counts_once_it_is_complete() -> None:
     """One that is handed over costs nothing while its call runs (it is an output), one that is copied counts twice."""
     names = [s.spec.name for group in LAYOUT.groups for s in group.slices]
-    data = StayingData(0, 0, {names[0]: 100, names[1]: 10})
+    gradients = {names[0]: 100, names[1]: 10}
     line = [
         replace(position("backward", 0), sunk=((names[0], True),)),
         replace(position("backward", 0), sunk=((names[1], False), ("elsewhere", False))),
         position("backward", 0),
     ]
-    assert data.gradients_at(line) == [0, 110, 110]
-    assert data.gradients_at([position("update", 0)]) == [110]
+    assert gradients_at(line, gradients) == [0, 110, 110]
+    assert gradients_at([position("update", 0)], gradients) == [110]
+    assert gradients_at(line, gradients, {names[1]}) == [10, 110, 110], "added to where it is, without a copy"
+    assert gradients_at(line, gradients, names) == [110, 110, 110]
 
 
 def test_what_is_kept_for_the_backward_fits_beside_the_boundary() -> None:

@@ -33,7 +33,7 @@ class Attention(nn.Module):
 
 
 def captured(model: nn.Module, *args: Any, **kwargs: Any) -> OfflineGraph:
-    (graph,) = capture_offline(model, args, kwargs, codegen="eager")
+    (graph,) = capture_offline(model, args, kwargs, codegen="eager").graphs
     return graph
 
 
@@ -135,7 +135,7 @@ def describe(graph: OfflineGraph) -> None:
 )
 def test_models_of_the_ladder(name: str) -> None:
     case = LADDER[name]
-    for graph in capture_offline(case.build(), (), case.batch(0), codegen="eager"):
+    for graph in capture_offline(case.build(), (), case.batch(0), codegen="eager").graphs:
         describe(graph)
 
 

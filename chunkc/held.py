@@ -1,0 +1,103 @@
+"""The runs of a step's graphs, and what others hold meanwhile: as a session counts it when the model trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from chunkc.captured import Captured
+from chunkc.ir.program import BACKWARD, FORWARD
+from chunkc.offline import OfflineStep
+from chunkc.offline_calls import PhaseCall
+from chunkc.steps import Positions
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a graph's phase.
+
+    Attributes:
+        number: which of the forwards this is, or is the backward of.
+        others_nbytes: what others hold meanwhile; below zero where values of its own are gone, by so many bytes.
+        gone: storages that the backward's program has as held, and that are gone.
+    """
+
+    graph: int
+    phase: str
+    number: int
+    others_nbytes: int = 0
+    gone: frozenset[str] = frozenset()
+
+    @property
+    def held_nbytes(self) -> int:
+        """What is planned for."""
+        return max(0, self.others_nbytes)
+
+
+def runs_of(step: OfflineStep, captured: Sequence[Captured]) -> tuple[Run, ...]:
+    """The runs of a step, in order. A single graph runs beside nothing.
+
+    Args:
+        captured: what each of the step's graphs was compiled to.
+    """
+    if len(step.calls) == 1:
+        return tuple(Run(0, phase, 0) for phase in captured[0].programs)
+    watched: dict[int, int] = {}  # storage -> bytes it stands for, as `session.LiveValues` has them
+    pending: dict[int, list[tuple[int, PhaseCall]]] = {}
+    runs: list[Run] = []
+    for call in step.calls:
+        own = captured[call.graph]
+        live = {storage: nbytes for storage, nbytes in watched.items() if storage in call.alive}
+        if call.phase == FORWARD:
+            number = sum(run.phase == FORWARD for run in runs)
+            runs.append(Run(call.graph, FORWARD, number, _beside_forward(step, call, own, live)))
+            watched |= _values(step, call, own)
+            pending.setdefault(call.graph, []).append((number, call))
+        else:
+            number, forward = pending[call.graph].pop()
+            gone = frozenset(
+                storage
+                for storage, at in _storages(forward, own).items()
+                if own.backward is not None and storage in own.backward.held and at not in call.alive
+            )
+            runs.append(Run(call.graph, BACKWARD, number, sum(live.values()) - own.between_nbytes, gone))
+            watched |= {at: step.storage_nbytes[at] for at in call.arguments[-len(own.tangents) :] if at is not None}
+    return tuple(runs)
+
+
+def _beside_forward(step: OfflineStep, call: PhaseCall, own: Captured, live: Mapping[int, int]) -> int:
+    """What others hold beside a forward, and its inputs' storages as far as the program has less of them."""
+    arguments = (call.arguments[position] for position in Positions.of(own.forward).inputs)
+    inputs = {storage for storage in arguments if storage is not None}
+    others = sum(nbytes for storage, nbytes in live.items() if storage not in inputs)
+    given = sum(step.storage_nbytes[storage] for storage in inputs)
+    return max(0, others - own.output_nbytes) + max(0, given - own.forward.held_nbytes)
+
+
+def update_held_nbytes(step: OfflineStep, captured: Sequence[Captured]) -> int:
+    """What the caller still holds of the latest forward when the optimizer steps."""
+    last = captured[next((call.graph for call in reversed(step.calls) if call.phase == FORWARD), 0)]
+    return last.forward.held_nbytes + last.output_nbytes
+
+
+def _values(step: OfflineStep, forward: PhaseCall, own: Captured) -> dict[int, int]:
+    """What a session watches of a forward: its inputs and outputs, and one saved value for all."""
+    at = Positions.of(own.forward)
+    values = [
+        *(forward.arguments[position] for position in at.inputs),
+        *(forward.outputs[position] for position in at.user_outputs),
+    ]
+    found = {value: step.storage_nbytes[value] for value in values if value is not None}
+    if at.saved and (first := forward.outputs[at.saved[0]]) is not None:
+        found[first] = own.between_nbytes - own.output_nbytes - own.forward.held_nbytes
+    return found
+
+
+def _storages(forward: PhaseCall, own: Captured) -> dict[str, int]:
+    """The program's name of every storage that a forward takes or returns -> its number."""
+    program, storage_of = own.forward, own.forward.value_storages()
+    names = [
+        *zip(program.inputs.values(), forward.arguments, strict=True),
+        *((storage_of[v], at) for v, at in zip(program.outputs, forward.outputs, strict=True) if v is not None),
+    ]
+    return {name: at for name, at in names if at is not None}

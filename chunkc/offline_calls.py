@@ -1,0 +1,101 @@
+"""Which graphs a step on fake tensors runs, in which order, and which of their values are alive when each begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from chunkc.passes.graphs import returned, storage_key
+
+
+@dataclass(frozen=True)
+class PhaseCall:
+    """One run of a graph's forward or backward.
+
+    Attributes:
+        graph: which of the graphs, by its place among them.
+        phase: `forward` or `backward`.
+        arguments, outputs: the storage of each value, by number; None of what is no tensor.
+        alive: storages of this call's arguments, and of earlier calls, that are alive when it begins.
+    """
+
+    graph: int
+    phase: str
+    arguments: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+    alive: frozenset[int]
+
+
+class CallLog:
+    """Calls as they happen. Storages are numbered, and not kept alive."""
+
+    def __init__(self) -> None:
+        self.calls: list[PhaseCall] = []
+        self.nbytes: list[int] = []
+        """Bytes of each storage."""
+        self._storages: dict[int, tuple[int, StorageWeakRef]] = {}
+
+    def run(
+        self, graph: int, phase: str, module: fx.GraphModule, arguments: list[Any], skipped: Iterable[int] = ()
+    ) -> list[Any]:
+        """Log a run of a traced graph. Returns fake results, None where they are `skipped`; empties `arguments`."""
+        taken = self._numbers(arguments)
+        alive = self.alive()
+        results = _results(module, arguments, frozenset(skipped))
+        self.calls.append(PhaseCall(graph, phase, taken, self._numbers(results), alive))
+        return results
+
+    def _numbers(self, values: Sequence[Any]) -> tuple[int | None, ...]:
+        return tuple(self._number(value) if isinstance(value, Tensor) else None for value in values)
+
+    def _number(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key = storage_key(tensor)  # as long as it is referred to, however weakly, no other storage has it
+        if key not in self._storages:
+            self._storages[key] = len(self.nbytes), StorageWeakRef(storage)
+            self.nbytes.append(int(storage.nbytes()))
+        return self._storages[key][0]
+
+    def alive(self) -> frozenset[int]:
+        """Storages that are alive now."""
+        return frozenset(number for number, ref in self._storages.values() if not ref.expired())
+
+
+@torch.no_grad()
+def _results(module: fx.GraphModule, arguments: list[Any], skipped: frozenset[int]) -> list[Any]:
+    """Fake results of a traced graph, over the same storages as its own: those of arguments, and shared ones."""
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    storages: dict[int, Tensor] = {}
+    for node, value in zip(nodes, arguments, strict=True):
+        traced = node.meta.get("val")
+        if isinstance(traced, Tensor) and isinstance(value, Tensor):
+            storages.setdefault(storage_key(traced), value)
+    arguments.clear()
+    found: list[Any] = []
+    for position, node in enumerate(returned(module.graph)):
+        value = None if node is None or position in skipped else node.meta["val"]
+        if isinstance(value, Tensor):
+            value = _over(value, storages)
+        found.append(hint(value))
+    return found
+
+
+def _over(traced: Tensor, storages: dict[int, Tensor]) -> Tensor:
+    """A fake tensor like a traced one, over the storage that stands for the traced one's."""
+    key = storage_key(traced)
+    shape, stride = (tuple(map(hint, numbers)) for numbers in (traced.shape, traced.stride()))
+    base = storages.get(key)
+    if base is None or base.dtype != traced.dtype:
+        numel = hint(traced.untyped_storage().nbytes()) // traced.itemsize
+        base = storages[key] = torch.empty(numel, dtype=traced.dtype, device=traced.device)
+    return base.as_strided(shape, stride, hint(traced.storage_offset()))
+
+
+def hint(value: Any) -> Any:
+    """The number that a symbolic one stands for in tracing."""
+    return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat) else value
