@@ -85,12 +85,24 @@ def _values(step: OfflineStep, forward: PhaseCall, own: Captured) -> dict[int, i
     at = Positions.of(own.forward)
     values = [
         *(forward.arguments[position] for position in at.inputs),
-        *(forward.outputs[position] for position in at.user_outputs),
+        *(_output(forward, own, position) for position in at.user_outputs),
     ]
     found = {value: step.storage_nbytes[value] for value in values if value is not None}
-    if at.saved and (first := forward.outputs[at.saved[0]]) is not None:
-        found[first] = own.between_nbytes - own.output_nbytes - own.forward.held_nbytes
+    for position in at.saved:  # they live and die together: one stands for all
+        if (first := _output(forward, own, position)) is not None:
+            found[first] = own.between_nbytes - own.output_nbytes - own.forward.held_nbytes
+            break
     return found
+
+
+def _output(forward: PhaseCall, own: Captured, position: int) -> int | None:
+    """The storage of a forward's output; None of a saved value that only the hardware's operators have.
+
+    The step ran with the CPU's operators. What they return to the caller is the same on every device.
+    """
+    if position < own.forward.num_user_outputs:
+        return forward.outputs[position]
+    return dict(zip(forward.names, forward.outputs, strict=True)).get(own.forward.outputs[position])
 
 
 def _storages(forward: PhaseCall, own: Captured) -> dict[str, int]:
@@ -98,6 +110,6 @@ def _storages(forward: PhaseCall, own: Captured) -> dict[str, int]:
     program, storage_of = own.forward, own.forward.value_storages()
     names = [
         *zip(program.inputs.values(), forward.arguments, strict=True),
-        *((storage_of[v], at) for v, at in zip(program.outputs, forward.outputs, strict=True) if v is not None),
+        *((storage_of[v], _output(forward, own, i)) for i, v in enumerate(program.outputs) if v is not None),
     ]
     return {name: at for name, at in names if at is not None}

@@ -21,6 +21,7 @@ class PhaseCall:
         graph: which of the graphs, by its place among them.
         phase: `forward` or `backward`.
         arguments, outputs: the storage of each value, by number; None of what is no tensor.
+        names: of the outputs, in the graph as it was traced.
         alive: storages of this call's arguments, and of earlier calls, that are alive when it begins.
     """
 
@@ -28,6 +29,7 @@ class PhaseCall:
     phase: str
     arguments: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
+    names: tuple[str | None, ...]
     alive: frozenset[int]
 
 
@@ -47,7 +49,8 @@ class CallLog:
         taken = self._numbers(arguments)
         alive = self.alive()
         results = _results(module, arguments, frozenset(skipped))
-        self.calls.append(PhaseCall(graph, phase, taken, self._numbers(results), alive))
+        names = tuple(None if node is None else node.name for node in returned(module.graph))
+        self.calls.append(PhaseCall(graph, phase, taken, self._numbers(results), names, alive))
         return results
 
     def _numbers(self, values: Sequence[Any]) -> tuple[int | None, ...]:

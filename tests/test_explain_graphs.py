@@ -192,6 +192,18 @@ def test_it_adds_up(budget: int) -> None:
     assert all(nbytes >= 0 for moment in found.moments for nbytes in moment.contents.values())
 
 
+def test_on_a_gpu_saved_values_wait_for_their_backward() -> None:
+    """Its operators save other values than the CPU's, on which the step ran on paper."""
+    case, hardware = CASES["graph_breaks"], load_hardware("rtx3090")
+    options = parse_options({"codegen": "eager", "whole_graph": "never", "memory_budget": 64 << 20})
+    step = step_on(hardware, case.build(), (), case.batch(0), options)
+    held: dict[str, int] = {}
+    for moment in explain_step(step, options, training_in(hardware, step.graphs, options), "on a GPU").moments:
+        held.setdefault(moment.call.rpartition(".")[0], moment.contents["others"])
+    assert 0 < held["forward.1"] < held["forward.2"]
+    assert held["backward.2"] > held["backward.1"] > held["backward.0"]
+
+
 def test_formats() -> None:
     found = explained("graph_breaks", 5_500_000)
     assert json_.parse_json(render_json(found)) == found
