@@ -88,8 +88,23 @@ def test_custom_operators_are_checked_in_their_first_call(codegen: str) -> None:
     torch._dynamo.reset()
     options = {"memory_budget": 1 << 30, "codegen": codegen, "whole_graph": "never"}
     compiled = torch.compile(Numbers("same"), backend="chunkc", options=options)
-    with pytest.warns(UserWarning, match="chunkc_tracing_tests::same"):
-        compiled(floats(0, (4, 8)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    # PyTorch makes the warning an error where the environment has CI.
+    with torch._functorch.config.patch(error_on_custom_op_aliasing=False):
+        with pytest.warns(UserWarning, match="chunkc_tracing_tests::same"):
+            compiled(floats(0, (4, 8)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            compiled(floats(0, (4, 8)))
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.usefixtures("_custom")
+def test_the_check_of_custom_operators_can_be_an_error(codegen: str) -> None:
+    torch._dynamo.reset()
+    options = {"memory_budget": 1 << 30, "codegen": codegen, "whole_graph": "never"}
+    compiled = torch.compile(Numbers("same"), backend="chunkc", options=options)
+    with (
+        torch._functorch.config.patch(error_on_custom_op_aliasing=True),
+        pytest.raises(RuntimeError, match="chunkc_tracing_tests::same"),
+    ):
         compiled(floats(0, (4, 8)))
