@@ -29,8 +29,8 @@ import chunkc  # noqa: E402
 import chunkc.device_adam  # noqa: E402
 import chunkc.doubts  # noqa: E402
 import chunkc.session  # noqa: E402
-from chunkc.adam_groups import groups_at_home  # noqa: E402
 from chunkc.presets import preset  # noqa: E402
+from chunkc.update_on import groups_at_home  # noqa: E402
 
 
 def test_triton_trains_as_torch() -> None:
