@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from chunkc import device_adam as device_adams
-from chunkc.adam_groups import DEVICE, compile_for_home, update_at_home, update_in_slots
+from chunkc.adam_groups import compile_for_home, update_at_home, update_in_slots
 from chunkc.adam_rule import AdamRule, Place, adam_slots, update_on_cpu
 from chunkc.chunked_optimizer import ChunkedOptimizer
 from chunkc.device_adam import DeviceAdam
@@ -22,6 +22,7 @@ from chunkc.optim_states import flat, like, place_in_group
 from chunkc.overlap import NONE
 from chunkc.session import Session
 from chunkc.update import GroupUpdate, PreparedUpdate
+from chunkc.update_on import DEVICE
 
 
 class _Adam(ChunkedOptimizer):

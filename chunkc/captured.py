@@ -87,6 +87,16 @@ class Captured:
         storages = {storage_of[value] for value in self.forward.results} - self.forward.held
         return sum(self.forward.storages[storage] for storage in storages)
 
+    @property
+    def caller_nbytes(self) -> int:
+        """Bytes of a forward that its caller still holds when the optimizer steps: inputs and outputs."""
+        return self.forward.held_nbytes + self.output_nbytes
+
+    @property
+    def saved_nbytes(self) -> int:
+        """Bytes saved for the backward alone."""
+        return self.between_nbytes - self.caller_nbytes
+
     @cached_property
     def between_nbytes(self) -> int:
         """Bytes alive between the phases: inputs, outputs and what is saved for the backward."""
@@ -113,9 +123,8 @@ def profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
     if captured.backward is None:
         return StepProfile(forward, (), (), 0)
     backward = positions(captured.backward, memories, group_of=group_of)
-    held_nbytes = captured.forward.held_nbytes + captured.output_nbytes
     trained = sorted({group_of[p] for c in captured.backward.calls for _, p in c.gradients if p in group_of})
-    update = update_positions(layout, smallest_tiles(layout, trained), held_nbytes)
+    update = update_positions(layout, smallest_tiles(layout, trained), captured.caller_nbytes)
     boundary_nbytes = captured.between_nbytes + ROOM_FOR_LOSS * captured.output_nbytes
     return StepProfile(forward, backward, update, boundary_nbytes)
 

@@ -20,7 +20,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from chunkc.adam_groups import DEVICE, UPDATE_ON
 from chunkc.calibrate import calibrate
 from chunkc.explain import Show, budget_of, explain, minimum_budget
 from chunkc.formats import FORMATS, diff, read_explanation, write
@@ -37,6 +36,7 @@ from chunkc.passes.scratch_exceptions import table as exceptions_table
 from chunkc.presets import PRESETS, default_hardware_path, load_hardware, save_hardware
 from chunkc.scaling import capture_scaling
 from chunkc.targets import DTYPES, ModelOptions, Subject, Target, built_in, errors_of, from_file, from_module
+from chunkc.update_on import DEVICE, UPDATE_ON
 
 FITS, BAD_INPUT, DOES_NOT_FIT = 0, 2, 3
 READER_LEFT = 128 + 13

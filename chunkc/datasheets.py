@@ -6,7 +6,7 @@ The two are kept apart, so that either can be doubted alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from chunkc.ir.hardware import GIB, Hardware
@@ -103,6 +103,14 @@ _C2C = 450.0
 # (read, write) of one drive: Samsung's datasheets of the 970 EVO Plus, 980 PRO and PM9A3 (U.2, 3.84 TB).
 _NVME3, _NVME4, _PM9A3 = (3.5, 3.3), (7.0, 5.0), (6.8, 4.0)
 
+# Host: an eighth of a DGX H100: 2 TB, two Xeon 8480C with eight channels of DDR5-4800, eight drives.
+_H100 = Datasheet(
+    memory_nbytes=int(79.1 * GIB), context_nbytes=600 * MIB, memory_bandwidth=3350,
+    fp32=67, tf32=494.7, bf16=989.4, fp16=989.4, link=_PCIE5,
+    host_nbytes=256 * GIB, host_bandwidth=614.4 / 8, disk=_PM9A3,
+    source="NVIDIA H100 datasheet (SXM5, 80 GB; halved: the datasheet counts sparsity) and DGX H100 datasheet",
+)  # fmt: skip
+
 DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
     {
         # 16-bit products of GeForce cards with fp32 sums: half the rate with 16-bit sums.
@@ -148,18 +156,10 @@ DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
             host_nbytes=256 * GIB, host_bandwidth=409.6 / 8, disk=_PM9A3,
             source="NVIDIA A100 datasheet (SXM4, 80 GB) and DGX A100 datasheet",
         ),
-        # Host: an eighth of a DGX H100: 2 TB, two Xeon 8480C with eight channels of DDR5-4800, eight drives.
-        "h100": Datasheet(
-            memory_nbytes=int(79.1 * GIB), context_nbytes=600 * MIB, memory_bandwidth=3350,
-            fp32=67, tf32=494.7, bf16=989.4, fp16=989.4, link=_PCIE5,
-            host_nbytes=256 * GIB, host_bandwidth=614.4 / 8, disk=_PM9A3,
-            source="NVIDIA H100 datasheet (SXM5, 80 GB; halved: the datasheet counts sparsity) and DGX H100 datasheet",
-        ),
+        "h100": _H100,
         # Host: an eighth of a DGX H200, which has the DGX H100's.
-        "h200": Datasheet(
-            memory_nbytes=int(139.7 * GIB), context_nbytes=600 * MIB, memory_bandwidth=4800,
-            fp32=67, tf32=494.7, bf16=989.4, fp16=989.4, link=_PCIE5,
-            host_nbytes=256 * GIB, host_bandwidth=614.4 / 8, disk=_PM9A3,
+        "h200": replace(
+            _H100, memory_nbytes=int(139.7 * GIB), memory_bandwidth=4800,
             source="NVIDIA H200 datasheet (SXM, 141 GB; halved: the datasheet counts sparsity) and DGX H200 datasheet",
         ),
         # Host: its own Grace with 480 GB of LPDDR5X; one drive.

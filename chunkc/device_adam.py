@@ -7,7 +7,6 @@ the device.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,6 +17,7 @@ from chunkc.doubts import InDoubt, decided
 from chunkc.kernels.adam_triton import WorkTable, adam_update, work_table
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run
 from chunkc.kernels.hyper import AdamHyper, scalar_table
+from chunkc.recent import Recent
 
 TABLE_NBYTES = 2 << 20
 """Tables of work that are kept on a device, in bytes: those used last (`chunkc.devices.TABLES_NBYTES` has room)."""
@@ -29,34 +29,6 @@ PIECE_NUM_ELEMENTS = 1 << 24
 def computes_by_triton(device: torch.device) -> bool:
     """Whether updates on a device are Triton's; on the CPU they are `chunkc.kernels.adam_cpu`'s."""
     return device.type == "cuda"
-
-
-class WorkTables:
-    """Tables of work on one device, by their runs; the least recently used ones go first.
-
-    Args:
-        limit_nbytes: of all together; the latest is kept whatever its size.
-    """
-
-    def __init__(self, device: torch.device, limit_nbytes: int = TABLE_NBYTES) -> None:
-        self.device = device
-        self._limit_nbytes = limit_nbytes
-        self._tables: OrderedDict[tuple[Run, ...], WorkTable] = OrderedDict()
-        self.nbytes = 0
-
-    def get(self, runs: Sequence[Run], fmt: AdamFormat) -> WorkTable:
-        """The table for these runs, made on the first call."""
-        key = tuple(runs)
-        table = self._tables.get(key)
-        if table is None:
-            table = work_table(key, fmt)
-            table = self._tables[key] = replace(table, rows=upload(table.rows, self.device))
-            self.nbytes += table.rows.nbytes
-            while self.nbytes > self._limit_nbytes and len(self._tables) > 1:
-                _, dropped = self._tables.popitem(last=False)
-                self.nbytes -= dropped.rows.nbytes  # the allocator uses its memory again in the stream's order
-        self._tables.move_to_end(key)
-        return table
 
 
 class StepScalars:
@@ -86,11 +58,15 @@ class DeviceAdam:
     """One optimizer's updates on one device.
 
     Each step begins with `begin_step`; then any number of tiles and tensors, in the current stream's order.
+
+    Attributes:
+        tables: of work on the device, by their runs; the allocator uses the memory of those that went again in the
+            stream's order.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.tables = WorkTables(device)
+        self.tables: Recent[tuple[Run, ...], WorkTable] = Recent(TABLE_NBYTES, lambda table: table.rows.nbytes)
         self._scalars = StepScalars(device)
 
     def begin_step(self) -> None:
@@ -101,6 +77,15 @@ class DeviceAdam:
         """Make room for all of a step's hyper-parameters at once, so that one table serves it."""
         for hyper in hypers:
             self._scalars.row(hyper)
+
+    def table_of(self, runs: Sequence[Run], fmt: AdamFormat) -> WorkTable:
+        """The table of work for these runs, made on the first call."""
+        key = tuple(runs)
+        found = self.tables.find(key)
+        if found is None:
+            made = work_table(key, fmt)
+            found = self.tables.keep(key, replace(made, rows=upload(made.rows, self.device)))
+        return found
 
     def update(self, rule: AdamRule, slots: AdamSlots, runs: Runs, scale: GradScale, place: Place) -> None:
         """Update runs of elements of flat tensors, in one launch; in as many as steps if rounding depends on them.
@@ -122,7 +107,7 @@ class DeviceAdam:
             rows = [Run(begin, end, self._scalars.row(hyper)) for begin, end, hyper in part]
             first_element = place.first_element if key is not None else 0
             if rows:
-                work, table = self.tables.get(rows, fmt), self._scalars.table()
+                work, table = self.table_of(rows, fmt), self._scalars.table()
                 adam_update(fmt, slots, work, table, scale=scale, key=key, first_element=first_element)
 
 

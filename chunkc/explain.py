@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-from chunkc.adam_groups import DEVICE
 from chunkc.cuda_offline import overhead_on, planned_on, storages_on
 from chunkc.explain_updates import Updates
 from chunkc.ir.chunks import ChunkLayout
@@ -38,6 +37,7 @@ from chunkc.presets import load_hardware
 from chunkc.replay import Replay
 from chunkc.session import states_of
 from chunkc.templates import input_symbols
+from chunkc.update_on import DEVICE
 
 IN_SLOTS = Updates()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from chunkc.adam_groups import CPU, DEVICE, divided
 from chunkc.ir.chunks import PARAM, ChunkGroup, ChunkLayout, ParamSpec, chunk_name
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import Hardware
@@ -15,6 +14,7 @@ from chunkc.ir.updates import update_traffic
 from chunkc.moments import StepPlans
 from chunkc.overlap import NONE, Overlap
 from chunkc.passes.update_placement import cpu_update_s, group_update_nbytes
+from chunkc.update_on import CPU, DEVICE, divided
 
 
 @dataclass(frozen=True)

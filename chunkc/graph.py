@@ -185,9 +185,8 @@ class CompiledGraph:
         session.live.watch(inputs)
         session.live.watch(outputs[position] for position in at.user_outputs)
         if at.saved:  # saved values live and die together: one stands for all
-            nbytes = captured.between_nbytes - captured.output_nbytes - program.held_nbytes
-            session.live.watch([outputs[at.saved[0]]], nbytes)
-        session.update_held_nbytes = program.held_nbytes + captured.output_nbytes
+            session.live.watch([outputs[at.saved[0]]], captured.saved_nbytes)
+        session.update_held_nbytes = captured.caller_nbytes
         if captured.backward is None:
             session.store.release_slots()
         else:

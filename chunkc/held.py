@@ -77,7 +77,7 @@ def _beside_forward(step: OfflineStep, call: PhaseCall, own: Captured, live: Map
 def update_held_nbytes(step: OfflineStep, captured: Sequence[Captured]) -> int:
     """What the caller still holds of the latest forward when the optimizer steps."""
     last = captured[next((call.graph for call in reversed(step.calls) if call.phase == FORWARD), 0)]
-    return last.forward.held_nbytes + last.output_nbytes
+    return last.caller_nbytes
 
 
 def _values(step: OfflineStep, forward: PhaseCall, own: Captured) -> dict[int, int]:
@@ -90,7 +90,7 @@ def _values(step: OfflineStep, forward: PhaseCall, own: Captured) -> dict[int, i
     found = {value: step.storage_nbytes[value] for value in values if value is not None}
     for position in at.saved:  # they live and die together: one stands for all
         if (first := _output(forward, own, position)) is not None:
-            found[first] = own.between_nbytes - own.output_nbytes - own.forward.held_nbytes
+            found[first] = own.saved_nbytes
             break
     return found
 

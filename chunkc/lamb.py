@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from chunkc import device_adam as device_adams
-from chunkc.adam_groups import DEVICE, Task, flat_home, runs_of
 from chunkc.chunked_optimizer import ChunkedOptimizer
+from chunkc.group_runs import Task, flat_home, runs_of
 from chunkc.ir.chunks import GRAD, PARAM
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.states import FLOAT32, MASTER, StateFormat
@@ -22,6 +22,7 @@ from chunkc.optim_states import flat, like, place_in_group
 from chunkc.overlap import NONE
 from chunkc.session import Session
 from chunkc.update import GroupUpdate, PreparedUpdate
+from chunkc.update_on import DEVICE
 
 
 class LAMB(ChunkedOptimizer):

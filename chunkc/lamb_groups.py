@@ -6,7 +6,6 @@ for a tensor that stays, so that sums and results have the same bits wherever th
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
@@ -20,31 +19,27 @@ from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, MASTER
 from chunkc.kernels import lamb_cpu, lamb_triton
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run
 from chunkc.kernels.lamb_formats import ROW, LambHyper, LambWork, lamb_table, lamb_work, new_partials
+from chunkc.recent import Recent
 
 LambRuns = Sequence[tuple[int, int, LambHyper | InDoubt]]
 """Elements `[begin, end)` of a group, one entry per tensor, with its hyper-parameters, in order."""
 
 
 class LambWorks:
-    """How tensors are cut into rows, kept from step to step: the work used last, `TABLE_NBYTES` of it."""
+    """How tensors are cut into rows on a device, kept from step to step: the work used last, `TABLE_NBYTES` of it."""
 
     def __init__(self, device: torch.device, *, by_triton: bool) -> None:
         self.device = device
         self.kernels: ModuleType = lamb_triton if by_triton else lamb_cpu
-        self._works: OrderedDict[tuple, tuple[LambWork, ...]] = OrderedDict()
-        self.nbytes = 0
+        self._works: Recent[tuple, tuple[LambWork, ...]] = Recent(TABLE_NBYTES, _nbytes)
 
     def get(self, tensors: Sequence[Run], tiles: Sequence[tuple[int, int]]) -> tuple[LambWork, ...]:
         """The work of each tile, made on the first call."""
         key = tuple(tensors), tuple(tiles)
-        works = self._works.get(key)
+        works = self._works.find(key)
         if works is None:
-            works = tuple(work.with_rows(upload(work.rows, self.device)) for work in lamb_work(*key))
-            self._works[key] = works
-            self.nbytes += _nbytes(works)
-            while self.nbytes > TABLE_NBYTES and len(self._works) > 1:
-                self.nbytes -= _nbytes(self._works.popitem(last=False)[1])
-        self._works.move_to_end(key)
+            made = [work.with_rows(upload(work.rows, self.device)) for work in lamb_work(*key)]
+            works = self._works.keep(key, tuple(made))
         return works
 
 

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from chunkc.adam import Adam, AdamW
-from chunkc.adam_groups import DEVICE
 from chunkc.chunked_optimizer import ChunkedOptimizer
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.states import StateFormat
 from chunkc.lamb import LAMB
 from chunkc.overlap import NONE
 from chunkc.session import Declared, declared, states_of
+from chunkc.update_on import DEVICE
 
 OPTIMIZERS: Mapping[str, type[ChunkedOptimizer]] = {"adamw": AdamW, "adam": Adam, "lamb": LAMB}
 

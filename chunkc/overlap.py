@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkc.adam_groups import CPU, DEVICE, UPDATE_ON, Task
 from chunkc.grad_scale import is_skipped, on_the_cpu
+from chunkc.group_runs import Task
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.kernels.formats import NO_SCALE, GradScale
 from chunkc.runtime.updates import HomeUpdate, finish_all
 from chunkc.session import Session, managing, sessions_of
+from chunkc.update_on import CPU, DEVICE, UPDATE_ON
 
 NONE, FORWARD, BACKWARD, BOTH = "none", "forward", "backward", "both"
 OVERLAP = (NONE, FORWARD, BACKWARD, BOTH)

@@ -1,33 +1,53 @@
-"""A dictionary of what was made for given circumstances, which forgets what was not asked for longest."""
+"""A cache of what was made for given circumstances, which forgets what was not asked for longest."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
-from typing import TypeVar
+from collections.abc import Callable, Hashable, ItemsView, ValuesView
+from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class Recent(OrderedDict[K, V]):
-    """At most `limit` entries: training may run for days, and what is around a step may never be quite the same."""
+class Recent(Generic[K, V]):
+    """What was used last: training may run for days, and what is around a step may never be quite the same.
 
-    def __init__(self, limit: int) -> None:
-        super().__init__()
+    Args:
+        limit: of all entries together; the latest is kept whatever its size.
+        size_of: of an entry, in the limit's unit; by default each is 1.
+    """
+
+    def __init__(self, limit: int, size_of: Callable[[V], int] = lambda value: 1) -> None:
         self.limit = limit
+        self.size = 0
+        self._size_of = size_of
+        self._entries: OrderedDict[K, V] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def items(self) -> ItemsView[K, V]:
+        """Keys and entries, the one last used last."""
+        return self._entries.items()
+
+    def values(self) -> ValuesView[V]:
+        """Entries, the one last used last."""
+        return self._entries.values()
 
     def find(self, key: K) -> V | None:
         """The entry, which is then the one used last; None if there is none."""
-        if key not in self:
+        if key not in self._entries:
             return None
-        self.move_to_end(key)
-        return self[key]
+        self._entries.move_to_end(key)
+        return self._entries[key]
 
     def keep(self, key: K, value: V) -> V:
-        """Enter `value`, and forget the entry that was not used for longest where there are too many."""
-        self[key] = value
-        self.move_to_end(key)
-        while len(self) > self.limit:
-            self.popitem(last=False)
+        """Enter `value`, and forget entries that were not used for longest where all are too large."""
+        if key in self._entries:
+            self.size -= self._size_of(self._entries.pop(key))
+        self._entries[key] = value
+        self.size += self._size_of(value)
+        while self.size > self.limit and len(self._entries) > 1:
+            self.size -= self._size_of(self._entries.popitem(last=False)[1])
         return value

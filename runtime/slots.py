@@ -1,13 +1,24 @@
-"""Slots: a chunk's room on the compute tier, what is happening to it, and what has been copied in all."""
+"""Slots: chunks' room on the compute tier, what is happening to it, and what has been copied in all.
+
+The host keeps the books here; the order of the bytes is the tier's (see `runtime.tier`): copies start after `mark()`,
+a wait is `hold_for`, and all that computes is enqueued.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 
 import torch
 
-from chunkc.runtime.states import ChunkState
+from chunkc.ir.chunks import ChunkLayout, chunk_name, chunk_part, split_chunk_name
+from chunkc.ir.errors import ChunkcError, ChunkStateError, HomeError, StreamError
+from chunkc.ir.states import num_entries
+from chunkc.runtime.arena import Arena
+from chunkc.runtime.states import ChunkState, advance
 from chunkc.runtime.tier import Moment, Tier
+from chunkc.runtime.updates import HomeUpdates
 
 
 @dataclass
@@ -51,11 +62,173 @@ class Traffic:
     wait_s: float = 0.0
 
 
-def fill_with_nan(buffer: torch.Tensor) -> None:
+def _fill_with_nan(buffer: torch.Tensor) -> None:
     """Make a read of what is not there show."""
     buffer.view(torch.uint8).fill_(0xFF)  # NaN in every floating dtype
 
 
-def length(entries: slice) -> int:
-    """How many entries a slice with both ends has."""
-    return entries.stop - entries.start
+@dataclass
+class ChunkSlots(ABC):
+    """Slots of one model's chunks: taken, filled from home, computed with, written home, given back.
+
+    Args:
+        layout: groups of parameters; may be extended, never changed.
+        debug: fill every slot with NaN when it is taken and when it is given back.
+    """
+
+    layout: ChunkLayout
+    arena: Arena
+    tier: Tier
+    debug: bool = False
+    traffic: Traffic = field(default_factory=Traffic)
+    updates: HomeUpdates = field(default_factory=HomeUpdates)
+    _slots: dict[str, Slot] = field(default_factory=dict)
+    _spare: SpareSlots = field(default_factory=SpareSlots)
+
+    def slot(self, chunk: str) -> Slot:
+        found = self._slots.get(chunk)
+        if found is None:
+            found = self._slots[chunk] = Slot()
+        return found
+
+    @property
+    def present(self) -> frozenset[str]:
+        """Chunks that have a slot now."""
+        return frozenset(chunk for chunk, slot in self._slots.items() if slot.state is not ChunkState.FREE)
+
+    def prefetch(self, chunk: str) -> None:
+        """Take a slot and start to fill it from home. A gradient chunk without gradients has nothing to read."""
+        kind, group_index = split_chunk_name(chunk)
+        group, slot = self.layout.groups[group_index], self.slot(chunk)
+        state = advance(chunk, slot.state, ChunkState.PREFETCHING)
+        needs_data = self._has_data_at_home(chunk)
+        self.updates.note_use(group_index)
+        begin, end = chunk_part(chunk) or (0, group.numel)
+        slot.buffer = buffer = self._spare.take(self.tier, num_entries(kind, end - begin), group.kind_dtype(kind))
+        if self.debug:
+            self.tier.enqueue(_fill_with_nan, buffer)
+        slot.state, slot.copy, slot.dirty = state, None, False
+        if needs_data:
+            job = self.arena.reader(*self._whole(chunk), buffer)
+            slot.copy = self.tier.to_device.submit(job, after=(*self.tier.mark(), *self.updates.before(group_index)))
+            self.traffic.to_device_nbytes += buffer.nbytes
+
+    def wait(self, chunk: str) -> None:
+        """What is computed from now on finds the copy under way, in or out, done; the chunk can be read."""
+        slot = self.slot(chunk)
+        if slot.copy is not None:
+            start_s = time.perf_counter()
+            self.tier.hold_for(slot.copy)
+            slot.copy = None
+            self.traffic.wait_s += time.perf_counter() - start_s
+        if slot.state in (ChunkState.PREFETCHING, ChunkState.EVICTING):
+            slot.state = advance(chunk, slot.state, ChunkState.HOLD)
+
+    def await_home(self, chunk: str) -> None:
+        """Block the host until the chunk's home is as all that was enqueued so far leaves it.
+
+        For a host that reads or writes home memory itself, as an update on CPU threads does.
+
+        Raises:
+            StreamError, HomeError: the chunk's copy, or its update, failed.
+        """
+        self.updates.wait(split_chunk_name(chunk)[1])
+        slot = self._slots.get(chunk)
+        if slot is not None and slot.copy is not None and slot.state is ChunkState.EVICTING:
+            slot.copy.wait()
+            return
+        for moment in self.tier.mark():
+            moment.wait()
+
+    def home_moments(self, group: int) -> list[Moment]:
+        """When all that was enqueued so far, and every copy of the group's chunks under way, is over."""
+        slots = [self._slots.get(chunk_name(kind, group)) for kind in self.layout.groups[group].update_kinds]
+        return [*self.tier.mark(), *(slot.copy for slot in slots if slot is not None and slot.copy is not None)]
+
+    def write_back(self, chunk: str) -> None:
+        """Start to copy a dirty slot home; nothing moves if it is clean."""
+        slot = self.slot(chunk)
+        slot.state = advance(chunk, slot.state, ChunkState.EVICTING)
+        buffer = slot.buffer
+        assert buffer is not None
+        if slot.dirty:
+            job = self.arena.writer(*self._whole(chunk), buffer)
+            updates = self.updates.before(split_chunk_name(chunk)[1])
+            slot.copy = self.tier.to_home.submit(job, after=(*self.tier.mark(), *updates))
+            self.traffic.to_home_nbytes += buffer.nbytes
+            slot.dirty = False
+
+    def evict(self, chunk: str) -> None:
+        """Give the slot back. Its data must be at home by now."""
+        slot = self.slot(chunk)
+        if slot.dirty:
+            raise ChunkStateError(f"chunk {chunk} would be evicted before it was written back")
+        slot.state = advance(chunk, slot.state, ChunkState.FREE)
+        assert slot.buffer is not None
+        if self.debug:
+            self.tier.enqueue(_fill_with_nan, slot.buffer)
+        self._spare.give(slot.buffer)
+        slot.buffer = slot.copy = None
+        if chunk_part(chunk) is not None:
+            del self._slots[chunk]
+
+    def drop_spare_slots(self) -> None:
+        """Give the tier back what evicted chunks left and no prefetch has taken since."""
+        self._spare.drop()
+
+    def _whole(self, chunk: str) -> tuple[str, int]:
+        """The whole chunk that a name is of, and where in it the name's bytes begin."""
+        kind, index = split_chunk_name(chunk)
+        begin, _ = chunk_part(chunk) or (0, 0)
+        return chunk_name(kind, index), num_entries(kind, begin) * self.layout.groups[index].kind_dtype(kind).itemsize
+
+    def begin_compute(self, chunk: str) -> torch.Tensor:
+        """The slot's flat buffer, for the computation that starts now."""
+        slot = self.slot(chunk)
+        slot.state = advance(chunk, slot.state, ChunkState.COMPUTE)
+        assert slot.buffer is not None
+        return slot.buffer
+
+    def end_compute(self, chunk: str, *, wrote: bool = False) -> None:
+        slot = self.slot(chunk)
+        slot.state = advance(chunk, slot.state, ChunkState.HOLD)
+        slot.dirty |= wrote
+
+    def release_slots(self) -> None:
+        """Give every slot back after copies have ended; dirty ones (an interrupted step) are written home first.
+
+        Raises:
+            StreamError, HomeError: a copy failed; all slots are given back all the same. Gradients that could not
+                be written home are gone: their `.grad` is None.
+        """
+        problem: ChunkcError | None = None
+        for chunk in sorted(self.present):
+            slot = self.slot(chunk)
+            try:
+                self.wait(chunk)
+                if slot.state is ChunkState.COMPUTE:
+                    slot.state = advance(chunk, slot.state, ChunkState.HOLD)
+                if slot.dirty:
+                    self.write_back(chunk)
+                    self.wait(chunk)
+                self.evict(chunk)
+            except (StreamError, HomeError) as error:
+                problem = problem or error
+                self._lose(chunk)
+        self.drop_spare_slots()
+        if problem is not None:
+            raise problem
+
+    def _lose(self, chunk: str) -> None:
+        """Forget a slot whose copy failed."""
+        slot = self._slots.pop(chunk)
+        if slot.dirty or slot.state is ChunkState.EVICTING:
+            self._never_got_home(chunk)
+
+    @abstractmethod
+    def _has_data_at_home(self, chunk: str) -> bool:
+        """Whether there is anything to read for a chunk about to be fetched, once home is as its user wants it."""
+
+    @abstractmethod
+    def _never_got_home(self, chunk: str) -> None:
+        """A chunk's slot is lost, and with it what home does not have."""

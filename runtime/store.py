@@ -1,14 +1,11 @@
-"""The chunk store: every chunk of a model, its home, its slot, its state, and the parameters that live in it.
+"""The chunk store: every parameter of a model, the chunk that it lives in, and the chunk's home.
 
 Between calls no chunk has a slot: parameters and gradients are home views, valid for any reader and writer.
-During a call the executor moves chunks; computation reads slots only. The host keeps the books here; the order of
-the bytes is the tier's (see `runtime.tier`): copies start after `mark()`, a wait is `hold_for`, and all that computes
-is enqueued.
+During a call the executor moves chunks (see `runtime.slots`); computation reads slots only.
 """
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,38 +20,25 @@ from chunkc.ir.chunks import (
     ChunkLayout,
     TensorSlice,
     chunk_name,
-    chunk_part,
     split_chunk_name,
 )
-from chunkc.ir.errors import ChunkcError, ChunkStateError, HomeError, StreamError, UnsupportedError
+from chunkc.ir.errors import ChunkStateError, UnsupportedError
 from chunkc.ir.states import EXP_AVG, SCALES, num_entries
-from chunkc.runtime.arena import Arena
 from chunkc.runtime.gradients import NOTHING, accumulate, add_later, store_first
-from chunkc.runtime.slots import Slot, SpareSlots, Traffic, fill_with_nan, length
-from chunkc.runtime.states import ChunkState, advance
-from chunkc.runtime.tier import Moment, Tier
-from chunkc.runtime.updates import HomeUpdates
+from chunkc.runtime.slots import ChunkSlots
+from chunkc.runtime.states import ChunkState
 
 
 @dataclass
-class ChunkStore:
+class ChunkStore(ChunkSlots):
     """Owns homes and slots of one model's chunks. Holds parameters weakly: the model's life is its user's.
 
-    Args:
-        layout: groups of parameters; may be extended, never changed.
-        debug: fill every slot with NaN when it is taken and when it is given back.
+    Attributes:
+        resident: groups that stay on the compute tier.
     """
 
-    layout: ChunkLayout
-    arena: Arena
-    tier: Tier
-    debug: bool = False
     resident: frozenset[int] = frozenset()
-    traffic: Traffic = field(default_factory=Traffic)
-    updates: HomeUpdates = field(default_factory=HomeUpdates)
     _parameters: dict[str, weakref.ref[nn.Parameter]] = field(default_factory=dict)
-    _slots: dict[str, Slot] = field(default_factory=dict)
-    _spare: SpareSlots = field(default_factory=SpareSlots)
     _slices: dict[str, tuple[ChunkGroup, TensorSlice]] = field(default_factory=dict)
     _handed_out: dict[str, tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=dict)  # with its address
 
@@ -189,119 +173,10 @@ class ChunkStore:
         """A tensor over a parameter's bytes (or its gradient's, or a state's) at home; its storage is its own."""
         group, where = self._slices[name]
         dtype, entries = group.kind_dtype(kind), group.entries(kind, where)
-        shape, stride = (where.spec.shape, where.spec.stride) if kind not in SCALES else ((length(entries),), (1,))
+        shape, stride = where.spec.shape, where.spec.stride
+        if kind in SCALES:
+            shape, stride = (entries.stop - entries.start,), (1,)
         return self.arena.view(chunk_name(kind, group.index), dtype, shape, stride, entries.start * dtype.itemsize)
-
-    # --- chunks on the move ---
-
-    def slot(self, chunk: str) -> Slot:
-        found = self._slots.get(chunk)
-        if found is None:
-            found = self._slots[chunk] = Slot()
-        return found
-
-    @property
-    def present(self) -> frozenset[str]:
-        """Chunks that have a slot now."""
-        return frozenset(chunk for chunk, slot in self._slots.items() if slot.state is not ChunkState.FREE)
-
-    def prefetch(self, chunk: str) -> None:
-        """Take a slot and start to fill it from home. A gradient chunk without gradients has nothing to read."""
-        kind, group_index = split_chunk_name(chunk)
-        group, slot = self.layout.groups[group_index], self.slot(chunk)
-        state = advance(chunk, slot.state, ChunkState.PREFETCHING)
-        needs_data = kind != GRAD or self.collect_gradients(group_index)
-        self.updates.note_use(group_index)
-        begin, end = chunk_part(chunk) or (0, group.numel)
-        slot.buffer = buffer = self._spare.take(self.tier, num_entries(kind, end - begin), group.kind_dtype(kind))
-        if self.debug:
-            self.tier.enqueue(fill_with_nan, buffer)
-        slot.state, slot.copy, slot.dirty = state, None, False
-        if needs_data:
-            job = self.arena.reader(*self._whole(chunk), buffer)
-            slot.copy = self.tier.to_device.submit(job, after=(*self.tier.mark(), *self.updates.before(group_index)))
-            self.traffic.to_device_nbytes += buffer.nbytes
-
-    def wait(self, chunk: str) -> None:
-        """What is computed from now on finds the copy under way, in or out, done; the chunk can be read."""
-        slot = self.slot(chunk)
-        if slot.copy is not None:
-            start_s = time.perf_counter()
-            self.tier.hold_for(slot.copy)
-            slot.copy = None
-            self.traffic.wait_s += time.perf_counter() - start_s
-        if slot.state in (ChunkState.PREFETCHING, ChunkState.EVICTING):
-            slot.state = advance(chunk, slot.state, ChunkState.HOLD)
-
-    def await_home(self, chunk: str) -> None:
-        """Block the host until the chunk's home is as all that was enqueued so far leaves it.
-
-        For a host that reads or writes home memory itself, as an update on CPU threads does.
-
-        Raises:
-            StreamError, HomeError: the chunk's copy, or its update, failed.
-        """
-        self.updates.wait(split_chunk_name(chunk)[1])
-        slot = self._slots.get(chunk)
-        if slot is not None and slot.copy is not None and slot.state is ChunkState.EVICTING:
-            slot.copy.wait()
-            return
-        for moment in self.tier.mark():
-            moment.wait()
-
-    def home_moments(self, group: int) -> list[Moment]:
-        """When all that was enqueued so far, and every copy of the group's chunks under way, is over."""
-        slots = [self._slots.get(chunk_name(kind, group)) for kind in self.layout.groups[group].update_kinds]
-        return [*self.tier.mark(), *(slot.copy for slot in slots if slot is not None and slot.copy is not None)]
-
-    def write_back(self, chunk: str) -> None:
-        """Start to copy a dirty slot home; nothing moves if it is clean."""
-        slot = self.slot(chunk)
-        slot.state = advance(chunk, slot.state, ChunkState.EVICTING)
-        buffer = slot.buffer
-        assert buffer is not None
-        if slot.dirty:
-            job = self.arena.writer(*self._whole(chunk), buffer)
-            updates = self.updates.before(split_chunk_name(chunk)[1])
-            slot.copy = self.tier.to_home.submit(job, after=(*self.tier.mark(), *updates))
-            self.traffic.to_home_nbytes += buffer.nbytes
-            slot.dirty = False
-
-    def evict(self, chunk: str) -> None:
-        """Give the slot back. Its data must be at home by now."""
-        slot = self.slot(chunk)
-        if slot.dirty:
-            raise ChunkStateError(f"chunk {chunk} would be evicted before it was written back")
-        slot.state = advance(chunk, slot.state, ChunkState.FREE)
-        assert slot.buffer is not None
-        if self.debug:
-            self.tier.enqueue(fill_with_nan, slot.buffer)
-        self._spare.give(slot.buffer)
-        slot.buffer = slot.copy = None
-        if chunk_part(chunk) is not None:
-            del self._slots[chunk]
-
-    def drop_spare_slots(self) -> None:
-        """Give the tier back what evicted chunks left and no prefetch has taken since."""
-        self._spare.drop()
-
-    def _whole(self, chunk: str) -> tuple[str, int]:
-        """The whole chunk that a name is of, and where in it the name's bytes begin."""
-        kind, index = split_chunk_name(chunk)
-        begin, _ = chunk_part(chunk) or (0, 0)
-        return chunk_name(kind, index), num_entries(kind, begin) * self.layout.groups[index].kind_dtype(kind).itemsize
-
-    def begin_compute(self, chunk: str) -> torch.Tensor:
-        """The slot's flat buffer, for the computation that starts now."""
-        slot = self.slot(chunk)
-        slot.state = advance(chunk, slot.state, ChunkState.COMPUTE)
-        assert slot.buffer is not None
-        return slot.buffer
-
-    def end_compute(self, chunk: str, *, wrote: bool = False) -> None:
-        slot = self.slot(chunk)
-        slot.state = advance(chunk, slot.state, ChunkState.HOLD)
-        slot.dirty |= wrote
 
     def parameter_view(self, chunk: str, name: str) -> torch.Tensor:
         """The parameter in its slot, which must hold it."""
@@ -310,42 +185,21 @@ class ChunkStore:
             raise ChunkStateError(f"{name} is read from chunk {chunk}, which is {slot.state.value}")
         return slot.buffer.as_strided(where.spec.shape, where.spec.stride, where.offset)
 
-    def release_slots(self) -> None:
-        """Give every slot back after copies have ended; dirty ones (an interrupted step) are written home first.
-
-        Raises:
-            StreamError, HomeError: a copy failed; all slots are given back all the same. Gradients that could not
-                be written home are gone: their `.grad` is None.
-        """
-        problem: ChunkcError | None = None
-        for chunk in sorted(self.present):
-            slot = self.slot(chunk)
-            try:
-                self.wait(chunk)
-                if slot.state is ChunkState.COMPUTE:
-                    slot.state = advance(chunk, slot.state, ChunkState.HOLD)
-                if slot.dirty:
-                    self.write_back(chunk)
-                    self.wait(chunk)
-                self.evict(chunk)
-            except (StreamError, HomeError) as error:
-                problem = problem or error
-                self._lose(chunk)
-        self.drop_spare_slots()
-        if problem is not None:
-            raise problem
-
-    def _lose(self, chunk: str) -> None:
-        """Forget a slot whose copy failed. A reader must find no gradient rather than one that never got home."""
-        slot = self._slots.pop(chunk)
-        kind, group = split_chunk_name(chunk)
-        if kind == GRAD and (slot.dirty or slot.state is ChunkState.EVICTING):
-            for tensor_slice in self.layout.groups[group].slices:
-                parameter = self._parameters[tensor_slice.spec.name]()
-                if parameter is not None:
-                    parameter.grad = None
-
     # --- gradients ---
+
+    def _has_data_at_home(self, chunk: str) -> bool:
+        kind, group = split_chunk_name(chunk)
+        return kind != GRAD or self.collect_gradients(group)
+
+    def _never_got_home(self, chunk: str) -> None:
+        """A reader must find no gradient rather than one that never got home."""
+        kind, group = split_chunk_name(chunk)
+        if kind != GRAD:
+            return
+        for tensor_slice in self.layout.groups[group].slices:
+            parameter = self._parameters[tensor_slice.spec.name]()
+            if parameter is not None:
+                parameter.grad = None
 
     def collect_gradients(self, index: int) -> bool:
         """Make home the place of every gradient the group has; whether it has any.

@@ -29,8 +29,8 @@ import chunkc  # noqa: E402
 import chunkc.device_adam  # noqa: E402
 import chunkc.doubts  # noqa: E402
 import chunkc.session  # noqa: E402
-from chunkc.adam_groups import groups_at_home  # noqa: E402
 from chunkc.presets import preset  # noqa: E402
+from chunkc.update_on import groups_at_home  # noqa: E402
 
 
 def test_triton_trains_as_torch() -> None:
@@ -274,9 +274,9 @@ def test_tables_are_made_once_and_steps_stay_on_the_host() -> None:
         optimizer = adamw(subject)
         subject.train(optimizer, 1)
         (adam,) = optimizer._device_adams.values()
-        tables = dict(adam.tables._tables)
+        tables = dict(adam.tables.items())
         subject.train(optimizer, 2)
-        assert {key: id(t) for key, t in adam.tables._tables.items()} == {key: id(t) for key, t in tables.items()}
+        assert {key: id(t) for key, t in adam.tables.items()} == {key: id(t) for key, t in tables.items()}
         assert all(state["step"].device.type == "cpu" for state in optimizer.state.values())
         restored = adamw(subject)
         restored.load_state_dict(optimizer.state_dict())

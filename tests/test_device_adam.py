@@ -9,7 +9,7 @@ import torch
 
 import chunkc.device_adam
 from chunkc.adam_rule import AdamRule, Place, adam_slots, update_on_cpu
-from chunkc.device_adam import TABLE_NBYTES, DeviceAdam, WorkTables
+from chunkc.device_adam import TABLE_NBYTES, DeviceAdam
 from chunkc.ir.states import num_entries
 from chunkc.kernels import reference
 from chunkc.kernels.adam_triton import WorkTable
@@ -66,7 +66,7 @@ def test_pieces_have_the_bits_of_the_whole(rule: AdamRule, dtype: torch.dtype, m
     for name in ("param", "exp_avg", "exp_avg_sq", "master", "exp_avg_scale", "exp_avg_sq_scale"):
         got, wanted = getattr(in_pieces, name), getattr(whole, name)
         assert (got is None and wanted is None) or torch.equal(got, wanted), name
-    assert len(adam.tables._tables) == 2  # equal pieces share one
+    assert len(adam.tables) == 2  # equal pieces share one
 
 
 def test_a_large_tensor_that_stays_takes_no_large_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_a_large_tensor_that_stays_takes_no_large_table(monkeypatch: pytest.Monk
     slots = slots_of(PLAIN, torch.float32, numel, "meta")
     adam.update(PLAIN, slots, [(0, numel, HYPER)], NO_SCALE, Place(0, 0))
     assert sum(int((work.rows[:, 1] - work.rows[:, 0]).sum()) for work in seen) == numel
-    assert adam.tables.nbytes <= TABLE_NBYTES
+    assert adam.tables.size <= TABLE_NBYTES
     assert max(work.rows.nbytes for work in seen) <= TABLE_NBYTES // 4
 
 
@@ -85,10 +85,10 @@ def test_a_table_that_does_not_get_to_the_device_is_not_kept(monkeypatch: pytest
     def refuse(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         raise torch.OutOfMemoryError("no room")
 
-    tables, fmt = WorkTables(CPU), PLAIN.format(torch.float32, torch.float32)
+    adam, fmt = DeviceAdam(CPU), PLAIN.format(torch.float32, torch.float32)
     with monkeypatch.context() as patched:
         patched.setattr(chunkc.device_adam, "upload", refuse)
         with pytest.raises(torch.OutOfMemoryError):
-            tables.get([Run(0, 64, 0)], fmt)
-    assert (len(tables._tables), tables.nbytes) == (0, 0)
-    assert tables.get([Run(0, 64, 0)], fmt).rows.nbytes == tables.nbytes
+            adam.table_of([Run(0, 64, 0)], fmt)
+    assert (len(adam.tables), adam.tables.size) == (0, 0)
+    assert adam.table_of([Run(0, 64, 0)], fmt).rows.nbytes == adam.tables.size

@@ -14,9 +14,9 @@ from torch import nn
 from zoo import Case
 
 import chunkc
-from chunkc.adam_groups import groups_at_home
 from chunkc.presets import preset
 from chunkc.session import owner
+from chunkc.update_on import groups_at_home
 
 
 def subject(of: Case, home: str = "cpu") -> tuple[nn.Module, nn.Module, Any]:

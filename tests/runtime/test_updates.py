@@ -1,45 +1,29 @@
 """Updates at home behind the host's back: whoever reads or writes a group's home comes after its update.
 
 Nothing here depends on time: an update stands still until a gate opens, and what must wait is shown to wait, and to
-find the updated bytes afterwards. `without(...)` shows that each wait is needed.
+find the updated bytes afterwards. What happens without a wait: `left_out`, and `test_updates_without_waits.py`.
 """
 
 from __future__ import annotations
 
-import dis
 import gc
 import os
-import re
 import subprocess
 import sys
 import textwrap
 import threading
 import weakref
-from collections.abc import Iterator
-from types import CodeType, FrameType
-from typing import Any
 
 import pytest
 import torch
-from runtime_helpers import ctrl_c_in_a_wait
 from torch import Tensor
 from update_cases import NUMEL, Gate, Subject, blocks_until_opened, opened_soon
 
 from chunkc.ir.chunks import GRAD, PARAM
-from chunkc.ir.errors import HomeError, StreamError
-from chunkc.runtime import streams as streams_module
-from chunkc.runtime import updates as updates_module
-from chunkc.runtime.streams import WorkerStream
-from chunkc.runtime.updates import HomeUpdate, HomeUpdates, finish_all
+from chunkc.ir.errors import StreamError
+from chunkc.runtime.updates import HomeUpdates
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(params=["cpu", "cuda"])
-def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
-    yield (made := Subject(request.param))
-    made.gate.opened.set()
-    made.settle()
 
 
 # ---------------------------------------------------------------- copies
@@ -181,102 +165,6 @@ def test_nothing_is_placed_elsewhere_under_an_update(subject: Subject) -> None:
     assert torch.all(subject.parameters["a"] == 2.0)
 
 
-# ---------------------------------------------------------------- failures
-
-
-def broken() -> None:
-    raise ValueError("no such thing")
-
-
-def test_a_failure_reaches_who_needs_the_chunk_with_its_name(subject: Subject) -> None:
-    store = subject.store
-    store.updates.begin(0, broken, label="chunk param:0 (a)")
-    for _ in range(2):
-        store.prefetch("param:0")
-        with pytest.raises(StreamError, match=r"chunk param:0 \(a\) failed and may be half done: ValueError: no such"):
-            store.wait("param:0")
-        with pytest.raises(StreamError):
-            store.release_slots()
-    store.prefetch("param:1")  # other chunks are as they were
-    store.wait("param:1")
-
-
-def test_finish_tells_of_a_failure_once_and_waits_for_all() -> None:
-    updates, ran = HomeUpdates(), []
-    updates.begin(0, broken, label="first")
-    updates.begin(1, lambda: ran.append(1), label="second")
-    with pytest.raises(StreamError, match="first"):
-        updates.finish()
-    assert ran == [1]
-    updates.finish()
-    updates.wait(0)
-    assert updates.before(0) == ()
-
-
-def test_finish_tells_of_every_failure_at_once() -> None:
-    updates = HomeUpdates()
-    for group, label in enumerate(("first", "second", "third")):
-        updates.begin(group, broken, label=label)
-    with pytest.raises(StreamError, match="first") as caught:
-        updates.finish()
-    assert [note.partition("the update of ")[2].split()[0] for note in caught.value.__notes__] == ["second", "third"]
-
-
-def test_all_updates_of_several_models_are_waited_for() -> None:
-    models, gate, ran = (HomeUpdates(), HomeUpdates()), Gate(), []
-    for number, updates in enumerate(models):
-        updates.begin(0, broken, label=f"model {number}")
-        updates.begin(1, gate.wait, label="")
-        updates.begin(2, lambda number=number: ran.append(number), label="")
-    opened_soon(gate)
-    with pytest.raises(StreamError, match="model 0") as caught:
-        finish_all(models)
-    assert sorted(ran) == [0, 1]
-    assert "model 1" in caught.value.__notes__[0]
-    finish_all(models)
-
-
-def test_one_failed_copy_that_many_updates_wait_for_is_told_of_once() -> None:
-    updates, arrived = HomeUpdates(), WorkerStream("to_home").submit(broken)
-    for group in range(3):
-        updates.begin(group, lambda: None, label="it", after=[arrived])
-    with pytest.raises(StreamError, match="no such thing") as caught:
-        updates.finish()
-    assert not hasattr(caught.value, "__notes__")
-
-
-def test_an_interrupted_finish_forgets_no_failure() -> None:
-    updates, gate = HomeUpdates(), Gate()
-    updates.begin(0, broken, label="the first")
-    updates.begin(1, gate.wait, label="the second")
-    with pytest.raises(KeyboardInterrupt), ctrl_c_in_a_wait():
-        updates.finish()
-    gate.opened.set()
-    with pytest.raises(StreamError, match="the first"):
-        updates.finish()
-
-
-def test_wait_tells_of_a_failure_again_and_again() -> None:
-    updates = HomeUpdates()
-    updates.begin(0, broken, label="it")
-    for _ in range(2):
-        with pytest.raises(StreamError, match="it failed"):
-            updates.wait(0)
-    updates.wait(1)
-
-
-def test_gradients_that_never_arrived_are_not_used() -> None:
-    def full() -> None:
-        raise HomeError("the disk is full")
-
-    updates, ran = HomeUpdates(), []
-    arrived = WorkerStream("to_home").submit(full)
-    updates.begin(0, lambda: ran.append(1), label="it", after=[arrived])
-    with pytest.raises(HomeError, match="the disk is full"):
-        updates.finish()
-    assert not ran
-
-
 # ---------------------------------------------------------------- order, threads, ends
 
 
@@ -348,69 +236,3 @@ def test_a_fork_is_told_that_an_update_is_its_parent_s() -> None:
     gate.opened.set()
     updates.finish()
     assert os.waitstatus_to_exitcode(status) == 0
-
-
-# ---------------------------------------------------------------- Ctrl-C
-
-
-class Interrupter:
-    """A trace function: KeyboardInterrupt where Python may deliver a signal, at the `at`-th such place of this room.
-
-    Python looks for signals after calls, at the beginning of functions and in loops.
-    """
-
-    DELIVERS = re.compile("CALL|RESUME|JUMP_BACKWARD")
-
-    def __init__(self, at: int) -> None:
-        self.left, self.delivered = at, False
-        self.names: dict[CodeType, dict[int, str]] = {}
-
-    def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_code.co_filename not in (updates_module.__file__, streams_module.__file__):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        names = self.names.get(frame.f_code)
-        if names is None:
-            names = self.names[frame.f_code] = {i.offset: i.opname for i in dis.get_instructions(frame.f_code)}
-        delivers = [True]  # at the beginning of the function
-
-        def trace(frame: FrameType, event: str, argument: object) -> Any:
-            if event == "opcode":
-                due, delivers[0] = delivers[0], bool(self.DELIVERS.match(names.get(frame.f_lasti, "")))
-                self.left -= due
-                if due and self.left == 0:
-                    self.delivered = True
-                    raise KeyboardInterrupt
-            return trace
-
-        return trace
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_an_update_that_is_interrupted_anywhere_as_it_begins_is_waited_for_or_never_runs(is_first: bool) -> None:
-    outcomes = set()
-    for at in range(1, 200):
-        updates, gate, ran = HomeUpdates(), Gate(), list[int]()
-        if not is_first:  # the thread is there
-            updates.begin(1, lambda: None, label="")
-            updates.finish()
-        update = HomeUpdate(lambda gate=gate, ran=ran: (gate.wait(), ran.append(1)), "it")  # type: ignore[misc, arg-type]
-        interrupter, former = Interrupter(at), sys.gettrace()
-        sys.settrace(interrupter)
-        try:
-            updates.enter(0, update)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(former)
-        has_begun = updates.has(0, update)
-        assert bool(updates.before(0)) == has_begun
-        gate.opened.set()
-        updates.finish()
-        assert len(ran) == has_begun
-        updates._stream.drain()
-        assert len(ran) == has_begun, "it ran, or ran again, when nobody waited for it any more"
-        outcomes.add((interrupter.delivered, has_begun))
-        if not interrupter.delivered:
-            break
-    assert outcomes == {(True, False), (True, True), (False, True)}

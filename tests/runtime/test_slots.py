@@ -1,4 +1,4 @@
-"""The chunk store: slots on the compute tier, and copies that fail."""
+"""Slots on the compute tier, and copies that fail."""
 
 from __future__ import annotations
 
