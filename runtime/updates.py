@@ -31,8 +31,8 @@ class HomeUpdate:
         job, label, after: as for `HomeUpdates.begin`.
     """
 
-    def __init__(self, job: Callable[[], None], label: str, after: Sequence[Moment] = ()) -> None:
-        self._job: Callable[[], None] | None = job
+    def __init__(self, job: Callable[[], object], label: str, after: Sequence[Moment] = ()) -> None:
+        self._job: Callable[[], object] | None = job
         self._label = label
         self._after = tuple(after)
         self._problem: StreamError | None = None
@@ -87,7 +87,7 @@ class HomeUpdates:
         """Seconds that updates have taken in all, as far as they have ended."""
         return self._stream.busy_s
 
-    def begin(self, group: int, job: Callable[[], None], *, label: str, after: Sequence[Moment] = ()) -> None:
+    def begin(self, group: int, job: Callable[[], object], *, label: str, after: Sequence[Moment] = ()) -> None:
         """Update a group once all of `after` is over, and every update begun before. Never blocks.
 
         Args:

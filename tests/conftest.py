@@ -31,6 +31,7 @@ _HELPERS = (
     "kernels/adam_cases",
     "kernels/offline",
     "passes/cuda_wrappers",
+    "passes/metering",
     "passes/symbolic_runs",
     "runtime/runtime_helpers",
     "runtime/executor_cases",

@@ -20,6 +20,7 @@ from zoo import CASES, Case
 import chunkc
 import chunkc.backend
 from chunkc.runtime import cpu_allocator
+from chunkc.session import Session, owner
 
 HUGE = 1 << 34
 """A budget in which every model of the zoo fits many times over."""
@@ -66,6 +67,19 @@ def array(tensor: Tensor) -> np.ndarray:
     """A copy of the tensor's bits in memory that torch does not know of."""
     tensor = tensor.detach()
     return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy().copy()
+
+
+def home_of(parameter: Tensor) -> tuple[Session, str]:
+    """The session that owns a parameter, and the parameter's name in it."""
+    found = owner(parameter)
+    assert found is not None, "the model was neither placed nor compiled"
+    return found
+
+
+def session_of(model: nn.Module) -> Session:
+    """The one session that owns all parameters of a model."""
+    (session,) = {home_of(parameter)[0] for parameter in model.parameters()}
+    return session
 
 
 def gradients(model: nn.Module) -> Arrays:

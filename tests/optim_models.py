@@ -60,7 +60,7 @@ def build(mode: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **opt
     return model, torch.compile(model, backend="chunkc", options=options)
 
 
-def batch(step: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def batch(step: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)
 
 

@@ -8,29 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from harness import TINY, array, compile_case, refuse
-from torch import Tensor, nn
+from harness import TINY, array, compile_case, refuse, session_of
+from plain_modules import Stack
+from torch import Tensor
 from zoo import Case, floats
 
 import chunkc
 from chunkc.runtime.store import ChunkStore
 from chunkc.runtime.tier import CpuTier
-from chunkc.session import owner
-
-
-class Stack(nn.Module):
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64, dtype=dtype) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.float().square().mean()
+from chunkc.session import Session
 
 
 def case(dtype: torch.dtype = torch.float32) -> Case:
-    return Case("stack", lambda: Stack(dtype), lambda seed: {"x": floats(seed, (4, 64)).to(dtype)})
+    return Case("stack", lambda: Stack(dtype=dtype), lambda seed: {"x": floats(seed, (4, 64)).to(dtype)})
 
 
 class Late:
@@ -55,7 +45,7 @@ class Subject:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("chunkc.runtime.devices.CpuTier", lambda: CpuTier(delay=copies))
             self.model, self.compiled = compile_case(self.case, memory_budget=nbytes, whole_graph="never")
-        self.session: Any = owner(next(self.model.parameters()))[0]  # type: ignore[index]
+        self.session: Session = session_of(self.model)
         self.store: ChunkStore = self.session.store
         self.store.updates._stream._delay = updates
         self.optimizer = chunkc.optim.AdamW(
@@ -85,6 +75,15 @@ class Subject:
         return [
             array(t) for p in self.model.parameters() for t in (p, *(states[p][kind] for kind in sorted(states[p])))
         ]
+
+    def weight_of(self, layer: int) -> Tensor:
+        return self.model.get_parameter(f"layers.{layer}.weight")
+
+    def gradient_of(self, layer: int) -> Tensor:
+        """The gradient of a layer's weight, which has one."""
+        gradient = self.weight_of(layer).grad
+        assert gradient is not None
+        return gradient
 
     @property
     def num_under_way(self) -> int:

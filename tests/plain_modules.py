@@ -102,6 +102,21 @@ class BreaksInLoop(ByteGPT):
         return self.score(hidden, y)
 
 
+class Stack(nn.Module):
+    """Equal layers, one chunk each where chunks are small; biases too small to move."""
+
+    def __init__(
+        self, num_layers: int = 4, *, width: int = 64, bias: bool = True, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=bias, dtype=dtype) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
 class FrozenMLP(nn.Module):
     """An MLP whose first and third layers, and one bias, are not trained."""
 

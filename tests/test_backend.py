@@ -10,27 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Arrays, compile_case, differences, gradients, weights
+from harness import Arrays, compile_case, differences, gradients, home_of, session_of, weights
+from optim_models import LAYERS, MLP, WIDTH, batch
 from torch import Tensor, nn
 from zoo import CASES
 
 import chunkc
-from chunkc.session import Session, owner
+from chunkc.session import owner
 
-WIDTH, LAYERS = 128, 4
 SMALL, LARGE = 400 * 1024, 64 * 2**20
 """Bytes: a budget in which no weight stays on the compute tier, and one in which all do."""
-
-
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
 
 
 @pytest.fixture(autouse=True)
@@ -48,17 +37,6 @@ def build(seed: int = 0) -> MLP:
 def compiled(model: nn.Module, **options: Any) -> Callable[..., Tensor]:
     options = {"memory_budget": SMALL, "codegen": "eager", "whole_graph": "never"} | options
     return torch.compile(model, backend="chunkc", options=options)
-
-
-def batch(step: int = 0) -> Tensor:
-    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step))
-
-
-def session_of(model: nn.Module) -> Session:
-    """The one session that owns all parameters of a model."""
-    sessions = {hit[0] for p in model.parameters() if (hit := owner(p)) is not None}
-    assert len(sessions) == 1
-    return sessions.pop()
 
 
 def forward_calls(model: nn.Module) -> list[str]:
@@ -213,7 +191,7 @@ def test_modules_that_look_alike_have_parameters_of_their_own() -> None:
         case.loss(call(**case.batch(0))).backward()
     names = [name for name, _ in model.named_parameters()]
     assert sorted(gradients(model)) == sorted(names)
-    assert {owner(p)[1] for p in model.parameters()} == set(names)
+    assert {home_of(p)[1] for p in model.parameters()} == set(names)
     for (name, p), q in zip(model.named_parameters(), plain.parameters()):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=name)
 
@@ -267,7 +245,7 @@ def test_one_options_object_is_one_session() -> None:
         torch.compile(model, backend="chunkc", options=options)(batch()).backward()
     assert session_of(first) is session_of(second)
     assert chunkc.report(first).num_chunks == 2 * LAYERS
-    assert len({owner(p)[1] for m in (first, second) for p in m.parameters()}) == 4 * LAYERS
+    assert len({home_of(p)[1] for m in (first, second) for p in m.parameters()}) == 4 * LAYERS
     plain = build(1)
     plain(batch()).backward()
     for p, q in zip(second.parameters(), plain.parameters()):

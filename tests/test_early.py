@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import array, differences
+from harness import array, differences, home_of, session_of
 from overlap_cases import Subject, case, minimum_nbytes, subject
 
 import chunkc
 from chunkc.early import EarlyUpdates
-from chunkc.session import owner
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -76,9 +75,10 @@ def under_way(models: list[torch.nn.Module]) -> list[int]:
     """How many of each model's chunks are being updated, or have been since anybody asked."""
     found = []
     for model in models:
-        owned = [owner(p) for p in model.parameters()]
-        groups = {s.store.group_index(n) for s, n in owned if s.store.is_managed(n)}  # type: ignore[misc]
-        found.append(len(groups & owned[0][0].store.updates._pending.keys()))  # type: ignore[index]
+        store = session_of(model).store
+        names = [home_of(parameter)[1] for parameter in model.parameters()]
+        groups = {store.group_index(name) for name in names if store.is_managed(name)}
+        found.append(len(groups & store.updates._pending.keys()))
     return found
 
 

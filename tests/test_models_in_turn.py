@@ -7,25 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import array, differences
-from torch import Tensor, nn
+from harness import array, differences, home_of
+from plain_modules import Stack
 
 import chunkc
-from chunkc.session import owner
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 OPTIONS = {"memory_budget": 130 * 1024, "codegen": "eager", "whole_graph": "never"}
-
-
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return (x - 1).square().mean()
 
 
 def train(kept: list[Any]) -> list[Any]:
@@ -41,7 +29,7 @@ def train(kept: list[Any]) -> list[Any]:
         optimizer.step()
         optimizer.zero_grad()
         found.append(array(loss))
-    session, name = owner(model.layers[0].weight)  # type: ignore[misc]
+    session, name = home_of(model.get_parameter("layers.0.weight"))
     assert session.store.is_managed(name)
     kept.append(model)
     return [*found, *(array(p) for p in model.parameters())]

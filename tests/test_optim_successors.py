@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import HUGE, array, compile_case, differences
+from harness import HUGE, array, compile_case, differences, home_of
 from overlap_cases import case, minimum_nbytes
 from torch import nn
 
 import chunkc
-from chunkc.session import owner
 
 BF16 = torch.bfloat16
 AdamW, LAMB = chunkc.optim.AdamW, chunkc.optim.LAMB
@@ -60,7 +59,7 @@ def test_two_optimizers_in_turns(pair: str) -> None:
         pair_of = [make(model) for make in PAIRS[pair][1:]]
         for number, which in enumerate(order):
             step(model, compiled, of, pair_of[which], number)
-        session, name = owner(model.layers[0].weight)  # type: ignore[misc, union-attr, index, arg-type]
+        session, name = home_of(model.get_parameter("layers.0.weight"))
         assert session.store.is_managed(name) != fits
         return results(model, *pair_of)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import HUGE, compile_case
+from harness import HUGE, compile_case, session_of
 from overlap_cases import case
 
-from chunkc.session import LiveValues, owner
+from chunkc.session import LiveValues
 
 GRANULE = 512
 
@@ -36,7 +36,7 @@ def test_outputs_that_are_kept_count_in_the_blocks_of_the_session_s_device(
 ) -> None:
     monkeypatch.setattr("chunkc.session.granule_of", lambda device: granule_nbytes)
     model, compiled = compile_case(case(), memory_budget=HUGE)
-    session = owner(next(model.parameters()))[0]  # type: ignore[index]
+    session = session_of(model)
     kept = []
     with torch.no_grad():
         for step in range(3):

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from harness import session_of
 from optim_models import assert_equal, assert_managed, batch, build, snapshot, train
 from torch import nn
 
 import chunkc
-from chunkc.session import owner
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -19,7 +19,7 @@ def run(**options: Any) -> tuple[dict[str, torch.Tensor], Any]:
     model, call = build("adopted", **options)
     train(call, chunkc.optim.AdamW(model.parameters(), lr=1e-2), range(3))
     assert_managed(model, "plain" if options else "adopted")
-    session, _ = owner(model.layers[0].weight)
+    session = session_of(model)
     return snapshot(model), session
 
 

@@ -8,21 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from harness import TINY, array, compile_case, differences, refuse
+from harness import TINY, array, compile_case, differences, refuse, session_of
 from overlap_cases import case
 from torch import nn
 from zoo import Case
 
 import chunkc
 from chunkc.presets import preset
-from chunkc.session import owner
 from chunkc.update_on import groups_at_home
 
 
 def subject(of: Case, home: str = "cpu") -> tuple[nn.Module, nn.Module, Any]:
     nbytes = refuse(of, memory_budget=TINY, home=home).minimum_nbytes
     model, compiled = compile_case(of, memory_budget=nbytes, home=home, whole_graph="never")
-    return model, compiled, owner(next(model.parameters()))[0]  # type: ignore[index]
+    return model, compiled, session_of(model)
 
 
 def train(of: Case, update_on: str, steps: int = 3) -> list[Any]:

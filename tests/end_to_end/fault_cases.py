@@ -5,24 +5,10 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-import torch
 from harness import HUGE, TINY, Optimizer, adamw, array, compile_case, refuse, weights
-from torch import Tensor, nn
+from plain_modules import Stack
+from torch import nn
 from zoo import Case, floats
-
-
-class Stack(nn.Module):
-    """Four equal layers, one chunk each; their biases are too small to move."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
 
 CASE = Case("stack", Stack, lambda seed: {"x": floats(seed, (8, 64))})
 

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
+from metering import measure
 
 from chunkc.passes import scratch
-from chunkc.runtime import cpu_allocator
 
+pytestmark = pytest.mark.usefixtures("metered")
 aten = torch.ops.aten
 AVX512 = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512", reason="blocks are known for AVX-512 only"
 )
-
-
-@pytest.fixture(autouse=True)
-def _meter() -> Iterator[None]:
-    cpu_allocator.install()
-    torch.manual_seed(0)
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @dataclass(frozen=True)
@@ -59,10 +50,7 @@ class Shape:
 
 def gap(target, *args) -> int:
     """Predicted bytes less measured ones."""
-    before = cpu_allocator.current_nbytes()
-    cpu_allocator.reset_peak()
-    outputs = target(*args)
-    measured = cpu_allocator.peak_nbytes() - max(cpu_allocator.current_nbytes(), before)
+    measured, outputs = measure(target, args, {})
     return scratch.scratch_nbytes(target, args, {}, outputs, torch.get_num_threads()) - measured
 
 

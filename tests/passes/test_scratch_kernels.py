@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
+from metering import measure
 
 from chunkc.passes import scratch
-from chunkc.runtime import cpu_allocator
 
+pytestmark = pytest.mark.usefixtures("metered")
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 THREADS = (1, 2, 3)
-
-
-@pytest.fixture(autouse=True)
-def _meter() -> Iterator[None]:
-    cpu_allocator.install()
-    torch.manual_seed(0)
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(num_threads)
-
-
-def measure(target, args: tuple, kwargs: dict) -> tuple[int, object]:
-    """Bytes at the operator's peak beyond its inputs and outputs, and its outputs."""
-    before = cpu_allocator.current_nbytes()
-    cpu_allocator.reset_peak()
-    outputs = target(*args, **kwargs)
-    return cpu_allocator.peak_nbytes() - max(cpu_allocator.current_nbytes(), before), outputs
 
 
 def check(target, *args, exact: bool = False, threads: tuple[int, ...] = THREADS, **kwargs) -> None:

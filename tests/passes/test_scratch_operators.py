@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import operator_calls_2  # noqa: F401  (registers its families)
 import pytest
 import torch
+from metering import measure
 from operator_calls import FAMILIES
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,26 +13,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from chunkc.passes import scratch, scratch_exceptions, scratch_table
 from chunkc.passes.segment_storages import CLONES_OF_WHOLE_STORAGES
-from chunkc.runtime import cpu_allocator
 
+pytestmark = pytest.mark.usefixtures("metered")
 SLACK_NBYTES = 4096
 """A bound may be twice the truth and so much more."""
-
-
-@pytest.fixture(autouse=True)
-def _meter() -> Iterator[None]:
-    cpu_allocator.install()
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(num_threads)
-
-
-def measure(target: Any, args: tuple, kwargs: dict) -> tuple[int, object]:
-    """Bytes at the operator's peak beyond its inputs and outputs, and its outputs."""
-    before = cpu_allocator.current_nbytes()
-    cpu_allocator.reset_peak()
-    outputs = target(*args, **kwargs)
-    return cpu_allocator.peak_nbytes() - max(cpu_allocator.current_nbytes(), before), outputs
 
 
 def describe(value: object) -> str:

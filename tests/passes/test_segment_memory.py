@@ -20,13 +20,8 @@ from chunkc.passes.segment_storages import graph_storages
 from chunkc.passes.segments import SegmentTable, cut, extract
 from chunkc.runtime import cpu_allocator
 
+pytestmark = pytest.mark.usefixtures("metered")
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def _meter() -> None:
-    cpu_allocator.install()
-    torch.manual_seed(0)
 
 
 def trace(function, *args: torch.Tensor) -> fx.GraphModule:

@@ -127,15 +127,20 @@ def test_updates_begun_earlier_come_first(left_out: bool) -> None:
     """Two steps on the same gradients: the second update of a group is told to wait for nothing but the first."""
     subject = Subject("cpu")
     updates, home = subject.store.updates, subject.home()
-    updates.begin(0, lambda: (subject.gate.wait(), home.fill_(2.0)), label="first")  # type: ignore[arg-type, func-returns-value]
+
+    def first_job() -> None:
+        subject.gate.wait()
+        home.fill_(2.0)
+
+    updates.begin(0, first_job, label="first")
     if left_out:
-        first, other = updates._pending[0], Subject("cpu").store.updates
-        other.begin(0, lambda: home.mul_(3.0), label="second, on a thread of its own")  # type: ignore[arg-type, return-value]
+        (first,), other = updates.before(0), Subject("cpu").store.updates
+        other.begin(0, lambda: home.mul_(3.0), label="second, on a thread of its own")
         other.finish()
         subject.gate.opened.set()
-        first.event.wait()  # type: ignore[union-attr]
+        first.wait()
     else:
-        updates.begin(0, lambda: home.mul_(3.0), label="second")  # type: ignore[arg-type, return-value]
+        updates.begin(0, lambda: home.mul_(3.0), label="second")
         subject.gate.opened.set()
         updates.finish()
     assert float(home[0]) == (2.0 if left_out else 6.0)
