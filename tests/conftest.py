@@ -28,6 +28,7 @@ _HELPERS = (
     "formats/synthetic",
     "end_to_end/fault_cases",
     "ir/verify_cases",
+    "passes/convolution_cases",
     "kernels/adam_cases",
     "kernels/offline",
     "passes/cuda_wrappers",
