@@ -2,7 +2,8 @@
 
 oneDNN reads and writes blocks of 16 channels, or channels last, and reorders what comes otherwise: image, filters and
 result at a time, and a backward sums filters' gradients per group of threads. With AVX-512 in float32 that is known
-for most convolutions (`_forward`, `_backward`); for the others there is an upper bound (`_bound`).
+for most convolutions (`_forward`, `_backward`), and in bfloat16 without AMX (`scratch_convolution_bf16`); for the
+others there is an upper bound (`_bound`).
 
 Sources: ATen's `Convolution.cpp` and `mkldnn/Conv.cpp`, ideep's `conv.hpp`, oneDNN's
 `jit_avx512_common_conv_kernel.cpp` and `brgemm_convolution_bwd_strided.cpp`; checked by measuring.
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from chunkc.passes.convolution import BLOCK, MIN_POSITIONS, PADDING, Convolution, may_unfold, padded
+from chunkc.passes.scratch_convolution_bf16 import backward_nbytes, forward_nbytes, has_known_kernels
 from chunkc.passes.scratch_kernels import LOW_PRECISION, contiguous_copy_nbytes, nbytes_of
 
 _PAGE = 4096
@@ -38,7 +40,7 @@ def convolution_nbytes(convolution: Convolution) -> int:
     """Bytes that a convolution holds inside, beyond its result."""
     c = convolution
     copies = _copied_nbytes(c.input, c.weight)
-    found = _forward(c) if c.has_known_kernels else None
+    found = _forward(c) if c.has_known_kernels else forward_nbytes(c) if has_known_kernels(c) else None
     return copies + (_bound(c, backward=False) if found is None else found)
 
 
@@ -54,7 +56,8 @@ def convolution_backward_nbytes(convolution: Convolution, grad: Tensor, outputs:
     known = c.has_known_kernels and c.input.is_contiguous() and c.weight.is_contiguous() and c.fills_blocks
     if c.reads_plain_image:
         known &= c.input.shape[1] in (1, 3)
-    return copies + (_backward(c, outputs) if known else _bound(c, backward=True))
+    found = _backward(c, outputs) if known else backward_nbytes(c, outputs) if has_known_kernels(c) else None
+    return copies + (_bound(c, backward=True) if found is None else found)
 
 
 def _copied_nbytes(*operands: Tensor) -> int:

@@ -39,10 +39,11 @@ _PRODUCT = Inexact(
     loose=True,
 )
 _CONVOLUTION = Inexact(
-    "low precision; gaps in filters; backwards of channels-last or small single images; filters of one pixel, few "
-    "channels or odd groups on several threads; processors without AVX-512",
+    "float16; bfloat16 but for AVX-512 with bfloat16 instructions and without AMX; gaps in filters; backwards of "
+    "channels-last or small single images; filters of one pixel, few channels or odd groups on several threads; "
+    "processors without AVX-512",
     "oneDNN picks the blocked formats of image, filters and result, its scratchpad and how threads share, when it runs",
-    "image, filters and result in blocks, and filters' gradients per thread",
+    "image, filters and result in blocks, and filters' gradients per thread; in low precision also 1 MiB per thread",
     loose=True,
 )
 _STATISTICS = Inexact(

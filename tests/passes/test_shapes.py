@@ -28,8 +28,18 @@ def attention(x: Tensor) -> Tensor:
     return aten._scaled_dot_product_flash_attention_for_cpu(heads, heads, heads)[0]
 
 
+def convolution(x: Tensor) -> Tensor:
+    """A backward in bfloat16: as many images as rows, of 16 channels and 8 times 8 pixels."""
+    images = x.bfloat16().view(-1, 1, 4, 4).repeat(1, 16, 2, 2)
+    filters = x.new_zeros((32, 16, 3, 3), dtype=torch.bfloat16)
+    how = ([2, 2], [1, 1], [1, 1], False, [0, 0], 1)
+    grad = aten.convolution.default(images, filters, None, *how)
+    return aten.convolution_backward.default(grad, images, filters, None, *how, [True, True, False])[1]
+
+
 FUNCTIONS: dict[str, Callable[[Tensor], object]] = {
     "attention": attention,
+    "convolution": convolution,
     "bfloat16": lambda x: x.bfloat16() @ x.bfloat16().t(),
     "everything": lambda x: aten.sum.dim_IntList(x, [0, 1]),
     "transposed": lambda x: aten.native_layer_norm(x.t().contiguous().t(), [16], None, None, 1e-5),
@@ -55,7 +65,7 @@ def evaluated(memory: SegmentMemory, at: dict[sympy.Symbol, int]) -> SegmentMemo
     return memory.with_sizes(lambda size: int(sympy.sympify(size).subs(at)))
 
 
-@pytest.mark.parametrize("name", ["everything", "bfloat16", "block"])
+@pytest.mark.parametrize("name", ["everything", "bfloat16", "block", "convolution"])
 @settings(max_examples=2, deadline=None)
 @given(small=st.integers(1, 40), large=st.integers(41, 3000))
 def test_as_at_the_size(name: str, small: int, large: int) -> None:
