@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from fake_gpu import FakeGpu
-from harness import TINY, array, refuse
+from harness import TINY, array, refuse, session_of
 from queued_tier import QueuedTier
 from torch import Tensor, nn
 from zoo import Case, floats
@@ -20,7 +20,6 @@ import chunkc.device_adam
 import chunkc.session
 from chunkc.runtime.arena import Arena
 from chunkc.runtime.pinned import PinnedHome
-from chunkc.session import owner
 
 HUGE = 1 << 34
 STEPS = 3
@@ -70,7 +69,7 @@ class Subject:
         torch._dynamo.reset()
         self.case, self.model = of, of.build()
         chunkc.place(self.model, **place)
-        self.session: Any = owner(next(self.model.parameters()))[0]  # type: ignore[index]
+        self.session: Any = session_of(self.model)
         self.tier = self.session.store.tier
         if isinstance(self.tier, QueuedTier):
             self.tier.store = self.session.store

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import HUGE, TINY, array, compile_case, differences, refuse
+from harness import HUGE, TINY, array, compile_case, differences, refuse, session_of
 from torch import Tensor, nn
 from zoo import Case, floats
 
 import chunkc
-from chunkc.session import owner
 
 WIDTH, STEPS = 64, 4
 
@@ -85,7 +84,7 @@ def train(
         scaler.update()
         optimizer.zero_grad()
         assert bool(differences(results(model, optimizer), before)) == (step != overflow_at)
-    session = owner(model.layers[0].weight)[0]  # type: ignore[index, union-attr]
+    session = session_of(model)
     assert session.store.is_managed("layers.0.weight") == tight
     return results(model, optimizer)
 

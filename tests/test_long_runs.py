@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+from harness import session_of
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -37,12 +38,6 @@ def build() -> nn.Module:
 
 def compiled(model: nn.Module, budget: int = 4 << 20, **options: Any) -> Any:
     return torch.compile(model, backend="chunkc", options={"codegen": "eager", "memory_budget": budget, **options})
-
-
-def session_of(model: nn.Module) -> session.Session:
-    found = session.owner(next(model.parameters()))
-    assert found is not None
-    return found[0]
 
 
 def graph_of(model: nn.Module) -> graph.CompiledGraph:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import HUGE, TINY, array, assert_same_training, compile_case, differences, refuse
+from harness import HUGE, TINY, array, assert_same_training, compile_case, differences, home_of, refuse, session_of
 from harness import train as train_limited
 from torch import Tensor, nn
 from zoo import Case, floats
@@ -19,7 +19,6 @@ from chunkc.kernels import reference
 from chunkc.kernels.formats import AdamSlots, Run, num_quant_blocks, rounding_key
 from chunkc.kernels.hyper import AdamHyper, scalar_table
 from chunkc.passes import planning
-from chunkc.session import owner
 
 WIDTH, STEPS = 72, 3
 """5,184 elements a weight: no multiple of a block of 8-bit moments."""
@@ -116,7 +115,7 @@ def run(name: str, tight: bool, home: str = "cpu", **kwargs: Any) -> list[Any]:
     model, compiled = build(tight, dtype, home)
     optimizer = adamw(model, **chosen, **kwargs)
     train(model, compiled, optimizer, dtype, range(STEPS))
-    session, weight = owner(model.layers[0].weight)  # type: ignore[misc, union-attr]
+    session, weight = home_of(model.get_parameter("layers.0.weight"))
     assert session.store.is_managed(weight) == tight
     return results(model, optimizer)
 
@@ -193,7 +192,7 @@ def home_nbytes(name: str | None, dtype: torch.dtype, *, placed: bool = False) -
     )
     optimizer = adamw(model, **chosen)
     train(model, compiled, optimizer, dtype, range(1))
-    session = owner(model.layers[0].weight)[0]  # type: ignore[index, union-attr]
+    session = session_of(model)
     assert not session.store.resident
     return chunkc.report(compiled).home_nbytes, sum(group.numel for group in session.store.layout.groups)
 
@@ -275,7 +274,7 @@ def test_one_chunk_has_one_format() -> None:
     early = case(FP32).build()
     optimizers = make(early)
     chunkc.place(early, chunk_size=options(FP32)["chunk_size"])
-    layout = owner(early.layers[0].weight)[0].store.layout  # type: ignore[index, union-attr]
+    layout = session_of(early).store.layout
     assert sorted(str(group.states) for group in layout.groups) == ["bfloat16 moments", "float32 moments"]
     assert optimizers
 

@@ -8,34 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-from harness import HUGE, TINY, array, assert_same_training, compile_case, differences
+from harness import HUGE, TINY, array, assert_same_training, compile_case, differences, session_of
 from harness import train as train_limited
+from plain_modules import Stack
 from torch import Tensor, nn
 from zoo import Case, floats
 
 import chunkc
 from chunkc.passes import planning
-from chunkc.session import owner
 
 WIDTH = 160
 STEPS = 3
 
 
-class Stack(nn.Module):
-    """Weights of 25,600 elements, two to a chunk: no multiple of a row of sums; biases too small to move."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.float().square().mean()
+def stack(dtype: torch.dtype = torch.float32) -> Stack:
+    """Weights of 25,600 elements, two to a chunk: no multiple of a row of sums."""
+    return Stack(width=WIDTH, dtype=dtype)
 
 
 def case(dtype: torch.dtype = torch.float32) -> Case:
-    return Case("lamb stack", lambda: Stack(dtype), lambda seed: {"x": floats(seed, (4, WIDTH)).to(dtype)})
+    return Case("lamb stack", lambda: stack(dtype), lambda seed: {"x": floats(seed, (4, WIDTH)).to(dtype)})
 
 
 def options(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -81,7 +73,7 @@ def run(budget_nbytes: int, dtype: torch.dtype = torch.float32, update_on: str =
         optimizer.zero_grad()
         results += [array(loss), *map(array, model.parameters())]
         results += [array(optimizer.state[p][kind]) for p in model.parameters() for kind in sorted(optimizer.state[p])]
-    session = owner(model.layers[0].weight)[0]  # type: ignore[index]
+    session = session_of(model)
     assert session.store.is_managed("layers.0.weight") == (budget_nbytes < HUGE)
     return results
 
@@ -180,7 +172,7 @@ def test_states_resume_with_the_same_bits() -> None:
 
 
 def test_schedulers_and_groups_are_torch_s() -> None:
-    model = Stack(torch.float32)
+    model = stack()
     optimizer = chunkc.optim.LAMB(model.layers[0].parameters())
     assert optimizer.defaults["eps"] == 1e-6
     assert optimizer.defaults["weight_decay"] == 0.01

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import array, differences
+from harness import array, differences, session_of
 from optim_models import (
     MODES,
     assert_equal,
@@ -28,7 +28,6 @@ import chunkc
 from chunkc import adam_rule
 from chunkc.ir.states import MASTER, MASTER_LOW
 from chunkc.runtime import cpu_allocator
-from chunkc.session import owner
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 BF16 = torch.bfloat16
@@ -71,7 +70,7 @@ def test_home_takes_14_bytes_per_parameter(master_weights: str | None, nbytes: i
     model, call = build("adopted", dtype=BF16)
     optimizer = chunkc.optim.AdamW(model.parameters(), master_weights=master_weights)
     train(call, optimizer, range(1), BF16)
-    session, _ = owner(model.layers[0].weight)
+    session = session_of(model)
     assert session.store.arena.nbytes == nbytes * sum(layer.weight.numel() for layer in model.layers)
 
 

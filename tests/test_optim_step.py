@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness import home_of
 from optim_models import (
     BUDGET_NBYTES,
     LAYERS,
@@ -25,7 +26,6 @@ from torch import Tensor, nn
 import chunkc
 from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, MASTER_LOW
 from chunkc.passes import planning
-from chunkc.session import owner
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -36,7 +36,7 @@ def test_a_state_is_a_home_view_with_its_own_storage(mode: str) -> None:
     optimizer = chunkc.optim.AdamW(model.parameters())
     train(call, optimizer, range(2), torch.bfloat16)
     for layer in model.layers:
-        session, name = owner(layer.weight)
+        session, name = home_of(layer.weight)
         for kind in (EXP_AVG, EXP_AVG_SQ, MASTER_LOW):
             value = optimizer.state[layer.weight][kind]
             assert value.data_ptr() == session.store.home_view(kind, name).data_ptr()

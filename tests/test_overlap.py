@@ -65,12 +65,17 @@ def test_it_does_overlap() -> None:
     assert made.num_under_way == 0
 
 
-def test_the_next_forward_s_first_chunks_come_first() -> None:
+def test_the_next_forward_s_first_chunks_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     made, order = subject("forward"), []
     begin = made.store.updates.begin
     made.backward(0)
     made.store.updates._needed = dict.fromkeys([2, 0, 3, 1])
-    made.store.updates.begin = lambda group, *args, **options: (order.append(group), begin(group, *args, **options))  # type: ignore[method-assign]
+
+    def noted(group: int, *args: Any, **options: Any) -> None:
+        order.append(group)
+        begin(group, *args, **options)
+
+    monkeypatch.setattr(made.store.updates, "begin", noted)
     made.optimizer.step()
     assert order == [2, 0, 3, 1]
     made.optimizer.synchronize()

@@ -27,17 +27,16 @@ def clip(made: Subject) -> None:
 
 
 def replace_a_gradient(made: Subject) -> None:
-    weight = made.model.layers[2].weight  # type: ignore[union-attr, index]
-    weight.grad = weight.grad.clone()  # type: ignore[union-attr]
+    made.weight_of(2).grad = made.gradient_of(2).clone()
 
 
 def drop_a_gradient(made: Subject) -> None:
-    made.model.layers[2].weight.grad = None  # type: ignore[union-attr, index]
+    made.weight_of(2).grad = None
 
 
 def change_a_parameter(made: Subject) -> None:
     with torch.no_grad():
-        made.model.layers[2].weight.clamp_(-0.1, 0.1)  # type: ignore[union-attr, index]
+        made.weight_of(2).clamp_(-0.1, 0.1)
 
 
 @pytest.mark.parametrize("change", [clip, replace_a_gradient, drop_a_gradient, change_a_parameter])
@@ -122,7 +121,7 @@ def test_gradients_accumulate_where_the_user_says_so() -> None:
 def test_parameters_with_hooks_are_updated_in_the_step() -> None:
     def train(overlap: str) -> list[Any]:
         made = subject(overlap)
-        made.model.layers[1].weight.register_hook(lambda grad: grad * 2)  # type: ignore[union-attr, index]
+        made.weight_of(1).register_hook(lambda grad: grad * 2)
         found = made.train(range(2), reading=False)
         made.backward(2)
         assert made.num_under_way == (3 if overlap == "backward" else 0)

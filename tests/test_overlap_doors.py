@@ -18,7 +18,8 @@ import torch
 from cuda_path_subjects import budget, on_fake_gpu
 from harness import array, differences
 from overlap_cases import Late, Subject
-from torch import Tensor, nn
+from plain_modules import Stack
+from torch import Tensor
 from zoo import Case, floats
 
 import chunkc
@@ -64,9 +65,9 @@ class Gated(Subject):
         self.backward(0)
 
     @property
-    def weight(self) -> Any:
+    def weight(self) -> Tensor:
         """The one whose chunk is updated last."""
-        return self.model.layers[3].weight  # type: ignore[union-attr, index]
+        return self.weight_of(3)
 
     def states(self, optimizer: Any = None) -> dict[str, Tensor]:
         """The weight's states, past every door."""
@@ -237,20 +238,8 @@ def test_a_failed_update_is_told_before_anything_is_loaded(made: Gated) -> None:
 # ---------------------------------------------------------------- a device that is behind
 
 
-class Stack(nn.Module):
-    """All of it moves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-
-STACK = Case("stack", Stack, lambda seed: {"x": floats(seed, (4, 64))})
+# All of it moves.
+STACK = Case("stack", lambda: Stack(3, bias=False), lambda seed: {"x": floats(seed, (4, 64))})
 
 
 @pytest.mark.parametrize("overlap", ["none", "forward"])
@@ -264,7 +253,8 @@ def test_a_step_s_updates_come_after_all_that_was_enqueued(overlap: str) -> None
             optimizer = chunkc.optim.AdamW(made.model.parameters(), lr=1e-2, update_on="cpu", overlap=overlap)
             made.compiled(**STACK.batch(0)).backward()
             made.settle()
-            gradient = made.model.layers[1].weight.grad  # type: ignore[union-attr, index]
+            gradient = made.model.get_parameter("layers.1.weight").grad
+            assert gradient is not None
             if held:
                 made.tier.enqueue(gate.wait, LONG_S)
             made.tier.enqueue(gradient.zero_)

@@ -133,7 +133,7 @@ def test_a_backward_is_interrupted_as_an_update_begins(begun: bool, monkeypatch:
     """Right before or right behind the beginning: the group is updated once, in the backward or in the step."""
     made = Interrupted("backward")
     enter, updates = made.store.updates.enter, made.store.updates
-    weight = made.model.layers[3].weight  # type: ignore[union-attr, index]
+    weight = made.weight_of(3)
 
     def interrupted(group: int, update: Any) -> None:
         if begun:

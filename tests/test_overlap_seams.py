@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import array, differences
+from harness import array, differences, home_of
 from overlap_cases import Late, Subject, case, subject
 from torch import Tensor, nn
 from zoo import floats
 
 import chunkc
-from chunkc.session import owner
 
 pytestmark = pytest.mark.timeout(120)
 BF16 = torch.bfloat16
@@ -51,7 +50,7 @@ def test_after_a_refusal_everything_goes_on() -> None:
     made.train(range(1), reading=False)
     saved = copy.deepcopy((made.model.state_dict(), made.optimizer.state_dict()))
     made.backward(1)
-    made.model.layers[2].weight.grad.mul_(2)  # type: ignore[union-attr, index, operator]
+    made.gradient_of(2).mul_(2)
     with pytest.raises(chunkc.UnsupportedError, match="changed"):
         made.optimizer.step()
     made.optimizer.load_state_dict(saved[1])
@@ -92,7 +91,7 @@ def test_updates_of_all_models_are_waited_for_though_some_failed() -> None:
     for parameter in models.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    stores = [owner(parameter)[0].store for parameter in models.parameters()]  # type: ignore[index]
+    stores = [home_of(parameter)[0].store for parameter in models.parameters()]
     assert stores[0] is not stores[1]
     for wait in (optimizer.synchronize, lambda: chunkc.synchronize(models)):
         opened, ended = threading.Event(), list[int]()
@@ -102,7 +101,7 @@ def test_updates_of_all_models_are_waited_for_though_some_failed() -> None:
             ended.append(number)
 
         for number, store in enumerate(stores):
-            store.updates.begin(0, lambda: 1 / 0, label=f"model {number}")  # type: ignore[arg-type, return-value]
+            store.updates.begin(0, lambda: 1 / 0, label=f"model {number}")
             store.updates.begin(1, functools.partial(late, number), label="the rest")
         timer = threading.Timer(0.1, opened.set)
         timer.start()
@@ -120,7 +119,7 @@ def test_a_report_waits_for_nothing_and_takes_no_failure_away() -> None:
     made.train(range(1), reading=False)
     made.optimizer.synchronize()
     before = chunkc.report(made.compiled)
-    made.store.updates.begin(0, lambda: 1 / 0, label="it")  # type: ignore[arg-type, return-value]
+    made.store.updates.begin(0, lambda: 1 / 0, label="it")
     made.store.updates.begin(1, lambda: assert_opened(opened), label="another")
     assert chunkc.report(made.compiled) == before
     opened.set()
@@ -189,7 +188,7 @@ def test_what_others_write_after_the_step_is_the_master(overlap: str) -> None:
             made.train(range(step, step + 1), reading=False)
             chunkc.synchronize(made.model)
             with torch.no_grad():
-                made.model.layers[step].weight.clamp_(-0.05, 0.05)  # type: ignore[union-attr, index, operator]
+                made.weight_of(step).clamp_(-0.05, 0.05)
         return made.state()
 
     assert not differences(train(overlap), train("none"))

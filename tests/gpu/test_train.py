@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from harness import session_of
 from torch import Tensor, nn
 
 import chunkc
 from chunkc.runtime.cuda import memory_limit
-from chunkc.session import owner
 
 pytestmark = [
     pytest.mark.gpu,
@@ -141,7 +141,7 @@ def train(
             del loss  # a loss that is held on counts in the next step
     torch.cuda.synchronize()
     weights = tuple(p.detach().cpu() for p in model.parameters())
-    session = owner(next(model.parameters()))[0]  # type: ignore[index]
+    session = session_of(model)
     moving = len(session.store.layout.groups) - len(session.store.resident)
     report = chunkc.report(model)
     measured_nbytes = (report.measured_peak_nbytes or 0) - others_nbytes

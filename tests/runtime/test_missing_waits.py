@@ -18,10 +18,11 @@ from harness import (
     differences,
     gradients,
     refuse,
+    session_of,
     weights,
 )
 from late_tiers import Factory, LateTier, tier_of_new_sessions
-from torch import Tensor, nn
+from plain_modules import Stack
 from zoo import Case, floats
 
 from chunkc.ir.errors import ChunkStateError
@@ -29,25 +30,12 @@ from chunkc.runtime import executor
 from chunkc.runtime.states import ChunkState, advance
 from chunkc.runtime.store import ChunkStore
 from chunkc.runtime.tier import CpuTier
-from chunkc.session import Session, owner
 
 pytestmark = pytest.mark.timeout(120)
 
 
-class Stack(nn.Module):
-    """Four equal layers: one chunk each, small enough to be updated in one piece."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-
-STACK = Case("stack", Stack, lambda seed: {"x": floats(seed, (4, 64))})
+# One chunk each, small enough to be updated in one piece.
+STACK = Case("stack", lambda: Stack(bias=False), lambda seed: {"x": floats(seed, (4, 64))})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +98,7 @@ class Subject:
         self.optimizer = adamw(self.model.parameters())
         self.compiled(**STACK.batch(0)).backward()
         self.optimizer.step()
-        self.session: Session = owner(next(self.model.parameters()))[0]  # type: ignore[index]
+        self.session = session_of(self.model)
         assert self.session.store.debug
         # Copied by hand: `state_dict` would not be the very home views again.
         self.tensors = [t.detach() for p in self.model.parameters() for t in (p, p.grad)]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import FakeGpu
-from harness import TINY, adamw, array, differences, gradients, refuse, weights
+from harness import TINY, adamw, array, differences, gradients, refuse, session_of, weights
 from queued_tier import EDGES, QueuedTier
 from torch import Tensor, nn
 from zoo import Case, floats
@@ -24,7 +24,6 @@ from chunkc.runtime.cuda import CudaTier
 from chunkc.runtime.pinned import PinnedHome
 from chunkc.runtime.staging import StagedDiskHome
 from chunkc.runtime.tier import CpuTier
-from chunkc.session import Session, owner
 from chunkc.update import GroupUpdate, PreparedUpdate
 
 pytestmark = pytest.mark.timeout(300)
@@ -68,7 +67,7 @@ class Subject:
                 patch.setattr("chunkc.runtime.devices.CpuTier", lambda: QueuedTier(self.gpu))
                 patch.setattr("chunkc.runtime.devices.open_home", lambda spec: disk if home == "disk" else pinned)
             chunkc.place(self.model, debug=debug)
-        self.session: Session = owner(next(self.model.parameters()))[0]  # type: ignore[index]
+        self.session = session_of(self.model)
         self.tier: Any = self.session.store.tier
         if isinstance(self.tier, QueuedTier):
             self.tier.store = self.session.store
