@@ -12,7 +12,7 @@ import torch
 from chunkc.adam_rule import AdamRule, Place, Runs, adam_slots, clipped, update_on_cpu
 from chunkc.device_adam import DeviceAdam
 from chunkc.ir.chunks import GRAD, PARAM, ChunkGroup, chunk_name
-from chunkc.ir.errors import OptionsError
+from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Tile
 from chunkc.ir.states import EXP_AVG, SCALES, num_entries
@@ -20,7 +20,7 @@ from chunkc.kernels.adam_cpu import warm_up_format
 from chunkc.kernels.formats import GradScale
 from chunkc.optim_states import initialise
 from chunkc.passes.update_placement import groups_for_cpu
-from chunkc.session import Session
+from chunkc.session import Session, managing
 from chunkc.update import GroupUpdate
 
 AUTO, DEVICE, CPU = "auto", "device", "cpu"
@@ -46,6 +46,46 @@ class Task:
     parameter: torch.Tensor
     name: str
     group: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Due:
+    """What a step changes: parameters that have a gradient.
+
+    Attributes:
+        chunked: those at home, by session and chunk group.
+        in_place: the others, each with the index of its parameter group.
+        changing: all.
+    """
+
+    chunked: dict[Session, dict[int, list[Task]]]
+    in_place: list[tuple[torch.Tensor, int]]
+    changing: list[torch.Tensor]
+
+
+def due_of(optimizer: Any) -> Due:
+    """What the optimizer's step changes now.
+
+    Raises:
+        UnsupportedError: a gradient is sparse.
+    """
+    due = Due({}, [], [])
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse:
+                raise UnsupportedError(f"{type(optimizer).__name__} does not support sparse gradients")
+            due.changing.append(parameter)
+            home = managing(parameter)
+            if home is None:
+                due.in_place.append((parameter, index))
+                continue
+            session, name = home
+            by_group = due.chunked.setdefault(session, {})
+            task = Task(optimizer, parameter, name, group)
+            by_group.setdefault(session.store.group_index(name), []).append(task)
+    return due
 
 
 def groups_at_home(session: Session, groups: Sequence[int], update_on: str, num_stages: int = 1) -> frozenset[int]:
@@ -92,7 +132,7 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool
     """
     store = session.store
     chunk_group = store.layout.groups[index]
-    kinds = [kind for kind in chunk_group.update_kinds if kind not in (PARAM, GRAD)]
+    kinds = chunk_group.state_kinds
     quantised = SCALES[0] in kinds
     hypers: dict[str, Any] = {}
     for task in tasks:
