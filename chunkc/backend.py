@@ -23,6 +23,7 @@ from chunkc.devices import device_of
 from chunkc.graph import CompiledGraph
 from chunkc.ir.errors import ChunkcError, OptionsError, UnsupportedError
 from chunkc.logs import log, log_build, log_capture
+from chunkc.moving import place
 from chunkc.options import Options, parse_options
 from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs import placeholders
@@ -250,8 +251,8 @@ def _build(
     allowed = everything if session.unplanned else session.store.resident | new
     minimum = check_minimum(step.all, layout, session.budget_nbytes, 0, all_may_stay=allowed == everything)
     session.minimum_nbytes = max(session.minimum_nbytes, minimum)
-    resident = choose_resident(step, layout, session.budget_nbytes, allowed)
-    session.store.place(layout, named, resident)
+    resident = choose_resident(step.all, layout, session.budget_nbytes, allowed)
+    place(session, layout, named, resident)
     session.own(named)
     session.unplanned = False
     compiled = CompiledGraph(session, steps, captured)
@@ -263,7 +264,7 @@ def _steps(builder: Builder, gm: fx.GraphModule, may_be_whole: bool) -> tuple[St
     """The graph at any sizes it serves, and as it was traced."""
     if not input_symbols(builder.capture):
         captured = builder.build() if may_be_whole else builder.described(whole=False)
-        return StaticSteps(captured), captured
+        return StaticSteps(captured, partial(builder.described, whole=False)), captured
     try:
         templates = Templates(builder)
         inputs = [node.meta.get("example_value") for node in placeholders(gm.graph)]

@@ -5,21 +5,28 @@ The backend and `chunkc explain` both come this way: what is explained is what r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import fx, nn
 
 from chunkc.ir.chunks import ChunkLayout
-from chunkc.ir.errors import VerificationError
+from chunkc.ir.errors import BudgetError, VerificationError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Plan, Position
 from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram, SegmentMemory
 from chunkc.ir.verify import verify_phase
 from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.insert import insert_events
-from chunkc.passes.planning import StepProfile, fixed_nbytes, plan_phases, smallest_tiles, update_positions
+from chunkc.passes.planning import (
+    StepProfile,
+    fixed_nbytes,
+    plan_phases,
+    smallest_tiles,
+    staying_beside,
+    update_positions,
+)
 from chunkc.passes.profile import positions
 
 ROOM_FOR_LOSS = 3
@@ -127,6 +134,31 @@ def profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
     update = update_positions(layout, smallest_tiles(layout, trained), captured.caller_nbytes)
     boundary_nbytes = captured.between_nbytes + ROOM_FOR_LOSS * captured.output_nbytes
     return StepProfile(forward, backward, update, boundary_nbytes)
+
+
+def fitting_form(
+    forms: Iterable[Captured],
+    needs: Callable[[Captured], Sequence[Position]],
+    layout: ChunkLayout,
+    budget_nbytes: int,
+    held_nbytes: int,
+    resident: frozenset[int],
+) -> tuple[Captured, frozenset[int]]:
+    """The first of a graph's forms that fits beside `held_nbytes`, and those residents that may stay then.
+
+    Args:
+        needs: the positions of a form.
+
+    Raises:
+        BudgetError: none fits even where no group stays; of the form that needs the least.
+    """
+    refused: list[BudgetError] = []
+    for captured in forms:
+        try:
+            return captured, staying_beside(needs(captured), layout, budget_nbytes, held_nbytes, resident)[0]
+        except BudgetError as error:
+            refused.append(error)
+    raise min(refused, key=lambda error: error.minimum_nbytes)
 
 
 def plan_step(

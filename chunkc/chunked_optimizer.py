@@ -8,6 +8,7 @@ updated where it is. On a GPU updates are Triton's and nothing waits for them; `
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -17,18 +18,21 @@ import torch
 
 from chunkc import doubts
 from chunkc.grad_scale import grad_scale_of, is_skipped, on_the_cpu
-from chunkc.group_runs import Task, runs_of
+from chunkc.group_runs import Due, Task, due_of, runs_of
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.states import DEFAULT_STATES, StateFormat
 from chunkc.kernels.formats import GradScale
 from chunkc.kernels.hyper import GRAD_DTYPES
 from chunkc.overlap import NONE as NO_OVERLAP
 from chunkc.overlap import Overlap
-from chunkc.session import Session, lay_out_states, managing
+from chunkc.session import Session, lay_out_states
 from chunkc.split_masters import Marks
 from chunkc.stateful import Stateful
-from chunkc.update import GroupUpdate, PreparedUpdate, prepare_updates
+from chunkc.update import GroupUpdate, PreparedUpdate, ResidentsLeft, prepare_updates
 from chunkc.update_on import DEVICE, groups_at_home
+
+Prepared = tuple[Session, dict[int, list[Task]], frozenset[int], PreparedUpdate | None]
+"""A session, the updates that are due in its groups, the groups that the CPU updates at home, the others' plan."""
 
 _UNSUPPORTED = ("amsgrad", "differentiable", "capturable")
 
@@ -65,7 +69,7 @@ class ChunkedOptimizer(Stateful):
         self._made = False
         super().__init__(params, defaults)
         self._made = True
-        lay_out_states(self._parameters(), self._states, self._num_stages)
+        lay_out_states(self._parameters(), self._states, self._num_stages, weakref.ref(self))
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_made": True, "_update_on": self._update_on}
@@ -128,7 +132,8 @@ class ChunkedOptimizer(Stateful):
         super().add_param_group(param_group)
         if self._made:
             try:
-                lay_out_states(self.param_groups[-1]["params"], self._states, self._num_stages)
+                added = self.param_groups[-1]["params"]
+                lay_out_states(added, self._states, self._num_stages, weakref.ref(self))
             except OptionsError:
                 self.param_groups.pop()
                 raise
@@ -174,49 +179,32 @@ class ChunkedOptimizer(Stateful):
         self._doubts.settle(wait=self._must_know_steps())
         if is_skipped(scale):
             return loss
-        chunked, in_place = self._work()
-        changing = [parameter for parameter in self._parameters() if parameter.grad is not None]
-        begun = self._overlap.collect(self, chunked)
         # Whatever may fail for want of room fails here, before anything is updated.
-        prepared = [
-            (session, by_group, *self._prepare(session, by_group, begun.get(session, frozenset())))
-            for session, by_group in chunked.items()
-        ]
+        due, prepared = self._due_and_prepared()
         self._overlap.end_backward(self)
         if any(at_home for _, _, at_home, _ in prepared):
             self._doubts.settle(wait=True)  # the CPU is about to wait for this step's gradients anyway
         self._begin_step()
-        self._in_place(in_place, scale)
+        self._in_place(due.in_place, scale)
         for session, by_group, at_home, in_slots in prepared:
             self._update_chunks(session, by_group, at_home, in_slots, scale)
-        self._marks.end(changing)
+        self._marks.end(due.changing)
         if scale.found_inf is not None and doubts.is_remote(scale.found_inf):
-            self._doubts.add(scale.found_inf, {parameter: self.states_of(parameter) for parameter in changing})
+            self._doubts.add(scale.found_inf, {parameter: self.states_of(parameter) for parameter in due.changing})
         return loss
 
-    def _work(self) -> tuple[dict[Session, dict[int, list[Task]]], list[tuple[torch.Tensor, int]]]:
-        """What has a gradient: by session and chunk group, and what does not move, with the index of its group.
-
-        Raises:
-            UnsupportedError: a gradient is sparse.
-        """
-        chunked: dict[Session, dict[int, list[Task]]] = {}
-        in_place: list[tuple[torch.Tensor, int]] = []
-        for index, group in enumerate(self.param_groups):
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if parameter.grad.is_sparse:
-                    raise UnsupportedError(f"{type(self).__name__} does not support sparse gradients")
-                home = managing(parameter)
-                if home is not None:
-                    session, name = home
-                    task = Task(self, parameter, name, group)
-                    by_group = chunked.setdefault(session, {})
-                    by_group.setdefault(session.store.group_index(name), []).append(task)
-                else:
-                    in_place.append((parameter, index))
-        return chunked, in_place
+    def _due_and_prepared(self) -> tuple[Due, list[Prepared]]:
+        """What is updated and how, once residents have left that had to make room for it."""
+        while True:
+            due = due_of(self)
+            begun = self._overlap.collect(self, due.chunked)
+            try:
+                return due, [
+                    (session, by_group, *self._prepare(session, by_group, begun.get(session, frozenset())))
+                    for session, by_group in due.chunked.items()
+                ]
+            except ResidentsLeft:
+                continue
 
     def _prepare(
         self, session: Session, by_group: Mapping[int, list[Task]], begun: frozenset[int]

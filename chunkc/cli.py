@@ -1,6 +1,7 @@
 """The command `chunkc`: `explain`, `diff` and `calibrate`.
 
-Exit codes: 0 it fits (or the command did its work), 3 it does not fit, 2 bad input, with one line that says why.
+Exit codes: 0 it fits (or the command did its work), 3 it does not fit, 2 bad input, with one line that says why, 1 a
+fault in chunkc itself, with one line that says where.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,6 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from chunkc.blame import raised_in
 from chunkc.calibrate import calibrate
 from chunkc.explain import Show, budget_of, explain, minimum_budget
 from chunkc.formats import FORMATS, diff, read_explanation, write
@@ -38,7 +41,10 @@ from chunkc.scaling import capture_scaling
 from chunkc.targets import DTYPES, ModelOptions, Subject, Target, built_in, errors_of, from_file, from_module
 from chunkc.update_on import DEVICE, UPDATE_ON
 
-FITS, BAD_INPUT, DOES_NOT_FIT = 0, 2, 3
+FITS, OWN_FAULT, BAD_INPUT, DOES_NOT_FIT = 0, 1, 2, 3
+_LOGS = "TORCH_LOGS"
+_TRACEBACK = f'; {_LOGS}="+chunkc" shows the traceback'
+
 READER_LEFT = 128 + 13
 """What a shell says of a program that SIGPIPE ended."""
 
@@ -54,7 +60,7 @@ EPILOG = f"""examples:
 
 models: {", ".join(MODELS)}
 hardware: {", ".join(PRESETS)}, a count before one (8xv100-32g), or a YAML or JSON file
-exit code: 0 it fits, 3 it does not, 2 bad input"""
+exit code: 0 it fits, 3 it does not, 2 bad input, 1 a fault in chunkc itself"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -131,6 +137,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # as `chunkc explain MODEL | head` does once it has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_LEFT
+    except Exception as error:
+        first = str(error).strip().splitlines()
+        what = f"{type(error).__name__}{f': {first[0]}' if first else ''}{raised_in(error)}"
+        print(f"chunkc: a fault in chunkc itself, not in what it was given: {what}{_TRACEBACK}", file=sys.stderr)
+        if _LOGS in os.environ:
+            traceback.print_exception(error)
+        return OWN_FAULT
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -205,7 +218,7 @@ def _explain(options: argparse.Namespace) -> int:
             )
         show(f"building {target.name}")
         subject = target.build(sizes["batch_size"], sizes["seq_len"])
-        with errors_of(target.name):
+        with errors_of(target.name, explained=True):
             explanation = explain(
                 subject.model,
                 *subject.args,
@@ -272,7 +285,7 @@ def _largest(
     def needs(size: int) -> int:
         show(f"trying {words} {size:,}")
         subject = build(size)
-        with errors_of(f"{target.name} with {words} {size:,}"):
+        with errors_of(f"{target.name} with {words} {size:,}", explained=True):
             return minimum_budget(
                 subject.model, *subject.args, hardware=hardware, choice=choice, **settings, **subject.kwargs
             )
@@ -281,7 +294,7 @@ def _largest(
     try:
         show(f"tracing with {words} in symbols")
         try:
-            with errors_of(target.name):
+            with errors_of(target.name, explained=True):
                 scaling = capture_scaling(lambda size: build(size).parts, parse_options(settings), hardware, choice)
             found = largest(lambda size: scaling.minimum_nbytes(size) or needs(size), budget_nbytes)
             if not needs(found.size) <= budget_nbytes < needs(found.size + 1):
@@ -315,7 +328,7 @@ def _calibrate(options: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep PyTorch's own warnings about tracing away from the answer, unless TORCH_LOGS asks for logs."""
-    if "TORCH_LOGS" in os.environ:
+    if _LOGS in os.environ:
         yield
         return
     logging.disable(logging.ERROR)

@@ -95,7 +95,7 @@ def explain(
     options = parse_options({"codegen": "eager", **own, **given})
     choice = OptimizerChoice(update_on, overlap, optimizer, moments_dtype, master_weights, stochastic_rounding)
     chosen = choice.of(model)
-    updates = Updates(update_on, overlap, chosen.name, chosen.num_stages)
+    updates = Updates.of(choice, chosen)
     hardware = hardware or own_hardware or "cpu"
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     show = show or (lambda what: None)
@@ -129,8 +129,9 @@ def minimum_budget(
     asked = {"memory_budget": memory_budget, "home": home, "chunk_size": chunk_size}
     options = parse_options({**asked, "codegen": codegen})
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
-    step = step_on(machine, model, args, kwargs, options, states_of=choice.of(model).states_of)
-    replay = Replay(step, options, training_in(machine, step.graphs, options))
+    chosen = choice.of(model)
+    step = step_on(machine, model, args, kwargs, options, states_of=chosen.states_of)
+    replay = Replay(step, options, training_in(machine, step.graphs, options), Updates.of(choice, chosen))
     return replay.minimum_nbytes(replay.fitting(budget_of(options, machine)))
 
 
@@ -204,9 +205,9 @@ def explain_step(
 ) -> Explanation:
     """Explain one captured step."""
     budget = budget_of(options, hardware)
-    replay = Replay(captured, options, hardware)
+    replay = Replay(captured, options, hardware, updates)
     settled, layout = replay.fitting(budget), replay.layout
-    step = replay.planned(settled, updates)
+    step = replay.planned(settled)
     events = _events(step, hardware, updates)
     moments = tuple(explained_moments(step, events, replay.expressions(settled)))
     home_nbytes = _home_nbytes(layout, step.resident)

@@ -12,6 +12,7 @@ from chunkc.ir.simulate import STAYING, HomeUpdates
 from chunkc.ir.states import ELEMENTS_PER_SCALE, EXP_AVG, INT8, MASTER, MASTER_LOW
 from chunkc.ir.updates import update_traffic
 from chunkc.moments import StepPlans
+from chunkc.optimizer_choice import Optimizer, OptimizerChoice
 from chunkc.overlap import NONE, Overlap
 from chunkc.passes.update_placement import cpu_update_s, group_update_nbytes
 from chunkc.update_on import CPU, DEVICE, divided
@@ -30,6 +31,11 @@ class Updates:
     overlap: str = NONE
     optimizer: str = "AdamW"
     num_stages: int = 1
+
+    @staticmethod
+    def of(choice: OptimizerChoice, optimizer: Optimizer) -> Updates:
+        """Those of the optimizer that was chosen for a model."""
+        return Updates(choice.update_on, choice.overlap, optimizer.name, optimizer.num_stages)
 
     def __post_init__(self) -> None:
         Overlap(self.overlap, self.update_on)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from chunkc.captured import Captured, plan_step, profile, rewrite, verify, with_room
+from chunkc.captured import Captured, fitting_form, plan_step, profile, rewrite, verify, with_room
 from chunkc.ir.errors import BudgetError, UnsupportedError
-from chunkc.ir.plan import Plan
+from chunkc.ir.plan import Plan, Position
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.logs import log_plan
-from chunkc.passes.planning import check_minimum, choose_resident
+from chunkc.moving import stay
+from chunkc.passes.planning import staying_beside
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
 from chunkc.session import Session, storages_nbytes
 from chunkc.steps import INPUTS, SizedStep, Steps
@@ -64,13 +66,9 @@ class CompiledGraph:
         step = self._step(INPUTS, inputs)
         if step.admitted != self.session.store.resident:
             session, layout = self.session, self.session.store.layout
-            positions = profile(step.captured, layout)
-            present = session.store.resident
-            try:
-                minimum = check_minimum(positions.all, layout, session.budget_nbytes, 0, present)
-            except BudgetError:
-                minimum = check_minimum(positions.all, layout, session.budget_nbytes, 0)
-                session.store.place(layout, {}, choose_resident(positions, layout, session.budget_nbytes, present))
+            positions = profile(step.captured, layout).all
+            resident, minimum = staying_beside(positions, layout, session.budget_nbytes, 0, session.store.resident)
+            stay(session, resident)
             session.minimum_nbytes = max(session.minimum_nbytes, minimum)
             step.admitted = session.store.resident
 
@@ -131,15 +129,30 @@ class CompiledGraph:
         return PlannedStep(wider.plan.beside_less(wider_nbytes - held_nbytes), wider.phases)
 
     def _plan_beside(self, step: SizedStep, held_nbytes: Callable[[], int], **how: Any) -> PlannedStep:
-        """`plan` beside what is held now; values that only cycles of garbage keep are collected before it refuses."""
-        held = held_nbytes()
+        """`plan` beside what is held now. Before it refuses, values that only cycles of garbage keep are collected, and
+        residents move home for good; a graph that is whole may have to be in segments from then on."""
         try:
-            return self.plan(step, held, **how)
+            return self.plan(step, held_nbytes(), **how)
         except BudgetError:
             gc.collect()
-            if held_nbytes() == held:
-                raise
+        with suppress(BudgetError):
+            return self.plan(step, held_nbytes(), **how)
+        self._make_room(step, held_nbytes(), how.get("hooked", frozenset()), how.get("kept_tangents", frozenset()))
         return self.plan(step, held_nbytes(), **how)
+
+    def _make_room(
+        self, step: SizedStep, held_nbytes: int, hooked: frozenset[str], kept_tangents: frozenset[str]
+    ) -> None:
+        session, layout = self.session, self.session.store.layout
+
+        def needs(captured: Captured) -> Sequence[Position]:
+            return profile(captured.returning(hooked).holding(kept_tangents), layout).passes
+
+        captured, resident = fitting_form(
+            step.forms, needs, layout, session.budget_nbytes, held_nbytes, session.store.resident
+        )
+        stay(session, resident)
+        step.become(captured)
 
     def _planned(self, captured: Captured, held_nbytes: int, cold_backward: bool) -> PlannedStep:
         session = self.session
@@ -169,18 +182,18 @@ class CompiledGraph:
             self._has_run = True
             gc.collect()
         session, step = self.session, self._step(FORWARD, arguments)
-        self.captured = captured = step.captured
-        program, at = captured.forward, step.positions
         session.early.enter_forward(session, self._groups)
         session.store.release_slots()
-        inputs = [arguments[position] for position in at.inputs]
+        inputs = [arguments[position] for position in step.positions.inputs]
         # An input may be a view of a larger tensor than the one it was traced with: all of that is held.
-        beside = max(0, storages_nbytes(inputs) - program.held_nbytes)
+        beside = max(0, storages_nbytes(inputs) - step.captured.forward.held_nbytes)
 
         def held_nbytes() -> int:
-            return max(0, session.live.nbytes(leaving_out=inputs) - captured.output_nbytes) + beside
+            return max(0, session.live.nbytes(leaving_out=inputs) - step.captured.output_nbytes) + beside
 
         planned = self._plan_beside(step, held_nbytes, hooked=self._hooked())
+        self.captured = captured = step.captured
+        at = step.positions
         outputs = self._run(FORWARD, planned, arguments)
         session.live.watch(inputs)
         session.live.watch(outputs[position] for position in at.user_outputs)

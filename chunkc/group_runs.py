@@ -11,10 +11,11 @@ from typing import Any, Protocol
 
 import torch
 
-from chunkc.ir.chunks import GRAD, PARAM, chunk_name
+from chunkc.ir.chunks import chunk_name
+from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.states import EXP_AVG, SCALES, num_entries
 from chunkc.optim_states import initialise
-from chunkc.session import Session
+from chunkc.session import Session, managing
 
 
 class Stepping(Protocol):
@@ -38,6 +39,46 @@ class Task:
     group: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Due:
+    """What a step changes: parameters that have a gradient.
+
+    Attributes:
+        chunked: those at home, by session and chunk group.
+        in_place: the others, each with the index of its parameter group.
+        changing: all.
+    """
+
+    chunked: dict[Session, dict[int, list[Task]]]
+    in_place: list[tuple[torch.Tensor, int]]
+    changing: list[torch.Tensor]
+
+
+def due_of(optimizer: Any) -> Due:
+    """What the optimizer's step changes now.
+
+    Raises:
+        UnsupportedError: a gradient is sparse.
+    """
+    due = Due({}, [], [])
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse:
+                raise UnsupportedError(f"{type(optimizer).__name__} does not support sparse gradients")
+            due.changing.append(parameter)
+            home = managing(parameter)
+            if home is None:
+                due.in_place.append((parameter, index))
+                continue
+            session, name = home
+            by_group = due.chunked.setdefault(session, {})
+            task = Task(optimizer, parameter, name, group)
+            by_group.setdefault(session.store.group_index(name), []).append(task)
+    return due
+
+
 def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool = True) -> Sequence[Any]:
     """The group's elements to update, by tensor, or neighbours with equal hyper-parameters as one run.
 
@@ -45,7 +86,7 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool
     """
     store = session.store
     chunk_group = store.layout.groups[index]
-    kinds = [kind for kind in chunk_group.update_kinds if kind not in (PARAM, GRAD)]
+    kinds = chunk_group.state_kinds
     quantised = SCALES[0] in kinds
     hypers: dict[str, Any] = {}
     for task in tasks:

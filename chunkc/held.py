@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from chunkc.captured import Captured
@@ -34,25 +34,26 @@ class Run:
         return max(0, self.others_nbytes)
 
 
-def runs_of(step: OfflineStep, captured: Sequence[Captured]) -> tuple[Run, ...]:
+def runs_of(step: OfflineStep, compiled: Callable[[int], Captured]) -> Iterator[Run]:
     """The runs of a step, in order. A single graph runs beside nothing.
 
     Args:
-        captured: what each of the step's graphs was compiled to.
+        compiled: what each of the step's graphs is compiled to; asked again after each of its runs.
     """
     if len(step.calls) == 1:
-        return tuple(Run(0, phase, 0) for phase in captured[0].programs)
+        yield from (Run(0, phase, 0) for phase in compiled(0).programs)
+        return
     watched: dict[int, int] = {}  # storage -> bytes it stands for, as `session.LiveValues` has them
     pending: dict[int, list[tuple[int, PhaseCall]]] = {}
-    runs: list[Run] = []
+    num_forwards = 0
     for call in step.calls:
-        own = captured[call.graph]
+        own = compiled(call.graph)
         live = {storage: nbytes for storage, nbytes in watched.items() if storage in call.alive}
         if call.phase == FORWARD:
-            number = sum(run.phase == FORWARD for run in runs)
-            runs.append(Run(call.graph, FORWARD, number, _beside_forward(step, call, own, live)))
-            watched |= _values(step, call, own)
-            pending.setdefault(call.graph, []).append((number, call))
+            yield Run(call.graph, FORWARD, num_forwards, _beside_forward(step, call, own, live))
+            watched |= _values(step, call, compiled(call.graph))
+            pending.setdefault(call.graph, []).append((num_forwards, call))
+            num_forwards += 1
         else:
             number, forward = pending[call.graph].pop()
             gone = frozenset(
@@ -60,9 +61,8 @@ def runs_of(step: OfflineStep, captured: Sequence[Captured]) -> tuple[Run, ...]:
                 for storage, at in _storages(forward, own).items()
                 if own.backward is not None and storage in own.backward.held and at not in call.alive
             )
-            runs.append(Run(call.graph, BACKWARD, number, sum(live.values()) - own.between_nbytes, gone))
+            yield Run(call.graph, BACKWARD, number, sum(live.values()) - own.between_nbytes, gone)
             watched |= {at: step.storage_nbytes[at] for at in call.arguments[-len(own.tangents) :] if at is not None}
-    return tuple(runs)
 
 
 def _beside_forward(step: OfflineStep, call: PhaseCall, own: Captured, live: Mapping[int, int]) -> int:

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils import _pytree as pytree
 
+from chunkc.blame import MODEL_CALL, is_own_fault, module_that_raises
 from chunkc.capture import Capture, capture_graph, input_names, unique_name
 from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.errors import ChunkcError, UnsupportedError
@@ -45,8 +46,9 @@ NUM_RECOMPILES = 1_000_000
 MAX_STEPS = 4
 """Steps on fake tensors until one compiles nothing."""
 
-NO_FILE = "<chunkc>"
-"""The file of the code that calls the model: none that would be named as a line of the user's."""
+
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+_OF_TRACING = (*_NEEDS_VALUES, ConstraintViolationError, TorchDynamoException)
 
 
 @dataclass(frozen=True)
@@ -121,25 +123,22 @@ def capture_offline(
     )
     call_model = _with_own_code(fake_model)
     compiled = torch.compile(call_model, backend=recorder.backend, dynamic=None if dynamic else False)
+
+    def module() -> str:
+        with _default_device(), mode, torch.random.fork_rng():
+            return module_that_raises(fake_model, lambda: fake_model(*fake_args, **fake_kwargs))
+
     try:
         with _default_device(), mode, patched, torch.random.fork_rng():
             compiled(*fake_args, **fake_kwargs)
             found = recorder.step()
             if len(found.calls) > 1:  # what happens between graphs is that of a step in which nothing is traced
                 found = _settled_step(recorder, lambda: compiled(*fake_args, **fake_kwargs))
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise UnsupportedError(
-            f"the model needs the values of tensors outside its graphs ({_first_line(error)}); only what torch.compile "
-            "captures can be explained"
-        ) from error
-    except BackendCompilerFailed as error:
-        if isinstance(error.inner_exception, ChunkcError):
-            raise error.inner_exception from None
-        raise UnsupportedError(f"the model cannot be traced: {_first_line(error.inner_exception)}") from error
-    except ConstraintViolationError as error:
-        raise UnsupportedError(f"the model cannot be traced with symbols: {_first_line(error)}") from error
-    except TorchDynamoException as error:
-        raise UnsupportedError(f"the model cannot be traced: {_first_line(error.__cause__ or error)}") from error
+    except Exception as error:
+        told = _told(error, module)
+        if told is error:
+            raise
+        raise told from (error if isinstance(told, UnsupportedError) else None)
     finally:
         # Dynamo remembers every backend for good, and what it compiled as long as the code, which that refers to.
         recorder.graphs.clear()
@@ -149,6 +148,36 @@ def capture_offline(
             "torch.compile captured no graph: the call of this model computes nothing it can compile"
         )
     return found
+
+
+def _told(error: Exception, module: Callable[[], str]) -> Exception:
+    """What the user is told of an error in tracing or running the model; the error itself where it says it all.
+
+    Args:
+        module: runs the model once more, and says which of its modules raises, if any.
+    """
+    if isinstance(error, ChunkcError):
+        return error
+    if isinstance(error, BackendCompilerFailed):
+        inner = error.inner_exception
+        if isinstance(inner, ChunkcError) or is_own_fault(inner):
+            return inner
+        return UnsupportedError(f"the model cannot be traced: {_first_line(inner)}")
+    if not isinstance(error, _OF_TRACING) and is_own_fault(error):
+        return error
+    where = f"{found}: " if (found := module()) else ""
+    if isinstance(error, _NEEDS_VALUES):
+        return UnsupportedError(
+            f"the model needs the values of tensors outside its graphs ({where}{_first_line(error)}); only what "
+            "torch.compile captures can be explained"
+        )
+    if isinstance(error, ConstraintViolationError):
+        return UnsupportedError(f"the model cannot be traced with symbols: {_first_line(error)}")
+    if isinstance(error, TorchDynamoException):
+        return UnsupportedError(f"the model cannot be traced: {where}{_first_line(error.__cause__ or error)}")
+    if found:
+        error.add_note(f"in {found}")
+    return error
 
 
 class _Recorder:
@@ -288,7 +317,7 @@ def _with_own_code(model: nn.Module) -> Callable[..., Any]:
         return model(*args, **kwargs)
 
     own_globals = {"__builtins__": builtins, "__name__": __name__}
-    code = call.__code__.replace(co_filename=NO_FILE)
+    code = call.__code__.replace(co_filename=MODEL_CALL)
     return FunctionType(code, own_globals, call.__name__, None, call.__closure__)
 
 

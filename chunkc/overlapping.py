@@ -39,6 +39,10 @@ class Overlapping(Optimizer, ABC):
         """A parameter's states, without waiting for updates under way."""
         return self.__dict__["state"][parameter]
 
+    def kept_states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """The same, of a parameter that may have none: nothing then."""
+        return self.__dict__["state"].get(parameter, {})
+
     @abstractmethod
     def hyper_at(self, group: Mapping[str, Any], step: int) -> Any:
         """The hyper-parameters of one update.

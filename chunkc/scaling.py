@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from chunkc.captured import profile
 from chunkc.explain import budget_of, step_on, training_in
+from chunkc.explain_updates import Updates
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError, UnsupportedError
 from chunkc.ir.hardware import Hardware
@@ -79,8 +80,10 @@ def capture_scaling(build: Build, options: Options, hardware: Hardware, choice: 
     lines = _mark(
         pytree.tree_leaves((tuple(args), dict(kwargs))), pytree.tree_leaves((tuple(other[0]), dict(other[1])))
     )
-    step = step_on(hardware, model, args, kwargs, options, dynamic=True, states_of=choice.of(model).states_of)
-    stage = Replay(step, options, training_in(hardware, step.graphs, options)).stages[0]
+    chosen = choice.of(model)
+    step = step_on(hardware, model, args, kwargs, options, dynamic=True, states_of=chosen.states_of)
+    training = training_in(hardware, step.graphs, options)
+    stage = Replay(step, options, training, Updates.of(choice, chosen)).stages[0]
     budget = stage.builder.budget_nbytes = budget_of(options, hardware)
     templates = stage.templates
     if templates is None or len(step.calls) > 1 or set(templates.traced.values()) != lines.keys():

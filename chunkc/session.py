@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -259,14 +259,28 @@ def managing(parameter: torch.Tensor) -> tuple[Session, str] | None:
     return hit if hit is not None and hit[0].store.is_managed(hit[1]) else None
 
 
+class StateKeeper(Protocol):
+    """An optimizer whose states of a parameter move with it."""
+
+    def kept_states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """A parameter's states, to be replaced by the same elsewhere; empty where there are none yet."""
+
+
 class Declared(NamedTuple):
-    """What an optimizer said of a parameter: in what form it keeps states, and in how many stages it updates."""
+    """What an optimizer said of a parameter: in what form it keeps states, in how many stages it updates, and who it is
+    (None: nobody who keeps any yet)."""
 
     states: StateFormat
     num_stages: int
+    keeper: weakref.ref[StateKeeper] | None
 
 
-def declare_states(parameters: Iterable[torch.Tensor], states: StateFormat | None, num_stages: int = 1) -> None:
+def declare_states(
+    parameters: Iterable[torch.Tensor],
+    states: StateFormat | None,
+    num_stages: int = 1,
+    keeper: weakref.ref[StateKeeper] | None = None,
+) -> None:
     """Say in what form an optimizer keeps states for parameters: layouts made from now on reckon with it.
 
     The latest counts; None: no optimizer does. Layouts made before follow with `Session.restate`.
@@ -275,7 +289,7 @@ def declare_states(parameters: Iterable[torch.Tensor], states: StateFormat | Non
         if states is None:
             _states.pop(parameter, None)
         else:
-            _states[parameter] = Declared(states.seen_by(parameter.dtype), num_stages)
+            _states[parameter] = Declared(states.seen_by(parameter.dtype), num_stages, keeper)
 
 
 def declared(parameter: torch.Tensor) -> Declared | None:
@@ -283,14 +297,19 @@ def declared(parameter: torch.Tensor) -> Declared | None:
     return _states.get(parameter)
 
 
-def lay_out_states(parameters: Collection[torch.Tensor], states: StateFormat, num_stages: int = 1) -> None:
+def lay_out_states(
+    parameters: Collection[torch.Tensor],
+    states: StateFormat,
+    num_stages: int = 1,
+    keeper: weakref.ref[StateKeeper] | None = None,
+) -> None:
     """As `declare_states`; layouts made before follow.
 
     Raises:
         OptionsError: they cannot (see `Session.restate`); nothing has changed.
     """
     before = [declared(p) for p in parameters]
-    declare_states(parameters, states, num_stages)
+    declare_states(parameters, states, num_stages, keeper)
     try:
         for session in sessions_of(parameters):
             session.restate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -39,7 +40,7 @@ class Stateful(Overlapping):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         undeclared = [p for p in self._parameters() if declared_states(p) is None]
-        declare_states(undeclared, self._states, self._num_stages)
+        declare_states(undeclared, self._states, self._num_stages, weakref.ref(self))
         for parameter, of_parameter in self.state.items():
             if MASTER_LOW in of_parameter:
                 self._marks.loaded(parameter, changed=False)
@@ -159,7 +160,7 @@ class Stateful(Overlapping):
             OptionsError: they cannot.
         """
         if any(declared_states(p) != self._states.seen_by(p.dtype) for p in parameters):
-            lay_out_states(self._parameters(), self._states, self._num_stages)
+            lay_out_states(self._parameters(), self._states, self._num_stages, weakref.ref(self))
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

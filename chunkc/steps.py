@@ -6,9 +6,9 @@ sizes is bytes, and so plans.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import sympy
@@ -67,17 +67,33 @@ class SizedStep:
     """A captured step at one set of sizes, and what was made of it.
 
     Attributes:
+        in_segments: of a step that is whole: makes the same one in segments.
         plans: by what they depend on.
         admitted: the residents beside which it was found to fit.
     """
 
     captured: Captured
+    in_segments: Callable[[], Captured] | None = None
     plans: Recent[tuple, Any] = field(default_factory=lambda: Recent(MAX_PLANS))
     admitted: frozenset[int] | None = None
 
     @cached_property
     def positions(self) -> Positions:
         return Positions.of(self.captured.forward)
+
+    @property
+    def forms(self) -> Iterator[Captured]:
+        """The step as it is, and after that, if it is whole, in segments."""
+        yield self.captured
+        if self.in_segments is not None:
+            yield self.in_segments()
+
+    def become(self, captured: Captured) -> None:
+        """From now on the step has this one of its forms."""
+        if captured is not self.captured:
+            self.captured, self.in_segments, self.admitted = captured, None, None
+            self.plans = Recent(MAX_PLANS)
+            self.__dict__.pop("positions", None)
 
 
 class Steps(Protocol):
@@ -91,8 +107,8 @@ class Steps(Protocol):
 class StaticSteps:
     """A graph of static shapes."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._step = SizedStep(captured)
+    def __init__(self, captured: Captured, in_segments: Callable[[], Captured]) -> None:
+        self._step = SizedStep(captured, in_segments if captured.whole else None)
 
     def at(self, where: str, arguments: Sequence[Any], *, may_be_whole: bool) -> SizedStep:
         return self._step
@@ -128,7 +144,9 @@ class SymbolicSteps:
         key = tuple(values.values())
         known = self._steps.find(key)
         if known is None or (where == INPUTS and known.captured.whole and not may_be_whole):
-            known = self._steps.keep(key, SizedStep(self._templates.at(values, may_be_whole=may_be_whole)))
+            captured = self._templates.at(values, may_be_whole=may_be_whole)
+            in_segments = partial(self._templates.at, values, may_be_whole=False) if captured.whole else None
+            known = self._steps.keep(key, SizedStep(captured, in_segments))
         return known
 
 

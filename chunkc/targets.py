@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from chunkc.blame import is_own_fault
 from chunkc.ir.errors import ChunkcError, OptionsError
 from chunkc.models import find_model
 
@@ -62,16 +63,22 @@ class ModelOptions:
 
 
 @contextlib.contextmanager
-def errors_of(what: str) -> Iterator[None]:
-    """Errors of user code, whatever they are, become one line that names it; `sys.exit` is one of them."""
+def errors_of(what: str, *, explained: bool = False) -> Iterator[None]:
+    """Errors of user code, whatever they are, become one line that names it; `sys.exit` is one of them.
+
+    With `explained`, the code runs inside chunkc's: errors that are chunkc's own stay as they are.
+    """
     try:
         yield
     except ChunkcError:
         raise
     except (Exception, SystemExit) as error:
+        if explained and is_own_fault(error):
+            raise
         first = str(error).strip().splitlines()
         detail = f": {first[0]}" if first else ""
-        raise OptionsError(f"{what} raised {type(error).__name__}{detail}{_where(what, error)}") from error
+        module = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
+        raise OptionsError(f"{what} raised {type(error).__name__}{module}{detail}{_where(what, error)}") from error
 
 
 def _where(what: str, error: BaseException) -> str:

@@ -8,13 +8,20 @@ from dataclasses import dataclass
 import torch
 
 from chunkc.ir.chunks import chunk_name
-from chunkc.ir.errors import VerificationError
+from chunkc.ir.errors import BudgetError, VerificationError
 from chunkc.ir.plan import Plan, Tile
 from chunkc.ir.program import UPDATE
 from chunkc.ir.updates import update_stages
 from chunkc.ir.verify import verify_phase
+from chunkc.moving import stay
 from chunkc.passes.insert import insert_update_events
-from chunkc.passes.planning import fixed_nbytes, plan_phases, update_positions, update_tiles
+from chunkc.passes.planning import (
+    fixed_nbytes,
+    plan_phases,
+    staying_beside_update,
+    update_positions,
+    update_tiles,
+)
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
 from chunkc.session import Session
 
@@ -63,18 +70,42 @@ class PreparedUpdate:
         self.session.record(UPDATE, None, self.plan, measurement)
 
 
+class ResidentsLeft(Exception):
+    """Residents have moved home to make room for an update: they are updated where they are now."""
+
+
 def prepare_updates(session: Session, groups: Iterable[int], *, num_stages: int = 1) -> PreparedUpdate:
     """Plan the update of some groups, in stages (see `chunkc.ir.updates`).
 
     Raises:
         BudgetError: the slots one tile needs do not fit beside what the caller holds.
         HomeError: there is no room at home for the states.
+        ResidentsLeft: there is room now.
     """
     in_order = tuple(sorted(groups))
     for group in in_order:
         session.store.reserve_states(group)
     held_nbytes = max(session.update_held_nbytes, session.live.nbytes())
-    return PreparedUpdate(session, *_planned(session, in_order, held_nbytes, num_stages))
+    try:
+        return PreparedUpdate(session, *_planned(session, in_order, held_nbytes, num_stages))
+    except BudgetError:
+        if (staying := _staying(session, in_order, held_nbytes, num_stages)) == session.store.resident:
+            raise
+    stay(session, staying)
+    raise ResidentsLeft
+
+
+def _staying(session: Session, groups: tuple[int, ...], held_nbytes: int, num_stages: int) -> frozenset[int]:
+    """Residents that may stay, such that these groups, and residents that leave, can be updated in slots.
+
+    Raises:
+        BudgetError: they cannot, even if none stays.
+    """
+    layout, resident = session.store.layout, session.store.resident
+    group_of = layout.group_of()
+    trained = {group_of.get(name) for name in session.trained}
+    due = sorted({*groups, *(resident & trained)})
+    return staying_beside_update(layout, due, session.budget_nbytes, held_nbytes, resident, num_stages)
 
 
 def _planned(

@@ -44,8 +44,12 @@ class StepProfile:
     boundary_nbytes: int
 
     @property
+    def passes(self) -> tuple[Position, ...]:
+        return self.forward + self.backward
+
+    @property
     def all(self) -> tuple[Position, ...]:
-        return self.forward + self.backward + self.update
+        return self.passes + self.update
 
 
 def update_tiles(
@@ -67,9 +71,13 @@ def update_tiles(
     return tuple(tiles)
 
 
-def smallest_tiles(layout: ChunkLayout, groups: Sequence[int]) -> tuple[Tile, ...]:
+def smallest_tiles(layout: ChunkLayout, groups: Sequence[int], num_stages: int = 1) -> tuple[Tile, ...]:
     """One tile of each group, of the smallest size: what the group's update needs room for at the least."""
-    return tuple(Tile(index, 0, min(MIN_TILE_NUMEL, layout.groups[index].numel)) for index in groups)
+    return tuple(
+        Tile(index, 0, min(MIN_TILE_NUMEL, layout.groups[index].numel), stage, num_stages)
+        for index in groups
+        for stage in range(num_stages)
+    )
 
 
 def update_positions(layout: ChunkLayout, tiles: Sequence[Tile], held_nbytes: int) -> tuple[Position, ...]:
@@ -145,19 +153,23 @@ def _moving(position: Position, resident: frozenset[int]) -> Position:
 
 
 def choose_resident(
-    profile: StepProfile, layout: ChunkLayout, budget_nbytes: int, allowed: frozenset[int]
+    positions: Sequence[Position],
+    layout: ChunkLayout,
+    budget_nbytes: int,
+    allowed: frozenset[int],
+    held_nbytes: int = 0,
 ) -> frozenset[int]:
     """The groups that stay on the compute tier: all if they fit, else the first ones used that leave room to move.
 
     First ones first: at the end of a step the next forward needs them soonest (cyclic furthest next use).
     """
-    sizes = chunk_sizes(layout, profile.all)
+    sizes = chunk_sizes(layout, positions)
 
     def fits(resident: frozenset[int], slack_nbytes: int) -> bool:
-        fixed = fixed_nbytes(layout, resident) + slack_nbytes
+        fixed = fixed_nbytes(layout, resident) + held_nbytes + slack_nbytes
         return all(
             fixed + p.non_model_nbytes + required_nbytes(_moving(p, resident), sizes) <= budget_nbytes
-            for p in profile.all
+            for p in positions
         )
 
     everything = frozenset(group.index for group in layout.groups)
@@ -170,6 +182,44 @@ def choose_resident(
         if group.index in allowed and fits(wider, slack):
             resident = wider
     return resident
+
+
+def staying_beside(
+    positions: Sequence[Position], layout: ChunkLayout, budget_nbytes: int, held_nbytes: int, resident: frozenset[int]
+) -> tuple[frozenset[int], int]:
+    """Those residents that may stay where more room is needed than was known of, and the smallest budget for that.
+
+    All of them if they leave the room, else the first ones used that do, as in `choose_resident`.
+
+    Raises:
+        BudgetError: there is no room even where none stays.
+    """
+    try:
+        return resident, check_minimum(positions, layout, budget_nbytes, held_nbytes, resident)
+    except BudgetError as error:
+        beside_all = error
+    try:
+        minimum = check_minimum(positions, layout, budget_nbytes, held_nbytes)
+    except BudgetError as error:
+        raise min(error, beside_all, key=lambda one: one.minimum_nbytes) from None
+    return choose_resident(positions, layout, budget_nbytes, resident, held_nbytes), minimum
+
+
+def staying_beside_update(
+    layout: ChunkLayout,
+    groups: Sequence[int],
+    budget_nbytes: int,
+    held_nbytes: int,
+    resident: frozenset[int],
+    num_stages: int = 1,
+) -> frozenset[int]:
+    """Those residents that may stay where groups are to be updated in slots, them among them that leave.
+
+    Raises:
+        BudgetError: there is no room even where none stays.
+    """
+    positions = update_positions(layout, smallest_tiles(layout, groups, num_stages), held_nbytes)
+    return staying_beside(positions, layout, budget_nbytes, 0, resident)[0]
 
 
 def check_minimum(

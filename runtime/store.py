@@ -165,8 +165,7 @@ class ChunkStore(ChunkSlots):
 
     def leave_states(self, group: int) -> None:
         """Leave a group's states at home to who has views of them; room for others has to be reserved."""
-        kinds = self.layout.groups[group].update_kinds
-        chunks = [chunk_name(kind, group) for kind in kinds if kind not in (PARAM, GRAD)]
+        chunks = [chunk_name(kind, group) for kind in self.layout.groups[group].state_kinds]
         self.arena.free([chunk for chunk in chunks if chunk in self.arena])
 
     def home_view(self, kind: str, name: str) -> torch.Tensor:

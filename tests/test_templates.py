@@ -15,6 +15,7 @@ from zoo import LADDER
 from chunkc.build import Builder
 from chunkc.captured import Captured, profile
 from chunkc.explain import step_on, training_in
+from chunkc.explain_updates import Updates
 from chunkc.ir.errors import UnsupportedError
 from chunkc.options import parse_options
 from chunkc.passes.planning import StepProfile
@@ -50,7 +51,7 @@ def builder(name: str, sizes: tuple[int, int], *, dynamic: bool = False, whole: 
     options = parse_options({"codegen": "eager", "whole_graph": "auto" if whole else "never"})
     cpu, inputs = load_hardware("cpu"), batch(name, sizes, dynamic=dynamic)
     step = step_on(cpu, LADDER[name].build(), (), inputs, options, dynamic=dynamic)
-    builder = Replay(step, options, training_in(cpu, step.graphs, options)).stages[0].builder
+    builder = Replay(step, options, training_in(cpu, step.graphs, options), Updates()).stages[0].builder
     builder.budget_nbytes = HUGE
     return builder
 

@@ -144,9 +144,14 @@ class ChunkGroup:
         return first if len(self.slices) == 1 else f"{first} to {last}"
 
     @property
+    def state_kinds(self) -> tuple[str, ...]:
+        """The chunks of an optimizer's states."""
+        return tuple(self.states.dtypes(self.dtype))
+
+    @property
     def update_kinds(self) -> tuple[str, ...]:
         """The chunks an optimizer step needs together."""
-        return (PARAM, GRAD, *self.states.dtypes(self.dtype))
+        return (PARAM, GRAD, *self.state_kinds)
 
     @property
     def update_nbytes_per_element(self) -> int:

@@ -130,18 +130,18 @@ def test_small_parameters_and_step_counters_stay() -> None:
 def test_everything_stays_where_everything_fits_to_the_byte() -> None:
     everything = frozenset({0, 1, 2})
     needed = fixed_nbytes(LAYOUT, everything) + 700
-    assert choose_resident(STEP, LAYOUT, needed, everything) == everything
-    assert choose_resident(STEP, LAYOUT, needed - 1, everything) != everything
+    assert choose_resident(STEP.all, LAYOUT, needed, everything) == everything
+    assert choose_resident(STEP.all, LAYOUT, needed - 1, everything) != everything
 
 
 def test_groups_that_may_not_stay_do_not() -> None:
-    assert choose_resident(STEP, LAYOUT, HUGE, frozenset({1})) == {1}
-    assert choose_resident(STEP, LAYOUT, HUGE, frozenset()) == frozenset()
+    assert choose_resident(STEP.all, LAYOUT, HUGE, frozenset({1})) == {1}
+    assert choose_resident(STEP.all, LAYOUT, HUGE, frozenset()) == frozenset()
 
 
 def test_the_first_groups_stay_first() -> None:
     minimum = check_minimum(STEP.all, LAYOUT, HUGE, 0)
-    chosen = [choose_resident(STEP, LAYOUT, b, frozenset({0, 1, 2})) for b in range(minimum, 80_000, 512)]
+    chosen = [choose_resident(STEP.all, LAYOUT, b, frozenset({0, 1, 2})) for b in range(minimum, 80_000, 512)]
     assert chosen[0] == frozenset()
     assert {0} in chosen
     assert all(one <= other for one, other in pairwise(chosen)), "a larger budget keeps no less"
@@ -269,7 +269,7 @@ def test_the_minimum_is_exact_for_every_step(case, more: int, held_nbytes: int) 
 def test_with_the_residents_chosen_there_is_a_plan(case, more: int) -> None:
     layout, step = case
     budget = check_minimum(step.all, layout, HUGE, 0) + more
-    resident = choose_resident(step, layout, budget, frozenset(range(len(layout.groups))))
+    resident = choose_resident(step.all, layout, budget, frozenset(range(len(layout.groups))))
     assert check_minimum(step.all, layout, budget, 0, resident) <= budget
     assert plan_step(step, layout, budget, resident).predicted_peak_nbytes <= budget
 

@@ -1,0 +1,69 @@
+"""Groups move between home and the compute tier, with all that belongs to them: parameters, gradients, states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkc.ir.chunks import ChunkGroup, ChunkLayout, chunk_name
+from chunkc.session import Session, StateKeeper, declared
+
+Kept = Mapping[str, tuple[StateKeeper, dict[str, Any]]]
+"""A parameter's name -> who keeps states of it, and these."""
+
+
+@torch.no_grad()
+def place(
+    session: Session, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], resident: frozenset[int]
+) -> None:
+    """`ChunkStore.place`; the states of residents that leave go home with them.
+
+    Raises:
+        HomeError, StreamError: see there; nothing has moved.
+    """
+    store = session.store
+    leaving = [layout.groups[index] for index in sorted(store.resident - resident)]
+    states = {group: kept for group in leaving if (kept := _kept(session, group))}
+    wanted = {chunk_name(kind, group.index): group.nbytes(kind) for group in states for kind in group.state_kinds}
+    store.arena.reserve(wanted)
+    try:
+        store.place(layout, parameters, resident)
+    except BaseException:
+        store.arena.free(list(wanted))
+        raise
+    for group, kept in states.items():
+        for name, (keeper, state) in kept.items():
+            session.keep_states_of(keeper, group.index, [name])
+            store.reserve_states(group.index)
+            for kind in group.state_kinds:
+                home = store.home_view(kind, name)
+                store.fill(kind, name, home, state[kind])
+                state[kind] = home
+
+
+def _kept(session: Session, group: ChunkGroup) -> Kept:
+    """The states of a group's parameters, of all kinds that the group has room for at home."""
+    found = {}
+    for of_group in group.slices:
+        parameter = session.store.parameters().get(of_group.spec.name)
+        known = None if parameter is None else declared(parameter)
+        keeper = None if known is None or known.keeper is None else known.keeper()
+        if parameter is None or keeper is None:
+            continue
+        state = keeper.kept_states_of(parameter)
+        if all(kind in state for kind in group.state_kinds):
+            found[of_group.spec.name] = keeper, state
+    return found
+
+
+def stay(session: Session, resident: frozenset[int]) -> None:
+    """Send residents home for good, all but these.
+
+    Raises:
+        HomeError, StreamError: nothing has moved.
+    """
+    if resident != session.store.resident:
+        place(session, session.store.layout, {}, resident)
