@@ -214,12 +214,13 @@ def _num_sharing(c: Convolution) -> int:
     image_size = math.prod(c.input.shape[2:]) // (c.input.shape[2] if by_rows else 1)
     result_size = c.positions // (rows if by_rows else 1)
     image_shares = images * c.input.shape[2] if by_rows else images
+    block = c.input.shape[1] if c.reads_plain_image else BLOCK
 
     def traffic(split: tuple[int, int, int]) -> int:
         sharing, by_result, by_image = split
-        read = -(-image_shares // sharing) * -(-inside // by_image) * BLOCK * image_size // math.prod(c.stride)
+        read = -(-image_shares // sharing) * -(-inside // by_image) * block * image_size // math.prod(c.stride)
         read += -(-shares // sharing) * -(-outside // by_result) * BLOCK * result_size
-        return read + 8 * -(-outside // by_result) * -(-inside // by_image) * c.pixels * BLOCK**2
+        return read + 8 * -(-outside // by_result) * -(-inside // by_image) * c.pixels * block * BLOCK
 
     def work(split: tuple[int, int, int]) -> int:
         sharing, by_result, by_image = split

@@ -30,6 +30,8 @@ EXACT = {
     "threads share images": Shape(8, 48, 32, 14, 3, stride=2, padding=1),
     "padded blocks": Shape(2, 20, 24, 16, 3, padding=1),
     "colours": Shape(2, 3, 16, 32, 7, stride=2, padding=3),
+    "colours, threads share images": Shape(4, 3, 32, 32, 3, stride=2, padding=1),
+    "colours, many images": Shape(8, 3, 32, 32, 3, stride=2, padding=1),
     "patches": Shape(2, 3, 128, 32, 8, stride=8),
     "strided": Shape(2, 64, 64, 32, 3, stride=2, padding=1),
     "strided, filters padded": Shape(2, 48, 16, 16, 4, stride=2, padding=1),
