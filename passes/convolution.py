@@ -15,12 +15,21 @@ from torch import Tensor
 BLOCK = 16
 PADDING = 128
 """Bytes by which oneDNN aligns one region of its scratchpad."""
+_MANY_IMAGES = 16
+"""From so many on, oneDNN computes also what one thread could do as a matrix product."""
 MIN_POSITIONS = 4
 """Results of fewer positions are computed as matrix products."""
 
 
 def padded(size: int, block: int = BLOCK) -> int:
     return -(-size // block) * block
+
+
+def by_blocks(channels: int) -> int:
+    """Channels padded to the block that oneDNN may choose, of those of 16, 32, 48 and 64."""
+    most = padded(channels, 2 * BLOCK) if channels > BLOCK else BLOCK
+    by_three = padded(channels, 3 * BLOCK)
+    return max(most, by_three) if 20 * channels >= 19 * by_three else most
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,11 @@ class Convolution:
         return self.groups == 1 and not self.transposed and self.input.shape[1] < BLOCK and self.pixels > 1
 
     @property
+    def is_square(self) -> bool:
+        """Filters, strides and padding are the same in all dimensions."""
+        return all(len(set(sizes)) == 1 for sizes in (tuple(self.weight.shape[2:]), self.stride, self.padding))
+
+    @property
     def fills_blocks(self) -> bool:
         if self.groups == 1:
             return True  # padded
@@ -107,8 +121,8 @@ class Convolution:
 
     @property
     def is_direct(self) -> bool:
-        """One pixel on one thread: a matrix product in place."""
-        plain = not (self.strided or self.transposed) and self.groups == 1
+        """One pixel, few images, one thread: a matrix product in place."""
+        plain = not (self.strided or self.transposed) and self.groups == 1 and self.input.shape[0] < _MANY_IMAGES
         return self.pixels == 1 and self.num_threads == 1 and plain
 
     @property

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from chunkc.passes.convolution import BLOCK, MIN_POSITIONS, PADDING, Convolution, may_unfold, padded
+from chunkc.passes.convolution import BLOCK, MIN_POSITIONS, PADDING, Convolution, by_blocks, may_unfold, padded
 from chunkc.passes.scratch_convolution_bf16 import backward_nbytes, forward_nbytes, has_known_kernels
 from chunkc.passes.scratch_kernels import LOW_PRECISION, contiguous_copy_nbytes, nbytes_of
 
@@ -53,7 +53,8 @@ def convolution_backward_nbytes(convolution: Convolution, grad: Tensor, outputs:
     """
     c = convolution
     copies = contiguous_copy_nbytes(grad, c.input, c.weight)
-    known = c.has_known_kernels and c.input.is_contiguous() and c.weight.is_contiguous() and c.fills_blocks
+    known = c.has_known_kernels and c.is_square and c.fills_blocks
+    known &= c.input.is_contiguous() and c.weight.is_contiguous()
     if c.reads_plain_image:
         known &= c.input.shape[1] in (1, 3)
     found = _backward(c, outputs) if known else backward_nbytes(c, outputs) if has_known_kernels(c) else None
@@ -76,6 +77,9 @@ def _forward(c: Convolution) -> int | None:
     """
     if c.transposed and c.groups != 1:
         return None
+    edges = zip(c.weight.shape[2:], c.input.shape[2:], strict=True)
+    if not (c.is_square or c.transposed) and any(k > size + 1 for k, size in edges):
+        return None
     image, filters = c.input, c.weight
     last = [not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last) for t in (image, filters)]
     if any(last) and image.dim() == 4:
@@ -90,11 +94,10 @@ def _forward(c: Convolution) -> int | None:
             return copies + _transposed_last_nbytes(c) if c.strided else None
         if c.is_direct:
             return copies
-        outside = c.result_shape[1]
-        block = 64 if outside % BLOCK and outside > 32 else BLOCK  # a bound where channels do not fill blocks
-        return (
-            copies + padded(outside, block) * image.shape[1] * c.pixels * 4 + _PAGE + _ADDRESSES_NBYTES * c.num_threads
-        )
+        if c.result_shape[-1] == 1:
+            return None  # of one column, images may be copied
+        blocked = by_blocks(c.result_shape[1]) * image.shape[1] * c.pixels * 4
+        return copies + blocked + _PAGE + _ADDRESSES_NBYTES * c.num_threads
     if not (image.is_contiguous() and filters.is_contiguous() and c.fills_blocks):
         return None
     if c.is_direct:
@@ -170,8 +173,7 @@ def _strided_nbytes(c: Convolution) -> int:
         thread += 4 * padded(padded(written[-1], c.stride[-1]) * c.stride[-1] * written[0], _PAGE)
     filters = c.blocked_filters_nbytes
     if c.groups == 1:
-        block = BLOCK if written[0] <= BLOCK else 2 * BLOCK
-        filters = channels * padded(written[0], block) * c.pixels * 4
+        filters = channels * by_blocks(written[0]) * c.pixels * 4
     images = c.input.shape[0] * math.prod(read) * 4
     return images + filters + (4 if uneven else 3) * _PAGE + c.num_threads * thread
 
@@ -214,12 +216,13 @@ def _num_sharing(c: Convolution) -> int:
     image_size = math.prod(c.input.shape[2:]) // (c.input.shape[2] if by_rows else 1)
     result_size = c.positions // (rows if by_rows else 1)
     image_shares = images * c.input.shape[2] if by_rows else images
+    block = c.input.shape[1] if c.reads_plain_image else BLOCK
 
     def traffic(split: tuple[int, int, int]) -> int:
         sharing, by_result, by_image = split
-        read = -(-image_shares // sharing) * -(-inside // by_image) * BLOCK * image_size // math.prod(c.stride)
+        read = -(-image_shares // sharing) * -(-inside // by_image) * block * image_size // math.prod(c.stride)
         read += -(-shares // sharing) * -(-outside // by_result) * BLOCK * result_size
-        return read + 8 * -(-outside // by_result) * -(-inside // by_image) * c.pixels * BLOCK**2
+        return read + 8 * -(-outside // by_result) * -(-inside // by_image) * c.pixels * block * BLOCK
 
     def work(split: tuple[int, int, int]) -> int:
         sharing, by_result, by_image = split
@@ -279,6 +282,10 @@ def _bound(c: Convolution, *, backward: bool) -> int:
         nbytes += c.num_threads * c.input.shape[1] * c.pixels * c.positions * itemsize
     if backward and c.strided:
         nbytes += 2 * nbytes_of(c.input)  # its gradient comes with channels last, and is copied
+        if not (low or c.transposed):
+            nbytes += _strided_nbytes(c)
+    if backward and c.reads_plain_image and not low:
+        nbytes += 2 * c.num_threads * filters  # unfolded, and summed per thread
     if c.pixels == 1 and tuple(c.input.shape[2:]) != tuple(c.result_shape[2:]):
         nbytes += c.num_threads * c.input.shape[1] * c.positions * itemsize  # the pixels it reads, gathered
     if c.transposed or may_unfold(c.input, c.weight, c.groups):

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from chunkc.passes.convolution import BLOCK, MIN_POSITIONS, PADDING, Convolution, padded
+from chunkc.passes.convolution import BLOCK, MIN_POSITIONS, PADDING, Convolution, by_blocks, padded
 from chunkc.passes.scratch_kernels import nbytes_of
 
 _ITEMSIZE, _SUM_ITEMSIZE = 2, 4
@@ -114,13 +114,6 @@ def _padded_bias_nbytes(c: Convolution) -> int:
     return padded(outside) * _ITEMSIZE + PADDING if c.bias and outside % BLOCK else 0
 
 
-def _by_blocks(channels: int) -> int:
-    """Channels padded to the block that oneDNN may choose, of those of 16, 32, 48 and 64."""
-    most = padded(channels, 2 * BLOCK) if channels > BLOCK else BLOCK
-    by_three = padded(channels, 3 * BLOCK)
-    return max(most, by_three) if 20 * channels >= 19 * by_three else most
-
-
 def _buffer_nbytes(c: Convolution, channels: int, columns: int) -> int:
     """Float32 sums of a row, of each thread."""
     return _PAGE + _SUM_ITEMSIZE * c.num_threads * min(_MAX_BLOCK, padded(channels)) * columns
@@ -129,7 +122,7 @@ def _buffer_nbytes(c: Convolution, channels: int, columns: int) -> int:
 def _channels_last_nbytes(c: Convolution) -> int:
     """Reordered filters, and addresses of the blocks that each thread multiplies."""
     inside, outside = c.input.shape[1], c.result_shape[1]
-    filters = _by_blocks(outside) * padded(inside, 2) * c.pixels * _ITEMSIZE
+    filters = by_blocks(outside) * padded(inside, 2) * c.pixels * _ITEMSIZE
     columns = c.result_shape[3]
     in_place = (columns - 1) * c.stride[1] < c.input.shape[3]
     whole = c.pixels == 1 or (in_place and c.pixels <= _WHOLE_PIXELS and inside <= _WHOLE_CHANNELS)
@@ -151,7 +144,7 @@ def _strided_nbytes(c: Convolution) -> int:
     uneven = width % step != 0
     if uneven:
         thread += _ITEMSIZE * padded(padded(width, step) * step * inside, _PAGE)
-    filters = padded(outside, 2) * _by_blocks(inside) * c.pixels * _ITEMSIZE
+    filters = padded(outside, 2) * by_blocks(inside) * c.pixels * _ITEMSIZE
     read = math.prod(c.result_shape) * _ITEMSIZE
     pages = (4 if uneven else 3) * _PAGE
     return read + filters + pages + c.num_threads * thread + _buffer_nbytes(c, inside, -(-width // step))

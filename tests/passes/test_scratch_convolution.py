@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from convolution_cases import Shape, aten, gap, gaps, last
@@ -16,6 +18,8 @@ EXACT = {
     "threads share images": Shape(8, 48, 32, 14, 3, stride=2, padding=1),
     "padded blocks": Shape(2, 20, 24, 16, 3, padding=1),
     "colours": Shape(2, 3, 16, 32, 7, stride=2, padding=3),
+    "colours, threads share images": Shape(4, 3, 32, 32, 3, stride=2, padding=1),
+    "colours, many images": Shape(8, 3, 32, 32, 3, stride=2, padding=1),
     "patches": Shape(2, 3, 128, 32, 8, stride=8),
     "strided": Shape(2, 64, 64, 32, 3, stride=2, padding=1),
     "strided, filters padded": Shape(2, 48, 16, 16, 4, stride=2, padding=1),
@@ -37,6 +41,51 @@ def test_known_kernels_to_the_byte(name: str, num_threads: int) -> None:
 def test_a_bias_is_known_too(name: str) -> None:
     torch.set_num_threads(2)
     assert gaps(EXACT[name], bias=True) == (0, 0)
+
+
+@AVX512
+@pytest.mark.parametrize("images", [15, 16])
+def test_one_pixel_on_one_thread(images: int) -> None:
+    """Up to 15 images a product in place, then oneDNN's."""
+    torch.set_num_threads(1)
+    forward, backward = gaps(Shape(images, 64, 32, 8, 1), bias=False)
+    assert forward == 0
+    assert backward == 0 if images == 15 else backward >= 0
+
+
+@dataclass(frozen=True)
+class Oblong:
+    """A float32 convolution whose edges, strides or padding differ by dimension."""
+
+    image: tuple[int, int, int, int]
+    filters: tuple[int, int, int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    num_threads: int
+
+
+OBLONG = {
+    "strided once": Oblong((2, 8, 3, 100), (128, 8, 3, 3), (2, 1), (1, 1), 4),
+    "flat filters": Oblong((2, 4, 32, 32), (200, 4, 1, 3), (2, 2), (0, 1), 2),
+    "padded once": Oblong((4, 1, 56, 56), (48, 1, 5, 5), (1, 2), (2, 0), 4),
+    "one column": Oblong((2, 96, 14, 2), (64, 96, 2, 2), (2, 2), (1, 0), 2),
+    "larger than the image": Oblong((2, 8, 14, 4), (48, 8, 7, 7), (1, 2), (3, 3), 4),
+    "few channels, small images": Oblong((3, 8, 4, 4), (384, 8, 5, 5), (2, 2), (2, 2), 4),
+    "48 channels": Oblong((1, 4, 9, 28), (48, 4, 7, 7), (2, 2), (3, 0), 4),
+}
+
+
+@pytest.mark.parametrize("name", OBLONG)
+def test_oblong_is_never_too_little(name: str) -> None:
+    shape = OBLONG[name]
+    torch.set_num_threads(shape.num_threads)
+    image, filters = torch.randn(shape.image), torch.randn(shape.filters)
+    how = (list(shape.stride), list(shape.padding), [1, 1], False, [0, 0], 1)
+    for formats in ((image, filters), (last(image), last(filters))):
+        assert gap(aten.convolution.default, *formats, None, *how) >= 0
+    grad = torch.randn_like(aten.convolution.default(image, filters, None, *how))
+    for mask in ([True, False, False], [False, True, False], [True, True, False]):
+        assert gap(aten.convolution_backward.default, grad, image, filters, [0], *how, mask) >= 0
 
 
 @AVX512
