@@ -144,10 +144,14 @@ def capture_offline(
         recorder.graphs.clear()
         remove_from_cache(call_model)
     if not found.graphs:
-        raise UnsupportedError(
-            "torch.compile captured no graph: the call of this model computes nothing it can compile"
-        )
+        raise UnsupportedError(f"torch.compile captured no graph: {_why_none(model)}")
     return found
+
+
+def _why_none(model: nn.Module) -> str:
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        return "it leaves nn.LSTM, nn.GRU and nn.RNN alone; set torch._dynamo.config.allow_rnn = True, also to train"
+    return "the call of this model computes nothing it can compile"
 
 
 def _told(error: Exception, module: Callable[[], str]) -> Exception:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from harness import refuse, train
 from ladder import resized, rungs
 from zoo import LADDER, Case
@@ -17,10 +18,13 @@ from chunkc.explain import minimum_budget
 from chunkc.ir.errors import UnsupportedError
 from chunkc.largest import largest
 
-NO_GRAPH = ("lstm",)
-"""Models that cannot be explained: nothing of them is captured."""
+RECURRENT = ("lstm",)
+"""Dynamo leaves these models alone unless it is told to trace them."""
+UNPLACED = ("breaks_in_loop",)
+"""`explain` lays chunks out graph by graph, as a model that was not placed before: here that gives other chunks. It is
+trained so, with parameters on the compute tier until their graph is compiled, and so without the hard limit."""
 
-QUICK = ("frozen_mlp", "dropout", "convnet", "graph_breaks")
+QUICK = ("frozen_mlp", "dropout", "convnet")
 QUICK_INDUCTOR = ("frozen_mlp",)
 INDUCTOR = ("frozen_mlp", "short_gpt", "checkpointed_gpt", "lstm_cells", "convnet", "unet", "vit")
 
@@ -45,15 +49,15 @@ def check(name: str, codegen: str) -> None:
     found = largest(needs, budget)
     assert found.size >= 2
     assert found.needs_nbytes[0] <= budget < found.needs_nbytes[1]
-    result = train(case_of_size(name, found.size), memory_budget=budget, codegen=codegen, steps=2)
-    assert result.allocator_peak_nbytes <= budget
-    error = refuse(
-        case_of_size(name, found.size + 1), memory_budget=budget, codegen=codegen, whole_graph="auto", place=True
-    )
+    placed = name not in UNPLACED
+    kwargs = {"memory_budget": budget, "codegen": codegen, "place": placed}
+    result = train(case_of_size(name, found.size), limit=placed, steps=2, **kwargs)
+    assert (result.allocator_peak_nbytes if placed else result.predicted_peak_nbytes) <= budget
+    error = refuse(case_of_size(name, found.size + 1), whole_graph="auto", **kwargs)
     assert error.budget_nbytes == budget < error.minimum_nbytes
 
 
-@pytest.mark.parametrize("name", rungs(tuple(n for n in LADDER if n not in NO_GRAPH), QUICK))
+@pytest.mark.parametrize("name", rungs(tuple(n for n in LADDER if n not in RECURRENT), QUICK))
 def test_the_largest_batch_trains_and_one_more_is_refused(name: str) -> None:
     check(name, "eager")
 
@@ -63,8 +67,15 @@ def test_the_largest_batch_by_inductor(name: str) -> None:
     check(name, "inductor")
 
 
-@pytest.mark.parametrize("name", NO_GRAPH)
-def test_models_without_a_graph_say_so(name: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECURRENT)
+def test_the_largest_batch_of_a_recurrent_model(name: str) -> None:
+    with torch._dynamo.config.patch(allow_rnn=True):
+        check(name, "eager")
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_models_that_are_left_alone_say_so(name: str) -> None:
     case = LADDER[name]
-    with pytest.raises(UnsupportedError, match=r"graph"):
+    with pytest.raises(UnsupportedError, match=r"captured no graph: .*allow_rnn = True"):
         minimum_budget(case.build(), **case.batch(0))

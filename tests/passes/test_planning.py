@@ -26,6 +26,9 @@ from chunkc.passes.planning import (
     fixed_nbytes,
     plan_phases,
     small_nbytes,
+    smallest_tiles,
+    staying_beside,
+    staying_beside_update,
     update_positions,
     update_tiles,
 )
@@ -146,6 +149,35 @@ def test_the_first_groups_stay_first() -> None:
     assert {0} in chosen
     assert all(one <= other for one, other in pairwise(chosen)), "a larger budget keeps no less"
     assert chosen[-1] == {0, 1, 2}
+
+
+def test_residents_make_room_for_what_is_held() -> None:
+    everything = frozenset({0, 1, 2})
+    minimum = check_minimum(STEP.passes, LAYOUT, HUGE, 0)
+    for spare in range(0, 120_000, 1024):
+        found, needed = staying_beside(STEP.passes, LAYOUT, minimum + spare, spare // 2, everything)
+        check_minimum(STEP.passes, LAYOUT, minimum + spare, spare // 2, found)
+        assert found == everything or needed == minimum + spare // 2
+    assert found == everything
+
+
+def test_where_no_room_can_be_made_the_minimum_is_without_residents() -> None:
+    minimum = check_minimum(STEP.passes, LAYOUT, HUGE, 4096)
+    assert staying_beside(STEP.passes, LAYOUT, minimum, 4096, frozenset({0, 2})) == (frozenset(), minimum)
+    with pytest.raises(BudgetError) as error:
+        staying_beside(STEP.passes, LAYOUT, minimum - 1, 4096, frozenset({0, 2}))
+    assert error.value.minimum_nbytes == minimum
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_residents_make_room_for_an_update(num_stages: int) -> None:
+    everything = frozenset({0, 1, 2})
+    positions = update_positions(LAYOUT, smallest_tiles(LAYOUT, [0, 1, 2], num_stages), 700)
+    minimum = check_minimum(positions, LAYOUT, HUGE, 0)
+    assert staying_beside_update(LAYOUT, [0, 1, 2], minimum, 700, everything, num_stages) < everything
+    assert staying_beside_update(LAYOUT, [0, 1, 2], HUGE, 700, everything, num_stages) == everything
+    with pytest.raises(BudgetError):
+        staying_beside_update(LAYOUT, [0, 1, 2], minimum - 1, 700, everything, num_stages)
 
 
 def test_resident_groups_move_nothing() -> None:
