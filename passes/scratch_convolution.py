@@ -57,6 +57,8 @@ def convolution_backward_nbytes(convolution: Convolution, grad: Tensor, outputs:
     known &= c.input.is_contiguous() and c.weight.is_contiguous()
     if c.reads_plain_image:
         known &= c.input.shape[1] in (1, 3)
+    elif c.pixels == 1 and c.input.shape[1] < BLOCK:
+        known &= all(size % step == 0 for size, step in zip(c.input.shape[2:], c.stride, strict=True))
     found = _backward(c, outputs) if known else backward_nbytes(c, outputs) if has_known_kernels(c) else None
     return copies + (_bound(c, backward=True) if found is None else found)
 

@@ -71,6 +71,7 @@ OBLONG = {
     "one column": Oblong((2, 96, 14, 2), (64, 96, 2, 2), (2, 2), (1, 0), 2),
     "larger than the image": Oblong((2, 8, 14, 4), (48, 8, 7, 7), (1, 2), (3, 3), 4),
     "few channels, small images": Oblong((3, 8, 4, 4), (384, 8, 5, 5), (2, 2), (2, 2), 4),
+    "one pixel, strides that leave some over": Oblong((3, 12, 5, 5), (16, 12, 1, 1), (2, 2), (0, 0), 8),
     "48 channels": Oblong((1, 4, 9, 28), (48, 4, 7, 7), (2, 2), (3, 0), 4),
 }
 
