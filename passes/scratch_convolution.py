@@ -80,7 +80,7 @@ def _forward(c: Convolution) -> int | None:
     if c.transposed and c.groups != 1:
         return None
     edges = zip(c.weight.shape[2:], c.input.shape[2:], strict=True)
-    if not (c.is_square or c.transposed) and any(k > size + 1 for k, size in edges):
+    if c.groups == 1 and not c.transposed and any(k > size + 1 for k, size in edges):
         return None
     image, filters = c.input, c.weight
     last = [not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last) for t in (image, filters)]
@@ -268,7 +268,8 @@ def _bound(c: Convolution, *, backward: bool) -> int:
     else:
         num_groups, block = (1, 16) if c.depthwise else (c.groups, 32 if low else 16)
         block_w = 16 if c.depthwise else block
-        outer, inner = padded(-(-c.weight.shape[0] // c.groups), block_w), padded(c.weight.shape[1], block_w)
+        outside = -(-c.weight.shape[0] // c.groups)
+        outer, inner = max(padded(outside, block_w), by_blocks(outside)), padded(c.weight.shape[1], block_w)
         filters = c.groups * outer * inner * c.pixels * itemsize
         filters *= 2 if channels_last else 1
 

@@ -72,6 +72,7 @@ OBLONG = {
     "larger than the image": Oblong((2, 8, 14, 4), (48, 8, 7, 7), (1, 2), (3, 3), 4),
     "few channels, small images": Oblong((3, 8, 4, 4), (384, 8, 5, 5), (2, 2), (2, 2), 4),
     "one pixel, strides that leave some over": Oblong((3, 12, 5, 5), (16, 12, 1, 1), (2, 2), (0, 0), 8),
+    "much larger than the image": Oblong((3, 512, 3, 3), (40, 512, 7, 7), (2, 2), (3, 3), 16),
     "48 channels": Oblong((1, 4, 9, 28), (48, 4, 7, 7), (2, 2), (3, 0), 4),
 }
 
