@@ -174,8 +174,8 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lengths"),
     [
-        ("encoder", False),
         ("short_gpt", True),
+        pytest.param("encoder", False, marks=SLOW),
         pytest.param("llama", True, marks=SLOW),
         pytest.param("convnet", False, marks=SLOW),
         pytest.param("lstm_cells", False, marks=SLOW),

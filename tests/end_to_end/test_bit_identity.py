@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from harness import (
     HUGE,
@@ -17,6 +19,8 @@ from zoo import CASES, PLAIN, TRANSFORMERS
 BUDGETS = {"fits": HUGE, "60%": 60, "30%": 30, "minimum": 0}
 QUICK_INDUCTOR = {("gpt2", "cpu"), ("llama", "cpu")}
 QUICK_DISK = {"gpt2", "t5", "mixtral"}
+QUICK_BUDGETS = {"30%", "minimum"}
+"""And every budget of `gpt2` by operators."""
 
 
 def _nbytes(budget: str, name: str, home: str, codegen: str) -> int:
@@ -27,21 +31,20 @@ def _nbytes(budget: str, name: str, home: str, codegen: str) -> int:
 
 
 def _matrix() -> list:
-    """Every transformers model, home and codegen; all but a few of those with Inductor or on disk are slow."""
+    """Every transformers model, home, codegen and budget; the quick ones are named above."""
     rows = []
-    for name in TRANSFORMERS:
-        for home in ("cpu", "disk"):
-            for codegen in ("eager", "inductor"):
-                if codegen == "inductor":
-                    slow = (name, home) not in QUICK_INDUCTOR
-                else:
-                    slow = home == "disk" and name not in QUICK_DISK
-                rows.append(pytest.param(name, home, codegen, marks=[pytest.mark.slow] * slow))
+    for name, home, codegen, budget in product(TRANSFORMERS, ("cpu", "disk"), ("eager", "inductor"), BUDGETS):
+        if codegen == "inductor":
+            is_quick = (name, home) in QUICK_INDUCTOR and budget == "30%"
+        elif home == "disk":
+            is_quick = name in QUICK_DISK and budget == "minimum"
+        else:
+            is_quick = name == "gpt2" or budget in QUICK_BUDGETS
+        rows.append(pytest.param(name, home, codegen, budget, marks=[pytest.mark.slow] * (not is_quick)))
     return rows
 
 
-@pytest.mark.parametrize("budget", list(BUDGETS))
-@pytest.mark.parametrize(("name", "home", "codegen"), _matrix())
+@pytest.mark.parametrize(("name", "home", "codegen", "budget"), _matrix())
 def test_transformers_train_to_the_same_bits(name: str, home: str, codegen: str, budget: str) -> None:
     nbytes = _nbytes(budget, name, home, codegen)
     result = train(CASES[name], memory_budget=nbytes, home=home, codegen=codegen, whole_graph="never")
@@ -51,8 +54,13 @@ def test_transformers_train_to_the_same_bits(name: str, home: str, codegen: str,
     assert result.allocator_peak_nbytes <= nbytes
 
 
-@pytest.mark.parametrize("budget", ["30%", "minimum"])
-@pytest.mark.parametrize("name", PLAIN)
+def _plain_matrix() -> list:
+    quick = {(name, "minimum") for name in PLAIN} | {("byte_gpt", "30%"), ("graph_breaks", "30%")}
+    rows = product(PLAIN, ("30%", "minimum"))
+    return [pytest.param(*row, marks=[pytest.mark.slow] * (row not in quick)) for row in rows]
+
+
+@pytest.mark.parametrize(("name", "budget"), _plain_matrix())
 def test_plain_modules_train_to_the_same_bits(name: str, budget: str) -> None:
     nbytes = _nbytes(budget, name, "cpu", "eager")
     whole_step = CASES[name].num_graphs == 1  # several graphs are planned each on its own

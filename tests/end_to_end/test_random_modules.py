@@ -99,7 +99,7 @@ SOME, MANY = (
         max_examples=num_examples, deadline=None, derandomize=True, print_blob=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
-    for num_examples in (12, 60)
+    for num_examples in (8, 60)
 )  # fmt: skip
 TRAINING = given(
     recipe=RECIPES,
@@ -116,6 +116,7 @@ def test_random_modules_train_to_the_same_bits(recipe: Recipe, chunk_nbytes: int
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @MANY
 @TRAINING
 def test_many_random_modules(recipe: Recipe, chunk_nbytes: int, fraction: float, home: str) -> None:
