@@ -263,6 +263,7 @@ def _bound(c: Convolution, *, backward: bool) -> int:
     low = c.input.dtype in LOW_PRECISION
     itemsize = 4 if low else c.input.itemsize
     channels_last = not c.input.is_contiguous()
+    unfolds = may_unfold(c.input, c.weight, c.groups)
     if c.depthwise and not (channels_last and backward):  # blocks span the groups
         num_groups, block, filters = 1, 16, padded(c.groups, 64) * c.pixels * itemsize
     else:
@@ -285,13 +286,13 @@ def _bound(c: Convolution, *, backward: bool) -> int:
         nbytes += c.num_threads * c.input.shape[1] * c.pixels * c.positions * itemsize
     if backward and c.strided:
         nbytes += 2 * nbytes_of(c.input)  # its gradient comes with channels last, and is copied
-        if not (low or c.transposed):
+        if not (low or c.transposed or unfolds):
             nbytes += _strided_nbytes(c)
-    if backward and c.reads_plain_image and not low:
+    if backward and c.reads_plain_image and not (low or unfolds):
         nbytes += 2 * c.num_threads * filters  # unfolded, and summed per thread
     if c.pixels == 1 and tuple(c.input.shape[2:]) != tuple(c.result_shape[2:]):
         nbytes += c.num_threads * c.input.shape[1] * c.positions * itemsize  # the pixels it reads, gathered
-    if c.transposed or may_unfold(c.input, c.weight, c.groups):
+    if c.transposed or unfolds:
         channels, positions = c.input.shape[1], c.positions
         if c.transposed:
             channels, positions = c.result_shape[1], math.prod(c.input.shape[2:])

@@ -254,7 +254,7 @@ class BlocksApart(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("budget", [1_720_000, HUGE])
+@pytest.mark.parametrize("budget", [1_720_000, pytest.param(HUGE, marks=SLOW)])
 def test_modules_that_share_a_graph_are_compiled_once_each(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and gradients are plain PyTorch's bits at every shape."""
     captures = counted(monkeypatch, backend, "capture_graph")

@@ -99,7 +99,7 @@ SOME, MANY = (
         max_examples=num_examples, deadline=None, derandomize=True, print_blob=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
-    for num_examples in (8, 60)
+    for num_examples in (5, 60)
 )  # fmt: skip
 TRAINING = given(
     recipe=RECIPES,
