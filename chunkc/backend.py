@@ -96,7 +96,8 @@ def _compile_in_symbols(variants: Variants, gm: fx.GraphModule, arguments: Seque
     with mode:
         inputs = [_as_traced(value, argument) for value, argument in zip(traced, arguments, strict=True)]
     try:
-        # Dynamo, which says what is dynamic, has not seen these parameters; what the mode has met keeps its shape.
+        # Dynamo, which says what is dynamic, has not seen these parameters. What the mode has met keeps its shape,
+        # for as long as somebody holds it.
         met = [mode.from_tensor(value, static_shapes=True) for value in inputs if isinstance(value, nn.Parameter)]
         with tracing(TracingContext(mode)), _no_more_guards(mode.shape_env):
             call = variants.compile_for(inputs)

@@ -230,6 +230,9 @@ def test_views_of_other_tensors_are_compiled_by_shape(monkeypatch: pytest.Monkey
     assert captures.calls >= 4
 
 
+NUM_BLOCKS = 4
+
+
 class Apart(nn.Sequential):
     """Dynamo enters its own forward, and PyTorch's classes never by themselves."""
 
@@ -240,11 +243,11 @@ class Apart(nn.Sequential):
 class BlocksApart(nn.Module):
     """Between blocks Dynamo breaks the graph, so that they share one."""
 
-    def __init__(self, num_blocks: int = 4) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
             Apart(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-            for _ in range(num_blocks)
+            for _ in range(NUM_BLOCKS)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -254,26 +257,31 @@ class BlocksApart(nn.Module):
         return x.square().mean()
 
 
+def train_alike(models: list[nn.Module], call: Any, num_rows: int) -> None:
+    """A step of both, the first by `call`: the same loss and gradients to the bit."""
+    losses = []
+    for module, run in zip(models, (call, models[1])):
+        module.zero_grad()
+        losses.append(run(rows(num_rows)))
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    assert same_bits(*models)
+
+
 @pytest.mark.parametrize("budget", [1_720_000, pytest.param(HUGE, marks=SLOW)])
 def test_modules_that_share_a_graph_are_compiled_once_each(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and gradients are plain PyTorch's bits at every shape."""
     captures = counted(monkeypatch, backend, "capture_graph")
-    models = [BlocksApart() for _ in range(2)]
+    models: list[nn.Module] = [BlocksApart() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     options = {"codegen": "eager", "memory_budget": budget, "whole_graph": "never"}
     call = torch.compile(models[0], backend="chunkc", options=options)
     after_two = 0
     for index, num_rows in enumerate((4, 6, 3, 8, 5, 4)):
-        losses = []
-        for module, run in zip(models, (call, models[1])):
-            module.zero_grad()
-            losses.append(run(rows(num_rows)))
-            losses[-1].backward()
-        assert torch.equal(*losses)
-        assert same_bits(*models)
+        train_alike(models, call, num_rows)
         if index == 1:
             after_two = captures.calls
-    assert captures.calls == after_two >= len(models[0].blocks)
+    assert captures.calls == after_two >= NUM_BLOCKS
 
 
 def test_a_shared_graph_that_turns_out_valid_for_fewer_sizes_is_compiled_by_shape(
@@ -289,18 +297,12 @@ def test_a_shared_graph_that_turns_out_valid_for_fewer_sizes_is_compiled_by_shap
         raise backend._NotForAnyShapes from chunkc.UnsupportedError("two sizes must be equal")
 
     monkeypatch.setattr(backend, "_no_more_guards", guarded)
-    models = [BlocksApart() for _ in range(2)]
+    models: list[nn.Module] = [BlocksApart() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     options = {"codegen": "eager", "memory_budget": 1_720_000, "whole_graph": "never"}
     call = torch.compile(models[0], backend="chunkc", options=options)
     for num_rows in (4, 6, 3, 8, 3):
-        losses = []
-        for module, run in zip(models, (call, models[1])):
-            module.zero_grad()
-            losses.append(run(rows(num_rows)))
-            losses[-1].backward()
-        assert torch.equal(*losses)
-        assert same_bits(*models)
+        train_alike(models, call, num_rows)
         assert chunkc.report(models[0]).predicted_peak_nbytes <= 1_720_000
     assert [warning for warning in warnings if "two sizes must be equal" in warning]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -82,12 +83,17 @@ def test_the_first_call_takes_what_was_predicted(custom: str | None) -> None:
     assert not [moment for moment in forward.moments if moment.excess_nbytes]
 
 
+def compiled_anew(codegen: str) -> Any:
+    """A model whose custom operator returns its input, before its first call."""
+    torch._dynamo.reset()
+    options = {"memory_budget": 1 << 30, "codegen": codegen, "whole_graph": "never"}
+    return torch.compile(Numbers("same"), backend="chunkc", options=options)
+
+
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
 @pytest.mark.usefixtures("_custom")
 def test_custom_operators_are_checked_in_their_first_call(codegen: str) -> None:
-    torch._dynamo.reset()
-    options = {"memory_budget": 1 << 30, "codegen": codegen, "whole_graph": "never"}
-    compiled = torch.compile(Numbers("same"), backend="chunkc", options=options)
+    compiled = compiled_anew(codegen)
     # PyTorch makes the warning an error where the environment has CI.
     with torch._functorch.config.patch(error_on_custom_op_aliasing=False):
         with pytest.warns(UserWarning, match="chunkc_tracing_tests::same"):
@@ -100,9 +106,7 @@ def test_custom_operators_are_checked_in_their_first_call(codegen: str) -> None:
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
 @pytest.mark.usefixtures("_custom")
 def test_the_check_of_custom_operators_can_be_an_error(codegen: str) -> None:
-    torch._dynamo.reset()
-    options = {"memory_budget": 1 << 30, "codegen": codegen, "whole_graph": "never"}
-    compiled = torch.compile(Numbers("same"), backend="chunkc", options=options)
+    compiled = compiled_anew(codegen)
     with (
         torch._functorch.config.patch(error_on_custom_op_aliasing=True),
         pytest.raises(RuntimeError, match="chunkc_tracing_tests::same"),
