@@ -37,7 +37,7 @@ from chunkc.options import parse_options, parse_size
 from chunkc.overlap import NONE, OVERLAP
 from chunkc.passes.scratch_exceptions import table as exceptions_table
 from chunkc.presets import PRESETS, default_hardware_path, load_hardware, save_hardware
-from chunkc.scaling import capture_scaling
+from chunkc.scaling import Scaling
 from chunkc.targets import DTYPES, ModelOptions, Subject, Target, built_in, errors_of, from_file, from_module
 from chunkc.update_on import DEVICE, UPDATE_ON
 
@@ -272,7 +272,7 @@ def _largest(
 ) -> tuple[int, list[str]]:
     """The largest size, and sentences about it; 1 where not even that fits.
 
-    The search goes over one capture with the size in symbols. It and the next size are then captured for themselves;
+    The search goes over captures with the size in symbols. It and the next size are then captured for themselves;
     where that cannot be done, or says something else, so is every size that is tried.
     """
     words = what.replace("_", " ")
@@ -295,8 +295,13 @@ def _largest(
         show(f"tracing with {words} in symbols")
         try:
             with errors_of(target.name, explained=True):
-                scaling = capture_scaling(lambda size: build(size).parts, parse_options(settings), hardware, choice)
-            found = largest(lambda size: scaling.minimum_nbytes(size) or needs(size), budget_nbytes)
+                scaling = Scaling(lambda size: build(size).parts, parse_options(settings), hardware, choice)
+
+            def needs_at(size: int) -> int:
+                show(f"trying {words} {size:,}")
+                return scaling.minimum_nbytes(size) or needs(size)
+
+            found = largest(needs_at, budget_nbytes)
             if not needs(found.size) <= budget_nbytes < needs(found.size + 1):
                 raise UnsupportedError(f"captured with {words} {found.size:,} alone, the model takes other bytes")
         except UnsupportedError as error:

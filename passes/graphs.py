@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
+from functools import lru_cache
 
 import torch
 from torch import fx
@@ -14,7 +15,10 @@ from chunkc.passes.cuda_memory import rounded_nbytes
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     """The fake tensors a node produced while it was traced (empty for symbols and None)."""
-    return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):  # nearly always, and this is asked of every node many times
+        return [value]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -73,6 +77,7 @@ def op_name(node: fx.Node) -> str:
 _ATTRIBUTE = re.compile(r"\.?_(?:modules|parameters|buffers)\['([^']+)'\]|\.(\w+)|\[(\d+)\]")
 
 
+@lru_cache(maxsize=4096)
 def attribute_path(source: str) -> str:
     """The user's name for what Dynamo's source expression reads.
 

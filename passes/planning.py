@@ -114,7 +114,18 @@ def small_nbytes(layout: ChunkLayout) -> int:
 
 def chunk_sizes(layout: ChunkLayout, positions: Sequence[Position]) -> dict[str, int]:
     """Bytes of every chunk, or part of one, that the positions need."""
-    return {chunk: layout.chunk_nbytes_of(chunk) for position in positions for chunk in position.chunks}
+    chunks = dict.fromkeys(chunk for position in positions for chunk in position.chunks)
+    return {chunk: layout.chunk_nbytes_of(chunk) for chunk in chunks}
+
+
+def _tightest(positions: Sequence[Position]) -> list[Position]:
+    """Of positions that need the same chunks the one with the most bytes beside them: where it fits, all of them do."""
+    found: dict[frozenset[str], Position] = {}
+    for position in positions:
+        known = found.setdefault(position.chunks, position)
+        if position.non_model_nbytes > known.non_model_nbytes:
+            found[position.chunks] = position
+    return list(found.values())
 
 
 def fixed_nbytes(layout: ChunkLayout, resident: frozenset[int]) -> int:
@@ -164,23 +175,26 @@ def choose_resident(
     First ones first: at the end of a step the next forward needs them soonest (cyclic furthest next use).
     """
     sizes = chunk_sizes(layout, positions)
+    needs = [
+        (position.non_model_nbytes, [(split_chunk_name(chunk)[1], sizes[chunk]) for chunk in position.chunks])
+        for position in _tightest(positions)
+    ]
 
-    def fits(resident: frozenset[int], slack_nbytes: int) -> bool:
-        fixed = fixed_nbytes(layout, resident) + held_nbytes + slack_nbytes
+    def fits(resident: frozenset[int], fixed: int) -> bool:
         return all(
-            fixed + p.non_model_nbytes + required_nbytes(_moving(p, resident), sizes) <= budget_nbytes
-            for p in positions
+            fixed + non_model + sum(size for group, size in chunks if group not in resident) <= budget_nbytes
+            for non_model, chunks in needs
         )
 
     everything = frozenset(group.index for group in layout.groups)
-    if allowed == everything and fits(everything, 0):
+    if allowed == everything and fits(everything, fixed_nbytes(layout, everything) + held_nbytes):
         return everything
-    slack = SLACK_CHUNKS * max((size for size in sizes.values()), default=0)
-    resident: frozenset[int] = frozenset()
+    slack = SLACK_CHUNKS * max(sizes.values(), default=0)
+    resident, fixed = frozenset[int](), fixed_nbytes(layout, frozenset()) + held_nbytes + slack
     for group in layout.groups:
-        wider = resident | {group.index}
-        if group.index in allowed and fits(wider, slack):
-            resident = wider
+        wider, with_it = resident | {group.index}, fixed + group.resident_nbytes
+        if group.index in allowed and fits(wider, with_it):
+            resident, fixed = wider, with_it
     return resident
 
 
@@ -245,7 +259,7 @@ def check_minimum(
         moving = required_nbytes(_moving(position, resident), sizes)
         return fixed + held_nbytes + position.non_model_nbytes + moving
 
-    worst = max(positions, key=total)
+    worst = max(_tightest(positions), key=total)
     minimum = total(worst)
     if all_may_stay:  # without the gaps that chunks have, and optimizer tiles, a very small model may need less
         everything = fixed_nbytes(layout, frozenset(group.index for group in layout.groups))

@@ -37,14 +37,13 @@ class Measurement:
 
     `between_nbytes` is the largest reading between moments: while chunks come and go and gradients are sunk. `spans_s`:
     when each moment began and ended, by `time.perf_counter`. `host_s` is the rest: what the host took for
-    `num_instructions` beyond arithmetic, updates (`update_s`) and waits (`wait_s`).
+    `num_instructions` beyond arithmetic, updates (`update_s`) and waits for copies.
     """
 
     peaks: list[tuple[str, int | None]] = field(default_factory=list)
     between_nbytes: int = 0
     compute_s: float = 0.0
     update_s: float = 0.0
-    wait_s: float = 0.0
     host_s: float = 0.0
     num_instructions: int = 0
     spans_s: list[tuple[float, float]] = field(default_factory=list)
@@ -79,12 +78,7 @@ class _Event:
     chunk: str
 
     def __call__(self, registers: Registers, run: Run) -> None:
-        if self.method != "wait":
-            getattr(run.store, self.method)(self.chunk)
-            return
-        start_s = time.perf_counter()
-        run.store.wait(self.chunk)
-        run.measurement.wait_s += time.perf_counter() - start_s
+        getattr(run.store, self.method)(self.chunk)
 
 
 @dataclass(frozen=True)
@@ -193,7 +187,7 @@ class Executable:
         Raises:
             StreamError, HomeError: a copy failed; parameters and gradients at home stay valid.
         """
-        start_s = time.perf_counter()
+        start_s, waited_s = time.perf_counter(), run.store.traffic.wait_s
         registers: Registers = [None] * self.num_registers
         for register, argument in zip(self.inputs, arguments, strict=True):
             if register is not None:
@@ -214,11 +208,12 @@ class Executable:
             raise
         run.store.drop_spare_slots()
         run.measurement.begin(run.store.tier)
-        self._account(run.measurement, time.perf_counter() - start_s)
+        waited_s = run.store.traffic.wait_s - waited_s
+        self._account(run.measurement, time.perf_counter() - start_s - waited_s)
         return [None if register is None else registers[register] for register in self.outputs]
 
-    def _account(self, measurement: Measurement, total_s: float) -> None:
-        measurement.host_s = total_s - measurement.compute_s - measurement.update_s - measurement.wait_s
+    def _account(self, measurement: Measurement, busy_s: float) -> None:
+        measurement.host_s = busy_s - measurement.compute_s - measurement.update_s
         measurement.num_instructions = len(self.instructions)
 
 

@@ -71,17 +71,17 @@ def test_every_size_for_itself(here: Path, capsys: pytest.CaptureFixture[str], m
 def test_the_answer_is_checked(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture in symbols that says something else than captures of the very sizes is not believed."""
     right, _ = answer(capsys, "build", monkeypatch)
-    capture_scaling = cli.capture_scaling
+    scaling = cli.Scaling
 
     class Wrong:
         def __init__(self, *args: object) -> None:
-            self.known = capture_scaling(*args)
+            self.known = scaling(*args)
 
         def minimum_nbytes(self, size: int) -> int | None:
             found = self.known.minimum_nbytes(size)
             return None if found is None else found + 100_000
 
-    monkeypatch.setattr(cli, "capture_scaling", Wrong)
+    monkeypatch.setattr(cli, "Scaling", Wrong)
     wrong, planned = answer(capsys, "build", monkeypatch)
     assert wrong[0] == right[0]
     assert "the model takes other bytes" in wrong[1]

@@ -15,7 +15,7 @@ from chunkc.explain import minimum_budget
 from chunkc.ir.errors import UnsupportedError
 from chunkc.options import parse_options
 from chunkc.presets import load_hardware
-from chunkc.scaling import Scaling, capture_scaling
+from chunkc.scaling import Scaling
 
 WIDTH = 64
 BUDGET = 2_000_000
@@ -42,7 +42,7 @@ def call(size: int) -> Call:
 
 def captured(build: Callable[[int], Call], budget: int = BUDGET) -> Scaling:
     options = parse_options({"codegen": "eager", "memory_budget": budget})
-    return capture_scaling(build, options, load_hardware("cpu"))
+    return Scaling(build, options, load_hardware("cpu"))
 
 
 def needs(size: int) -> int:
@@ -73,12 +73,32 @@ def test_one_capture_serves_the_whole_search(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(scaling, "step_on", one_more)
     search.largest(lambda size: known.minimum_nbytes(size) or 0, BUDGET)
     assert count == 0
-    assert known.templates.num_described < 8
+    assert known.captures[0].templates.num_described < 8
 
 
 def test_a_size_that_is_another_graph() -> None:
     """Zero rows are not what was captured."""
     assert captured(call).minimum_nbytes(0) is None
+
+
+@pytest.mark.slow
+def test_captured_again_where_inductor_makes_other_code() -> None:
+    """Inductor sums more than 4,096 elements otherwise than fewer: beyond, one more capture serves all sizes."""
+    options = parse_options({"codegen": "inductor", "memory_budget": BUDGET})
+    known = Scaling(call, options, load_hardware("cpu"))
+    for size in (10, 100, 2000, 3000):
+        model, args, kwargs = call(size)
+        alone = minimum_budget(model, *args, memory_budget=BUDGET, codegen="inductor", **kwargs)
+        assert known.minimum_nbytes(size) == alone, size
+    assert len(known.captures) == 2
+
+
+def test_few_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every size is a graph of its own, tracing in symbols ends after some."""
+    known = captured(call)
+    monkeypatch.setattr(scaling.SizedCapture, "minimum_nbytes", lambda capture, size: None)
+    assert [known.minimum_nbytes(size) for size in (7, 8, 9, 10, 11)] == [None] * 5
+    assert len(known.captures) == scaling.MAX_CAPTURES
 
 
 class Wide(Rows):

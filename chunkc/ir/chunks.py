@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -18,6 +18,9 @@ ALIGNMENT_NBYTES = 256
 
 PARAM, GRAD = "param", "grad"
 
+NAMES_KEPT = 1 << 14
+"""Chunks' names that are remembered as what they say: every event of a step asks."""
+
 
 def chunk_name(kind: str, group: int, part: tuple[int, int] | None = None) -> str:
     """The stable name of a chunk, as plans and graphs print it: `param:3`, or of a part of it: `param:3[0:65536]`.
@@ -27,12 +30,14 @@ def chunk_name(kind: str, group: int, part: tuple[int, int] | None = None) -> st
     return f"{kind}:{group}" if part is None else f"{kind}:{group}[{part[0]}:{part[1]}]"
 
 
+@lru_cache(maxsize=NAMES_KEPT)
 def split_chunk_name(name: str) -> tuple[str, int]:
     """Kind and group of a chunk's (or a part's) name."""
     kind, _, group = name.partition("[")[0].partition(":")
     return kind, int(group)
 
 
+@lru_cache(maxsize=NAMES_KEPT)
 def chunk_part(name: str) -> tuple[int, int] | None:
     """The range of elements a name stands for; None for the whole chunk."""
     _, bracket, part = name.partition("[")

@@ -16,6 +16,7 @@ from chunkc.ir.errors import ChunkStateError, HomeError
 from chunkc.ir.plan import Tile
 from chunkc.runtime import cpu_allocator
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
+from chunkc.runtime.slots import Traffic
 from chunkc.runtime.tier import CpuTier
 
 pytestmark = pytest.mark.timeout(30)
@@ -26,7 +27,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[tuple] = []
-        self.tier = CpuTier()
+        self.tier, self.traffic = CpuTier(), Traffic()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> None:
