@@ -93,6 +93,7 @@ class Finding:
             "minimum_budget_nbytes": found.minimum_budget_nbytes,
             "predicted_peak_nbytes": found.predicted_peak_nbytes,
             "home_nbytes": found.home_nbytes,
+            "disk_nbytes": found.disk_nbytes,
             "traffic_nbytes": asdict(found.traffic_nbytes),
             "step_time_s": asdict(found.step_time_s),
             "tokens_per_s": self.batch_size * SEQ_LEN / found.step_time_s.total,
@@ -102,11 +103,7 @@ class Finding:
 
 def explain_claim(claim: Claim, show: Callable[[str], None]) -> Finding:
     """The largest batch size that fits, or the smallest one where none does."""
-    hardware = load_hardware(claim.hardware)
-    if claim.host_nbytes is not None:
-        hardware = replace(hardware, host_memory_nbytes=claim.host_nbytes)
-    elif claim.home == "cpu":
-        hardware = replace(hardware, host_memory_nbytes=None)
+    hardware = replace(load_hardware(claim.hardware), host_memory_nbytes=claim.host_nbytes)
     dtype = torch.bfloat16 if hardware.bf16_flops_per_s else torch.float16
     family = find_model("gpt-18b")
     config = replace(
@@ -131,8 +128,9 @@ def explain_claim(claim: Claim, show: Callable[[str], None]) -> Finding:
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows as a Markdown table."""
     lines = [
-        "| system | hardware | published | fits | batch | smallest budget | home | step | tokens/s | bytes/parameter |",
-        "|---|---|---:|---|---:|---:|---:|---:|---:|---:|",
+        "| system | hardware | published | fits | batch | smallest budget | home | of it in RAM | step | tokens/s "
+        "| bytes/parameter |",
+        "|---|---|---:|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         claim = row["claim"]
@@ -144,6 +142,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             str(row["batch_size"]),
             f"{row['minimum_budget_nbytes'] / GIB:.1f} GiB",
             f"{row['home_nbytes'] / GIB:.0f} GiB",
+            f"{(row['home_nbytes'] - row['disk_nbytes']) / GIB:.0f} GiB",
             f"{row['step_time_s']['total']:.1f} s",
             f"{row['tokens_per_s']:.0f}",
             f"{row['home_nbytes'] / row['num_parameters']:.1f}",

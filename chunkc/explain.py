@@ -16,7 +16,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 from chunkc.cuda_offline import overhead_on, planned_on, storages_on
 from chunkc.explain_updates import Updates
-from chunkc.ir.chunks import ChunkLayout
+from chunkc.ir.chunks import ChunkLayout, is_state
 from chunkc.ir.errors import OptionsError, UnsupportedError, format_nbytes
 from chunkc.ir.explanation import (
     Chunks,
@@ -25,7 +25,7 @@ from chunkc.ir.explanation import (
 )
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.program import FORWARD
-from chunkc.ir.simulate import STAYING, simulate, step_time, traffic
+from chunkc.ir.simulate import STAYING, in_ram, simulate, step_time, traffic
 from chunkc.ir.states import StateFormat
 from chunkc.measured import measured_side
 from chunkc.moments import StepPlans, explained_moments, peak_of
@@ -103,7 +103,7 @@ def explain(
     dynamic = has_dynamic_dimensions((args, kwargs))
     step = step_on(machine, model, args, kwargs, options, dynamic=dynamic, states_of=chosen.states_of)
     show("planning")
-    training = training_in(machine, step.graphs, options)
+    training = training_in(machine, step.graphs)
     found = explain_step(step, options, training, name or _class_of(model), updates)
     return replace(found, measured=measured)
 
@@ -131,7 +131,7 @@ def minimum_budget(
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     chosen = choice.of(model)
     step = step_on(machine, model, args, kwargs, options, states_of=chosen.states_of)
-    replay = Replay(step, options, training_in(machine, step.graphs, options), Updates.of(choice, chosen))
+    replay = Replay(step, options, training_in(machine, step.graphs), Updates.of(choice, chosen))
     return replay.minimum_nbytes(replay.fitting(budget_of(options, machine)))
 
 
@@ -162,22 +162,13 @@ def step_on(
     return replace(step, graphs=graphs, storage_nbytes=storages_on(step.storage_nbytes, hardware))
 
 
-def training_in(machine: Hardware, graphs: Sequence[OfflineGraph], options: Options) -> Hardware:
-    """The machine at the rate of the dtype that most parameters have, its links no faster than a home on disk."""
+def training_in(machine: Hardware, graphs: Sequence[OfflineGraph]) -> Hardware:
+    """The machine at the rate of the dtype that most parameters have."""
     sizes: dict[torch.dtype, int] = {}
     specs = {spec.name: spec for graph in graphs for spec in (*graph.movable, *graph.fixed)}
     for spec in specs.values():
         sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.numel
-    if sizes:
-        machine = machine.training_in(max(sizes, key=lambda dtype: sizes[dtype]))
-    if options.home_kind == "cpu":
-        return machine
-    inwards, outwards = machine.to_device_bytes_per_s, machine.to_home_bytes_per_s
-    return replace(
-        machine,
-        to_device_bytes_per_s=min(inwards, machine.disk_read_bytes_per_s or inwards),
-        to_home_bytes_per_s=min(outwards, machine.disk_write_bytes_per_s or outwards),
-    )
+    return machine.training_in(max(sizes, key=lambda dtype: sizes[dtype])) if sizes else machine
 
 
 def budget_of(options: Options, hardware: Hardware) -> int:
@@ -208,10 +199,9 @@ def explain_step(
     replay = Replay(captured, options, hardware, updates)
     settled, layout = replay.fitting(budget), replay.layout
     step = replay.planned(settled)
-    events = _events(step, hardware, updates)
+    on_disk = _on_disk(options, hardware)
+    events = _events(step, hardware, updates, on_disk)
     moments = tuple(explained_moments(step, events, replay.expressions(settled)))
-    home_nbytes = _home_nbytes(layout, step.resident)
-    on_disk = options.home != "cpu"
     host = hardware.host_memory_nbytes
     overhead = hardware.context_nbytes
     found = Explanation(
@@ -226,8 +216,8 @@ def explain_step(
         predicted_peak_nbytes=max((m.nbytes for phase in step.phases for m in phase.moments), default=0),
         non_model_peak_nbytes=max((m.non_model_nbytes for run in step.runs for m in run.planned.moments), default=0),
         overhead_nbytes=overhead,
-        home_nbytes=home_nbytes,
-        disk_nbytes=home_nbytes if on_disk else 0,
+        home_nbytes=_home_nbytes(layout, step.resident),
+        disk_nbytes=_home_nbytes(layout, step.resident, on_disk),
         device_memory_nbytes=hardware.device_memory_nbytes,
         host_memory_nbytes=host,
         peak=peak_of(step),
@@ -249,7 +239,16 @@ def explain_step(
     return replace(found, host_fits=host is None or found.host_needs_nbytes <= host)
 
 
-def _events(step: StepPlans, hardware: Hardware, updates: Updates) -> tuple[TimedEvent, ...]:
+def _on_disk(options: Options, hardware: Hardware) -> Callable[[str], bool]:
+    """Which kinds of chunks have their home on a disk: behind a GPU only states, see `runtime.staging`."""
+    if options.home_kind == "cpu":
+        return in_ram
+    return is_state if hardware.kind == "cuda" else (lambda kind: True)
+
+
+def _events(
+    step: StepPlans, hardware: Hardware, updates: Updates, on_disk: Callable[[str], bool]
+) -> tuple[TimedEvent, ...]:
     costs = {name: cost_s for run in step.runs for name, cost_s in run.costs_s().items()}
     nbytes = updates.nbytes(step)
     rate = hardware.update_bytes_per_s
@@ -262,15 +261,19 @@ def _events(step: StepPlans, hardware: Hardware, updates: Updates) -> tuple[Time
         staying_update_s=nbytes[STAYING] / rate,
         at_home=updates.simulated(step.at_home, step.layout, hardware),
         update_nbytes=nbytes,
+        on_disk=on_disk,
     )
 
 
-def _home_nbytes(layout: ChunkLayout, resident: frozenset[int]) -> int:
-    """Bytes at home of every group that moves: all kinds of data it has."""
+def _home_nbytes(
+    layout: ChunkLayout, resident: frozenset[int], counts: Callable[[str], bool] = lambda kind: True
+) -> int:
+    """Bytes at home of every group that moves, of those kinds of data that count."""
     return sum(
-        sum(group.nbytes(kind) for kind in (group.update_kinds if group.trainable else group.update_kinds[:1]))
+        group.nbytes(kind)
         for group in layout.groups
-        if group.index not in resident
+        for kind in (group.update_kinds if group.trainable else group.update_kinds[:1])
+        if group.index not in resident and counts(kind)
     )
 
 

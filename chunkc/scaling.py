@@ -120,7 +120,7 @@ def _capture(
     lines = _mark(leaves, others, traced_size)
     chosen = choice.of(model)
     step = step_on(hardware, model, args, kwargs, options, dynamic=True, states_of=chosen.states_of)
-    training = training_in(hardware, step.graphs, options)
+    training = training_in(hardware, step.graphs)
     stage = Replay(step, options, training, Updates.of(choice, chosen)).stages[0]
     budget = stage.builder.budget_nbytes = budget_of(options, hardware)
     templates = stage.templates

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from chunkc.ir.chunks import GRAD, PARAM, split_chunk_name
+from chunkc.ir.chunks import is_state, split_chunk_name
 from chunkc.runtime.homes import Home, Region
 
 MAX_REGIONS_PER_CALL = 16
@@ -79,8 +79,8 @@ class Arena:
         """Chunks that are to share a region, with its home."""
         by_home: dict[Home, list[str]] = {}
         for chunk in wanted:
-            is_state = split_chunk_name(chunk)[0] not in (PARAM, GRAD)
-            by_home.setdefault(self.state_home or self.home if is_state else self.home, []).append(chunk)
+            home = self.state_home if is_state(split_chunk_name(chunk)[0]) else None
+            by_home.setdefault(home or self.home, []).append(chunk)
         batches: list[tuple[Home, list[str]]] = []
         for home, chunks in by_home.items():
             enough = -(-sum(wanted[chunk] for chunk in chunks) // MAX_REGIONS_PER_CALL) if home.shares_regions else 0

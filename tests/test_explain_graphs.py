@@ -46,7 +46,7 @@ def captured(name: str) -> OfflineStep:
 def explained(name: str, budget_nbytes: int, **options: Any) -> Explanation:
     settings = parse_options({"codegen": "eager", "whole_graph": "never", "memory_budget": budget_nbytes, **options})
     step = captured(name)
-    return explain_step(step, settings, training_in(load_hardware("cpu"), step.graphs, settings), name)
+    return explain_step(step, settings, training_in(load_hardware("cpu"), step.graphs), name)
 
 
 Moments = dict[str, tuple[int, int]]
@@ -202,7 +202,7 @@ def test_on_a_gpu_saved_values_wait_for_their_backward() -> None:
     options = parse_options({"codegen": "eager", "whole_graph": "never", "memory_budget": 64 << 20})
     step = step_on(hardware, case.build(), (), case.batch(0), options)
     held: dict[str, int] = {}
-    for moment in explain_step(step, options, training_in(hardware, step.graphs, options), "on a GPU").moments:
+    for moment in explain_step(step, options, training_in(hardware, step.graphs), "on a GPU").moments:
         held.setdefault(moment.call.rpartition(".")[0], moment.contents["others"])
     assert 0 < held["forward.1"] < held["forward.2"]
     assert held["backward.2"] > held["backward.1"] > held["backward.0"]

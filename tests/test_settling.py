@@ -69,7 +69,7 @@ def captured(name: str, whole_graph: str) -> tuple[OfflineStep, Replay]:
     options = parse_options({"codegen": "eager", "whole_graph": whole_graph})
     model, inputs = MODELS[name]()
     step = step_on(CPU, model, (), inputs, options)
-    return step, Replay(step, options, training_in(CPU, step.graphs, options), Updates())
+    return step, Replay(step, options, training_in(CPU, step.graphs), Updates())
 
 
 def fits(name: str, whole_graph: str, budget_nbytes: int) -> bool:
@@ -132,7 +132,7 @@ def test_training_settles_alike(name: str, whole_graph: str, percent: int) -> No
     minimum = replay.fitting(1).budget_nbytes
     budget = minimum * percent // 100
     options = parse_options({"codegen": "eager", "memory_budget": budget, "whole_graph": whole_graph})
-    explained = explain_step(step, options, training_in(CPU, step.graphs, options), name)
+    explained = explain_step(step, options, training_in(CPU, step.graphs), name)
     assert explained.fits
     assert explained.minimum_budget_nbytes == minimum
     report = trained(name, budget, whole_graph)

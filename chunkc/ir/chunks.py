@@ -37,6 +37,11 @@ def split_chunk_name(name: str) -> tuple[str, int]:
     return kind, int(group)
 
 
+def is_state(kind: str) -> bool:
+    """Whether chunks of a kind hold optimizer states."""
+    return kind not in (PARAM, GRAD)
+
+
 @lru_cache(maxsize=NAMES_KEPT)
 def chunk_part(name: str) -> tuple[int, int] | None:
     """The range of elements a name stands for; None for the whole chunk."""
@@ -132,7 +137,7 @@ class ChunkGroup:
 
     def kind_dtype(self, kind: str) -> torch.dtype:
         """Gradients have the parameters' dtype; states that of their format."""
-        return self.dtype if kind in (PARAM, GRAD) else self.states.dtypes(self.dtype)[kind]
+        return self.states.dtypes(self.dtype)[kind] if is_state(kind) else self.dtype
 
     def nbytes(self, kind: str) -> int:
         return num_entries(kind, self.numel) * self.kind_dtype(kind).itemsize

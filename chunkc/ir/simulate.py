@@ -8,8 +8,9 @@ stream of their own; copies of a group at home come after its update.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 
 from chunkc.ir.chunks import GRAD, PARAM, chunk_name, split_chunk_name
@@ -43,6 +44,11 @@ class HomeUpdates:
 NONE_AT_HOME = HomeUpdates()
 
 
+def in_ram(kind: str) -> bool:
+    """No chunk's home is on a disk."""
+    return False
+
+
 def simulate(
     phases: Sequence[PhasePlan],
     costs_s: Mapping[str, float],
@@ -51,6 +57,7 @@ def simulate(
     staying_update_s: float = 0.0,
     at_home: HomeUpdates = NONE_AT_HOME,
     update_nbytes: Mapping[str, int] = MappingProxyType({}),
+    on_disk: Callable[[str], bool] = in_ram,
 ) -> tuple[TimedEvent, ...]:
     """What happens on each stream in one step that begins without gradients, in order of time.
 
@@ -61,10 +68,12 @@ def simulate(
         at_home: updates by the CPU. Where they go on beside the next forward, the step is one that follows another:
             what the former left to do comes first.
         update_nbytes: what each update reads and writes, by its event's name.
+        on_disk: whether chunks of a kind have their home on a disk: copies of them are no faster than it.
     """
-    events, left_s = _replay(phases, costs_s, hardware, staying_update_s, at_home, {})
+    replay = partial(_replay, phases, costs_s, hardware, staying_update_s, at_home, on_disk)
+    events, left_s = replay({})
     if left_s:
-        events, _ = _replay(phases, costs_s, hardware, staying_update_s, at_home, left_s)
+        events, _ = replay(left_s)
     return tuple(
         replace(event, nbytes=update_nbytes.get(event.name, 0)) if event.kind == "update" else event for event in events
     )
@@ -76,6 +85,7 @@ def _replay(
     hardware: Hardware,
     staying_update_s: float,
     at_home: HomeUpdates,
+    on_disk: Callable[[str], bool],
     left_s: Mapping[int, float],
 ) -> tuple[tuple[TimedEvent, ...], dict[int, float]]:
     """One step's events, and what it leaves to the next: groups whose updates end so long after it.
@@ -91,11 +101,14 @@ def _replay(
     updated = dict(left_s)  # group -> when the latest update at home ends
     needed: dict[int, None] = {}  # groups in the order of their first fetch
     to_do = dict(at_home.seconds)
-    rate = {TO_DEVICE: hardware.to_device_bytes_per_s, TO_HOME: hardware.to_home_bytes_per_s}
+    link = {TO_DEVICE: hardware.to_device_bytes_per_s, TO_HOME: hardware.to_home_bytes_per_s}
+    disk = {TO_DEVICE: hardware.disk_read_bytes_per_s, TO_HOME: hardware.disk_write_bytes_per_s}
+    behind_disk = {stream: min(rate, disk[stream] or rate) for stream, rate in link.items()}
 
     def copy(kind: str, stream: str, chunk: str, nbytes: int, phase: str) -> None:
-        start = max(now, free[stream], updated.get(split_chunk_name(chunk)[1], 0.0))
-        free[stream] = done[chunk] = start + nbytes / rate[stream]
+        of, group = split_chunk_name(chunk)
+        start = max(now, free[stream], updated.get(group, 0.0))
+        free[stream] = done[chunk] = start + nbytes / (behind_disk if on_disk(of) else link)[stream]
         found.append(TimedEvent(stream, kind, chunk, start, done[chunk], nbytes, phase, ""))
 
     def update_at_home(group: int, ready: float, phase: str) -> None:

@@ -119,6 +119,13 @@ class TestAdvice:
         assert "Temporaries" not in words(slots=90, temporaries=10)
 
     def test_a_host_too_small_is_told_of_the_disk(self) -> None:
-        (only,) = advice(small(host_fits=False, host_memory_nbytes=64 * MIB))
+        (only,) = advice(small(host_fits=False, host_memory_nbytes=64 * MIB, disk_nbytes=0))
         assert 'home="disk"' in only
         assert "64.00 MiB" in only
+
+    def test_a_home_on_disk_already_is_not_advised_again(self) -> None:
+        (only,) = advice(small(host_fits=False, host_memory_nbytes=64 * MIB))
+        assert "beside the optimizer states on disk" in only
+        assert "use `home" not in only
+        (only,) = advice(small(host_fits=False, host_memory_nbytes=64 * MIB, device_is_host=True))
+        assert "The peak takes" in only
