@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,25 @@ class PlannedPhase:
 class PlannedStep:
     plan: Plan
     phases: Mapping[str, PlannedPhase]
+
+
+@dataclass(frozen=True)
+class Around:
+    """What of a phase's surroundings its plan depends on, beside the bytes that others hold.
+
+    Attributes:
+        cold_backward: the backward finds none of its chunks in a slot.
+        hooked: parameters whose gradients are returned to autograd.
+        kept_tangents: gradients of outputs that the caller keeps.
+    """
+
+    cold_backward: bool = False
+    hooked: frozenset[str] = frozenset()
+    kept_tangents: frozenset[str] = frozenset()
+
+    def seen_by(self, captured: Captured) -> Captured:
+        """The captured graph in these surroundings."""
+        return captured.returning(self.hooked).holding(self.kept_tangents)
 
 
 @dataclass
@@ -75,17 +94,8 @@ class CompiledGraph:
     def _step(self, where: str, arguments: Sequence[Any]) -> SizedStep:
         return self.steps.at(where, arguments, may_be_whole=self.session.all_may_stay())
 
-    def plan(
-        self,
-        step: SizedStep,
-        held_nbytes: int,
-        *,
-        cold_backward: bool = False,
-        hooked: frozenset[str] = frozenset(),
-        kept_tangents: frozenset[str] = frozenset(),
-    ) -> PlannedStep:
-        """The verified plan beside `held_nbytes` of others' values, returning the gradients of `hooked` parameters,
-        while the caller keeps `kept_tangents`.
+    def plan(self, step: SizedStep, held_nbytes: int, around: Around = Around()) -> PlannedStep:
+        """The verified plan beside `held_nbytes` of others' values.
 
         Raises:
             BudgetError: there is none within the budget.
@@ -94,27 +104,17 @@ class CompiledGraph:
         session = self.session
         layout = session.store.layout
         key = (
-            *(
-                session.budget_nbytes,
-                cold_backward,
-                hooked,
-                kept_tangents,
-                session.early.wanted,
-                session.store.resident,
-            ),
+            *(session.budget_nbytes, around, session.early.wanted, session.store.resident),
             *(len(layout.groups), len(layout.small), len(session.trained), session.num_restatements),
         )
         found = step.plans.find((held_nbytes, *key))
         if found is None:
-            captured = step.captured.returning(hooked).holding(kept_tangents)
-            found = self._plan_with_room(step, captured, held_nbytes, cold_backward, key)
-            found = found or self._planned(captured, held_nbytes, cold_backward)
+            found = self._plan_with_room(step, held_nbytes, around, key)
+            found = found or self._planned(step.captured, held_nbytes, around)
             step.plans.keep((held_nbytes, *key), found)
         return found
 
-    def _plan_with_room(
-        self, step: SizedStep, captured: Captured, held_nbytes: int, cold_backward: bool, key: tuple
-    ) -> PlannedStep | None:
+    def _plan_with_room(self, step: SizedStep, held_nbytes: int, around: Around, key: tuple) -> PlannedStep | None:
         """A plan for more held bytes than there are, so that who keeps a little more at every step, such as losses,
         does not wait for a new plan each time; None where there is no such plan."""
         wider_nbytes = with_room(held_nbytes, self.session.budget_nbytes)
@@ -123,30 +123,30 @@ class CompiledGraph:
         wider = step.plans.find((wider_nbytes, *key))
         if wider is None:
             try:
-                wider = step.plans.keep((wider_nbytes, *key), self._planned(captured, wider_nbytes, cold_backward))
+                wider = step.plans.keep((wider_nbytes, *key), self._planned(step.captured, wider_nbytes, around))
             except BudgetError:
                 return None
         return PlannedStep(wider.plan.beside_less(wider_nbytes - held_nbytes), wider.phases)
 
-    def _plan_beside(self, step: SizedStep, held_nbytes: Callable[[], int], **how: Any) -> PlannedStep:
+    def _plan_beside(self, step: SizedStep, held_nbytes: Callable[[], int], around: Around) -> PlannedStep:
         """`plan` beside what is held now. Before it refuses, values that only cycles of garbage keep are collected, and
         residents move home for good; a graph that is whole may have to be in segments from then on."""
+        before_nbytes = held_nbytes()
         try:
-            return self.plan(step, held_nbytes(), **how)
+            return self.plan(step, before_nbytes, around)
         except BudgetError:
             gc.collect()
-        with suppress(BudgetError):
-            return self.plan(step, held_nbytes(), **how)
-        self._make_room(step, held_nbytes(), how.get("hooked", frozenset()), how.get("kept_tangents", frozenset()))
-        return self.plan(step, held_nbytes(), **how)
+        if held_nbytes() < before_nbytes:
+            with suppress(BudgetError):
+                return self.plan(step, held_nbytes(), around)
+        self._make_room(step, held_nbytes(), around)
+        return self.plan(step, held_nbytes(), around)
 
-    def _make_room(
-        self, step: SizedStep, held_nbytes: int, hooked: frozenset[str], kept_tangents: frozenset[str]
-    ) -> None:
+    def _make_room(self, step: SizedStep, held_nbytes: int, around: Around) -> None:
         session, layout = self.session, self.session.store.layout
 
         def needs(captured: Captured) -> Sequence[Position]:
-            return profile(captured.returning(hooked).holding(kept_tangents), layout).passes
+            return profile(around.seen_by(captured), layout).passes
 
         captured, resident = fitting_form(
             step.forms, needs, layout, session.budget_nbytes, held_nbytes, session.store.resident
@@ -154,9 +154,9 @@ class CompiledGraph:
         stay(session, resident)
         step.become(captured)
 
-    def _planned(self, captured: Captured, held_nbytes: int, cold_backward: bool) -> PlannedStep:
+    def _planned(self, captured: Captured, held_nbytes: int, around: Around) -> PlannedStep:
         session = self.session
-        layout = session.store.layout
+        layout, captured = session.store.layout, around.seen_by(captured)
         plan = plan_step(
             captured,
             layout,
@@ -164,7 +164,7 @@ class CompiledGraph:
             resident=session.store.resident,
             hardware=session.hardware,
             held_nbytes=held_nbytes,
-            cold_backward=cold_backward,
+            cold_backward=around.cold_backward,
         )
         graphs = rewrite(captured, plan, layout, settling=session.early.wanted)
         if session.options.verify:
@@ -191,7 +191,7 @@ class CompiledGraph:
         def held_nbytes() -> int:
             return max(0, session.live.nbytes(leaving_out=inputs) - step.captured.output_nbytes) + beside
 
-        planned = self._plan_beside(step, held_nbytes, hooked=self._hooked())
+        planned = self._plan_beside(step, held_nbytes, Around(hooked=self._hooked()))
         self.captured = captured = step.captured
         at = step.positions
         outputs = self._run(FORWARD, planned, arguments)
@@ -213,7 +213,7 @@ class CompiledGraph:
         assert step.captured.backward is not None
         self._refuse_partial_backward()
         session.early.enter_backward(session, self._groups)
-        hooked, kept = self._hooked(), _kept_tangents(step.captured, arguments)
+        around = Around(hooked=self._hooked(), kept_tangents=_kept_tangents(step.captured, arguments))
 
         def others_nbytes() -> int:
             return session.live.nbytes() - step.captured.between_nbytes
@@ -221,16 +221,18 @@ class CompiledGraph:
         def held_nbytes() -> int:
             return max(0, others_nbytes())
 
-        planned = self._plan_beside(step, held_nbytes, hooked=hooked, kept_tangents=kept)
+        planned = self._plan_beside(step, held_nbytes, around)
         if store.present != planned.plan.kept or len(planned.plan.phases) < 2:
             store.release_slots()
-            planned = self._plan_beside(step, held_nbytes, cold_backward=True, hooked=hooked, kept_tangents=kept)
+            planned = self._plan_beside(step, held_nbytes, replace(around, cold_backward=True))
         # Of a model in one graph it is the caller who lets go of outputs: the prediction is for one who does not.
         gone_nbytes = max(0, -others_nbytes()) if session.num_graphs > 1 else 0
         session.live.watch(arguments[-len(step.captured.tangents) :])  # in this run the program counts them
         outputs = self._run(BACKWARD, planned, arguments, gone_nbytes=gone_nbytes)
-        if hooked:  # autograd will keep these as `.grad`, on the compute tier, until the next backward takes them home
-            session.live.watch(outputs[position] for position, _, name in self._sunk() if name in hooked)
+        if (
+            around.hooked
+        ):  # autograd will keep these as `.grad`, on the compute tier, until the next backward takes them home
+            session.live.watch(outputs[position] for position, _, name in self._sunk() if name in around.hooked)
         return outputs
 
     def _refuse_partial_backward(self) -> None:
