@@ -1,7 +1,7 @@
 """The suite `bound`: for each case of `budget`, the least time a step can take, and how much of it chunkc reaches.
 
 One table, a row per case, given out anew with every case so that a run cut short keeps what it had. The machine's
-rates are `chunkc.calibrate`'s, measured at the start.
+rates are `chunkc.machines.calibrate`'s, measured at the start.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import chunkc
+from chunkc.machines.presets import load_hardware
 from chunkc.models import find_model
-from chunkc.presets import load_hardware
 
 GIB = 2**30
 SEQ_LEN = 1024

@@ -11,7 +11,7 @@ from typing import Any
 
 import pynvml
 
-from chunkc.options import compute_tier_memory
+from chunkc.machines.host import compute_tier_memory
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PEERS = ("torchao", "bitsandbytes", "deepspeed", "transformers")

@@ -26,11 +26,11 @@ from metrics import Metric, Row, Section, one, setting_of
 from specs import CHUNKC, SubjectSpec
 
 import chunkc
-from chunkc.cuda_offline import overhead_on
-from chunkc.devices import hardware_by_name
+from chunkc.explaining.cuda_offline import overhead_on
 from chunkc.ir.errors import ChunkcError
 from chunkc.ir.hardware import Hardware
-from chunkc.presets import default_hardware_path, load_hardware
+from chunkc.machines.devices import hardware_by_name
+from chunkc.machines.presets import default_hardware_path, load_hardware
 
 PHASES = ("forward", "backward", "update")
 STAND_IN = "h200"

@@ -1,4 +1,4 @@
-"""Measures this machine, in a process of its own: `chunkc.calibrate`'s figures as one line of JSON.
+"""Measures this machine, in a process of its own: `chunkc.machines.calibrate`'s figures as one line of JSON.
 
 python rates.py '{"device": "cpu", "is_small": true}'
 """
@@ -15,8 +15,8 @@ from typing import ClassVar
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from driving import Process, Timeout
 
-from chunkc.calibrate import MIB, Sizes, calibrate
 from chunkc.ir.hardware import Hardware
+from chunkc.machines.calibrate import MIB, Sizes, calibrate
 
 _SMALL = Sizes(
     matrix=512,

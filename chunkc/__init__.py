@@ -5,7 +5,7 @@ optimizer = chunkc.optim.AdamW(model.parameters(), lr=3e-4)
 """
 
 from chunkc import optim
-from chunkc.explain import explain
+from chunkc.explaining.explain import explain
 from chunkc.ir.errors import (
     BudgetError,
     ChunkcError,
@@ -17,7 +17,7 @@ from chunkc.ir.errors import (
     VerificationError,
 )
 from chunkc.ir.explanation import Explanation
-from chunkc.overlap import synchronize
+from chunkc.optim.overlap import synchronize
 from chunkc.passes.scratch_declared import declare_scratch
 from chunkc.place import place
 from chunkc.report import Report, report

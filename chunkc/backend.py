@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="chunkc")`: the one room that sees all the others.
+"""`torch.compile(model, backend="chunkc")`: what Dynamo calls, with the way that a graph goes.
 
 Dynamo's graph goes through AOTAutograd to a joint graph, is partitioned, cut into segments, compiled, measured on
 paper, laid into chunks, planned and verified; only then do parameters move home.
@@ -19,10 +19,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from chunkc.build import Builder
 from chunkc.capture import Capture, capture_graph, input_names, unique_name
 from chunkc.captured import Captured, profile
-from chunkc.devices import device_of
 from chunkc.graph import CompiledGraph
 from chunkc.ir.errors import ChunkcError, OptionsError, UnsupportedError
 from chunkc.logs import log, log_build, log_capture
+from chunkc.machines.devices import device_of
 from chunkc.moving import place
 from chunkc.options import Options, parse_options
 from chunkc.passes.codegen import find_vector_isa

@@ -22,24 +22,24 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from chunkc.blame import raised_in
-from chunkc.calibrate import calibrate
-from chunkc.explain import Show, budget_of, explain, minimum_budget
+from chunkc.explaining.blame import raised_in
+from chunkc.explaining.explain import Show, budget_of, explain, minimum_budget
+from chunkc.explaining.largest import largest
+from chunkc.explaining.optimizer_choice import OPTIMIZERS, OptimizerChoice
+from chunkc.explaining.scaling import Scaling
+from chunkc.explaining.targets import DTYPES, ModelOptions, Subject, Target, built_in, errors_of, from_file, from_module
 from chunkc.formats import FORMATS, diff, read_explanation, write
 from chunkc.ir.errors import BudgetError, ChunkcError, OptionsError, UnsupportedError, format_nbytes
 from chunkc.ir.explanation import Explanation
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.states import BFLOAT16, FLOAT32, INT8, SPLIT
-from chunkc.largest import largest
+from chunkc.machines.calibrate import calibrate
+from chunkc.machines.presets import PRESETS, default_hardware_path, load_hardware, save_hardware
 from chunkc.models import MODELS
-from chunkc.optimizer_choice import OPTIMIZERS, OptimizerChoice
+from chunkc.optim.overlap import NONE, OVERLAP
+from chunkc.optim.update_on import DEVICE, UPDATE_ON
 from chunkc.options import parse_options, parse_size
-from chunkc.overlap import NONE, OVERLAP
 from chunkc.passes.scratch_exceptions import table as exceptions_table
-from chunkc.presets import PRESETS, default_hardware_path, load_hardware, save_hardware
-from chunkc.scaling import Scaling
-from chunkc.targets import DTYPES, ModelOptions, Subject, Target, built_in, errors_of, from_file, from_module
-from chunkc.update_on import DEVICE, UPDATE_ON
 
 FITS, OWN_FAULT, BAD_INPUT, DOES_NOT_FIT = 0, 1, 2, 3
 _LOGS = "TORCH_LOGS"

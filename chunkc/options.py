@@ -1,7 +1,7 @@
 """What `torch.compile(..., backend="chunkc", options={...})` accepts, and what a budget means in bytes.
 
 `parse_options` turns the dictionary into one frozen `Options`; its mistakes become one `OptionsError` of one
-line. Parsing looks at no machine: `resolve_budget` and `compute_tier_memory` do, later and apart.
+line. Nothing here looks at the machine.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import difflib
 import os
 import re
 import reprlib
-from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
@@ -153,47 +152,6 @@ def resolve_budget(memory_budget: int | str, total_nbytes: int, available_nbytes
             f"allowed: {_ALLOWED['memory_budget']}"
         )
     return nbytes
-
-
-def compute_tier_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """(total, available) bytes of RAM, the compute tier of a model that runs on the CPU.
-
-    Linux: `MemTotal` and `MemAvailable` of /proc/meminfo, lowered to the tightest `memory.max` among the
-    process's control groups (version 2); page cache charged to a group counts as available: the kernel
-    drops it. Elsewhere (macOS): physical pages by `os.sysconf`; where it does not know the available
-    ones, both are the total.
-
-    Args:
-        root: where `proc` and `sys` are mounted; tests give a directory of their own.
-    """
-    meminfo = root / "proc/meminfo"
-    if not meminfo.exists():
-        page_nbytes = os.sysconf("SC_PAGE_SIZE")
-        total = os.sysconf("SC_PHYS_PAGES") * page_nbytes
-        knows_available = "SC_AVPHYS_PAGES" in os.sysconf_names
-        return total, os.sysconf("SC_AVPHYS_PAGES") * page_nbytes if knows_available else total
-    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    for limit, used in _cgroup_limits(root):
-        total, available = min(total, limit), min(available, max(0, limit - used))
-    return total, available
-
-
-def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use that cannot be dropped) of each control group that has a limit."""
-    membership = root / "proc/self/cgroup"
-    if not membership.exists():
-        return
-    paths = [line[3:] for line in membership.read_text().splitlines() if line.startswith("0::")]
-    for path in paths:
-        group = Path(path.lstrip("/"))
-        for folder in (root / "sys/fs/cgroup" / part for part in (group, *group.parents)):
-            limit = folder / "memory.max"
-            if not limit.exists() or (text := limit.read_text().strip()) == "max":
-                continue
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            droppable = int(stat["active_file"]) + int(stat["inactive_file"])
-            yield int(text), int((folder / "memory.current").read_text()) - droppable
 
 
 def parse_size(text: str, name: str) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from chunkc.devices import parse_device
 from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.machines.devices import parse_device
 from chunkc.options import parse_options
 from chunkc.session import Session, can_move, owner
 

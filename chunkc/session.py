@@ -18,13 +18,13 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from chunkc.devices import granule_of, hardware_of, memory_of, overhead_of
 from chunkc.early import EarlyUpdates
 from chunkc.ir.chunks import ChunkLayout, ParamSpec
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Plan, Tile
 from chunkc.ir.states import DEFAULT_STATES, StateFormat
+from chunkc.machines.devices import granule_of, hardware_of, memory_of, overhead_of
 from chunkc.options import Options, resolve_budget
 from chunkc.passes.cuda_memory import rounded_nbytes
 from chunkc.passes.layout import EMPTY_LAYOUT, extended, restated, unfrozen

@@ -26,11 +26,11 @@ from fake_gpu import FakeGpu  # noqa: E402
 from harness import array, differences  # noqa: E402
 
 import chunkc  # noqa: E402
-import chunkc.device_adam  # noqa: E402
-import chunkc.doubts  # noqa: E402
+import chunkc.optim.device_adam  # noqa: E402
+import chunkc.optim.doubts  # noqa: E402
 import chunkc.session  # noqa: E402
-from chunkc.presets import preset  # noqa: E402
-from chunkc.update_on import groups_at_home  # noqa: E402
+from chunkc.machines.presets import preset  # noqa: E402
+from chunkc.optim.update_on import groups_at_home  # noqa: E402
 
 
 def test_triton_trains_as_torch() -> None:
@@ -196,8 +196,8 @@ class LateAnswer:
 
 def skipping(make: Callable[[Subject], Any], remote: bool) -> tuple[list[Any], list[float]]:
     """Steps 1 and 2 of 6 overflow; one parameter has no gradient in step 2. Only the device knows, if `remote`."""
-    former = chunkc.doubts.is_remote, chunkc.doubts.ask
-    chunkc.doubts.is_remote, chunkc.doubts.ask = (lambda number: remote), LateAnswer
+    former = chunkc.optim.doubts.is_remote, chunkc.optim.doubts.ask
+    chunkc.optim.doubts.is_remote, chunkc.optim.doubts.ask = (lambda number: remote), LateAnswer
     try:
         with on_fake_gpu():
             subject = Subject(case(), budget(case(), 0))
@@ -219,7 +219,7 @@ def skipping(make: Callable[[Subject], Any], remote: bool) -> tuple[list[Any], l
             found = [array(state[kind]) for state in states.values() for kind in sorted(state)]
             return [*found, *(array(p) for p in subject.model.parameters())], counted
     finally:
-        chunkc.doubts.is_remote, chunkc.doubts.ask = former
+        chunkc.optim.doubts.is_remote, chunkc.optim.doubts.ask = former
 
 
 def test_nobody_waits_to_know_whether_a_step_overflowed() -> None:

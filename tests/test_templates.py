@@ -14,14 +14,14 @@ from zoo import LADDER
 
 from chunkc.build import Builder
 from chunkc.captured import Captured, profile
-from chunkc.explain import step_on, training_in
-from chunkc.explain_updates import Updates
+from chunkc.explaining.explain import step_on, training_in
+from chunkc.explaining.replay import Replay
+from chunkc.explaining.updates import Updates
 from chunkc.ir.errors import UnsupportedError
+from chunkc.machines.presets import load_hardware
 from chunkc.options import parse_options
 from chunkc.passes.planning import StepProfile
 from chunkc.passes.shapes import ShapesAt
-from chunkc.presets import load_hardware
-from chunkc.replay import Replay
 from chunkc.templates import Templates
 
 TRACED = (6, 24)

@@ -14,9 +14,9 @@ from harness import refuse, train
 from ladder import resized, rungs
 from zoo import LADDER, Case
 
-from chunkc.explain import minimum_budget
+from chunkc.explaining.explain import minimum_budget
+from chunkc.explaining.largest import largest
 from chunkc.ir.errors import UnsupportedError
-from chunkc.largest import largest
 
 RECURRENT = ("lstm",)
 """Dynamo leaves these models alone unless it is told to trace them."""

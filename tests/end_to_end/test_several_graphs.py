@@ -8,7 +8,7 @@ import pytest
 from harness import HUGE, Result, assert_same_training, train
 from zoo import CASES
 
-from chunkc.explain import minimum_budget
+from chunkc.explaining.explain import minimum_budget
 
 PERCENT = (100, 120, 150, 165, 180, 188, 200, 220, 228, 250, 300)
 """Of the smallest budget. At 180, 188, 220 and 228 residents are in the way of a later graph's backward."""

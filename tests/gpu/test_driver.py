@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import driver
 
-from chunkc.devices import hardware_of
+from chunkc.machines.devices import hardware_of
 from chunkc.runtime.cuda import memory_limit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]

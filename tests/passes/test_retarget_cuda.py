@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 from zoo import LADDER
 
+from chunkc.explaining.offline import OfflineGraph, capture_offline
 from chunkc.models import MODELS
-from chunkc.offline import OfflineGraph, capture_offline
 from chunkc.passes.graphs import module_path, placeholders, returned, tensors_of
 from chunkc.passes.retarget_cuda import on_cuda
 from chunkc.passes.segment_memory import eager_memory

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from zoo import CASES
 
 from chunkc import build
-from chunkc.explain import explain
+from chunkc.explaining.explain import explain
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import SegmentMemory
 from chunkc.passes import codegen

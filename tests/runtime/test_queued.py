@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from zoo import Case, floats
 
 import chunkc
+from chunkc.optim.update import GroupUpdate, PreparedUpdate
 from chunkc.runtime.cuda import CudaTier
 from chunkc.runtime.pinned import PinnedHome
 from chunkc.runtime.staging import StagedDiskHome
 from chunkc.runtime.tier import CpuTier
-from chunkc.update import GroupUpdate, PreparedUpdate
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -1,0 +1,56 @@
+"""A model captured on this machine, as a CUDA device would train it: for plans of hardware that is not there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+
+from chunkc.explaining.offline import OfflineGraph
+from chunkc.ir.chunks import ParamSpec
+from chunkc.ir.hardware import Hardware
+from chunkc.machines.datasheets import DATASHEETS
+from chunkc.machines.devices import TABLES_NBYTES
+from chunkc.passes.cuda_memory import GRANULE_NBYTES, rounded_nbytes, workspaces_nbytes
+from chunkc.passes.retarget_cuda import on_cuda
+
+_HOPPER = (9, 0)
+_BEFORE_HOPPER = (8, 0)
+_HOPPER_PRESETS = frozenset({"h100", "h200", "gh200"})
+
+
+def planned_on(graph: OfflineGraph, hardware: Hardware, codegen: str) -> OfflineGraph:
+    """The graph as it runs on the hardware's device; as it is, where that is a CPU.
+
+    What Inductor generates for a CUDA device cannot be had without one, so for `codegen="inductor"` the operators stay
+    the CPU's too, and only parameters, gradients and states are rounded as the device's allocator rounds them.
+    """
+    if hardware.kind != "cuda":
+        return graph
+    capture = graph.capture
+    if codegen == "eager":
+        assert capture.forward is not None
+        forward, backward = on_cuda(capture.forward, capture.backward)
+        capture = replace(capture, forward=forward, backward=backward)
+    return replace(graph, capture=capture, movable=_rounded(graph.movable), fixed=_rounded(graph.fixed))
+
+
+def storages_on(storage_nbytes: Iterable[int], hardware: Hardware) -> tuple[int, ...]:
+    """Bytes that the hardware's allocator takes for storages."""
+    return tuple(rounded_nbytes(n) for n in storage_nbytes) if hardware.kind == "cuda" else tuple(storage_nbytes)
+
+
+def overhead_on(hardware: Hardware) -> int:
+    """Bytes inside the budget that stay on the device whatever is planned: cuBLAS's workspaces, the optimizer's tables.
+
+    A device that no preset knows counts as a recent one, whose workspaces are larger.
+    """
+    if hardware.kind != "cuda":
+        return 0
+    name = re.sub(r"^\d+x", "", hardware.name)
+    is_older = name in DATASHEETS and name not in _HOPPER_PRESETS
+    return workspaces_nbytes(_BEFORE_HOPPER if is_older else _HOPPER) + rounded_nbytes(TABLES_NBYTES)
+
+
+def _rounded(specs: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
+    return tuple(replace(spec, granule_nbytes=GRANULE_NBYTES) for spec in specs)

@@ -1,0 +1,296 @@
+"""`chunkc.explain`: what a training step will need and how long it will take, before anything runs or is allocated.
+
+The model goes through the same capture, layout, planner and verifier as in training; only the compiler and the
+runtime are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+
+from chunkc.explaining.cuda_offline import overhead_on, planned_on, storages_on
+from chunkc.explaining.measured import measured_side
+from chunkc.explaining.moments import StepPlans, explained_moments, peak_of
+from chunkc.explaining.offline import OfflineGraph, OfflineStep, capture_offline, has_dynamic_dimensions
+from chunkc.explaining.optimizer_choice import ADAMW, OptimizerChoice
+from chunkc.explaining.replay import Replay
+from chunkc.explaining.updates import Updates
+from chunkc.ir.chunks import ChunkLayout, is_state
+from chunkc.ir.errors import OptionsError, UnsupportedError, format_nbytes
+from chunkc.ir.explanation import (
+    Chunks,
+    Explanation,
+    TimedEvent,
+)
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.program import FORWARD
+from chunkc.ir.simulate import STAYING, in_ram, simulate, step_time, traffic
+from chunkc.ir.states import StateFormat
+from chunkc.machines.presets import load_hardware
+from chunkc.optim.overlap import NONE
+from chunkc.optim.update_on import DEVICE
+from chunkc.options import Options, parse_options, resolve_budget
+from chunkc.session import states_of
+from chunkc.templates import input_symbols
+
+IN_SLOTS = Updates()
+
+StatesOf = Callable[[nn.Parameter], StateFormat]
+"""In what form an optimizer keeps states for a parameter."""
+
+Show = Callable[[str], None]
+"""Told what begins."""
+
+
+def explain(
+    model: nn.Module,
+    *args: Any,
+    memory_budget: int | str | None = None,
+    hardware: str | Hardware | None = None,
+    home: str | None = None,
+    chunk_size: int | str | None = None,
+    codegen: str | None = None,
+    whole_graph: str | None = None,
+    update_on: str = DEVICE,
+    overlap: str = NONE,
+    optimizer: str | None = None,
+    moments_dtype: torch.dtype | str | None = None,
+    master_weights: bool | str | None = None,
+    stochastic_rounding: bool = False,
+    name: str | None = None,
+    show: Show | None = None,
+    **kwargs: Any,
+) -> Explanation:
+    """Explain one training step of `model(*args, **kwargs)`: nothing runs and nothing is allocated.
+
+    Args:
+        model: real, on the meta device or on fake tensors.
+        memory_budget: of one device, as in `torch.compile`'s options; "auto": 90 % of what the hardware's device
+            has beside the driver's context.
+        hardware: a preset's name (`"rtx3090"`, `"8xv100-32g"`), a file, or a `Hardware`.
+        home, chunk_size, codegen, whole_graph: as in `torch.compile`'s options, but that codegen is "eager" by default.
+            Of a model that chunkc has compiled, all these are its own by default, and what its latest step measured is
+            put beside what is predicted.
+        optimizer: of `chunkc.optim`: "adamw", "adam" or "lamb". None: that of the model, if it has one; else AdamW.
+        update_on, overlap, moments_dtype, master_weights, stochastic_rounding: as the optimizer will have them; None is
+            its own default. Where a format is given, it counts for all parameters, whatever optimizer the model has.
+        show: told what begins, for a progress display.
+
+    Dimensions of arguments that `torch._dynamo.mark_dynamic` marked are traced in symbols, and every moment then says
+    its bytes as an expression in them.
+
+    Raises:
+        OptionsError: an argument makes no sense, or the optimizer refuses it.
+        UnsupportedError: the model cannot be captured, or has an operator whose memory is not known.
+    """
+    own, own_hardware, measured = measured_side(model)
+    asked = {"memory_budget": memory_budget, "home": home, "chunk_size": chunk_size, "codegen": codegen}
+    given = {key: value for key, value in {**asked, "whole_graph": whole_graph}.items() if value is not None}
+    options = parse_options({"codegen": "eager", **own, **given})
+    choice = OptimizerChoice(update_on, overlap, optimizer, moments_dtype, master_weights, stochastic_rounding)
+    chosen = choice.of(model)
+    updates = Updates.of(choice, chosen)
+    hardware = hardware or own_hardware or "cpu"
+    machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+    show = show or (lambda what: None)
+    show("tracing the model")
+    dynamic = has_dynamic_dimensions((args, kwargs))
+    step = step_on(machine, model, args, kwargs, options, dynamic=dynamic, states_of=chosen.states_of)
+    show("planning")
+    training = training_in(machine, step.graphs)
+    found = explain_step(step, options, training, name or _class_of(model), updates)
+    return replace(found, measured=measured)
+
+
+def _class_of(model: nn.Module) -> str:
+    """The name of the user's class, also of a compiled model."""
+    return type(model._orig_mod if isinstance(model, OptimizedModule) else model).__name__
+
+
+def minimum_budget(
+    model: nn.Module,
+    *args: Any,
+    hardware: str | Hardware = "cpu",
+    chunk_size: int | str = "auto",
+    codegen: str = "eager",
+    memory_budget: int | str = "auto",
+    home: str = "cpu",
+    choice: OptimizerChoice = ADAMW,
+    **kwargs: Any,
+) -> int:
+    """The smallest budget, in bytes, in which `model(*args, **kwargs)` trains; arguments as for `explain`, those of the
+    optimizer together."""
+    asked = {"memory_budget": memory_budget, "home": home, "chunk_size": chunk_size}
+    options = parse_options({**asked, "codegen": codegen})
+    machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+    chosen = choice.of(model)
+    step = step_on(machine, model, args, kwargs, options, states_of=chosen.states_of)
+    replay = Replay(step, options, training_in(machine, step.graphs), Updates.of(choice, chosen))
+    return replay.minimum_nbytes(replay.fitting(budget_of(options, machine)))
+
+
+def step_on(
+    hardware: Hardware,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    *,
+    dynamic: bool = False,
+    states_of: StatesOf = states_of,
+) -> OfflineStep:
+    """One training step of a model, as the hardware would run it.
+
+    With `dynamic`, dimensions that are marked so are traced in symbols.
+
+    Raises:
+        UnsupportedError: there is no graph; or there are several, and symbols in them.
+    """
+    step = capture_offline(model, args, kwargs, codegen=options.codegen, dynamic=dynamic, states_of=states_of)
+    if len(step.calls) > 1 and any(input_symbols(graph.capture) for graph in step.graphs):
+        raise UnsupportedError(
+            f"torch.compile splits this model into {len(step.graphs)} graphs; dimensions marked as dynamic are for "
+            "models in one graph: leave the marks out, and explain each size for itself"
+        )
+    graphs = tuple(planned_on(graph, hardware, options.codegen) for graph in step.graphs)
+    return replace(step, graphs=graphs, storage_nbytes=storages_on(step.storage_nbytes, hardware))
+
+
+def training_in(machine: Hardware, graphs: Sequence[OfflineGraph]) -> Hardware:
+    """The machine at the rate of the dtype that most parameters have."""
+    sizes: dict[torch.dtype, int] = {}
+    specs = {spec.name: spec for graph in graphs for spec in (*graph.movable, *graph.fixed)}
+    for spec in specs.values():
+        sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.numel
+    return machine.training_in(max(sizes, key=lambda dtype: sizes[dtype])) if sizes else machine
+
+
+def budget_of(options: Options, hardware: Hardware) -> int:
+    """The budget in bytes on given hardware.
+
+    Raises:
+        OptionsError: the budget is more than a GPU has; or it is a part of a memory that the hardware does not state.
+    """
+    usable, asked = hardware.usable_memory_nbytes, options.memory_budget
+    if usable is None and not isinstance(asked, int):
+        raise OptionsError(
+            f"hardware {hardware.name!r} does not say how much memory its device has: give memory_budget in bytes"
+        )
+    budget = resolve_budget(asked, hardware.device_memory_nbytes or 0, usable or 0)
+    if hardware.kind == "cuda" and usable is not None and budget > usable:
+        raise OptionsError(
+            f"memory_budget is {format_nbytes(budget)}, but a device of {hardware.name} has {format_nbytes(usable)} "
+            "beside the driver's context"
+        )
+    return budget
+
+
+def explain_step(
+    captured: OfflineStep, options: Options, hardware: Hardware, name: str, updates: Updates = IN_SLOTS
+) -> Explanation:
+    """Explain one captured step."""
+    budget = budget_of(options, hardware)
+    replay = Replay(captured, options, hardware, updates)
+    settled, layout = replay.fitting(budget), replay.layout
+    step = replay.planned(settled)
+    on_disk = _on_disk(options, hardware)
+    events = _events(step, hardware, updates, on_disk)
+    moments = tuple(explained_moments(step, events, replay.expressions(settled)))
+    host = hardware.host_memory_nbytes
+    overhead = hardware.context_nbytes
+    found = Explanation(
+        model=name,
+        hardware=hardware.name,
+        codegen=options.codegen,
+        fits=settled.budget_nbytes == budget,
+        host_fits=True,
+        num_parameters=sum(spec.numel for spec in layout.specs().values()),
+        memory_budget_nbytes=budget,
+        minimum_budget_nbytes=replay.minimum_nbytes(settled),
+        predicted_peak_nbytes=max((m.nbytes for phase in step.phases for m in phase.moments), default=0),
+        non_model_peak_nbytes=max((m.non_model_nbytes for run in step.runs for m in run.planned.moments), default=0),
+        overhead_nbytes=overhead,
+        home_nbytes=_home_nbytes(layout, step.resident),
+        disk_nbytes=_home_nbytes(layout, step.resident, on_disk),
+        device_memory_nbytes=hardware.device_memory_nbytes,
+        host_memory_nbytes=host,
+        peak=peak_of(step),
+        chunks=Chunks(layout.chunk_nbytes, len(layout.groups), len(step.resident)),
+        traffic_nbytes=traffic(events),
+        step_time_s=step_time(events),
+        moments=moments,
+        events=events,
+        notes=(
+            *updates.notes(step, hardware),
+            *_notes(step, options, hardware),
+            *(f"{symbol}: {what}" for graph in captured.graphs for symbol, what in graph.sizes.items()),
+        ),
+        graphs={run.name: run.graph.code for run in step.runs},
+        plan_text="".join(map(str, step.plans)),
+        device_is_host=hardware.kind == "cpu",
+        activation_checkpointing=any(graph.checkpointed for graph in captured.graphs),
+    )
+    return replace(found, host_fits=host is None or found.host_needs_nbytes <= host)
+
+
+def _on_disk(options: Options, hardware: Hardware) -> Callable[[str], bool]:
+    """Which kinds of chunks have their home on a disk: behind a GPU only states, see `runtime.staging`."""
+    if options.home_kind == "cpu":
+        return in_ram
+    return is_state if hardware.kind == "cuda" else (lambda kind: True)
+
+
+def _events(
+    step: StepPlans, hardware: Hardware, updates: Updates, on_disk: Callable[[str], bool]
+) -> tuple[TimedEvent, ...]:
+    costs = {name: cost_s for run in step.runs for name, cost_s in run.costs_s().items()}
+    nbytes = updates.nbytes(step)
+    rate = hardware.update_bytes_per_s
+    for moment in step.update.moments if step.update else ():
+        costs[moment.name] = nbytes[moment.name] / rate
+    return simulate(
+        step.phases,
+        costs,
+        hardware,
+        staying_update_s=nbytes[STAYING] / rate,
+        at_home=updates.simulated(step.at_home, step.layout, hardware),
+        update_nbytes=nbytes,
+        on_disk=on_disk,
+    )
+
+
+def _home_nbytes(
+    layout: ChunkLayout, resident: frozenset[int], counts: Callable[[str], bool] = lambda kind: True
+) -> int:
+    """Bytes at home of every group that moves, of those kinds of data that count."""
+    return sum(
+        group.nbytes(kind)
+        for group in layout.groups
+        for kind in (group.update_kinds if group.trainable else group.update_kinds[:1])
+        if group.index not in resident and counts(kind)
+    )
+
+
+def _notes(step: StepPlans, options: Options, hardware: Hardware) -> Iterator[str]:
+    if all(run.captured.whole for run in step.runs):
+        yield "everything fits: the graph is compiled whole and nothing moves"
+    num_forwards = sum(run.phase == FORWARD for run in step.runs)
+    if num_forwards > 1:
+        yield (
+            f"torch.compile splits this model: {num_forwards} graphs run one after the other; what code between them "
+            "keeps for itself is not counted"
+        )
+    if hardware.kind == "cuda":
+        if options.codegen == "inductor":
+            yield "fused as on a CPU: Inductor's Triton kernels may fuse other operators and so need other bytes"
+        yield f"{overhead_on(hardware):,} bytes of the budget are for cuBLAS's workspaces and the optimizer's tables"
+        yield f"the driver's context and libraries take {hardware.context_nbytes:,} bytes more, counted apart"
+    if hardware.num_devices > 1:
+        yield f"planned for one of the {hardware.num_devices} devices, which trains the whole model by itself"
+    yield f"rates of {hardware.name}: {hardware.source or 'as given'}"

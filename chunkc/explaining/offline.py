@@ -1,0 +1,398 @@
+"""Capture a model without running it: on fake tensors, whatever its size, through the very Dynamo and AOTAutograd.
+
+Nothing is allocated. Where a model has graph breaks, the code between its graphs runs on fake tensors too.
+"""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import gc
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.eval_frame import OptimizedModule, remove_from_cache
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+from torch.utils import _pytree as pytree
+
+from chunkc.capture import Capture, capture_graph, input_names, unique_name
+from chunkc.explaining.blame import MODEL_CALL, is_own_fault, module_that_raises
+from chunkc.explaining.offline_calls import CallLog, PhaseCall
+from chunkc.ir.chunks import ParamSpec
+from chunkc.ir.errors import ChunkcError, UnsupportedError
+from chunkc.ir.program import BACKWARD, FORWARD
+from chunkc.ir.states import DEFAULT_STATES, StateFormat
+from chunkc.passes.codegen import find_vector_isa
+from chunkc.passes.graphs import placeholders
+from chunkc.session import is_chunkable, owner, spec_of, states_of
+from chunkc.variants import Variants
+
+NUM_RECOMPILES = 1_000_000
+"""A model whose graph breaks inside a loop is compiled once per iteration here, where nothing is compiled for real."""
+
+MAX_STEPS = 4
+"""Steps on fake tensors until one compiles nothing."""
+
+
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+_OF_TRACING = (*_NEEDS_VALUES, ConstraintViolationError, TorchDynamoException)
+
+
+@dataclass(frozen=True)
+class OfflineGraph:
+    """One captured graph and the parameters it uses: those that may live in chunks, in order of use, and the others.
+
+    `checkpointed`: the model recomputes a part of it in the backward (`torch.utils.checkpoint`).
+    `sizes`: the symbols in its inputs' sizes -> which dimension each is, and how long that was.
+    """
+
+    capture: Capture
+    movable: tuple[ParamSpec, ...]
+    fixed: tuple[ParamSpec, ...]
+    checkpointed: bool
+    sizes: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OfflineStep:
+    """What one training step runs.
+
+    Attributes:
+        graphs: in the order in which they are compiled.
+        calls: the forwards, and after them the backwards where there are several, in order.
+        storage_nbytes: bytes of each storage that the calls number.
+        alive: storages that are alive at its end.
+    """
+
+    graphs: tuple[OfflineGraph, ...]
+    calls: tuple[PhaseCall, ...]
+    storage_nbytes: tuple[int, ...]
+    alive: frozenset[int]
+
+
+def capture_offline(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    codegen: str,
+    dynamic: bool = False,
+    states_of: Callable[[nn.Parameter], StateFormat] = states_of,
+) -> OfflineStep:
+    """The graphs that one call of `model` compiles to, and how a training step runs them.
+
+    Args:
+        model, args, kwargs: real, on the meta device, or fake tensors already.
+        dynamic: trace in symbols the dimensions of arguments that `torch._dynamo.mark_dynamic` (or
+            `maybe_mark_dynamic`) marked.
+        codegen: who would compile the segments. For Inductor, the C++ compiler is asked for its vector instructions
+            meanwhile: its code depends on them.
+        states_of: in what form an optimizer keeps states for a parameter of `model`.
+
+    Raises:
+        UnsupportedError: the model cannot be copied or captured, or needs real values between two graphs.
+    """
+    if codegen == "inductor":
+        find_vector_isa()
+    if isinstance(model, OptimizedModule):
+        model = model._orig_mod
+    mode = _mode_of([*_tensors(model), *pytree.tree_leaves((tuple(args), dict(kwargs)))])
+    fake_model, names = _fake_copy(model, mode)
+    staying = {name for name, parameter in model.named_parameters() if not _may_move(parameter)}
+    fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (tuple(args), dict(kwargs)))
+    states = {name: states_of(parameter) for name, parameter in model.named_parameters()}
+    recorder = _Recorder(codegen, names, staying, states)
+    patched = torch._dynamo.config.patch(
+        recompile_limit=NUM_RECOMPILES,
+        accumulated_recompile_limit=NUM_RECOMPILES,
+        fake_tensor_cache_enabled=True,
+        automatic_dynamic_shapes=False,
+    )
+    call_model = _with_own_code(fake_model)
+    compiled = torch.compile(call_model, backend=recorder.backend, dynamic=None if dynamic else False)
+
+    def module() -> str:
+        with _default_device(), mode, torch.random.fork_rng():
+            return module_that_raises(fake_model, lambda: fake_model(*fake_args, **fake_kwargs))
+
+    try:
+        with _default_device(), mode, patched, torch.random.fork_rng():
+            compiled(*fake_args, **fake_kwargs)
+            found = recorder.step()
+            if len(found.calls) > 1:  # what happens between graphs is that of a step in which nothing is traced
+                found = _settled_step(recorder, lambda: compiled(*fake_args, **fake_kwargs))
+    except Exception as error:
+        told = _told(error, module)
+        if told is error:
+            raise
+        raise told from (error if isinstance(told, UnsupportedError) else None)
+    finally:
+        # Dynamo remembers every backend for good, and what it compiled as long as the code, which that refers to.
+        recorder.graphs.clear()
+        remove_from_cache(call_model)
+    if not found.graphs:
+        raise UnsupportedError(f"torch.compile captured no graph: {_why_none(model)}")
+    return found
+
+
+def _why_none(model: nn.Module) -> str:
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        return "it leaves nn.LSTM, nn.GRU and nn.RNN alone; set torch._dynamo.config.allow_rnn = True, also to train"
+    return "the call of this model computes nothing it can compile"
+
+
+def _told(error: Exception, module: Callable[[], str]) -> Exception:
+    """What the user is told of an error in tracing or running the model; the error itself where it says it all.
+
+    Args:
+        module: runs the model once more, and says which of its modules raises, if any.
+    """
+    if isinstance(error, ChunkcError):
+        return error
+    if isinstance(error, BackendCompilerFailed):
+        inner = error.inner_exception
+        if isinstance(inner, ChunkcError) or is_own_fault(inner):
+            return inner
+        return UnsupportedError(f"the model cannot be traced: {_first_line(inner)}")
+    if not isinstance(error, _OF_TRACING) and is_own_fault(error):
+        return error
+    where = f"{found}: " if (found := module()) else ""
+    if isinstance(error, _NEEDS_VALUES):
+        return UnsupportedError(
+            f"the model needs the values of tensors outside its graphs ({where}{_first_line(error)}); only what "
+            "torch.compile captures can be explained"
+        )
+    if isinstance(error, ConstraintViolationError):
+        return UnsupportedError(f"the model cannot be traced with symbols: {_first_line(error)}")
+    if isinstance(error, TorchDynamoException):
+        return UnsupportedError(f"the model cannot be traced: {where}{_first_line(error.__cause__ or error)}")
+    if found:
+        error.add_note(f"in {found}")
+    return error
+
+
+class _Recorder:
+    """The backend that Dynamo calls: captures graphs, and logs their calls."""
+
+    def __init__(
+        self, codegen: str, names: Mapping[int, str], staying: Collection[str], states: Mapping[str, StateFormat]
+    ) -> None:
+        """`names`: the model's parameters, by identity; `staying`: those that cannot live in chunks."""
+        self.graphs: list[OfflineGraph] = []
+        self.log = CallLog()
+        self._codegen, self._names, self._staying, self._states = codegen, names, staying, states
+        self._own_names: dict[int, str] = {}
+
+    def step(self) -> OfflineStep:
+        """What was recorded since the log was begun."""
+        log = self.log
+        return OfflineStep(tuple(self.graphs), tuple(log.calls), tuple(log.nbytes), log.alive())
+
+    def backend(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        names = input_names(gm)
+        variants = Variants(lambda values: self._capture(gm, values, names))
+        variants.compile(inputs, any_shapes=True)  # Dynamo guards shapes, and no comparison may fix symbols
+        return variants
+
+    def _capture(self, gm: fx.GraphModule, inputs: Sequence[Any], names: Sequence[str]) -> Callable[..., Any]:
+        number = len(self.graphs)
+        parameters = self._name(inputs, names)
+        holder: list[Capture] = []
+
+        def forward(arguments: list[Any]) -> list[Any]:
+            assert holder[0].forward is not None
+            return self.log.run(number, FORWARD, holder[0].forward, arguments)
+
+        def backward(arguments: list[Any]) -> list[Any]:
+            assert holder[0].backward is not None
+            return self.log.run(number, BACKWARD, holder[0].backward, arguments, skipped=holder[0].gradients)
+
+        call, capture = capture_graph(
+            gm, inputs, parameters, codegen=self._codegen, run_forward=forward, run_backward=backward
+        )
+        holder.append(capture)
+        by_name = {name: value for name, value in zip(parameters, inputs, strict=True) if name is not None}
+        in_order = [(name, by_name[name]) for name in capture.order_of_use()]
+        movable: list[ParamSpec] = []
+        fixed: list[ParamSpec] = []
+        for name, parameter in in_order:
+            known = self._names.get(id(parameter), name)
+            spec = replace(spec_of(name, parameter), states=self._states.get(known, DEFAULT_STATES))
+            (movable if is_chunkable(parameter) and known not in self._staying else fixed).append(spec)
+        checkpointed = any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in gm.graph.nodes)
+        self.graphs.append(OfflineGraph(capture, tuple(movable), tuple(fixed), checkpointed, _sizes(gm)))
+        return call
+
+    def _is_free(self, name: str) -> bool:
+        return name not in self._own_names.values()
+
+    def _name(self, inputs: Sequence[Any], names: Sequence[str]) -> list[str | None]:
+        """A name per input that is a parameter, made unique: as a session that knows none of them names them."""
+        found: list[str | None] = []
+        for value, name in zip(inputs, names, strict=True):
+            if isinstance(value, nn.Parameter):
+                if id(value) not in self._own_names:
+                    self._own_names[id(value)] = unique_name(name, self._is_free)
+                found.append(self._own_names[id(value)])
+            else:
+                found.append(None)
+        return found
+
+
+def _settled_step(recorder: _Recorder, call: Callable[[], Any]) -> OfflineStep:
+    """A whole training step in which nothing is compiled.
+
+    Raises:
+        UnsupportedError: every step compiles something.
+    """
+    for _ in range(MAX_STEPS):
+        gc.collect()
+        recorder.log = CallLog()
+        num_graphs = len(recorder.graphs)
+        output = call()
+        _backward(output)
+        if len(recorder.graphs) == num_graphs:
+            return recorder.step()
+    raise UnsupportedError("torch.compile captures other graphs at every call of this model, so none can be planned")
+
+
+def _backward(output: Any) -> None:
+    """The backward of a loss: of the first number that the model returns, or else of all that it returns."""
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    losses = [next((leaf for leaf in leaves if leaf.numel() == 1), None)]
+    if losses[0] is None:
+        torch.autograd.backward(leaves, [torch.ones_like(leaf) for leaf in leaves])
+    else:
+        losses[0].backward()
+
+
+def has_dynamic_dimensions(arguments: Any) -> bool:
+    """Whether a dimension of any tensor among the arguments is marked as dynamic."""
+    marks = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices")
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    return any(getattr(tensor, mark, None) for tensor in tensors for mark in marks)
+
+
+def _owns_its_storage(tensor: Tensor) -> bool:
+    """Whether the tensor is as large as its storage. A view of another is traced with a storage of fixed size, so where
+    it makes no difference it is traced as what it is a view of."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+
+
+def _sizes(gm: fx.GraphModule) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for node in placeholders(gm.graph):
+        value, source = node.meta.get("example_value"), getattr(node.meta.get("grapharg"), "source", None)
+        for dim, length in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            if isinstance(length, torch.SymInt):
+                name = source.name() if callable(source.name) else source.name
+                name = re.sub(r"^L\['(?:kwargs'\]\['(\w+)|(args))'\]", r"\1\2", name)
+                found.setdefault(str(length), f"dimension {dim} of {name}, {length.node.hint:,} here")
+    return found
+
+
+def _default_device() -> AbstractContextManager[object]:
+    """New tensors of the model's code are on the CPU as the fakes are, whatever the caller's default device is."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+
+
+def _with_own_code(model: nn.Module) -> Callable[..., Any]:
+    """Calls the model from a code object, and with globals, of its own.
+
+    Dynamo keeps what it compiled, and counts recompilations, by code object, and adds to its globals; here all that
+    goes with the copy of the model. On the code of the user's class it would make the next compilations fall back to
+    running it eagerly.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    own_globals = {"__builtins__": builtins, "__name__": __name__}
+    code = call.__code__.replace(co_filename=MODEL_CALL)
+    return FunctionType(code, own_globals, call.__name__, None, call.__closure__)
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of an error's text; of Dynamo's errors the one that explains."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return next((line.partition(": ")[2] for line in lines if line.startswith("  Explanation: ")), lines[0])
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    """Parameters, buffers, and tensors that modules keep as plain attributes or in lists and dictionaries of these."""
+    plain = [
+        value
+        for module in model.modules()
+        for key, value in vars(module).items()
+        if key not in ("_parameters", "_buffers", "_modules")
+    ]
+    kept = [leaf for leaf in pytree.tree_leaves(plain) if isinstance(leaf, Tensor)]
+    return [*model.parameters(), *model.buffers(), *kept]
+
+
+def _mode_of(values: Sequence[Any]) -> FakeTensorMode:
+    """The mode of the fake tensors among the values; a new one where there are none.
+
+    Raises:
+        UnsupportedError: they are of several.
+    """
+    modes = {id(value.fake_mode): value.fake_mode for value in values if isinstance(value, FakeTensor)}
+    if len(modes) > 1:
+        raise UnsupportedError("the fake tensors of the model and of its arguments must come from one FakeTensorMode")
+    return next(iter(modes.values()), None) or FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _may_move(parameter: nn.Parameter) -> bool:
+    """Whether the parameter can live in a chunk, as far as its own storage decides it (see `session.can_move`)."""
+    if owner(parameter) is not None or isinstance(parameter, FakeTensor):
+        return True
+    return type(parameter) is nn.Parameter and parameter.untyped_storage().nbytes() == parameter.nbytes
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A fake tensor on the CPU like the given one."""
+    if isinstance(tensor, FakeTensor) and not (has_dynamic_dimensions(tensor) and _owns_its_storage(tensor)):
+        return tensor
+    if tensor.layout is not torch.strided:
+        raise UnsupportedError(f"a {tensor.layout} tensor cannot be explained; make it dense")
+    with mode:
+        fake = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad
+        )
+    for dim in getattr(tensor, "_dynamo_dynamic_indices", ()):
+        torch._dynamo.mark_dynamic(fake, dim)
+    for dim in getattr(tensor, "_dynamo_weak_dynamic_indices", ()):
+        torch._dynamo.maybe_mark_dynamic(fake, dim)
+    return fake
+
+
+def _fake_copy(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, dict[int, str]]:
+    """A copy of the model on fake tensors, and its parameters' names by identity. Ties stay ties.
+
+    Raises:
+        UnsupportedError: something in the model cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in _tensors(model):
+        fake = _fake(tensor, mode)
+        if isinstance(tensor, nn.Parameter):
+            fake = nn.Parameter(fake.detach(), requires_grad=tensor.requires_grad)
+        memo.setdefault(id(tensor), fake)
+    try:
+        copied = copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise UnsupportedError(f"{type(model).__name__} cannot be copied to be explained: {error}") from error
+    return copied, {id(parameter): name for name, parameter in copied.named_parameters()}

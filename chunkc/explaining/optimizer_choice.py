@@ -1,0 +1,96 @@
+"""The optimizer that a training will have, named by its constructor's arguments: what `explain` reckons with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from chunkc.ir.errors import OptionsError
+from chunkc.ir.states import StateFormat
+from chunkc.optim.adam import Adam, AdamW
+from chunkc.optim.chunked_optimizer import ChunkedOptimizer
+from chunkc.optim.lamb import LAMB
+from chunkc.optim.overlap import NONE
+from chunkc.optim.update_on import DEVICE
+from chunkc.session import Declared, declared, states_of
+
+OPTIMIZERS: Mapping[str, type[ChunkedOptimizer]] = {"adamw": AdamW, "adam": Adam, "lamb": LAMB}
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """How one model will be updated.
+
+    Attributes:
+        name: of the optimizer, for people.
+        num_stages: of an update (see `chunkc.ir.updates`); of several optimizers the most.
+        asked: dtype of parameters -> what was asked for; empty where what the model's own optimizer declared counts.
+    """
+
+    name: str
+    num_stages: int
+    asked: Mapping[torch.dtype, StateFormat]
+
+    def states_of(self, parameter: torch.Tensor) -> StateFormat:
+        """In what form it keeps states for a parameter of the model."""
+        return self.asked.get(parameter.dtype) or states_of(parameter)
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """What a user says of the optimizer. Where all but the first two are as here, a model's own counts, else `AdamW`.
+
+    Attributes:
+        optimizer: of `OPTIMIZERS`; None: `AdamW` where anything else is said of it.
+        update_on, overlap, moments_dtype, master_weights, stochastic_rounding: its constructor's. None: its default.
+    """
+
+    update_on: str = DEVICE
+    overlap: str = NONE
+    optimizer: str | None = None
+    moments_dtype: torch.dtype | str | None = None
+    master_weights: bool | str | None = None
+    stochastic_rounding: bool = False
+
+    @property
+    def _arguments(self) -> dict[str, torch.dtype | str | bool]:
+        said = {
+            "moments_dtype": self.moments_dtype,
+            "master_weights": self.master_weights,
+            "stochastic_rounding": self.stochastic_rounding or None,
+        }
+        return {name: value for name, value in said.items() if value is not None}
+
+    def of(self, model: nn.Module) -> Optimizer:
+        """The optimizer for a model.
+
+        Raises:
+            OptionsError, UnsupportedError: the constructor refuses it for these parameters, in its own words.
+        """
+        if self.optimizer not in (None, *OPTIMIZERS):
+            raise OptionsError(f"optimizer is {self.optimizer!r}; allowed: {', '.join(OPTIMIZERS)}")
+        kind = OPTIMIZERS[self.optimizer or "adamw"]
+        if kind is LAMB and self._arguments:
+            raise OptionsError(f"LAMB has no {next(iter(self._arguments))}; AdamW and Adam have")
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if self.optimizer is None and not self._arguments:
+            self._make(kind, {torch.float32})
+            found = [known for parameter in trained if (known := declared(parameter)) is not None]
+            num_stages = max((known.num_stages for known in found), default=1)
+            return Optimizer("the model's optimizer" if found else kind.__name__, num_stages, {})
+        made = self._make(kind, {parameter.dtype for parameter in trained} or {torch.float32})
+        num_stages = max(known.num_stages for known in made.values())
+        return Optimizer(kind.__name__, num_stages, {dtype: known.states for dtype, known in made.items()})
+
+    def _make(self, kind: type[ChunkedOptimizer], dtypes: set[torch.dtype]) -> dict[torch.dtype, Declared]:
+        """What such an optimizer declares for parameters of these dtypes, which is made for empty ones."""
+        empty = [nn.Parameter(torch.empty(0, dtype=dtype, device="cpu")) for dtype in sorted(dtypes, key=str)]
+        kind(empty, update_on=self.update_on, overlap=self.overlap, **self._arguments)  # type: ignore[arg-type]
+        found = {parameter.dtype: declared(parameter) for parameter in empty}
+        return {dtype: known for dtype, known in found.items() if known is not None}
+
+
+ADAMW = OptimizerChoice()

@@ -1,0 +1,164 @@
+"""The smallest budget of a step as a function of one size, its batch or its sequence: one capture for many sizes.
+
+The dimensions that depend on the size are found by building the arguments at two sizes, and traced in symbols. A
+compiler may decide by the size what code it makes (Inductor sums more than 4,096 elements otherwise than fewer): there
+it is captured again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from chunkc.captured import profile
+from chunkc.explaining.explain import budget_of, step_on, training_in
+from chunkc.explaining.optimizer_choice import ADAMW, OptimizerChoice
+from chunkc.explaining.replay import Replay
+from chunkc.explaining.updates import Updates
+from chunkc.ir.chunks import ChunkLayout
+from chunkc.ir.errors import BudgetError, UnsupportedError
+from chunkc.ir.hardware import Hardware
+from chunkc.options import Options
+from chunkc.passes.planning import check_minimum
+from chunkc.templates import OtherGraphError, Templates
+
+TRACED_SIZE = 6
+"""Sizes are traced at this one first, and compared with the next: no special case, as 1 is, and cheap."""
+
+MAX_CAPTURES = 4
+"""Where sizes make more graphs than these, each is likely to be a graph of its own."""
+
+Build = Callable[[int], tuple[nn.Module, Sequence[Any], Mapping[str, Any]]]
+"""Size -> model, positional and keyword arguments of one call of it."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A dimension that is `start + slope * size`."""
+
+    start: int
+    slope: int
+
+    def at(self, size: int) -> int:
+        return self.start + self.slope * size
+
+
+@dataclass(frozen=True)
+class SizedCapture:
+    """A step of every size that makes one graph."""
+
+    templates: Templates
+    layout: ChunkLayout
+    budget_nbytes: int
+    lines: Mapping[sympy.Symbol, Line]
+
+    def minimum_nbytes(self, size: int) -> int | None:
+        """The smallest budget that works, in bytes; None where the captured graph is not that of this size."""
+        values = {symbol: line.at(size) for symbol, line in self.lines.items()}
+        try:
+            positions = profile(self.templates.at(values), self.layout).all
+        except OtherGraphError:
+            return None
+        try:
+            return check_minimum(positions, self.layout, self.budget_nbytes, 0, all_may_stay=True)
+        except BudgetError as error:
+            return error.minimum_nbytes
+
+
+class Scaling:
+    """A step of any size, captured again where a size makes another graph.
+
+    Attributes:
+        captures: what there is so far, the first at `TRACED_SIZE`.
+    """
+
+    def __init__(self, build: Build, options: Options, hardware: Hardware, choice: OptimizerChoice = ADAMW) -> None:
+        """Captures the step with its size in symbols.
+
+        Raises:
+            UnsupportedError: the model, or what it is given, depends on the size in another way than by the lengths of
+                dimensions; or the model cannot be traced with those in symbols.
+        """
+        self._capture = partial(_capture, build, options, hardware, choice)
+        self.captures = [self._capture(TRACED_SIZE)]
+
+    def minimum_nbytes(self, size: int) -> int | None:
+        """The smallest budget that works, in bytes; None for a size that has to be captured for itself."""
+        for capture in reversed(self.captures):
+            found = capture.minimum_nbytes(size)
+            if found is not None:
+                return found
+        if size < TRACED_SIZE or len(self.captures) == MAX_CAPTURES:
+            return None
+        try:
+            self.captures.append(self._capture(size))
+        except UnsupportedError:
+            return None
+        return self.captures[-1].minimum_nbytes(size)
+
+
+def _capture(
+    build: Build, options: Options, hardware: Hardware, choice: OptimizerChoice, traced_size: int
+) -> SizedCapture:
+    """The step, traced at a size that is in symbols.
+
+    Raises:
+        UnsupportedError: as `Scaling`.
+    """
+    model, args, kwargs = build(traced_size)
+    other_model, *other = build(traced_size + 1)
+    if _layouts(model) != _layouts(other_model):
+        raise UnsupportedError("the model's own tensors depend on this size")
+    leaves, others = (pytree.tree_leaves((tuple(a), dict(k))) for a, k in ((args, kwargs), other))
+    lines = _mark(leaves, others, traced_size)
+    chosen = choice.of(model)
+    step = step_on(hardware, model, args, kwargs, options, dynamic=True, states_of=chosen.states_of)
+    training = training_in(hardware, step.graphs)
+    stage = Replay(step, options, training, Updates.of(choice, chosen)).stages[0]
+    budget = stage.builder.budget_nbytes = budget_of(options, hardware)
+    templates = stage.templates
+    if templates is None or len(step.calls) > 1 or set(templates.traced.values()) != lines.keys():
+        raise UnsupportedError("the model's code takes other branches at other sizes, or makes symbols of its own")
+    return SizedCapture(
+        templates, stage.layout, budget, {symbol: lines[length] for symbol, length in templates.traced.items()}
+    )
+
+
+def _layouts(model: nn.Module) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(t.shape, t.dtype) for t in (*model.parameters(), *model.buffers())]
+
+
+def _mark(leaves: Sequence[Any], others: Sequence[Any], traced_size: int) -> dict[int, Line]:
+    """Mark the dimensions that differ as dynamic. Returns their length at `traced_size` -> how it grows.
+
+    Raises:
+        UnsupportedError: something else differs, or two dimensions of one length grow differently.
+    """
+    if len(leaves) != len(others):
+        raise UnsupportedError("the number of arguments depends on this size")
+    lines: dict[int, Line] = {}
+    for leaf, other in zip(leaves, others):
+        if not isinstance(leaf, Tensor):
+            if leaf != other:
+                raise UnsupportedError("an argument that is no tensor depends on this size")
+            continue
+        if leaf.dim() != other.dim() or leaf.dtype != other.dtype:
+            raise UnsupportedError("the kind of an argument depends on this size")
+        for dim, (length, next_length) in enumerate(zip(leaf.shape, other.shape)):
+            if length == next_length:
+                continue
+            slope = next_length - length
+            line = Line(length - slope * traced_size, slope)
+            if lines.setdefault(length, line) != line:
+                raise UnsupportedError("two dimensions of one length depend on this size in different ways")
+            torch._dynamo.maybe_mark_dynamic(leaf, dim)
+    if not lines:
+        raise UnsupportedError("no argument's dimensions depend on this size")
+    return lines

@@ -1,0 +1,118 @@
+"""What the optimizer means for a step that is only explained: where, when and for how many bytes it updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from chunkc.explaining.moments import StepPlans
+from chunkc.explaining.optimizer_choice import Optimizer, OptimizerChoice
+from chunkc.ir.chunks import PARAM, ChunkGroup, ChunkLayout, ParamSpec, chunk_name
+from chunkc.ir.errors import OptionsError
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.simulate import STAYING, HomeUpdates
+from chunkc.ir.states import ELEMENTS_PER_SCALE, EXP_AVG, INT8, MASTER, MASTER_LOW
+from chunkc.ir.updates import update_traffic
+from chunkc.optim.overlap import NONE, Overlap
+from chunkc.optim.update_on import CPU, DEVICE, divided
+from chunkc.passes.update_placement import cpu_update_s, group_update_nbytes
+
+
+@dataclass(frozen=True)
+class Updates:
+    """How the optimizer will be made, `update_on` and `overlap` as its arguments of these names.
+
+    Attributes:
+        optimizer: its name, for people.
+        num_stages: of an update (see `chunkc.ir.updates`).
+    """
+
+    update_on: str = DEVICE
+    overlap: str = NONE
+    optimizer: str = "AdamW"
+    num_stages: int = 1
+
+    @staticmethod
+    def of(choice: OptimizerChoice, optimizer: Optimizer) -> Updates:
+        """Those of the optimizer that was chosen for a model."""
+        return Updates(choice.update_on, choice.overlap, optimizer.name, optimizer.num_stages)
+
+    def __post_init__(self) -> None:
+        Overlap(self.overlap, self.update_on)
+
+    def at_home(self, groups: list[ChunkGroup], home: str, hardware: Hardware) -> frozenset[int]:
+        """Which of the groups the CPU updates at home.
+
+        Raises:
+            OptionsError: all should be, but home is a disk, or the hardware does not state the CPU's rate.
+        """
+        on_cuda = hardware.kind == "cuda"
+        found = divided(
+            groups, self.update_on, home=home, on_cuda=on_cuda, hardware=hardware, num_stages=self.num_stages
+        )
+        if found and on_cuda and hardware.cpu_update_bytes_per_s is None:
+            raise OptionsError(
+                f'hardware {hardware.name!r} does not say cpu_update_bytes_per_s, which update_on="{CPU}" is timed by'
+            )
+        return found
+
+    def nbytes(self, step: StepPlans) -> dict[str, int]:
+        """Bytes that each update reads and writes where it happens, by the name of its event."""
+        found = {chunk_name(PARAM, index): self._of_group(step.layout.groups[index]) for index in sorted(step.at_home)}
+        for moment, tile in zip(step.update.moments if step.update else (), step.tiles, strict=True):
+            group = step.layout.groups[tile.group]
+            stages = update_traffic(group.dtype, group.states, tile.end - tile.begin, tile.num_stages)
+            found[moment.name] = stages[tile.stage].nbytes
+        found[STAYING] = sum(
+            stage.nbytes
+            for spec in staying_specs(step)
+            for stage in update_traffic(spec.dtype, spec.states, spec.numel, self.num_stages)
+        )
+        return found
+
+    def simulated(self, at_home: frozenset[int], layout: ChunkLayout, hardware: Hardware) -> HomeUpdates:
+        """Updates at home, for the simulator. Cores that compute have no time for an update meanwhile."""
+        seconds = {}
+        for index in sorted(at_home):
+            group = layout.groups[index]
+            known = cpu_update_s([group], hardware, self.num_stages)
+            seconds[index] = self._of_group(group) / hardware.update_bytes_per_s if known is None else known
+        beside = Overlap(self.overlap, self.update_on) if hardware.kind == "cuda" else Overlap(NONE, CPU)
+        return HomeUpdates(seconds, beside.beside_forward, beside.beside_backward)
+
+    def _of_group(self, group: ChunkGroup) -> int:
+        return group_update_nbytes(group, self.num_stages)
+
+    def notes(self, step: StepPlans, hardware: Hardware) -> Iterator[str]:
+        """What was assumed."""
+        if step.at_home:
+            yield f"the CPU updates {len(step.at_home)} of {len(step.layout.groups)} chunks at home"
+        if step.at_home and self.overlap != NONE and hardware.kind != "cuda":
+            yield f'overlap="{self.overlap}" hides nothing here: the cores that update are those that compute'
+        specs = step.layout.specs()
+        yield from dict.fromkeys(self._states_of(specs[name]) for name in sorted(step.trained))
+
+    def _states_of(self, spec: ParamSpec) -> str:
+        kinds, states, dtype = spec.states.dtypes(spec.dtype), spec.states, str(spec.dtype).removeprefix("torch.")
+        if MASTER_LOW in kinds:
+            masters = " and the lower 16 bits of masters"
+        elif spec.dtype.itemsize < 4:
+            masters = " and float32 masters" if MASTER in kinds else " and no masters"
+        else:
+            masters = ""
+        block = update_traffic(spec.dtype, states, ELEMENTS_PER_SCALE, self.num_stages)
+        read, written = (
+            sum(nbytes) / ELEMENTS_PER_SCALE for nbytes in zip(*((s.read_nbytes, s.written_nbytes) for s in block))
+        )
+        moments = str(kinds[EXP_AVG]).removeprefix("torch.") if states.moments != INT8 else INT8
+        return (
+            f"{self.optimizer} keeps {moments} moments{masters} for {dtype} parameters: an update reads {read:.4g} and "
+            f"writes {written:.4g} bytes of each"
+        )
+
+
+def staying_specs(step: StepPlans) -> list[ParamSpec]:
+    """The trained parameters that never move, small or in resident chunks."""
+    group_of, specs = step.layout.group_of(), step.layout.specs()
+    staying = {None, *step.resident}
+    return [specs[name] for name in step.trained if group_of.get(name) in staying]

@@ -1,0 +1,333 @@
+"""Measures the machine at hand, in under half a minute, as a `Hardware` to plan with.
+
+Each figure is the median of a few repetitions after one that does not count, within a share of the time; sizes
+grow until a repetition is long enough to time or the sizes' limit is reached. What a link is depends on the tier:
+
+- on a CPU, between RAM and a home file, through `chunkc.runtime.homes` and the page cache, as training does it;
+- on CUDA, between the device and pinned host memory.
+
+The disk's rates are measured apart, past the page cache as far as a user without privileges can get: writes end
+with `fsync`, reads come after `posix_fadvise(DONTNEED)`. A file system that keeps its own cache, or lies in RAM
+(tmpfs), still answers from memory. Run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
+
+from chunkc.ir.errors import ChunkcError, UnsupportedError
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.states import FLOAT32, StateFormat
+from chunkc.ir.updates import update_traffic
+from chunkc.kernels import adam_cpu
+from chunkc.kernels.hyper import AdamHyper
+from chunkc.machines.host import compute_tier_memory
+from chunkc.runtime.homes import DiskHome
+
+__all__ = ["Sizes", "calibrate"]
+
+MIB = 1 << 20
+
+Show = Callable[[str, int, int], None]
+"""Called as `show(what, done, of)`: what is measured now, and how many of the measurements are done."""
+
+_UPDATED = StateFormat(master=FLOAT32)
+"""The states of the bf16 parameters whose update is timed; the rate is of what `update_traffic` counts for it."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is moved and multiplied at most, and how long that may take.
+
+    Attributes:
+        matrix: the largest edge of a square matrix product.
+        memory_nbytes: of each of a copy's two buffers, on the compute tier.
+        link_nbytes: of a copy over a link, one way.
+        update_numel: parameters of one update on the CPU.
+        disk_nbytes: of the temporary file.
+        repeats: repetitions of a measurement at most; at least one is made.
+        share_s: seconds after which a measurement stops repeating.
+        enough_s: a repetition this long is timed well; sizes stop growing.
+    """
+
+    matrix: int = 8192
+    memory_nbytes: int = 256 * MIB
+    link_nbytes: int = 128 * MIB
+    update_numel: int = 16 * MIB
+    disk_nbytes: int = 256 * MIB
+    repeats: int = 5
+    share_s: float = 1.0
+    enough_s: float = 0.05
+
+
+def calibrate(
+    *,
+    device: torch.device | str | None = None,
+    directory: Path | str | None = None,
+    sizes: Sizes | None = None,
+    show: Show | None = None,
+) -> Hardware:
+    """Measure one device, its links, the CPU's updates and a disk.
+
+    Args:
+        device: "cpu" or a CUDA device; None: the current CUDA device where there is one.
+        directory: where disk homes would be; None: the temporary directory. Needs twice `sizes.disk_nbytes`.
+        sizes: smaller ones are quicker and less exact.
+        show: told before each measurement and after the last.
+
+    Returns:
+        The machine with one such device, also where there are several. Rates are of this process's threads.
+
+    Raises:
+        UnsupportedError: the device is no CPU and no CUDA device, or updates cannot be compiled.
+        ChunkcError: the directory cannot be used.
+    """
+    sizes = sizes or Sizes()
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if where.type not in ("cpu", "cuda") or (where.type == "cuda" and not torch.cuda.is_available()):
+        raise UnsupportedError(f"cannot measure {str(where)!r}: give 'cpu', or 'cuda' on a machine with a CUDA device")
+    folder = str(directory or tempfile.gettempdir())
+    total_nbytes, _ = compute_tier_memory()
+    names = _matrix_names(where)
+    progress = _Progress(show, len(names) + 6)
+
+    rates: dict[str, float] = {}
+    for name, dtype in names.items():
+        with progress(f"matrix products, {name}"), _tf32(name == "tf32"):
+            rates[name] = _matrix_flops_per_s(where, dtype, sizes)
+    with progress("memory"):
+        memory = _memory_bytes_per_s(where, sizes)
+    with _links(where, folder, sizes) as (inwards, outwards):
+        with progress("link to the device"):
+            to_device = sizes.link_nbytes / _median_s(inwards, sizes)
+        with progress("link to home"):
+            to_home = sizes.link_nbytes / _median_s(outwards, sizes)
+        with progress("both links"):
+            both = 2 * sizes.link_nbytes / _median_s(lambda: _at_once(inwards, outwards), sizes)
+    with progress("updates on the CPU"):
+        update = _update_bytes_per_s(sizes)
+    with progress("disk"):
+        disk_write, disk_read = _disk_bytes_per_s(folder, sizes)
+    progress.finish()
+
+    is_cuda = where.type == "cuda"
+    return Hardware(
+        name=torch.cuda.get_device_name(where) if is_cuda else "this machine's CPU",
+        kind="cuda" if is_cuda else "cpu",
+        flops_per_s=max(rates[name] for name in ("bf16", "fp16")) if is_cuda else rates["fp32"],
+        memory_bytes_per_s=memory,
+        to_device_bytes_per_s=to_device,
+        to_home_bytes_per_s=to_home,
+        both_links_bytes_per_s=both,
+        device_memory_nbytes=torch.cuda.mem_get_info(where)[1] if is_cuda else total_nbytes,
+        context_nbytes=_context_nbytes(where) if is_cuda else 0,
+        fp32_flops_per_s=rates["fp32"],
+        tf32_flops_per_s=rates.get("tf32"),
+        bf16_flops_per_s=rates["bf16"],
+        fp16_flops_per_s=rates["fp16"],
+        host_memory_nbytes=total_nbytes,
+        cpu_update_bytes_per_s=update,
+        disk_read_bytes_per_s=disk_read,
+        disk_write_bytes_per_s=disk_write,
+        source=f"measured by chunkc calibrate with {torch.get_num_threads()} CPU threads, torch {torch.__version__}",
+    )
+
+
+class _Progress:
+    """Tells `show` of each measurement as it begins, and of the end."""
+
+    def __init__(self, show: Show | None, of: int) -> None:
+        self._show, self._done, self._of = show, 0, of
+
+    @contextlib.contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        self._tell(what)
+        yield
+        self._done += 1
+
+    def finish(self) -> None:
+        assert self._done == self._of, f"{self._done} measurements, announced {self._of}"
+        self._tell("done")
+
+    def _tell(self, what: str) -> None:
+        if self._show is not None:
+            self._show(what, self._done, self._of)
+
+
+def _median_s(run: Callable[[], object], sizes: Sizes) -> float:
+    """Median seconds of a few runs, after one that does not count; at least one counts."""
+    begin = time.perf_counter()
+    run()
+    durations: list[float] = []
+    while not durations or (len(durations) < sizes.repeats and time.perf_counter() - begin < sizes.share_s):
+        start = time.perf_counter()
+        run()
+        durations.append(time.perf_counter() - start)
+    return max(statistics.median(durations), 1e-9)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _matrix_names(device: torch.device) -> dict[str, torch.dtype]:
+    """Names of the rates to measure, and the dtype of their matrices."""
+    names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    has_tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return names | ({"tf32": torch.float32} if has_tf32 else {})
+
+
+@contextlib.contextmanager
+def _tf32(wanted: bool) -> Iterator[None]:
+    """Whether fp32 products on CUDA round to tf32; what the user set comes back."""
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = "tf32" if wanted else "ieee"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+@torch.no_grad()
+def _matrix_flops_per_s(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
+    """Operations per second of a square product, on the smallest power of two edges that takes long enough."""
+    edge = min(256, sizes.matrix)
+    while True:
+        a, b = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
+        out = torch.empty(edge, edge, device=device, dtype=dtype)
+
+        def product(a: torch.Tensor = a, b: torch.Tensor = b, out: torch.Tensor = out) -> None:
+            torch.mm(a, b, out=out)
+            _synchronize(device)
+
+        product()
+        start = time.perf_counter()
+        product()
+        if time.perf_counter() - start >= sizes.enough_s or 2 * edge > sizes.matrix:
+            return 2 * edge**3 / _median_s(product, sizes)
+        edge *= 2
+
+
+@torch.no_grad()
+def _memory_bytes_per_s(device: torch.device, sizes: Sizes) -> float:
+    """Bytes read and written per second by STREAM's triad, a = b + s * c, in fp32 (McCalpin, 1995)."""
+    a, b, c = (torch.ones(sizes.memory_nbytes // 8, device=device) for _ in range(3))
+
+    def triad() -> None:
+        torch.add(b, c, alpha=0.5, out=a)
+        _synchronize(device)
+
+    return 3 * a.nbytes / _median_s(triad, sizes)
+
+
+@contextlib.contextmanager
+def _links(device: torch.device, folder: str, sizes: Sizes) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
+    """(copy to the device, copy to home): each returns when its copy is done and has buffers of its own."""
+    if device.type == "cuda":
+        pinned = [torch.ones(sizes.link_nbytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
+        slots = [torch.ones(sizes.link_nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        streams = [torch.cuda.Stream(device) for _ in range(2)]
+        torch.cuda.synchronize(device)  # buffers are filled before another stream reads them
+
+        def copy(to: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
+            with torch.cuda.stream(stream):
+                to.copy_(source, non_blocking=True)
+            stream.synchronize()
+
+        yield lambda: copy(slots[0], pinned[0], streams[0]), lambda: copy(pinned[1], slots[1], streams[1])
+        return
+    home = DiskHome(folder)
+    try:
+        regions = [home.allocate(sizes.link_nbytes) for _ in range(2)]
+        buffers = [torch.ones(sizes.link_nbytes, dtype=torch.uint8) for _ in range(2)]
+        for region, buffer in zip(regions, buffers, strict=True):
+            home.write(region, 0, buffer)
+        yield lambda: home.read(regions[0], 0, buffers[0]), lambda: home.write(regions[1], 0, buffers[1])
+    finally:
+        home.close()
+
+
+def _at_once(first: Callable[[], None], second: Callable[[], None]) -> None:
+    """Run both, the second on a thread of its own; its error is raised here."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        other = pool.submit(second)
+        first()
+        other.result()
+
+
+@torch.no_grad()
+def _update_bytes_per_s(sizes: Sizes) -> float:
+    """Memory traffic per second of AdamW on bf16 parameters with fp32 states."""
+    numel = sizes.update_numel
+    hyper = AdamHyper(lr=1e-3, step=1)
+    param, grad = (torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2))
+    exp_avg, exp_avg_sq, master = (torch.zeros(numel) for _ in range(3))
+    try:
+        seconds = _median_s(
+            lambda: adam_cpu.adam_update(param, grad, exp_avg, exp_avg_sq, master, hyper),
+            sizes,
+        )
+    except InductorError as error:
+        if not isinstance(error.inner_exception, InvalidCxxCompiler | CppCompileError):
+            raise
+        raise UnsupportedError(
+            "updates on the CPU cannot be compiled: install a C++ compiler such as g++, or set CXX to one"
+        ) from error
+    return sum(stage.nbytes for stage in update_traffic(torch.bfloat16, _UPDATED, numel)) / seconds
+
+
+def _disk_bytes_per_s(folder: str, sizes: Sizes) -> tuple[float, float]:
+    """(write, read) bytes per second of the medium behind `folder`, sequential, one request after the other."""
+    block = torch.randint(256, (8 * MIB,), dtype=torch.uint8).numpy().data  # random: some drives compress
+    num_blocks = max(1, math.ceil(sizes.disk_nbytes / len(block)))
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+
+            def write() -> None:
+                for index in range(num_blocks):
+                    _write_all(file.fileno(), block, index * len(block))
+                os.fsync(file.fileno())
+
+            def read() -> None:
+                _drop_cache(file.fileno())
+                into = bytearray(len(block))
+                for index in range(num_blocks):
+                    os.preadv(file.fileno(), [into], index * len(block))
+
+            nbytes = num_blocks * len(block)
+            return nbytes / _median_s(write, sizes), nbytes / _median_s(read, sizes)
+    except OSError as error:
+        raise ChunkcError(f"cannot measure the disk behind {folder!r}: {error.strerror}; name another one") from error
+
+
+def _write_all(fd: int, block: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(block):
+        done += os.pwrite(fd, block[done:], offset + done)
+
+
+def _drop_cache(fd: int) -> None:
+    """Ask the kernel to forget the file's pages, which are clean after `fsync`; macOS has no such call."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _context_nbytes(device: torch.device) -> int:
+    """Device memory in use beyond what PyTorch's allocator reserved; other processes' memory counts too."""
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)

@@ -1,0 +1,150 @@
+"""What is known of the device a model computes on: its name, its memory, its rates, what libraries keep on it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.hardware import CPU, Hardware
+from chunkc.machines.datasheets import DATASHEETS
+from chunkc.machines.host import compute_tier_memory
+from chunkc.machines.presets import default_hardware_path, load_hardware, preset
+from chunkc.passes.cuda_memory import GRANULE_NBYTES, rounded_nbytes, workspaces_nbytes
+
+TABLES_NBYTES = 4 << 20
+"""Room for the optimizer's tables of work and scalars (see `chunkc.optim.device_adam`)."""
+
+_CAUTIOUS = "rtx2060-6g"
+_NAMES = (
+    (r"\bGH200\b", "gh200"),
+    (r"\bH200\b", "h200"),
+    (r"\bH100\b", "h100"),
+    (r"\bA100\b.*\b80GB\b", "a100-80g"),
+    (r"\bA100\b.*\b40GB\b", "a100-40g"),
+    (r"\bV100\b.*\b32GB\b", "v100-32g"),
+    (r"\bRTX 4090\b", "rtx4090"),
+    (r"\bRTX 3090\b", "rtx3090"),
+    (r"\bRTX 2060\b", "rtx2060-6g"),
+)
+
+
+def parse_device(device: torch.device | str) -> torch.device:
+    """The device that a user names, with an index if it is a CUDA device.
+
+    Raises:
+        OptionsError: torch does not know it.
+        UnsupportedError: chunkc does not compute on it, or it is not there.
+    """
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise OptionsError(f"device is {device!r}, which torch does not know") from error
+    if found.type == "cpu":
+        return torch.device("cpu")
+    if found.type != "cuda":
+        raise UnsupportedError(f"device is {str(device)!r}; chunkc computes on the CPU and on CUDA devices")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (found.index or 0) >= count:
+        what = f"{count} CUDA device{'s' if count > 1 else ''}" if count else "no CUDA device"
+        raise UnsupportedError(f"device is {str(device)!r}, but there is {what} that this torch can use")
+    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+
+
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """(total, available) bytes of the memory a device computes in; what torch has cached there is available."""
+    if device.type != "cuda":
+        return compute_tier_memory()
+    free, total = torch.cuda.mem_get_info(device)
+    return total, free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def hardware_of(device: torch.device) -> Hardware:
+    """Achievable rates of a device: a preset's by its name, else those that were measured, else cautious ones.
+
+    Raises:
+        OptionsError: the file of measured figures cannot be read.
+    """
+    if device.type != "cuda":
+        return CPU
+    properties = torch.cuda.get_device_properties(device)
+    return hardware_by_name(properties.name, properties.total_memory, default_hardware_path())
+
+
+def hardware_by_name(name: str, memory_nbytes: int, measured: Path) -> Hardware:
+    """As `hardware_of`.
+
+    Args:
+        name: as the driver calls the device.
+        memory_nbytes: the device's memory.
+        measured: the file that `chunkc calibrate` writes; need not exist.
+
+    Raises:
+        OptionsError: the file cannot be read.
+    """
+    known = preset_by_name(name, memory_nbytes)
+    if known is not None:
+        return replace(preset(known), device_memory_nbytes=memory_nbytes)
+    if measured.exists():
+        machine = load_hardware(str(measured))
+        if machine.kind == "cuda":
+            return machine
+    cautious = preset(_CAUTIOUS)
+    return replace(
+        cautious,
+        name=name,
+        device_memory_nbytes=max(memory_nbytes, cautious.context_nbytes + 1),
+        source=f"cautious: the rates of {_CAUTIOUS}, as neither a preset nor `chunkc calibrate` knows this device",
+    )
+
+
+def preset_by_name(name: str, memory_nbytes: int) -> str | None:
+    """The preset of a device by the driver's name for it, such as `NVIDIA A100-SXM4-80GB`; None if there is none.
+
+    A preset of much more memory than the device has is another device's: a part of a card (MIG) or a smaller model.
+    """
+    text = name.replace("-", " ")
+    for pattern, known in _NAMES:
+        if re.search(pattern, text, re.IGNORECASE) and memory_nbytes > 0.9 * DATASHEETS[known].memory_nbytes:
+            return known
+    return None
+
+
+def granule_of(device: torch.device) -> int:
+    """Bytes that the device's allocator gives multiples of."""
+    return GRANULE_NBYTES if device.type == "cuda" else 1
+
+
+def overhead_of(device: torch.device) -> int:
+    """Bytes that stay on the device whatever is planned: cuBLAS's workspaces, the optimizer's tables."""
+    if device.type != "cuda":
+        return 0
+    workspaces = workspaces_nbytes(
+        torch.cuda.get_device_capability(device),
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        os.environ.get("CUBLASLT_WORKSPACE_SIZE"),
+    )
+    return workspaces + rounded_nbytes(TABLES_NBYTES)
+
+
+def device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device:
+    """The one device that all parameters of a model are on.
+
+    Raises:
+        UnsupportedError: they are on several, or on one that chunkc does not compute on.
+    """
+    first: dict[torch.device, str] = {}
+    for name, tensor in tensors.items():
+        first.setdefault(tensor.device, name)
+    if len(first) > 1:
+        places = " and ".join(f"{name} is on {device}" for device, name in list(first.items())[:2])
+        raise UnsupportedError(f"{places}; a model computes on one device: move all of it there first (`model.to`)")
+    device = next(iter(first), torch.device("cpu"))
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"{first[device]} is on {device}; chunkc computes on the CPU and on CUDA devices")
+    return device

@@ -1,0 +1,236 @@
+"""Machines by name, and by file: what `--hardware` accepts.
+
+A preset is a device's peaks times what programs reach of them (`chunkc.machines.datasheets`). A file states achievable
+figures itself, whole or as changes to a preset:
+
+    based_on: rtx3090
+    name: my workstation
+    host_memory_nbytes: 288GiB
+    to_device_bytes_per_s: 24GB/s
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import reprlib
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from chunkc.ir.errors import OptionsError
+from chunkc.ir.hardware import CPU, Hardware
+from chunkc.machines.datasheets import DATASHEETS, Efficiency
+
+PRESETS = ("cpu", *DATASHEETS)
+"""Names of all presets."""
+
+_COUNTED = re.compile(r"([0-9]{1,6})\s*x\s*(.+)", re.IGNORECASE)
+_FILE_ENDINGS = (".json", ".yaml", ".yml")
+_ALLOWED_TEXT = (
+    f"a preset ({', '.join(PRESETS)}), a count of one such as 8xv100-32g, or a file that ends in .json, .yaml or .yml"
+)
+
+
+def preset(name: str, efficiency: Efficiency | None = None) -> Hardware:
+    """The preset of that name; `cpu` states achievable figures already and has no datasheet.
+
+    Raises:
+        OptionsError: there is none.
+    """
+    wanted = name.strip().lower()
+    if wanted == "cpu":
+        return CPU
+    if wanted in DATASHEETS:
+        return DATASHEETS[wanted].hardware(wanted, efficiency or Efficiency())
+    nearest = [known for known in PRESETS if wanted and wanted in known]
+    nearest = nearest or difflib.get_close_matches(wanted, PRESETS, n=2, cutoff=0.5)
+    hint = f"did you mean {' or '.join(repr(known) for known in nearest)}? " if nearest else ""
+    raise OptionsError(f"no hardware is called {name!r}; {hint}allowed: {_ALLOWED_TEXT}")
+
+
+def load_hardware(text: str) -> Hardware:
+    """The machine that a user names: a preset, a count of one (`8xv100-32g`), or a file.
+
+    A count multiplies devices, and with them RAM, CPU and disks: the machine is that much larger.
+
+    Raises:
+        OptionsError: one line that says what is wrong and what is allowed.
+    """
+    text = text.strip()
+    if text.lower().endswith(_FILE_ENDINGS):
+        return read_hardware(Path(text).expanduser())
+    counted = _COUNTED.fullmatch(text)
+    if counted is None:
+        return preset(text)
+    count = int(counted[1])
+    if count < 1:
+        raise OptionsError(f"hardware {text!r} has no device; a count is at least 1")
+    return preset(counted[2]).times(count)
+
+
+def read_hardware(path: Path) -> Hardware:
+    """A machine from a JSON or YAML file: fields of `Hardware` by name, and `based_on` for a preset to change.
+
+    Sizes and rates may be written with units: `288GiB`, `24GB/s`, `71TFLOPS`. JSON of `save_hardware` is such a
+    file.
+
+    Raises:
+        OptionsError: the file is missing or no mapping, a key is unknown or has a wrong value, or a needed one is
+            missing; PyYAML is not installed and the file is YAML.
+    """
+    content = _parse(path)
+    if not isinstance(content, dict):
+        raise OptionsError(f"{path}: a hardware file maps names to figures; this one holds {reprlib.repr(content)}")
+    unknown = [key for key in content if key not in _HardwareFile.model_fields]
+    if unknown:
+        raise OptionsError(f"{path}: " + "; ".join(_unknown_key(key) for key in unknown))
+    try:
+        stated = _HardwareFile.model_validate(content).model_dump(exclude_unset=True)
+    except ValidationError as error:
+        keys = dict.fromkeys(str(detail["loc"][0]) for detail in error.errors())
+        wrong = [f"{key} is {reprlib.repr(content[key])}; allowed: {_allowed(key)}" for key in keys]
+        raise OptionsError(f"{path}: " + "; ".join(wrong)) from None
+    base = stated.pop("based_on", None)
+    try:
+        if base is not None:
+            return replace(load_hardware(base), **stated)
+        if missing := [key for key in _REQUIRED if key not in stated]:
+            raise OptionsError(f"{', '.join(missing)} missing; give all of {', '.join(_REQUIRED)}, or based_on")
+        return Hardware(**stated)
+    except OptionsError as error:
+        raise OptionsError(f"{path}: {error}") from None
+
+
+def default_hardware_path() -> Path:
+    """Where `chunkc calibrate` saves: `$XDG_CONFIG_HOME/chunkc/hardware.json`, by default in `~/.config`.
+
+    A relative `XDG_CONFIG_HOME` is ignored, as the XDG base directory specification says.
+    """
+    configured = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    folder = configured if configured.is_absolute() else Path.home() / ".config"
+    return folder / "chunkc" / "hardware.json"
+
+
+def save_hardware(hardware: Hardware, path: Path) -> None:
+    """Write a machine as JSON that `load_hardware` reads back equal; makes the folder if need be.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    stated = {key: value for key, value in asdict(hardware).items() if value is not None}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(stated, indent=2) + "\n")
+
+
+_BYTES = {f"{p}b": 1000**power for power, p in enumerate(("", "k", "m", "g", "t"))} | {
+    f"{p}ib": 1024**power for power, p in enumerate(("k", "m", "g", "t"), start=1)
+}
+_RATES = {f"{unit}/s": factor for unit, factor in _BYTES.items()}
+_FLOPS = {f"{p}flop{s}": 10**power for p, power in (("g", 9), ("t", 12), ("p", 15)) for s in ("s", "/s")}
+_FIGURE = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([a-z/]*)", re.IGNORECASE)
+
+
+def _figure(value: object, units: Mapping[str, int]) -> float:
+    """A number, or text of a number with one of the units; `1e9` is text to a YAML reader."""
+    if isinstance(value, str):
+        match = _FIGURE.fullmatch(value.strip())
+        if match is None or not (match[2] == "" or match[2].lower() in units):
+            raise ValueError("no such figure")
+        value = float(match[1]) * units.get(match[2].lower(), 1)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("not a number")
+    if not 0 < value < float("inf"):
+        raise ValueError("not positive and finite")
+    return float(value)
+
+
+def _size(value: object) -> int:
+    """Whole bytes. A context may be 0."""
+    return 0 if type(value) is int and value == 0 else int(_figure(value, _BYTES))
+
+
+_Text = Annotated[str, Field(strict=True, min_length=1)]
+_Size = Annotated[int, BeforeValidator(_size)]
+_Rate = Annotated[float, BeforeValidator(lambda value: _figure(value, _RATES))]
+_Flops = Annotated[float, BeforeValidator(lambda value: _figure(value, _FLOPS))]
+
+
+class _HardwareFile(BaseModel):
+    """What a hardware file may say: the fields of `Hardware`, and `based_on`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    based_on: _Text = "cpu"
+    name: _Text = "custom"
+    kind: Literal["cpu", "cuda"] = "cpu"
+    num_devices: Annotated[int, Field(strict=True, ge=1)] = 1
+    source: Annotated[str, Field(strict=True)] = ""
+    device_memory_nbytes: _Size = 1
+    context_nbytes: _Size = 0
+    host_memory_nbytes: _Size = 1
+    flops_per_s: _Flops = 1
+    fp32_flops_per_s: _Flops = 1
+    tf32_flops_per_s: _Flops = 1
+    bf16_flops_per_s: _Flops = 1
+    fp16_flops_per_s: _Flops = 1
+    memory_bytes_per_s: _Rate = 1
+    to_device_bytes_per_s: _Rate = 1
+    to_home_bytes_per_s: _Rate = 1
+    both_links_bytes_per_s: _Rate = 1
+    cpu_update_bytes_per_s: _Rate = 1
+    disk_read_bytes_per_s: _Rate = 1
+    disk_write_bytes_per_s: _Rate = 1
+
+
+_REQUIRED = tuple(field.name for field in fields(Hardware) if field.default is MISSING)
+_ALLOWED = {
+    "based_on": "a preset or a count of one",
+    "name": "a text",
+    "source": "a text",
+    "kind": '"cpu" or "cuda"',
+    "num_devices": "a whole number of at least 1",
+}
+
+
+def _allowed(key: str) -> str:
+    if key in _ALLOWED:
+        return _ALLOWED[key]
+    if key.endswith("_nbytes"):
+        return 'bytes, or a size such as "24GiB" or "24GB"'
+    if key.endswith("flops_per_s"):
+        return 'operations per second, or a rate such as "71TFLOPS"'
+    return 'bytes per second, or a rate such as "24GB/s"'
+
+
+def _unknown_key(key: object) -> str:
+    nearest = difflib.get_close_matches(str(key), _HardwareFile.model_fields, n=1, cutoff=0.5)
+    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    return f"unknown key {key!r}{hint}; allowed: {', '.join(_HardwareFile.model_fields)}"
+
+
+def _parse(path: Path) -> Any:
+    """What a JSON or YAML file holds."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise OptionsError(f"cannot read the hardware file {path}: {reason}; allowed: {_ALLOWED_TEXT}") from None
+    if path.suffix.lower() == ".json":
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise OptionsError(f"{path}: not JSON: {error}") from None
+    try:
+        import yaml
+    except ImportError:
+        raise OptionsError(f"{path}: reading YAML needs PyYAML: run `pip install pyyaml`, or write JSON") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise OptionsError(f"{path}: not YAML: {' '.join(str(error).split())}") from None

@@ -1,6 +1,0 @@
-"""Optimizers with `torch.optim`'s semantics that update chunk by chunk, inside the memory budget."""
-
-from chunkc.adam import Adam, AdamW
-from chunkc.lamb import LAMB
-
-__all__ = ["LAMB", "Adam", "AdamW"]

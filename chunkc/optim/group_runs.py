@@ -1,0 +1,133 @@
+"""What of a chunk group a step changes: runs of elements with their hyper-parameters, states made on the way.
+
+For every rule: `adam_groups` and `lamb_groups` say how the runs are updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from chunkc.ir.chunks import chunk_name
+from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.states import EXP_AVG, SCALES, num_entries
+from chunkc.optim.states import initialise
+from chunkc.session import Session, managing
+
+
+class Stepping(Protocol):
+    """What a group's update asks of an optimizer: the states of its parameters, and the hyper-parameters of a step."""
+
+    def states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """A parameter's states, without waiting for updates under way."""
+
+    def begin_update_of(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None: ...
+
+    def next_hyper(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """One chunked parameter that has a gradient."""
+
+    optimizer: Stepping
+    parameter: torch.Tensor
+    name: str
+    group: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Due:
+    """What a step changes: parameters that have a gradient.
+
+    Attributes:
+        chunked: those at home, by session and chunk group.
+        in_place: the others, each with the index of its parameter group.
+        changing: all.
+    """
+
+    chunked: dict[Session, dict[int, list[Task]]]
+    in_place: list[tuple[torch.Tensor, int]]
+    changing: list[torch.Tensor]
+
+
+def due_of(optimizer: Any) -> Due:
+    """What the optimizer's step changes now.
+
+    Raises:
+        UnsupportedError: a gradient is sparse.
+    """
+    due = Due({}, [], [])
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse:
+                raise UnsupportedError(f"{type(optimizer).__name__} does not support sparse gradients")
+            due.changing.append(parameter)
+            home = managing(parameter)
+            if home is None:
+                due.in_place.append((parameter, index))
+                continue
+            session, name = home
+            by_group = due.chunked.setdefault(session, {})
+            task = Task(optimizer, parameter, name, group)
+            by_group.setdefault(session.store.group_index(name), []).append(task)
+    return due
+
+
+def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool = True) -> Sequence[Any]:
+    """The group's elements to update, by tensor, or neighbours with equal hyper-parameters as one run.
+
+    Counts their steps. States that are missing are made: home views of zeros, and of the parameter for a master.
+    """
+    store = session.store
+    chunk_group = store.layout.groups[index]
+    kinds = chunk_group.state_kinds
+    quantised = SCALES[0] in kinds
+    hypers: dict[str, Any] = {}
+    for task in tasks:
+        state = task.optimizer.states_of(task.parameter)
+        task_kinds = {kind: store.home_view(kind, task.name) for kind in kinds}
+        fresh = EXP_AVG not in state
+        for kind, view in task_kinds.items():
+            if fresh:
+                initialise(kind, view, task.parameter)
+            elif state[kind].data_ptr() != view.data_ptr():
+                view.copy_(state[kind])
+            else:
+                continue
+            state[kind] = view
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+        task.optimizer.begin_update_of(task.parameter, state)
+        hypers[task.name] = task.optimizer.next_hyper(task.parameter, task.group)
+    runs: list[tuple[int, int, Any]] = []
+    follows = False
+    for tensor_slice in chunk_group.slices:
+        hyper = hypers.get(tensor_slice.spec.name)
+        if hyper is None:
+            follows = False
+            continue
+        # Between tensors may be bytes that nobody wrote: they may not get into the scale of a tensor's last block.
+        touches = not quantised or (follows and runs[-1][1] == tensor_slice.offset)
+        if merged and follows and touches and runs[-1][2] == hyper:
+            runs[-1] = (runs[-1][0], tensor_slice.end, hyper)
+        else:
+            runs.append((tensor_slice.offset, tensor_slice.end, hyper))
+        follows = True
+    return runs
+
+
+def flat_home(session: Session, index: int) -> dict[str, torch.Tensor]:
+    """All that an update of a group needs, as flat tensors over home memory."""
+    arena, group = session.store.arena, session.store.layout.groups[index]
+    flat: dict[str, torch.Tensor] = {}
+    for kind in group.update_kinds:
+        view = arena.host_view(chunk_name(kind, index), group.kind_dtype(kind), num_entries(kind, group.numel))
+        assert view is not None, "only a home in RAM is updated in place"
+        flat[kind] = view
+    return flat

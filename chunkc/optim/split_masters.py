@@ -1,0 +1,148 @@
+"""Split masters outside the kernels: whose lower bits they are, and states as fp32 masters for those who save them.
+
+The lower bits of a master mean something beside the parameter that the same update wrote, and nowhere else. So an
+optimizer notes which contents of a parameter they belong to. Whoever writes to a parameter (`load_state_dict`,
+`torch.nn.init`, `clamp_`) writes its master: the next update leaves stale lower bits out. Writes through `p.data` are
+the exception: PyTorch's version counters do not see them, and lower bits stay; they are less than half a place of what
+was written, and the rounded master is what was written.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from chunkc.ir.states import MASTER, MASTER_LOW
+from chunkc.kernels.fused_pass import host_empty
+from chunkc.kernels.split import join_master, split_master
+from chunkc.optim.states import flat
+
+_PIECE_NUM_ELEMENTS = 1 << 16
+"""Elements that are converted at a time: temporary tensors are of the compute tier."""
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """Contents of a parameter: by version counter, and, where others may write the same once more, by checksum.
+
+    `version` is None from the beginning of an update to its end.
+    """
+
+    version: int | None
+    checksum: int | None = None
+
+
+class Marks:
+    """Which contents of each parameter the lower bits of its master belong to.
+
+    A parameter that is not known is taken as it is. A copy knows none: whose optimizer is copied, leaves out what is
+    stale first, and notes what parameters contain in the copy.
+    """
+
+    def __init__(self) -> None:
+        self._marks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def __reduce__(self) -> tuple[type[Marks], tuple[()]]:
+        return Marks, ()
+
+    def belong(self, parameter: torch.Tensor) -> bool:
+        """Whether the lower bits are of what the parameter contains now."""
+        mark = self._marks.get(parameter)
+        if mark is None or mark.version == parameter._version:
+            return True
+        return mark.checksum is not None and mark.checksum == checksum(parameter)
+
+    def leave_out_stale(self, parameter: torch.Tensor, lower: torch.Tensor) -> None:
+        """Lower bits of other contents are left out of the parameter's master."""
+        if not self.belong(parameter):
+            with torch.no_grad():
+                lower.zero_()
+            self._marks[parameter] = _Mark(parameter._version)
+
+    def begin(self, parameter: torch.Tensor, lower: torch.Tensor) -> None:
+        """An update of the parameter begins, with lower bits of what it contains."""
+        self.leave_out_stale(parameter, lower)
+        self._marks[parameter] = _Mark(None)
+
+    def end(self, parameters: Iterable[torch.Tensor]) -> None:
+        """The updates that began are done, of these parameters: lower bits and contents belong together."""
+        for parameter in parameters:
+            if parameter in self._marks:
+                self._marks[parameter] = _Mark(parameter._version)
+
+    def loaded(self, parameter: torch.Tensor, *, changed: bool) -> None:
+        """Lower bits were loaded. If that `changed` the parameter, its own values may still be loaded after them."""
+        self._marks[parameter] = _Mark(parameter._version, checksum(parameter) if changed else None)
+
+
+def checksum(parameter: torch.Tensor) -> int:
+    """CRC-32 of a bf16 parameter's bytes."""
+    elements = flat(parameter.detach()).view(torch.int16)
+    return zlib.crc32(elements.cpu().numpy().data)
+
+
+def load(marks: Marks, master: object, parameter: torch.Tensor, lower: torch.Tensor) -> None:
+    """Take over a saved fp32 master (None: there is none, and the parameter is its own), and note whose it is."""
+    changed = False
+    if master is None:
+        lower.zero_()
+    else:
+        changed = encode(torch.as_tensor(master), parameter.detach(), lower)
+    marks.loaded(parameter, changed=changed)
+
+
+def put_masters_together(marks: Marks, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """A hook of `Optimizer.state_dict`: fp32 masters in place of their lower bits."""
+    ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in zip(ids, parameters, strict=True):
+        state = state_dict["state"].get(index, {})
+        if MASTER_LOW in state:
+            rest = {kind: value for kind, value in state.items() if kind != MASTER_LOW}
+            lower = state[MASTER_LOW] if marks.belong(parameter) else None
+            state_dict["state"][index] = {**rest, MASTER: decode(parameter, lower)}
+
+
+def encode(master: torch.Tensor, param: torch.Tensor, lower: torch.Tensor) -> bool:
+    """Split an fp32 master, in pieces, into a bf16 tensor and int16 lower bits, and say whether `param` has changed.
+
+    Args:
+        master: of any strides and dtype.
+        param, lower: of one shape and strides, dense.
+    """
+    if master.stride() != param.stride() or master.dtype != torch.float32 or master.shape != param.shape:
+        dense = host_empty((param.numel(),), torch.float32).as_strided(param.shape, param.stride())
+        master = dense.copy_(master)
+    changed = False
+    flat_master, flat_param, flat_lower = flat(master), flat(param), flat(lower)
+    for piece in _pieces(param.numel()):
+        upper, kept = split_master(flat_master[piece].cpu())
+        changed = changed or not torch.equal(upper.view(torch.int16), flat_param[piece].cpu().view(torch.int16))
+        flat_param[piece], flat_lower[piece] = upper, kept
+    return changed
+
+
+def decode(param: torch.Tensor, lower: torch.Tensor | None) -> torch.Tensor:
+    """The fp32 master, with the parameter's strides, on the CPU in memory that is not the compute tier's.
+
+    Without lower bits it is the parameter.
+    """
+    flat_param = flat(param.detach())
+    flat_master = host_empty((param.numel(),), torch.float32)
+    if lower is None:
+        return flat_master.as_strided(param.shape, param.stride()).copy_(param.detach())
+    flat_lower = flat(lower)
+    for piece in _pieces(param.numel()):
+        flat_master[piece] = join_master(flat_param[piece].cpu(), flat_lower[piece].cpu())
+    return flat_master.as_strided(param.shape, param.stride())
+
+
+def _pieces(num_elements: int) -> Iterator[slice]:
+    for begin in range(0, num_elements, _PIECE_NUM_ELEMENTS):
+        yield slice(begin, min(begin + _PIECE_NUM_ELEMENTS, num_elements))

@@ -1,0 +1,119 @@
+"""What an optimizer keeps for a parameter: made, and converted from one form into another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from chunkc.ir.states import (
+    EXP_AVG,
+    EXP_AVG_SCALE,
+    EXP_AVG_SQ,
+    EXP_AVG_SQ_SCALE,
+    MASTER,
+    MASTER_LOW,
+    SCALES,
+    num_entries,
+)
+from chunkc.kernels.quant import dequantise, quantise
+from chunkc.session import Session, owner
+
+Dtypes = Mapping[str, torch.dtype]
+"""The kinds of states that a parameter has, with their dtypes (see `chunkc.ir.states.StateFormat.dtypes`)."""
+
+KNOWN = ("step", MASTER, EXP_AVG, EXP_AVG_SQ, *SCALES)
+
+_SCALE_OF = {EXP_AVG: EXP_AVG_SCALE, EXP_AVG_SQ: EXP_AVG_SQ_SCALE}
+
+
+def empty_state(parameter: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    """Room for a state beside its parameter, uninitialised; laid out as the parameter, or flat for scales."""
+    if kind in SCALES:
+        return torch.empty(num_entries(kind, parameter.numel()), dtype=dtype, device=parameter.device)
+    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype, device=parameter.device)
+
+
+def initialise(kind: str, state: torch.Tensor, parameter: torch.Tensor) -> None:
+    """The state before the first update: a master is the parameter, all else zeros."""
+    if kind == MASTER:
+        state.copy_(parameter)
+    else:
+        state.zero_()
+
+
+def is_kept(state: Mapping[str, Any], parameter: torch.Tensor, dtypes: Dtypes) -> bool:
+    """Whether a state is there in these kinds and dtypes, laid out as the parameter."""
+    return (
+        len(state) == 1 + len(dtypes)
+        and all(kind in state and state[kind].dtype == dtype for kind, dtype in dtypes.items())
+        and state[EXP_AVG].stride() == parameter.stride()
+    )
+
+
+def converted(state: Mapping[str, Any], parameter: torch.Tensor, dtypes: Dtypes) -> dict[str, torch.Tensor]:
+    """A state in any form as one of these kinds: what is to be copied, which may still round to the dtypes.
+
+    8-bit moments stay as they are if they stay 8-bit moments of a parameter laid out alike. Lower bits of a master are
+    taken as they are, or left to `chunkc.optim.split_masters.load`.
+
+    Raises:
+        ValueError: a kind is missing.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for kind, dtype in dtypes.items():
+        if kind in SCALES or (kind == MASTER_LOW and kind not in state):
+            continue
+        source = state.get(kind, parameter if kind == MASTER else None)
+        if source is None:
+            raise ValueError(f"the loaded state lacks {kind}")
+        source = torch.as_tensor(source)
+        scale = state.get(_SCALE_OF.get(kind, ""))
+        signed = kind == EXP_AVG
+        if dtype == torch.uint8 and scale is not None and source.stride() == parameter.stride():
+            found |= {kind: source, _SCALE_OF[kind]: torch.as_tensor(scale)}
+            continue
+        if scale is not None:
+            values = dequantise(flat(source), torch.as_tensor(scale, device=source.device), signed=signed)
+            source = values.as_strided(source.shape, source.stride())
+        if dtype == torch.uint8:
+            wide = empty_state(parameter, kind, torch.float32).copy_(source)
+            codes, scales = quantise(flat(wide), signed=signed)
+            found |= {kind: codes.as_strided(wide.shape, wide.stride()), _SCALE_OF[kind]: scales}
+        else:
+            found[kind] = source
+    return found
+
+
+def like(tensor: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor with the parameter's strides; itself if it has them."""
+    assert tensor is not None
+    if tensor.stride() == parameter.stride():
+        return tensor
+    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=tensor.dtype, device=parameter.device).copy_(
+        tensor
+    )
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements in memory order, as a flat view."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def place_in_group(parameter: torch.Tensor) -> tuple[int, int] | None:
+    """The parameter's chunk group and its first element in it; None if it is in none."""
+    session, name = owner(parameter) or (None, "")
+    if session is None or name not in session.store.layout.offsets:
+        return None
+    return session.store.group_index(name), session.store.layout.offsets[name]
+
+
+def names_at_home(parameters: Iterable[torch.Tensor]) -> dict[tuple[Session, int], list[str]]:
+    """The names of those parameters that are at home, by session and chunk group."""
+    found: dict[tuple[Session, int], list[str]] = {}
+    for parameter in parameters:
+        session, name = owner(parameter) or (None, "")
+        if session is not None and session.store.is_managed(name):
+            found.setdefault((session, session.store.group_index(name)), []).append(name)
+    return found

@@ -1,0 +1,307 @@
+"""What is explained is what training does: peaks, minimum, chunks and traffic against `chunkc.report` of a real run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from typing import Any
+
+import pytest
+import torch
+from harness import HUGE, adamw, compile_case
+from torch import Tensor, nn
+from zoo import CASES
+
+import chunkc
+from chunkc.explaining.cuda_offline import overhead_on
+from chunkc.explaining.explain import minimum_budget
+from chunkc.formats import json_, render_json
+from chunkc.ir.errors import OptionsError
+from chunkc.ir.explanation import COMPUTE, KINDS, TO_DEVICE, TO_HOME, Explanation
+from chunkc.ir.hardware import GIB, Hardware
+from chunkc.machines.presets import load_hardware
+
+QUICK = ("convnet", "frozen_mlp", "big_embedding")
+SLOW = ("short_gpt", "called_twice", "encoder", "llama_tied", "gpt2_dropout", "bert", "vit", "t5")
+NAMES = (*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW))
+
+MLP_NBYTES = 1_500_000
+"""A budget in which `frozen_mlp` trains, and has to move what it trains."""
+
+
+def explain(case: str, **options: Any) -> Explanation:
+    return chunkc.explain(CASES[case].build(), **CASES[case].batch(0), **options)
+
+
+def trained(name: str, **options: Any) -> tuple[chunkc.Report, dict[str, int]]:
+    """The report after two steps, and the traffic of the second."""
+    case = CASES[name]
+    model, compiled = compile_case(case, place=False, **options)
+    optimizer = adamw(model.parameters())
+    traffic = [{"to_device": 0, "to_home": 0}]
+    for step in range(2):
+        batch = case.batch(step)
+        loss = case.loss(compiled(**batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del batch, loss
+        traffic.append(dict(chunkc.report(model).traffic_nbytes))
+    return chunkc.report(model), {way: traffic[2][way] - traffic[1][way] for way in traffic[0]}
+
+
+def assert_as_trained(explanation: Explanation, name: str, **options: Any) -> None:
+    report, traffic = trained(name, memory_budget=explanation.memory_budget_nbytes, **options)
+    assert explanation.fits
+    assert explanation.predicted_peak_nbytes == report.predicted_peak_nbytes
+    assert explanation.minimum_budget_nbytes == report.minimum_budget_nbytes
+    chunks = explanation.chunks
+    assert (chunks.size_nbytes, chunks.count) == (report.chunk_size_nbytes, report.num_chunks)
+    assert chunks.resident == report.num_resident_chunks
+    assert explanation.home_nbytes == report.home_nbytes
+    assert dataclasses.asdict(explanation.traffic_nbytes) == traffic
+    latest = {label: nbytes for label, nbytes, _ in report.moments}
+    predicted: dict[str, int] = {}
+    for moment in explanation.moments:
+        predicted[moment.call] = max(predicted.get(moment.call, 0), moment.nbytes)
+    assert {call: predicted[call] for call in latest} == latest
+
+
+def check_itself(explanation: Explanation) -> None:
+    """What one explanation says in several places is the same."""
+    peak = explanation.predicted_peak_nbytes
+    assert max(moment.nbytes for moment in explanation.moments) == peak
+    assert sum(explanation.peak.contents.values()) == peak
+    assert explanation.peak.moment in {moment.call for moment in explanation.moments}
+    time = explanation.step_time_s
+    assert time.total == pytest.approx(time.compute + time.optimizer + time.stall)
+    assert time.optimizer > 0
+    moved = {way: sum(e.nbytes for e in explanation.events if e.stream == way) for way in (TO_DEVICE, TO_HOME)}
+    assert moved == dataclasses.asdict(explanation.traffic_nbytes)
+    assert all(set(moment.contents) <= set(KINDS) for moment in explanation.moments)
+    assert all(nbytes >= 0 for moment in explanation.moments for nbytes in moment.contents.values())
+    assert all(nbytes > 0 for nbytes in explanation.peak.contents.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_as_trained_in_the_minimum_and_in_half(name: str) -> None:
+    not_fitting = explain(name, memory_budget=1, whole_graph="never")
+    minimum, everything = not_fitting.minimum_budget_nbytes, explain(name, memory_budget=HUGE, whole_graph="never")
+    assert not not_fitting.fits
+    assert not_fitting.memory_budget_nbytes == 1
+    assert not_fitting.predicted_peak_nbytes <= minimum
+    check_itself(not_fitting)
+    half = max(minimum, everything.predicted_peak_nbytes // 2)
+    for budget in {minimum, half}:
+        explanation = explain(name, memory_budget=budget, whole_graph="never")
+        check_itself(explanation)
+        assert explanation.minimum_budget_nbytes == minimum
+        assert_as_trained(explanation, name, whole_graph="never")
+
+
+@pytest.mark.parametrize("name", ["convnet", "called_twice"])
+def test_as_trained_where_all_fits(name: str) -> None:
+    explanation = explain(name, memory_budget=HUGE)
+    check_itself(explanation)
+    assert explanation.traffic_nbytes == dataclasses.replace(explanation.traffic_nbytes, to_device=0, to_home=0)
+    assert (explanation.home_nbytes, explanation.step_time_s.stall) == (0, 0)
+    assert explanation.chunks.resident == explanation.chunks.count
+    assert any("compiled whole" in note for note in explanation.notes)
+    assert_as_trained(explanation, name)
+
+
+def test_as_trained_with_a_chunk_size() -> None:
+    explanation = explain("frozen_mlp", memory_budget=MLP_NBYTES, chunk_size="128KiB")
+    assert explanation.chunks.size_nbytes < explain("frozen_mlp", memory_budget=MLP_NBYTES).chunks.size_nbytes
+    assert_as_trained(explanation, "frozen_mlp", chunk_size="128KiB")
+
+
+def test_one_byte_less_does_not_fit() -> None:
+    minimum = explain("frozen_mlp", memory_budget=1).minimum_budget_nbytes
+    assert explain("frozen_mlp", memory_budget=minimum).fits
+    short = explain("frozen_mlp", memory_budget=minimum - 1)
+    assert not short.fits
+    assert short.minimum_budget_nbytes == minimum
+    with pytest.raises(chunkc.BudgetError) as error:
+        trained("frozen_mlp", memory_budget=minimum - 1)
+    assert error.value.minimum_nbytes == minimum
+
+
+def test_minimum_budget_is_that_of_explain() -> None:
+    case = CASES["frozen_mlp"]
+    found = minimum_budget(case.build(), **case.batch(0), memory_budget=1)
+    assert found == explain("frozen_mlp", memory_budget=1).minimum_budget_nbytes
+
+
+def test_explained_inside_no_grad() -> None:
+    """No backward and no update: an inference call."""
+    with torch.no_grad():
+        explanation = explain("frozen_mlp", memory_budget=MLP_NBYTES)
+    assert {moment.phase for moment in explanation.moments} == {"forward"}
+    assert explanation.step_time_s.optimizer == 0
+
+
+# --- budgets and hardware ---
+
+
+@pytest.mark.parametrize(
+    ("budget", "nbytes"),
+    [
+        ("6GB", 6 * 10**9),
+        ("6 GiB", 6 * GIB),
+        ("6GiB", 6 * GIB),
+        (12345678, 12345678),
+        ("50%", int(23.5 * GIB) // 2),
+        ("auto", int(0.9 * (int(23.5 * GIB) - 400 * 2**20))),
+    ],
+)
+def test_budgets_on_a_preset(budget: int | str, nbytes: int) -> None:
+    explanation = explain("frozen_mlp", memory_budget=budget, hardware="rtx3090")
+    assert explanation.memory_budget_nbytes == nbytes
+    assert (explanation.hardware, explanation.device_memory_nbytes) == ("rtx3090", int(23.5 * GIB))
+    assert explanation.overhead_nbytes == 400 * 2**20
+
+
+@pytest.mark.parametrize("budget", ["lots", "6 Gigabytes", -1, 0, "120%", True])
+def test_budgets_without_sense(budget: Any) -> None:
+    with pytest.raises(OptionsError, match="memory_budget"):
+        explain("frozen_mlp", memory_budget=budget)
+
+
+@pytest.mark.parametrize("budget", ["24GiB", "100%"])
+def test_a_budget_beyond_the_device(budget: str) -> None:
+    with pytest.raises(OptionsError, match=r"a device of rtx3090 has 23\.11 GiB"):
+        explain("frozen_mlp", memory_budget=budget, hardware="rtx3090")
+
+
+def test_hardware_of_unknown_size() -> None:
+    machine = Hardware(1e12, 1e11, 1e10, 1e10, name="mine")
+    with pytest.raises(OptionsError, match="'mine' does not say how much memory"):
+        explain("frozen_mlp", hardware=machine)
+    explanation = explain("frozen_mlp", hardware=machine, memory_budget="64MiB")
+    assert (explanation.fits, explanation.host_fits, explanation.device_memory_nbytes) == (True, True, None)
+
+
+def test_no_such_hardware() -> None:
+    with pytest.raises(OptionsError, match="no hardware is called 'rtx3091'; did you mean 'rtx3090'"):
+        explain("frozen_mlp", hardware="rtx3091")
+
+
+def test_a_faster_machine_is_faster_and_needs_no_more() -> None:
+    names = ("rtx2060-6g", "a100-80g", "h100")
+    slow, fast, hopper = (explain("frozen_mlp", hardware=name, memory_budget=MLP_NBYTES) for name in names)
+    assert hopper.step_time_s.total < fast.step_time_s.total < slow.step_time_s.total
+    assert fast.minimum_budget_nbytes == slow.minimum_budget_nbytes
+    # cuBLAS's workspaces, of two threads: 32 MiB each from Hopper on, 8,320 KiB before.
+    assert hopper.minimum_budget_nbytes - fast.minimum_budget_nbytes == 2 * (32 * 2**20 - 8320 * 2**10)
+
+
+def test_several_devices_are_said_not_to_share() -> None:
+    notes = explain("frozen_mlp", hardware="8xv100-32g").notes
+    assert any("one of the 8 devices" in note for note in notes)
+
+
+def test_a_home_on_disk_is_as_slow_as_the_disk() -> None:
+    machine = dataclasses.replace(load_hardware("cpu"), disk_read_bytes_per_s=1e6, disk_write_bytes_per_s=1e6)
+    budget = {"memory_budget": MLP_NBYTES, "hardware": machine}
+    ram, disk = explain("frozen_mlp", **budget), explain("frozen_mlp", home="disk", **budget)
+    assert (ram.disk_nbytes, disk.disk_nbytes) == (0, disk.home_nbytes)
+    assert disk.step_time_s.to_home == pytest.approx(disk.traffic_nbytes.to_home / 1e6)
+    assert ram.step_time_s.to_home < disk.step_time_s.to_home / 100
+
+
+def test_behind_a_gpu_only_states_are_on_disk() -> None:
+    """As `runtime.staging` has it: parameters and gradients stay in pinned memory, and cross the link at its rate."""
+    machine = dataclasses.replace(load_hardware("rtx3090"), disk_read_bytes_per_s=1e6, disk_write_bytes_per_s=1e6)
+    budget = {"memory_budget": MLP_NBYTES + overhead_on(machine), "hardware": machine}
+    ram, disk = explain("frozen_mlp", **budget), explain("frozen_mlp", home="disk", **budget)
+    assert disk.home_nbytes == ram.home_nbytes
+    assert 0 < disk.disk_nbytes < disk.home_nbytes
+    of_states = {copy.name.partition(":")[0]: copy for copy in disk.events if copy.kind == "write_back"}
+    assert of_states.keys() == {"param", "grad", "exp_avg", "exp_avg_sq"}
+    for kind, copy in of_states.items():
+        rate = 1e6 if kind.startswith("exp") else machine.to_home_bytes_per_s
+        assert copy.end_s - copy.start_s == pytest.approx(copy.nbytes / rate), kind
+    in_ram = dataclasses.replace(machine, host_memory_nbytes=disk.home_nbytes - disk.disk_nbytes)
+    assert explain("frozen_mlp", **budget | {"hardware": in_ram}, home="disk").host_fits
+    less = dataclasses.replace(machine, host_memory_nbytes=disk.home_nbytes - disk.disk_nbytes - 1)
+    assert not explain("frozen_mlp", **budget | {"hardware": less}, home="disk").host_fits
+
+
+def test_home_against_the_host() -> None:
+    machine = dataclasses.replace(load_hardware("rtx3090"), host_memory_nbytes=2**20)
+    budget = MLP_NBYTES + overhead_on(machine)
+    ram = explain("frozen_mlp", memory_budget=budget, hardware=machine)
+    assert (ram.fits, ram.host_fits) == (True, False)
+
+
+def test_sixteen_bits_take_14_bytes_and_a_gradient() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x.float().square().mean()
+
+    model = Deep().bfloat16()
+    explanation = chunkc.explain(model, torch.ones(2, 256, dtype=torch.bfloat16), memory_budget=2 * 2**20)
+    assert explanation.chunks.resident == 0
+    assert explanation.home_nbytes == 14 * explanation.num_parameters == 14 * 4 * 256 * 256
+
+
+# --- what is handed out ---
+
+
+def test_the_json_has_the_documented_keys() -> None:
+    values = json.loads(render_json(explain("frozen_mlp", memory_budget=MLP_NBYTES)))
+    documented = [line.split("|")[1] for line in (json_.__doc__ or "").splitlines() if line.startswith("| `")]
+    assert set(values) == {key.strip(" `") for cell in documented for key in cell.split(",")}
+    wanted = {
+        "peak": {"moment", "op", "module", "contents", "source"},
+        "chunks": {"size_nbytes", "count", "resident"},
+        "traffic_nbytes": {"to_device", "to_home"},
+        "step_time_s": {"total", "compute", "to_device", "to_home", "optimizer", "stall"},
+    }
+    assert {key: set(values[key]) for key in wanted} == wanted
+    assert json_.parse_json(json.dumps(values)) == explain("frozen_mlp", memory_budget=MLP_NBYTES)
+
+
+def test_it_is_frozen_and_named() -> None:
+    explanation = explain("frozen_mlp", memory_budget=MLP_NBYTES, name="mine")
+    assert explanation.model == "mine"
+    assert explain("frozen_mlp", memory_budget=MLP_NBYTES).model == "FrozenMLP"
+    assert explanation.codegen == "eager"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        explanation.fits = False  # type: ignore[misc]
+    assert typing.get_type_hints(chunkc.explain)["return"] is Explanation
+
+
+def test_graphs_and_plan_are_shown() -> None:
+    explanation = explain("frozen_mlp", memory_budget=MLP_NBYTES)
+    assert set(explanation.graphs) == {"forward", "backward"}
+    assert "prefetch" in explanation.graphs["forward"]
+    assert "resident groups" in explanation.plan_text
+
+
+def test_peak_names_the_module_that_fills_it() -> None:
+    explanation = explain("big_embedding", memory_budget=1)
+    largest = next(iter(explanation.peak.contents))
+    assert largest.startswith(("slots", "parameters", "gradients", "temporaries"))
+    modules = {moment.module for moment in explanation.moments}
+    assert any("embedding" in module for module in modules)
+
+
+def test_progress_is_told() -> None:
+    told: list[str] = []
+    explain("frozen_mlp", memory_budget=MLP_NBYTES, show=told.append)
+    assert told == ["tracing the model", "planning"]
+
+
+def test_stalls_are_on_the_compute_stream() -> None:
+    explanation = explain("frozen_mlp", memory_budget=MLP_NBYTES)
+    assert {event.stream for event in explanation.events if event.kind == "stall"} <= {COMPUTE}
+    assert explanation.step_time_s.stall > 0

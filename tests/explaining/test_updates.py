@@ -1,0 +1,116 @@
+"""`update_on` and `overlap` in an explanation: what crosses the link, and what of the optimizer is hidden."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import chunkc
+from chunkc.cli import main
+from chunkc.ir.explanation import AT_HOME, Explanation
+from chunkc.ir.hardware import Hardware
+from chunkc.machines.presets import load_hardware
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def explained(update_on: str, overlap: str, hardware: str | Hardware = "h200", **options: Any) -> Explanation:
+    with torch.device("meta"):
+        model, x = Stack(), torch.empty(4096, 1024)
+    return chunkc.explain(
+        model, x, memory_budget="220MiB", hardware=hardware, whole_graph="never",
+        update_on=update_on, overlap=overlap, **options,
+    )  # fmt: skip
+
+
+def test_states_of_chunks_updated_at_home_do_not_move() -> None:
+    in_slots, at_home = explained("device", "none"), explained("cpu", "none")
+    assert not [e for e in in_slots.events if e.stream == AT_HOME]
+    assert len([e for e in at_home.events if e.stream == AT_HOME]) == 6 - at_home.chunks.resident
+    assert at_home.traffic_nbytes.to_device < in_slots.traffic_nbytes.to_device
+    assert at_home.notes[0].startswith("the CPU updates")
+    assert at_home.predicted_peak_nbytes <= in_slots.predicted_peak_nbytes
+
+
+def test_overlap_hides_updates_behind_the_model_s_work() -> None:
+    totals = {mode: explained("cpu", mode).step_time_s.total for mode in ("none", "forward", "backward", "both")}
+    assert totals["forward"] < totals["none"]
+    assert totals["backward"] < totals["none"]
+    assert totals["both"] <= totals["backward"] * (1 + 1e-9)
+    assert {explained("cpu", mode).predicted_peak_nbytes for mode in totals} == {
+        explained("cpu", "none").predicted_peak_nbytes
+    }
+
+
+def test_cores_that_compute_hide_nothing() -> None:
+    plain, overlapped = explained("cpu", "none", "cpu"), explained("cpu", "both", "cpu")
+    assert plain.step_time_s == overlapped.step_time_s
+    assert any("hides nothing here" in note for note in overlapped.notes)
+
+
+@pytest.mark.parametrize(
+    ("update_on", "overlap", "message"),
+    [
+        ("gpu", "none", "update_on is 'gpu'"),
+        ("cpu", "always", "overlap is 'always'"),
+        ("device", "forward", 'overlap=.forward. is for updates by the CPU'),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(update_on: str, overlap: str, message: str) -> None:
+    with pytest.raises(chunkc.OptionsError, match=message):
+        explained(update_on, overlap)
+
+
+def test_a_disk_is_no_memory_to_update() -> None:
+    with pytest.raises(chunkc.OptionsError, match="updates memory where it is"):
+        explained("cpu", "none", home="disk")
+
+
+def test_a_cpu_of_unknown_speed_is_not_guessed() -> None:
+    unknown = replace(load_hardware("h200"), cpu_update_bytes_per_s=None)
+    with pytest.raises(chunkc.OptionsError, match="does not say cpu_update_bytes_per_s"):
+        explained("cpu", "none", unknown)
+    assert explained("auto", "none", unknown).traffic_nbytes == explained("device", "none").traffic_nbytes
+
+
+@pytest.mark.parametrize(("optimizer", "nbytes"), [("adamw", 28), ("lamb", 40)])
+def test_updates_at_home_take_as_long_as_their_bytes(optimizer: str, nbytes: int) -> None:
+    found = explained("cpu", "none", optimizer=optimizer)
+    rate = load_hardware("h200").cpu_update_bytes_per_s
+    at_home = [event for event in found.events if event.stream == AT_HOME]
+    assert at_home
+    assert {event.nbytes for event in at_home} == {nbytes * 2**20}
+    assert all(event.end_s - event.start_s == pytest.approx(nbytes * 2**20 / rate) for event in at_home)
+
+
+FACTORY = """
+import torch
+from torch import nn
+
+def build():
+    layers = [nn.Linear(1024, 1024, bias=False) for _ in range(6)]
+    return nn.Sequential(*layers), (torch.empty(64, 1024),)
+"""
+
+
+def test_the_command_takes_both(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(FACTORY)
+    arguments = ["explain", f"{tmp_path}/model.py:build", "--memory-budget", "130MiB", "--hardware", "h200"]
+    assert main([*arguments, "--format", "json", "--update-on", "cpu", "--overlap", "forward"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert any(note.startswith("the CPU updates") for note in found["notes"])

@@ -1,0 +1,78 @@
+"""Devices by name: presets, measured figures, cautious ones; and devices that are not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import chunkc
+from chunkc.machines.devices import device_of, hardware_by_name, memory_of, parse_device, preset_by_name
+from chunkc.machines.host import compute_tier_memory
+from chunkc.machines.presets import preset, save_hardware
+
+GIB = 1 << 30
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "expected"),
+    [
+        ("NVIDIA H200", 139.8, "h200"),
+        ("NVIDIA GH200 480GB", 94.5, "gh200"),
+        ("NVIDIA H100 80GB HBM3", 79.2, "h100"),
+        ("NVIDIA A100-SXM4-80GB", 79.3, "a100-80g"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40g"),
+        ("Tesla V100-SXM2-32GB", 31.7, "v100-32g"),
+        ("NVIDIA GeForce RTX 4090", 23.6, "rtx4090"),
+        ("NVIDIA GeForce RTX 3090", 23.7, "rtx3090"),
+        ("NVIDIA GeForce RTX 2060", 5.8, "rtx2060-6g"),
+        ("NVIDIA H200 MIG 1g.18gb", 16.0, None),
+        ("Tesla V100-SXM2-16GB", 15.8, None),
+        ("Tesla T4", 14.6, None),
+    ],
+)
+def test_presets_by_the_driver_s_name(name: str, gib: float, expected: str | None) -> None:
+    assert preset_by_name(name, int(gib * GIB)) == expected
+
+
+def test_a_preset_with_the_device_s_own_memory(tmp_path: Path) -> None:
+    found = hardware_by_name("NVIDIA H200", 140 * GIB, tmp_path / "none.json")
+    assert (found.name, found.device_memory_nbytes, found.kind) == ("h200", 140 * GIB, "cuda")
+    assert found.to_device_bytes_per_s == preset("h200").to_device_bytes_per_s
+
+
+def test_measured_figures_of_a_gpu_before_cautious_ones(tmp_path: Path) -> None:
+    path = tmp_path / "hardware.json"
+    cautious = hardware_by_name("Tesla T4", 15 * GIB, path)
+    assert (cautious.name, cautious.device_memory_nbytes) == ("Tesla T4", 15 * GIB)
+    assert "cautious" in cautious.source
+    save_hardware(preset("cpu"), path)
+    assert hardware_by_name("Tesla T4", 15 * GIB, path) == cautious  # figures of a CPU are none of a GPU's
+    save_hardware(preset("rtx3090"), path)
+    assert hardware_by_name("Tesla T4", 15 * GIB, path).name == "rtx3090"
+
+
+def test_devices_that_make_sense() -> None:
+    assert parse_device("cpu:0") == torch.device("cpu")
+    assert memory_of(torch.device("cpu"))[0] == compute_tier_memory()[0]
+    with pytest.raises(chunkc.UnsupportedError, match="on the CPU and on CUDA devices"):
+        parse_device("xpu")
+
+
+@needs_no_gpu
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(chunkc.UnsupportedError, match="'cuda:1', but there is no CUDA device"):
+        parse_device("cuda:1")
+
+
+def test_all_parameters_are_on_one_device() -> None:
+    meta = nn.Linear(2, 2, device="meta")
+    tensors = {"a": torch.zeros(1), **dict(meta.named_parameters())}
+    with pytest.raises(chunkc.UnsupportedError, match="a is on cpu and weight is on meta"):
+        device_of(tensors)
+    with pytest.raises(chunkc.UnsupportedError, match="weight is on meta"):
+        device_of(dict(meta.named_parameters()))
+    assert device_of({}) == torch.device("cpu")

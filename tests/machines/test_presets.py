@@ -1,0 +1,263 @@
+"""Machines by name and by file: plausible figures, exact round trips, errors that help."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chunkc.ir.errors import OptionsError
+from chunkc.ir.hardware import CPU, GIB, Hardware
+from chunkc.machines.datasheets import DATASHEETS, Efficiency
+from chunkc.machines.presets import (
+    PRESETS,
+    default_hardware_path,
+    load_hardware,
+    preset,
+    read_hardware,
+    save_hardware,
+)
+
+ALL_REACHED = Efficiency(matrix=1, memory=1, link=1, both_links=1, cpu_update=1, disk=1)
+
+
+def refused(text: str) -> str:
+    with pytest.raises(OptionsError) as caught:
+        load_hardware(text)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def written(folder: Path, content: Any, name: str = "machine.json") -> str:
+    path = folder / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+def test_all_promised_presets_are_there() -> None:
+    promised = "rtx2060-6g rtx3090 rtx4090 v100-32g a100-40g a100-80g h100 h200 gh200 cpu"
+    assert set(PRESETS) == set(promised.split())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_states_everything_and_its_source(name: str) -> None:
+    hardware = load_hardware(name)
+    assert hardware.name == name
+    assert hardware.source
+    optional = {"tf32_flops_per_s", "bf16_flops_per_s", "fp16_flops_per_s"}
+    for field in fields(Hardware):
+        assert getattr(hardware, field.name) is not None or field.name in optional, field.name
+    assert hardware.kind == ("cpu" if name == "cpu" else "cuda")
+
+
+@pytest.mark.parametrize("name", DATASHEETS)
+def test_no_preset_claims_its_peak(name: str) -> None:
+    reached, peak = asdict(preset(name)), asdict(preset(name, ALL_REACHED))
+    for key, value in reached.items():
+        if key.endswith("_per_s") and value is not None:
+            assert 0.5 * peak[key] < value < peak[key], key
+        else:
+            assert value == peak[key], key
+
+
+@pytest.mark.parametrize("name", DATASHEETS)
+def test_orders_of_magnitude(name: str) -> None:
+    h = load_hardware(name)
+    assert h.device_memory_nbytes is not None
+    assert 5 * GIB < h.device_memory_nbytes < 142 * GIB
+    assert 0.2 * GIB < h.context_nbytes < 1 * GIB
+    half = h.matrix_flops_per_s(torch.float16)
+    assert h.matrix_flops_per_s(torch.float32) < h.matrix_flops_per_s(torch.float32, tf32=True) * 1.001 <= half * 1.001
+    assert h.to_device_bytes_per_s < h.both_links_bytes_per_s < h.to_device_bytes_per_s + h.to_home_bytes_per_s
+    assert h.disk_write_bytes_per_s < h.disk_read_bytes_per_s < h.to_device_bytes_per_s < h.memory_bytes_per_s
+    assert h.cpu_update_bytes_per_s < h.memory_bytes_per_s
+
+
+def test_memory_is_less_than_on_the_box() -> None:
+    box = {"rtx2060-6g": 6, "rtx3090": 24, "rtx4090": 24, "v100-32g": 32, "a100-40g": 40, "a100-80g": 80, "h100": 80}
+    for name, gib in box.items():
+        nbytes = load_hardware(name).device_memory_nbytes
+        assert nbytes is not None
+        assert 0.93 * gib * GIB < nbytes < gib * GIB, name
+
+
+def test_what_has_no_unit_for_bf16_trains_in_fp16() -> None:
+    for name in ("v100-32g", "rtx2060-6g"):
+        hardware = load_hardware(name)
+        assert hardware.bf16_flops_per_s is None
+        assert hardware.flops_per_s == hardware.fp16_flops_per_s
+        assert hardware.matrix_flops_per_s(torch.bfloat16) == hardware.fp32_flops_per_s
+
+
+@pytest.mark.parametrize("written_as", ["RTX3090", " rtx3090 "])
+def test_case_and_spaces_do_not_matter(written_as: str) -> None:
+    assert load_hardware(written_as) == load_hardware("rtx3090")
+
+
+@pytest.mark.parametrize("text", ["8xv100-32g", "8XV100-32G", "8 x v100-32g"])
+def test_counts(text: str) -> None:
+    assert load_hardware(text) == preset("v100-32g").times(8)
+    assert load_hardware(text).name == "8xv100-32g"
+
+
+def test_the_cpu_is_the_one_plans_are_made_with() -> None:
+    assert load_hardware("cpu") is CPU
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [("rtx309", "'rtx3090'"), ("a100", "'a100-40g' or 'a100-80g'"), ("8xv100", "'v100-32g'"), ("gh20", "'gh200'")],
+)
+def test_a_near_miss_names_the_nearest(text: str, nearest: str) -> None:
+    assert f"did you mean {nearest}" in refused(text)
+
+
+@pytest.mark.parametrize("text", ["", "zzz", "8x", "x", "8x8xh100", "/tmp", "machine.toml"])
+def test_a_wild_miss_names_what_is_allowed(text: str) -> None:
+    message = refused(text)
+    assert all(name in message for name in PRESETS)
+    assert ".yaml" in message
+
+
+def test_no_devices() -> None:
+    assert "at least 1" in refused("0xh100")
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "8xv100-32g"])
+def test_a_saved_machine_comes_back_equal(tmp_path: Path, name: str) -> None:
+    hardware, path = load_hardware(name), tmp_path / "new" / "folder" / "h.json"
+    save_hardware(hardware, path)
+    assert load_hardware(str(path)) == hardware
+    save_hardware(CPU, path)
+    assert read_hardware(path) == CPU
+
+
+def test_a_file_changes_a_preset_with_units(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        {
+            "based_on": "2xrtx3090",
+            "name": "mine",
+            "host_memory_nbytes": "288GiB",
+            "device_memory_nbytes": 20_000_000_000,
+            "context_nbytes": 0,
+            "to_device_bytes_per_s": "24.5 GB/s",
+            "to_home_bytes_per_s": "22GiB/s",
+            "bf16_flops_per_s": "60TFLOPS",
+            "fp32_flops_per_s": "30 TFLOP/s",
+            "disk_read_bytes_per_s": "2.5e9",
+        },
+    )
+    assert load_hardware(path) == replace(
+        load_hardware("2xrtx3090"),
+        name="mine",
+        host_memory_nbytes=288 * GIB,
+        device_memory_nbytes=20_000_000_000,
+        context_nbytes=0,
+        to_device_bytes_per_s=24.5e9,
+        to_home_bytes_per_s=22.0 * GIB,
+        bf16_flops_per_s=60e12,
+        fp32_flops_per_s=30e12,
+        disk_read_bytes_per_s=2.5e9,
+    )
+
+
+def test_yaml_and_its_numbers_that_are_text(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    text = "based_on: h100  # ours\nfp16_flops_per_s: 8e14\nhost_memory_nbytes: 2TB\n"
+    wanted = replace(load_hardware("h100"), fp16_flops_per_s=8e14, host_memory_nbytes=2 * 10**12)
+    for name in ("a.yaml", "a.yml", "A.YAML"):
+        assert load_hardware(written(tmp_path, text, name)) == wanted
+
+
+def test_yaml_without_pyyaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "yaml":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    path = written(tmp_path, "based_on: cpu", "a.yaml")
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert "pip install pyyaml" in refused(path)
+
+
+FOUR = {"flops_per_s": 1e12, "memory_bytes_per_s": 1e11, "to_device_bytes_per_s": 1e10, "to_home_bytes_per_s": 1e10}
+
+
+def test_four_figures_make_a_file(tmp_path: Path) -> None:
+    assert load_hardware(written(tmp_path, FOUR)) == Hardware(**FOUR)
+
+
+@pytest.mark.parametrize("missing", FOUR)
+def test_a_needed_key_is_missing(tmp_path: Path, missing: str) -> None:
+    message = refused(written(tmp_path, {key: value for key, value in FOUR.items() if key != missing}))
+    assert f"{missing} missing" in message
+    assert "based_on" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        ({"based_on": "h100", "host_memory": 1}, ["'host_memory'", "did you mean 'host_memory_nbytes'", "fp32_flops"]),
+        ({"based_on": "h100", "zz": 1}, ["unknown key 'zz'", "cpu_update_bytes_per_s"]),
+        ({"based_on": "h101"}, ["'h101'", "did you mean 'h100'"]),
+        ({"based_on": 3}, ["based_on is 3", "a preset"]),
+        ({"based_on": "h100", "host_memory_nbytes": "lots"}, ["host_memory_nbytes is 'lots'", '"24GiB"']),
+        ({"based_on": "h100", "host_memory_nbytes": "24GB/s"}, ["host_memory_nbytes", '"24GiB"']),
+        ({"based_on": "h100", "host_memory_nbytes": -1}, ["host_memory_nbytes is -1"]),
+        ({"based_on": "h100", "host_memory_nbytes": True}, ["host_memory_nbytes is True"]),
+        ({"based_on": "h100", "flops_per_s": "3GB/s"}, ["flops_per_s is '3GB/s'", '"71TFLOPS"']),
+        ({"based_on": "h100", "to_home_bytes_per_s": 0}, ["to_home_bytes_per_s is 0", '"24GB/s"']),
+        ({"based_on": "h100", "to_home_bytes_per_s": None}, ["to_home_bytes_per_s is None"]),
+        ({"based_on": "h100", "kind": "tpu"}, ["kind is 'tpu'", '"cpu" or "cuda"']),
+        ({"based_on": "h100", "num_devices": 1.5}, ["num_devices is 1.5", "whole number"]),
+        ({"based_on": "h100", "num_devices": 0}, ["num_devices is 0"]),
+        ({"based_on": "h100", "name": ""}, ["name is ''", "a text"]),
+        ({"based_on": "h100", "context_nbytes": "200GiB"}, ["context_nbytes leaves nothing"]),
+        ({"based_on": "h100", "kind": "tpu", "name": 3}, ["kind is 'tpu'", "name is 3"]),
+        ('{"based_on": "h100", "flops_per_s": NaN}', ["flops_per_s is nan"]),
+        ([1, 2], ["maps names to figures"]),
+        ("{", ["not JSON"]),
+    ],
+)
+def test_one_line_says_what_is_wrong(tmp_path: Path, content: Any, parts: list[str]) -> None:
+    path = written(tmp_path, content)
+    message = refused(path)
+    assert path in message
+    for part in parts:
+        assert part in message
+
+
+def test_broken_yaml(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    assert "not YAML" in refused(written(tmp_path, "a: [1\nb: }", "a.yaml"))
+    assert "maps names to figures" in refused(written(tmp_path, "", "b.yaml"))
+    assert "unknown key 3" in refused(written(tmp_path, "3: 4", "c.yaml"))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "No such file" in refused(str(tmp_path / "missing.json"))
+    (tmp_path / "folder.json").mkdir()
+    assert "directory" in refused(str(tmp_path / "folder.json"))
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    assert "not a text file" in refused(str(tmp_path / "binary.json"))
+
+
+def test_the_default_path_follows_the_xdg_specification(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    in_home = tmp_path / "me" / ".config" / "chunkc" / "hardware.json"
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    assert default_hardware_path() == tmp_path / "config" / "chunkc" / "hardware.json"
+    for ignored in ("", "relative/config"):
+        monkeypatch.setenv("XDG_CONFIG_HOME", ignored)
+        assert default_hardware_path() == in_home
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    assert default_hardware_path() == in_home

@@ -1,0 +1,208 @@
+"""`overlap`: the bits of an update inside `step()`, whatever is late; without a wait, others; doors that wait."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from harness import differences
+from overlap_cases import Late, Subject, case, expected, results, subject
+from torch import nn
+
+import chunkc
+
+pytestmark = pytest.mark.timeout(120)
+
+MODES = ("forward", "backward", "both")
+SLOW_S = 0.03
+
+
+# ---------------------------------------------------------------- the same bits
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 40), marks=pytest.mark.slow)], ids=["few", "many"])
+def test_late_copies_and_updates_change_no_bit(mode: str, seeds: range) -> None:
+    for seed in seeds:
+        found = results(Subject(mode, Late(seed, 0.004), Late(seed + 100, 0.02)), mode)
+        assert not differences(found, expected(mode)), seed
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_half_precision_changes_no_bit(mode: str) -> None:
+    found = results(Subject(mode, Late(0, 0.004), Late(1, 0.02), case(torch.bfloat16)), mode)
+    assert not differences(found, expected(mode, torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["lamb", "8 bits, rounded at random"])
+def test_other_rules_change_no_bit(name: str) -> None:
+    def train(overlap: str) -> list[Any]:
+        made = Subject(overlap, Late(0, 0.004), Late(1, 0.02), case(torch.bfloat16))
+        options: dict[str, Any] = {"update_on": "cpu", "overlap": overlap}
+        if name == "lamb":
+            made.optimizer = chunkc.optim.LAMB(made.model.parameters(), lr=1e-2, **options)
+        else:
+            options |= {"moments_dtype": "int8", "stochastic_rounding": True}
+            made.optimizer = chunkc.optim.AdamW(made.model.parameters(), lr=1e-2, **options)
+        return [*made.train(range(3), reading=False), *made.state()]
+
+    assert not differences(train("both"), train("none"))
+
+
+def test_it_does_overlap() -> None:
+    made = Subject("both", Late(), Late(fixed_s=0.05))
+    made.train(range(1), reading=False)
+    assert made.num_under_way == 4, "step() waits"
+    made.backward(1)
+    assert made.num_under_way == 4, "nothing began in the backward"
+    made.optimizer.step()
+    made.optimizer.synchronize()
+    assert made.num_under_way == 0
+
+
+def test_the_next_forward_s_first_chunks_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, order = subject("forward"), []
+    begin = made.store.updates.begin
+    made.backward(0)
+    made.store.updates._needed = dict.fromkeys([2, 0, 3, 1])
+
+    def noted(group: int, *args: Any, **options: Any) -> None:
+        order.append(group)
+        begin(group, *args, **options)
+
+    monkeypatch.setattr(made.store.updates, "begin", noted)
+    made.optimizer.step()
+    assert order == [2, 0, 3, 1]
+    made.optimizer.synchronize()
+
+
+# ---------------------------------------------------------------- each wait, left out
+
+
+def without_fetch_after_update(patch: pytest.MonkeyPatch, made: Subject) -> None:
+    patch.setattr(made.store.updates, "before", lambda group: ())
+
+
+def without_arrival(patch: pytest.MonkeyPatch, made: Subject) -> None:
+    patch.setattr(made.store, "home_moments", lambda group: [*made.store.tier.mark()])
+
+
+def without_the_step_s_wait(patch: pytest.MonkeyPatch, made: Subject) -> None:
+    patch.setattr(made.optimizer._overlap, "end_step", lambda session, at_home: None)
+
+
+@pytest.mark.parametrize(
+    ("mode", "copies_s", "updates_s", "leave_out"),
+    [
+        ("forward", 0.0, SLOW_S, without_fetch_after_update),
+        ("backward", SLOW_S, 0.0, without_arrival),
+        ("backward", 0.0, SLOW_S, without_the_step_s_wait),
+    ],
+)
+def test_every_wait_matters(mode: str, copies_s: float, updates_s: float, leave_out: Any) -> None:
+    for broken in (False, True):
+        made = Subject(mode, Late(fixed_s=copies_s), Late(fixed_s=updates_s))
+        with pytest.MonkeyPatch.context() as patch:
+            if broken:
+                leave_out(patch, made)
+            found = made.train(range(4), reading=mode == "backward")
+            made.store.updates.finish()
+        wanted = expected(mode)[: len(found)]
+        assert bool(differences(found, wanted)) == broken
+
+
+# ---------------------------------------------------------------- doors that wait
+
+
+@contextmanager
+def under_way(overlap: str = "forward") -> Iterator[Subject]:
+    """Updates have been begun by a step, and are slow."""
+    made = Subject(overlap, Late(), Late(fixed_s=SLOW_S))
+    made.backward(0)
+    made.optimizer.step()
+    assert made.num_under_way
+    yield made
+    made.optimizer.synchronize()
+
+
+def doors() -> dict[str, Any]:
+    return {
+        "synchronize": lambda m: m.optimizer.synchronize(),
+        "chunkc.synchronize": lambda m: chunkc.synchronize(m.compiled),
+        "state": lambda m: m.optimizer.state,
+        "state_dict": lambda m: m.optimizer.state_dict(),
+        "load_state_dict": lambda m: m.optimizer.load_state_dict(copy.deepcopy(m.optimizer.state_dict())),
+        "zeroing": lambda m: m.optimizer.zero_grad(set_to_none=False),
+        "deepcopy": lambda m: copy.deepcopy(m.optimizer),
+        "pickle": lambda m: torch.save(m.optimizer, io.BytesIO()),
+        "another forward": lambda m: m.compiled(**m.case.batch(1)),
+        "another step": lambda m: (m.optimizer.step(), m.optimizer.synchronize()),
+    }
+
+
+@pytest.mark.parametrize("door", doors())
+def test_doors_of_our_own_wait(door: str) -> None:
+    with under_way() as made:
+        doors()[door](made)
+        assert all(not made.store.updates.before(group) for group in range(4))
+
+
+def test_a_checkpoint_goes_on_with_the_same_bits() -> None:
+    whole, first = subject("both"), subject("both")
+    expected_losses = whole.train(range(4), reading=False)
+    found = first.train(range(2), reading=False)
+    chunkc.synchronize(first.model)
+    saved = copy.deepcopy((first.model.state_dict(), first.optimizer.state_dict()))
+    second = subject("both")
+    second.model.load_state_dict(saved[0])
+    second.optimizer.load_state_dict(saved[1])
+    found += second.train(range(2, 4), reading=False)
+    assert not differences(found, expected_losses)
+    assert not differences(second.state(), whole.state())
+
+
+def test_copies_and_pickles_keep_the_mode() -> None:
+    optimizer = chunkc.optim.AdamW([nn.Parameter(torch.zeros(2))], update_on="cpu", overlap="both")
+    buffer = io.BytesIO()
+    torch.save(optimizer, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(optimizer), torch.load(buffer, weights_only=False)):
+        assert other._overlap.mode == "both"
+        other.param_groups[0]["params"][0].grad = torch.ones(2)
+        other.step()
+        assert len(other.state) == 1
+
+
+def test_what_compiled_code_does_not_train_is_updated_inside_the_step() -> None:
+    with under_way() as made:
+        made.optimizer.synchronize()
+        made.session.trained -= {"layers.1.weight"}
+        made.backward(1)
+        made.optimizer.step()
+        names = [{s.spec.name for s in group.slices} for group in made.store.layout.groups]
+        ready = [not made.store.updates.before(group) for group in range(4)]
+        index = next(i for i, group in enumerate(names) if "layers.1.weight" in group)
+        assert ready[index]
+        assert not all(ready)
+
+
+def test_a_failed_update_is_named_at_the_next_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = subject("forward")
+    made.train(range(1), reading=False)
+    made.optimizer.synchronize()
+    made.backward(1)
+    with monkeypatch.context() as patch:
+        patch.setattr("chunkc.optim.adam_rule.adam_chunk_update", lambda *args, **options: 1 / 0)
+        patch.setattr(made.optimizer, "_in_place", lambda *args: None)
+        made.optimizer.step()
+        with pytest.raises(chunkc.StreamError, match=r"chunk param:0 \(layers.0.weight.*division by zero"):
+            made.backward(2)
+    with pytest.raises(chunkc.StreamError, match=r"layers.*division by zero"):
+        made.optimizer.synchronize()
+    made.optimizer.zero_grad()
+    made.train(range(3, 4), reading=False)

@@ -1,0 +1,94 @@
+"""Copies of a model whose updates are under way: whole after `synchronize`, else of two steps.
+
+A module is copied and saved past every optimizer, tensor by tensor, from home; nothing there could make it wait.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import array
+from overlap_cases import Subject, subject
+from torch import Tensor, nn
+
+import chunkc
+from chunkc.kernels.formats import AdamSlots, GradScale
+from chunkc.optim import adam_groups, adam_rule
+from chunkc.optim.adam_rule import AdamRule, Place, Runs, clipped
+
+pytestmark = pytest.mark.timeout(120)
+
+SHORT_S, LONG_S = 0.1, 20.0
+WEIGHT = "layers.0.weight"
+
+
+class Halves:
+    """Updates at home in two halves, between which they stand still until they are told to go on."""
+
+    def __init__(self) -> None:
+        self.half_done, self.going_on = threading.Event(), threading.Event()
+
+    def __call__(self, rule: AdamRule, slots: AdamSlots, runs: Runs, scale: GradScale, place: Place) -> None:
+        numel = slots.param.numel()
+        half = numel // 2
+        adam_rule.update_on_cpu(rule, slots.part(0, half), clipped(runs, 0, half), scale, place)
+        self.half_done.set()
+        assert self.going_on.wait(LONG_S), "nobody said so"
+        later = Place(place.chunk, place.first_element + half)
+        adam_rule.update_on_cpu(rule, slots.part(half, numel), clipped(runs, half, numel), scale, later)
+
+
+def deepcopy(model: nn.Module) -> Tensor:
+    return copy.deepcopy(model).get_parameter(WEIGHT)
+
+
+def loaded(saved: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def save_state_dict(model: nn.Module) -> Tensor:
+    return loaded(model.state_dict())[WEIGHT]
+
+
+def save_model(model: nn.Module) -> Tensor:
+    return loaded(model).get_parameter(WEIGHT)
+
+
+def copied(made: Subject, ways: list[Callable[[nn.Module], Tensor]], patch: pytest.MonkeyPatch, *, waits: bool) -> Any:
+    """The weight before a step, in copies made while its update goes on, and after it."""
+    made.train(range(1), reading=False)
+    made.optimizer.synchronize()
+    before = array(made.model.get_parameter(WEIGHT)).ravel()
+    halves = Halves()
+    patch.setattr(adam_groups, "update_on_cpu", halves)
+    made.backward(1)
+    made.optimizer.step()
+    assert halves.half_done.wait(LONG_S)
+    if waits:
+        threading.Timer(SHORT_S, halves.going_on.set).start()
+        chunkc.synchronize(made.model)
+    found = [array(way(made.model)).ravel() for way in ways]
+    halves.going_on.set()
+    chunkc.synchronize(made.model)
+    return before, found, array(made.model.get_parameter(WEIGHT)).ravel()
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["synchronized", "not synchronized"])
+def test_a_copy_of_the_model_waits_for_synchronize_only(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = [deepcopy, save_state_dict, save_model]
+    before, found, after = copied(subject("forward"), ways, monkeypatch, waits=waits)
+    half = after.size // 2
+    assert (before[:half] != after[:half]).any()
+    assert (before[half:] != after[half:]).any()
+    for values in found:
+        assert np.array_equal(values, after if waits else np.concatenate([after[:half], before[half:]]))

@@ -1,0 +1,255 @@
+"""Optimizers with split masters: the same bits wherever they are kept, and never lower bits beside foreign contents."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import array, differences, session_of
+from optim_models import (
+    MODES,
+    assert_equal,
+    assert_managed,
+    backward,
+    batch,
+    build,
+    copy_gradients,
+    snapshot,
+    states,
+    train,
+    twin_of,
+)
+from torch import nn
+
+import chunkc
+from chunkc.ir.states import MASTER, MASTER_LOW
+from chunkc.optim import adam_rule
+from chunkc.runtime import cpu_allocator
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+BF16 = torch.bfloat16
+SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+def trained(mode: str, steps: int = 2, **options: Any) -> tuple[Any, Callable, Any]:
+    model, call = build(mode, dtype=BF16, **options)
+    optimizer = chunkc.optim.AdamW(model.parameters(), **SETTINGS)
+    train(call, optimizer, range(steps), BF16)
+    return model, call, optimizer
+
+
+def masters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Saved ones, in the order of the parameters."""
+    return [state[MASTER] for _, state in sorted(optimizer.state_dict()["state"].items())]
+
+
+def test_where_things_are_changes_no_bit() -> None:
+    """Everything resident; chunks in slots; on disk; updated at home."""
+    found: dict[str, Any] = {}
+    for name, options, update_on in (
+        ("resident", {"memory_budget": 1 << 30}, "device"),
+        ("slots", {}, "device"),
+        ("disk", {"home": "disk"}, "device"),
+        ("at home", {}, "cpu"),
+    ):
+        model, call = build("adopted", dtype=BF16, **options)
+        optimizer = chunkc.optim.AdamW(model.parameters(), **SETTINGS, update_on=update_on)
+        train(call, optimizer, range(4), BF16)
+        assert_managed(model, "plain" if name == "resident" else "adopted")
+        kept = {kind: array(value) for kind, value in states(model, optimizer).items()}
+        found[name] = ([array(p) for p in model.parameters()], [array(m) for m in masters(optimizer)], kept)
+    for name, results in found.items():
+        assert not differences(results, found["resident"], name)
+
+
+@pytest.mark.parametrize(("master_weights", "nbytes"), [(None, 14), ("float32", 16)])
+def test_home_takes_14_bytes_per_parameter(master_weights: str | None, nbytes: int) -> None:
+    model, call = build("adopted", dtype=BF16)
+    optimizer = chunkc.optim.AdamW(model.parameters(), master_weights=master_weights)
+    train(call, optimizer, range(1), BF16)
+    session = session_of(model)
+    assert session.store.arena.nbytes == nbytes * sum(layer.weight.numel() for layer in model.layers)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", ["copy", "load_state_dict", "init"])
+def test_masters_are_made_anew_of_what_somebody_wrote(mode: str, way: str) -> None:
+    """As in an optimizer that has the moments, and no masters."""
+    model, call, optimizer = trained(mode)
+    written = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    if way == "load_state_dict":
+        model.load_state_dict(written)
+    else:
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                torch.manual_seed(0)
+                nn.init.normal_(p) if way == "init" else p.copy_(written[name])
+    twin = twin_of(model)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for (name, p), master in zip(model.named_parameters(), masters(optimizer), strict=True):
+        assert torch.equal(master, p.float()), name
+    for state in saved["state"].values():
+        del state[MASTER]
+    expected = chunkc.optim.AdamW(twin.parameters())
+    expected.load_state_dict(saved)
+    backward(call, 2, BF16)
+    copy_gradients(model, twin)
+    optimizer.step()
+    expected.step()
+    assert_equal(snapshot(model), snapshot(twin))
+    assert_equal(states(model, optimizer), states(twin, expected))
+
+
+def test_what_was_written_counts_however_late_the_update_comes() -> None:
+    model, call, optimizer = trained("adopted")
+    weight = model.layers[1].weight
+    with torch.no_grad():
+        weight.copy_(torch.randn_like(weight))
+    for step in (2, 3):  # one step without a gradient, one with
+        backward(call, step, BF16)
+        if step == 2:
+            weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+    before = weight.float()
+    optimizer.param_groups[0].update(lr=0.0)
+    optimizer.step()
+    (index,) = [i for i, p in enumerate(model.parameters()) if p is weight]
+    assert torch.equal(masters(optimizer)[index], before)
+    assert not torch.equal(masters(optimizer)[index - 2], model.layers[0].weight.float())
+
+
+def test_writing_past_version_counters_rounds_to_what_was_written() -> None:
+    model, call, optimizer = trained("plain")
+    weight = model.layers[0].weight
+    weight.data.copy_(torch.randn_like(weight))
+    weight.data[:, :9] = torch.tensor([0.0, -0.0, 1.0, -1.0, 2.0**-126, -(2.0**-130), 3e38, float("inf"), 2.0])
+    written = weight.detach().clone()
+    optimizer.param_groups[0].update(lr=0.0)
+    backward(call, 2, BF16)
+    weight.grad.nan_to_num_(0.0, 0.0, 0.0)
+    optimizer.step()
+    assert torch.equal(weight, written)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model_first", [True, False])
+def test_a_run_goes_on_to_the_bit_whatever_is_loaded_first(mode: str, model_first: bool) -> None:
+    model, call, optimizer = trained(mode)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(call, optimizer, range(2, 4), BF16)
+    again, again_call = build(mode, dtype=BF16, seed=1)
+    if mode == "adopted":
+        again_call(batch(0, BF16))
+    again_optimizer = chunkc.optim.AdamW(again.parameters())
+    loads = [lambda: again.load_state_dict(saved[0]), lambda: again_optimizer.load_state_dict(saved[1])]
+    for load in loads if model_first else reversed(loads):
+        load()
+    train(again_call, again_optimizer, range(2, 4), BF16)
+    assert_equal(snapshot(again), snapshot(model))
+    assert_equal(states(again, again_optimizer), states(model, optimizer))
+
+
+@pytest.mark.parametrize("mode", ["plain", "placed"])
+def test_a_loaded_master_makes_the_parameter(mode: str) -> None:
+    _, _, optimizer = trained(mode)
+    other, _ = build(mode, dtype=BF16, seed=1)
+    other_optimizer = chunkc.optim.AdamW(other.parameters())
+    other_optimizer.load_state_dict(optimizer.state_dict())
+    for p, master, loaded in zip(other.parameters(), masters(optimizer), masters(other_optimizer), strict=True):
+        assert torch.equal(p, master.to(BF16))
+        assert torch.equal(loaded, master)
+
+
+def test_masters_come_from_and_go_to_optimizers_with_fp32_ones() -> None:
+    model, call, optimizer = trained("adopted")
+    full_model, full_call = build("adopted", dtype=BF16, seed=1)
+    full_model.load_state_dict(model.state_dict())
+    full = chunkc.optim.AdamW(full_model.parameters(), master_weights="float32")
+    full.load_state_dict(optimizer.state_dict())
+    for p, master in zip(full_model.parameters(), masters(optimizer), strict=True):
+        assert torch.equal(full.state[p][MASTER], master)
+    train(full_call, full, range(2, 3), BF16)
+    train(call, optimizer, range(2, 3), BF16)
+    assert_equal(snapshot(full_model), snapshot(model))
+    optimizer.load_state_dict(full.state_dict())
+    ties = sum(int(((master.view(torch.int32) & 0x1FFFF) == 0x8000).sum()) for master in masters(full))
+    different = [int((a != b).sum()) for a, b in zip(masters(optimizer), masters(full), strict=True)]
+    assert sum(different) == ties
+
+
+def test_an_update_that_fails_leaves_no_stale_lower_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, call, optimizer = trained("adopted")
+    backward(call, 2, BF16)
+    calls = []
+    update = adam_rule.adam_chunk_update
+
+    def failing(*args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        update(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adam_rule, "adam_chunk_update", failing)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    for p, master in zip(model.parameters(), masters(optimizer), strict=True):
+        assert torch.equal(master, p.float())
+    optimizer.step()
+    assert any(not torch.equal(master, p.float()) for p, master in zip(model.parameters(), masters(optimizer)))
+
+
+def test_states_are_saved_without_the_budget() -> None:
+    _, _, optimizer = trained("adopted")
+    cpu_allocator.install()
+    with cpu_allocator.hard_limit(cpu_allocator.current_nbytes() + (2 << 20)):
+        saved = optimizer.state_dict()
+    assert all(state[MASTER].dtype == torch.float32 and MASTER_LOW not in state for state in saved["state"].values())
+    assert all(MASTER_LOW in state and MASTER not in state for state in optimizer.state.values())
+
+
+def test_hooks_of_users_see_fp32_masters() -> None:
+    _, _, optimizer = trained("plain")
+    seen = []
+    optimizer.register_state_dict_post_hook(lambda _, found: seen.append({*found["state"][0]}))
+    optimizer.state_dict()
+    assert seen == [{"step", "exp_avg", "exp_avg_sq", MASTER}]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "kinds"),
+    [
+        (BF16, {}, {MASTER_LOW}),
+        (BF16, {"master_weights": True, "moments_dtype": BF16}, {MASTER_LOW}),
+        (BF16, {"master_weights": "float32"}, {MASTER}),
+        (BF16, {"moments_dtype": "int8"}, {MASTER}),
+        (BF16, {"master_weights": True, "stochastic_rounding": True}, {MASTER}),
+        (BF16, {"stochastic_rounding": True}, set()),
+        (torch.float16, {}, {MASTER}),
+        (torch.float16, {"master_weights": "split"}, {MASTER}),
+        (torch.float32, {}, set()),
+    ],
+)
+def test_which_master_is_kept(dtype: torch.dtype, options: dict[str, Any], kinds: set[str]) -> None:
+    parameter = nn.Parameter(torch.ones(300, dtype=dtype))
+    optimizer = chunkc.optim.AdamW([parameter], **options)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert {*optimizer.state[parameter]} & {MASTER, MASTER_LOW} == kinds
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"master_weights": "half"}, "master_weights is 'half'; allowed"),
+        ({"master_weights": "split", "moments_dtype": "int8"}, 'use master_weights="float32"'),
+        ({"master_weights": "split", "stochastic_rounding": True}, 'use master_weights="float32"'),
+    ],
+)
+def test_impossible_masters_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(chunkc.OptionsError, match=message):
+        chunkc.optim.AdamW([nn.Parameter(torch.ones(3, dtype=BF16))], **options)
