@@ -105,11 +105,16 @@ def test_it_does_not_fit(here: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_host_is_too_small(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    too_small = ("explain", "tiny.py:build", *FITS_A_GPU, "--host-memory", "1MiB", "--hardware", "rtx3090")
+    command = ("explain", "tiny.py:build", *FITS_A_GPU, "--hardware", "rtx3090")
+    home_nbytes = json.loads(run(capsys, *command, "--format", "json")[1])["home_nbytes"]
+    too_small = (*command, "--host-memory", str(home_nbytes * 3 // 4))
     code, out, _ = run(capsys, *too_small)
     assert code == 3
     assert "home does not fit the host" in out
-    assert run(capsys, *too_small, "--home", "disk")[0] == 0
+    assert run(capsys, *too_small, "--home", "disk")[0] == 0  # half of it is optimizer states
+    code, out, _ = run(capsys, *command, "--host-memory", str(home_nbytes // 4), "--home", "disk")
+    assert code == 3
+    assert "beside the optimizer states on disk" in out
 
 
 BAD = {
