@@ -18,7 +18,7 @@ from chunkc.ir.errors import (
 )
 from chunkc.ir.explanation import Explanation
 from chunkc.optim.overlap import synchronize
-from chunkc.passes.scratch_declared import declare_scratch
+from chunkc.passes.scratch.declared import declare_scratch
 from chunkc.place import place
 from chunkc.report import Report, report
 

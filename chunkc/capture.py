@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from chunkc.ir.errors import UnsupportedError
 from chunkc.passes.alias_check import outside_alias_check
 from chunkc.passes.graphs import attribute_path, placeholders, returned
-from chunkc.passes.inductor_cuda import steady_inductor
+from chunkc.passes.inductor.cuda import steady_inductor
 from chunkc.passes.partition import partition
 from chunkc.passes.segments import RUN_BY_ATEN, clone_parameter_views, materialise_returned_placeholders
 

@@ -39,7 +39,7 @@ from chunkc.models import MODELS
 from chunkc.optim.overlap import NONE, OVERLAP
 from chunkc.optim.update_on import DEVICE, UPDATE_ON
 from chunkc.options import parse_options, parse_size
-from chunkc.passes.scratch_exceptions import table as exceptions_table
+from chunkc.passes.scratch.exceptions import table as exceptions_table
 
 FITS, OWN_FAULT, BAD_INPUT, DOES_NOT_FIT = 0, 1, 2, 3
 _LOGS = "TORCH_LOGS"

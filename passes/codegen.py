@@ -21,12 +21,12 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import SegmentMemory
 from chunkc.passes.alias_check import CheckedOnce, is_custom
 from chunkc.passes.graphs import is_compute, output_node, placeholders, returned
-from chunkc.passes.inductor_cuda import steady_inductor
-from chunkc.passes.inductor_memory import inductor_memory
+from chunkc.passes.inductor.cuda import steady_inductor
+from chunkc.passes.inductor.memory import inductor_memory
+from chunkc.passes.inductor.wrapper_source import Wrapper, wrapper_of
 from chunkc.passes.segment_memory import eager_memory
 from chunkc.passes.segments import Segment
 from chunkc.passes.shapes import AS_TRACED, Shapes, symbol_values
-from chunkc.passes.wrapper_source import Wrapper, wrapper_of
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """Takes a list of inputs, which it empties, and returns the outputs."""

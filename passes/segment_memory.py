@@ -1,5 +1,5 @@
 """Bytes over the moments of one segment, known before it ever runs: for `codegen="eager"`, by liveness over the
-storages of the segment's graph. `inductor_memory` is the other one.
+storages of the segment's graph. `inductor.memory` is the other one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from chunkc.passes.graphs import (
     placeholders,
     returned,
 )
-from chunkc.passes.scratch import scratch_nbytes, takes_nothing
-from chunkc.passes.scratch_cuda import cuda_scratch_nbytes
+from chunkc.passes.scratch.cpu import scratch_nbytes, takes_nothing
+from chunkc.passes.scratch.cuda import cuda_scratch_nbytes
 from chunkc.passes.segment_storages import graph_storages, number_storages, value_of
 from chunkc.passes.shapes import AS_TRACED, Shapes, is_number
 

@@ -16,7 +16,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from chunkc.passes.graphs import storage_key
-from chunkc.passes.scratch import corrects_outputs, output_nbytes
+from chunkc.passes.scratch.cpu import corrects_outputs, output_nbytes
 from chunkc.passes.shapes import AS_TRACED, Shapes
 from chunkc.passes.symbols import Size
 

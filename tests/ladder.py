@@ -14,7 +14,7 @@ from memory_curves import Moment
 from torch import Tensor
 from zoo import Batch
 
-from chunkc.passes.scratch_exceptions import EXCEPTIONS
+from chunkc.passes.scratch.exceptions import EXCEPTIONS
 
 
 def rungs(names: Iterable[str], quick: Collection[str]) -> list[Any]:

@@ -23,11 +23,12 @@ from zoo import Batch, Case
 
 from chunkc.graph import CompiledGraph
 from chunkc.ir.program import PhaseProgram, SegmentMemory
-from chunkc.passes import codegen, inductor_memory
+from chunkc.passes import codegen
 from chunkc.passes.graphs import is_compute, module_path, op_name
+from chunkc.passes.inductor import memory
+from chunkc.passes.inductor.wrapper_reader import Wrapper
 from chunkc.passes.profile import last_holds
 from chunkc.passes.shapes import is_number
-from chunkc.passes.wrapper_reader import Wrapper
 from chunkc.runtime import cpu_allocator
 
 
@@ -116,7 +117,7 @@ class _ReadOperators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         cpu_allocator.lap_peak_nbytes()
         result = func(*args, **(kwargs or {}))
-        self._read(inductor_memory.op_name_of(func))
+        self._read(memory.op_name_of(func))
         return result
 
 
@@ -168,13 +169,13 @@ def _noting_calls() -> Iterator[list[_Calls]]:
     """Inductor segments described inside say which of their steps belong to which call."""
     found: list[_Calls] = []
     calls: list[tuple[str, int]] = []
-    step, describe = inductor_memory._StorageTracker.step, codegen.inductor_memory
+    step, describe = memory._StorageTracker.step, codegen.inductor_memory
 
     def noting_step(tracker: Any, label: str, scratch: int = 0) -> None:
         step(tracker, label, scratch)
         if label == "start":
             calls.clear()
-        if label != inductor_memory.ALLOCATION:
+        if label != memory.ALLOCATION:
             calls.append((label, len(tracker.steps) - 1))
 
     def noting_memory(*args: Any, **kwargs: Any) -> SegmentMemory:
@@ -183,7 +184,7 @@ def _noting_calls() -> Iterator[list[_Calls]]:
         return memory
 
     with (
-        mock.patch.object(inductor_memory._StorageTracker, "step", noting_step),
+        mock.patch.object(memory._StorageTracker, "step", noting_step),
         mock.patch.object(codegen, "inductor_memory", noting_memory),
     ):
         yield found

@@ -1,7 +1,7 @@
 """Predicted bytes against the allocator's with `codegen="inductor"`, on the ladder of models.
 
 Peaks of forward and backward lie within 1 %, and so does every call where the graph is cut into segments; nothing is
-ever predicted too small. What is not within 1 % is bounded, and has its reason in `scratch_exceptions`.
+ever predicted too small. What is not within 1 % is bounded, and has its reason in `scratch.exceptions`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ladder import describe, is_exception, rungs
 from memory_curves import PhaseCurve, step_curves
 from zoo import LADDER
 
-from chunkc.passes.scratch_exceptions import BEYOND_OPERATORS
+from chunkc.passes.scratch.exceptions import BEYOND_OPERATORS
 
 WITHIN = 0.01
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zoo import Case, floats
 
 import chunkc.backend  # what loading allocates comes before the count
-from chunkc.passes import scratch_declared
+from chunkc.passes.scratch import declared
 from chunkc.runtime import cpu_allocator
 
 
@@ -71,7 +71,7 @@ def _custom() -> Iterator[None]:
             chunkc.declare_scratch(f"chunkc_tracing_tests::{name}", lambda args, kwargs, outputs, threads: 0)
         yield
     for name in names:
-        scratch_declared._declared.pop(f"chunkc_tracing_tests::{name}")
+        declared._declared.pop(f"chunkc_tracing_tests::{name}")
 
 
 @pytest.mark.parametrize("custom", [None, "copy"])

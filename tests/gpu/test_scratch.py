@@ -1,4 +1,4 @@
-"""What operators really take inside on a GPU, against the bounds of `passes.scratch_cuda`.
+"""What operators really take inside on a GPU, against the bounds of `passes.scratch.cuda`.
 
 `pytest tests/gpu/test_scratch.py -m gpu -s` prints both, so that a bound far too wide is seen as well.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from chunkc.passes.cuda_memory import rounded_nbytes
-from chunkc.passes.scratch_cuda import cuda_scratch_nbytes
+from chunkc.passes.scratch.cuda import cuda_scratch_nbytes
 
 pytestmark = [
     pytest.mark.gpu,

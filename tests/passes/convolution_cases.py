@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from metering import measure
 
-from chunkc.passes import scratch
+from chunkc.passes.scratch import cpu
 
 aten = torch.ops.aten
 
@@ -49,7 +49,7 @@ class Shape:
 def gap(target, *args) -> int:
     """Predicted bytes less measured ones."""
     measured, outputs = measure(target, args, {})
-    return scratch.scratch_nbytes(target, args, {}, outputs, torch.get_num_threads()) - measured
+    return cpu.scratch_nbytes(target, args, {}, outputs, torch.get_num_threads()) - measured
 
 
 def gaps(shape: Shape, *, bias: bool, dtype: torch.dtype = torch.float32) -> tuple[int, int]:

@@ -22,10 +22,10 @@ from chunkc.capture import Capture, capture_graph
 from chunkc.ir.program import SegmentMemory
 from chunkc.passes.codegen import CompiledSegment, compile_segment, describe_segment
 from chunkc.passes.graphs import placeholders, returned
+from chunkc.passes.inductor.wrapper_reader import AT, Wrapper
 from chunkc.passes.segments import Piece, Segment, SegmentTable, clone_parameter_views, cut, extract
 from chunkc.passes.shapes import ShapesAt, SymbolicShapes, symbol_values
 from chunkc.passes.symbols import Size, free_symbols, holds, plain_symbol, region, shape_env_of
-from chunkc.passes.wrapper_reader import AT, Wrapper
 from chunkc.runtime import cpu_allocator
 
 Values = dict[sympy.Symbol, int]

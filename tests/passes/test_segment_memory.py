@@ -14,7 +14,7 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import SegmentMemory
 from chunkc.passes.codegen import CompiledSegment, compile_segment
 from chunkc.passes.graphs import placeholders
-from chunkc.passes.inductor_memory import inductor_memory
+from chunkc.passes.inductor.memory import inductor_memory
 from chunkc.passes.segment_memory import eager_memory
 from chunkc.passes.segment_storages import graph_storages
 from chunkc.passes.segments import SegmentTable, cut, extract

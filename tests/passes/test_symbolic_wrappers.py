@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import SegmentMemory
-from chunkc.passes.inductor_memory import inductor_memory
+from chunkc.passes.inductor.memory import inductor_memory
 from chunkc.passes.shapes import ShapesAt, SymbolicShapes
 from chunkc.passes.symbols import holds
 

@@ -5,8 +5,8 @@ LAPACK's own workspaces come from torch's allocator, in sizes that LAPACK is ask
 
 from __future__ import annotations
 
-from chunkc.passes.scratch_kernels import copy_block_nbytes, nbytes_of
-from chunkc.passes.scratch_rules import Call
+from chunkc.passes.scratch.kernels import copy_block_nbytes, nbytes_of
+from chunkc.passes.scratch.rules import Call
 
 
 def copy_and_pivots_rule(call: Call) -> int:

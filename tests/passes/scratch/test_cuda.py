@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import chunkc
-from chunkc.passes import scratch_cuda, scratch_declared
-from chunkc.passes.scratch_cuda import cuda_scratch_nbytes, is_known
-from chunkc.passes.scratch_cuda_rules import CONVOLUTION_NBYTES
+from chunkc.passes.scratch import cuda, declared
+from chunkc.passes.scratch.cuda import cuda_scratch_nbytes, is_known
+from chunkc.passes.scratch.cuda_rules import CONVOLUTION_NBYTES
 
 aten = torch.ops.aten
 MIB = 1 << 20
@@ -28,7 +28,7 @@ def odd() -> Iterator[torch._ops.OpOverload]:
     with torch.library._scoped_library("chunkc_cuda_tests", "DEF") as library:
         library.define("odd(Tensor x) -> Tensor")
         yield torch.ops.chunkc_cuda_tests.odd.default
-    scratch_declared._declared.pop("chunkc_cuda_tests::odd", None)
+    declared._declared.pop("chunkc_cuda_tests::odd", None)
 
 
 def test_an_unknown_operator_is_refused_with_its_name_and_module(odd: torch._ops.OpOverload) -> None:
@@ -53,12 +53,12 @@ def test_what_is_declared_counts_rounded_and_before_the_table(odd: torch._ops.Op
         chunkc.declare_scratch("aten::convolution", lambda args, kwargs, outputs, threads: 1024)
         assert cuda_scratch_nbytes(aten.convolution.default, arguments, {}, meta(1, 4, 8, 8)) == 1024 < before
     finally:
-        scratch_declared._declared.pop("aten::convolution")
+        declared._declared.pop("aten::convolution")
 
 
 def test_every_name_in_the_table_is_an_operator() -> None:
     wrong = []
-    for name in scratch_cuda._RULES:
+    for name in cuda._RULES:
         namespace, _, short = name.rpartition("::")
         if namespace in ("", "aten") and not any(hasattr(aten, form) for form in (short, f"{short}_")):
             wrong.append(name)

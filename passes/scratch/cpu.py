@@ -6,10 +6,10 @@ return, so no graph shows it, but a memory limit does. `scratch_nbytes` says how
 and dtypes alone.
 
 One default rule and declared exceptions. Views take nothing. Elementwise operators (torch tags them) take a cast of
-each operand that is not in the common dtype. The others are in `scratch_table.RULES`, functions read off ATen's CPU
-kernels and checked by measuring; they are exact to the byte but for those in `scratch_exceptions.EXCEPTIONS`, which
+each operand that is not in the common dtype. The others are in `scratch.table.RULES`, functions read off ATen's CPU
+kernels and checked by measuring; they are exact to the byte but for those in `scratch.exceptions.EXCEPTIONS`, which
 are upper bounds, each with its reason. An operator that nobody looked at is refused: users may declare it
-(`scratch_declared.declare_scratch`).
+(`scratch.declared.declare_scratch`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from chunkc.passes.scratch_declared import declared_nbytes, is_declared, undeclared
-from chunkc.passes.scratch_rules import Call, is_view, nothing_rule, pointwise_rule
-from chunkc.passes.scratch_table import OUTPUTS, RULES
+from chunkc.passes.scratch.declared import declared_nbytes, is_declared, undeclared
+from chunkc.passes.scratch.rules import Call, is_view, nothing_rule, pointwise_rule
+from chunkc.passes.scratch.table import OUTPUTS, RULES
 
 
 def scratch_nbytes(

@@ -1,6 +1,6 @@
 """Scratch bytes of bfloat16 convolutions on processors that have AVX-512 with bfloat16, but no AMX.
 
-oneDNN reorders images, filters and results as it does in float32 (`scratch_convolution`), and takes a scratchpad on
+oneDNN reorders images, filters and results as it does in float32 (`scratch.convolution`), and takes a scratchpad on
 top: filters' gradients are summed in float32, from transposed copies of images and gradients. With AMX it runs other
 kernels, which are not known here; nor are those that emulate bfloat16.
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from chunkc.passes.convolution import BLOCK, MIN_POSITIONS, PADDING, Convolution, by_blocks, padded
-from chunkc.passes.scratch_kernels import nbytes_of
+from chunkc.passes.scratch.kernels import nbytes_of
 
 _ITEMSIZE, _SUM_ITEMSIZE = 2, 4
 _PAGE = 4096

@@ -1,7 +1,7 @@
 """Scratch bytes of ATen's CPU kernels that need arithmetic: matrix products, attention, copies.
 
 Only numbers and tensor metadata go in. Sources: ATen's `FlashAttentionKernel.cpp`, `LinearAlgebra.cpp`,
-`mkldnn/Matmul.cpp` and `Copy.cpp`; what oneDNN takes was measured. Convolutions are in `scratch_convolution`.
+`mkldnn/Matmul.cpp` and `Copy.cpp`; what oneDNN takes was measured. Convolutions are in `scratch.convolution`.
 """
 
 from __future__ import annotations

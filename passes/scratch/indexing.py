@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from chunkc.passes.scratch_kernels import LOW_PRECISION, contiguous_copy_nbytes, nbytes_of
-from chunkc.passes.scratch_rules import Call
+from chunkc.passes.scratch.kernels import LOW_PRECISION, contiguous_copy_nbytes, nbytes_of
+from chunkc.passes.scratch.rules import Call
 
 
 def embedding_rule(call: Call) -> int:

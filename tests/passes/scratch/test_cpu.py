@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from chunkc.ir.errors import OptionsError, UnsupportedError
-from chunkc.passes import scratch, scratch_declared, scratch_table
-from chunkc.passes.scratch_iterator import reduces_two_inner_dimensions
+from chunkc.passes.scratch import cpu, declared, table
+from chunkc.passes.scratch.iterator import reduces_two_inner_dimensions
 from chunkc.runtime import cpu_allocator
 
 aten = torch.ops.aten
@@ -20,34 +20,34 @@ aten = torch.ops.aten
 
 @pytest.fixture
 def _declarations() -> Iterator[None]:
-    former = dict(scratch_declared._declared)
+    former = dict(declared._declared)
     yield
-    scratch_declared._declared.clear()
-    scratch_declared._declared.update(former)
+    declared._declared.clear()
+    declared._declared.update(former)
 
 
 def scratch_of(target, *args, threads: int = 1, **kwargs) -> int:
-    return scratch.scratch_nbytes(target, args, kwargs, target(*args, **kwargs), threads)
+    return cpu.scratch_nbytes(target, args, kwargs, target(*args, **kwargs), threads)
 
 
 def test_fake_tensors_give_the_same_answer() -> None:
     args = (torch.randn(2, 4, 300, 16), torch.randn(2, 4, 300, 16), torch.randn(2, 4, 300, 16))
     target = aten._scaled_dot_product_flash_attention_for_cpu.default
-    real = scratch.scratch_nbytes(target, args, {}, target(*args), 2)
+    real = cpu.scratch_nbytes(target, args, {}, target(*args), 2)
     with FakeTensorMode() as mode:
         fakes = tree_map(mode.from_tensor, args)
         outputs = target(*fakes)
-        assert scratch.scratch_nbytes(target, fakes, {}, outputs, 2) == real > 0
+        assert cpu.scratch_nbytes(target, fakes, {}, outputs, 2) == real > 0
         mixed = (mode.from_tensor(torch.ones(4, 5)), mode.from_tensor(torch.ones(4, 5).bfloat16()))
-        assert scratch.scratch_nbytes(aten.add.Tensor, mixed, {}, aten.add.Tensor(*mixed), 2) == 4 * 5 * 4
+        assert cpu.scratch_nbytes(aten.add.Tensor, mixed, {}, aten.add.Tensor(*mixed), 2) == 4 * 5 * 4
 
 
 def test_an_operator_nobody_looked_at_is_refused_by_name() -> None:
     x = torch.randn(64, 64)
     target = aten.linalg_matrix_exp.default
-    assert not scratch.is_known(target)
+    assert not cpu.is_known(target)
     with pytest.raises(UnsupportedError, match=r"aten\.linalg_matrix_exp.*\(in h\.0\.mix\).*declare_scratch") as error:
-        scratch.scratch_nbytes(target, (x,), {}, x, 2, "h.0.mix")
+        cpu.scratch_nbytes(target, (x,), {}, x, 2, "h.0.mix")
     assert '"aten::linalg_matrix_exp"' in str(error.value)
 
 
@@ -55,30 +55,30 @@ def test_an_operator_nobody_looked_at_is_refused_by_name() -> None:
 def test_a_declaration_is_used() -> None:
     x = torch.randn(64, 64)
     target = aten.linalg_matrix_exp.default
-    scratch_declared.declare_scratch(
+    declared.declare_scratch(
         "aten::linalg_matrix_exp", lambda args, kwargs, outputs, num_threads: args[0].numel() * num_threads
     )
-    assert scratch.scratch_nbytes(target, (x,), {}, x, 3) == 3 * 64 * 64
-    scratch_declared.declare_scratch("aten::linalg_matrix_exp", lambda *_: 0)
-    assert scratch.scratch_nbytes(target, (x,), {}, x, 3) == 0
+    assert cpu.scratch_nbytes(target, (x,), {}, x, 3) == 3 * 64 * 64
+    declared.declare_scratch("aten::linalg_matrix_exp", lambda *_: 0)
+    assert cpu.scratch_nbytes(target, (x,), {}, x, 3) == 0
 
 
 @pytest.mark.parametrize("answer", [None, -1, 1.5, True, "8"])
 @pytest.mark.usefixtures("_declarations")
 def test_a_declaration_that_returns_no_bytes_is_refused(answer: object) -> None:
-    scratch_declared.declare_scratch("aten::linalg_matrix_exp", lambda *_: answer)  # type: ignore[arg-type, return-value]
+    declared.declare_scratch("aten::linalg_matrix_exp", lambda *_: answer)  # type: ignore[arg-type, return-value]
     with pytest.raises(OptionsError, match=r"aten::linalg_matrix_exp.*returned.*bytes"):
-        scratch.scratch_nbytes(aten.linalg_matrix_exp.default, (torch.ones(2, 2),), {}, torch.ones(2, 2), 1)
+        cpu.scratch_nbytes(aten.linalg_matrix_exp.default, (torch.ones(2, 2),), {}, torch.ones(2, 2), 1)
 
 
 @pytest.mark.parametrize(("name", "function"), [("mm", len), ("a::b::c", len), ("::mm", len), (3, len), ("a::b", 0)])
 def test_a_declaration_that_makes_no_sense_is_refused(name: object, function: object) -> None:
     with pytest.raises(OptionsError, match="declare_scratch takes"):
-        scratch_declared.declare_scratch(name, function)  # type: ignore[arg-type]
+        declared.declare_scratch(name, function)  # type: ignore[arg-type]
 
 
 def test_every_rule_names_an_operator() -> None:
-    for name in scratch_table.RULES.keys() | scratch_table.OUTPUTS.keys():
+    for name in table.RULES.keys() | table.OUTPUTS.keys():
         namespace, operator = name.split("::")
         if namespace != "transformers":
             assert hasattr(getattr(torch.ops, namespace), operator), name

@@ -2,9 +2,9 @@
 
 Matrix products take nothing of their own: cuBLAS works in a workspace that torch keeps (`passes.cuda_memory`). Views
 take nothing, nor do elementwise operators: `TensorIterator.cpp` casts while it loads on CUDA devices. The others are
-listed here with rules from `scratch_cuda_rules`, read off ATen's CUDA sources; they wait to be checked by measuring.
+listed here with rules from `scratch.cuda_rules`, read off ATen's CUDA sources; they wait to be checked by measuring.
 As on the CPU, an operator that nobody looked at is refused, and users may declare it
-(`scratch_declared.declare_scratch`), as they may any whose rule they know to be wrong.
+(`scratch.declared.declare_scratch`), as they may any whose rule they know to be wrong.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from chunkc.passes import scratch_cuda_rules as rules
 from chunkc.passes.cuda_memory import rounded_nbytes
-from chunkc.passes.scratch_cuda_rules import Call
-from chunkc.passes.scratch_declared import declared_nbytes, undeclared
-from chunkc.passes.scratch_rules import is_view
+from chunkc.passes.scratch import cuda_rules as rules
+from chunkc.passes.scratch.cuda_rules import Call
+from chunkc.passes.scratch.declared import declared_nbytes, undeclared
+from chunkc.passes.scratch.rules import is_view
 
 Rule = Callable[[Call], list[int]]
 

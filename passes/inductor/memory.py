@@ -24,12 +24,12 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import MemoryStep, SegmentMemory
 from chunkc.passes.cuda_memory import rounded_nbytes
 from chunkc.passes.graphs import storage_key
+from chunkc.passes.inductor.wrapper_cuda import Kernel, computes_on_cuda, cuda_names
+from chunkc.passes.inductor.wrapper_reader import AT, DATA, Wrapper, sizes_namespace
 from chunkc.passes.segment_memory import call_scratch_nbytes
 from chunkc.passes.segment_storages import number_storages
 from chunkc.passes.shapes import AS_TRACED, Shapes
 from chunkc.passes.symbols import Size, shape_env_of, size_of
-from chunkc.passes.wrapper_cuda import Kernel, computes_on_cuda, cuda_names
-from chunkc.passes.wrapper_reader import AT, DATA, Wrapper, sizes_namespace
 
 ALLOCATION = "allocation"
 

@@ -1,6 +1,6 @@
 """One function per kind of operator: the scratch bytes of a call on the CPU, from its arguments' metadata.
 
-The functions are put in a table by operator in `chunkc.passes.scratch`.
+The functions are put in a table by operator in `chunkc.passes.scratch.cpu`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from chunkc.passes.convolution import Convolution
-from chunkc.passes.scratch_convolution import convolution_backward_nbytes, convolution_nbytes
-from chunkc.passes.scratch_iterator import common_dtype, number_dtype, number_nbytes, numbers_in
-from chunkc.passes.scratch_kernels import (
+from chunkc.passes.scratch.convolution import convolution_backward_nbytes, convolution_nbytes
+from chunkc.passes.scratch.iterator import common_dtype, number_dtype, number_nbytes, numbers_in
+from chunkc.passes.scratch.kernels import (
     attention_backward_nbytes,
     attention_nbytes,
     contiguous_copy_nbytes,

@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from chunkc.passes.scratch_iterator import reduces_two_inner_dimensions
-from chunkc.passes.scratch_kernels import LOW_PRECISION, contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
-from chunkc.passes.scratch_rules import Call, pointwise_rule
+from chunkc.passes.scratch.iterator import reduces_two_inner_dimensions
+from chunkc.passes.scratch.kernels import LOW_PRECISION, contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
+from chunkc.passes.scratch.rules import Call, pointwise_rule
 
 
 def _strided_nbytes(*tensors: Tensor | None) -> int:

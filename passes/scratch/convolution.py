@@ -2,7 +2,7 @@
 
 oneDNN reads and writes blocks of 16 channels, or channels last, and reorders what comes otherwise: image, filters and
 result at a time, and a backward sums filters' gradients per group of threads. With AVX-512 in float32 that is known
-for most convolutions (`_forward`, `_backward`), and in bfloat16 without AMX (`scratch_convolution_bf16`); for the
+for most convolutions (`_forward`, `_backward`), and in bfloat16 without AMX (`scratch.convolution_bf16`); for the
 others there is an upper bound (`_bound`).
 
 Sources: ATen's `Convolution.cpp` and `mkldnn/Conv.cpp`, ideep's `conv.hpp`, oneDNN's
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from chunkc.passes.convolution import BLOCK, MIN_POSITIONS, PADDING, Convolution, by_blocks, may_unfold, padded
-from chunkc.passes.scratch_convolution_bf16 import backward_nbytes, forward_nbytes, has_known_kernels
-from chunkc.passes.scratch_kernels import LOW_PRECISION, contiguous_copy_nbytes, nbytes_of
+from chunkc.passes.scratch.convolution_bf16 import backward_nbytes, forward_nbytes, has_known_kernels
+from chunkc.passes.scratch.kernels import LOW_PRECISION, contiguous_copy_nbytes, nbytes_of
 
 _PAGE = 4096
 _BARRIER = 2 * _PAGE + PADDING

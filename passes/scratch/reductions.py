@@ -10,9 +10,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from chunkc.passes.scratch_iterator import reduces_two_inner_dimensions
-from chunkc.passes.scratch_kernels import LOW_PRECISION, contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
-from chunkc.passes.scratch_rules import Call
+from chunkc.passes.scratch.iterator import reduces_two_inner_dimensions
+from chunkc.passes.scratch.kernels import LOW_PRECISION, contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
+from chunkc.passes.scratch.rules import Call
 
 _SPLIT_NUMEL = 32768
 """From so many elements on, a reduction to one element is shared out among the threads."""

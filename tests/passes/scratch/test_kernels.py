@@ -6,7 +6,7 @@ import pytest
 import torch
 from metering import measure
 
-from chunkc.passes import scratch
+from chunkc.passes.scratch import cpu
 
 pytestmark = pytest.mark.usefixtures("metered")
 aten = torch.ops.aten
@@ -19,7 +19,7 @@ def check(target, *args, exact: bool = False, threads: tuple[int, ...] = THREADS
     for num_threads in threads:
         torch.set_num_threads(num_threads)
         measured, outputs = measure(target, args, kwargs)
-        predicted = scratch.scratch_nbytes(target, args, kwargs, outputs, num_threads)
+        predicted = cpu.scratch_nbytes(target, args, kwargs, outputs, num_threads)
         say = f"{target} with {num_threads} threads: measured {measured}, table {predicted}"
         assert measured == predicted if exact else measured <= predicted, say
 

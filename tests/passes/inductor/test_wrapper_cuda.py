@@ -8,8 +8,8 @@ from cuda_wrappers import LAYER, OLDER
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from chunkc.ir.errors import UnsupportedError
-from chunkc.passes.inductor_memory import inductor_memory
-from chunkc.passes.scratch_cuda import cuda_scratch_nbytes, is_known
+from chunkc.passes.inductor.memory import inductor_memory
+from chunkc.passes.scratch.cuda import cuda_scratch_nbytes, is_known
 
 BF16 = torch.bfloat16
 aten = torch.ops.aten

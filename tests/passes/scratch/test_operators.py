@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from chunkc.passes import scratch, scratch_exceptions, scratch_table
+from chunkc.passes.scratch import cpu, exceptions, table
 from chunkc.passes.segment_storages import CLONES_OF_WHOLE_STORAGES
 
 pytestmark = pytest.mark.usefixtures("metered")
@@ -39,12 +39,12 @@ def test_scratch(name: str, dtype: torch.dtype) -> None:
         for num_threads in (1, 2) if number % 4 == 0 else (2,):
             torch.set_num_threads(num_threads)
             measured, outputs = measure(target, args, kwargs)
-            predicted = scratch.scratch_nbytes(target, args, kwargs, outputs, num_threads)
+            predicted = cpu.scratch_nbytes(target, args, kwargs, outputs, num_threads)
             del outputs
-            if scratch_exceptions.is_exact(operator, dtype):
+            if exceptions.is_exact(operator, dtype):
                 fine = measured == predicted
             else:
-                loose = scratch_exceptions.EXCEPTIONS[operator].loose
+                loose = exceptions.EXCEPTIONS[operator].loose
                 fine = measured <= predicted and (loose or predicted <= 2 * measured + SLACK_NBYTES)
             if not fine:
                 what = f"{target} {describe(args)} {kwargs}, {num_threads} threads"
@@ -55,7 +55,7 @@ def test_scratch(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_outputs_take_what_fake_tensors_say(name: str, dtype: torch.dtype) -> None:
-    """Storages of results: as the fake tensors', or as `scratch.output_nbytes` corrects them."""
+    """Storages of results: as the fake tensors', or as `cpu.output_nbytes` corrects them."""
     torch.manual_seed(0)
     wrong, seen = [], set()
     mode = FakeTensorMode()
@@ -71,7 +71,7 @@ def test_outputs_take_what_fake_tensors_say(name: str, dtype: torch.dtype) -> No
                 fake = target(*fakes, **fake_kwargs)
             except (NotImplementedError, RuntimeError):
                 continue  # cannot be traced, so it cannot stand in a graph
-        corrected = scratch.output_nbytes(target, fakes, fake_kwargs, fake)
+        corrected = cpu.output_nbytes(target, fakes, fake_kwargs, fake)
         leaves = [t for t in tree_leaves(fake) if isinstance(t, Tensor)]
         for position, (real, pretended) in enumerate(zip(outputs, leaves, strict=True)):
             nbytes = corrected.get(position, pretended.untyped_storage().nbytes())
@@ -86,8 +86,8 @@ def test_every_exception_has_a_rule_and_a_measurement() -> None:
     elsewhere = {"aten::convolution", "aten::convolution_backward", "aten::_grouped_mm", "aten::addbmm", "aten::vdot"}
     elsewhere |= {"aten::_batch_norm_with_update", "aten::native_batch_norm", "aten::_native_batch_norm_legit"}
     elsewhere |= {f"aten::_scaled_dot_product_flash_attention_for_cpu{end}" for end in ("", "_backward")}
-    for name in scratch_exceptions.EXCEPTIONS:
-        assert name in scratch_table.RULES, name
+    for name in exceptions.EXCEPTIONS:
+        assert name in table.RULES, name
         known = (
             name in measured | elsewhere
             or name.startswith("transformers::")
@@ -98,6 +98,6 @@ def test_every_exception_has_a_rule_and_a_measurement() -> None:
 
 
 def test_the_table_of_exceptions_names_all() -> None:
-    text = scratch_exceptions.table()
-    for name in scratch_exceptions.EXCEPTIONS:
+    text = exceptions.table()
+    for name in exceptions.EXCEPTIONS:
         assert f"`{name.removeprefix('aten::')}`" in text

@@ -8,7 +8,7 @@ import pytest
 import torch
 from convolution_cases import Shape, aten, gap, gaps, last
 
-from chunkc.passes import scratch
+from chunkc.passes.scratch import cpu
 
 pytestmark = pytest.mark.usefixtures("metered")
 BF16 = torch.bfloat16
@@ -48,7 +48,7 @@ def gap_of_channels_last(shape: Shape) -> tuple[int, int]:
     found = gap(aten.convolution.default, image, filters, None, *shape.how)
     outputs = aten.convolution.default(image, filters, None, *shape.how)
     args = (image, filters, None, *shape.how)
-    return found, scratch.scratch_nbytes(aten.convolution.default, args, {}, outputs, torch.get_num_threads()) - found
+    return found, cpu.scratch_nbytes(aten.convolution.default, args, {}, outputs, torch.get_num_threads()) - found
 
 
 @KNOWN
@@ -131,10 +131,10 @@ def test_other_processors_keep_the_bound(missing: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    known = scratch.scratch_nbytes(aten.convolution.default, args, {}, outputs, 2)
+    known = cpu.scratch_nbytes(aten.convolution.default, args, {}, outputs, 2)
     assert known == 2 * (2 * 32 * 16 * 16 + 64 * 32 * 9)
     if missing == "AMX is there":
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     else:
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    assert scratch.scratch_nbytes(aten.convolution.default, args, {}, outputs, 2) > known + (2 << 20)
+    assert cpu.scratch_nbytes(aten.convolution.default, args, {}, outputs, 2) > known + (2 << 20)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from chunkc.passes.scratch_images import (
+from chunkc.passes.scratch.images import (
     image_backward_rule,
     image_rule,
     pooling_offsets_rule,
@@ -13,7 +13,7 @@ from chunkc.passes.scratch_images import (
     upsample_rule,
     upsample_smooth_rule,
 )
-from chunkc.passes.scratch_indexing import (
+from chunkc.passes.scratch.indexing import (
     embedding_rule,
     gather_rule,
     index_add_rule,
@@ -24,12 +24,12 @@ from chunkc.passes.scratch_indexing import (
     scatter_reduce_rule,
     scatter_rule,
 )
-from chunkc.passes.scratch_linear_algebra import (
+from chunkc.passes.scratch.linear_algebra import (
     copy_and_pivots_rule,
     decomposition_rule,
     pivots_rule,
 )
-from chunkc.passes.scratch_norms import (
+from chunkc.passes.scratch.norms import (
     batch_norm_backward_rule,
     batch_norm_rule,
     cross_entropy_backward_rule,
@@ -50,7 +50,7 @@ from chunkc.passes.scratch_norms import (
     rms_norm_rule,
     safe_softmax_rule,
 )
-from chunkc.passes.scratch_reductions import (
+from chunkc.passes.scratch.reductions import (
     extreme_rule,
     extreme_with_index_rule,
     histogram_rule,
@@ -65,7 +65,7 @@ from chunkc.passes.scratch_reductions import (
     truth_rule,
     variance_rule,
 )
-from chunkc.passes.scratch_rules import (
+from chunkc.passes.scratch.rules import (
     Call,
     attention_backward_rule,
     attention_rule,

@@ -1,4 +1,4 @@
-"""What ATen's operators take inside on a CUDA device: the rules of `passes.scratch_cuda`, upper bounds from shapes.
+"""What ATen's operators take inside on a CUDA device: the rules of `passes.scratch.cuda`, upper bounds from shapes.
 
 Each was read off ATen's CUDA sources of PyTorch 2.11 to 2.13, by the file named at it (below
 `aten/src/ATen/native/cuda/` unless a folder is named). A rule gives the sizes of allocations; who adds them up rounds.

@@ -1,0 +1,1 @@
+"""What Inductor makes of a segment, read off its generated wrapper without compiling it."""
