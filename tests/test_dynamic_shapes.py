@@ -180,6 +180,7 @@ SLOW = pytest.mark.slow
         pytest.param("convnet", False, marks=SLOW),
         pytest.param("lstm_cells", False, marks=SLOW),
         pytest.param("dropout", False, marks=SLOW),
+        pytest.param("t5", True, marks=SLOW),
     ],
 )
 def test_every_operation_to_the_byte_at_every_shape(name: str, lengths: bool, whole_graph: str) -> None:

@@ -80,6 +80,15 @@ def sizes_of(captured: Captured) -> tuple:
 SIZES = [(2, 8), (3, 17), (7, 31), (16, 32), (33, 64)]
 
 
+OTHER_GRAPHS = {"t5": "traced at one size, its slices of everything vanish and equal computations become one"}
+"""Their bytes in symbols are compared with measured ones alone (`test_dynamic_shapes`)."""
+
+
+def num_nodes(traced: Builder) -> int:
+    assert traced.capture.forward is not None
+    return len(traced.capture.forward.graph.nodes)
+
+
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
@@ -105,6 +114,9 @@ def test_as_a_capture_of_the_shape(name: str, whole: bool) -> None:
         layout = concrete.layout
         found, expected = known.at(at), concrete.build()
         assert found.whole == expected.whole == whole
+        if name in OTHER_GRAPHS:
+            assert num_nodes(known.builder) != num_nodes(concrete)
+            continue
         assert non_model_nbytes(profile(found, layout)) == non_model_nbytes(profile(expected, layout))
 
 
