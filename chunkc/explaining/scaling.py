@@ -88,6 +88,7 @@ class Scaling:
         """
         self._capture = partial(_capture, build, options, hardware, choice)
         self.captures = [self._capture(TRACED_SIZE)]
+        self._captures_left = MAX_CAPTURES - 1
 
     def minimum_nbytes(self, size: int) -> int | None:
         """The smallest budget that works, in bytes; None for a size that has to be captured for itself."""
@@ -95,8 +96,9 @@ class Scaling:
             found = capture.minimum_nbytes(size)
             if found is not None:
                 return found
-        if size < TRACED_SIZE or len(self.captures) == MAX_CAPTURES:
+        if size < TRACED_SIZE or self._captures_left == 0:
             return None
+        self._captures_left -= 1  # also where it fails: it would at the next size
         try:
             self.captures.append(self._capture(size))
         except UnsupportedError:

@@ -218,9 +218,9 @@ def test_behind_a_gpu_only_states_are_on_disk() -> None:
     ram, disk = explain("frozen_mlp", **budget), explain("frozen_mlp", home="disk", **budget)
     assert disk.home_nbytes == ram.home_nbytes
     assert 0 < disk.disk_nbytes < disk.home_nbytes
-    of_states = {copy.name.partition(":")[0]: copy for copy in disk.events if copy.kind == "write_back"}
-    assert of_states.keys() == {"param", "grad", "exp_avg", "exp_avg_sq"}
-    for kind, copy in of_states.items():
+    last_of_kind = {copy.name.partition(":")[0]: copy for copy in disk.events if copy.kind == "write_back"}
+    assert last_of_kind.keys() == {"param", "grad", "exp_avg", "exp_avg_sq"}
+    for kind, copy in last_of_kind.items():
         rate = 1e6 if kind.startswith("exp") else machine.to_home_bytes_per_s
         assert copy.end_s - copy.start_s == pytest.approx(copy.nbytes / rate), kind
     in_ram = dataclasses.replace(machine, host_memory_nbytes=disk.home_nbytes - disk.disk_nbytes)

@@ -101,6 +101,20 @@ def test_few_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(known.captures) == scaling.MAX_CAPTURES
 
 
+def test_few_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that cannot be captured in symbols are not tried without end."""
+    known, tried = captured(call), []
+
+    def refuse(size: int) -> None:
+        tried.append(size)
+        raise UnsupportedError("not this one")
+
+    monkeypatch.setattr(known, "_capture", refuse)
+    monkeypatch.setattr(scaling.SizedCapture, "minimum_nbytes", lambda capture, size: None)
+    assert [known.minimum_nbytes(size) for size in (7, 8, 9, 10, 11)] == [None] * 5
+    assert len(tried) == scaling.MAX_CAPTURES - 1
+
+
 class Wide(Rows):
     def __init__(self, width: int) -> None:
         super().__init__()
