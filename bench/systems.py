@@ -67,7 +67,8 @@ def _chunkc(spec: SubjectSpec) -> Trainee:
     assert spec.options is not None
     model = families.build(spec.model, is_checkpointed=spec.is_checkpointed)
     if spec.is_placed:
-        chunkc.place(model, device=spec.device, home=spec.options.get("home", "cpu"))
+        where = {name: spec.options[name] for name in ("home", "disk_holds") if name in spec.options}
+        chunkc.place(model, device=spec.device, **where)
     else:
         model = model.to(spec.device)
     compiled = torch.compile(model, backend="chunkc", options=spec.options)

@@ -90,6 +90,12 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--host-memory", metavar="SIZE", help="RAM of the machine, in place of the hardware's")
     one.add_argument("--memory-budget", default="auto", metavar="SIZE", help='bytes, "6GiB", "80%%" or "auto"')
     one.add_argument("--home", default="cpu", help='"cpu" or "disk"')
+    one.add_argument(
+        "--disk-holds",
+        default="auto",
+        choices=("auto", "states", "everything"),
+        help="what a disk home holds: optimizer states, everything, or (auto) everything on a CPU, states behind a GPU",
+    )
     one.add_argument("--chunk-size", default="auto", metavar="SIZE")
     one.add_argument("--codegen", choices=["eager", "inductor"], default="eager", help="who compiles the segments")
     two = one.add_argument_group("the optimizer of chunkc.optim, by its own arguments")
@@ -195,6 +201,7 @@ def _explain(options: argparse.Namespace) -> int:
     settings = {
         "memory_budget": _size(options.memory_budget),
         "home": options.home,
+        "disk_holds": options.disk_holds,
         "chunk_size": _size(options.chunk_size),
         "codegen": options.codegen,
     }

@@ -33,6 +33,7 @@ _ALLOWED = {
     "memory_budget": 'a positive int of bytes, a size such as "6GiB", "6GB" or "512MiB", '
     'a percentage such as "80%" (above 0%, at most 100%), or "auto"',
     "home": '"cpu", "disk" or "disk:DIR"',
+    "disk_holds": '"auto", "states" or "everything"',
     "chunk_size": 'an int of bytes or a size such as "4MiB" (at least 4 KiB), or "auto"',
     "codegen": '"inductor" or "eager"',
     "whole_graph": '"auto" or "never"',
@@ -48,6 +49,8 @@ class Options(BaseModel):
         memory_budget: bytes (> 0), "auto", or a percentage of the compute tier such as "80%":
             `resolve_budget` makes bytes of it.
         home: "cpu", "disk" or "disk:DIR"; `home_kind` and `home_directory` take it apart.
+        disk_holds: what of the model data a disk home holds, the rest being in RAM: `disk_holds_everything` makes
+            a choice of "auto".
         chunk_size: bytes (>= 4096) or "auto".
         codegen: who compiles the segments.
         whole_graph: "auto" compiles the graph whole where all fits; "never" always cuts it into segments.
@@ -59,6 +62,7 @@ class Options(BaseModel):
 
     memory_budget: int | str = "auto"
     home: str = "cpu"
+    disk_holds: Literal["auto", "states", "everything"] = "auto"
     chunk_size: int | Literal["auto"] = "auto"
     codegen: Literal["inductor", "eager"] = "inductor"
     whole_graph: Literal["auto", "never"] = "auto"
@@ -97,6 +101,15 @@ class Options(BaseModel):
     def home_kind(self) -> Literal["cpu", "disk"]:
         """Where model data lives when it is not on the compute tier."""
         return "cpu" if self.home == "cpu" else "disk"
+
+    def disk_holds_everything(self, device: str) -> bool:
+        """Whether a disk home holds parameters and gradients too, not only optimizer states.
+
+        Args:
+            device: the type of the device that computes. "auto" is everything on a CPU, where RAM is the compute tier,
+                and states behind a GPU, which copies from pinned RAM at its link's full rate.
+        """
+        return self.disk_holds == "everything" or (self.disk_holds == "auto" and device == "cpu")
 
     @property
     def home_directory(self) -> Path | None:

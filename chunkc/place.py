@@ -18,6 +18,7 @@ def place(
     *,
     device: torch.device | str = "cpu",
     home: str = "cpu",
+    disk_holds: str = "auto",
     chunk_size: int | str = "auto",
     debug: bool = False,
 ) -> nn.Module:
@@ -31,12 +32,15 @@ def place(
             straight to their homes, behind a GPU in pinned memory; `p.data` is then a tensor of the GPU's over it. Only
             what does not live in chunks moves to the device: small parameters, buffers.
         home: `"cpu"` (RAM outside the budget), `"disk"` or `"disk:DIR"`.
+        disk_holds: what a disk holds: optimizer `"states"`, the rest being in RAM; `"everything"`; or `"auto"`:
+            everything on a CPU, states behind a GPU.
         chunk_size: bytes or a size such as `"4MiB"`; `"auto"`: one repeated block of the model per chunk.
         debug: fill slots with NaN when they are taken and given back.
 
     Raises:
         OptionsError: an argument makes no sense.
-        UnsupportedError: there is no such device; the model is not on the CPU, or already placed.
+        UnsupportedError: there is no such device, or it cannot read files in place and a disk is to hold everything;
+            the model is not on the CPU, or already placed.
         HomeError: the home has no room; no parameter was moved.
     """
     target = parse_device(device)
@@ -51,7 +55,7 @@ def place(
             )
         if owner(parameter) is not None:
             raise UnsupportedError(f"{name} is placed or compiled already")
-    options = parse_options({"home": home, "chunk_size": chunk_size, "debug": debug})
+    options = parse_options({"home": home, "disk_holds": disk_holds, "chunk_size": chunk_size, "debug": debug})
     session = Session(options, device=target)
     layout = session.extend_layout(
         [session.spec_of(name, p) for name, p in named.items() if can_move(p)],

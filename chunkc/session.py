@@ -114,7 +114,7 @@ class Session:
         self.granule_nbytes = granule_of(device)
         self.overhead_nbytes = overhead_of(device)
         self.budget_nbytes = resolve_budget(options.memory_budget, *memory_of(device))
-        tier, arena = open_compute(device, options.home)
+        tier, arena = open_compute(device, options.home, options.disk_holds_everything(device.type))
         layout = replace(EMPTY_LAYOUT, overhead_nbytes=self.overhead_nbytes)
         self.store = ChunkStore(layout, arena, tier, options.debug)
         self.live = LiveValues(self.granule_nbytes)
@@ -134,19 +134,21 @@ class Session:
         self._keepers: dict[str, weakref.ref[object]] = {}
 
     def configure(self, options: Options, source: Mapping[str, object]) -> None:
-        """Take over the options of a (later) compilation.
+        """Take over the options of a (later) compilation, all but where home is, which stays as it is.
 
         Raises:
-            OptionsError: they contradict where the parameters already are.
+            OptionsError: they ask for another home.
         """
         if source is self.options_source:
             return
-        if "home" in source and options.home != self.options.home and self.store.layout.groups:
-            raise OptionsError(
-                f"home is {options.home!r}, but the model's parameters already live in {self.options.home!r}; "
-                "use one home for place() and torch.compile()"
-            )
-        self.options, self.options_source = options, source
+        present = {"home": self.options.home, "disk_holds": self.options.disk_holds}
+        for option, value in present.items():
+            if option in source and source[option] != value:
+                raise OptionsError(
+                    f"{option} is {source[option]!r}, but the model's parameters already live where it is {value!r}; "
+                    f"give place() and torch.compile() the same {option}"
+                )
+        self.options, self.options_source = options.model_copy(update=present), source
         self.budget_nbytes = resolve_budget(options.memory_budget, *memory_of(self.device))
         self.store.debug = options.debug
 

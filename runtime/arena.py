@@ -106,14 +106,12 @@ class Arena:
         place = self._places[chunk]
         return place.home.tensor(place.region, dtype, shape, stride, place.offset_nbytes + offset_nbytes)
 
-    def host_view(self, chunk: str, dtype: torch.dtype, numel: int) -> torch.Tensor | None:
-        """A chunk's elements in RAM as a flat CPU tensor, for the host to read and write; None if they are on a disk.
+    def host_view(self, chunk: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """A chunk's elements at home as a flat CPU tensor, for the host to read and write.
 
         Who uses it orders himself: see `ChunkStore.await_home`.
         """
         place = self._places[chunk]
-        if not place.home.in_ram:
-            return None
         end_nbytes = place.offset_nbytes + numel * dtype.itemsize
         return place.home.bytes(place.region)[place.offset_nbytes : end_nbytes].view(dtype)
 

@@ -31,16 +31,21 @@ def splits_exactly(environment: Mapping[str, str]) -> bool:
     return "expandable_segments:true" in config.replace(" ", "").lower()
 
 
-def open_compute(device: torch.device, home: str) -> tuple[Tier, Arena]:
+def open_compute(device: torch.device, home: str, disk_holds_everything: bool) -> tuple[Tier, Arena]:
     """The compute tier on a device, and the homes that an option names: `"cpu"`, `"disk"` or `"disk:DIR"`.
 
+    Args:
+        disk_holds_everything: a disk is the home of all model data; else of optimizer states, and RAM is of the rest.
+
     Raises:
-        UnsupportedError: chunkc does not compute on such a device, or torch cannot use it.
+        UnsupportedError: chunkc does not compute on such a device, torch cannot use it, or it cannot read files in
+            place and a disk is to hold everything.
         OptionsError: the option names no home.
         HomeError: the directory cannot be used, or the buffers for it cannot be pinned.
     """
     if device.type == "cpu":
-        return CpuTier(), Arena(open_home(home))
+        opened = open_home(home)
+        return CpuTier(), Arena(opened) if disk_holds_everything else Arena(open_home("cpu"), opened)
     if device.type == "cuda":
         gpu = TorchGpu(device.index)
         if not splits_exactly(os.environ):
@@ -48,5 +53,5 @@ def open_compute(device: torch.device, home: str) -> tuple[Tier, Arena]:
                 "torch's allocator may keep up to 1 MiB beyond each large block, which no plan counts: set "
                 "PYTORCH_ALLOC_CONF=expandable_segments:True before the first CUDA call"
             )
-        return CudaTier(gpu), open_arena(home, gpu)
+        return CudaTier(gpu), open_arena(home, gpu, disk_holds_everything)
     raise UnsupportedError(f"device is {str(device)!r}; chunkc computes on the CPU and on CUDA devices")

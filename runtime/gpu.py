@@ -9,13 +9,20 @@ Streams and events are torch's own objects, or have the same methods:
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from typing import Any, Protocol
 
 import torch
+from torch.utils import dlpack
 
 from chunkc.ir.errors import UnsupportedError
 
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
+_PAGEABLE_MEMORY_ACCESS = 88  # CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS
+_DLPACK_CUDA = 2  # kDLCUDA
+
+_capsule_address = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_address.restype, _capsule_address.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
 
 class Gpu(Protocol):
@@ -54,6 +61,12 @@ class Gpu(Protocol):
             UnsupportedError: this device cannot address that memory.
         """
 
+    def cannot_view_files(self) -> str | None:
+        """Why `view_file` is not possible, with what would make it so; None if it is."""
+
+    def view_file(self, mapped: torch.UntypedStorage) -> torch.Tensor:
+        """A flat uint8 tensor of the device's over a mapped file, whose storage keeps `mapped` alive."""
+
     def allocated_nbytes(self) -> tuple[int, int]:
         """Bytes allocated now, and at most since `reset_peak`."""
 
@@ -72,6 +85,19 @@ class _HostMemory:
             "strides": None,
             "version": 3,
         }
+
+
+def relabelled(mapped: torch.UntypedStorage, device_type: int, index: int) -> torch.Tensor:
+    """A CPU storage's bytes as a flat uint8 tensor that is said to be on another device, by way of DLPack.
+
+    Args:
+        device_type: in DLPack's numbers.
+    """
+    capsule = dlpack.to_dlpack(torch.empty(0, dtype=torch.uint8).set_(mapped))
+    # A DLManagedTensor begins with its DLTensor, and that with the address and the device's type and index.
+    address = _capsule_address(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
+    (ctypes.c_int32 * 2).from_address(address)[:] = [device_type, index]
+    return dlpack.from_dlpack(capsule)
 
 
 class TorchGpu:
@@ -124,6 +150,30 @@ class TorchGpu:
         if flat.data_ptr() != address:  # torch copied: it took the memory for another device's
             raise UnsupportedError(f"{self.device} cannot address pinned host memory in place")
         return flat
+
+    def cannot_view_files(self) -> str | None:
+        if self._driver_says(_PAGEABLE_MEMORY_ACCESS):
+            return None
+        return (
+            "its driver does not give it pageable memory (heterogeneous memory management: a Turing card or newer, "
+            "NVIDIA's open kernel modules, Linux 6.1.24 or newer; `nvidia-smi -q` then says Addressing Mode: HMM)"
+        )
+
+    def view_file(self, mapped: torch.UntypedStorage) -> torch.Tensor:
+        # Not the CUDA array interface: torch then asks the runtime whose memory it is, which knows of no device.
+        return relabelled(mapped, _DLPACK_CUDA, self.device.index)
+
+    def _driver_says(self, attribute: int) -> bool:
+        """An attribute of the device that torch has no name for."""
+        torch.cuda.init()
+        value, handle = ctypes.c_int(0), ctypes.c_int(0)
+        try:
+            driver = ctypes.CDLL("libcuda.so.1")
+        except OSError:  # not NVIDIA's
+            return False
+        failed = driver.cuDeviceGet(ctypes.byref(handle), self.device.index)
+        failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, handle)
+        return not failed and value.value == 1
 
     def allocated_nbytes(self) -> tuple[int, int]:
         # Not memory_stats(): it flattens and sorts some 200 names, at every moment of a step.

@@ -60,12 +60,10 @@ class Home(abc.ABC):
     Attributes:
         asynchronous: `read` and `write` return at once; the current CUDA stream copies. Else they block.
         shares_regions: regions are dear, so chunks should share them.
-        in_ram: the host may read and write regions in place at memory's rate, see `bytes`.
     """
 
     asynchronous = False
     shares_regions = True
-    in_ram = True
 
     def __init__(self) -> None:
         self._mappings: dict[int, Mapping] = {}
@@ -75,7 +73,7 @@ class Home(abc.ABC):
 
     def bytes(self, region: Region) -> torch.Tensor:
         """A region's bytes as a flat CPU tensor, for the host to read and write. The region must not be freed."""
-        return self.tensor(region, torch.uint8, (region.nbytes,), (1,), 0)
+        return Home.tensor(self, region, torch.uint8, (region.nbytes,), (1,), 0)
 
     def allocate(self, nbytes: int) -> Region:
         """Reserve `nbytes` > 0 bytes of zeros.
@@ -198,8 +196,6 @@ class DiskHome(Home):
     Raises:
         HomeError: the directory does not exist, is not a directory, or no file can be made in it.
     """
-
-    in_ram = False
 
     def __init__(self, directory: str | None = None) -> None:
         super().__init__()

@@ -2,31 +2,36 @@
 
 A read fills a buffer from the file while the copies of earlier pieces to the device are under way; a write empties a
 buffer into the file while the copies of later pieces from the device are. Both run on the threads of `CudaLink`.
+
+Eager code reads and writes the file in place, through a map: on the CPU, or on a device that can (see `Gpu.view_file`).
+Map, positional reads and writes share the kernel's page cache, so that each finds what the others wrote.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from chunkc.ir.errors import OptionsError
+from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.runtime.arena import Arena
 from chunkc.runtime.gpu import Gpu
 from chunkc.runtime.homes import DiskHome, Region
 from chunkc.runtime.pinned import PinnedHome, flat_bytes
 
 
-def open_arena(home: str, gpu: Gpu) -> Arena:
+def open_arena(home: str, gpu: Gpu, disk_holds_everything: bool = False) -> Arena:
     """The homes behind a GPU that an option names: `"cpu"`, `"disk"` or `"disk:DIR"`.
 
-    A disk holds the optimizer states. Parameters and gradients stay in pinned memory: their home views must be on the
-    device, and a file cannot be pinned.
+    A disk holds the optimizer states, and parameters and gradients are in pinned memory; or it holds everything. Then
+    their home views, which must be on the device, are maps of the file, since a file cannot be pinned.
 
     Raises:
         OptionsError: it names none.
+        UnsupportedError: a disk is to hold everything, but the device cannot read files in place.
         HomeError: the directory cannot be used, or the buffers for it cannot be pinned.
     """
     kind, colon, directory = home.partition(":")
@@ -34,19 +39,23 @@ def open_arena(home: str, gpu: Gpu) -> Arena:
     if home == "cpu":
         return Arena(pinned)
     if kind == "disk" and bool(colon) == bool(directory):
+        if disk_holds_everything:
+            return Arena(StagedDiskHome(directory or None, gpu, pinned, views_on_device=True))
         return Arena(pinned, StagedDiskHome(directory or None, gpu, pinned))
     raise OptionsError(f'home is "cpu", "disk" or "disk:DIR", not {home!r}')
 
 
 class StagedDiskHome(DiskHome):
-    """A disk home that reads into and writes from device tensors. Its home views are CPU tensors, maps of the file.
+    """A disk home that reads into and writes from device tensors. Its home views are maps of the file.
 
     Args:
         directory: as for `DiskHome`.
         gpu: what holds the device tensors.
         staging: where the buffers are pinned: `num_pieces` of `piece_nbytes` bytes for each direction.
+        views_on_device: home views are the device's tensors, else the CPU's.
 
     Raises:
+        UnsupportedError: views are to be on the device, which cannot read files in place.
         HomeError: the directory cannot be used, or the buffers cannot be pinned.
     """
 
@@ -58,15 +67,33 @@ class StagedDiskHome(DiskHome):
         *,
         piece_nbytes: int = 8 << 20,
         num_pieces: int = 3,
+        views_on_device: bool = False,
     ) -> None:
+        if views_on_device and (problem := gpu.cannot_view_files()) is not None:
+            raise UnsupportedError(
+                f'disk_holds="everything" needs a device that reads files in place. {gpu.device} does not: {problem}. '
+                'Use disk_holds="states"'
+            )
         super().__init__(directory)
-        self._gpu = gpu
+        self._gpu, self._views_on_device = gpu, views_on_device
         self._piece_nbytes = piece_nbytes
         buffers = [staging.bytes(staging.allocate(piece_nbytes)) for _ in range(2 * num_pieces)]
         self._out = buffers[num_pieces:]
         # The buffer used the longest time ago first, with the event of the copy out of it.
         self._in: deque[tuple[torch.Tensor, Any]] = deque((buffer, None) for buffer in buffers[:num_pieces])
         self._reading, self._writing = threading.Lock(), threading.Lock()
+
+    def tensor(
+        self, region: Region, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset_nbytes: int
+    ) -> torch.Tensor:
+        """A home view as `Home.tensor`, or the same on the device."""
+        view = super().tensor(region, dtype, shape, stride, offset_nbytes)
+        if not self._views_on_device:
+            return view
+        if view.numel() == 0:
+            return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=self._gpu.device)
+        storage = self._gpu.view_file(view.untyped_storage()).untyped_storage()
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, tuple(shape), tuple(stride))
 
     def read(self, region: Region, offset_nbytes: int, destination: torch.Tensor) -> None:
         """Fill `destination`, a contiguous device tensor, with the region's bytes.

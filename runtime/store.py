@@ -137,8 +137,7 @@ class ChunkStore(ChunkSlots):
             self.await_home(chunk_name(kind, group.index))
             chunk, numel = chunk_name(kind, group.index), num_entries(kind, group.numel)
             host = self.arena.host_view(chunk, group.kind_dtype(kind), numel)
-            if host is not None:
-                target = host[group.entries(kind, where)].as_strided(target.shape, target.stride())
+            target = host[group.entries(kind, where)].as_strided(target.shape, target.stride())
         target.copy_(source)
 
     def _tier_tensor(self, tensor_slice: TensorSlice) -> torch.Tensor:

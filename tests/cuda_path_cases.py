@@ -49,6 +49,16 @@ def test_half_precision_with_masters() -> None:
     assert not differences(tight, wide)
 
 
+def test_a_disk_behind_it_changes_no_bit() -> None:
+    of = case(torch.bfloat16)
+    expected = on_gpu(of, 0)
+    for disk_holds, has_states_alone in (("states", True), ("everything", False)):
+        with on_fake_gpu():
+            subject = Subject(of, budget(of, 0), home="disk", disk_holds=disk_holds)
+            assert (subject.session.store.arena.state_home is not None) is has_states_alone
+            assert not differences(subject.train(adamw(subject)), expected)
+
+
 def test_updates_at_home_have_the_bits_of_the_cpu_s_slots() -> None:
     of = case()
     at_home = on_gpu(of, 0, "cpu")

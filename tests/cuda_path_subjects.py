@@ -18,8 +18,7 @@ from zoo import Case, floats
 import chunkc
 import chunkc.optim.device_adam
 import chunkc.session
-from chunkc.runtime.arena import Arena
-from chunkc.runtime.pinned import PinnedHome
+from chunkc.runtime.staging import open_arena
 
 HUGE = 1 << 34
 STEPS = 3
@@ -49,7 +48,7 @@ def on_fake_gpu(gpu: FakeGpu | None = None) -> Iterator[FakeGpu]:
     """Sessions made inside compute on a fake GPU, with Triton's updates."""
     gpu = gpu or FakeGpu(longest_s=0.001)
     former, by_triton = chunkc.session.open_compute, chunkc.optim.device_adam.computes_by_triton
-    chunkc.session.open_compute = lambda device, home: (QueuedTier(gpu), Arena(PinnedHome(gpu)))  # type: ignore[assignment,return-value]
+    chunkc.session.open_compute = lambda device, *where: (QueuedTier(gpu), open_arena(where[0], gpu, where[1]))  # type: ignore[assignment,return-value]
     chunkc.optim.device_adam.computes_by_triton = lambda device: True
     try:
         yield gpu

@@ -115,6 +115,8 @@ def test_the_host_is_too_small(here: Path, capsys: pytest.CaptureFixture[str]) -
     code, out, _ = run(capsys, *command, "--host-memory", str(home_nbytes // 4), "--home", "disk")
     assert code == 3
     assert "beside the optimizer states on disk" in out
+    everything = ("--home", "disk", "--disk-holds", "everything")
+    assert run(capsys, *command, "--host-memory", str(home_nbytes // 4), *everything)[0] == 0
 
 
 BAD = {

@@ -10,13 +10,14 @@ from chunkc.ir.errors import OptionsError
 from chunkc.options import Options, parse_options, resolve_budget
 
 GIB = 2**30
-KEYS = ("memory_budget", "home", "chunk_size", "codegen", "whole_graph", "verify", "debug")
+KEYS = ("memory_budget", "home", "disk_holds", "chunk_size", "codegen", "whole_graph", "verify", "debug")
 
 
 def test_defaults():
     expected = {
         "memory_budget": "auto",
         "home": "cpu",
+        "disk_holds": "auto",
         "chunk_size": "auto",
         "codegen": "inductor",
         "whole_graph": "auto",
@@ -52,6 +53,16 @@ def test_percentages_and_auto_are_kept_for_later():
     assert parse_options({"memory_budget": "80%"}).memory_budget == "80%"
     assert parse_options({"memory_budget": " 12.5 % "}).memory_budget == "12.5%"
     assert parse_options({"memory_budget": "auto"}).memory_budget == "auto"
+
+
+@pytest.mark.parametrize(
+    ("given", "on_a_cpu", "on_a_gpu"),
+    [("auto", True, False), ("states", False, False), ("everything", True, True)],
+)
+def test_what_a_disk_holds(given: str, on_a_cpu: bool, on_a_gpu: bool):
+    options = parse_options({"home": "disk", "disk_holds": given})
+    assert options.disk_holds_everything("cpu") is on_a_cpu
+    assert options.disk_holds_everything("cuda") is on_a_gpu
 
 
 def test_chunk_size():

@@ -140,14 +140,46 @@ def test_the_compiler_takes_over_the_home() -> None:
     report = chunkc.report(model)
     assert (report.memory_budget_nbytes, report.num_resident_chunks) == (400 * 1024, 0)
     assert pointers(model) == where
+    with pytest.raises(chunkc.OptionsError, match="home is 'disk'; use home=\"cpu\""):
+        chunkc.optim.AdamW(model.parameters(), update_on="cpu").step()
 
 
-def test_another_home_is_refused() -> None:
+@pytest.mark.parametrize("other", [{"home": "cpu"}, {"disk_holds": "states"}])
+def test_another_home_is_refused(other: dict[str, str]) -> None:
     model = chunkc.place(build(), home="disk")
     before = values(model)
-    with pytest.raises(chunkc.OptionsError, match="home"):
-        compiled(model, home="cpu")(batch())
+    with pytest.raises(chunkc.OptionsError, match=next(iter(other))):
+        compiled(model, **other)(batch())
     assert not differences(values(model), before)
+
+
+def test_a_disk_for_optimizer_states_alone(tmp_path: Path) -> None:
+    """The same bits; parameters and gradients in memory, states in files."""
+    results = []
+    for where in ({}, {"home": f"disk:{tmp_path}"}, {"home": f"disk:{tmp_path}", "disk_holds": "states"}):
+        model = chunkc.place(build(), **where)
+        call = compiled(model, memory_budget="400KiB", **where)
+        optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            call(batch()).backward()
+            optimizer.step()
+        states = {name: array(optimizer.state[p]["exp_avg"]) for name, p in model.named_parameters() if p.requires_grad}
+        results.append([values(model), states])
+        weight = model.first.weight
+        found = [in_a_file(tensor) for tensor in (weight, weight.grad, optimizer.state[weight]["exp_avg"])]
+        assert found == [bool(where) and "disk_holds" not in where] * 2 + [bool(where)]
+    assert not differences(*results[:2])
+    assert not differences(results[0], results[2])
+
+
+def in_a_file(tensor: Any) -> bool:
+    """Whether a tensor's memory is a map of a file, by what Linux says of this process."""
+    address = tensor.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if begin <= address < end:
+            return line.split()[4] != "0"  # its inode
+    raise AssertionError("no such memory")
 
 
 def test_a_disk_home_leaves_no_file(tmp_path: Path) -> None:
@@ -165,6 +197,7 @@ def test_a_disk_home_leaves_no_file(tmp_path: Path) -> None:
         ({"device": "no such device"}, chunkc.OptionsError, "device"),
         ({"home": "attic"}, chunkc.OptionsError, "home"),
         ({"home": 3}, chunkc.OptionsError, "home"),
+        ({"disk_holds": "nothing"}, chunkc.OptionsError, "disk_holds"),
         ({"chunk_size": 0}, chunkc.OptionsError, "chunk_size"),
         ({"chunk_size": "many"}, chunkc.OptionsError, "chunk_size"),
         ({"debug": "yes"}, chunkc.OptionsError, "debug"),

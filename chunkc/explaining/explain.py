@@ -54,6 +54,7 @@ def explain(
     memory_budget: int | str | None = None,
     hardware: str | Hardware | None = None,
     home: str | None = None,
+    disk_holds: str | None = None,
     chunk_size: int | str | None = None,
     codegen: str | None = None,
     whole_graph: str | None = None,
@@ -74,9 +75,9 @@ def explain(
         memory_budget: of one device, as in `torch.compile`'s options; "auto": 90 % of what the hardware's device
             has beside the driver's context.
         hardware: a preset's name (`"rtx3090"`, `"8xv100-32g"`), a file, or a `Hardware`.
-        home, chunk_size, codegen, whole_graph: as in `torch.compile`'s options, but that codegen is "eager" by default.
-            Of a model that chunkc has compiled, all these are its own by default, and what its latest step measured is
-            put beside what is predicted.
+        home, disk_holds, chunk_size, codegen, whole_graph: as in `torch.compile`'s options, but that codegen is "eager"
+            by default. Of a model that chunkc has compiled, all these are its own by default, and what its latest step
+            measured is put beside what is predicted.
         optimizer: of `chunkc.optim`: "adamw", "adam" or "lamb". None: that of the model, if it has one; else AdamW.
         update_on, overlap, moments_dtype, master_weights, stochastic_rounding: as the optimizer will have them; None is
             its own default. Where a format is given, it counts for all parameters, whatever optimizer the model has.
@@ -90,8 +91,9 @@ def explain(
         UnsupportedError: the model cannot be captured, or has an operator whose memory is not known.
     """
     own, own_hardware, measured = measured_side(model)
-    asked = {"memory_budget": memory_budget, "home": home, "chunk_size": chunk_size, "codegen": codegen}
-    given = {key: value for key, value in {**asked, "whole_graph": whole_graph}.items() if value is not None}
+    asked = {"memory_budget": memory_budget, "home": home, "disk_holds": disk_holds, "chunk_size": chunk_size}
+    asked |= {"codegen": codegen, "whole_graph": whole_graph}
+    given = {key: value for key, value in asked.items() if value is not None}
     options = parse_options({"codegen": "eager", **own, **given})
     choice = OptimizerChoice(update_on, overlap, optimizer, moments_dtype, master_weights, stochastic_rounding)
     chosen = choice.of(model)
@@ -121,12 +123,13 @@ def minimum_budget(
     codegen: str = "eager",
     memory_budget: int | str = "auto",
     home: str = "cpu",
+    disk_holds: str = "auto",
     choice: OptimizerChoice = ADAMW,
     **kwargs: Any,
 ) -> int:
     """The smallest budget, in bytes, in which `model(*args, **kwargs)` trains; arguments as for `explain`, those of the
     optimizer together."""
-    asked = {"memory_budget": memory_budget, "home": home, "chunk_size": chunk_size}
+    asked = {"memory_budget": memory_budget, "home": home, "disk_holds": disk_holds, "chunk_size": chunk_size}
     options = parse_options({**asked, "codegen": codegen})
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     chosen = choice.of(model)
@@ -240,10 +243,10 @@ def explain_step(
 
 
 def _on_disk(options: Options, hardware: Hardware) -> Callable[[str], bool]:
-    """Which kinds of chunks have their home on a disk: behind a GPU only states, see `runtime.staging`."""
+    """Which kinds of chunks have their home on a disk."""
     if options.home_kind == "cpu":
         return in_ram
-    return is_state if hardware.kind == "cuda" else (lambda kind: True)
+    return (lambda kind: True) if options.disk_holds_everything(hardware.kind) else is_state
 
 
 def _events(

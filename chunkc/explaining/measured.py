@@ -27,6 +27,7 @@ def measured_side(model: nn.Module) -> tuple[dict[str, Any], Hardware | None, Me
     own = {
         "memory_budget": session.budget_nbytes,
         "home": options.home,
+        "disk_holds": options.disk_holds,
         "chunk_size": options.chunk_size,
         "codegen": options.codegen,
         "whole_graph": options.whole_graph,

@@ -63,16 +63,16 @@ def _host(explanation: Explanation) -> list[str]:
     host = explanation.home_nbytes - explanation.disk_nbytes
     memory = explanation.host_memory_nbytes
     have = "" if memory is None else f", and there are {short_nbytes(memory)}"
-    if explanation.device_is_host and explanation.disk_nbytes:
+    if explanation.device_is_host and not host:
         peak = short_nbytes(explanation.predicted_peak_nbytes)
         return [f"The peak takes {peak} of the host's memory{have}: give a smaller memory budget."]
+    option = '`disk_holds="everything"`' if explanation.disk_nbytes else '`home="disk"`'
+    takes = f"Home takes {short_nbytes(host)}"
     if explanation.device_is_host:
         both = short_nbytes(explanation.host_needs_nbytes)
-        return [f'Home takes {short_nbytes(host)} of the same memory, {both} with the peak{have}: use `home="disk"`.']
-    if explanation.disk_nbytes:
-        beside = "beside the optimizer states on disk"
-        return [f"Home takes {short_nbytes(host)} of the host's memory {beside}{have}: it needs a host with more."]
-    return [f'Home takes {short_nbytes(host)} of the host\'s memory{have}: use `home="disk"`, or a host with more.']
+        return [f"{takes} of the same memory, {both} with the peak{have}: use {option}."]
+    beside = " beside the optimizer states on disk" if explanation.disk_nbytes else ""
+    return [f"{takes} of the host's memory{beside}{have}: use {option}, or a host with more."]
 
 
 def _large(part: int, total: int) -> bool:

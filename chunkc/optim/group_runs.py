@@ -125,9 +125,7 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool
 def flat_home(session: Session, index: int) -> dict[str, torch.Tensor]:
     """All that an update of a group needs, as flat tensors over home memory."""
     arena, group = session.store.arena, session.store.layout.groups[index]
-    flat: dict[str, torch.Tensor] = {}
-    for kind in group.update_kinds:
-        view = arena.host_view(chunk_name(kind, index), group.kind_dtype(kind), num_entries(kind, group.numel))
-        assert view is not None, "only a home in RAM is updated in place"
-        flat[kind] = view
-    return flat
+    return {
+        kind: arena.host_view(chunk_name(kind, index), group.kind_dtype(kind), num_entries(kind, group.numel))
+        for kind in group.update_kinds
+    }

@@ -227,6 +227,13 @@ def test_behind_a_gpu_only_states_are_on_disk() -> None:
     assert explain("frozen_mlp", **budget | {"hardware": in_ram}, home="disk").host_fits
     less = dataclasses.replace(machine, host_memory_nbytes=disk.home_nbytes - disk.disk_nbytes - 1)
     assert not explain("frozen_mlp", **budget | {"hardware": less}, home="disk").host_fits
+    everything = explain("frozen_mlp", **budget | {"hardware": less}, home="disk", disk_holds="everything")
+    assert everything.host_fits
+    assert everything.disk_nbytes == everything.home_nbytes
+    assert everything.step_time_s.to_device > disk.step_time_s.to_device
+    as_on_a_gpu = budget | {"hardware": load_hardware("cpu"), "memory_budget": MLP_NBYTES}
+    on_cpu = explain("frozen_mlp", **as_on_a_gpu, home="disk", disk_holds="states")
+    assert on_cpu.disk_nbytes == disk.disk_nbytes
 
 
 def test_home_against_the_host() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 
 from rich.console import Console
 from synthetic import MIB, large, measured, not_fitting, small
@@ -127,5 +128,10 @@ class TestAdvice:
         (only,) = advice(small(host_fits=False, host_memory_nbytes=64 * MIB))
         assert "beside the optimizer states on disk" in only
         assert "use `home" not in only
-        (only,) = advice(small(host_fits=False, host_memory_nbytes=64 * MIB, device_is_host=True))
+        assert 'use `disk_holds="everything"`' in only
+        on_a_cpu = small(host_fits=False, host_memory_nbytes=64 * MIB, device_is_host=True)
+        (only,) = advice(on_a_cpu)
+        assert "of the same memory" in only
+        assert 'use `disk_holds="everything"`' in only
+        (only,) = advice(replace(on_a_cpu, disk_nbytes=on_a_cpu.home_nbytes))
         assert "The peak takes" in only

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import chunkc
 from chunkc.runtime.cuda import memory_limit
+from chunkc.runtime.gpu import TorchGpu
 
 pytestmark = [
     pytest.mark.gpu,
@@ -114,7 +115,8 @@ def build(case: Case) -> nn.Module:
 
 def train(
     case: Case, budget_nbytes: int, *, codegen: str = "inductor", steps: int = 3, home: str = "cpu",
-    update_on: str = "device", optimizer: Callable[[Any], Any] | None = None, limit: bool = False,
+    disk_holds: str = "auto", update_on: str = "device", optimizer: Callable[[Any], Any] | None = None,
+    limit: bool = False,
 ) -> Trained:  # fmt: skip
     """Train a placed model. `limit`: torch's allocator gets the budget and a little more, and no byte beyond it."""
     torch._dynamo.reset()
@@ -122,8 +124,8 @@ def train(
     torch.cuda.empty_cache()
     torch._C._cuda_clearCublasWorkspaces()  # of earlier tests: this one is to make its own
     others_nbytes = torch.cuda.memory_allocated()
-    model = chunkc.place(build(case), device="cuda", home=home)
-    options = {"memory_budget": budget_nbytes, "home": home, "codegen": codegen, "whole_graph": "never"}
+    model = chunkc.place(build(case), device="cuda", home=home, disk_holds=disk_holds)
+    options = {"memory_budget": budget_nbytes, "codegen": codegen, "whole_graph": "never"}
     compiled = torch.compile(model, backend="chunkc", options=options)
     make = optimizer or (lambda p: chunkc.optim.AdamW(p, lr=1e-3, weight_decay=0.1, update_on=update_on))
     update = make(model.parameters())
@@ -250,10 +252,13 @@ def test_torch_s_own_optimizer_through_home_views() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_states_on_a_disk(tmp_path: Any) -> None:
+@pytest.mark.parametrize("disk_holds", ["states", "everything"])
+def test_a_disk(tmp_path: Any, disk_holds: str) -> None:
+    if disk_holds == "everything" and (problem := TorchGpu().cannot_view_files()) is not None:
+        pytest.skip(problem)
     case = stack(torch.float32)
     budget_nbytes = smallest(case, "eager")
-    found = train(case, budget_nbytes, codegen="eager", home=f"disk:{tmp_path}")
+    found = train(case, budget_nbytes, codegen="eager", home=f"disk:{tmp_path}", disk_holds=disk_holds)
     assert_same_bits(found, train(case, budget_nbytes, codegen="eager"))
 
 

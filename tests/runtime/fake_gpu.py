@@ -20,7 +20,10 @@ from typing import Any
 
 import torch
 
+from chunkc.runtime.gpu import relabelled
 from chunkc.runtime.streams import Event, WorkerStream
+
+DLPACK_CPU = 1
 
 
 class FakeStream:
@@ -70,12 +73,14 @@ class FakeGpu:
         longest_s: a third of all jobs start up to so much later than they could. `reseed` draws anew, and also which
             streams are slow and which are not.
         lockable_nbytes: how much can be pinned.
+        views_files: whether it reads files in place.
     """
 
     device = torch.device("cpu")
 
-    def __init__(self, *, longest_s: float = 0.0, lockable_nbytes: int = 1 << 40) -> None:
+    def __init__(self, *, longest_s: float = 0.0, lockable_nbytes: int = 1 << 40, views_files: bool = True) -> None:
         self.longest_s = longest_s
+        self.views_files = views_files
         self.lockable_nbytes = lockable_nbytes
         self.pinned: dict[int, int] = {}
         self.num_pins = 0
@@ -134,6 +139,12 @@ class FakeGpu:
         memory = (ctypes.c_uint8 * nbytes).from_address(address)
         memory.owner = owner
         return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def cannot_view_files(self) -> str | None:
+        return None if self.views_files else "it is too old"
+
+    def view_file(self, mapped: torch.UntypedStorage) -> torch.Tensor:
+        return relabelled(mapped, DLPACK_CPU, 0)
 
     def allocated_nbytes(self) -> tuple[int, int]:
         return 0, 0

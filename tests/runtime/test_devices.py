@@ -1,10 +1,14 @@
-"""How torch's CUDA allocator is configured, as far as plans depend on it."""
+"""What is opened for a device; and how torch's CUDA allocator is configured, as far as plans depend on it."""
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from chunkc.runtime.devices import splits_exactly
+import pytest
+import torch
+
+from chunkc.runtime.devices import open_compute, splits_exactly
+from chunkc.runtime.homes import DiskHome, MemoryHome
 
 
 @pytest.mark.parametrize(
@@ -19,3 +23,13 @@ from chunkc.runtime.devices import splits_exactly
 )
 def test_only_expandable_segments_split_large_blocks_exactly(environment: dict[str, str], expected: bool) -> None:
     assert splits_exactly(environment) is expected
+
+
+def test_homes_of_a_cpu(tmp_path: Path) -> None:
+    for home, everything, kinds in (
+        ("cpu", True, (MemoryHome, type(None))),
+        (f"disk:{tmp_path}", True, (DiskHome, type(None))),
+        (f"disk:{tmp_path}", False, (MemoryHome, DiskHome)),
+    ):
+        _, arena = open_compute(torch.device("cpu"), home, everything)
+        assert (type(arena.home), type(arena.state_home)) == kinds

@@ -117,6 +117,38 @@ def test_a_disk_behind_the_gpu(gpu: TorchGpu, tmp_path: Path) -> None:
 
 
 @needs_gpu
+def test_a_file_in_place(gpu: TorchGpu, tmp_path: Path) -> None:
+    """Eager code reads and writes the file through a tensor of the device's, by kernels and by copies."""
+    if (problem := gpu.cannot_view_files()) is not None:
+        with pytest.raises(UnsupportedError, match="reads files in place"):
+            StagedDiskHome(str(tmp_path), gpu, PinnedHome(gpu), views_on_device=True)
+        pytest.skip(problem)
+    home = StagedDiskHome(str(tmp_path), gpu, PinnedHome(gpu), views_on_device=True)
+    region = home.allocate(4 * MIB)
+    view = home.tensor(region, torch.float32, (1000, 1000), (1, 1000), 4096)
+    assert view.device == gpu.device
+    values = torch.randn(1000, 1000)
+    host = home.bytes(region)[4096 : 4096 + 4_000_000].view(torch.float32).view(1000, 1000).t()
+    host.copy_(values)
+    assert torch.equal(view + 1.0, values.to(gpu.device) + 1.0)
+    assert torch.equal(view.cpu(), values)
+    assert torch.equal(view.clone(), values.to(gpu.device))
+    view.mul_(2.0)
+    torch.cuda.synchronize()
+    assert torch.equal(host, values * 2.0)
+    for source in (values, values.to(gpu.device), values.to(gpu.device).t().contiguous().t()):
+        view.zero_()
+        view.copy_(source)
+        torch.cuda.synchronize()
+        assert torch.equal(host, values)
+    flat, back = view.t().reshape(-1), torch.empty(1_000_000, device=gpu.device)
+    home.read(region, 4096, back)
+    assert torch.equal(back, flat)
+    home.write(region, 4096, -back)
+    assert torch.equal(view, -values.to(gpu.device))
+
+
+@needs_gpu
 def test_slots_are_metered_to_the_allocator_s_rounding(gpu: TorchGpu) -> None:
     tier = CudaTier(gpu)
     before = tier.measured_nbytes()

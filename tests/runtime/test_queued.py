@@ -63,7 +63,9 @@ class Subject:
         with pytest.MonkeyPatch.context() as patch:
             if home != "cpu":
                 pinned = PinnedHome(self.gpu)
-                disk = StagedDiskHome(str(directory), self.gpu, pinned, piece_nbytes=4096, num_pieces=2)
+                disk = StagedDiskHome(
+                    str(directory), self.gpu, pinned, piece_nbytes=4096, num_pieces=2, views_on_device=home == "disk"
+                )
                 patch.setattr("chunkc.runtime.devices.CpuTier", lambda: QueuedTier(self.gpu))
                 patch.setattr("chunkc.runtime.devices.open_home", lambda spec: disk if home == "disk" else pinned)
             chunkc.place(self.model, debug=debug)

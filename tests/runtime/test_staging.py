@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from fake_gpu import FakeEvent, FakeGpu
 
-from chunkc.ir.errors import HomeError, OptionsError
+from chunkc.ir.errors import HomeError, OptionsError, UnsupportedError
 from chunkc.runtime.cuda import CudaLink
 from chunkc.runtime.homes import DiskHome
 from chunkc.runtime.pinned import PinnedHome
@@ -136,6 +137,45 @@ def test_an_option_names_the_homes(tmp_path: Path) -> None:
     assert isinstance(disk.state_home, StagedDiskHome)
     assert disk.state_home.directory == str(tmp_path)
     assert isinstance(open_arena("disk", FakeGpu()).state_home, StagedDiskHome)
+
+
+def test_a_disk_may_hold_everything(tmp_path: Path) -> None:
+    gpu = FakeGpu()
+    arena = open_arena(f"disk:{tmp_path}", gpu, disk_holds_everything=True)
+    assert isinstance(arena.home, StagedDiskHome)
+    assert arena.state_home is None
+    arena.reserve({"param:0": 64, "exp_avg:0": 64})
+    view = arena.view("param:0", torch.float32, (2, 4), (1, 2), 16)
+    assert (view.shape, view.stride(), view.untyped_storage().nbytes()) == ((2, 4), (1, 2), 32)
+    view.copy_(torch.arange(8.0).view(2, 4))
+    out, back = torch.zeros(16), torch.zeros(16)
+    out[4:12] = torch.tensor([0.0, 4, 1, 5, 2, 6, 3, 7])
+    assert arena.host_view("param:0", torch.float32, 16).equal(out)
+    arena.reader("param:0", 0, back)()  # what eager code wrote in place is in the file,
+    gpu.compute.synchronize()
+    assert back.equal(out)
+    arena.writer("param:0", 0, -out)()  # and it reads what was written there
+    assert view.equal(-torch.arange(8.0).view(2, 4))
+    empty = arena.view("param:0", torch.float32, (0, 3), (3, 1), 0)
+    assert empty.shape == (0, 3)
+
+
+def test_a_view_of_a_file_outlives_its_home(tmp_path: Path) -> None:
+    home = StagedDiskHome(str(tmp_path), gpu := FakeGpu(), PinnedHome(gpu), piece_nbytes=PIECE, views_on_device=True)
+    view = home.tensor(home.allocate(64), torch.uint8, (64,), (1,), 0)
+    home.close()
+    del home
+    gc.collect()
+    view.fill_(7)
+    assert view.eq(7).all()
+
+
+def test_views_that_the_device_cannot_have_are_refused(tmp_path: Path) -> None:
+    gpu = FakeGpu(views_files=False)
+    with pytest.raises(UnsupportedError, match=r'reads files in place.*it is too old.*disk_holds="states"'):
+        open_arena(f"disk:{tmp_path}", gpu, disk_holds_everything=True)
+    assert not gpu.pinned
+    assert isinstance(open_arena(f"disk:{tmp_path}", gpu).state_home, StagedDiskHome)
 
 
 @pytest.mark.parametrize("home", ["", "gpu", "disk:", "cpu:x"])
