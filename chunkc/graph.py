@@ -229,9 +229,8 @@ class CompiledGraph:
         gone_nbytes = max(0, -others_nbytes()) if session.num_graphs > 1 else 0
         session.live.watch(arguments[-len(step.captured.tangents) :])  # in this run the program counts them
         outputs = self._run(BACKWARD, planned, arguments, gone_nbytes=gone_nbytes)
-        if (
-            around.hooked
-        ):  # autograd will keep these as `.grad`, on the compute tier, until the next backward takes them home
+        if around.hooked:
+            # Autograd will keep these as `.grad`, on the compute tier, until the next backward takes them home.
             session.live.watch(outputs[position] for position, _, name in self._sunk() if name in around.hooked)
         return outputs
 

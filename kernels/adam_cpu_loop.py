@@ -18,7 +18,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.codecache import CppCodeCache
 
 from chunkc.kernels.formats import AdamFormat
-from chunkc.kernels.fused_pass import Pass
+from chunkc.kernels.fused_pass import Pass, a_compiler_needed
 
 _OPTIONS: dict[str, Any] = {
     "cpp.enable_floating_point_contract_flag": "off",
@@ -132,13 +132,17 @@ def loop_pass(fmt: AdamFormat, *, l2: bool, scaled: bool, parallel: bool) -> Pas
 
 @functools.cache
 def library(fmt: AdamFormat, *, l2: bool, scaled: bool) -> ctypes.CDLL:
-    """The loop for a format, compiled and loaded: a library with the function `update`."""
+    """The loop for a format, compiled and loaded: a library with the function `update`.
+
+    Raises:
+        UnsupportedError: there is no working C++ compiler.
+    """
     grad, widen_grad = _TYPES[fmt.grad_dtype]
     moment, widen_moment = _TYPES[fmt.moment_dtype]
     names = {"grad": grad, "widen_grad": widen_grad, "moment": moment, "widen_moment": widen_moment}
     names |= _SPLIT_MASTER if fmt.split else _WHOLE_MASTER
     source = _SOURCE.substitute(names, l2=str(l2).lower(), scaled=str(scaled).lower())
-    with inductor_config.patch(_OPTIONS):
+    with inductor_config.patch(_OPTIONS), a_compiler_needed():
         loaded: ctypes.CDLL = CppCodeCache.load(source, extra_flags=_FLAGS)
     loaded.update.argtypes = [*[ctypes.c_void_p] * 8, ctypes.c_int64, ctypes.c_int]
     loaded.update.restype = None

@@ -11,8 +11,9 @@ multiply-adds: the bits of elementwise results do not depend on how a run of ele
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,13 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import _disable_current_modes
+
+from chunkc.ir.errors import UnsupportedError
 
 SERIAL_NUM_ELEMENTS = 1 << 15
 """Shorter runs are not worth waking threads for; torch's own grain size."""
@@ -62,6 +66,9 @@ def compile_pass(
         runs: dtype and row shape of tensors of shape `[n, *row]`, contiguous, one `n` for all, 1 or more.
         tables: dtype and shape of the other tensors.
         parallel: for as many threads as torch has at each call; otherwise for one.
+
+    Raises:
+        UnsupportedError: there is no working C++ compiler.
     """
     shape_env = ShapeEnv()
     fake_mode = FakeTensorMode(shape_env=shape_env)
@@ -76,10 +83,29 @@ def compile_pass(
         inputs += [fake_mode.from_tensor(host_empty(shape, dtype), static_shapes=True) for dtype, shape in tables]
         with fake_mode, enable_python_dispatcher():
             graph = make_fx(function, decomposition_table=select_decomp_table())(*inputs)
-        with inductor_config.patch(_INDUCTOR_OPTIONS | (_PARALLEL_OPTIONS if parallel else _SERIAL_OPTIONS)):
+        options = _INDUCTOR_OPTIONS | (_PARALLEL_OPTIONS if parallel else _SERIAL_OPTIONS)
+        with inductor_config.patch(options), a_compiler_needed():
             compiled = compile_fx_inner(graph, inputs)
     assert not shape_env.guards, f"the pass holds for some lengths only: {shape_env.guards}"
     return compiled
+
+
+@contextlib.contextmanager
+def a_compiler_needed() -> Iterator[None]:
+    """What is inside has C++ compiled.
+
+    Raises:
+        UnsupportedError: there is no working C++ compiler.
+    """
+    try:
+        yield
+    except (InductorError, InvalidCxxCompiler, CppCompileError) as error:
+        cause = error.inner_exception if isinstance(error, InductorError) else error
+        if not isinstance(cause, InvalidCxxCompiler | CppCompileError):
+            raise
+        raise UnsupportedError(
+            "updates on the CPU cannot be compiled: install a C++ compiler such as g++, or set CXX to one"
+        ) from error
 
 
 def host_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

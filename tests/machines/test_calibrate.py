@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
 from chunkc.ir.errors import ChunkcError, HomeError, UnsupportedError
 from chunkc.ir.hardware import Hardware
@@ -166,20 +165,6 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
 def test_a_device_that_cannot_be_measured(device: str) -> None:
     with pytest.raises(UnsupportedError, match=f"cannot measure '{device}'"):
         calibrate(device=device, sizes=TINY)
-
-
-@pytest.mark.parametrize(
-    ("inside", "raised"), [(InvalidCxxCompiler(), UnsupportedError), (ValueError("a bug"), InductorError)]
-)
-def test_only_a_missing_compiler_is_the_users_to_mend(
-    inside: Exception, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: object) -> None:
-        raise InductorError(inside, None) from inside
-
-    monkeypatch.setattr(module.adam_cpu, "adam_update", fail)
-    with pytest.raises(raised):
-        module._update_bytes_per_s(TINY)
 
 
 @pytest.mark.slow

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from harness import HUGE, array, compile_case, differences, home_of
 from overlap_cases import case, minimum_nbytes
+from plain_modules import Stack
 from torch import nn
 
 import chunkc
@@ -87,6 +89,32 @@ def test_a_second_optimizer_after_some_steps(pair: str, load: bool) -> None:
         return results(model, second)
 
     assert not differences(train(False), train(True))
+
+
+def test_residents_leave_for_a_second_one_with_larger_states() -> None:
+    """At its first step, which finds no room for a tile beside them, and again at the next forward."""
+
+    def train(nbytes: int) -> tuple[list[Any], list[int]]:
+        of = replace(case(BF16), make=lambda: Stack(12, dtype=BF16))
+        model, compiled = compile_case(of, memory_budget=nbytes, whole_graph="never")
+        optimizer, num_residents = AdamW(model.parameters(), lr=1e-2, moments_dtype="int8"), []
+        for number in range(4):
+            compiled(**of.batch(number)).backward()
+            if number == 2:
+                optimizer = AdamW(model.parameters(), lr=1e-2, master_weights="float32")
+            session, _ = home_of(model.get_parameter("layers.0.weight"))
+            before = len(session.store.resident)
+            optimizer.step()
+            num_residents += [before, len(session.store.resident)]
+            optimizer.zero_grad()
+        return results(model), num_residents
+
+    expected, all_stay = train(HUGE)
+    found, num_residents = train(400_000)
+    assert not differences(found, expected)
+    assert set(all_stay) == {12}
+    assert num_residents[:5] == [5] * 5
+    assert num_residents[5] == 4  # left at the step
 
 
 def test_what_the_first_one_saved_stays_as_it_was() -> None:
