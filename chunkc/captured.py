@@ -21,7 +21,6 @@ from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.insert import insert_events
 from chunkc.passes.planning import (
     StepProfile,
-    fixed_nbytes,
     plan_phases,
     smallest_tiles,
     staying_beside,
@@ -225,7 +224,8 @@ def verify(
             graphs[phase.phase].graph,
             layout=layout,
             memories=captured.memories,
-            fixed_nbytes=fixed_nbytes(layout, plan.resident) + held_nbytes + extra,
+            resident=plan.resident,
+            held_nbytes=held_nbytes + extra,
             budget_nbytes=plan.budget_nbytes,
             present=present,
             kept=kept,

@@ -1,8 +1,9 @@
 """The verifier: from a rewritten graph alone, is every read safe, every write kept and every byte within budget?
 
-It shares no code with the planner. It walks the graph in order and keeps, per chunk, what a device would: the slot
-(each time a chunk gets one, a new generation), whether the data in it is ready, which copy is under way, whether it is
-newer than home. Bytes are counted by reference counts over storages, not by lifetimes.
+It shares no code with the planner. It adds up itself what stays on the compute tier, walks the graph in order and
+keeps, per chunk, what a device would: the slot (each time a chunk gets one, a new generation), whether the data in it
+is ready, which copy is under way, whether it is newer than home. Bytes are counted by reference counts over storages,
+not by lifetimes.
 
 Rules, by the words their violations begin with:
     read      a parameter is read from the chunk it lies in, while that is in the same slot with its data ready
@@ -19,13 +20,14 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
-from chunkc.ir.chunks import GRAD, PARAM, ChunkLayout, chunk_name, split_chunk_name
+from chunkc.ir.chunks import GRAD, PARAM, STEP_NBYTES, ChunkLayout, ParamSpec, chunk_name, split_chunk_name
 from chunkc.ir.program import SegmentMemory
+from chunkc.ir.states import num_entries
 from chunkc.ir.updates import update_stages
 
 
@@ -43,12 +45,12 @@ class _Checker:
         graph: fx.Graph,
         layout: ChunkLayout,
         memories: Mapping[str, SegmentMemory],
-        fixed_nbytes: int,
+        staying_nbytes: int,
         budget_nbytes: int,
         present: Collection[str],
     ) -> None:
         self.graph, self.layout, self.memories = graph, layout, memories
-        self.fixed_nbytes, self.budget_nbytes = fixed_nbytes, budget_nbytes
+        self.staying_nbytes, self.budget_nbytes = staying_nbytes, budget_nbytes
         self.violations: list[str] = []
         self.generations = 0
         self.slots: dict[str, _Slot] = {}
@@ -91,7 +93,7 @@ class _Checker:
         return sum(self.layout.chunk_nbytes_of(chunk) for chunk in self.slots)
 
     def check_budget(self, node: fx.Node | None, extra_nbytes: int = 0) -> None:
-        nbytes = self.fixed_nbytes + self.value_nbytes + self.slot_nbytes() + extra_nbytes
+        nbytes = self.staying_nbytes + self.value_nbytes + self.slot_nbytes() + extra_nbytes
         self.peak_nbytes = max(self.peak_nbytes, nbytes)
         if nbytes > self.budget_nbytes:
             self.fail("budget", node, f"{nbytes:,} bytes are in use, {self.budget_nbytes:,} allowed")
@@ -240,6 +242,7 @@ class _Checker:
                 self.fail("read", node, f"the update reads {chunk}, which is not there and ready")
         for kind in of_stage.writes:
             self._write(node, chunk_name(kind, group, (begin, end)), "the update")
+        self.check_budget(node, self.layout.groups[group].update_workspace_nbytes(end - begin))
 
     def _write(self, node: fx.Node, chunk: str, what: str) -> None:
         slot = self.slots.get(chunk)
@@ -247,6 +250,26 @@ class _Checker:
             self.fail("write", node, f"{what} goes into {chunk}, which is not there, ready and quiet")
         if slot is not None:
             slot.dirty = True
+
+
+def _staying_nbytes(layout: ChunkLayout, resident: Collection[int]) -> int:
+    """The overhead, all step counters, and small parameters and residents, each tensor as the allocator gives it."""
+    total_nbytes = layout.overhead_nbytes
+    for spec, stays in _specs(layout, resident):
+        total_nbytes += STEP_NBYTES if spec.trainable else 0
+        if stays:
+            dtypes = spec.states.dtypes(spec.dtype) if spec.trainable else {}
+            sizes = [spec.numel * spec.dtype.itemsize] * (2 if spec.trainable else 1)  # with the gradient
+            sizes += [num_entries(kind, spec.numel) * dtype.itemsize for kind, dtype in dtypes.items()]
+            total_nbytes += sum(-(-nbytes // spec.granule_nbytes) * spec.granule_nbytes for nbytes in sizes)
+    return total_nbytes
+
+
+def _specs(layout: ChunkLayout, resident: Collection[int]) -> Iterator[tuple[ParamSpec, bool]]:
+    """Every parameter, and whether it stays on the compute tier."""
+    yield from ((spec, True) for spec in layout.small)
+    for group in layout.groups:
+        yield from ((s.spec, group.index in resident) for s in group.slices)
 
 
 def _reads(user: fx.Node) -> list[fx.Node]:
@@ -260,7 +283,8 @@ def verify_phase(
     *,
     layout: ChunkLayout,
     memories: Mapping[str, SegmentMemory],
-    fixed_nbytes: int,
+    resident: Collection[int],
+    held_nbytes: int,
     budget_nbytes: int,
     present: Collection[str] = (),
     kept: Collection[str] = (),
@@ -271,13 +295,15 @@ def verify_phase(
 
     Args:
         memories: what each segment allocates, by the name it is called by.
-        fixed_nbytes: bytes on the compute tier that the phase does not touch: residents, other graphs' values.
+        resident: groups that stay on the compute tier, with their gradients and states.
+        held_nbytes: bytes there that the phase does not touch: other graphs' values.
         present: chunks that have a ready, clean slot when the phase begins.
         kept: chunks that must have one, and no others, when it ends.
         gradients: parameters whose gradients must be sunk, once each, and no others'; None: whichever are.
         updates: groups that must be updated, every element once in each stage, and no others; None: whichever are.
     """
-    checker = _Checker(graph, layout, memories, fixed_nbytes, budget_nbytes, present)
+    staying_nbytes = _staying_nbytes(layout, resident) + held_nbytes
+    checker = _Checker(graph, layout, memories, staying_nbytes, budget_nbytes, present)
     checker.walk()
     for chunk in sorted(set(checker.slots) ^ set(kept)):
         checker.fail("end", None, f"{chunk} {'is still' if chunk in checker.slots else 'is not'} in a slot")

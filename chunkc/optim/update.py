@@ -131,7 +131,8 @@ def _planned(
                 graph.graph,
                 layout=layout,
                 memories={},
-                fixed_nbytes=fixed,
+                resident=resident,
+                held_nbytes=held_nbytes,
                 budget_nbytes=budget,
                 updates=groups,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,12 @@ import torch
 from torch import fx, nn
 from verify_cases import PHASES, SPARES, case
 
+from chunkc.ir import chunk_ops
+from chunkc.ir.chunks import ParamSpec
+from chunkc.ir.states import StateFormat
 from chunkc.ir.verify import verify_phase
+from chunkc.passes.layout import lay_out
+from chunkc.passes.planning import fixed_nbytes
 from chunkc.session import owner
 
 
@@ -27,6 +33,48 @@ def test_bytes_are_counted_exactly(phase: str, spare: int) -> None:
     peak = max(m.nbytes for p in subject.plan.phases if p.phase == phase for m in p.moments)
     assert subject.violations(budget_nbytes=peak) == []
     assert subject.rules(budget_nbytes=peak - 1) == {"budget"}
+
+
+FORMATS = [
+    StateFormat(moments, master)
+    for moments in ("float32", "bfloat16", "int8")
+    for master in ("split", "float32", "none")
+]
+
+
+@pytest.mark.parametrize("states", FORMATS, ids=str)
+@pytest.mark.parametrize("granule_nbytes", [1, 512])
+@pytest.mark.parametrize("resident", [(), (1,), (0, 1, 2)])
+def test_what_stays_is_added_up_anew(states: StateFormat, granule_nbytes: int, resident: tuple[int, ...]) -> None:
+    """Planner and verifier come to the same bytes, each by its own sums."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    specs = [
+        ParamSpec(f"{name}.{index}", shape, (1,), dtype, trainable, granule_nbytes, states.seen_by(dtype))
+        for index, (dtype, trainable) in enumerate(
+            [(torch.float32, True), (torch.bfloat16, True), (torch.float16, False)]
+        )
+        for name, shape in (("weight", (1000,)), ("bias", (3,)))
+    ]
+    layout = replace(lay_out(specs, 4096), overhead_nbytes=77)
+    assert (len(layout.groups), len(layout.small)) == (3, 3)
+    moving = next((group.index for group in layout.groups if group.index not in resident), None)
+    graph = fx.Graph()
+    if moving is None:
+        graph.call_function(chunk_ops.settle, (0,))  # any node: bytes are looked at there
+    else:
+        for event in ("prefetch", "wait", "evict"):
+            graph.call_function(chunk_ops.EVENT_TARGETS[event], (f"param:{moving}",))
+    slots_nbytes = 0 if moving is None else layout.chunk_nbytes_of(f"param:{moving}")
+    needed = fixed_nbytes(layout, frozenset(resident)) + 55 + slots_nbytes
+
+    def violations(budget_nbytes: int) -> set[str]:
+        found = verify_phase(
+            graph, layout=layout, memories={}, resident=resident, held_nbytes=55, budget_nbytes=budget_nbytes
+        )
+        return {violation.partition(" ")[0] for violation in found} - {"home"}
+
+    assert violations(needed) == set()
+    assert violations(needed - 1) == {"budget"}
 
 
 class _Model(nn.Module):

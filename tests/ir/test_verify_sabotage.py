@@ -259,7 +259,12 @@ def one_byte_less(c: Case) -> None:
 
 @sabotage("budget", "update")
 def one_byte_more_of_others(c: Case) -> None:
-    c.options["fixed_nbytes"] += 1
+    c.options["held_nbytes"] += 1
+
+
+@sabotage("budget", "backward")
+def a_resident_that_nobody_counted(c: Case) -> None:
+    c.options["resident"] = {0}
 
 
 @sabotage("budget", "update")

@@ -16,7 +16,7 @@ from chunkc.ir.program import MemoryStep, PhaseProgram, SegmentCall, SegmentMemo
 from chunkc.ir.verify import verify_phase
 from chunkc.passes.insert import insert_events, insert_update_events
 from chunkc.passes.layout import lay_out
-from chunkc.passes.planning import check_minimum, fixed_nbytes, plan_phases, update_positions, update_tiles
+from chunkc.passes.planning import check_minimum, plan_phases, update_positions, update_tiles
 from chunkc.passes.profile import positions
 
 HUGE = 1 << 40
@@ -164,14 +164,13 @@ def case(phase: str, spare: int = 0) -> Case:
 
     `settling`: the backward, saying when groups are settled at home.
     """
-    fixed = fixed_nbytes(LAYOUT, frozenset())
     if phase == "update":
         tiles = update_tiles(LAYOUT, range(NUM_LAYERS), 0)
         calls = update_positions(LAYOUT, tiles, 100)
         budget = check_minimum(calls, LAYOUT, HUGE, 0) + spare
         plan = plan_phases([("update", calls)], LAYOUT, budget_nbytes=budget, resident=frozenset(), hardware=HARDWARE)
         graph = insert_update_events(plan.phases[0], tiles)
-        return Case(plan, graph.graph, {"fixed_nbytes": fixed + 100, "budget_nbytes": budget})
+        return Case(plan, graph.graph, {"resident": frozenset(), "held_nbytes": 100, "budget_nbytes": budget})
     plan = plan_step(None, spare)
     program, index = (forward_program(), 0) if phase == "forward" else (backward_program(), 1)
     graph = insert_events(
@@ -182,7 +181,7 @@ def case(phase: str, spare: int = 0) -> Case:
         resident=frozenset(),
         layout=LAYOUT if phase == "settling" else None,
     )
-    options = {"fixed_nbytes": fixed, "budget_nbytes": plan.budget_nbytes}
+    options: dict[str, Any] = {"resident": frozenset(), "held_nbytes": 0, "budget_nbytes": plan.budget_nbytes}
     options |= {"kept": plan.kept} if phase == "forward" else {"present": plan.kept}
     return Case(plan, graph.graph, options)
 
