@@ -89,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--hardware", default=None, metavar="NAME|FILE", help="default: what calibrate saved, else cpu")
     one.add_argument("--host-memory", metavar="SIZE", help="RAM of the machine, in place of the hardware's")
     one.add_argument("--memory-budget", default="auto", metavar="SIZE", help='bytes, "6GiB", "80%%" or "auto"')
-    one.add_argument("--home", default="cpu", help='"cpu" or "disk"')
+    one.add_argument("--home", default="cpu", help='"cpu", "disk" or "disk:DIR"')
     one.add_argument(
         "--disk-holds",
         default="auto",
@@ -322,6 +322,7 @@ def _largest(
 
 
 def _calibrate(options: argparse.Namespace) -> int:
+    _check_output(options.output)
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:

@@ -55,7 +55,7 @@ class Options(BaseModel):
         codegen: who compiles the segments.
         whole_graph: "auto" compiles the graph whole where all fits; "never" always cuts it into segments.
         verify: check every plan with the independent verifier.
-        debug: fill released slots with NaN and check more while running.
+        debug: fill slots with NaN when they are taken and given back.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

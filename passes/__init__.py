@@ -1,1 +1,1 @@
-"""Middle floor: from a captured graph to a plan. Pure functions; only `segments` and `insert` build FX graphs."""
+"""Middle floor: from a captured graph to a plan, by pure functions."""

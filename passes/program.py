@@ -74,12 +74,12 @@ def backward_program(
             storage = forward_storages[value]
             storages.pop(inputs[node.name], None)
             inputs[node.name] = storage
-            storages[storage] = forward.storages.get(storage, 0)
+            storages[storage] = forward.storages[storage]
     held = set(forward.held) | {forward_storages[value] for value in forward.results}
     tangents = [node for node in placeholders(graph)[len(saved) :] if node.name not in parameters]
     held |= {inputs[node.name] for node in tangents if all(t.numel() == 1 for t in shapes.of(tensors_of(node)))}
     for storage in held - set(storages):
-        storages[storage] = forward.storages.get(storage, 0)
+        storages[storage] = forward.storages[storage]
     nodes = returned(graph)
     wanted: dict[str, list[str]] = {}
     sunk, fitting = [], set()

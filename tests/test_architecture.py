@@ -22,7 +22,7 @@ ALLOWED = {
     "chunkc.ir": set[str](),
     "chunkc.kernels": {"chunkc.ir"},
     "chunkc.passes": {"chunkc.ir"},
-    "chunkc.runtime": {"chunkc.ir", "chunkc.kernels"},
+    "chunkc.runtime": {"chunkc.ir"},
     "chunkc.models": {"chunkc.ir"},
     "chunkc.formats": {"chunkc.ir"},
     "chunkc.machines": GROUND,

@@ -12,6 +12,7 @@ import pytest
 
 from chunkc import cli
 from chunkc.formats import FORMATS
+from chunkc.machines.presets import load_hardware
 
 GOLDEN = Path(__file__).parent / "golden" / "cli_tiny.txt"
 
@@ -165,6 +166,20 @@ def test_bad_input_is_one_line(name: str, here: Path, capsys: pytest.CaptureFixt
 def test_bad_commands_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def test_nothing_is_measured_for_a_file_that_cannot_be_written(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chunkc.cli.calibrate", lambda **_: pytest.fail("measured"))
+    code, out, err = run(capsys, "calibrate", "--output", "none/x.json")
+    assert (code, out) == (2, "")
+    assert "cannot write none/x.json: there is no folder none" in err
+    monkeypatch.setattr("chunkc.cli.calibrate", lambda **_: load_hardware("cpu"))
+    monkeypatch.setattr("chunkc.cli.default_hardware_path", lambda: here / "tiny.py" / "x.json")
+    code, out, err = run(capsys, "calibrate")
+    assert (code, out) == (2, "")
+    assert "tiny.py/x.json: Not a directory" in err or "tiny.py/x.json: File exists" in err
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ class StepTime:
 class Measured:
     """The measured side of a model that has run. `moments`: (call, bytes or None where nothing meters the tier).
 
-    `time_s`: seconds so far in `compute`, `wait`, `to_device`, `to_home`, over `num_steps` steps.
+    `time_s`: seconds so far in `compute`, `host`, `wait`, `to_device`, `to_home`, as in `chunkc.Report`.
     """
 
     peak_nbytes: int | None

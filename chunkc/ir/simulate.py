@@ -144,7 +144,7 @@ def _replay(
                     update_at_home(group, max(now, ready), phase.phase)
             if index < len(phase.moments):
                 moment = phase.moments[index]
-                end = now + costs_s.get(moment.name, 0.0)
+                end = now + costs_s[moment.name]
                 kind = "update" if phase.phase == UPDATE else "call"
                 found.append(TimedEvent(COMPUTE, kind, moment.name, now, end, 0, phase.phase, moment.module))
                 now = end

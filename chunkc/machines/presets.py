@@ -121,11 +121,14 @@ def save_hardware(hardware: Hardware, path: Path) -> None:
     """Write a machine as JSON that `load_hardware` reads back equal; makes the folder if need be.
 
     Raises:
-        OSError: the file cannot be written.
+        OptionsError: the file cannot be written.
     """
     stated = {key: value for key, value in asdict(hardware).items() if value is not None}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(stated, indent=2) + "\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(stated, indent=2) + "\n")
+    except OSError as error:
+        raise OptionsError(f"cannot write {path}: {error.strerror}") from error
 
 
 _BYTES = {f"{p}b": 1000**power for power, p in enumerate(("", "k", "m", "g", "t"))} | {

@@ -164,6 +164,8 @@ class ChunkedOptimizer(Stateful):
 
         Raises:
             HomeError, StreamError: the home tier failed; parameters stay readable.
+            BudgetError: not even a part of a chunk fits beside what the caller holds; nothing is updated.
+            OptionsError: a parameter group's options make no sense, or chunks are not where `update_on` needs them.
             UnsupportedError: a gradient is sparse, or of a dtype that no kernel takes.
         """
         for group in self.param_groups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
@@ -25,6 +26,10 @@ def phase(name: str, *stops: Stop) -> PhasePlan:
     """A phase of calls `name.0`, `name.1`, ...: one stop of (kind, chunk, bytes) before each, one after the last."""
     moments = tuple(Moment(f"{name}.{i}", name, "op", f"layer.{i}", 0, 0, 0, 0, 0, 0) for i in range(len(stops) - 1))
     return PhasePlan(name, tuple(tuple(Event(*event) for event in stop) for stop in stops), moments)
+
+
+NO_TIME = defaultdict[str, float](float)
+"""Calls that take none."""
 
 
 def spans(events: Sequence[TimedEvent], stream: str) -> list[tuple[str, str, float, float]]:
@@ -71,7 +76,7 @@ def test_gradients_are_read_from_home_once_the_step_has_written_them() -> None:
     first = [(PREFETCH, "grad:0", 100), (WAIT, "grad:0", 0)]
     backward = phase(BACKWARD, first, [*gone, *first], [*gone, (PREFETCH, "grad:1", 100)])
     update = phase(UPDATE, [(PREFETCH, "grad:0[0:10]", 40)], [])
-    events = simulate([backward, update], {}, MACHINE)
+    events = simulate([backward, update], NO_TIME, MACHINE)
     assert [e.name for e in events if e.stream == TO_DEVICE] == ["grad:0", "grad:0[0:10]"]
     assert traffic(events) == Traffic(to_device=140, to_home=200)
 

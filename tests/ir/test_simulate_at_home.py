@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import pytest
@@ -65,7 +66,9 @@ def test_in_the_backward_they_begin_when_a_group_is_settled() -> None:
 
 def test_a_group_that_is_fetched_again_is_not_updated_before() -> None:
     again = phase(BACKWARD, [], written(0), fetched(0), [(WAIT, "grad:0", 0)])
-    events = simulate([again], {"backward.0": 2.0}, MACHINE, at_home=HomeUpdates({0: 1.0}, beside_backward=True))
+    events = simulate(
+        [again], {"backward.0": 2.0, "backward.1": 0.0}, MACHINE, at_home=HomeUpdates({0: 1.0}, beside_backward=True)
+    )
     (fetch,) = [e for e in events if e.stream == TO_DEVICE]
     assert at_home(events) == [("param:0", fetch.end_s, fetch.end_s + 1)]
 
@@ -82,7 +85,7 @@ def test_the_first_groups_needed_come_first() -> None:
     order = phase(FORWARD, fetched(1), fetched(0), [])
     for beside_forward in (False, True):
         updates = HomeUpdates({0: 1.0, 1: 1.0}, beside_forward=beside_forward)
-        events = simulate([order, phase(UPDATE, [])], {}, MACHINE, at_home=updates)
+        events = simulate([order, phase(UPDATE, [])], defaultdict[str, float](float), MACHINE, at_home=updates)
         assert [name for name, _, _ in at_home(events)] == ["param:1", "param:0"]
 
 

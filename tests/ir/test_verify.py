@@ -50,9 +50,7 @@ def test_what_stays_is_added_up_anew(states: StateFormat, granule_nbytes: int, r
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     specs = [
         ParamSpec(f"{name}.{index}", shape, (1,), dtype, trainable, granule_nbytes, states.seen_by(dtype))
-        for index, (dtype, trainable) in enumerate(
-            [(torch.float32, True), (torch.bfloat16, True), (torch.float16, False)]
-        )
+        for index, (dtype, trainable) in enumerate(zip(dtypes, (True, True, False)))
         for name, shape in (("weight", (1000,)), ("bias", (3,)))
     ]
     layout = replace(lay_out(specs, 4096), overhead_nbytes=77)
