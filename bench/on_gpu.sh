@@ -9,9 +9,9 @@
 #             fast path
 #   third     the largest models, the other systems, the bound
 #
-# Needs torch 2.11 or newer, Triton 3.6 or newer, transformers, pytest, and what pyproject.toml names; where one of
-# these is missing it says so and goes no further. Wheels in ${WHEELS:-.whl} are used for this run; where a machine
-# reaches no registry, fetch them before, for its Python and system, each with what it requires:
+# Needs torch 2.11 or newer, Triton 3.6 or newer, transformers, pytest, pytest-timeout, and what pyproject.toml names;
+# where one of these is missing it says so and goes no further. Wheels in ${WHEELS:-.whl} are used for this run; where a
+# machine reaches no registry, fetch them before, for its Python and system, each with what it requires:
 #   python3 -m pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
 #       --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
 #       -d .whl pydantic pydantic-core==VERSION annotated-types typing-inspection typing-extensions
@@ -148,7 +148,7 @@ lacking = [
     f"{name} {least[0]}.{least[1]} or newer"
     for name, least in {
         **{"torch": (2, 11), "triton": (3, 6), "transformers": (5, 0), "pydantic": (2, 0), "numpy": (1, 0)},
-        **{"sympy": (1, 0), "nvidia-ml-py": (11, 0), "rich": (10, 0), "pytest": (7, 0)},
+        **{"sympy": (1, 0), "nvidia-ml-py": (11, 0), "rich": (10, 0), "pytest": (7, 0), "pytest-timeout": (2, 0)},
     }.items()
     if tuple(int(part) for part in (version(name) or "0.0").split(".")[:2]) < least
 ]
@@ -190,8 +190,8 @@ pick() { # the second argument with a GPU, else the first
 wants() { [[ $part == all || $part == "$1" ]]; }
 
 # Only these files: others need not even be importable here. The door to CUDA first, training last.
-mapfile -t gpu_tests < <(grep -rlE --include='test_*.py' 'mark\.gpu\b' tests | grep -v test_train | sort -r)
-gpu_tests+=(tests/gpu/test_train.py)
+mapfile -t eager_tests < <(grep -rlE --include='test_*.py' 'mark\.gpu\b' tests | grep -v test_train | sort -r)
+gpu_tests=("${eager_tests[@]}" tests/gpu/test_train.py)
 quick=(-q -p no:cacheprovider --timeout=120)
 spread=() sanitized=(env)
 if [[ $device == cuda ]]; then
@@ -202,8 +202,9 @@ step environment 12 bash -c environment
 [[ ${steps[-1]##* } == 1 ]] && ready=no # not where it was only slow
 if wants first; then
     step tests 26 "$PYTHON" -m pytest "${gpu_tests[@]}" -m gpu "${quick[@]}" ${spread[@]+"${spread[@]}"}
+    # Without what is compiled: under the sanitizer Dynamo compiles nothing.
     step sanitizer 12 "${sanitized[@]}" \
-        "$PYTHON" -m pytest "${gpu_tests[@]}" -m "gpu and not slow" "${quick[@]}" ${spread[@]+"${spread[@]}"}
+        "$PYTHON" -m pytest "${eager_tests[@]}" -m "gpu and not slow" "${quick[@]}" ${spread[@]+"${spread[@]}"}
     if command -v compute-sanitizer >/dev/null; then
         step memcheck 10 compute-sanitizer --error-exitcode 9 "$PYTHON" -m pytest tests/kernels -m gpu "${quick[@]}"
     fi

@@ -113,7 +113,7 @@ def _section(context: Context, case: Case, cache: Path, progress: Progress) -> S
 
 
 def _gpu() -> Hardware:
-    """The GPU by the driver's name: this process makes no context on it, which would be counted beside the subject."""
+    """The GPU that is there, by the driver's name."""
     found = machine.hardware()
     return hardware_by_name(found["gpu"], found["gpu_memory_nbytes"], default_hardware_path())
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._decomp import get_decompositions
+from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
@@ -119,15 +120,17 @@ def capture_graph(
     def backward_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         return boxed(run_backward)
 
-    call = aot_module_simplified(
-        gm,
-        inputs,
-        fw_compiler=forward_compiler,
-        bw_compiler=backward_compiler,
-        inference_compiler=forward_compiler,
-        partition_fn=partition_fn,
-        decompositions=_decompositions(codegen),
-    )
+    # States of random generators are values as on a CPU: on CUDA they would else be inputs that nobody gave.
+    with functorch_config.patch(graphsafe_rng_functionalization=False):
+        call = aot_module_simplified(
+            gm,
+            inputs,
+            fw_compiler=forward_compiler,
+            bw_compiler=backward_compiler,
+            inference_compiler=forward_compiler,
+            partition_fn=partition_fn,
+            decompositions=_decompositions(codegen),
+        )
     _name_parameters(capture, parameter_names)
     assert capture.forward is not None
     _fix_lengths_of_random_states(capture.forward.graph)

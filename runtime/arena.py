@@ -44,6 +44,7 @@ class Arena:
     home: Home
     state_home: Home | None = None
     _places: dict[str, _Place] = field(default_factory=dict)
+    _untouched: set[str] = field(default_factory=set)
 
     def __contains__(self, chunk: object) -> bool:
         return chunk in self._places
@@ -74,6 +75,11 @@ class Arena:
             _free(places.values())
             raise
         self._places.update(places)
+        self._untouched.update(places)
+
+    def is_zero(self, chunk: str) -> bool:
+        """Whether a chunk is all zeros still, since nobody has been given a way to write it."""
+        return chunk in self._untouched
 
     def _batches(self, wanted: Mapping[str, int]) -> list[tuple[Home, list[str]]]:
         """Chunks that are to share a region, with its home."""
@@ -95,7 +101,9 @@ class Arena:
 
     def free(self, chunks: Iterable[str]) -> None:
         """Give room back; a region goes when no chunk is left in it."""
+        chunks = list(chunks)
         left = [self._places.pop(chunk) for chunk in chunks]
+        self._untouched.difference_update(chunks)
         in_use = {(place.home, place.region) for place in self._places.values()}
         _free([place for place in left if (place.home, place.region) not in in_use])
 
@@ -103,7 +111,7 @@ class Arena:
         self, chunk: str, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset_nbytes: int
     ) -> torch.Tensor:
         """A home view of a part of a chunk (see `Home.tensor`)."""
-        place = self._places[chunk]
+        place = self._touched(chunk)
         return place.home.tensor(place.region, dtype, shape, stride, place.offset_nbytes + offset_nbytes)
 
     def host_view(self, chunk: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
@@ -111,7 +119,7 @@ class Arena:
 
         Who uses it orders himself: see `ChunkStore.await_home`.
         """
-        place = self._places[chunk]
+        place = self._touched(chunk)
         end_nbytes = place.offset_nbytes + numel * dtype.itemsize
         return place.home.bytes(place.region)[place.offset_nbytes : end_nbytes].view(dtype)
 
@@ -123,9 +131,14 @@ class Arena:
 
     def writer(self, chunk: str, offset_nbytes: int, buffer: torch.Tensor) -> Callable[[], None]:
         """A job that writes `buffer` into a chunk from `offset_nbytes`."""
-        place = self._places[chunk]
+        place = self._touched(chunk)
         job = Launch if place.home.asynchronous else partial
         return job(place.home.write, place.region, place.offset_nbytes + offset_nbytes, buffer)
+
+    def _touched(self, chunk: str) -> _Place:
+        """Where a chunk is, for somebody who may write it."""
+        self._untouched.discard(chunk)
+        return self._places[chunk]
 
 
 def _free(places: Iterable[_Place]) -> None:

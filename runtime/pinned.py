@@ -106,7 +106,9 @@ class PinnedHome(Home):
 
     def _map(self, nbytes: int) -> _PinnedMapping:
         memory = map_memory(nbytes)
-        _advise_huge_pages(memory)
+        _advise(memory, "MADV_HUGEPAGE")  # to touch and pin 100 GiB takes minutes in pages of 4 KiB
+        # A fork would copy all pinned pages there and then (Linux 5.10 on): no child gets them, as none can use CUDA.
+        _advise(memory, "MADV_DONTFORK")
         mapping = _PinnedMapping(memory, nbytes)
         problem = self._gpu.pin(mapping.address, nbytes)
         if problem is None:
@@ -132,9 +134,9 @@ class PinnedHome(Home):
         return mapping
 
 
-def _advise_huge_pages(memory: mmap.mmap) -> None:
-    """Ask for large pages: to touch and pin 100 GiB takes minutes in pages of 4 KiB. A system without them declines."""
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+def _advise(memory: mmap.mmap, name: str) -> None:
+    """Advise the kernel on a map; a system that does not know the advice declines it."""
+    advice = getattr(mmap, name, None)
     if advice is not None:
         with contextlib.suppress(OSError):
             memory.madvise(advice)

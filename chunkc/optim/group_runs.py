@@ -13,7 +13,7 @@ import torch
 
 from chunkc.ir.chunks import chunk_name
 from chunkc.ir.errors import UnsupportedError
-from chunkc.ir.states import EXP_AVG, SCALES, num_entries
+from chunkc.ir.states import EXP_AVG, MASTER, SCALES, num_entries
 from chunkc.optim.states import initialise
 from chunkc.session import Session, managing
 
@@ -88,18 +88,19 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool
     chunk_group = store.layout.groups[index]
     kinds = chunk_group.state_kinds
     quantised = SCALES[0] in kinds
+    zeros = {kind for kind in kinds if store.arena.is_zero(chunk_name(kind, index))}
     hypers: dict[str, Any] = {}
     for task in tasks:
         state = task.optimizer.states_of(task.parameter)
         task_kinds = {kind: store.home_view(kind, task.name) for kind in kinds}
         fresh = EXP_AVG not in state
         for kind, view in task_kinds.items():
-            if fresh:
-                initialise(kind, view, task.parameter)
-            elif state[kind].data_ptr() != view.data_ptr():
-                view.copy_(state[kind])
-            else:
+            if not fresh and state[kind].data_ptr() == view.data_ptr():
                 continue
+            if not fresh:
+                view.copy_(state[kind])
+            elif kind == MASTER or kind not in zeros:  # zeros that are there need not be written over a link
+                initialise(kind, view, task.parameter)
             state[kind] = view
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")

@@ -66,9 +66,8 @@ def test_in_the_backward_they_begin_when_a_group_is_settled() -> None:
 
 def test_a_group_that_is_fetched_again_is_not_updated_before() -> None:
     again = phase(BACKWARD, [], written(0), fetched(0), [(WAIT, "grad:0", 0)])
-    events = simulate(
-        [again], {"backward.0": 2.0, "backward.1": 0.0}, MACHINE, at_home=HomeUpdates({0: 1.0}, beside_backward=True)
-    )
+    costs_s = {"backward.0": 2.0, "backward.1": 0.0, "backward.2": 0.0}
+    events = simulate([again], costs_s, MACHINE, at_home=HomeUpdates({0: 1.0}, beside_backward=True))
     (fetch,) = [e for e in events if e.stream == TO_DEVICE]
     assert at_home(events) == [("param:0", fetch.end_s, fetch.end_s + 1)]
 

@@ -12,6 +12,7 @@ from plain_modules import Stack
 
 import chunkc
 from chunkc.optim.group_runs import Task, flat_home, runs_of
+from chunkc.optim.states import initialise
 from chunkc.session import Session
 
 NUMEL = 64 * 64
@@ -93,3 +94,55 @@ def test_states_from_elsewhere_go_home() -> None:
         assert (home[kind][NUMEL : 2 * NUMEL] == 0.5).all()
         assert not home[kind][:NUMEL].any()
         assert optimizer.states[weight][kind].data_ptr() == home[kind][NUMEL:].data_ptr()
+
+
+def test_home_s_zeros_are_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New room is all zeros; where others have written meanwhile, states begin as zeros all the same."""
+    written: list[str] = []
+
+    def recorded(kind: str, state: torch.Tensor, parameter: torch.Tensor) -> None:
+        written.append(kind)
+        initialise(kind, state, parameter)
+
+    monkeypatch.setattr("chunkc.optim.group_runs.initialise", recorded)
+    session, model = placed()
+    optimizer = Steps()
+    runs_of(session, 0, tasks_of(model, optimizer, {0: 1.0, 1: 1.0}))
+    assert not written
+    for state in optimizer.states.values():
+        state["exp_avg"].fill_(3.0)
+    optimizer.states.clear()
+    runs_of(session, 0, tasks_of(model, optimizer, {0: 1.0, 1: 1.0, 2: 1.0}))
+    assert written == ["exp_avg", "exp_avg_sq"] * 3
+    assert not any(state["exp_avg"].any() for state in optimizer.states.values())
+    session.store.leave_states(0)
+    session.store.reserve_states(0)
+    optimizer.states.clear()
+    runs_of(session, 0, tasks_of(model, optimizer, {1: 1.0}))
+    assert len(written) == 6  # new room again
+
+
+def test_a_master_is_written_into_new_room() -> None:
+    torch.manual_seed(0)
+    model = Stack(3, bias=False, dtype=torch.bfloat16)
+    chunkc.optim.AdamW(model.parameters(), master_weights="float32")
+    chunkc.place(model)
+    session, optimizer = session_of(model), Steps()
+    session.store.reserve_states(0)
+    runs_of(session, 0, tasks_of(model, optimizer, {0: 1.0}))
+    (state,) = optimizer.states.values()
+    assert torch.equal(state["master"], model.get_parameter("layers.0.weight").float())
+
+
+@pytest.mark.parametrize("access", ["view", "host_view", "writer", "reader"])
+def test_who_may_have_written_a_chunk(access: str) -> None:
+    session, _ = placed()
+    arena, chunk = session.store.arena, "exp_avg:0"
+    assert arena.is_zero(chunk)
+    if access == "view":
+        arena.view(chunk, torch.float32, (4,), (1,), 0)
+    elif access == "host_view":
+        arena.host_view(chunk, torch.float32, 4)
+    else:
+        getattr(arena, access)(chunk, 0, torch.ones(4))()
+    assert arena.is_zero(chunk) is (access == "reader")

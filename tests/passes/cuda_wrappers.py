@@ -11,6 +11,7 @@ from __future__ import annotations
 
 LAYER = """
 from torch._C import _cuda_getCurrentRawStream as get_raw_stream
+from torch._C._dynamo.guards import copy_if_misaligned
 empty_strided_cpu_pinned = torch._C._dynamo.guards._empty_strided_cpu_pinned
 empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda
 async_compile = AsyncCompile()
@@ -57,6 +58,9 @@ class Runner:
         with torch.cuda._DeviceGuard(0):
             torch.cuda.set_device(0)
             buf0 = empty_strided_cuda((128, 256), (256, 1), torch.bfloat16)
+            b_1 = copy_if_misaligned(b_1)
+            x_1 = copy_if_misaligned(x_1)
+            wt_1 = copy_if_misaligned(wt_1)
             # Topologically Sorted Source Nodes: [], Original ATen: []
             extern_kernels.addmm(b_1, x_1, wt_1, alpha=1, beta=1, out=buf0)
             del b_1
@@ -166,6 +170,9 @@ class Runner:
         with torch.cuda._DeviceGuard(0):
             torch.cuda.set_device(0)
             buf0 = empty_strided_cuda((s27*s77, 256), (256, 1), torch.bfloat16)
+            arg4_1 = copy_if_misaligned(arg4_1)
+            arg2_1 = copy_if_misaligned(arg2_1)
+            arg3_1 = copy_if_misaligned(arg3_1)
             extern_kernels.addmm(arg4_1, reinterpret_tensor(arg2_1, (s27*s77, 256), (256, 1), 0),
                     reinterpret_tensor(arg3_1, (256, 256), (1, 256), 0), alpha=1, beta=1, out=buf0)
             del arg2_1

@@ -1,4 +1,4 @@
-"""Home memory that is pinned asks the system for large pages: pinning takes time per page."""
+"""What home memory that is pinned asks of the system: large pages, as pinning takes time per page, and no forks."""
 
 from __future__ import annotations
 
@@ -31,6 +31,12 @@ def test_regions_ask_for_large_pages() -> None:
     home = PinnedHome(FakeGpu())
     region = home.allocate(8 << 20)
     assert "hg" in flags_at(home.bytes(region).data_ptr())
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="this kernel does not say how it treats memory")
+def test_no_child_of_a_fork_gets_a_copy() -> None:
+    home = PinnedHome(FakeGpu())
+    assert "dc" in flags_at(home.bytes(home.allocate(1 << 20)).data_ptr())
 
 
 def test_a_system_without_them_declines_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

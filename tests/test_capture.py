@@ -1,0 +1,59 @@
+"""Capture: what AOTAutograd does otherwise where a model is on CUDA is played on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch import partitioners
+from torch.utils.checkpoint import checkpoint
+
+
+class Blocks(nn.Module):
+    """Blocks with dropout, recomputed in the backward: the same elements must be dropped again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(self._block, layer, x, use_reentrant=False)
+        return x.square().mean()
+
+    def _block(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return self.dropout(torch.tanh(layer(x)))
+
+
+def trained(model: nn.Module, call: Any) -> list[Tensor]:
+    torch.manual_seed(1)
+    loss = call(torch.randn(8, 64))
+    loss.backward()
+    gradients = [p.grad for p in model.parameters()]
+    return [loss.detach(), *(g for g in gradients if g is not None)]
+
+
+def test_states_of_random_generators_are_no_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA, AOTAutograd would hand them to both phases as placeholders, which nobody fills."""
+
+    def as_placeholders(fw: fx.GraphModule, bw: fx.GraphModule, *rest: Any) -> Any:
+        last_inputs = rest[-2:]
+        for module, last in zip((fw, bw), last_inputs, strict=True):
+            with module.graph.inserting_after(last):
+                module.graph.placeholder(f"rng_state_{rest[-3]}").meta["val"] = torch.Generator()
+        return last_inputs
+
+    monkeypatch.setattr(partitioners, "supports_graphsafe_rng", lambda device: True)
+    monkeypatch.setattr(partitioners, "apply_graphsafe_rng_functionalization", as_placeholders)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Blocks()
+    options = {"codegen": "eager", "whole_graph": "never", "memory_budget": "64MiB"}
+    found = trained(model, torch.compile(model, backend="chunkc", options=options))
+    model.zero_grad()
+    expected = trained(model, model)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
