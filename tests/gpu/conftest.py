@@ -1,8 +1,24 @@
-"""Tests on a real GPU. Blocks are split exactly, so that what is measured is what was asked for, rounded."""
+"""Tests on a real GPU. Blocks are split exactly, so that what is measured is what was asked for, rounded.
+
+Attention is not cuDNN's, whose backward adds in any order: bits are compared here. FlashAttention's does too, but over
+two blocks, as in these tests, the order does not matter.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+
+import pytest
+import torch
 
 for _name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
     os.environ.setdefault(_name, "expandable_segments:True")
+
+
+@pytest.fixture(autouse=True)
+def without_cudnn_attention() -> Iterator[None]:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(before)
