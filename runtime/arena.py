@@ -126,13 +126,13 @@ class Arena:
     def reader(self, chunk: str, offset_nbytes: int, buffer: torch.Tensor) -> Callable[[], None]:
         """A job that fills `buffer` with a chunk's bytes from `offset_nbytes`."""
         place = self._places[chunk]
-        job = Launch if place.home.asynchronous else partial
+        job = Launch if place.home.only_launches(place.region) else partial
         return job(place.home.read, place.region, place.offset_nbytes + offset_nbytes, buffer)
 
     def writer(self, chunk: str, offset_nbytes: int, buffer: torch.Tensor) -> Callable[[], None]:
         """A job that writes `buffer` into a chunk from `offset_nbytes`."""
         place = self._touched(chunk)
-        job = Launch if place.home.asynchronous else partial
+        job = Launch if place.home.only_launches(place.region) else partial
         return job(place.home.write, place.region, place.offset_nbytes + offset_nbytes, buffer)
 
     def _touched(self, chunk: str) -> _Place:

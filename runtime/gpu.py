@@ -61,11 +61,11 @@ class Gpu(Protocol):
             UnsupportedError: this device cannot address that memory.
         """
 
-    def cannot_view_files(self) -> str | None:
-        """Why `view_file` is not possible, with what would make it so; None if it is."""
+    def cannot_view_pageable(self) -> str | None:
+        """Why `view_pageable` is not possible, with what would make it so; None if it is."""
 
-    def view_file(self, mapped: torch.UntypedStorage) -> torch.Tensor:
-        """A flat uint8 tensor of the device's over a mapped file, whose storage keeps `mapped` alive."""
+    def view_pageable(self, host: torch.UntypedStorage) -> torch.Tensor:
+        """A flat uint8 tensor of the device's over host memory that is not pinned, which its storage keeps alive."""
 
     def allocated_nbytes(self) -> tuple[int, int]:
         """Bytes allocated now, and at most since `reset_peak`."""
@@ -87,13 +87,13 @@ class _HostMemory:
         }
 
 
-def relabelled(mapped: torch.UntypedStorage, device_type: int, index: int) -> torch.Tensor:
+def relabelled(host: torch.UntypedStorage, device_type: int, index: int) -> torch.Tensor:
     """A CPU storage's bytes as a flat uint8 tensor that is said to be on another device, by way of DLPack.
 
     Args:
         device_type: in DLPack's numbers.
     """
-    capsule = dlpack.to_dlpack(torch.empty(0, dtype=torch.uint8).set_(mapped))
+    capsule = dlpack.to_dlpack(torch.empty(0, dtype=torch.uint8).set_(host))
     # A DLManagedTensor begins with its DLTensor, and that with the address and the device's type and index.
     address = _capsule_address(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
     (ctypes.c_int32 * 2).from_address(address)[:] = [device_type, index]
@@ -151,7 +151,7 @@ class TorchGpu:
             raise UnsupportedError(f"{self.device} cannot address pinned host memory in place")
         return flat
 
-    def cannot_view_files(self) -> str | None:
+    def cannot_view_pageable(self) -> str | None:
         if self._driver_says(_PAGEABLE_MEMORY_ACCESS):
             return None
         return (
@@ -159,9 +159,9 @@ class TorchGpu:
             "NVIDIA's open kernel modules, Linux 6.1.24 or newer; `nvidia-smi -q` then says Addressing Mode: HMM)"
         )
 
-    def view_file(self, mapped: torch.UntypedStorage) -> torch.Tensor:
+    def view_pageable(self, host: torch.UntypedStorage) -> torch.Tensor:
         # Not the CUDA array interface: torch then asks the runtime whose memory it is, which knows of no device.
-        return relabelled(mapped, _DLPACK_CUDA, self.device.index)
+        return relabelled(host, _DLPACK_CUDA, self.device.index)
 
     def _driver_says(self, attribute: int) -> bool:
         """An attribute of the device that torch has no name for."""

@@ -58,11 +58,9 @@ class Home(abc.ABC):
     """Memory in regions. Any number of threads may `read` and `write`; who overlaps must order himself.
 
     Attributes:
-        asynchronous: `read` and `write` return at once; the current CUDA stream copies. Else they block.
         shares_regions: regions are dear, so chunks should share them.
     """
 
-    asynchronous = False
     shares_regions = True
 
     def __init__(self) -> None:
@@ -74,6 +72,10 @@ class Home(abc.ABC):
     def bytes(self, region: Region) -> torch.Tensor:
         """A region's bytes as a flat CPU tensor, for the host to read and write. The region must not be freed."""
         return Home.tensor(self, region, torch.uint8, (region.nbytes,), (1,), 0)
+
+    def only_launches(self, region: Region) -> bool:
+        """Whether `read` and `write` return at once and the current CUDA stream copies. Else they block."""
+        return False
 
     def allocate(self, nbytes: int) -> Region:
         """Reserve `nbytes` > 0 bytes of zeros.

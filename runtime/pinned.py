@@ -44,11 +44,11 @@ class PinnedHome(Home):
 
     Args:
         gpu: what copies and reads it.
-        allow_unpinned: where memory cannot be pinned, go on without, with a warning. Home views of it are CPU tensors,
-            so this is for what eager code need not find on the device, such as optimizer states.
+        allow_unpinned: where memory cannot be pinned, go on without, with a warning, even where the device cannot read
+            it. Home views are then CPU tensors: for what eager code need not find on the device, such as optimizer
+            states. A device that can read it, see `Gpu.view_pageable`, has views of it, and needs no leave.
     """
 
-    asynchronous = True
     shares_regions = False
 
     def __init__(self, gpu: Gpu, *, allow_unpinned: bool = False) -> None:
@@ -72,18 +72,23 @@ class PinnedHome(Home):
     def tensor(
         self, region: Region, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset_nbytes: int
     ) -> torch.Tensor:
-        """A home view as `Home.tensor`, but of the GPU's; a CPU tensor where the region is not pinned."""
+        """A home view as `Home.tensor`, but of the GPU's; a CPU tensor where that cannot be."""
         nbytes = home_view_span(dtype, shape, stride, offset_nbytes) * dtype.itemsize
         mapping = self._find_pinned(region, offset_nbytes, nbytes)
-        if mapping.unpin is None:
-            return super().tensor(region, dtype, shape, stride, offset_nbytes)
-        if nbytes == 0:
-            return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=self._gpu.device)
-        storage = self._gpu.view(mapping.address + offset_nbytes, nbytes, mapping).untyped_storage()
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, tuple(shape), tuple(stride))
+        if nbytes and mapping.unpin is not None:
+            flat = self._gpu.view(mapping.address + offset_nbytes, nbytes, mapping)
+            return reshaped(flat, dtype, shape, stride)
+        view = super().tensor(region, dtype, shape, stride, offset_nbytes)
+        if mapping.unpin is None and self._gpu.cannot_view_pageable() is not None:
+            return view
+        return on_device(self._gpu, view)
+
+    def only_launches(self, region: Region) -> bool:
+        """Not for memory that is not pinned: the driver may read it before the stream is that far, and may block."""
+        return self._find_pinned(region, 0, 0).unpin is not None
 
     def read(self, region: Region, offset_nbytes: int, destination: torch.Tensor) -> None:
-        """Fill `destination`, a contiguous device tensor, on the current stream. Returns at once."""
+        """Fill `destination`, a contiguous device tensor, on the current stream."""
         target = flat_bytes(destination)
         self._gpu.copy(target, self._part(region, offset_nbytes, target.numel()))
 
@@ -115,7 +120,7 @@ class PinnedHome(Home):
             self._pinned[mapping.address] = nbytes
             mapping.unpin = weakref.finalize(mapping, _unpin, self._gpu, self._pinned, mapping.address)
             mapping.unpin.atexit = False  # the process's end does it
-        elif not self._allow_unpinned:
+        elif not self._allow_unpinned and self._gpu.cannot_view_pageable() is not None:
             raise HomeError(
                 f"cannot pin {format_nbytes(nbytes)} of host memory beside the {format_nbytes(self.pinned_nbytes)} "
                 f"pinned so far ({problem}; the limit of lockable memory is {_lockable()}): raise the limit "
@@ -125,8 +130,7 @@ class PinnedHome(Home):
             self._warned = True
             logger.warning(
                 "only %s of host memory is pinned (%s; the limit of lockable memory is %s); the rest stays unpinned: "
-                "its copies pass through the driver's buffers at about half the rate, block the host, and so do not "
-                "overlap with computation",
+                "its copies pass through the driver's buffers at about half the rate, and a thread waits for each",
                 format_nbytes(self.pinned_nbytes),
                 problem,
                 _lockable(),
@@ -140,6 +144,19 @@ def _advise(memory: mmap.mmap, name: str) -> None:
     if advice is not None:
         with contextlib.suppress(OSError):
             memory.madvise(advice)
+
+
+def on_device(gpu: Gpu, view: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor that spans its own storage, over pageable memory, as the device's (see `Gpu.view_pageable`)."""
+    if view.numel() == 0:
+        return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=gpu.device)
+    return reshaped(gpu.view_pageable(view.untyped_storage()), view.dtype, view.shape, view.stride())
+
+
+def reshaped(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """Another tensor over the storage of a flat one."""
+    storage = flat.untyped_storage()
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, tuple(shape), tuple(stride))
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

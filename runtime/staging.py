@@ -3,8 +3,9 @@
 A read fills a buffer from the file while the copies of earlier pieces to the device are under way; a write empties a
 buffer into the file while the copies of later pieces from the device are. Both run on the threads of `CudaLink`.
 
-Eager code reads and writes the file in place, through a map: on the CPU, or on a device that can (see `Gpu.view_file`).
-Map, positional reads and writes share the kernel's page cache, so that each finds what the others wrote.
+Eager code reads and writes the file in place, through a map: on the CPU, or on a device that can (see
+`Gpu.view_pageable`). Map, positional reads and writes share the kernel's page cache, so that each finds what the
+others wrote.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.runtime.arena import Arena
 from chunkc.runtime.gpu import Gpu
 from chunkc.runtime.homes import DiskHome, Region
-from chunkc.runtime.pinned import PinnedHome, flat_bytes
+from chunkc.runtime.pinned import PinnedHome, flat_bytes, on_device
 
 
 def open_arena(home: str, gpu: Gpu, disk_holds_everything: bool = False) -> Arena:
     """The homes behind a GPU that an option names: `"cpu"`, `"disk"` or `"disk:DIR"`.
 
-    A disk holds the optimizer states, and parameters and gradients are in pinned memory; or it holds everything. Then
-    their home views, which must be on the device, are maps of the file, since a file cannot be pinned.
+    Parameters and gradients need home views on the device: in memory that cannot be pinned they are only where the
+    device reads it all the same, optimizer states anywhere. A disk holds the states, and pinned memory the rest; or it
+    holds everything, and home views are maps of the file, which cannot be pinned.
 
     Raises:
         OptionsError: it names none.
@@ -37,7 +39,7 @@ def open_arena(home: str, gpu: Gpu, disk_holds_everything: bool = False) -> Aren
     kind, colon, directory = home.partition(":")
     pinned = PinnedHome(gpu)
     if home == "cpu":
-        return Arena(pinned)
+        return Arena(pinned, PinnedHome(gpu, allow_unpinned=True))
     if kind == "disk" and bool(colon) == bool(directory):
         if disk_holds_everything:
             return Arena(StagedDiskHome(directory or None, gpu, pinned, views_on_device=True))
@@ -69,7 +71,7 @@ class StagedDiskHome(DiskHome):
         num_pieces: int = 3,
         views_on_device: bool = False,
     ) -> None:
-        if views_on_device and (problem := gpu.cannot_view_files()) is not None:
+        if views_on_device and (problem := gpu.cannot_view_pageable()) is not None:
             raise UnsupportedError(
                 f'disk_holds="everything" needs a device that reads files in place. {gpu.device} does not: {problem}. '
                 'Use disk_holds="states"'
@@ -88,12 +90,7 @@ class StagedDiskHome(DiskHome):
     ) -> torch.Tensor:
         """A home view as `Home.tensor`, or the same on the device."""
         view = super().tensor(region, dtype, shape, stride, offset_nbytes)
-        if not self._views_on_device:
-            return view
-        if view.numel() == 0:
-            return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=self._gpu.device)
-        storage = self._gpu.view_file(view.untyped_storage()).untyped_storage()
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, tuple(shape), tuple(stride))
+        return on_device(self._gpu, view) if self._views_on_device else view
 
     def read(self, region: Region, offset_nbytes: int, destination: torch.Tensor) -> None:
         """Fill `destination`, a contiguous device tensor, with the region's bytes.

@@ -59,6 +59,21 @@ def test_a_disk_behind_it_changes_no_bit() -> None:
             assert not differences(subject.train(adamw(subject)), expected)
 
 
+def test_memory_that_cannot_be_pinned_changes_no_bit() -> None:
+    of = case(torch.bfloat16)
+    expected = on_gpu(of, 0)
+    for lockable_nbytes, views_pageable, num_unpinned in ((8 * 8192, False, 0), (0, True, 8)):
+        for update_on in ("device", "cpu"):
+            gpu = FakeGpu(longest_s=0.001, lockable_nbytes=lockable_nbytes, views_pageable=views_pageable)
+            with on_fake_gpu(gpu):
+                subject = Subject(of, budget(of, 0))
+                assert len(gpu.unpinned) == num_unpinned
+                found = subject.train(adamw(subject, update_on))
+                assert len(gpu.unpinned) > num_unpinned  # states
+                if update_on == "device":
+                    assert not differences(found, expected)
+
+
 def test_updates_at_home_have_the_bits_of_the_cpu_s_slots() -> None:
     of = case()
     at_home = on_gpu(of, 0, "cpu")

@@ -46,7 +46,7 @@ def case(dtype: torch.dtype = torch.float32) -> Case:
 @contextlib.contextmanager
 def on_fake_gpu(gpu: FakeGpu | None = None) -> Iterator[FakeGpu]:
     """Sessions made inside compute on a fake GPU, with Triton's updates."""
-    gpu = gpu or FakeGpu(longest_s=0.001)
+    gpu = gpu or FakeGpu(longest_s=0.001, views_pageable=True)
     former, by_triton = chunkc.session.open_compute, chunkc.optim.device_adam.computes_by_triton
     chunkc.session.open_compute = lambda device, *where: (QueuedTier(gpu), open_arena(where[0], gpu, where[1]))  # type: ignore[assignment,return-value]
     chunkc.optim.device_adam.computes_by_triton = lambda device: True

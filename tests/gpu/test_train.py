@@ -254,7 +254,7 @@ def test_torch_s_own_optimizer_through_home_views() -> None:
 
 @pytest.mark.parametrize("disk_holds", ["states", "everything"])
 def test_a_disk(tmp_path: Any, disk_holds: str) -> None:
-    if disk_holds == "everything" and (problem := TorchGpu().cannot_view_files()) is not None:
+    if disk_holds == "everything" and (problem := TorchGpu().cannot_view_pageable()) is not None:
         pytest.skip(problem)
     case = stack(torch.float32)
     budget_nbytes = smallest(case, "eager")

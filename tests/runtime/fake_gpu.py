@@ -73,16 +73,17 @@ class FakeGpu:
         longest_s: a third of all jobs start up to so much later than they could. `reseed` draws anew, and also which
             streams are slow and which are not.
         lockable_nbytes: how much can be pinned.
-        views_files: whether it reads files in place.
+        views_pageable: whether it reads host memory in place that is not pinned.
     """
 
     device = torch.device("cpu")
 
-    def __init__(self, *, longest_s: float = 0.0, lockable_nbytes: int = 1 << 40, views_files: bool = True) -> None:
+    def __init__(self, *, longest_s: float = 0.0, lockable_nbytes: int = 1 << 40, views_pageable: bool = False) -> None:
         self.longest_s = longest_s
-        self.views_files = views_files
+        self.views_pageable = views_pageable
         self.lockable_nbytes = lockable_nbytes
         self.pinned: dict[int, int] = {}
+        self.unpinned: dict[int, int] = {}  # what could not be
         self.num_pins = 0
         self.streams: list[FakeStream] = []
         self._random: dict[str, tuple[random.Random, float]] = {}
@@ -115,7 +116,11 @@ class FakeGpu:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         assert destination.shape == source.shape
+        if self._is_unpinned(source):
+            source = source.clone()  # through the driver's buffers, whatever the stream still waits for
         self.current_stream().jobs.submit(partial(_copy, destination, source))
+        if self._is_unpinned(destination):
+            self.current_stream().synchronize()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype)
@@ -125,6 +130,7 @@ class FakeGpu:
         assert address not in self.pinned, "pinned twice"
         self.num_pins += 1
         if sum(self.pinned.values()) + nbytes > self.lockable_nbytes:
+            self.unpinned[address] = nbytes
             return "out of memory"
         self.pinned[address] = nbytes
         return None
@@ -140,17 +146,20 @@ class FakeGpu:
         memory.owner = owner
         return torch.frombuffer(memory, dtype=torch.uint8)
 
-    def cannot_view_files(self) -> str | None:
-        return None if self.views_files else "it is too old"
+    def cannot_view_pageable(self) -> str | None:
+        return None if self.views_pageable else "it is too old"
 
-    def view_file(self, mapped: torch.UntypedStorage) -> torch.Tensor:
-        return relabelled(mapped, DLPACK_CPU, 0)
+    def view_pageable(self, host: torch.UntypedStorage) -> torch.Tensor:
+        return relabelled(host, DLPACK_CPU, 0)
 
     def allocated_nbytes(self) -> tuple[int, int]:
         return 0, 0
 
     def reset_peak(self) -> None:
         pass
+
+    def _is_unpinned(self, tensor: torch.Tensor) -> bool:
+        return any(begin <= tensor.data_ptr() < begin + nbytes for begin, nbytes in self.unpinned.items())
 
     def _stream(self, name: str) -> FakeStream:
         self.streams.append(FakeStream(name, partial(self._delay_s, name)))

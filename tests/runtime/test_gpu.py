@@ -119,7 +119,7 @@ def test_a_disk_behind_the_gpu(gpu: TorchGpu, tmp_path: Path) -> None:
 @needs_gpu
 def test_a_file_in_place(gpu: TorchGpu, tmp_path: Path) -> None:
     """Eager code reads and writes the file through a tensor of the device's, by kernels and by copies."""
-    if (problem := gpu.cannot_view_files()) is not None:
+    if (problem := gpu.cannot_view_pageable()) is not None:
         with pytest.raises(UnsupportedError, match="reads files in place"):
             StagedDiskHome(str(tmp_path), gpu, PinnedHome(gpu), views_on_device=True)
         pytest.skip(problem)

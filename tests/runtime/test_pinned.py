@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import mmap
 import threading
+import time
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from fake_gpu import FakeGpu
 
 from chunkc.ir.errors import HomeError
 from chunkc.runtime.arena import MAX_REGIONS_PER_CALL, Arena, Launch
+from chunkc.runtime.cuda import CudaLink, CudaMoment
 from chunkc.runtime.homes import MemoryHome, Region
 from chunkc.runtime.pinned import PinnedHome
+from chunkc.runtime.staging import open_arena
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -161,15 +165,60 @@ def test_without_pinning_it_works_and_says_what_that_costs(caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING):
         regions = home.allocate(PAGE), home.allocate(2 * PAGE), home.allocate(PAGE)
     (record,) = caplog.records  # told once
-    for part in ("unpinned", "half the rate", "block the host", "lockable"):
+    for part in ("unpinned", "half the rate", "a thread waits", "lockable"):
         assert part in record.getMessage()
     assert (home.pinned_nbytes, home.unpinned_nbytes) == (PAGE, 3 * PAGE)
+    assert [home.only_launches(region) for region in regions] == [True, False, False]
     for region in regions:
         home.tensor(region, torch.float32, (4,), (1,), 0).fill_(5.0)
         slot = torch.empty(4)
         home.read(region, 0, slot)
         gpu.compute.synchronize()
         assert slot.tolist() == [5.0] * 4
+
+
+@pytest.mark.parametrize("views_pageable", [False, True])
+def test_what_cannot_be_pinned_the_device_may_read_all_the_same(views_pageable: bool) -> None:
+    """Parameters then need no pinned memory; optimizer states never do."""
+    gpu = FakeGpu(lockable_nbytes=0, views_pageable=views_pageable)
+    viewed: list[int] = []
+    view = gpu.view_pageable
+    gpu.view_pageable = lambda host: (viewed.append(host.nbytes()), view(host))[1]  # type: ignore[method-assign]
+    arena = open_arena("cpu", gpu)
+    arena.reserve({"exp_avg:0": PAGE})
+    arena.view("exp_avg:0", torch.float32, (4,), (1,), 16).fill_(2.0)
+    if not views_pageable:
+        assert not viewed
+        with pytest.raises(HomeError, match="cannot pin"):
+            arena.reserve({"param:0": PAGE})
+        return
+    arena.reserve({"param:0": PAGE})
+    home_view = arena.view("param:0", torch.float32, (2, 3), (1, 2), 16)
+    home_view.copy_(torch.arange(6.0).view(2, 3))
+    assert viewed == [16, 24]
+    assert arena.host_view("param:0", torch.float32, 10).tolist() == [0.0] * 4 + [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]
+    assert arena.view("param:0", torch.float32, (0,), (1,), 0).shape == (0,)
+    assert not isinstance(arena.reader("param:0", 0, torch.empty(4)), Launch)
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_copies_of_unpinned_memory_need_a_thread_that_waits(launched: bool) -> None:
+    """The driver reads such memory when it is told to copy, not when the stream is that far: too early, if launched."""
+    gpu = FakeGpu(lockable_nbytes=0)
+    home = PinnedHome(gpu, allow_unpinned=True)
+    region, slot, link = home.allocate(PAGE), torch.zeros(4), CudaLink(gpu, "to_device")
+    computed = gpu.new_event()
+
+    def write_late() -> None:
+        time.sleep(0.05)
+        home.bytes(region).view(torch.float32)[:4] = 3.0
+
+    gpu.compute.jobs.submit(write_late)
+    computed.record(gpu.compute)
+    job = (Launch if launched else functools.partial)(home.read, region, 0, slot)
+    moment = link.submit(job, after=[CudaMoment(computed)])
+    moment.wait()
+    assert slot.tolist() == [0.0 if launched else 3.0] * 4
 
 
 def test_a_failing_unpin_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -56,7 +56,7 @@ class Subject:
     """
 
     def __init__(self, home: str, directory: Path, debug: bool) -> None:
-        self.gpu = FakeGpu(longest_s=LONGEST_S)
+        self.gpu = FakeGpu(longest_s=LONGEST_S, views_pageable=True)
         budget_nbytes = refuse(CASE, memory_budget=TINY).minimum_nbytes + 3 * 64 * 64 * 4
         torch._dynamo.reset()
         self.model = CASE.build()

@@ -50,7 +50,7 @@ def test_the_buffers_are_all_the_pinned_memory_it_takes(tmp_path: Path) -> None:
     home = staged(tmp_path, gpu, num_pieces=3)
     home.allocate(1 << 20)
     assert gpu.num_pins == 6
-    assert not home.asynchronous  # a thread must run it
+    assert not home.only_launches(home.allocate(64))  # a thread must run it
 
 
 class _NoWait(FakeEvent):
@@ -131,7 +131,7 @@ def test_a_failing_disk_is_the_error_of_the_copy_s_moment(
 def test_an_option_names_the_homes(tmp_path: Path) -> None:
     memory = open_arena("cpu", FakeGpu())
     assert isinstance(memory.home, PinnedHome)
-    assert memory.state_home is None
+    assert isinstance(memory.state_home, PinnedHome)
     disk = open_arena(f"disk:{tmp_path}", FakeGpu())
     assert isinstance(disk.home, PinnedHome)
     assert isinstance(disk.state_home, StagedDiskHome)
@@ -140,7 +140,7 @@ def test_an_option_names_the_homes(tmp_path: Path) -> None:
 
 
 def test_a_disk_may_hold_everything(tmp_path: Path) -> None:
-    gpu = FakeGpu()
+    gpu = FakeGpu(views_pageable=True)
     arena = open_arena(f"disk:{tmp_path}", gpu, disk_holds_everything=True)
     assert isinstance(arena.home, StagedDiskHome)
     assert arena.state_home is None
@@ -161,7 +161,8 @@ def test_a_disk_may_hold_everything(tmp_path: Path) -> None:
 
 
 def test_a_view_of_a_file_outlives_its_home(tmp_path: Path) -> None:
-    home = StagedDiskHome(str(tmp_path), gpu := FakeGpu(), PinnedHome(gpu), piece_nbytes=PIECE, views_on_device=True)
+    gpu = FakeGpu(views_pageable=True)
+    home = StagedDiskHome(str(tmp_path), gpu, PinnedHome(gpu), piece_nbytes=PIECE, views_on_device=True)
     view = home.tensor(home.allocate(64), torch.uint8, (64,), (1,), 0)
     home.close()
     del home
@@ -171,7 +172,7 @@ def test_a_view_of_a_file_outlives_its_home(tmp_path: Path) -> None:
 
 
 def test_views_that_the_device_cannot_have_are_refused(tmp_path: Path) -> None:
-    gpu = FakeGpu(views_files=False)
+    gpu = FakeGpu()
     with pytest.raises(UnsupportedError, match=r'reads files in place.*it is too old.*disk_holds="states"'):
         open_arena(f"disk:{tmp_path}", gpu, disk_holds_everything=True)
     assert not gpu.pinned
