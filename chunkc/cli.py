@@ -36,7 +36,7 @@ from chunkc.ir.states import BFLOAT16, FLOAT32, INT8, SPLIT
 from chunkc.machines.calibrate import calibrate
 from chunkc.machines.presets import PRESETS, default_hardware_path, load_hardware, save_hardware
 from chunkc.models import MODELS
-from chunkc.optim.overlap import NONE, OVERLAP
+from chunkc.optim.overlap_mode import NONE, OVERLAP
 from chunkc.optim.update_on import DEVICE, UPDATE_ON
 from chunkc.options import parse_options, parse_size
 from chunkc.passes.scratch.exceptions import table as exceptions_table

@@ -33,7 +33,7 @@ from chunkc.ir.program import FORWARD
 from chunkc.ir.simulate import STAYING, in_ram, simulate, step_time, traffic
 from chunkc.ir.states import StateFormat
 from chunkc.machines.presets import load_hardware
-from chunkc.optim.overlap import NONE
+from chunkc.optim.overlap_mode import NONE
 from chunkc.optim.update_on import DEVICE
 from chunkc.options import Options, parse_options, resolve_budget
 from chunkc.session import states_of

@@ -13,7 +13,7 @@ from chunkc.ir.states import StateFormat
 from chunkc.optim.adam import Adam, AdamW
 from chunkc.optim.chunked_optimizer import ChunkedOptimizer
 from chunkc.optim.lamb import LAMB
-from chunkc.optim.overlap import NONE
+from chunkc.optim.overlap_mode import NONE
 from chunkc.optim.update_on import DEVICE
 from chunkc.session import Declared, declared, states_of
 

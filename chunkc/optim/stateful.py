@@ -13,13 +13,13 @@ import torch
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.states import EXP_AVG, MASTER, MASTER_LOW, StateFormat
 from chunkc.optim.doubts import Doubts
-from chunkc.optim.overlapping import Overlapping
 from chunkc.optim.split_masters import Marks, load, put_masters_together
 from chunkc.optim.states import KNOWN, Dtypes, converted, empty_state, initialise, is_kept, names_at_home
+from chunkc.optim.waiting_optimizer import WaitingOptimizer
 from chunkc.session import declare_states, declared_states, lay_out_states, managing
 
 
-class Stateful(Overlapping):
+class Stateful(WaitingOptimizer):
     """A `torch.optim.Optimizer` that keeps states in a format, of parameters that move and of others.
 
     A subclass sets `_states`, `_marks` and `_doubts` before it calls `super().__init__`.
@@ -112,8 +112,8 @@ class Stateful(Overlapping):
             self._check_group({**self.defaults, **loaded})
         self._doubts.settle(wait=True)
         states = state_dict["state"]
-        self._overlap.finish()
-        self._overlap.forget(self)
+        self._under_way.finish()
+        self._in_backward.forget(self)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         parameters = self._parameters()
