@@ -97,7 +97,7 @@ class BackwardUpdates:
         with torch.no_grad():
             runs = optimizer.runs(session, index, [Task(optimizer, *entry) for entry in entries])
         job = job_of(optimizer, session, index, runs, NO_SCALE)
-        update = HomeUpdate(job, label_of(session, index), store.home_moments(index))
+        update = HomeUpdate(job, label_of(session, index), store.home_marks(index))
         noted = [_noted(optimizer, *entry) for entry in entries]
         self._begun.setdefault(session, {})[index] = noted, update  # before it begins: it may be interrupted
         store.updates.enter(index, update)

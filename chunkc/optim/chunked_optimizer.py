@@ -25,7 +25,7 @@ from chunkc.optim.grad_scale import grad_scale_of, is_skipped, on_the_cpu
 from chunkc.optim.group_runs import Due, Task, due_of, runs_of
 from chunkc.optim.overlap_mode import NONE as NO_OVERLAP
 from chunkc.optim.overlap_mode import OverlapMode
-from chunkc.optim.split_masters import Marks
+from chunkc.optim.split_masters import NotedContents
 from chunkc.optim.stateful import Stateful
 from chunkc.optim.update import GroupUpdate, PreparedUpdate, ResidentsLeft, prepare_updates
 from chunkc.optim.update_on import groups_at_home
@@ -60,7 +60,7 @@ class ChunkedOptimizer(Stateful):
         self._set_overlap(OverlapMode(overlap, update_on))
         self._states = states
         self._doubts = doubts.Doubts()
-        self._marks = Marks()
+        self._noted_contents = NotedContents()
         self._check_supported(implementation)
         if implementation.get("foreach") and implementation.get("fused"):
             raise OptionsError("foreach and fused cannot both be True")
@@ -186,7 +186,7 @@ class ChunkedOptimizer(Stateful):
         self._in_place(due.in_place, scale)
         for session, by_group, at_home, in_slots in prepared:
             self._update_chunks(session, by_group, at_home, in_slots, scale)
-        self._marks.end(due.changing)
+        self._noted_contents.end(due.changing)
         if scale.found_inf is not None and doubts.is_remote(scale.found_inf):
             self._doubts.add(scale.found_inf, {parameter: self.states_of(parameter) for parameter in due.changing})
         return loss
@@ -239,22 +239,22 @@ class ChunkedOptimizer(Stateful):
         """
         store = session.store
         runs = {index: self.runs(session, index, tasks) for index, tasks in by_group.items()}
-        moments: list[Any] = []
+        marks: list[Any] = []
         if at_home:
             store.release_slots()
             for index in sorted(at_home):
                 store.collect_gradients(index)
-            moments += store.tier.mark()
+            marks += store.tier.mark()
         if self._overlap.mode != NO_OVERLAP:
-            self._under_way.submit(self, session, {index: runs[index] for index in at_home}, scale, moments)
+            self._under_way.submit(self, session, {index: runs[index] for index in at_home}, scale, marks)
         if in_slots is not None:
             moving = {index: found for index, found in runs.items() if index not in at_home}
             in_slots.run(self._in_slots(in_slots, moving, scale))
         if self._overlap.mode != NO_OVERLAP:
             self._under_way.end_step(session, at_home)
             return
-        for moment in moments:
-            moment.wait()
+        for mark in marks:
+            mark.wait()
         if at_home and not is_skipped(scale := on_the_cpu(scale)):
             for index in sorted(at_home):
                 self.at_home(session, index, runs[index], scale)()
