@@ -10,7 +10,7 @@ from chunkc.explaining.optimizer_choice import Optimizer, OptimizerChoice
 from chunkc.ir.chunks import PARAM, ChunkGroup, ChunkLayout, ParamSpec, chunk_name
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.simulate import STAYING, HomeUpdates
+from chunkc.ir.simulate import STAYING, HomeUpdateTimes
 from chunkc.ir.states import ELEMENTS_PER_SCALE, EXP_AVG, INT8, MASTER, MASTER_LOW
 from chunkc.ir.updates import update_traffic
 from chunkc.optim.overlap_mode import NONE, OverlapMode
@@ -70,7 +70,7 @@ class Updates:
         )
         return found
 
-    def simulated(self, at_home: frozenset[int], layout: ChunkLayout, hardware: Hardware) -> HomeUpdates:
+    def simulated(self, at_home: frozenset[int], layout: ChunkLayout, hardware: Hardware) -> HomeUpdateTimes:
         """Updates at home, for the simulator. Cores that compute have no time for an update meanwhile."""
         seconds = {}
         for index in sorted(at_home):
@@ -78,7 +78,7 @@ class Updates:
             known = cpu_update_s([group], hardware, self.num_stages)
             seconds[index] = self._of_group(group) / hardware.update_bytes_per_s if known is None else known
         beside = OverlapMode(self.overlap, self.update_on) if hardware.kind == "cuda" else OverlapMode()
-        return HomeUpdates(seconds, beside.beside_forward, beside.beside_backward)
+        return HomeUpdateTimes(seconds, beside.beside_forward, beside.beside_backward)
 
     def _of_group(self, group: ChunkGroup) -> int:
         return group_update_nbytes(group, self.num_stages)
