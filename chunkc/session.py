@@ -29,8 +29,8 @@ from chunkc.options import Options, resolve_budget
 from chunkc.passes.cuda_memory import rounded_nbytes
 from chunkc.passes.layout import EMPTY_LAYOUT, extended, restated, unfrozen
 from chunkc.recent import Recent
-from chunkc.runtime.devices import open_compute
 from chunkc.runtime.executor import Executable, Measurement
+from chunkc.runtime.open_compute import open_compute
 from chunkc.runtime.store import ChunkStore
 
 DEFAULTS: Mapping[str, object] = MappingProxyType({})

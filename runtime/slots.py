@@ -16,7 +16,7 @@ from chunkc.ir.chunks import ChunkLayout, chunk_name, chunk_part, split_chunk_na
 from chunkc.ir.errors import ChunkcError, ChunkStateError, HomeError, StreamError
 from chunkc.ir.states import num_entries
 from chunkc.runtime.arena import Arena
-from chunkc.runtime.states import ChunkState, advance
+from chunkc.runtime.chunk_states import ChunkState, advance
 from chunkc.runtime.tier import Mark, Tier
 from chunkc.runtime.updates import HomeUpdates
 
