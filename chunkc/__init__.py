@@ -17,7 +17,7 @@ from chunkc.ir.errors import (
     VerificationError,
 )
 from chunkc.ir.explanation import Explanation
-from chunkc.optim.overlap import synchronize
+from chunkc.optim.updates_under_way import synchronize
 from chunkc.passes.scratch.declared import declare_scratch
 from chunkc.place import place
 from chunkc.report import Report, report

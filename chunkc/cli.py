@@ -36,7 +36,7 @@ from chunkc.ir.states import BFLOAT16, FLOAT32, INT8, SPLIT
 from chunkc.machines.calibrate import calibrate
 from chunkc.machines.presets import PRESETS, default_hardware_path, load_hardware, save_hardware
 from chunkc.models import MODELS
-from chunkc.optim.overlap import NONE, OVERLAP
+from chunkc.optim.overlap_mode import NONE, OVERLAP
 from chunkc.optim.update_on import DEVICE, UPDATE_ON
 from chunkc.options import parse_options, parse_size
 from chunkc.passes.scratch.exceptions import table as exceptions_table
@@ -73,50 +73,61 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = _Parser(prog="chunkc", description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    one = commands.add_parser(
+    explain_parser = commands.add_parser(
         "explain",
         help="what a training step will need, before it runs",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    one.add_argument("target", nargs="?", metavar="MODEL", help="a built-in model's name, or FILE.py:FACTORY")
-    one.add_argument("--module", metavar="PACKAGE:CLASS", help="a model class of transformers, in place of MODEL")
-    one.add_argument("--config", type=Path, metavar="FILE.json", help="the configuration for --module")
-    one.add_argument("--batch-size", type=_positive, metavar="N")
-    one.add_argument("--seq-len", type=_positive, metavar="N")
-    one.add_argument("--dtype", choices=sorted(DTYPES))
-    one.add_argument("--activation-checkpointing", action="store_true", help="recompute each block in the backward")
-    one.add_argument("--hardware", default=None, metavar="NAME|FILE", help="default: what calibrate saved, else cpu")
-    one.add_argument("--host-memory", metavar="SIZE", help="RAM of the machine, in place of the hardware's")
-    one.add_argument("--memory-budget", default="auto", metavar="SIZE", help='bytes, "6GiB", "80%%" or "auto"')
-    one.add_argument("--home", default="cpu", help='"cpu", "disk" or "disk:DIR"')
-    one.add_argument(
+    _add_explain_arguments(explain_parser)
+    diff_parser = commands.add_parser("diff", help="compare two explanations saved with --format json")
+    diff_parser.add_argument("before", type=Path)
+    diff_parser.add_argument("after", type=Path)
+    calibrate_parser = commands.add_parser("calibrate", help="measure this machine for --hardware")
+    calibrate_parser.add_argument(
+        "--output", type=Path, metavar="FILE.json", help=f"default: {default_hardware_path()}"
+    )
+    return parser
+
+
+def _add_explain_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("target", nargs="?", metavar="MODEL", help="a built-in model's name, or FILE.py:FACTORY")
+    command.add_argument("--module", metavar="PACKAGE:CLASS", help="a model class of transformers, in place of MODEL")
+    command.add_argument("--config", type=Path, metavar="FILE.json", help="the configuration for --module")
+    command.add_argument("--batch-size", type=_positive, metavar="N")
+    command.add_argument("--seq-len", type=_positive, metavar="N")
+    command.add_argument("--dtype", choices=sorted(DTYPES))
+    command.add_argument("--activation-checkpointing", action="store_true", help="recompute each block in the backward")
+    command.add_argument(
+        "--hardware", default=None, metavar="NAME|FILE", help="default: what calibrate saved, else cpu"
+    )
+    command.add_argument("--host-memory", metavar="SIZE", help="RAM of the machine, in place of the hardware's")
+    command.add_argument("--memory-budget", default="auto", metavar="SIZE", help='bytes, "6GiB", "80%%" or "auto"')
+    command.add_argument("--home", default="cpu", help='"cpu", "disk" or "disk:DIR"')
+    command.add_argument(
         "--disk-holds",
         default="auto",
         choices=("auto", "states", "everything"),
         help="what a disk home holds: optimizer states, everything, or (auto) everything on a CPU, states behind a GPU",
     )
-    one.add_argument("--chunk-size", default="auto", metavar="SIZE")
-    one.add_argument("--codegen", choices=["eager", "inductor"], default="eager", help="who compiles the segments")
-    two = one.add_argument_group("the optimizer of chunkc.optim, by its own arguments")
-    two.add_argument("--optimizer", choices=list(OPTIMIZERS), help="default: adamw")
-    two.add_argument("--moments-dtype", choices=[FLOAT32, BFLOAT16, INT8], help="default: float32")
-    two.add_argument(
+    command.add_argument("--chunk-size", default="auto", metavar="SIZE")
+    command.add_argument("--codegen", choices=["eager", "inductor"], default="eager", help="who compiles the segments")
+    _add_optimizer_arguments(command.add_argument_group("the optimizer of chunkc.optim, by its own arguments"))
+    command.add_argument("--largest", choices=["batch_size", "seq_len"], help="the largest that fits")
+    command.add_argument("--exceptions", action="store_true", help="print where predicted bytes are not exact, and why")
+    command.add_argument("--format", choices=list(FORMATS), default="text")
+    command.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
+
+
+def _add_optimizer_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--optimizer", choices=list(OPTIMIZERS), help="default: adamw")
+    group.add_argument("--moments-dtype", choices=[FLOAT32, BFLOAT16, INT8], help="default: float32")
+    group.add_argument(
         "--master-weights", choices=list(MASTER_WEIGHTS), help="of 16-bit parameters; default: true unless stochastic"
     )
-    two.add_argument("--stochastic-rounding", action="store_true", help="of what is kept in bfloat16")
-    two.add_argument("--update-on", choices=list(UPDATE_ON), default=DEVICE, help="default: device")
-    two.add_argument("--overlap", choices=list(OVERLAP), default=NONE, help="default: none")
-    one.add_argument("--largest", choices=["batch_size", "seq_len"], help="the largest that fits")
-    one.add_argument("--exceptions", action="store_true", help="print where predicted bytes are not exact, and why")
-    one.add_argument("--format", choices=list(FORMATS), default="text")
-    one.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
-    three = commands.add_parser("diff", help="compare two explanations saved with --format json")
-    three.add_argument("before", type=Path)
-    three.add_argument("after", type=Path)
-    four = commands.add_parser("calibrate", help="measure this machine for --hardware")
-    four.add_argument("--output", type=Path, metavar="FILE.json", help=f"default: {default_hardware_path()}")
-    return parser
+    group.add_argument("--stochastic-rounding", action="store_true", help="of what is kept in bfloat16")
+    group.add_argument("--update-on", choices=list(UPDATE_ON), default=DEVICE, help="default: device")
+    group.add_argument("--overlap", choices=list(OVERLAP), default=NONE, help="default: none")
 
 
 def _positive(text: str) -> int:

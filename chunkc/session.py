@@ -29,8 +29,8 @@ from chunkc.options import Options, resolve_budget
 from chunkc.passes.cuda_memory import rounded_nbytes
 from chunkc.passes.layout import EMPTY_LAYOUT, extended, restated, unfrozen
 from chunkc.recent import Recent
-from chunkc.runtime.devices import open_compute
 from chunkc.runtime.executor import Executable, Measurement
+from chunkc.runtime.open_compute import open_compute
 from chunkc.runtime.store import ChunkStore
 
 DEFAULTS: Mapping[str, object] = MappingProxyType({})
@@ -162,7 +162,7 @@ class Session:
 
     def spec_of(self, name: str, parameter: nn.Parameter) -> ParamSpec:
         """A parameter as the planner sees it on this session's device."""
-        return replace(spec_of(name, parameter), granule_nbytes=self.granule_nbytes, states=states_of(parameter))
+        return replace(spec_of(name, parameter), granule_nbytes=self.granule_nbytes, states=state_format_of(parameter))
 
     def restate(self) -> None:
         """Lay out states in the formats that the parameters' optimizers declare by now (see `declare_states`).
@@ -327,7 +327,7 @@ def declared_states(parameter: torch.Tensor) -> StateFormat | None:
     return None if found is None else found.states
 
 
-def states_of(parameter: torch.Tensor) -> StateFormat:
+def state_format_of(parameter: torch.Tensor) -> StateFormat:
     """The form of a parameter's states: what was declared, else the default."""
     return declared_states(parameter) or DEFAULT_STATES
 

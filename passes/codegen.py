@@ -23,7 +23,7 @@ from chunkc.passes.alias_check import CheckedOnce, is_custom
 from chunkc.passes.graphs import is_compute, output_node, placeholders, returned
 from chunkc.passes.inductor.cuda import steady_inductor
 from chunkc.passes.inductor.memory import inductor_memory
-from chunkc.passes.inductor.wrapper_source import Wrapper, wrapper_of
+from chunkc.passes.inductor.wrapper_source import WrapperSource, wrapper_of
 from chunkc.passes.segment_memory import eager_memory
 from chunkc.passes.segments import Segment
 from chunkc.passes.shapes import AS_TRACED, Shapes, symbol_values
@@ -59,7 +59,7 @@ class CompiledSegment:
 
     run: BoxedCallable
     memory: SegmentMemory
-    wrapper: Wrapper | None = None
+    wrapper: WrapperSource | None = None
 
 
 def compile_segment(segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED) -> CompiledSegment:
@@ -80,12 +80,12 @@ def compile_segment(segment: Segment, codegen: str, num_threads: int, shapes: Sh
             "this version of Inductor keeps no source of its wrappers, so their memory cannot be read off; "
             'compile with options={"codegen": "eager"}'
         )
-    wrapper = Wrapper(source, {})
+    wrapper = WrapperSource(source, {})
     run = CheckedOnce(compiled) if any(is_custom(node) for node in segment.module.graph.nodes) else compiled
     return CompiledSegment(run, _memory_of(segment, wrapper, num_threads, shapes), wrapper)
 
 
-def generated_wrapper(segment: Segment, codegen: str) -> Wrapper | None:
+def generated_wrapper(segment: Segment, codegen: str) -> WrapperSource | None:
     """The wrapper of `compile_segment`'s result, without compiling; None for a segment that runs node by node.
 
     Raises:
@@ -99,7 +99,7 @@ def generated_wrapper(segment: Segment, codegen: str) -> Wrapper | None:
 
 
 def describe_segment(
-    segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED, wrapper: Wrapper | None = None
+    segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED, wrapper: WrapperSource | None = None
 ) -> SegmentMemory:
     """The memory of `compile_segment`'s result, without compiling.
 
@@ -133,7 +133,7 @@ def _runs_node_by_node(segment: Segment, codegen: str) -> bool:
     return codegen == "eager" or segment.run_by_aten or not any(is_compute(node) for node in nodes)
 
 
-def _memory_of(segment: Segment, wrapper: Wrapper, num_threads: int, shapes: Shapes) -> SegmentMemory:
+def _memory_of(segment: Segment, wrapper: WrapperSource, num_threads: int, shapes: Shapes) -> SegmentMemory:
     memory = inductor_memory(wrapper.source, segment.example_inputs, num_threads, shapes, wrapper.made_by)
     assert len(memory.outputs) == sum(node is not None for node in returned(segment.module.graph))
     return memory

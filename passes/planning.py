@@ -109,7 +109,7 @@ def small_nbytes(layout: ChunkLayout) -> int:
     """What never moves: small parameters with their gradients and states, and every parameter's step counter."""
     specs = [*layout.small, *(s.spec for group in layout.groups for s in group.slices)]
     counters = STEP_NBYTES * sum(spec.trainable for spec in specs)
-    return counters + sum(spec.nbytes + spec.state_nbytes for spec in layout.small)
+    return counters + sum(spec.nbytes + spec.training_nbytes for spec in layout.small)
 
 
 def chunk_sizes(layout: ChunkLayout, positions: Sequence[Position]) -> dict[str, int]:
@@ -146,7 +146,7 @@ class StayingData:
     @staticmethod
     def of(layout: ChunkLayout, resident: frozenset[int]) -> StayingData:
         staying = [*layout.small, *(s.spec for index in sorted(resident) for s in layout.groups[index].slices)]
-        counters = small_nbytes(layout) - sum(spec.nbytes + spec.state_nbytes for spec in layout.small)
+        counters = small_nbytes(layout) - sum(spec.nbytes + spec.training_nbytes for spec in layout.small)
         return StayingData(
             sum(spec.nbytes for spec in staying),
             sum(spec.optimizer_nbytes for spec in staying) + counters,

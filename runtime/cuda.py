@@ -27,7 +27,7 @@ from chunkc.runtime.streams import Event, WorkerStream
 from chunkc.runtime.tier import AT_ONCE
 
 
-class CudaMoment:
+class CudaMark:
     """The end of a copy, or of all computation up to a point.
 
     Attributes:
@@ -48,7 +48,7 @@ class CudaMoment:
         self.end.synchronize()
 
     def hold(self, stream: Any) -> None:
-        """What `stream` is given from now on starts after this moment; raises as `wait`."""
+        """What `stream` is given from now on starts after this; raises as `wait`."""
         if self.launched is not None:
             self.launched.wait()
         stream.wait_event(self.end)
@@ -68,7 +68,7 @@ class CudaLink:
         self._stream = gpu.new_stream()
         self._blocking_stream: Any = None
         self._worker = WorkerStream(name)
-        self._running: deque[CudaMoment] = deque()
+        self._running: deque[CudaMark] = deque()
         self._busy_s = 0.0
 
     @property
@@ -77,7 +77,7 @@ class CudaLink:
         self._account()
         return self._busy_s
 
-    def submit(self, job: Callable[[], None], *, after: Sequence[CudaMoment | Event] = ()) -> CudaMoment:
+    def submit(self, job: Callable[[], None], *, after: Sequence[CudaMark | Event] = ()) -> CudaMark:
         """Queue a copy, to start once all of `after` is over. Never blocks.
 
         Args:
@@ -88,19 +88,19 @@ class CudaLink:
             StreamError: the thread that blocking copies need cannot be had.
         """
         self._account()
-        moment = CudaMoment(self._gpu.new_event(timed=True), self._gpu.new_event(timed=True))
-        moments = [earlier for earlier in after if isinstance(earlier, CudaMoment)]
-        if isinstance(job, Launch) and len(moments) == len(after):
+        mark = CudaMark(self._gpu.new_event(timed=True), self._gpu.new_event(timed=True))
+        marks = [earlier for earlier in after if isinstance(earlier, CudaMark)]
+        if isinstance(job, Launch) and len(marks) == len(after):
             with self._gpu.using(self._stream):
-                for earlier in moments:
+                for earlier in marks:
                     earlier.hold(self._stream)
-                self._run(job, moment)
+                self._run(job, mark)
         else:
             if self._blocking_stream is None:
                 self._blocking_stream = self._gpu.new_stream()
-            moment.launched = self._worker.submit(partial(self._run_blocking, job, after, moment))
-        self._running.append(moment)
-        return moment
+            mark.launched = self._worker.submit(partial(self._run_blocking, job, after, mark))
+        self._running.append(mark)
+        return mark
 
     def drain(self) -> None:
         """Block the host until every copy has ended; raise the first error nobody has been told of."""
@@ -112,22 +112,22 @@ class CudaLink:
                 self._blocking_stream.synchronize()
         self._account()
 
-    def _run_blocking(self, job: Callable[[], None], after: Sequence[CudaMoment | Event], moment: CudaMoment) -> None:
+    def _run_blocking(self, job: Callable[[], None], after: Sequence[CudaMark | Event], mark: CudaMark) -> None:
         """On the worker thread, which touches home itself, or comes after a host thread, and so waits itself."""
         for earlier in after:
             earlier.wait()
         with self._gpu.using(self._blocking_stream):
             try:
-                self._run(job, moment)
+                self._run(job, mark)
             except BaseException:
                 self._blocking_stream.synchronize()  # what was launched of it must not outlive the slot
                 raise
 
-    def _run(self, job: Callable[[], None], moment: CudaMoment) -> None:
+    def _run(self, job: Callable[[], None], mark: CudaMark) -> None:
         stream = self._gpu.current_stream()
-        moment.begin.record(stream)
+        mark.begin.record(stream)
         job()
-        moment.end.record(stream)
+        mark.end.record(stream)
 
     def _account(self) -> None:
         while self._running and self._running[0].done():
@@ -159,15 +159,15 @@ class CudaTier:
         """A flat, uninitialised buffer of the current stream's."""
         return self._gpu.allocate(numel, dtype)
 
-    def mark(self) -> tuple[CudaMoment, ...]:
+    def mark(self) -> tuple[CudaMark, ...]:
         """When all that the current stream has been given so far is over."""
         end = self._gpu.new_event()
         end.record(self._gpu.current_stream())
-        return (CudaMoment(end),)
+        return (CudaMark(end),)
 
-    def hold_for(self, moment: CudaMoment) -> None:
+    def hold_for(self, mark: CudaMark) -> None:
         """The current stream waits, the host does not, but for a copy that has not been launched yet."""
-        moment.hold(self._gpu.current_stream())
+        mark.hold(self._gpu.current_stream())
 
     def materialise(self) -> None:
         """Nothing to do: tensors exist from the launch of their kernels on."""

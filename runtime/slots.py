@@ -16,8 +16,8 @@ from chunkc.ir.chunks import ChunkLayout, chunk_name, chunk_part, split_chunk_na
 from chunkc.ir.errors import ChunkcError, ChunkStateError, HomeError, StreamError
 from chunkc.ir.states import num_entries
 from chunkc.runtime.arena import Arena
-from chunkc.runtime.states import ChunkState, advance
-from chunkc.runtime.tier import Moment, Tier
+from chunkc.runtime.chunk_states import ChunkState, advance
+from chunkc.runtime.tier import Mark, Tier
 from chunkc.runtime.updates import HomeUpdates
 
 
@@ -27,7 +27,7 @@ class Slot:
 
     state: ChunkState = ChunkState.FREE
     buffer: torch.Tensor | None = None
-    copy: Moment | None = None
+    copy: Mark | None = None
     dirty: bool = False
 
 
@@ -137,10 +137,10 @@ class ChunkSlots(ABC):
         if slot is not None and slot.copy is not None and slot.state is ChunkState.EVICTING:
             slot.copy.wait()
             return
-        for moment in self.tier.mark():
-            moment.wait()
+        for mark in self.tier.mark():
+            mark.wait()
 
-    def home_moments(self, group: int) -> list[Moment]:
+    def home_marks(self, group: int) -> list[Mark]:
         """When all that was enqueued so far, and every copy of the group's chunks under way, is over."""
         slots = [self._slots.get(chunk_name(kind, group)) for kind in self.layout.groups[group].update_kinds]
         return [*self.tier.mark(), *(slot.copy for slot in slots if slot is not None and slot.copy is not None)]

@@ -24,9 +24,9 @@ from chunkc.ir.chunks import (
 )
 from chunkc.ir.errors import ChunkStateError, UnsupportedError
 from chunkc.ir.states import EXP_AVG, SCALES, num_entries
+from chunkc.runtime.chunk_states import ChunkState
 from chunkc.runtime.gradients import NOTHING, accumulate, add_later, store_first
 from chunkc.runtime.slots import ChunkSlots
-from chunkc.runtime.states import ChunkState
 
 
 @dataclass

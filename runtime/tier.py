@@ -29,7 +29,7 @@ from chunkc.runtime import cpu_allocator
 from chunkc.runtime.streams import Event, WorkerStream
 
 
-class Moment(Protocol):
+class Mark(Protocol):
     """The end of something enqueued: a copy, or all computation up to a point. Valid as long as it is held."""
 
     def done(self) -> bool:
@@ -47,7 +47,7 @@ class Link(Protocol):
         """Seconds that copies have taken in all, as far as they have ended."""
 
     def submit(self, job: Callable[[], None], *, after: Sequence[Any] = ()) -> Any:
-        """Queue a copy, to start once every `Moment` of `after` is over. Returns its own; never blocks."""
+        """Queue a copy, to start once every `Mark` of `after` is over. Returns its own; never blocks."""
 
     def drain(self) -> None:
         """Block the host until every copy has ended; raise the first error nobody has been told of."""
@@ -75,10 +75,10 @@ class Tier(Protocol):
         """
 
     def mark(self) -> Sequence[Any]:
-        """A `Moment` at which all computation enqueued so far is over; none if it is over already."""
+        """A `Mark` at which all computation enqueued so far is over; none if it is over already."""
 
-    def hold_for(self, moment: Any) -> None:
-        """Computation enqueued from now on starts after `moment`.
+    def hold_for(self, mark: Any) -> None:
+        """Computation enqueued from now on starts after `mark`.
 
         Raises:
             HomeError, StreamError: the copy it stands for failed.
@@ -123,9 +123,9 @@ class CpuTier:
         """Nothing to wait for: what the host has computed is there."""
         return ()
 
-    def hold_for(self, moment: Event) -> None:
+    def hold_for(self, mark: Event) -> None:
         """The host computes, so the host waits."""
-        moment.wait()
+        mark.wait()
 
     def materialise(self) -> None:
         """Nothing to do: what the host has computed is there."""

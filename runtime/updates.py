@@ -1,6 +1,6 @@
 """Updates of chunk groups in home memory, by the CPU, behind the back of whoever asked for them.
 
-    store.updates.begin(3, job, label="...", after=moments)     # returns at once
+    store.updates.begin(3, job, label="...", after=marks)       # returns at once
     store.tier.to_device.submit(read, after=[*mark, *store.updates.before(3)])
 
 One worker thread runs them in the order in which they were asked for. Until one has ended nobody may read or write
@@ -19,7 +19,7 @@ import torch
 
 from chunkc.ir.errors import HomeError, StreamError
 from chunkc.runtime.streams import Event, WorkerStream
-from chunkc.runtime.tier import Moment
+from chunkc.runtime.tier import Mark
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class HomeUpdate:
         job, label, after: as for `HomeUpdates.begin`.
     """
 
-    def __init__(self, job: Callable[[], object], label: str, after: Sequence[Moment] = ()) -> None:
+    def __init__(self, job: Callable[[], object], label: str, after: Sequence[Mark] = ()) -> None:
         self._job: Callable[[], object] | None = job
         self._label = label
         self._after = tuple(after)
@@ -87,7 +87,7 @@ class HomeUpdates:
         """Seconds that updates have taken in all, as far as they have ended."""
         return self._stream.busy_s
 
-    def begin(self, group: int, job: Callable[[], object], *, label: str, after: Sequence[Moment] = ()) -> None:
+    def begin(self, group: int, job: Callable[[], object], *, label: str, after: Sequence[Mark] = ()) -> None:
         """Update a group once all of `after` is over, and every update begun before. Never blocks.
 
         Args:

@@ -147,7 +147,7 @@ def overlapped(
         if leave_out == "fetch after update":
             store.updates.before = lambda group: ()
         elif leave_out == "update after arrival":
-            store.home_moments = lambda group: []
+            store.home_marks = lambda group: []
         results = []
         for step in range(STEPS):
             loss = subject.compiled(**of.batch(step))

@@ -26,7 +26,7 @@ from chunkc.ir.program import PhaseProgram, SegmentMemory
 from chunkc.passes import codegen
 from chunkc.passes.graphs import is_compute, module_path, op_name
 from chunkc.passes.inductor import memory
-from chunkc.passes.inductor.wrapper_reader import Wrapper
+from chunkc.passes.inductor.wrapper_reader import ParsedWrapper
 from chunkc.passes.profile import last_holds
 from chunkc.passes.shapes import is_number
 from chunkc.runtime import cpu_allocator
@@ -145,7 +145,7 @@ class MeasuringOutput:
             return run
 
         names = self._compiled.current_callable.__func__.__globals__  # of the module that Inductor generated
-        kernels = Wrapper.parse(self.source_code).kernels
+        kernels = ParsedWrapper.parse(self.source_code).kernels
         with mock.patch.dict(names, {name: reading(name, names[name]) for name in kernels}), _ReadOperators(read):
             outputs = self._compiled(inputs)
         self._log.append(readings)

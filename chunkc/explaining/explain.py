@@ -33,15 +33,15 @@ from chunkc.ir.program import FORWARD
 from chunkc.ir.simulate import STAYING, in_ram, simulate, step_time, traffic
 from chunkc.ir.states import StateFormat
 from chunkc.machines.presets import load_hardware
-from chunkc.optim.overlap import NONE
+from chunkc.optim.overlap_mode import NONE
 from chunkc.optim.update_on import DEVICE
 from chunkc.options import Options, parse_options, resolve_budget
-from chunkc.session import states_of
+from chunkc.session import state_format_of
 from chunkc.templates import input_symbols
 
 IN_SLOTS = Updates()
 
-StatesOf = Callable[[nn.Parameter], StateFormat]
+StateFormatOf = Callable[[nn.Parameter], StateFormat]
 """In what form an optimizer keeps states for a parameter."""
 
 Show = Callable[[str], None]
@@ -103,7 +103,7 @@ def explain(
     show = show or (lambda what: None)
     show("tracing the model")
     dynamic = has_dynamic_dimensions((args, kwargs))
-    step = step_on(machine, model, args, kwargs, options, dynamic=dynamic, states_of=chosen.states_of)
+    step = step_on(machine, model, args, kwargs, options, dynamic=dynamic, state_format_of=chosen.state_format_of)
     show("planning")
     training = training_in(machine, step.graphs)
     found = explain_step(step, options, training, name or _class_of(model), updates)
@@ -133,7 +133,7 @@ def minimum_budget(
     options = parse_options({**asked, "codegen": codegen})
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     chosen = choice.of(model)
-    step = step_on(machine, model, args, kwargs, options, states_of=chosen.states_of)
+    step = step_on(machine, model, args, kwargs, options, state_format_of=chosen.state_format_of)
     replay = Replay(step, options, training_in(machine, step.graphs), Updates.of(choice, chosen))
     return replay.minimum_nbytes(replay.fitting(budget_of(options, machine)))
 
@@ -146,7 +146,7 @@ def step_on(
     options: Options,
     *,
     dynamic: bool = False,
-    states_of: StatesOf = states_of,
+    state_format_of: StateFormatOf = state_format_of,
 ) -> OfflineStep:
     """One training step of a model, as the hardware would run it.
 
@@ -155,7 +155,9 @@ def step_on(
     Raises:
         UnsupportedError: there is no graph; or there are several, and symbols in them.
     """
-    step = capture_offline(model, args, kwargs, codegen=options.codegen, dynamic=dynamic, states_of=states_of)
+    step = capture_offline(
+        model, args, kwargs, codegen=options.codegen, dynamic=dynamic, state_format_of=state_format_of
+    )
     if len(step.calls) > 1 and any(input_symbols(graph.capture) for graph in step.graphs):
         raise UnsupportedError(
             f"torch.compile splits this model into {len(step.graphs)} graphs; dimensions marked as dynamic are for "

@@ -37,7 +37,7 @@ from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.ir.states import DEFAULT_STATES, StateFormat
 from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs import placeholders
-from chunkc.session import is_chunkable, owner, spec_of, states_of
+from chunkc.session import is_chunkable, owner, spec_of, state_format_of
 from chunkc.variants import Variants
 
 NUM_RECOMPILES = 1_000_000
@@ -90,7 +90,7 @@ def capture_offline(
     *,
     codegen: str,
     dynamic: bool = False,
-    states_of: Callable[[nn.Parameter], StateFormat] = states_of,
+    state_format_of: Callable[[nn.Parameter], StateFormat] = state_format_of,
 ) -> OfflineStep:
     """The graphs that one call of `model` compiles to, and how a training step runs them.
 
@@ -100,7 +100,7 @@ def capture_offline(
             `maybe_mark_dynamic`) marked.
         codegen: who would compile the segments. For Inductor, the C++ compiler is asked for its vector instructions
             meanwhile: its code depends on them.
-        states_of: in what form an optimizer keeps states for a parameter of `model`.
+        state_format_of: in what form an optimizer keeps states for a parameter of `model`.
 
     Raises:
         UnsupportedError: the model cannot be copied or captured, or needs real values between two graphs.
@@ -113,7 +113,7 @@ def capture_offline(
     fake_model, names = _fake_copy(model, mode)
     staying = {name for name, parameter in model.named_parameters() if not _may_move(parameter)}
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (tuple(args), dict(kwargs)))
-    states = {name: states_of(parameter) for name, parameter in model.named_parameters()}
+    states = {name: state_format_of(parameter) for name, parameter in model.named_parameters()}
     recorder = _Recorder(codegen, names, staying, states)
     patched = torch._dynamo.config.patch(
         recompile_limit=NUM_RECOMPILES,

@@ -13,9 +13,9 @@ from chunkc.ir.states import StateFormat
 from chunkc.optim.adam import Adam, AdamW
 from chunkc.optim.chunked_optimizer import ChunkedOptimizer
 from chunkc.optim.lamb import LAMB
-from chunkc.optim.overlap import NONE
+from chunkc.optim.overlap_mode import NONE
 from chunkc.optim.update_on import DEVICE
-from chunkc.session import Declared, declared, states_of
+from chunkc.session import Declared, declared, state_format_of
 
 OPTIMIZERS: Mapping[str, type[ChunkedOptimizer]] = {"adamw": AdamW, "adam": Adam, "lamb": LAMB}
 
@@ -34,9 +34,9 @@ class Optimizer:
     num_stages: int
     asked: Mapping[torch.dtype, StateFormat]
 
-    def states_of(self, parameter: torch.Tensor) -> StateFormat:
+    def state_format_of(self, parameter: torch.Tensor) -> StateFormat:
         """In what form it keeps states for a parameter of the model."""
-        return self.asked.get(parameter.dtype) or states_of(parameter)
+        return self.asked.get(parameter.dtype) or state_format_of(parameter)
 
 
 @dataclass(frozen=True)

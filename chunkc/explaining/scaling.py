@@ -121,7 +121,7 @@ def _capture(
     leaves, others = (pytree.tree_leaves((tuple(a), dict(k))) for a, k in ((args, kwargs), other))
     lines = _mark(leaves, others, traced_size)
     chosen = choice.of(model)
-    step = step_on(hardware, model, args, kwargs, options, dynamic=True, states_of=chosen.states_of)
+    step = step_on(hardware, model, args, kwargs, options, dynamic=True, state_format_of=chosen.state_format_of)
     training = training_in(hardware, step.graphs)
     stage = Replay(step, options, training, Updates.of(choice, chosen)).stages[0]
     budget = stage.builder.budget_nbytes = budget_of(options, hardware)

@@ -10,10 +10,10 @@ from chunkc.explaining.optimizer_choice import Optimizer, OptimizerChoice
 from chunkc.ir.chunks import PARAM, ChunkGroup, ChunkLayout, ParamSpec, chunk_name
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.simulate import STAYING, HomeUpdates
+from chunkc.ir.simulate import STAYING, HomeUpdateTimes
 from chunkc.ir.states import ELEMENTS_PER_SCALE, EXP_AVG, INT8, MASTER, MASTER_LOW
 from chunkc.ir.updates import update_traffic
-from chunkc.optim.overlap import NONE, Overlap
+from chunkc.optim.overlap_mode import NONE, OverlapMode
 from chunkc.optim.update_on import CPU, DEVICE, divided
 from chunkc.passes.update_placement import cpu_update_s, group_update_nbytes
 
@@ -38,7 +38,7 @@ class Updates:
         return Updates(choice.update_on, choice.overlap, optimizer.name, optimizer.num_stages)
 
     def __post_init__(self) -> None:
-        Overlap(self.overlap, self.update_on)
+        OverlapMode(self.overlap, self.update_on)
 
     def at_home(self, groups: list[ChunkGroup], home: str, hardware: Hardware) -> frozenset[int]:
         """Which of the groups the CPU updates at home.
@@ -70,15 +70,15 @@ class Updates:
         )
         return found
 
-    def simulated(self, at_home: frozenset[int], layout: ChunkLayout, hardware: Hardware) -> HomeUpdates:
+    def simulated(self, at_home: frozenset[int], layout: ChunkLayout, hardware: Hardware) -> HomeUpdateTimes:
         """Updates at home, for the simulator. Cores that compute have no time for an update meanwhile."""
         seconds = {}
         for index in sorted(at_home):
             group = layout.groups[index]
             known = cpu_update_s([group], hardware, self.num_stages)
             seconds[index] = self._of_group(group) / hardware.update_bytes_per_s if known is None else known
-        beside = Overlap(self.overlap, self.update_on) if hardware.kind == "cuda" else Overlap(NONE, CPU)
-        return HomeUpdates(seconds, beside.beside_forward, beside.beside_backward)
+        beside = OverlapMode(self.overlap, self.update_on) if hardware.kind == "cuda" else OverlapMode()
+        return HomeUpdateTimes(seconds, beside.beside_forward, beside.beside_backward)
 
     def _of_group(self, group: ChunkGroup) -> int:
         return group_update_nbytes(group, self.num_stages)

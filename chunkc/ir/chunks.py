@@ -87,7 +87,7 @@ class ParamSpec:
         return self.numel * self.dtype.itemsize
 
     @property
-    def state_nbytes(self) -> int:
+    def training_nbytes(self) -> int:
         """Bytes of gradient and optimizer states that training this parameter takes.
 
         The step counter is not among them: it stays on the compute tier wherever the parameter is.
@@ -175,7 +175,7 @@ class ChunkGroup:
     @property
     def resident_nbytes(self) -> int:
         """What the group takes when it stays on the compute tier: parameters, gradients, states."""
-        return sum(s.spec.nbytes + s.spec.state_nbytes for s in self.slices)
+        return sum(s.spec.nbytes + s.spec.training_nbytes for s in self.slices)
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ BY_THE_CPU = "updates by the CPU"
 
 
 @dataclass(frozen=True)
-class HomeUpdates:
-    """Updates that the CPU makes at home, one after the other, on a stream of its own.
+class HomeUpdateTimes:
+    """When the CPU makes updates at home: one after the other, on a stream of its own.
 
     Attributes:
         seconds: of each group's, by its index.
@@ -41,7 +41,7 @@ class HomeUpdates:
     beside_backward: bool = False
 
 
-NONE_AT_HOME = HomeUpdates()
+NONE_AT_HOME = HomeUpdateTimes()
 
 
 def in_ram(kind: str) -> bool:
@@ -55,7 +55,7 @@ def simulate(
     hardware: Hardware,
     *,
     staying_update_s: float = 0.0,
-    at_home: HomeUpdates = NONE_AT_HOME,
+    at_home: HomeUpdateTimes = NONE_AT_HOME,
     update_nbytes: Mapping[str, int] = MappingProxyType({}),
     on_disk: Callable[[str], bool] = in_ram,
 ) -> tuple[TimedEvent, ...]:
@@ -84,7 +84,7 @@ def _replay(
     costs_s: Mapping[str, float],
     hardware: Hardware,
     staying_update_s: float,
-    at_home: HomeUpdates,
+    at_home: HomeUpdateTimes,
     on_disk: Callable[[str], bool],
     left_s: Mapping[int, float],
 ) -> tuple[tuple[TimedEvent, ...], dict[int, float]]:

@@ -18,7 +18,7 @@ from chunkc.optim.adam_groups import compile_for_home, update_at_home, update_in
 from chunkc.optim.adam_rule import AdamRule, Place, adam_slots, update_on_cpu
 from chunkc.optim.chunked_optimizer import ChunkedOptimizer
 from chunkc.optim.device_adam import DeviceAdam
-from chunkc.optim.overlap import NONE
+from chunkc.optim.overlap_mode import NONE
 from chunkc.optim.states import flat, like, place_in_group
 from chunkc.optim.update import GroupUpdate, PreparedUpdate
 from chunkc.optim.update_on import DEVICE

@@ -23,12 +23,12 @@ from chunkc.kernels.hyper import GRAD_DTYPES
 from chunkc.optim import doubts
 from chunkc.optim.grad_scale import grad_scale_of, is_skipped, on_the_cpu
 from chunkc.optim.group_runs import Due, Task, due_of, runs_of
-from chunkc.optim.overlap import NONE as NO_OVERLAP
-from chunkc.optim.overlap import Overlap
-from chunkc.optim.split_masters import Marks
+from chunkc.optim.overlap_mode import NONE as NO_OVERLAP
+from chunkc.optim.overlap_mode import OverlapMode
+from chunkc.optim.split_masters import NotedContents
 from chunkc.optim.stateful import Stateful
 from chunkc.optim.update import GroupUpdate, PreparedUpdate, ResidentsLeft, prepare_updates
-from chunkc.optim.update_on import DEVICE, groups_at_home
+from chunkc.optim.update_on import groups_at_home
 from chunkc.session import Session, lay_out_states
 
 Prepared = tuple[Session, dict[int, list[Task]], frozenset[int], PreparedUpdate | None]
@@ -45,7 +45,6 @@ class ChunkedOptimizer(Stateful):
             changes, steps neither, where the other is not 0.
     """
 
-    _update_on = DEVICE
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -58,11 +57,10 @@ class ChunkedOptimizer(Stateful):
         states: StateFormat = DEFAULT_STATES,
         implementation: Mapping[str, bool | None] = MappingProxyType({}),
     ) -> None:
-        self._update_on = update_on
-        self._overlap = Overlap(overlap, update_on)
+        self._set_overlap(OverlapMode(overlap, update_on))
         self._states = states
         self._doubts = doubts.Doubts()
-        self._marks = Marks()
+        self._noted_contents = NotedContents()
         self._check_supported(implementation)
         if implementation.get("foreach") and implementation.get("fused"):
             raise OptionsError("foreach and fused cannot both be True")
@@ -72,7 +70,7 @@ class ChunkedOptimizer(Stateful):
         lay_out_states(self._parameters(), self._states, self._num_stages, weakref.ref(self))
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_made": True, "_update_on": self._update_on}
+        return super().__getstate__() | {"_made": True}
 
     @staticmethod
     def _common_hyper(group: Mapping[str, Any], step: int) -> dict[str, Any]:
@@ -137,7 +135,7 @@ class ChunkedOptimizer(Stateful):
             except OptionsError:
                 self.param_groups.pop()
                 raise
-        self._overlap.forget(self)
+        self._in_backward.forget(self)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         self._check_supported(group)
@@ -175,7 +173,7 @@ class ChunkedOptimizer(Stateful):
             with torch.enable_grad():
                 loss = closure()
         scale = grad_scale_of(self)
-        self._overlap.check_scale(scale)
+        self._in_backward.check_scale(scale)
         if self._must_know_steps() and bool(on_the_cpu(scale).found_inf):
             return loss
         self._doubts.settle(wait=self._must_know_steps())
@@ -183,14 +181,14 @@ class ChunkedOptimizer(Stateful):
             return loss
         # Whatever may fail for want of room fails here, before anything is updated.
         due, prepared = self._due_and_prepared()
-        self._overlap.end_backward(self)
+        self._in_backward.end(self)
         if any(at_home for _, _, at_home, _ in prepared):
             self._doubts.settle(wait=True)  # the CPU is about to wait for this step's gradients anyway
         self._begin_step()
         self._in_place(due.in_place, scale)
         for session, by_group, at_home, in_slots in prepared:
             self._update_chunks(session, by_group, at_home, in_slots, scale)
-        self._marks.end(due.changing)
+        self._noted_contents.end(due.changing)
         if scale.found_inf is not None and doubts.is_remote(scale.found_inf):
             self._doubts.add(scale.found_inf, {parameter: self.states_of(parameter) for parameter in due.changing})
         return loss
@@ -199,7 +197,7 @@ class ChunkedOptimizer(Stateful):
         """What is updated and how, once residents have left that had to make room for it."""
         while True:
             due = due_of(self)
-            begun = self._overlap.collect(self, due.chunked)
+            begun = self._in_backward.collect(self, due.chunked)
             try:
                 return due, [
                     (session, by_group, *self._prepare(session, by_group, begun.get(session, frozenset())))
@@ -218,9 +216,9 @@ class ChunkedOptimizer(Stateful):
         groups = session.store.layout.groups
         session.unfreeze({t.name for index in by_group if not groups[index].trainable for t in by_group[index]})
         self._lay_out([task.parameter for tasks in by_group.values() for task in tasks])
-        at_home = groups_at_home(session, sorted({*by_group, *begun}), self._update_on, self._num_stages)
+        at_home = groups_at_home(session, sorted({*by_group, *begun}), self._overlap.update_on, self._num_stages)
         if self._overlap.beside_backward:
-            self._overlap.prepare(self, session, at_home)
+            self._in_backward.prepare(self, session, at_home)
         for index in sorted(by_group):
             session.store.updates.wait(index)
             session.keep_states_of(self, index, [task.name for task in by_group[index]])
@@ -243,22 +241,22 @@ class ChunkedOptimizer(Stateful):
         """
         store = session.store
         runs = {index: self.runs(session, index, tasks) for index, tasks in by_group.items()}
-        moments: list[Any] = []
+        marks: list[Any] = []
         if at_home:
             store.release_slots()
             for index in sorted(at_home):
                 store.collect_gradients(index)
-            moments += store.tier.mark()
+            marks += store.tier.mark()
         if self._overlap.mode != NO_OVERLAP:
-            self._overlap.submit(self, session, {index: runs[index] for index in at_home}, scale, moments)
+            self._under_way.submit(self, session, {index: runs[index] for index in at_home}, scale, marks)
         if in_slots is not None:
             moving = {index: found for index, found in runs.items() if index not in at_home}
             in_slots.run(self._in_slots(in_slots, moving, scale))
         if self._overlap.mode != NO_OVERLAP:
-            self._overlap.end_step(session, at_home)
+            self._under_way.end_step(session, at_home)
             return
-        for moment in moments:
-            moment.wait()
+        for mark in marks:
+            mark.wait()
         if at_home and not is_skipped(scale := on_the_cpu(scale)):
             for index in sorted(at_home):
                 self.at_home(session, index, runs[index], scale)()

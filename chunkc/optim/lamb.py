@@ -18,7 +18,7 @@ from chunkc.optim import device_adam as device_adams
 from chunkc.optim.chunked_optimizer import ChunkedOptimizer
 from chunkc.optim.group_runs import Task, flat_home, runs_of
 from chunkc.optim.lamb_groups import GroupLamb, LambWorks, rows_apart
-from chunkc.optim.overlap import NONE
+from chunkc.optim.overlap_mode import NONE
 from chunkc.optim.states import flat, like, place_in_group
 from chunkc.optim.update import GroupUpdate, PreparedUpdate
 from chunkc.optim.update_on import DEVICE

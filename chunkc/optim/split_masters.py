@@ -28,7 +28,7 @@ _PIECE_NUM_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True)
-class _Mark:
+class _Contents:
     """Contents of a parameter: by version counter, and, where others may write the same once more, by checksum.
 
     `version` is None from the beginning of an update to its end.
@@ -38,7 +38,7 @@ class _Mark:
     checksum: int | None = None
 
 
-class Marks:
+class NotedContents:
     """Which contents of each parameter the lower bits of its master belong to.
 
     A parameter that is not known is taken as it is. A copy knows none: whose optimizer is copied, leaves out what is
@@ -46,39 +46,39 @@ class Marks:
     """
 
     def __init__(self) -> None:
-        self._marks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._contents: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-    def __reduce__(self) -> tuple[type[Marks], tuple[()]]:
-        return Marks, ()
+    def __reduce__(self) -> tuple[type[NotedContents], tuple[()]]:
+        return NotedContents, ()
 
     def belong(self, parameter: torch.Tensor) -> bool:
         """Whether the lower bits are of what the parameter contains now."""
-        mark = self._marks.get(parameter)
-        if mark is None or mark.version == parameter._version:
+        noted = self._contents.get(parameter)
+        if noted is None or noted.version == parameter._version:
             return True
-        return mark.checksum is not None and mark.checksum == checksum(parameter)
+        return noted.checksum is not None and noted.checksum == checksum(parameter)
 
     def leave_out_stale(self, parameter: torch.Tensor, lower: torch.Tensor) -> None:
         """Lower bits of other contents are left out of the parameter's master."""
         if not self.belong(parameter):
             with torch.no_grad():
                 lower.zero_()
-            self._marks[parameter] = _Mark(parameter._version)
+            self._contents[parameter] = _Contents(parameter._version)
 
     def begin(self, parameter: torch.Tensor, lower: torch.Tensor) -> None:
         """An update of the parameter begins, with lower bits of what it contains."""
         self.leave_out_stale(parameter, lower)
-        self._marks[parameter] = _Mark(None)
+        self._contents[parameter] = _Contents(None)
 
     def end(self, parameters: Iterable[torch.Tensor]) -> None:
         """The updates that began are done, of these parameters: lower bits and contents belong together."""
         for parameter in parameters:
-            if parameter in self._marks:
-                self._marks[parameter] = _Mark(parameter._version)
+            if parameter in self._contents:
+                self._contents[parameter] = _Contents(parameter._version)
 
     def loaded(self, parameter: torch.Tensor, *, changed: bool) -> None:
         """Lower bits were loaded. If that `changed` the parameter, its own values may still be loaded after them."""
-        self._marks[parameter] = _Mark(parameter._version, checksum(parameter) if changed else None)
+        self._contents[parameter] = _Contents(parameter._version, checksum(parameter) if changed else None)
 
 
 def checksum(parameter: torch.Tensor) -> int:
@@ -87,17 +87,17 @@ def checksum(parameter: torch.Tensor) -> int:
     return zlib.crc32(elements.cpu().numpy().data)
 
 
-def load(marks: Marks, master: object, parameter: torch.Tensor, lower: torch.Tensor) -> None:
+def load(noted: NotedContents, master: object, parameter: torch.Tensor, lower: torch.Tensor) -> None:
     """Take over a saved fp32 master (None: there is none, and the parameter is its own), and note whose it is."""
     changed = False
     if master is None:
         lower.zero_()
     else:
         changed = encode(torch.as_tensor(master), parameter.detach(), lower)
-    marks.loaded(parameter, changed=changed)
+    noted.loaded(parameter, changed=changed)
 
 
-def put_masters_together(marks: Marks, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+def put_masters_together(noted: NotedContents, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """A hook of `Optimizer.state_dict`: fp32 masters in place of their lower bits."""
     ids = [index for group in state_dict["param_groups"] for index in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -105,7 +105,7 @@ def put_masters_together(marks: Marks, optimizer: Optimizer, state_dict: dict[st
         state = state_dict["state"].get(index, {})
         if MASTER_LOW in state:
             rest = {kind: value for kind, value in state.items() if kind != MASTER_LOW}
-            lower = state[MASTER_LOW] if marks.belong(parameter) else None
+            lower = state[MASTER_LOW] if noted.belong(parameter) else None
             state_dict["state"][index] = {**rest, MASTER: decode(parameter, lower)}
 
 

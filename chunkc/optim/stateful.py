@@ -13,29 +13,30 @@ import torch
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.states import EXP_AVG, MASTER, MASTER_LOW, StateFormat
 from chunkc.optim.doubts import Doubts
-from chunkc.optim.overlapping import Overlapping
-from chunkc.optim.split_masters import Marks, load, put_masters_together
+from chunkc.optim.split_masters import NotedContents, load, put_masters_together
 from chunkc.optim.states import KNOWN, Dtypes, converted, empty_state, initialise, is_kept, names_at_home
+from chunkc.optim.waiting_optimizer import WaitingOptimizer
 from chunkc.session import declare_states, declared_states, lay_out_states, managing
 
 
-class Stateful(Overlapping):
+class Stateful(WaitingOptimizer):
     """A `torch.optim.Optimizer` that keeps states in a format, of parameters that move and of others.
 
-    A subclass sets `_states`, `_marks` and `_doubts` before it calls `super().__init__`.
+    A subclass sets `_states`, `_noted_contents` and `_doubts` before it calls `super().__init__`.
     """
 
     _num_stages = 1
     _states: StateFormat
-    _marks: Marks
+    _noted_contents: NotedContents
     _doubts: Doubts
 
     def __getstate__(self) -> dict[str, Any]:
         self._doubts.settle(wait=True)
         for parameter, state in self.state.items():
             if MASTER_LOW in state:  # a copy takes lower bits as they are
-                self._marks.leave_out_stale(parameter, state[MASTER_LOW])
-        return super().__getstate__() | {"_states": self._states, "_marks": self._marks, "_doubts": Doubts()}
+                self._noted_contents.leave_out_stale(parameter, state[MASTER_LOW])
+        own = {"_states": self._states, "_noted_contents": self._noted_contents, "_doubts": Doubts()}
+        return super().__getstate__() | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -43,7 +44,7 @@ class Stateful(Overlapping):
         declare_states(undeclared, self._states, self._num_stages, weakref.ref(self))
         for parameter, of_parameter in self.state.items():
             if MASTER_LOW in of_parameter:
-                self._marks.loaded(parameter, changed=False)
+                self._noted_contents.loaded(parameter, changed=False)
 
     def begin_update_of(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         """An update of a parameter begins, whose states are all there.
@@ -52,7 +53,7 @@ class Stateful(Overlapping):
         parameter changes: code that saved it for a backward of its own is told by autograd.
         """
         if MASTER_LOW in state:
-            self._marks.begin(parameter, state[MASTER_LOW])
+            self._noted_contents.begin(parameter, state[MASTER_LOW])
         torch.autograd.graph.increment_version(parameter)
 
     @abstractmethod
@@ -92,7 +93,7 @@ class Stateful(Overlapping):
         the result lives. All else is not copied. Waits for a device that still knows alone which steps were skipped.
         """
         self._doubts.settle(wait=True)
-        handle = self.register_state_dict_post_hook(partial(put_masters_together, self._marks), prepend=True)
+        handle = self.register_state_dict_post_hook(partial(put_masters_together, self._noted_contents), prepend=True)
         try:
             return super().state_dict()
         finally:
@@ -112,8 +113,8 @@ class Stateful(Overlapping):
             self._check_group({**self.defaults, **loaded})
         self._doubts.settle(wait=True)
         states = state_dict["state"]
-        self._overlap.finish()
-        self._overlap.forget(self)
+        self._under_way.finish()
+        self._in_backward.forget(self)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         parameters = self._parameters()
@@ -150,7 +151,7 @@ class Stateful(Overlapping):
                 session.store.fill(kind, name, state[kind], source)
         if MASTER_LOW in dtypes:
             state[MASTER_LOW] = room(MASTER_LOW)
-            load(self._marks, loaded.get(MASTER), parameter, state[MASTER_LOW])
+            load(self._noted_contents, loaded.get(MASTER), parameter, state[MASTER_LOW])
         self.__dict__["state"][parameter] = state
 
     def _lay_out(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -25,7 +25,7 @@ from chunkc.ir.program import MemoryStep, SegmentMemory
 from chunkc.passes.cuda_memory import rounded_nbytes
 from chunkc.passes.graphs import storage_key
 from chunkc.passes.inductor.wrapper_cuda import Kernel, computes_on_cuda, cuda_names
-from chunkc.passes.inductor.wrapper_reader import AT, DATA, Wrapper, sizes_namespace
+from chunkc.passes.inductor.wrapper_reader import AT, DATA, ParsedWrapper, sizes_namespace
 from chunkc.passes.segment_memory import call_scratch_nbytes
 from chunkc.passes.segment_storages import number_storages
 from chunkc.passes.shapes import AS_TRACED, Shapes
@@ -51,7 +51,7 @@ def inductor_memory(
     Raises:
         UnsupportedError: the wrapper uses something this reader does not know, or a size depends on data.
     """
-    wrapper = Wrapper.parse(source, made_by)
+    wrapper = ParsedWrapper.parse(source, made_by)
     on_cuda = computes_on_cuda(wrapper.call_source, example_inputs)
     given = shapes.of(list(example_inputs))
     shape_env = shape_env_of(given) or ShapeEnv()

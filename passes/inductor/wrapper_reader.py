@@ -28,7 +28,7 @@ _BUILTINS = frozenset({"None", "True", "False", "bool", "range", "len", "abs"})
 
 
 @dataclass(frozen=True)
-class Wrapper:
+class ParsedWrapper:
     """The parts of a wrapper that its memory depends on.
 
     Attributes:
@@ -40,7 +40,7 @@ class Wrapper:
     kernels: tuple[str, ...]
 
     @classmethod
-    def parse(cls, source: str, made_by: Mapping[str, int] = MappingProxyType({})) -> Wrapper:
+    def parse(cls, source: str, made_by: Mapping[str, int] = MappingProxyType({})) -> ParsedWrapper:
         """`made_by`: names of buffers -> the positions of the operations that make them.
 
         Raises:

@@ -40,8 +40,8 @@ MIN_RECURSION_LIMIT = 2000
 
 
 @dataclass(frozen=True)
-class Wrapper:
-    """A wrapper's source, and which of the segment's operations makes each buffer that it names, where that is known.
+class WrapperSource:
+    """A wrapper's text, and which of the segment's operations makes each buffer that it names, where that is known.
 
     Inductor replaces some operations; a buffer of such a one counts as made by the last of its operands' operations.
     """
@@ -50,7 +50,7 @@ class Wrapper:
     made_by: Mapping[str, int]
 
 
-def wrapper_of(segment: Segment) -> Wrapper:
+def wrapper_of(segment: Segment) -> WrapperSource:
     """The Python wrapper that `compile_fx_inner` generates for a segment on the CPU.
 
     The segment is left as it is: Inductor's passes work on a copy of its graph. No kernel is compiled and nothing is
@@ -81,7 +81,7 @@ def wrapper_of(segment: Segment) -> Wrapper:
         buffer.get_name(): [position[node.name] for node in buffer.origins if node.name in position]
         for buffer in lowering.buffers
     }
-    return Wrapper(wrapper.value, {name: max(at) for name, at in found.items() if at})
+    return WrapperSource(wrapper.value, {name: max(at) for name, at in found.items() if at})
 
 
 def _decompositions() -> dict[str, Any]:

@@ -17,19 +17,23 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from chunkc.passes.convolution import BLOCK, MIN_POSITIONS, PADDING, Convolution, by_blocks, may_unfold, padded
 from chunkc.passes.scratch.convolution_bf16 import backward_nbytes, forward_nbytes, has_known_kernels
-from chunkc.passes.scratch.kernels import LOW_PRECISION, contiguous_copy_nbytes, nbytes_of
+from chunkc.passes.scratch.copies import LOW_PRECISION, contiguous_copy_nbytes, nbytes_of
+from chunkc.passes.scratch.onednn_convolution import (
+    ADDRESS_NBYTES,
+    ADDRESSES_NBYTES,
+    BARRIER,
+    BLOCK,
+    MAX_CHANNELS,
+    MIN_POSITIONS,
+    PADDING,
+    PAGE,
+    Convolution,
+    by_blocks,
+    may_unfold,
+    padded,
+)
 
-_PAGE = 4096
-_BARRIER = 2 * _PAGE + PADDING
-"""Bytes of the buffer in which threads wait for each other before they sum filters' gradients."""
-_ADDRESS_NBYTES = 40
-"""Of the addresses of one pair of blocks that are multiplied."""
-_ADDRESSES_NBYTES = 4120
-"""A page of addresses, and what is left of the last one."""
-_MAX_CHANNELS = 64
-"""In one of these blocks."""
 _SMALL_DEPTHWISE = 25
 """Up to so many pixels per filter, depthwise filters' gradients may be summed over blocked images."""
 _MIN_ROWS_TO_SHARE = 9
@@ -99,7 +103,7 @@ def _forward(c: Convolution) -> int | None:
         if c.result_shape[-1] == 1:
             return None  # of one column, images may be copied
         blocked = by_blocks(c.result_shape[1]) * image.shape[1] * c.pixels * 4
-        return copies + blocked + _PAGE + _ADDRESSES_NBYTES * c.num_threads
+        return copies + blocked + PAGE + ADDRESSES_NBYTES * c.num_threads
     if not (image.is_contiguous() and filters.is_contiguous() and c.fills_blocks):
         return None
     if c.is_direct:
@@ -168,16 +172,16 @@ def _strided_nbytes(c: Convolution) -> int:
     ):
         after = (size - 1) * step + kernel - whole - before
         numel *= size + sum(max(0, kernel - 1 - pad) // step for pad in (before, after))
-    blocks = padded(c.pixels * -(-channels // _MAX_CHANNELS) * _ADDRESS_NBYTES, _PAGE)
-    thread = -(-blocks // _ADDRESS_NBYTES) * _ADDRESS_NBYTES + _PAGE + 4 * padded(numel * channels, _PAGE)
+    blocks = padded(c.pixels * -(-channels // MAX_CHANNELS) * ADDRESS_NBYTES, PAGE)
+    thread = -(-blocks // ADDRESS_NBYTES) * ADDRESS_NBYTES + PAGE + 4 * padded(numel * channels, PAGE)
     uneven = written[-1] % c.stride[-1] != 0
     if uneven:
-        thread += 4 * padded(padded(written[-1], c.stride[-1]) * c.stride[-1] * written[0], _PAGE)
+        thread += 4 * padded(padded(written[-1], c.stride[-1]) * c.stride[-1] * written[0], PAGE)
     filters = c.blocked_filters_nbytes
     if c.groups == 1:
         filters = channels * by_blocks(written[0]) * c.pixels * 4
     images = c.input.shape[0] * math.prod(read) * 4
-    return images + filters + (4 if uneven else 3) * _PAGE + c.num_threads * thread
+    return images + filters + (4 if uneven else 3) * PAGE + c.num_threads * thread
 
 
 def _summed_nbytes(c: Convolution) -> int:
@@ -193,11 +197,11 @@ def _summed_nbytes(c: Convolution) -> int:
     num_sharing = c.num_threads if c.pixels == 1 or c.transposed else _num_sharing(c)
     summed = c.padded_bias_nbytes if c.bias else 0
     if num_sharing > 1:
-        summed += (num_sharing - 1) * (c.blocked_filters_nbytes + 4 * outside) + _BARRIER
+        summed += (num_sharing - 1) * (c.blocked_filters_nbytes + 4 * outside) + BARRIER
         summed += PADDING if c.transposed else 0
     num_blocks = -(-c.channels[1] // BLOCK) * c.groups
     if c.bias and (num_blocks < c.num_threads or (c.pixels == 1 and num_blocks % c.num_threads)):
-        summed += max(1, c.num_threads // num_blocks - 1) * 4 * outside + (2 + num_blocks) * _PAGE
+        summed += max(1, c.num_threads // num_blocks - 1) * 4 * outside + (2 + num_blocks) * PAGE
     return summed
 
 

@@ -20,18 +20,24 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from chunkc.passes.convolution import BLOCK, MIN_POSITIONS, PADDING, Convolution, by_blocks, padded
-from chunkc.passes.scratch.kernels import nbytes_of
+from chunkc.passes.scratch.copies import nbytes_of
+from chunkc.passes.scratch.onednn_convolution import (
+    ADDRESS_NBYTES,
+    ADDRESSES_NBYTES,
+    BARRIER,
+    BLOCK,
+    MAX_CHANNELS,
+    MIN_POSITIONS,
+    PADDING,
+    PAGE,
+    Convolution,
+    by_blocks,
+    padded,
+)
 
 _ITEMSIZE, _SUM_ITEMSIZE = 2, 4
-_PAGE = 4096
-_ADDRESS_NBYTES = 40
-_ADDRESSES_NBYTES = 4120
-_BARRIER = _PAGE + _PAGE
-"""Bytes of a barrier of threads, and of its alignment."""
 _MAX_EDGE = 7
 """Of filters; longer ones were not measured."""
-_MAX_BLOCK = 64
 _WHOLE_PIXELS, _WHOLE_CHANNELS = 9, 384
 """Up to so many pixels and channels, filters with channels last are not divided into parts of one row."""
 _MAX_POSITIONS = 32
@@ -116,7 +122,7 @@ def _padded_bias_nbytes(c: Convolution) -> int:
 
 def _buffer_nbytes(c: Convolution, channels: int, columns: int) -> int:
     """Float32 sums of a row, of each thread."""
-    return _PAGE + _SUM_ITEMSIZE * c.num_threads * min(_MAX_BLOCK, padded(channels)) * columns
+    return PAGE + _SUM_ITEMSIZE * c.num_threads * min(MAX_CHANNELS, padded(channels)) * columns
 
 
 def _channels_last_nbytes(c: Convolution) -> int:
@@ -126,7 +132,7 @@ def _channels_last_nbytes(c: Convolution) -> int:
     columns = c.result_shape[3]
     in_place = (columns - 1) * c.stride[1] < c.input.shape[3]
     whole = c.pixels == 1 or (in_place and c.pixels <= _WHOLE_PIXELS and inside <= _WHOLE_CHANNELS)
-    return filters + _PAGE + _ADDRESSES_NBYTES * c.num_threads + (0 if whole else _buffer_nbytes(c, outside, columns))
+    return filters + PAGE + ADDRESSES_NBYTES * c.num_threads + (0 if whole else _buffer_nbytes(c, outside, columns))
 
 
 def _strided_nbytes(c: Convolution) -> int:
@@ -137,16 +143,16 @@ def _strided_nbytes(c: Convolution) -> int:
     for size, kernel, step, before, whole in sizes:
         after = (size - 1) * step + kernel - whole - before
         numel *= size + sum(max(0, kernel - 1 - pad) // step for pad in (before, after))
-    addresses = padded(c.pixels * -(-outside // _MAX_BLOCK) * _ADDRESS_NBYTES, _PAGE)
-    thread = -(-addresses // _ADDRESS_NBYTES) * _ADDRESS_NBYTES + _PAGE
-    thread += _ITEMSIZE * padded(numel * padded(outside, 2), _PAGE)
+    addresses = padded(c.pixels * -(-outside // MAX_CHANNELS) * ADDRESS_NBYTES, PAGE)
+    thread = -(-addresses // ADDRESS_NBYTES) * ADDRESS_NBYTES + PAGE
+    thread += _ITEMSIZE * padded(numel * padded(outside, 2), PAGE)
     width, step = c.input.shape[3], c.stride[1]
     uneven = width % step != 0
     if uneven:
-        thread += _ITEMSIZE * padded(padded(width, step) * step * inside, _PAGE)
+        thread += _ITEMSIZE * padded(padded(width, step) * step * inside, PAGE)
     filters = padded(outside, 2) * by_blocks(inside) * c.pixels * _ITEMSIZE
     read = math.prod(c.result_shape) * _ITEMSIZE
-    pages = (4 if uneven else 3) * _PAGE
+    pages = (4 if uneven else 3) * PAGE
     return read + filters + pages + c.num_threads * thread + _buffer_nbytes(c, inside, -(-width // step))
 
 
@@ -162,7 +168,7 @@ def _one_pixel_summed_nbytes(c: Convolution) -> int:
     Where a stride does not divide the image, the kernel of longer filters may run.
     """
     inside, outside = padded(c.input.shape[1]), padded(c.result_shape[1])
-    nbytes = _SUM_ITEMSIZE * c.num_threads * outside * (inside + (1 if c.bias else 0)) + PADDING + _BARRIER
+    nbytes = _SUM_ITEMSIZE * c.num_threads * outside * (inside + (1 if c.bias else 0)) + BARRIER
     if min(c.result_shape[2:]) <= _MAX_TRANSPOSED_EDGE:
         nbytes += c.num_threads * padded(c.positions, 2) * (inside + outside) * _ITEMSIZE + 2 * PADDING
     nbytes += c.gathered_nbytes + _padded_bias_nbytes(c)
@@ -191,10 +197,10 @@ def _summed_nbytes(c: Convolution, split: tuple[int, int, int]) -> int:
     read = 0 if c.reads_plain_image else sharing * inside * images * c.input.shape[2]
     nbytes = _ITEMSIZE * (read + _guard(c)) + PADDING
     nbytes += _ITEMSIZE * sharing * outside * grads * c.result_shape[2] + PADDING
-    nbytes += _PAGE * (1 + sharing * by_image) if by_result > 1 else 0
-    nbytes += _PAGE * (1 + sharing * by_result) if by_image > 1 else 0
+    nbytes += PAGE * (1 + sharing * by_image) if by_result > 1 else 0
+    nbytes += PAGE * (1 + sharing * by_result) if by_image > 1 else 0
     sums = outside * (inside * c.pixels + (1 if c.bias else 0))
-    return nbytes + _SUM_ITEMSIZE * sharing * sums + PADDING + _BARRIER
+    return nbytes + _SUM_ITEMSIZE * sharing * sums + BARRIER
 
 
 def _splits(c: Convolution) -> list[tuple[int, int, int]]:

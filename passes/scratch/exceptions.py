@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from chunkc.passes.scratch.kernels import LOW_PRECISION
+from chunkc.passes.scratch.copies import LOW_PRECISION
 
 
 @dataclass(frozen=True)

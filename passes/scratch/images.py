@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from chunkc.passes.scratch.kernels import contiguous_copy_nbytes, nbytes_of
+from chunkc.passes.scratch.copies import contiguous_copy_nbytes, nbytes_of
 from chunkc.passes.scratch.rules import Call
 
 _TAPS = {"nearest": 1, "linear": 2, "bilinear": 2, "trilinear": 2, "bicubic": 4}

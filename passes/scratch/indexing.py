@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from chunkc.passes.scratch.kernels import LOW_PRECISION, contiguous_copy_nbytes, nbytes_of
+from chunkc.passes.scratch.copies import LOW_PRECISION, contiguous_copy_nbytes, nbytes_of
 from chunkc.passes.scratch.rules import Call
 
 

@@ -5,7 +5,7 @@ LAPACK's own workspaces come from torch's allocator, in sizes that LAPACK is ask
 
 from __future__ import annotations
 
-from chunkc.passes.scratch.kernels import copy_block_nbytes, nbytes_of
+from chunkc.passes.scratch.copies import copy_block_nbytes, nbytes_of
 from chunkc.passes.scratch.rules import Call
 
 

@@ -10,8 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from chunkc.passes.scratch.copies import LOW_PRECISION, contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
 from chunkc.passes.scratch.iterator import reduces_two_inner_dimensions
-from chunkc.passes.scratch.kernels import LOW_PRECISION, contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
 from chunkc.passes.scratch.rules import Call
 
 _SPLIT_NUMEL = 32768

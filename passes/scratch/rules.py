@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from chunkc.passes.convolution import Convolution
 from chunkc.passes.scratch.convolution import convolution_backward_nbytes, convolution_nbytes
+from chunkc.passes.scratch.copies import contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
 from chunkc.passes.scratch.iterator import common_dtype, number_dtype, number_nbytes, numbers_in
-from chunkc.passes.scratch.kernels import (
+from chunkc.passes.scratch.onednn_convolution import Convolution
+from chunkc.passes.scratch.products import (
     attention_backward_nbytes,
     attention_nbytes,
-    contiguous_copy_nbytes,
-    copy_block_nbytes,
     gemm_nbytes,
-    nbytes_of,
     operand_copy_nbytes,
     uses_onednn,
 )

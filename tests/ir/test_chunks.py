@@ -63,7 +63,7 @@ def test_a_parameters_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "state_nbytes_per_element"),
+    ("dtype", "nbytes_per_element"),
     [
         (torch.float32, 4 + 2 * 4),
         (torch.bfloat16, 2 + 2 + 2 * 4),
@@ -71,9 +71,9 @@ def test_a_parameters_bytes() -> None:
         (torch.float64, 8 + 2 * 8),
     ],
 )
-def test_gradients_and_states_of_a_parameter(dtype: torch.dtype, state_nbytes_per_element: int) -> None:
-    assert spec("w", 10, dtype=dtype).state_nbytes == 10 * state_nbytes_per_element
-    assert spec("w", 10, dtype=dtype, trainable=False).state_nbytes == 0
+def test_gradients_and_states_of_a_parameter(dtype: torch.dtype, nbytes_per_element: int) -> None:
+    assert spec("w", 10, dtype=dtype).training_nbytes == 10 * nbytes_per_element
+    assert spec("w", 10, dtype=dtype, trainable=False).training_nbytes == 0
 
 
 def test_dtypes_and_bytes_of_each_kind() -> None:

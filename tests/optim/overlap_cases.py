@@ -43,7 +43,7 @@ class Subject:
         self.case = of or case()
         nbytes = minimum_nbytes(self.case) + 1024  # masters of small parameters, where a rule keeps them whole
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("chunkc.runtime.devices.CpuTier", lambda: CpuTier(delay=copies))
+            patch.setattr("chunkc.runtime.open_compute.CpuTier", lambda: CpuTier(delay=copies))
             self.model, self.compiled = compile_case(self.case, memory_budget=nbytes, whole_graph="never")
         self.session: Session = session_of(self.model)
         self.store: ChunkStore = self.session.store

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from chunkc.kernels.split import join_master, split_master
-from chunkc.optim.split_masters import Marks, checksum, decode, encode
+from chunkc.optim.split_masters import NotedContents, checksum, decode, encode
 from chunkc.runtime import cpu_allocator
 
 NUM_ELEMENTS = (1 << 17) + 77  # several pieces
@@ -22,21 +22,21 @@ def fresh(num_elements: int = 1000) -> tuple[nn.Parameter, torch.Tensor]:
     return nn.Parameter(param), lower
 
 
-def updated(marks: Marks, parameter: nn.Parameter, lower: torch.Tensor) -> bool:
+def updated(noted: NotedContents, parameter: nn.Parameter, lower: torch.Tensor) -> bool:
     """An update that changes nothing; whether it used the lower bits."""
     before = lower.clone()
-    marks.begin(parameter, lower)
+    noted.begin(parameter, lower)
     used = torch.equal(lower, before)
-    marks.end([parameter])
+    noted.end([parameter])
     return used
 
 
 def test_lower_bits_stay_while_nobody_writes() -> None:
-    marks = Marks()
+    noted = NotedContents()
     parameter, lower = fresh()
-    assert all(updated(marks, parameter, lower) for _ in range(3))
+    assert all(updated(noted, parameter, lower) for _ in range(3))
     _ = parameter.detach().sum() + (parameter * 2).sum().detach()
-    assert updated(marks, parameter, lower)
+    assert updated(noted, parameter, lower)
 
 
 @pytest.mark.parametrize(
@@ -51,43 +51,43 @@ def test_lower_bits_stay_while_nobody_writes() -> None:
 )
 @torch.no_grad()
 def test_lower_bits_go_when_somebody_writes(write) -> None:
-    marks = Marks()
+    noted = NotedContents()
     parameter, lower = fresh()
-    updated(marks, parameter, lower)
+    updated(noted, parameter, lower)
     write(parameter)
-    assert not marks.belong(parameter)
-    marks.begin(parameter, lower)
+    assert not noted.belong(parameter)
+    noted.begin(parameter, lower)
     assert torch.equal(join_master(parameter.detach(), lower), parameter.float())
-    marks.end([parameter])
-    assert updated(marks, parameter, lower)
+    noted.end([parameter])
+    assert updated(noted, parameter, lower)
 
 
 def test_an_update_that_did_not_end_makes_lower_bits_worthless() -> None:
-    marks = Marks()
+    noted = NotedContents()
     parameter, lower = fresh()
-    updated(marks, parameter, lower)
-    marks.begin(parameter, lower)
-    assert not marks.belong(parameter)
-    assert not updated(marks, parameter, lower)
+    updated(noted, parameter, lower)
+    noted.begin(parameter, lower)
+    assert not noted.belong(parameter)
+    assert not updated(noted, parameter, lower)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("same", [True, False])
 def test_parameters_loaded_after_states_fit_if_they_are_the_same(same: bool) -> None:
-    marks = Marks()
+    noted = NotedContents()
     parameter, lower = fresh()
-    marks.loaded(parameter, changed=True)
+    noted.loaded(parameter, changed=True)
     parameter.copy_(parameter.clone() if same else parameter * 2)
-    assert updated(marks, parameter, lower) == same
+    assert updated(noted, parameter, lower) == same
     parameter.copy_(parameter.clone())
-    assert not marks.belong(parameter)  # once only
+    assert not noted.belong(parameter)  # once only
 
 
 def test_a_copy_has_parameters_and_lower_bits_from_one_moment() -> None:
-    marks = Marks()
+    noted = NotedContents()
     parameter, lower = fresh()
-    marks.begin(parameter, lower)
-    for again in (copy.deepcopy(marks), pickle.loads(pickle.dumps(marks))):
+    noted.begin(parameter, lower)
+    for again in (copy.deepcopy(noted), pickle.loads(pickle.dumps(noted))):
         assert again.belong(nn.Parameter(parameter.detach().clone()))
 
 

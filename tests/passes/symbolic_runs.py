@@ -22,7 +22,7 @@ from chunkc.capture import Capture, capture_graph
 from chunkc.ir.program import SegmentMemory
 from chunkc.passes.codegen import CompiledSegment, compile_segment, describe_segment
 from chunkc.passes.graphs import placeholders, returned
-from chunkc.passes.inductor.wrapper_reader import AT, Wrapper
+from chunkc.passes.inductor.wrapper_reader import AT, ParsedWrapper
 from chunkc.passes.segments import Piece, Segment, SegmentTable, clone_parameter_views, cut, extract
 from chunkc.passes.shapes import ShapesAt, SymbolicShapes, symbol_values
 from chunkc.passes.symbols import Size, free_symbols, holds, plain_symbol, region, shape_env_of
@@ -73,7 +73,7 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.readings: list[Reading] = []
         self.left_nbytes = 0
-        self._wrapper = Wrapper.parse(source)
+        self._wrapper = ParsedWrapper.parse(source)
         self._module = PyCodeCache.load(source)
         self._around = 0
 

@@ -59,5 +59,5 @@ class LateTier(CpuTier):
 def tier_of_new_sessions(factory: Factory) -> Iterator[None]:
     """Sessions made inside compute on a tier made by `factory`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("chunkc.runtime.devices.CpuTier", factory)
+        patch.setattr("chunkc.runtime.open_compute.CpuTier", factory)
         yield

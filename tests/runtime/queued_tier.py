@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from fake_gpu import FakeGpu
 
-from chunkc.runtime.cuda import CudaLink, CudaMoment, CudaTier
+from chunkc.runtime.cuda import CudaLink, CudaMark, CudaTier
 from chunkc.runtime.store import ChunkStore
 
 EDGES = (
@@ -28,7 +28,7 @@ EDGES = (
 """What may be left out. The last is an edge only where a thread launches copies: behind a home that blocks."""
 
 
-class _Moment(CudaMoment):
+class _Mark(CudaMark):
     """A copy's end, with the direction it went."""
 
     way = ""
@@ -41,10 +41,10 @@ class _Link(CudaLink):
         super().__init__(tier.gpu, name)
         self.tier, self.way = tier, way
 
-    def submit(self, job: Callable[[], None], *, after: Sequence[CudaMoment] = ()) -> CudaMoment:
-        moment = super().submit(job, after=() if f"{self.way} after mark" in self.tier.left_out else after)
-        known = _Moment(moment.end, moment.begin)
-        known.launched = None if "launch before hold" in self.tier.left_out else moment.launched
+    def submit(self, job: Callable[[], None], *, after: Sequence[CudaMark] = ()) -> CudaMark:
+        mark = super().submit(job, after=() if f"{self.way} after mark" in self.tier.left_out else after)
+        known = _Mark(mark.end, mark.begin)
+        known.launched = None if "launch before hold" in self.tier.left_out else mark.launched
         known.way = self.way
         return known
 
@@ -73,9 +73,9 @@ class QueuedTier(CudaTier):
         else:
             self.gpu.compute.jobs.submit(lambda: _without_gradients(job, *args))
 
-    def hold_for(self, moment: CudaMoment) -> None:
-        if f"hold for {getattr(moment, 'way', '')}" not in self.left_out:
-            super().hold_for(moment)
+    def hold_for(self, mark: CudaMark) -> None:
+        if f"hold for {getattr(mark, 'way', '')}" not in self.left_out:
+            super().hold_for(mark)
 
     def materialise(self) -> None:
         """Values are Python objects that the compute thread makes: wait for it, and for nothing else."""

@@ -263,7 +263,7 @@ def test_releasing_slots_brings_gradients_home_in_order(gpu: FakeGpu, home: Home
     assert seen == [6.0] * NUMEL
 
 
-# ---------------------------------------------------------------- links and moments
+# ---------------------------------------------------------------- links and marks
 
 
 def test_the_host_is_not_held_up_by_copies_of_pinned_memory(gpu: FakeGpu) -> None:
@@ -298,10 +298,10 @@ def test_a_link_counts_the_seconds_its_copies_took(gpu: FakeGpu) -> None:
     link = CudaLink(gpu, "link")
     assert link.busy_s == 0.0
     gate = Gate(link._stream)
-    moment = link.submit(Launch(gpu.copy, torch.zeros(4), torch.ones(4)))
+    mark = link.submit(Launch(gpu.copy, torch.zeros(4), torch.ones(4)))
     assert link.busy_s == 0.0
     gate.open()
-    moment.wait()
+    mark.wait()
     first_s = link.busy_s
     assert first_s > 0.0
     link.submit(lambda: threading.Event().wait(0.1))

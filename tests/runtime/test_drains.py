@@ -64,9 +64,9 @@ def test_draining_a_link_waits_for_the_copies_that_a_thread_launched() -> None:
 def test_a_copy_that_fails_half_way_leaves_nothing_that_still_writes_its_slot() -> None:
     """Whoever is told of the error gives the slot back at once."""
     copy = Copy(then=raiser(HomeError("the disk is on fire")))
-    moment = copy.link.submit(copy)
+    mark = copy.link.submit(copy)
     with pytest.raises(HomeError, match="on fire"):
-        moment.wait()
+        mark.wait()
     assert copy.is_over
 
 

@@ -27,7 +27,7 @@ from zoo import Case, floats
 
 from chunkc.ir.errors import ChunkStateError
 from chunkc.runtime import executor
-from chunkc.runtime.states import ChunkState, advance
+from chunkc.runtime.chunk_states import ChunkState, advance
 from chunkc.runtime.store import ChunkStore
 from chunkc.runtime.tier import CpuTier
 

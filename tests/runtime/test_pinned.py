@@ -15,7 +15,7 @@ from fake_gpu import FakeGpu
 
 from chunkc.ir.errors import HomeError
 from chunkc.runtime.arena import MAX_REGIONS_PER_CALL, Arena, Launch
-from chunkc.runtime.cuda import CudaLink, CudaMoment
+from chunkc.runtime.cuda import CudaLink, CudaMark
 from chunkc.runtime.homes import MemoryHome, Region
 from chunkc.runtime.pinned import PinnedHome
 from chunkc.runtime.staging import open_arena
@@ -216,8 +216,8 @@ def test_copies_of_unpinned_memory_need_a_thread_that_waits(launched: bool) -> N
     gpu.compute.jobs.submit(write_late)
     computed.record(gpu.compute)
     job = (Launch if launched else functools.partial)(home.read, region, 0, slot)
-    moment = link.submit(job, after=[CudaMoment(computed)])
-    moment.wait()
+    copied = link.submit(job, after=[CudaMark(computed)])
+    copied.wait()
     assert slot.tolist() == [0.0 if launched else 3.0] * 4
 
 

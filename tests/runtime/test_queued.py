@@ -66,8 +66,8 @@ class Subject:
                 disk = StagedDiskHome(
                     str(directory), self.gpu, pinned, piece_nbytes=4096, num_pieces=2, views_on_device=home == "disk"
                 )
-                patch.setattr("chunkc.runtime.devices.CpuTier", lambda: QueuedTier(self.gpu))
-                patch.setattr("chunkc.runtime.devices.open_home", lambda spec: disk if home == "disk" else pinned)
+                patch.setattr("chunkc.runtime.open_compute.CpuTier", lambda: QueuedTier(self.gpu))
+                patch.setattr("chunkc.runtime.open_compute.open_home", lambda spec: disk if home == "disk" else pinned)
             chunkc.place(self.model, debug=debug)
         self.session = session_of(self.model)
         self.tier: Any = self.session.store.tier

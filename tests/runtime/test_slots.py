@@ -13,8 +13,8 @@ from store_cases import EMPTY, fetch, layout_of, make_parameters, placed, put_ba
 from chunkc.ir.chunks import chunk_name
 from chunkc.ir.errors import ChunkStateError, HomeError, StreamError, UnsupportedError
 from chunkc.runtime.arena import Arena
+from chunkc.runtime.chunk_states import ChunkState
 from chunkc.runtime.homes import MemoryHome
-from chunkc.runtime.states import ChunkState
 from chunkc.runtime.store import ChunkStore
 from chunkc.runtime.streams import WorkerStream
 from chunkc.runtime.tier import CpuTier

@@ -98,7 +98,7 @@ def test_the_buffers_waits_matter(tmp_path: Path, way: Callable[..., torch.Tenso
 
 
 @pytest.mark.parametrize("way", ["read", "write"])
-def test_a_failing_disk_is_the_error_of_the_copy_s_moment(
+def test_a_failing_disk_is_the_error_of_the_copy_s_mark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """After the first piece; whoever waits or holds is told, later copies go on, and `drain` tells it no more."""
@@ -117,12 +117,12 @@ def test_a_failing_disk_is_the_error_of_the_copy_s_moment(
     monkeypatch.setattr(DiskHome, way, failing)
     link = CudaLink(gpu, way)
     slot = torch.zeros(PIECE)
-    moment = link.submit(functools.partial(getattr(home, way), region, 0, slot))
+    mark = link.submit(functools.partial(getattr(home, way), region, 0, slot))
     for _ in range(2):
         with pytest.raises(HomeError, match="on fire"):
-            moment.hold(gpu.compute)
+            mark.hold(gpu.compute)
         with pytest.raises(HomeError, match="on fire"):
-            moment.wait()
+            mark.wait()
     link.submit(functools.partial(getattr(home, way), region, 0, slot)).wait()
     link.drain()
     assert link.busy_s >= 0.0

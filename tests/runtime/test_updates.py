@@ -102,7 +102,7 @@ def test_an_update_begins_when_copies_of_its_group_under_way_are_over(left_out: 
     store = subject.store
     store.tier.to_device.submit(hold.wait)
     store.prefetch("param:0")
-    after = list(store.tier.mark()) if left_out else store.home_moments(0)
+    after = list(store.tier.mark()) if left_out else store.home_marks(0)
     store.updates.begin(0, lambda: subject.home().fill_(2.0), label="a", after=after)
     if left_out:
         store.updates.finish()
@@ -121,7 +121,7 @@ def test_an_update_begins_when_enqueued_computation_is_over(left_out: bool) -> N
     store.tier.enqueue(hold.wait)
     store.tier.enqueue(lambda: read.append(float(subject.home()[0])))
     store.updates.begin(
-        0, lambda: subject.home().fill_(2.0), label="a", after=() if left_out else store.home_moments(0)
+        0, lambda: subject.home().fill_(2.0), label="a", after=() if left_out else store.home_marks(0)
     )  # fmt: skip
     if left_out:
         store.updates.finish()

@@ -23,7 +23,7 @@ SHORT_S, LONG_S = 0.1, 10.0
 
 
 class Gate:
-    """A job, or a moment, that ends when it is told to."""
+    """A job, or a mark, that ends when it is told to."""
 
     def __init__(self) -> None:
         self.opened = threading.Event()

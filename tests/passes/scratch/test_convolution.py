@@ -12,6 +12,7 @@ pytestmark = pytest.mark.usefixtures("metered")
 AVX512 = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512", reason="blocks are known for AVX-512 only"
 )
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 EXACT = {
     "blocks": Shape(2, 32, 64, 16, 3, padding=1),
     "threads share rows": Shape(2, 16, 16, 32, 3, padding=1),
@@ -140,3 +141,46 @@ def test_never_too_little(name: str, dtype: torch.dtype, num_threads: int) -> No
     torch.set_num_threads(num_threads)
     for bias in (False, True):
         assert min(gaps(BOUNDED[name], bias=bias, dtype=dtype)) >= 0
+
+
+CONVOLUTIONS = [  # images, channels in and out, pixels, kernel, stride, padding, groups
+    (1, 3, 16, 8, 3, 1, 1, 1), (1, 3, 64, 32, 7, 2, 3, 1), (2, 3, 64, 32, 4, 4, 0, 1),
+    (8, 64, 64, 14, 3, 1, 1, 1), (2, 64, 128, 28, 1, 1, 0, 1), (2, 128, 128, 14, 3, 2, 1, 1),
+    (2, 96, 96, 14, 7, 1, 3, 96), (2, 64, 64, 14, 3, 1, 1, 4), (1, 64, 64, 14, 1, 1, 0, 1),
+    (4, 256, 256, 7, 3, 1, 1, 32), (2, 20, 50, 9, 5, 1, 2, 1),
+]  # fmt: skip
+
+
+def check(target, *args) -> None:
+    """Never less than measured, for every number of threads."""
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        assert gap(target, *args) >= 0, f"{target} with {num_threads} threads"
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", CONVOLUTIONS)
+def test_convolutions(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    images, channels, filters, pixels, kernel, stride, padding, groups = shape
+    image = torch.randn(images, channels, pixels, pixels).to(dtype)
+    weight, bias = (
+        torch.randn(filters, channels // groups, kernel, kernel).to(dtype),
+        torch.zeros(filters).to(dtype),
+    )
+    how = ([stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups)
+    for x in (image, image.to(memory_format=torch.channels_last)):
+        grad = torch.randn_like(aten.convolution.default(x, weight, bias, *how))
+        check(aten.convolution.default, x, weight, bias, *how)
+        check(aten.convolution_backward.default, grad, x, weight, [filters], *how, [True, True, True])
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
+def test_other_convolutions(dtype: torch.dtype) -> None:
+    x, w = torch.randn(2, 16, 50).to(dtype), torch.randn(32, 16, 3).to(dtype)
+    check(aten.convolution.default, x, w, None, [1], [0], [1], False, [0], 1)
+    up = torch.randn(16, 32, 3).to(dtype)
+    check(aten.convolution.default, x, up, None, [2], [1], [1], True, [1], 1)
+    image, small = torch.randn(2, 8, 9, 9).to(dtype), torch.randn(6, 8, 3, 3).to(dtype)
+    check(aten.convolution.default, image, small, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    volume, filters = torch.randn(2, 4, 6, 7, 8).to(dtype), torch.randn(8, 4, 3, 3, 3).to(dtype)
+    check(aten.convolution.default, volume, filters, None, [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1)

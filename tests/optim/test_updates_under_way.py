@@ -89,11 +89,11 @@ def without_fetch_after_update(patch: pytest.MonkeyPatch, made: Subject) -> None
 
 
 def without_arrival(patch: pytest.MonkeyPatch, made: Subject) -> None:
-    patch.setattr(made.store, "home_moments", lambda group: [*made.store.tier.mark()])
+    patch.setattr(made.store, "home_marks", lambda group: [*made.store.tier.mark()])
 
 
 def without_the_step_s_wait(patch: pytest.MonkeyPatch, made: Subject) -> None:
-    patch.setattr(made.optimizer._overlap, "end_step", lambda session, at_home: None)
+    patch.setattr(made.optimizer._under_way, "end_step", lambda session, at_home: None)
 
 
 @pytest.mark.parametrize(

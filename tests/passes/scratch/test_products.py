@@ -1,4 +1,4 @@
-"""Matrix products, attention and convolution: the table against the allocator, measured to the byte."""
+"""Matrix products and attention: the table against the allocator, measured to the byte."""
 
 from __future__ import annotations
 
@@ -105,39 +105,3 @@ def test_attention(shape: tuple[int, ...], heads_last: bool, dtype: torch.dtype)
         check(forward, q, k, v, 0.0, causal, attn_mask=mask, exact=exact)
         check(backward, grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask)
         check(backward, grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, exact=exact, threads=(1,))
-
-
-CONVOLUTIONS = [  # images, channels in and out, pixels, kernel, stride, padding, groups
-    (1, 3, 16, 8, 3, 1, 1, 1), (1, 3, 64, 32, 7, 2, 3, 1), (2, 3, 64, 32, 4, 4, 0, 1),
-    (8, 64, 64, 14, 3, 1, 1, 1), (2, 64, 128, 28, 1, 1, 0, 1), (2, 128, 128, 14, 3, 2, 1, 1),
-    (2, 96, 96, 14, 7, 1, 3, 96), (2, 64, 64, 14, 3, 1, 1, 4), (1, 64, 64, 14, 1, 1, 0, 1),
-    (4, 256, 256, 7, 3, 1, 1, 32), (2, 20, 50, 9, 5, 1, 2, 1),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", CONVOLUTIONS)
-def test_convolutions(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    images, channels, filters, pixels, kernel, stride, padding, groups = shape
-    image = torch.randn(images, channels, pixels, pixels).to(dtype)
-    weight, bias = (
-        torch.randn(filters, channels // groups, kernel, kernel).to(dtype),
-        torch.zeros(filters).to(dtype),
-    )
-    how = ([stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups)
-    for x in (image, image.to(memory_format=torch.channels_last)):
-        grad = torch.randn_like(aten.convolution.default(x, weight, bias, *how))
-        check(aten.convolution.default, x, weight, bias, *how)
-        check(aten.convolution_backward.default, grad, x, weight, [filters], *how, [True, True, True])
-
-
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
-def test_other_convolutions(dtype: torch.dtype) -> None:
-    x, w = torch.randn(2, 16, 50).to(dtype), torch.randn(32, 16, 3).to(dtype)
-    check(aten.convolution.default, x, w, None, [1], [0], [1], False, [0], 1)
-    up = torch.randn(16, 32, 3).to(dtype)
-    check(aten.convolution.default, x, up, None, [2], [1], [1], True, [1], 1)
-    image, small = torch.randn(2, 8, 9, 9).to(dtype), torch.randn(6, 8, 3, 3).to(dtype)
-    check(aten.convolution.default, image, small, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    volume, filters = torch.randn(2, 4, 6, 7, 8).to(dtype), torch.randn(8, 4, 3, 3, 3).to(dtype)
-    check(aten.convolution.default, volume, filters, None, [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1)

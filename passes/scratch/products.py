@@ -1,7 +1,7 @@
-"""Scratch bytes of ATen's CPU kernels that need arithmetic: matrix products, attention, copies.
+"""Scratch bytes of matrix products and attention on the CPU.
 
-Only numbers and tensor metadata go in. Sources: ATen's `FlashAttentionKernel.cpp`, `LinearAlgebra.cpp`,
-`mkldnn/Matmul.cpp` and `Copy.cpp`; what oneDNN takes was measured. Convolutions are in `scratch.convolution`.
+Only numbers and tensor metadata go in. Sources: ATen's `FlashAttentionKernel.cpp`, `LinearAlgebra.cpp` and
+`mkldnn/Matmul.cpp`; what oneDNN takes was measured. Convolutions are in `scratch.convolution`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LOW_PRECISION = (torch.bfloat16, torch.float16)
+from chunkc.passes.scratch.copies import LOW_PRECISION, contiguous_copy_nbytes, nbytes_of
+
 # oneDNN works on blocks of 64 columns at most, and each thread packs what its share of a 2 MiB cache holds.
 _BLOCK = 64
 _CACHE_NBYTES = 2 << 20
@@ -18,25 +19,6 @@ _THREAD_NBYTES = 16 << 10
 
 def _padded(size: int, block: int = _BLOCK) -> int:
     return -(-size // block) * block
-
-
-def nbytes_of(tensor: Tensor, itemsize: int | None = None) -> int:
-    """Bytes of a dense copy of `tensor`, in its own or another item size."""
-    return tensor.numel() * (tensor.itemsize if itemsize is None else itemsize)
-
-
-def contiguous_copy_nbytes(*tensors: Tensor | None) -> int:
-    """Bytes of `t.contiguous()` for those that are not contiguous, with what the copying itself takes."""
-    strided = [t for t in tensors if t is not None and not t.is_contiguous()]
-    return sum(map(nbytes_of, strided)) + max(map(copy_block_nbytes, strided), default=0)
-
-
-def copy_block_nbytes(source: Tensor) -> int:
-    """Bytes of the square block through which ATen copies a transposed matrix; 0 for any other copy."""
-    matrix = source.dim() == 2 and source.stride(0) == 1 and source.stride(1) == source.shape[0]
-    if not matrix or source.numel() < 60 * 60:
-        return 0
-    return 120 * 120 if source.itemsize == 1 else 60 * 60 * source.itemsize
 
 
 def uses_onednn(dtype: torch.dtype) -> bool:

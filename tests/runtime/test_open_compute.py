@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from chunkc.runtime.devices import open_compute, splits_exactly
 from chunkc.runtime.homes import DiskHome, MemoryHome
+from chunkc.runtime.open_compute import open_compute, splits_exactly
 
 
 @pytest.mark.parametrize(

@@ -141,11 +141,3 @@ def test_a_new_group_and_a_loaded_state_begin_anew() -> None:
     assert made.num_under_way == 0
     made.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     made.optimizer.step()
-
-
-def test_only_what_makes_sense_is_taken() -> None:
-    parameters = [nn.Parameter(torch.zeros(2))]
-    with pytest.raises(chunkc.OptionsError, match='"none", "forward", "backward", "both"'):
-        chunkc.optim.AdamW(parameters, update_on="cpu", overlap="always")
-    with pytest.raises(chunkc.OptionsError, match='use update_on="cpu" or "auto"'):
-        chunkc.optim.AdamW(parameters, overlap="forward")

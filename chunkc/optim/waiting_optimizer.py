@@ -10,25 +10,40 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from chunkc.optim.overlap import Overlap
+from chunkc.optim.backward_updates import BackwardUpdates
+from chunkc.optim.overlap_mode import OverlapMode
+from chunkc.optim.updates_under_way import UpdatesUnderWay
 from chunkc.session import Session
 
 
-class Overlapping(Optimizer, ABC):
+class WaitingOptimizer(Optimizer, ABC):
     """A `torch.optim.Optimizer` whose own methods wait for updates that are under way.
 
-    A subclass sets `_overlap` before it calls `super().__init__`.
+    A subclass calls `_set_overlap` before it calls `super().__init__`.
     """
 
-    _overlap: Overlap
+    _overlap: OverlapMode
+    _under_way: UpdatesUnderWay
+    _in_backward: BackwardUpdates
+
+    def _set_overlap(self, overlap: OverlapMode) -> None:
+        """When updates may run; none is under way yet."""
+        self._overlap = overlap
+        self._under_way = UpdatesUnderWay(overlap)
+        self._in_backward = BackwardUpdates(overlap, self._under_way)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_overlap": self._overlap}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_overlap" in state:  # a copy, which has nothing under way; `load_state_dict` comes here too
+            self._set_overlap(state["_overlap"])
+        super().__setstate__(state)
+
     @property
     def state(self) -> Any:
         """Each parameter's states, as in `torch.optim`; waits for updates that are under way."""
-        self._overlap.finish()
+        self._under_way.finish()
         return self.__dict__["state"]
 
     @state.setter
@@ -61,27 +76,27 @@ class Overlapping(Optimizer, ABC):
         Raises:
             StreamError: an update failed; named.
         """
-        self._overlap.finish()
+        self._under_way.finish()
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
         """Inside, with `overlap="backward"` or `"both"`, no backward begins updates: more gradients will be added."""
-        before, self._overlap.accumulating = self._overlap.accumulating, True
+        before, self._in_backward.accumulating = self._in_backward.accumulating, True
         try:
             yield
         finally:
-            self._overlap.accumulating = before
+            self._in_backward.accumulating = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in `torch.optim`. Gradients that become zeros are waited for, if an update still reads them."""
         if not set_to_none:
-            self._overlap.finish()
+            self._under_way.finish()
         super().zero_grad(set_to_none)
 
     def begin_update(self, session: Session, group: int) -> bool:
         """Begin the update of a chunk group during the backward (see `chunkc.early`)."""
-        return self._overlap.begin(self, session, group)
+        return self._in_backward.begin(self, session, group)
 
     def begun_in(self, session: Session) -> Container[int]:
         """Chunk groups whose updates have begun in the backward (see `chunkc.early`)."""
-        return self._overlap.begun_in(session)
+        return self._in_backward.begun_in(session)

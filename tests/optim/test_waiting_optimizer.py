@@ -88,7 +88,7 @@ class Door:
 
     name: str
     act: Callable[[Gated], list[Any]]
-    leave_out: tuple[str, ...] = ("optimizer._overlap.finish",)
+    leave_out: tuple[str, ...] = ("optimizer._under_way.finish",)
     overlap: str = "forward"
 
     def __str__(self) -> str:
@@ -172,7 +172,7 @@ DOORS = [
     Door("pickle", pickle),
     Door("zero_grad(set_to_none=False)", zero_grad),
     # Either of the two is enough on a CPU; `fill` waits for nothing where a device has what is loaded.
-    Door("load_state_dict", load, ("optimizer._overlap.finish", "store.await_home")),
+    Door("load_state_dict", load, ("optimizer._under_way.finish", "store.await_home")),
     Door("another step", another_step, ("store.updates.wait",)),
     Door("another backward's update", another_backward_s_update, ("store.updates.wait",), "both"),
     Door("end of a step with what is not compiled", what_is_not_compiled_reads, ("store.updates.wait",)),

@@ -1,4 +1,4 @@
-"""A convolution as oneDNN sees it on the CPU: channels in blocks of 16, which of its kernels are known.
+"""A convolution as oneDNN sees it on the CPU: channels in blocks of 16, which of its kernels are known, their buffers.
 
 Sources: ATen's `Convolution.cpp` and `mkldnn/Conv.cpp`.
 """
@@ -19,6 +19,15 @@ _MANY_IMAGES = 16
 """From so many on, oneDNN computes also what one thread could do as a matrix product."""
 MIN_POSITIONS = 4
 """Results of fewer positions are computed as matrix products."""
+PAGE = 4096
+BARRIER = 2 * PAGE + PADDING
+"""Bytes of the buffer in which threads wait for each other before they sum filters' gradients."""
+ADDRESS_NBYTES = 40
+"""Of the addresses of one pair of blocks that are multiplied."""
+ADDRESSES_NBYTES = 4120
+"""A page of addresses, and what is left of the last one."""
+MAX_CHANNELS = 64
+"""In one of these blocks."""
 
 
 def padded(size: int, block: int = BLOCK) -> int:

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from chunkc.ir.errors import ChunkStateError
-from chunkc.runtime.states import ChunkState, advance
+from chunkc.runtime.chunk_states import ChunkState, advance
 
 ALLOWED = (
     ("FREE", "PREFETCHING"),  # a slot is taken
