@@ -101,13 +101,6 @@ class AdamFormat:
         """Elements of the chunk group that runs must begin at a multiple of."""
         return QUANT_BLOCK if self.quantised else 1
 
-    @property
-    def state_nbytes_per_element(self) -> float:
-        """Bytes of master and moments per element, scales included."""
-        scales = 2 * 4 / QUANT_BLOCK if self.quantised else 0
-        master = 0 if self.master_dtype is None else self.master_dtype.itemsize
-        return 2 * self.moment_dtype.itemsize + master + scales
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdamSlots:

@@ -51,18 +51,6 @@ def test_formats_that_make_no_sense(arguments: dict, message: str) -> None:
         AdamFormat(**{"param_dtype": FP32, "grad_dtype": FP32, **arguments})
 
 
-@pytest.mark.parametrize(
-    ("name", "nbytes"),
-    [("fp32", 8), ("bf16-master", 12), ("bf16-split", 10), ("bf16-only", 4), ("bf16-only-int8-moments", 2 + 8 / 256)],
-)
-def test_state_nbytes(name: str, nbytes: float) -> None:
-    fmt = adam_cases.FORMATS[name]
-    assert fmt.state_nbytes_per_element == nbytes
-    slots = adam_cases.make_slots(fmt, 2560)
-    states = [t for t in adam_cases.tensors(slots)[2:] if t is not None]
-    assert sum(t.nbytes for t in states) == 2560 * nbytes
-
-
 @pytest.mark.parametrize("name", adam_cases.FORMATS)
 def test_good_slots_pass(name: str) -> None:
     fmt = adam_cases.FORMATS[name]
