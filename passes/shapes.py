@@ -109,7 +109,7 @@ class _Translated(Shapes, ABC):
 
 
 class ShapesAt(_Translated):
-    """Sizes at given values of the symbols."""
+    """Sizes at given values of the symbols: what tests compare `SymbolicShapes` with."""
 
     def __init__(self, values: Mapping[sympy.Symbol, int]) -> None:
         super().__init__(FakeTensorMode())
