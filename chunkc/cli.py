@@ -29,10 +29,11 @@ from chunkc.explaining.optimizer_choice import OPTIMIZERS, OptimizerChoice
 from chunkc.explaining.scaling import Scaling
 from chunkc.explaining.targets import DTYPES, ModelOptions, Subject, Target, built_in, errors_of, from_file, from_module
 from chunkc.formats import FORMATS, diff, read_explanation, write
-from chunkc.ir.errors import BudgetError, ChunkcError, OptionsError, UnsupportedError, format_nbytes
+from chunkc.ir.errors import BudgetError, ChunkcError, OptionsError, UnsupportedError
 from chunkc.ir.explanation import Explanation
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.states import BFLOAT16, FLOAT32, INT8, SPLIT
+from chunkc.ir.units import format_nbytes
 from chunkc.machines.calibrate import calibrate
 from chunkc.machines.presets import PRESETS, default_hardware_path, load_hardware, save_hardware
 from chunkc.models import MODELS

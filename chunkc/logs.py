@@ -11,8 +11,8 @@ from torch._logging import trace_structured
 from chunkc.capture import Capture
 from chunkc.captured import Captured
 from chunkc.ir.chunks import ChunkLayout
-from chunkc.ir.errors import format_nbytes
 from chunkc.ir.plan import Plan
+from chunkc.ir.units import format_nbytes
 
 log = logging.getLogger(__name__)
 
