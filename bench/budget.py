@@ -152,7 +152,7 @@ def run_case(
     outcomes = {system: Outcome(system) for system in systems}
     num_parameters = sizes(case.model).num_parameters
     for system, outcome in outcomes.items():
-        outcome.note = unavailable(system, context.device) or _host_forecast(context, system, case, num_parameters)
+        outcome.note = unavailable(system) or host_forecast(system, num_parameters)
     names = [system for system in systems if not outcomes[system].note]
     groups = [names] if _fit_side_by_side(context, case, names, num_parameters) else [[name] for name in names]
     for group in groups:
@@ -264,7 +264,7 @@ def plan_budget(device: str, limit_nbytes: int) -> int:
     return limit_nbytes - (max(64 * MIB, limit_nbytes // 32) if device == "cuda" else 0)
 
 
-def _host_forecast(context: Context, system: str, case: Case, num_parameters: int) -> str:
+def host_forecast(system: str, num_parameters: int) -> str:
     """Why a run would not fit into RAM; "" if it would, as far as can be told."""
     needed = HOST_NBYTES_PER_PARAMETER[system] * num_parameters
     available = available_ram_nbytes()

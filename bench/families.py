@@ -18,7 +18,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gpt import GPT, GPTConfig
 
-from chunkc.models import MODELS, find_model
+from chunkc.models import MODELS, find_model, num_parameters
 from chunkc.models.gpt import GPTConfig as BuiltinGPTConfig
 
 INITIAL_DEVIATION = 0.02
@@ -187,7 +187,6 @@ def sizes(model: AnyModel) -> Sizes:
     with torch.device("meta"):
         module = construct(model)
     tables = {id(m.weight): m.weight.numel() for m in module.modules() if isinstance(m, nn.Embedding)}
-    num_parameters = sum(parameter.numel() for parameter in module.parameters())
     num_matmul = sum(p.numel() for p in module.parameters() if p.dim() >= 2 and id(p) not in tables)
     heads = [m for m in module.modules() if isinstance(m, nn.Linear) and m.out_features == vocabulary(model)]
     if not heads or any(id(head.weight) in tables for head in heads):
@@ -202,7 +201,7 @@ def sizes(model: AnyModel) -> Sizes:
     else:
         config = find_model(model.name).config
         num_layers, width = config.num_layers, config.width
-    return Sizes(num_layers, width, vocabulary(model), num_parameters, num_matmul)
+    return Sizes(num_layers, width, vocabulary(model), num_parameters(module), num_matmul)
 
 
 def blocks_of(module: nn.Module) -> nn.ModuleList:

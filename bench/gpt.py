@@ -81,8 +81,3 @@ def _initialise(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
-
-
-def num_parameters(model: nn.Module) -> int:
-    """How many numbers the model has."""
-    return sum(parameter.numel() for parameter in model.parameters())

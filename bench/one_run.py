@@ -22,10 +22,11 @@ from typing import Any, Literal
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gpt import GPT, GPTConfig, num_parameters
+from gpt import GPT, GPTConfig
 from text import batches, file_text, stdlib_text
 
 import chunkc
+from chunkc.models import num_parameters
 from chunkc.runtime import cpu_allocator
 
 Emit = Callable[[dict[str, Any]], None]

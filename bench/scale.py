@@ -138,11 +138,9 @@ def scale_row(
 
 def _probe(context: Context, size: Size, system: str, model: ModelChoice, budget_nbytes: int, cache: Path) -> Probe:
     """Two steps. Of chunkc, anything but the honest answer that it does not fit is a failure."""
-    needed = budget.HOST_NBYTES_PER_PARAMETER[system] * sizes(model).num_parameters
-    available = available_ram_nbytes()
-    if needed > budget.HOST_PART * available:
-        gib = 2**30
-        return Probe(False, f"needs about {needed / gib:.0f} GiB of RAM, {available / gib:.0f} are available")
+    too_large = budget.host_forecast(system, sizes(model).num_parameters)
+    if too_large:
+        return Probe(False, too_large)
     if context.is_out_of_time:
         return Probe(False, "not tried: out of time")
     planned_nbytes = budget.plan_budget(context.device, budget_nbytes)

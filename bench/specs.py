@@ -65,7 +65,7 @@ class SubjectSpec:
         return SubjectSpec(**{**fields, "model": kind(**fields["model"])})
 
 
-def unavailable(system: str, device: str) -> str:
+def unavailable(system: str) -> str:
     """Why a system cannot run here, as far as can be told without a process; "" if nothing speaks against it."""
     package = PACKAGES.get(system)
     if package is not None and importlib.util.find_spec(package) is None:

@@ -35,6 +35,7 @@ from specs import CHUNKC, SubjectSpec
 
 import chunkc
 from chunkc.runtime import cpu_allocator
+from chunkc.runtime.cuda import memory_limit
 
 Reply = Callable[[dict[str, Any]], None]
 
@@ -171,8 +172,7 @@ def _device_limit(spec: SubjectSpec) -> AbstractContextManager[Any]:
     if spec.device == "cuda":
         torch.set_float32_matmul_precision("high")
         if spec.limit_nbytes is not None:
-            total_nbytes = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, spec.limit_nbytes / total_nbytes))
+            return memory_limit(min(spec.limit_nbytes, torch.cuda.get_device_properties(0).total_memory))
     return nullcontext()
 
 

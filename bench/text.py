@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-VOCABULARY = 256
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages"})
 
 

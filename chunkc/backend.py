@@ -21,7 +21,7 @@ from chunkc.capture import Capture, capture_graph, input_names, unique_name
 from chunkc.captured import Captured, profile
 from chunkc.graph import CompiledGraph
 from chunkc.ir.errors import ChunkcError, OptionsError, UnsupportedError
-from chunkc.logs import log, log_build, log_capture
+from chunkc.logs import log_build, log_capture, logger
 from chunkc.machines.devices import device_of
 from chunkc.moving import place
 from chunkc.options import Options, parse_options
@@ -84,7 +84,7 @@ def _compile_for_any_shapes(variants: Variants, gm: fx.GraphModule, inputs: Sequ
         variants.compile(inputs, any_shapes=True)
         variants.for_any_shapes = partial(_compile_in_symbols, variants, gm)
     except _NotForAnyShapes as error:
-        log.warning(_BY_SHAPE, error.__cause__)
+        logger.warning(_BY_SHAPE, error.__cause__)
 
 
 def _compile_in_symbols(variants: Variants, gm: fx.GraphModule, arguments: Sequence[Any]) -> Variant:
@@ -105,7 +105,7 @@ def _compile_in_symbols(variants: Variants, gm: fx.GraphModule, arguments: Seque
         return variants.add(call, inputs, any_shapes=True)
     except _NotForAnyShapes as error:
         variants.for_any_shapes = None
-        log.warning(_BY_SHAPE, error.__cause__)
+        logger.warning(_BY_SHAPE, error.__cause__)
         return variants.compile(arguments)
 
 

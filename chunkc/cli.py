@@ -29,10 +29,11 @@ from chunkc.explaining.optimizer_choice import OPTIMIZERS, OptimizerChoice
 from chunkc.explaining.scaling import Scaling
 from chunkc.explaining.targets import DTYPES, ModelOptions, Subject, Target, built_in, errors_of, from_file, from_module
 from chunkc.formats import FORMATS, diff, read_explanation, write
-from chunkc.ir.errors import BudgetError, ChunkcError, OptionsError, UnsupportedError, format_nbytes
+from chunkc.ir.errors import BudgetError, ChunkcError, OptionsError, UnsupportedError
 from chunkc.ir.explanation import Explanation
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.states import BFLOAT16, FLOAT32, INT8, SPLIT
+from chunkc.ir.units import format_nbytes
 from chunkc.machines.calibrate import calibrate
 from chunkc.machines.presets import PRESETS, default_hardware_path, load_hardware, save_hardware
 from chunkc.models import MODELS
@@ -320,16 +321,16 @@ def _largest(
                 return scaling.minimum_nbytes(size) or needs(size)
 
             found = largest(needs_at, budget_nbytes)
-            if not needs(found.size) <= budget_nbytes < needs(found.size + 1):
-                raise UnsupportedError(f"captured with {words} {found.size:,} alone, the model takes other bytes")
+            if not needs(found) <= budget_nbytes < needs(found + 1):
+                raise UnsupportedError(f"captured with {words} {found:,} alone, the model takes other bytes")
         except UnsupportedError as error:
             notes.append(f"every size was traced for itself: {error}")
             found = largest(needs, budget_nbytes)
     except BudgetError as error:
         return 1, [f"not even {words} 1 fits: it needs {format_nbytes(error.minimum_nbytes)}", *notes]
-    next_needs = format_nbytes(needs(found.size + 1))
-    answer = f"{words} {found.size:,} is the largest that fits: {found.size + 1:,} needs {next_needs}"
-    return found.size, [answer, *notes]
+    next_needs = format_nbytes(needs(found + 1))
+    answer = f"{words} {found:,} is the largest that fits: {found + 1:,} needs {next_needs}"
+    return found, [answer, *notes]
 
 
 def _calibrate(options: argparse.Namespace) -> int:

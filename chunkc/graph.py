@@ -267,7 +267,7 @@ class CompiledGraph:
         plan = planned.plan.beginning_with(session.staying_gradients()).beside_less(gone_nbytes)
         run = Run(session.store, measurement, settled=partial(session.early.settled, session))
         outputs = planned.phases[phase].executable(arguments, run)
-        session.record(phase, self, plan, measurement)
+        session.record(phase, plan, measurement)
         return outputs
 
 

@@ -11,52 +11,52 @@ from torch._logging import trace_structured
 from chunkc.capture import Capture
 from chunkc.captured import Captured
 from chunkc.ir.chunks import ChunkLayout
-from chunkc.ir.errors import format_nbytes
 from chunkc.ir.plan import Plan
+from chunkc.ir.units import format_nbytes
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def log_capture(capture: Capture) -> None:
     """What AOTAutograd and the partitioner made."""
     for phase, graph in (("forward", capture.forward), ("backward", capture.backward)):
         if graph is not None:
-            log.info("captured %s: %d nodes", phase, len(graph.graph.nodes))
-            log.debug("captured %s:\n%s", phase, graph.code)
+            logger.info("captured %s: %d nodes", phase, len(graph.graph.nodes))
+            logger.debug("captured %s:\n%s", phase, graph.code)
 
 
 def log_build(captured: Captured, layout: ChunkLayout) -> None:
     """How parameters were laid into chunks and graphs cut into segments."""
-    log.info(
+    logger.info(
         "layout: %d chunks of %s, %d small parameters stay",
         len(layout.groups),
         format_nbytes(layout.chunk_nbytes),
         len(layout.small),
     )
     for group in layout.groups:
-        log.debug("chunk group %d: %s", group.index, ", ".join(s.spec.name for s in group.slices))
+        logger.debug("chunk group %d: %s", group.index, ", ".join(s.spec.name for s in group.slices))
     for program in captured.programs.values():
         distinct = len({call.segment for call in program.calls})
         how = "whole" if captured.whole else "in segments"
-        log.info("%s, %s: %d calls of %d distinct segments", program.phase, how, len(program.calls), distinct)
+        logger.info("%s, %s: %d calls of %d distinct segments", program.phase, how, len(program.calls), distinct)
     for name, memory in captured.memories.items():
         peak = max(memory.steps, key=lambda step: step.nbytes)
-        log.debug("%s: %s at %s", name, format_nbytes(peak.nbytes), peak.op)
+        logger.debug("%s: %s at %s", name, format_nbytes(peak.nbytes), peak.op)
 
 
 def log_plan(plan: Plan, graphs: Mapping[str, fx.GraphModule]) -> None:
     """The plan, and the graphs with their chunk nodes."""
-    log.info(
+    logger.info(
         "plan: budget %s, minimum %s, predicted peak %s at %s %s, %d resident groups",
         *map(format_nbytes, (plan.budget_nbytes, plan.minimum_nbytes, plan.predicted_peak_nbytes)),
         plan.peak.name,
         plan.peak.module,
         len(plan.resident),
     )
-    log.debug("%s", plan)
+    logger.debug("%s", plan)
     _artifact("chunkc_plan", str(plan))
     for phase, graph in graphs.items():
-        log.debug("%s with chunk nodes:\n%s", phase, graph.code)
+        logger.debug("%s with chunk nodes:\n%s", phase, graph.code)
         _artifact(f"chunkc_{phase}", graph.code)
 
 

@@ -17,17 +17,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from chunkc.ir.errors import OptionsError
+from chunkc.ir.units import NUMBER, parse_nbytes
 
 MIN_CHUNK_NBYTES = 4 * 1024
 AUTO_BUDGET = Fraction(9, 10)
 """The part of the available memory that `memory_budget="auto"` takes."""
 
-_DECIMAL = {f"{prefix}b": 1000**power for power, prefix in enumerate(("", "k", "m", "g", "t"))}
-_BINARY = {f"{prefix}ib": 1024**power for power, prefix in enumerate(("k", "m", "g", "t"), start=1)}
-_UNITS = _DECIMAL | _BINARY
-_NUMBER = r"([0-9]{1,18}(?:\.[0-9]{1,18})?)"
-_SIZE = re.compile(rf"{_NUMBER}\s*({'|'.join(_UNITS)})", re.IGNORECASE)
-_PERCENT = re.compile(rf"{_NUMBER}\s*%")
+_PERCENT = re.compile(rf"{NUMBER}\s*%")
 
 _ALLOWED = {
     "memory_budget": 'a positive int of bytes, a size such as "6GiB", "6GB" or "512MiB", '
@@ -182,10 +178,7 @@ def parse_size(text: str, name: str) -> int:
 def _size_nbytes(value: object, *, at_least: int) -> int:
     """Bytes of an int or of a string such as "1.5GiB" (a fraction of a byte is cut off)."""
     if isinstance(value, str):
-        match = _SIZE.fullmatch(value.strip())
-        if match is None:
-            raise ValueError("not a size")
-        value = int(Fraction(match[1]) * _UNITS[match[2].lower()])
+        value = parse_nbytes(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("not a whole number of bytes")
     if value < at_least:

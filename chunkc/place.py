@@ -46,7 +46,7 @@ def place(
     target = parse_device(device)
     named = dict(model.named_parameters())
     if not named:
-        raise OptionsError("the model has no parameters to place")
+        raise OptionsError("the model has no parameters to place: compile it as it is")
     for name, parameter in named.items():
         if parameter.device.type != "cpu":
             raise UnsupportedError(
@@ -54,7 +54,10 @@ def place(
                 '(`model.to_empty(device="cpu")`, then initialise or load)'
             )
         if owner(parameter) is not None:
-            raise UnsupportedError(f"{name} is placed or compiled already")
+            raise UnsupportedError(
+                f"{name} is placed or compiled already: there is nothing to place (for another home, make the model "
+                "anew)"
+            )
     options = parse_options({"home": home, "disk_holds": disk_holds, "chunk_size": chunk_size, "debug": debug})
     session = Session(options, device=target)
     layout = session.extend_layout(

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from chunkc.ir.errors import ChunkcError, format_nbytes
+from chunkc.ir.errors import ChunkcError
+from chunkc.ir.units import format_nbytes
 from chunkc.session import Session, sessions_of
 
 

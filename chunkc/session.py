@@ -76,9 +76,8 @@ class LiveValues:
 
 @dataclass(frozen=True)
 class Record:
-    """The latest run of a phase: who ran it, by which plan, and what was measured."""
+    """The latest run of a phase: by which plan, and what was measured."""
 
-    graph: object
     plan: Plan
     measurement: Measurement
 
@@ -222,9 +221,9 @@ class Session:
         """Whether no group has been sent home already by another graph's plan."""
         return self.unplanned or self.store.resident == frozenset(g.index for g in self.store.layout.groups)
 
-    def record(self, phase: str, graph: object, plan: Plan, measurement: Measurement) -> None:
+    def record(self, phase: str, plan: Plan, measurement: Measurement) -> None:
         """Keep what a run measured."""
-        self.records[phase] = Record(graph, plan, measurement)
+        self.records[phase] = Record(plan, measurement)
         predicted = [moment.nbytes for moment in plan.moments if moment.phase == phase]
         self.predicted_peak_nbytes = max([self.predicted_peak_nbytes, *predicted])
         self.compute_s += measurement.compute_s

@@ -29,10 +29,6 @@ class Variants:
         self.for_any_shapes: Callable[[Sequence[Any]], Variant] | None = None
         """Compiles for other parameters of the same layout once for all shapes; None where each shape is compiled."""
 
-    @property
-    def num_variants(self) -> int:
-        return len(self._variants)
-
     def compile(self, inputs: Sequence[Any], *, any_shapes: bool = False) -> Variant:
         """Compile for these inputs: those of them that are parameters, and, unless it serves any, their shapes."""
         return self.add(self.compile_for(inputs), inputs, any_shapes=any_shapes)

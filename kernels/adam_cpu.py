@@ -132,7 +132,7 @@ def adam_chunk_update(
         scalars, scale, key, first_element: as for the reference.
 
     Raises:
-        ValueError: a tensor is not on the CPU, or see `check_adam_slots` and `check_runs`.
+        ValueError: a tensor is not on the CPU, or see `check_adam_update` and `check_runs`.
     """
     checked = checked_runs(fmt, slots, runs, scalars, scale, key, first_element)
     if not slots.param.is_cpu:

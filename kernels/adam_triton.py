@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from chunkc.kernels.formats import (
     GradScale,
     RoundingKey,
     Run,
-    check_adam_slots,
+    check_adam_update,
     check_runs,
     mark_written,
 )
@@ -121,9 +120,11 @@ def adam_update(
     arguments = launch_arguments(fmt, slots, work, scalars, scale=scale, key=key, first_element=first_element)
     num_programs = len(work.rows)
     if num_programs:
-        kernel = _kernels(slots.param.device.type).adam_kernel
+        require_triton(slots.param.device, "chunkc.kernels.adam_cpu")
+        from chunkc.kernels.adam_triton_kernel import adam_kernel
+
         with torch.cuda.device_of(slots.param):
-            kernel[(num_programs,)](**arguments, **_launch_options_on(slots.param.device))
+            adam_kernel[(num_programs,)](**arguments, **launch_options_on(slots.param.device))
         mark_written(slots)
 
 
@@ -142,7 +143,7 @@ def launch_arguments(
     Raises:
         ValueError: a tensor does not fit the format or the work table.
     """
-    check_adam_slots(fmt, slots, scalars, scale, key, first_element)
+    check_adam_update(fmt, slots, scalars, scale, key, first_element)
     if work.num_elements > slots.param.numel() or work.num_groups > len(scalars):
         raise ValueError(
             f"the work table is for {work.num_elements} elements and {work.num_groups} groups, the slots have "
@@ -188,7 +189,8 @@ def launch_options(backend: str, warp_size: int) -> dict[str, Any]:
 
 
 @functools.cache
-def _launch_options_on(device: torch.device) -> dict[str, Any]:
+def launch_options_on(device: torch.device) -> dict[str, Any]:
+    """`launch_options` of a device. They are asked for at every launch."""
     warp_size = torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
     return launch_options("hip" if torch.version.hip else "cuda", warp_size)
 
@@ -202,16 +204,20 @@ def _code_tables(device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.float32, device=device)
 
 
-def _kernels(device_type: str) -> ModuleType:
+def require_triton(device: torch.device, cpu_module: str) -> None:
+    """Check that Triton can compile for the device, or is interpreted.
+
+    Args:
+        cpu_module: whose updates the message recommends for a CPU.
+
+    Raises:
+        UnsupportedError: Triton is not installed, or does not compile for the device.
+    """
     try:
         import triton
     except ImportError as error:
         raise UnsupportedError("updates in Triton need it installed: pip install 'triton>=3.6'") from error
-    interpreted = triton.knobs.runtime.interpret
-    if device_type != "cuda" and not interpreted:
+    if device.type != "cuda" and not triton.knobs.runtime.interpret:
         raise UnsupportedError(
-            f"updates in Triton need tensors on a GPU, got {device_type!r}; on the CPU use chunkc.kernels.adam_cpu"
+            f"updates in Triton need tensors on a GPU, got {device.type!r}; on the CPU use {cpu_module}"
         )
-    from chunkc.kernels import adam_triton_kernel
-
-    return adam_triton_kernel

@@ -12,8 +12,11 @@ import triton.language as tl
 from chunkc.kernels import rounding
 from chunkc.kernels.adam_triton import UNIT
 from chunkc.kernels.formats import QUANT_BLOCK
+from chunkc.kernels.hyper import AdamScalars
 
 _UNIT = tl.constexpr(UNIT)
+_NUM_SCALARS = tl.constexpr(len(AdamScalars._fields))
+_NUM_COLUMNS = tl.constexpr(3)
 _QUANT_BLOCK = tl.constexpr(QUANT_BLOCK)
 _MIX_FACTOR_0 = tl.constexpr(rounding.MIX_FACTORS[0])
 _MIX_FACTOR_1 = tl.constexpr(rounding.MIX_FACTORS[1])
@@ -56,10 +59,10 @@ def adam_kernel(
 
     `code_tables` is fp32 `[4, 256]`: values, then midpoints, of signed codes, then of unsigned ones.
     """
-    row = work + tl.program_id(0).to(tl.int64) * 3
+    row = work + tl.program_id(0).to(tl.int64) * _NUM_COLUMNS
     begin = tl.load(row)
     end = tl.load(row + 1)
-    group_scalars = scalars + tl.load(row + 2) * 9
+    group_scalars = scalars + tl.load(row + 2) * _NUM_SCALARS
     if found_inf is not None:
         end = tl.where(tl.load(found_inf) == 0, end, begin)
     factor = tl.full((), 1.0, tl.float32)

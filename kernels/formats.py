@@ -101,13 +101,6 @@ class AdamFormat:
         """Elements of the chunk group that runs must begin at a multiple of."""
         return QUANT_BLOCK if self.quantised else 1
 
-    @property
-    def state_nbytes_per_element(self) -> float:
-        """Bytes of master and moments per element, scales included."""
-        scales = 2 * 4 / QUANT_BLOCK if self.quantised else 0
-        master = 0 if self.master_dtype is None else self.master_dtype.itemsize
-        return 2 * self.moment_dtype.itemsize + master + scales
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdamSlots:
@@ -206,7 +199,49 @@ def num_quant_blocks(num_elements: int) -> int:
     return -(-num_elements // QUANT_BLOCK)
 
 
-def check_adam_slots(
+def check_adam_slots(fmt: AdamFormat, slots: AdamSlots, scale: GradScale) -> None:
+    """Check a tile's tensors and what its gradients are scaled with.
+
+    Raises:
+        ValueError: a tensor has another dtype, shape or device than the format says, is missing or in excess.
+    """
+    num_elements, device = slots.param.numel(), slots.param.device
+    scale_shape = (num_quant_blocks(num_elements),) if fmt.quantised else None
+    wanted: list[tuple[str, Tensor | None, torch.dtype, tuple[int, ...] | None]] = [
+        ("param", slots.param, fmt.param_dtype, (num_elements,)),
+        ("grad", slots.grad, fmt.grad_dtype, (num_elements,)),
+        ("exp_avg", slots.exp_avg, fmt.moment_dtype, (num_elements,)),
+        ("exp_avg_sq", slots.exp_avg_sq, fmt.moment_dtype, (num_elements,)),
+        ("master", slots.master, fmt.master_dtype or torch.float32, (num_elements,) if fmt.master else None),
+        ("exp_avg_scale", slots.exp_avg_scale, torch.float32, scale_shape),
+        ("exp_avg_sq_scale", slots.exp_avg_sq_scale, torch.float32, scale_shape),
+    ]
+    for name in ("unscale", "clip", "found_inf"):
+        tensor = getattr(scale, name)
+        wanted.append((name, tensor, torch.float32, () if tensor is not None else None))
+    for name, tensor, dtype, shape in wanted:
+        if (tensor is None) != (shape is None):
+            raise ValueError(f"{name} is {'missing' if tensor is None else 'not wanted'} for {fmt}")
+        if tensor is not None and shape is not None:
+            check_tensor(name, tensor, dtype, shape, device)
+
+
+def check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    """Check one tensor of an update on `device`.
+
+    Raises:
+        ValueError: it has another dtype, shape or device, or is not contiguous.
+    """
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous {dtype} of shape {shape}, got {tensor.dtype} of shape "
+            f"{tuple(tensor.shape)} with strides {tensor.stride()}"
+        )
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, param on {device}; an update runs on one device")
+
+
+def check_adam_update(
     fmt: AdamFormat,
     slots: AdamSlots,
     scalars: Tensor,
@@ -222,35 +257,11 @@ def check_adam_slots(
         first_element: index in the chunk group of the tile's first element.
 
     Raises:
-        ValueError: a tensor has another dtype, shape or device than the format says, is missing or in excess.
+        ValueError: see `check_adam_slots`; also of the scalars, the key and the first element.
     """
-    num_elements, device = slots.param.numel(), slots.param.device
-    scale_shape = (num_quant_blocks(num_elements),) if fmt.quantised else None
-    wanted: list[tuple[str, Tensor | None, torch.dtype, tuple[int, ...] | None]] = [
-        ("param", slots.param, fmt.param_dtype, (num_elements,)),
-        ("grad", slots.grad, fmt.grad_dtype, (num_elements,)),
-        ("exp_avg", slots.exp_avg, fmt.moment_dtype, (num_elements,)),
-        ("exp_avg_sq", slots.exp_avg_sq, fmt.moment_dtype, (num_elements,)),
-        ("master", slots.master, fmt.master_dtype or torch.float32, (num_elements,) if fmt.master else None),
-        ("exp_avg_scale", slots.exp_avg_scale, torch.float32, scale_shape),
-        ("exp_avg_sq_scale", slots.exp_avg_sq_scale, torch.float32, scale_shape),
-        ("scalars", scalars, torch.float32, (scalars.shape[0], len(AdamScalars._fields)) if scalars.dim() else (0, 0)),
-    ]
-    for name in ("unscale", "clip", "found_inf"):
-        tensor = getattr(scale, name)
-        wanted.append((name, tensor, torch.float32, () if tensor is not None else None))
-    for name, tensor, dtype, shape in wanted:
-        if (tensor is None) != (shape is None):
-            raise ValueError(f"{name} is {'missing' if tensor is None else 'not wanted'} for {fmt}")
-        if tensor is None:
-            continue
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous {dtype} of shape {shape}, got {tensor.dtype} of shape "
-                f"{tuple(tensor.shape)} with strides {tensor.stride()}"
-            )
-        if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}, param on {device}; an update runs on one device")
+    check_adam_slots(fmt, slots, scale)
+    num_groups = scalars.shape[0] if scalars.dim() else 0
+    check_tensor("scalars", scalars, torch.float32, (num_groups, len(AdamScalars._fields)), slots.param.device)
     if fmt.stochastic != (key is not None):
         raise ValueError("a rounding key is needed for rounding='stochastic', and for nothing else")
     if first_element < 0 or first_element % fmt.run_alignment:
@@ -289,9 +300,9 @@ def checked_runs(
     """Check all that an update of a tile takes, and leave out runs without elements.
 
     Raises:
-        ValueError: see `check_adam_slots` and `check_runs`.
+        ValueError: see `check_adam_update` and `check_runs`.
     """
-    check_adam_slots(fmt, slots, scalars, scale, key, first_element)
+    check_adam_update(fmt, slots, scalars, scale, key, first_element)
     check_runs(runs, fmt, num_elements=slots.param.numel(), num_groups=len(scalars))
     return [run for run in runs if run.end > run.begin]
 

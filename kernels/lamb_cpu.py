@@ -14,7 +14,7 @@ from torch import Tensor
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale
 from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS, Pass, compile_pass, host_empty, host_tensor
 from chunkc.kernels.lamb_formats import ROW, LambPiece, LambScalars, LambWork
-from chunkc.kernels.lamb_host import apply_stage, both_stages, moments_stage
+from chunkc.kernels.lamb_host import apply_stage, moments_stage
 from chunkc.kernels.lamb_reference import lamb_direction, lamb_new_moments
 
 _ONE = host_tensor(1.0, np.float32)
@@ -76,9 +76,6 @@ def lamb_apply(
         tensors = _apply_arguments(slots, piece, scalars, partials)
         parallel = piece.end - piece.begin >= SERIAL_NUM_ELEMENTS
         _apply_pass(fmt.param_dtype, fmt.master, parallel)(tensors)
-
-
-lamb_update = both_stages(lamb_moments, lamb_apply)
 
 
 def warm_up(fmt: AdamFormat) -> None:

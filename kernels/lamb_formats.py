@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run, check_adam_slots
+from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run, check_adam_slots, check_tensor
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.kernels.hyper import check_ranges
 
@@ -132,10 +132,6 @@ class LambWork:
     num_groups: int
     num_partials: int
 
-    def to(self, device: torch.device | str) -> LambWork:
-        """The same work on another device."""
-        return self.with_rows(self.rows.to(device))
-
     def with_rows(self, rows: Tensor) -> LambWork:
         """The same work, its rows in another place."""
         return replace(self, rows=rows)
@@ -219,8 +215,7 @@ def check_lamb(
     """
     if fmt.moments != "float32" or fmt.rounding != "nearest" or fmt.split:
         raise ValueError(f"LAMB needs moments='float32', rounding='nearest' and split=False, got {fmt}")
-    check_adam_slots(fmt, slots, scalars.new_empty(0, 9), scale, None, 0)  # the scalars are others: see below
-    device = slots.param.device
+    check_adam_slots(fmt, slots, scale)
     if slots.param.numel() != work.num_elements:
         raise ValueError(f"the work is for a tile of {work.num_elements} elements, the slots have {len(slots.param)}")
     for name, tensor, dtype, shape in (
@@ -228,7 +223,4 @@ def check_lamb(
         ("partials", partials, torch.float32, (2, work.num_partials)),
         ("work.rows", work.rows, torch.int64, tuple(work.rows.shape)),
     ):
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous {dtype} of shape {shape}, got {tuple(tensor.shape)}")
-        if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}, param on {device}; an update runs on one device")
+        check_tensor(name, tensor, dtype, shape, slots.param.device)

@@ -1,4 +1,4 @@
-"""What every LAMB does around its stages: the checks before, tensors' versions after, both stages in one call."""
+"""What every LAMB does around its stages: the checks before, tensors' versions after."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale
-from chunkc.kernels.lamb_formats import LambWork, check_lamb, new_partials
+from chunkc.kernels.lamb_formats import LambWork, check_lamb
 
 Run = Callable[[AdamFormat, AdamSlots, LambWork, Tensor, Tensor, GradScale], None]
 """One implementation of a stage: checked (format, slots, work, scalars, partials, scale)."""
@@ -28,18 +28,6 @@ class Stage(Protocol):
         partials: Tensor,
         *,
         scale: GradScale = NO_SCALE,
-    ) -> None: ...
-
-
-class Update(Protocol):
-    """Both stages of a tile in which all its tensors lie altogether.
-
-    Raises:
-        ValueError, UnsupportedError: see the stages.
-    """
-
-    def __call__(
-        self, fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, *, scale: GradScale = NO_SCALE
     ) -> None: ...
 
 
@@ -72,16 +60,3 @@ def _stage(run: Run, written: Callable[[AdamSlots, Tensor], tuple[Tensor | None,
         torch.autograd.graph.increment_version(changed)
 
     return stage
-
-
-def both_stages(moments: Stage, apply: Stage) -> Update:
-    """The two as one update."""
-
-    def update(
-        fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, *, scale: GradScale = NO_SCALE
-    ) -> None:
-        partials = new_partials(work, slots.param.device)
-        moments(fmt, slots, work, scalars, partials, scale=scale)
-        apply(fmt, slots, work, scalars, partials, scale=scale)
-
-    return update

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale
 from chunkc.kernels.lamb_formats import LambPiece, LambScalars, LambWork
-from chunkc.kernels.lamb_host import apply_stage, both_stages, moments_stage
+from chunkc.kernels.lamb_host import apply_stage, moments_stage
 
 
 @moments_stage
@@ -84,9 +84,6 @@ def lamb_apply(
         if slots.master is not None:
             _store(slots.master[part], new_target, scale)
         _store(slots.param[part], new_target.to(slots.param.dtype), scale)
-
-
-lamb_update = both_stages(lamb_moments, lamb_apply)
 
 
 def lamb_new_moments(wide: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: LambScalars) -> tuple[Tensor, Tensor]:

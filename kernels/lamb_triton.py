@@ -6,17 +6,15 @@ code runs on CPU tensors, slowly: for tests.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from chunkc.ir.errors import UnsupportedError
-from chunkc.kernels.adam_triton import BLOCK, RAGGED_BLOCK, launch_options
+from chunkc.kernels.adam_triton import BLOCK, RAGGED_BLOCK, launch_options_on, require_triton
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale
 from chunkc.kernels.lamb_formats import LambWork
-from chunkc.kernels.lamb_host import apply_stage, both_stages, moments_stage
+from chunkc.kernels.lamb_host import apply_stage, moments_stage
 
 
 @moments_stage
@@ -49,9 +47,6 @@ def lamb_apply(
     """
     arguments = apply_arguments(fmt, slots, work, scalars, partials, scale)
     _launch("lamb_apply_kernel", slots, work, arguments)
-
-
-lamb_update = both_stages(lamb_moments, lamb_apply)
 
 
 def moments_arguments(
@@ -87,24 +82,10 @@ def apply_arguments(
 
 
 def _launch(name: str, slots: AdamSlots, work: LambWork, arguments: dict[str, Any]) -> None:
-    kernels, device = _kernels(slots.param.device.type), slots.param.device
-    if len(work.rows) == 0:
-        return
-    warp_size = torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
-    options = launch_options("hip" if torch.version.hip else "cuda", warp_size)
-    with torch.cuda.device_of(slots.param):
-        getattr(kernels, name)[(len(work.rows),)](**arguments, **options)
-
-
-def _kernels(device_type: str) -> ModuleType:
-    try:
-        import triton
-    except ImportError as error:
-        raise UnsupportedError("updates in Triton need it installed: pip install 'triton>=3.6'") from error
-    if device_type != "cuda" and not triton.knobs.runtime.interpret:
-        raise UnsupportedError(
-            f"updates in Triton need tensors on a GPU, got {device_type!r}; on the CPU use chunkc.kernels.lamb_cpu"
-        )
+    require_triton(slots.param.device, "chunkc.kernels.lamb_cpu")
     from chunkc.kernels import lamb_triton_kernel
 
-    return lamb_triton_kernel
+    if len(work.rows):
+        kernel = getattr(lamb_triton_kernel, name)
+        with torch.cuda.device_of(slots.param):
+            kernel[(len(work.rows),)](**arguments, **launch_options_on(slots.param.device))

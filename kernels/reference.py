@@ -101,7 +101,7 @@ def adam_chunk_update(
         first_element: index in the chunk group of the tile's first element.
 
     Raises:
-        ValueError: see `check_adam_slots` and `check_runs`.
+        ValueError: see `check_adam_update` and `check_runs`.
     """
     for run in checked_runs(fmt, slots, runs, scalars, scale, key, first_element):
         _update_run(fmt, slots, run, AdamScalars.of(scalars[run.group]), scale, key, first_element)

@@ -1,8 +1,8 @@
 """What torch's CUDA caching allocator makes of a request, and what cuBLAS keeps: pure functions of sizes.
 
-Sources: `c10/core/AllocatorConfig.h` and `c10/cuda/CUDACachingAllocator.cpp` (`round_size`, `should_split`,
-`get_allocation_size`), `aten/src/ATen/cuda/CublasHandlePool.cpp` (`parseChosenWorkspaceSize`) and
-`aten/src/ATen/cuda/CUDABlas.cpp` (`_parseChosenWorkspaceSize`) of PyTorch 2.11 to 2.13.
+Sources: `c10/core/AllocatorConfig.h` and `c10/cuda/CUDACachingAllocator.cpp` (`round_size`, `should_split`),
+`aten/src/ATen/cuda/CublasHandlePool.cpp` (`parseChosenWorkspaceSize`) and `aten/src/ATen/cuda/CUDABlas.cpp`
+(`_parseChosenWorkspaceSize`) of PyTorch 2.11 to 2.13.
 
 Plans reckon with expandable segments (`PYTORCH_ALLOC_CONF=expandable_segments:True`, which `bench/on_gpu.sh` and the
 tests on a GPU set; without it a session warns): every block is what was asked for, rounded to 512 bytes; what one chunk
@@ -19,14 +19,6 @@ import re
 GRANULE_NBYTES = 512
 """Every block is a multiple of this."""
 
-SMALL_NBYTES = 1 << 20
-"""Requests up to this come from segments for small ones."""
-
-SMALL_SEGMENT_NBYTES = 2 << 20
-LARGE_SEGMENT_NBYTES = 20 << 20
-MIN_LARGE_NBYTES = 10 << 20
-SEGMENT_GRANULE_NBYTES = 2 << 20
-
 _KIB = 1024
 _CONFIG = re.compile(r":([0-9]+):([0-9]+)")
 _LT_DEFAULT_KIB = 1024
@@ -36,28 +28,6 @@ _HOPPER = 9
 def rounded_nbytes(nbytes: int, granule_nbytes: int = GRANULE_NBYTES) -> int:
     """Bytes that a request of `nbytes` takes where its block can be split exactly; nothing for nothing."""
     return -(-nbytes // granule_nbytes) * granule_nbytes
-
-
-def block_bounds(nbytes: int, *, expandable_segments: bool) -> tuple[int, int]:
-    """The least and the most bytes of the block that serves a request of `nbytes`.
-
-    A block is split if what is left of it is large enough to serve others: 512 bytes among small requests and in
-    expandable segments, more than 1 MiB otherwise. So without expandable segments a large request may keep up to 1 MiB
-    that it did not ask for.
-    """
-    least = rounded_nbytes(nbytes)
-    exact = expandable_segments or least <= SMALL_NBYTES
-    return least, least if exact else least + SMALL_NBYTES
-
-
-def segment_nbytes(nbytes: int) -> int:
-    """Bytes that the allocator asks CUDA for when no cached block serves a request (without expandable segments)."""
-    wanted = rounded_nbytes(nbytes)
-    if wanted <= SMALL_NBYTES:
-        return SMALL_SEGMENT_NBYTES
-    if wanted < MIN_LARGE_NBYTES:
-        return LARGE_SEGMENT_NBYTES
-    return rounded_nbytes(wanted, SEGMENT_GRANULE_NBYTES)
 
 
 def cublas_workspace_nbytes(capability: tuple[int, int], config: str | None = None) -> int:

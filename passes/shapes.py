@@ -109,7 +109,7 @@ class _Translated(Shapes, ABC):
 
 
 class ShapesAt(_Translated):
-    """Sizes at given values of the symbols."""
+    """Sizes at given values of the symbols: what tests compare `SymbolicShapes` with."""
 
     def __init__(self, values: Mapping[sympy.Symbol, int]) -> None:
         super().__init__(FakeTensorMode())
@@ -170,7 +170,8 @@ def _evaluated(expression: sympy.Expr, values: Mapping[sympy.Symbol, int]) -> sy
     if missing:
         names = ", ".join(sorted(map(str, missing)))
         raise UnsupportedError(
-            f"a size depends on the values of tensors ({names}); chunkc plans sizes that shapes decide"
+            f"a size depends on the values of tensors ({names}); chunkc plans sizes that shapes decide: "
+            "compute it in a function under torch.compiler.disable"
         )
     found = expression.xreplace({symbol: sympy.Integer(value) for symbol, value in values.items()})
     assert found.is_number, found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 import sympy
@@ -65,10 +65,3 @@ def region(shape_env: ShapeEnv) -> tuple[sympy.Basic, ...]:
     found += [sympy.Eq(symbol, value) for symbol, value in shape_env.replacements.items()]
     found += [guard.expr for guard in shape_env.guards]
     return tuple(dict.fromkeys(condition for condition in found if condition is not sympy.true))
-
-
-def holds(conditions: Iterable[sympy.Basic], values: Mapping[sympy.Symbol, int]) -> bool:
-    """Whether all conditions hold where the symbols have these values. Conditions on other symbols are left out."""
-    numbers = {symbol: sympy.Integer(value) for symbol, value in values.items()}
-    known = [condition for condition in conditions if condition.free_symbols <= numbers.keys()]
-    return all(condition.xreplace(numbers) is sympy.true for condition in known)

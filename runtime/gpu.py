@@ -148,7 +148,10 @@ class TorchGpu:
     def view(self, address: int, nbytes: int, owner: object) -> torch.Tensor:
         flat = torch.as_tensor(_HostMemory(address, nbytes, owner), device=self.device)
         if flat.data_ptr() != address:  # torch copied: it took the memory for another device's
-            raise UnsupportedError(f"{self.device} cannot address pinned host memory in place")
+            raise UnsupportedError(
+                f"{self.device} cannot address pinned host memory in place; make it the only device that the process "
+                "sees (CUDA_VISIBLE_DEVICES), or train on the CPU"
+            )
         return flat
 
     def cannot_view_pageable(self) -> str | None:

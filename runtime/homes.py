@@ -25,7 +25,8 @@ from dataclasses import dataclass
 
 import torch
 
-from chunkc.ir.errors import HomeError, OptionsError, format_nbytes
+from chunkc.ir.errors import HomeError, OptionsError
+from chunkc.ir.units import format_nbytes
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from collections.abc import Sequence
 
 import torch
 
-from chunkc.ir.errors import HomeError, format_nbytes
+from chunkc.ir.errors import HomeError
+from chunkc.ir.units import format_nbytes
 from chunkc.runtime.gpu import Gpu
 from chunkc.runtime.homes import Home, Mapping, Region, home_view_span, map_memory
 

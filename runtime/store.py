@@ -52,7 +52,10 @@ class ChunkStore(ChunkSlots):
         """
         parameter = self._parameters[name]()
         if parameter is None:
-            raise UnsupportedError(f"parameter {name} no longer exists, but code compiled for it still runs")
+            raise UnsupportedError(
+                f"parameter {name} no longer exists, but code compiled for it still runs; keep the model alive, or "
+                "compile the new one"
+            )
         return parameter
 
     def parameters(self) -> dict[str, nn.Parameter]:

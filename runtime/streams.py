@@ -57,12 +57,6 @@ class Event:
         """Whether the job has ended badly, or its thread died. Tells nobody: `wait` and `drain` still raise."""
         return self._error is not None or (not self._finished.is_set() and not self._thread.is_alive())
 
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds that the job itself ran, without what it waited for; 0 if it never did. Once it is done."""
-        assert self.done(), "elapsed_s of a job that has not ended"
-        return self._elapsed_s
-
     def wait(self) -> None:
         """Block the calling thread until the job has ended. May be called often, by any thread.
 

@@ -82,11 +82,6 @@ class HomeUpdates:
         atexit.register(at_exit)
         weakref.finalize(self, atexit.unregister, at_exit).atexit = False
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds that updates have taken in all, as far as they have ended."""
-        return self._stream.busy_s
-
     def begin(self, group: int, job: Callable[[], object], *, label: str, after: Sequence[Mark] = ()) -> None:
         """Update a group once all of `after` is over, and every update begun before. Never blocks.
 

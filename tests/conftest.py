@@ -32,6 +32,7 @@ _HELPERS = (
     "passes/metering",
     "passes/convolution_cases",
     "kernels/adam_cases",
+    "kernels/lamb_cases",
     "kernels/offline",
     "passes/cuda_wrappers",
     "passes/symbolic_runs",

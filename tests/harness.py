@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from zoo import CASES, Case
 
 import chunkc
 import chunkc.backend
+from chunkc.graph import CompiledGraph
 from chunkc.runtime import cpu_allocator
 from chunkc.session import Session, owner
 
@@ -35,6 +38,20 @@ TINY = 4096
 Arrays = dict[str, np.ndarray]
 Optimizer = torch.optim.Optimizer
 OptimizerFactory = Callable[[Any], Optimizer]
+
+
+@contextmanager
+def graphs_made() -> Iterator[list[CompiledGraph]]:
+    """The graphs that the backend makes inside the block, in order."""
+    made: list[CompiledGraph] = []
+    init = CompiledGraph.__init__
+
+    def noting(graph: CompiledGraph, *args: Any) -> None:
+        init(graph, *args)
+        made.append(graph)
+
+    with mock.patch.object(CompiledGraph, "__init__", noting):
+        yield made
 
 
 def adamw(parameters: Any) -> Optimizer:

@@ -226,12 +226,12 @@ def test_a_model_is_placed_once() -> None:
 def test_a_compiled_model_is_not_placed() -> None:
     model = build()
     compiled(model)(batch())
-    with pytest.raises(chunkc.UnsupportedError, match="compiled already"):
+    with pytest.raises(chunkc.UnsupportedError, match=r"compiled already: there is nothing to place.*anew"):
         chunkc.place(model)
 
 
 def test_nothing_to_place() -> None:
-    with pytest.raises(chunkc.OptionsError, match="no parameters"):
+    with pytest.raises(chunkc.OptionsError, match="no parameters to place: compile it as it is"):
         chunkc.place(nn.ReLU())
 
 

@@ -22,7 +22,7 @@ from chunkc.explaining.optimizer_choice import ADAMW, OptimizerChoice
 from chunkc.explaining.replay import Replay
 from chunkc.explaining.updates import Updates
 from chunkc.ir.chunks import ChunkLayout, is_state
-from chunkc.ir.errors import OptionsError, UnsupportedError, format_nbytes
+from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.explanation import (
     Chunks,
     Explanation,
@@ -32,6 +32,7 @@ from chunkc.ir.hardware import Hardware
 from chunkc.ir.program import FORWARD
 from chunkc.ir.simulate import STAYING, in_ram, simulate, step_time, traffic
 from chunkc.ir.states import StateFormat
+from chunkc.ir.units import format_nbytes
 from chunkc.machines.presets import load_hardware
 from chunkc.optim.overlap_mode import NONE
 from chunkc.optim.update_on import DEVICE

@@ -8,7 +8,6 @@ about twice the plans of a bisection. Both ends of the answer are planned for th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from chunkc.ir.errors import BudgetError, OptionsError
 
@@ -19,15 +18,7 @@ FARTHEST_JUMP = 64
 """The next size to try is at most this many times the one that fitted."""
 
 
-@dataclass(frozen=True)
-class Largest:
-    """The largest size that fits. `needs_nbytes`: the smallest budgets of `size` and of `size + 1`."""
-
-    size: int
-    needs_nbytes: tuple[int, int]
-
-
-def largest(minimum_nbytes: Callable[[int], int], budget_nbytes: int) -> Largest:
+def largest(minimum_nbytes: Callable[[int], int], budget_nbytes: int) -> int:
     """The largest size whose smallest budget is within `budget_nbytes`.
 
     Args:
@@ -71,4 +62,4 @@ def largest(minimum_nbytes: Callable[[int], int], budget_nbytes: int) -> Largest
             if by_line and high - low > 1 and need(high - 1) <= budget_nbytes:
                 low = high - 1
         by_line = 2 * (high - low) <= before
-    return Largest(low, (need(low), need(high)))
+    return low

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TextIO
@@ -22,7 +21,6 @@ from chunkc.ir.explanation import Explanation
 
 __all__ = [
     "FORMATS",
-    "Format",
     "diff",
     "parse_json",
     "print_text",
@@ -37,24 +35,16 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Format:
-    """A way to show an explanation: `render` makes the whole text; `suffix` is usual for its files."""
-
-    render: Callable[[Explanation], str]
-    suffix: str
-    about: str
-
-
-FORMATS: Mapping[str, Format] = MappingProxyType(
+FORMATS: Mapping[str, Callable[[Explanation], str]] = MappingProxyType(
     {
-        "text": Format(render_text, ".txt", "fits or not, the peak, home, traffic and time, for a terminal"),
-        "json": Format(render_json, ".json", "all of it, under stable keys"),
-        "graph": Format(render_graph, ".py", "the FX graphs with their chunk nodes as code"),
-        "html": Format(render_html, ".html", "one page with memory and streams over time"),
-        "trace": Format(render_trace, ".json", "Chrome trace events, for ui.perfetto.dev"),
+        "text": render_text,
+        "json": render_json,
+        "graph": render_graph,
+        "html": render_html,
+        "trace": render_trace,
     }
 )
+"""What makes the whole text of an explanation, by the name of the format."""
 
 
 def render(explanation: Explanation, format: str = "text") -> str:
@@ -66,7 +56,7 @@ def render(explanation: Explanation, format: str = "text") -> str:
     """
     if format not in FORMATS:
         raise OptionsError(f"there is no format {format!r}: use one of {', '.join(FORMATS)}")
-    return FORMATS[format].render(explanation)
+    return FORMATS[format](explanation)
 
 
 def write(explanation: Explanation, format: str = "text", output: str | Path | TextIO | None = None) -> None:

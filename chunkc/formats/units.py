@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-BYTE_UNITS = (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
+from chunkc.ir.units import BINARY_UNITS
+
 _SECOND_UNITS = ((1.0, 1, "s"), (1e-3, 1e3, "ms"), (1e-6, 1e6, "us"))
 
 
 def short_nbytes(nbytes: int) -> str:
     """`5.61 GiB`; whole bytes below 1 KiB. The sign is kept."""
-    for unit, scale in BYTE_UNITS:
+    for unit, scale in BINARY_UNITS:
         if abs(nbytes) >= scale:
             return f"{nbytes / scale:,.2f} {unit}"
     return f"{nbytes:,} bytes"
@@ -16,7 +17,7 @@ def short_nbytes(nbytes: int) -> str:
 
 def byte_unit(nbytes: int) -> tuple[str, int]:
     """The unit to draw an axis in that ends at `nbytes`, and its bytes. The largest of which there are two or more."""
-    return next(((unit, scale) for unit, scale in BYTE_UNITS if nbytes >= 2 * scale), ("bytes", 1))
+    return next(((unit, scale) for unit, scale in BINARY_UNITS if nbytes >= 2 * scale), ("bytes", 1))
 
 
 def short_seconds(seconds: float) -> str:

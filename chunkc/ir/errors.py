@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-
-def format_nbytes(nbytes: int) -> str:
-    """Bytes as a person reads them, with the exact count: `1.50 MiB (1,572,864 bytes)`."""
-    size = float(nbytes)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{nbytes:,} bytes" if unit == "bytes" else f"{size:.2f} {unit} ({nbytes:,} bytes)"
+from chunkc.ir.units import format_nbytes
 
 
 class ChunkcError(RuntimeError):

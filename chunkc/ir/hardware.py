@@ -104,9 +104,9 @@ class Hardware:
             return self.fp16_flops_per_s or fp32
         return self.flops_per_s
 
-    def training_in(self, dtype: torch.dtype, *, tf32: bool = False) -> Self:
+    def training_in(self, dtype: torch.dtype) -> Self:
         """The same machine with `flops_per_s` for `dtype`, for a plan of a model in that dtype."""
-        return replace(self, flops_per_s=self.matrix_flops_per_s(dtype, tf32=tf32))
+        return replace(self, flops_per_s=self.matrix_flops_per_s(dtype))
 
     def link_seconds(self, to_device_nbytes: float, to_home_nbytes: float) -> float:
         """Seconds to copy both amounts when both directions start at once and go on while they have work.

@@ -145,9 +145,6 @@ class PhasePlan:
                     found[split_chunk_name(event.chunk)[1]] = (at, place)
         return found
 
-    def traffic_nbytes(self, kind: str) -> int:
-        return sum(event.nbytes for stop in self.stops for event in stop if event.kind == kind)
-
 
 @dataclass(frozen=True)
 class Plan:

@@ -25,6 +25,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import CPU, Hardware
+from chunkc.ir.units import BYTE_UNITS
 from chunkc.machines.datasheets import DATASHEETS, Efficiency
 
 PRESETS = ("cpu", *DATASHEETS)
@@ -131,10 +132,7 @@ def save_hardware(hardware: Hardware, path: Path) -> None:
         raise OptionsError(f"cannot write {path}: {error.strerror}") from error
 
 
-_BYTES = {f"{p}b": 1000**power for power, p in enumerate(("", "k", "m", "g", "t"))} | {
-    f"{p}ib": 1024**power for power, p in enumerate(("k", "m", "g", "t"), start=1)
-}
-_RATES = {f"{unit}/s": factor for unit, factor in _BYTES.items()}
+_RATES = {f"{unit}/s": factor for unit, factor in BYTE_UNITS.items()}
 _FLOPS = {f"{p}flop{s}": 10**power for p, power in (("g", 9), ("t", 12), ("p", 15)) for s in ("s", "/s")}
 _FIGURE = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([a-z/]*)", re.IGNORECASE)
 
@@ -155,7 +153,7 @@ def _figure(value: object, units: Mapping[str, int]) -> float:
 
 def _size(value: object) -> int:
     """Whole bytes. A context may be 0."""
-    return 0 if type(value) is int and value == 0 else int(_figure(value, _BYTES))
+    return 0 if type(value) is int and value == 0 else int(_figure(value, BYTE_UNITS))
 
 
 _Text = Annotated[str, Field(strict=True, min_length=1)]

@@ -32,14 +32,12 @@ class ModelSpec:
 
     Attributes:
         name: as in `MODELS`.
-        summary: one line for people.
         config: the sizes, with the default dtype.
         batch_size: examples in a batch unless said otherwise.
         seq_len: tokens in an example unless said otherwise; None for models of images.
     """
 
     name: str
-    summary: str
     config: ModelConfig
     batch_size: int
     seq_len: int | None
@@ -147,28 +145,28 @@ def _llama(num_layers: int, width: int, num_heads: int, inner_width: int, tied: 
 def _specs() -> Iterator[ModelSpec]:
     gpt2 = {"small": _gpt(12, 768, 12), "medium": _gpt(24, 1024, 16), "large": _gpt(36, 1280, 20)}
     for size, config in (gpt2 | {"xl": _gpt(48, 1600, 25)}).items():
-        yield ModelSpec(f"gpt2-{size}", f"GPT-2 {size}", config, 4, 1024)
+        yield ModelSpec(f"gpt2-{size}", config, 4, 1024)
     for billions, sizes in _PATRICKSTAR.items():
-        yield ModelSpec(f"gpt-{billions}b", f"PatrickStar's GPT, {sizes[0]} x {sizes[1]}", _gpt(*sizes), 4, 1024)
-    yield ModelSpec("t-nlg-17b", "Turing-NLG 17B's shape", _gpt(78, 4256, 28), 4, 1024)
+        yield ModelSpec(f"gpt-{billions}b", _gpt(*sizes), 4, 1024)
+    yield ModelSpec("t-nlg-17b", _gpt(78, 4256, 28), 4, 1024)
 
     bert_base = BertConfig(num_layers=12, width=768, num_heads=12)
     bert_large = BertConfig(num_layers=24, width=1024, num_heads=16)
-    yield ModelSpec("bert-base", "BERT base, masked language model", bert_base, 8, 512)
-    yield ModelSpec("bert-large", "BERT large, masked language model", bert_large, 8, 512)
+    yield ModelSpec("bert-base", bert_base, 8, 512)
+    yield ModelSpec("bert-large", bert_large, 8, 512)
 
     vit_base = VitConfig(num_layers=12, width=768, num_heads=12, patch=32)
     vit_large = VitConfig(num_layers=24, width=1024, num_heads=16, patch=16)
-    yield ModelSpec("vit-base-32", "ViT base, patches of 32, images of 224", vit_base, 32, None)
-    yield ModelSpec("vit-large", "ViT large, patches of 16, images of 224", vit_large, 32, None)
-    yield ModelSpec("vit-large-32", "ViT large, patches of 32, images of 224", replace(vit_large, patch=32), 32, None)
+    yield ModelSpec("vit-base-32", vit_base, 32, None)
+    yield ModelSpec("vit-large", vit_large, 32, None)
+    yield ModelSpec("vit-large-32", replace(vit_large, patch=32), 32, None)
 
-    yield ModelSpec("palm-8b", "PaLM 8B", PalmConfig(num_layers=32, width=4096, num_heads=16), 1, 2048)
-    yield ModelSpec("llama3-1b", "Llama 3.2 1B", _llama(16, 2048, 32, 8192, tied=True), 1, 4096)
-    yield ModelSpec("llama3-8b", "Llama 3 8B", _llama(32, 4096, 32, 14_336), 1, 4096)
-    yield ModelSpec("llama3-70b", "Llama 3 70B", _llama(80, 8192, 64, 28_672), 1, 4096)
+    yield ModelSpec("palm-8b", PalmConfig(num_layers=32, width=4096, num_heads=16), 1, 2048)
+    yield ModelSpec("llama3-1b", _llama(16, 2048, 32, 8192, tied=True), 1, 4096)
+    yield ModelSpec("llama3-8b", _llama(32, 4096, 32, 14_336), 1, 4096)
+    yield ModelSpec("llama3-70b", _llama(80, 8192, 64, 28_672), 1, 4096)
     mixtral = MixtralConfig(num_layers=32, width=4096, num_heads=32, num_kv_heads=8, inner_width=14_336)
-    yield ModelSpec("mixtral-8x7b", "Mixtral 8x7B's shape", mixtral, 1, 4096)
+    yield ModelSpec("mixtral-8x7b", mixtral, 1, 4096)
 
 
 MODELS: Mapping[str, ModelSpec] = MappingProxyType({spec.name: spec for spec in _specs()})

@@ -35,6 +35,7 @@ class _Adam(ChunkedOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        amsgrad: bool = False,
         *,
         maximize: bool = False,
         update_on: str = DEVICE,
@@ -45,7 +46,6 @@ class _Adam(ChunkedOptimizer):
         rounding_seed: int = 0,
         foreach: bool | None = None,
         fused: bool | None = None,
-        amsgrad: bool = False,
         capturable: bool = False,
         differentiable: bool = False,
     ) -> None:
@@ -184,9 +184,39 @@ class AdamW(_Adam):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        **options: Any,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        update_on: str = DEVICE,
+        overlap: str = NONE,
+        moments_dtype: torch.dtype | str = torch.float32,
+        master_weights: bool | str | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int = 0,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, **options)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            update_on=update_on,
+            overlap=overlap,
+            moments_dtype=moments_dtype,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
+            rounding_seed=rounding_seed,
+            foreach=foreach,
+            fused=fused,
+            capturable=capturable,
+            differentiable=differentiable,
+        )
 
 
 class Adam(_Adam):

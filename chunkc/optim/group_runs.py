@@ -66,7 +66,10 @@ def due_of(optimizer: Any) -> Due:
             if parameter.grad is None:
                 continue
             if parameter.grad.is_sparse:
-                raise UnsupportedError(f"{type(optimizer).__name__} does not support sparse gradients")
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__} does not support sparse gradients; make the embedding with "
+                    "sparse=False"
+                )
             due.changing.append(parameter)
             home = managing(parameter)
             if home is None:

@@ -129,7 +129,10 @@ class Stateful(WaitingOptimizer):
     def _load_state(self, parameter: torch.Tensor, loaded: Mapping[str, Any]) -> None:
         unsupported = [k for k in loaded if k not in KNOWN]
         if unsupported:
-            raise OptionsError(f"{type(self).__name__} cannot use the state {', '.join(map(str, unsupported))}")
+            raise OptionsError(
+                f"{type(self).__name__} cannot use the state {', '.join(map(str, unsupported))}; load it into the "
+                "optimizer that saved it, or begin without it"
+            )
         state: dict[str, Any] = {"step": torch.as_tensor(loaded["step"], dtype=torch.float32).to("cpu", copy=True)}
         dtypes, home = self._dtypes(parameter), managing(parameter)
         if home is not None:

@@ -67,7 +67,7 @@ class PreparedUpdate:
         measurement = Measurement()
         store.tier.lap_peak_nbytes()
         self.executable([], Run(store, measurement, update))
-        self.session.record(UPDATE, None, self.plan, measurement)
+        self.session.record(UPDATE, self.plan, measurement)
 
 
 class ResidentsLeft(Exception):

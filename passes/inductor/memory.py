@@ -100,7 +100,7 @@ def _known(nbytes: int | torch.SymInt, shapes: Shapes) -> Size:
     if not isinstance(size, int) and any(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in size.free_symbols):
         raise UnsupportedError(
             f"a compiled segment allocates {size} bytes, which depends on the values of tensors; "
-            "chunkc plans sizes that shapes decide"
+            "chunkc plans sizes that shapes decide: compute it in a function under torch.compiler.disable"
         )
     return size
 

@@ -117,7 +117,9 @@ def _call_function(module: ast.Module) -> ast.FunctionDef:
         if isinstance(node, ast.FunctionDef) and node.name == "call":
             node.args.args = [arg for arg in node.args.args if arg.arg != "self"]
             return node
-    raise UnsupportedError("Inductor generated a wrapper without a `call` function")
+    raise UnsupportedError(
+        'Inductor generated a wrapper without a `call` function; compile with options={"codegen": "eager"}'
+    )
 
 
 def _assigned_by_async_compile(module: ast.Module) -> list[str]:

@@ -61,11 +61,6 @@ def corrects_outputs(target: torch._ops.OpOverload) -> bool:
     return target._schema.name in OUTPUTS
 
 
-def is_known(target: torch._ops.OpOverload) -> bool:
-    """Whether `target` has a rule of chunkc's own."""
-    return _rule(target) is not None
-
-
 def takes_nothing(target: torch._ops.OpOverload) -> bool:
     """Whether `target` takes no scratch, whatever it is called with."""
     return not is_declared(target) and _rule(target) is nothing_rule

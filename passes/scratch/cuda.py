@@ -51,11 +51,6 @@ def cuda_scratch_nbytes(
     return sum(rounded_nbytes(nbytes) for nbytes in rule(Call(target, args, kwargs, outputs)))
 
 
-def is_known(target: torch._ops.OpOverload) -> bool:
-    """Whether `target` has a rule of chunkc's own."""
-    return _rule(target) is not None
-
-
 def _rule(target: torch._ops.OpOverload) -> Rule | None:
     name = target._schema.name.removeprefix("aten::")
     if not name.endswith("__"):

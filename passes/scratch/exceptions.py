@@ -21,7 +21,7 @@ class Inexact:
         reason: why.
         bound: what is predicted instead.
         only_low_precision: in float32 and float64 the operator is exact.
-        loose: the bound may be more than twice the truth.
+        loose: the bound may be more than twice the truth; only tests ask.
     """
 
     when: str
@@ -117,7 +117,10 @@ BEYOND_OPERATORS: tuple[Inexact, ...] = (
 
 
 def is_exact(name: str, dtype: torch.dtype) -> bool:
-    """Whether the operator `name` ("namespace::op") is predicted to the byte for operands of `dtype`."""
+    """Whether the operator `name` ("namespace::op") is predicted to the byte for operands of `dtype`.
+
+    For tests, which hold every operator to what this says of it.
+    """
     found = EXCEPTIONS.get(name)
     return found is None or (found.only_low_precision and dtype not in LOW_PRECISION)
 

@@ -196,7 +196,7 @@ class _FakeProcess:
 
 def test_a_case_goes_on_without_those_that_fail(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(budget, "SubjectProcess", _FakeProcess)
-    monkeypatch.setattr(budget, "unavailable", lambda system, _device: "not there" if system == DEEPSPEED else "")
+    monkeypatch.setattr(budget, "unavailable", lambda system: "not there" if system == DEEPSPEED else "")
     monkeypatch.setattr(_FakeProcess, "wrong", {PLAIN: OutOfMemory("full"), TORCHAO: SubjectFailed("x\nbroke")})
     monkeypatch.setattr(_FakeProcess, "order", [])
     case = Case(TINY, 2, 1000)
@@ -244,8 +244,14 @@ def test_the_row_of_a_scale_names_what_stopped_it():
 
 def test_what_is_not_installed_is_said_without_a_process(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    assert unavailable(DEEPSPEED, "cuda") == "deepspeed is not installed"
-    assert unavailable(FSDP2, "cuda") == ""
+    assert unavailable(DEEPSPEED) == "deepspeed is not installed"
+    assert unavailable(FSDP2) == ""
+
+
+def test_what_needs_more_ram_than_there_is_is_not_begun(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(budget, "available_ram_nbytes", lambda: 160 * 2**30)
+    assert budget.host_forecast(FSDP2, 95 * 10**8) == ""  # 152e9 bytes of 171.8e9
+    assert budget.host_forecast(FSDP2, 11 * 10**9) == "needs about 164 GiB of RAM, 160 are available"
 
 
 def test_a_checkpointed_peer_and_chunkc_train_alike():

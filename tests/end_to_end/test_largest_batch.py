@@ -47,13 +47,13 @@ def check(name: str, codegen: str) -> None:
     budget = 1 << 30
     budget = needs(2) * BUDGET_PERCENT // 100
     found = largest(needs, budget)
-    assert found.size >= 2
-    assert found.needs_nbytes[0] <= budget < found.needs_nbytes[1]
+    assert found >= 2
+    assert needs(found) <= budget < needs(found + 1)
     placed = name not in UNPLACED
     kwargs = {"memory_budget": budget, "codegen": codegen, "place": placed}
-    result = train(case_of_size(name, found.size), limit=placed, steps=2, **kwargs)
+    result = train(case_of_size(name, found), limit=placed, steps=2, **kwargs)
     assert (result.allocator_peak_nbytes if placed else result.predicted_peak_nbytes) <= budget
-    error = refuse(case_of_size(name, found.size + 1), whole_graph="auto", **kwargs)
+    error = refuse(case_of_size(name, found + 1), whole_graph="auto", **kwargs)
     assert error.budget_nbytes == budget < error.minimum_nbytes
 
 

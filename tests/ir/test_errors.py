@@ -20,22 +20,6 @@ def budget_error() -> errors.BudgetError:
     )
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 bytes"),
-        (1023, "1,023 bytes"),
-        (1024, "1.00 KiB (1,024 bytes)"),
-        (1_572_864, "1.50 MiB (1,572,864 bytes)"),
-        (2**30, "1.00 GiB (1,073,741,824 bytes)"),
-        (2**40, "1024.00 GiB (1,099,511,627,776 bytes)"),
-        (-2048, "-2.00 KiB (-2,048 bytes)"),
-    ],
-)
-def test_bytes_are_printed_for_people_and_exactly(nbytes: int, text: str) -> None:
-    assert errors.format_nbytes(nbytes) == text
-
-
 def test_a_budget_error_names_all_that_matters() -> None:
     message = str(budget_error())
     for part in (

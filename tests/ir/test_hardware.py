@@ -61,7 +61,11 @@ def test_the_context_is_counted_apart() -> None:
 )
 def test_matrix_rates_by_dtype(dtype: torch.dtype, tf32: bool, rate: float) -> None:
     assert GPU.matrix_flops_per_s(dtype, tf32=tf32) == rate
-    assert GPU.training_in(dtype, tf32=tf32) == replace(GPU, flops_per_s=rate)
+
+
+def test_a_machine_that_trains_in_a_dtype_has_its_rate() -> None:
+    for dtype, rate in ((torch.float32, 1.0), (torch.float16, 8.0), (torch.bfloat16, 1.0)):
+        assert GPU.training_in(dtype) == replace(GPU, flops_per_s=rate)
 
 
 def test_tf32_where_there_is_none_is_fp32() -> None:

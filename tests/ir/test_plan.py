@@ -12,7 +12,7 @@ import torch
 
 from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, Moment, PhasePlan, Plan, Position
+from chunkc.ir.plan import Moment, PhasePlan, Plan, Position
 from chunkc.passes.layout import lay_out
 from chunkc.passes.planning import check_minimum, plan_phases
 
@@ -75,17 +75,6 @@ def test_the_peak_is_the_fullest_moment_of_all_phases() -> None:
     assert plan.peak.name == "b"
     assert plan.predicted_peak_nbytes == 7
     assert Plan(100, 0, frozenset(), (), frozenset()).predicted_peak_nbytes == 0
-
-
-def test_traffic_is_counted_by_kind() -> None:
-    stops = (
-        (Event(PREFETCH, "param:0", 5), Event(WAIT, "param:0", 5)),
-        (Event(EVICT, "param:0", 5),),
-        (Event(PREFETCH, "param:1", 7), Event(WRITE_BACK, "grad:1", 11)),
-    )
-    phase = PhasePlan("forward", stops, (moment("a", 0, 0, 5), moment("b", 0, 0, 0)))
-    assert phase.traffic_nbytes(PREFETCH) == 12
-    assert phase.traffic_nbytes(WRITE_BACK) == 11
 
 
 def test_everything_of_a_plan_is_printed() -> None:

@@ -14,7 +14,9 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 
+import lamb_cases
 import pytest
 import torch
 from torch import Tensor
@@ -67,7 +69,7 @@ def check_agrees(device: str, name: str, tiles: list[tuple[int, int]], scale: Gr
         lamb_reference.lamb_moments(fmt, expected.part(*tile), work, SCALARS, sums, scale=scale)
         for each, buffer in ((slots, partials), (again, partials_again)):
             part = each.part(*tile)
-            lamb_triton.lamb_moments(fmt, part, work.to(device), SCALARS.to(device), buffer, scale=there)
+            lamb_triton.lamb_moments(fmt, part, lamb_cases.on(work, device), SCALARS.to(device), buffer, scale=there)
     assert same(slots, expected)
     assert torch.equal(partials.cpu(), partials_again.cpu())
     torch.testing.assert_close(partials.cpu(), sums, rtol=1e-6, atol=0)
@@ -75,7 +77,7 @@ def check_agrees(device: str, name: str, tiles: list[tuple[int, int]], scale: Gr
         lamb_reference.lamb_apply(fmt, expected.part(*tile), work, SCALARS, sums, scale=scale)
         for each in (slots, again):
             part = each.part(*tile)
-            lamb_triton.lamb_apply(fmt, part, work.to(device), SCALARS.to(device), partials, scale=there)
+            lamb_triton.lamb_apply(fmt, part, lamb_cases.on(work, device), SCALARS.to(device), partials, scale=there)
     assert same(slots, again)
     for tensor, other in zip(tensors_of(slots), tensors_of(expected), strict=True):
         torch.testing.assert_close(tensor, other, rtol=2e-7 if tensor.dtype == FP32 else 0.01, atol=1e-7)
@@ -84,14 +86,13 @@ def check_agrees(device: str, name: str, tiles: list[tuple[int, int]], scale: Gr
     assert bool((partials == 7).all()) == untouched
 
 
-def check_convenience(device: str) -> None:
+def check_empty(device: str) -> None:
+    """No rows, no launch."""
     fmt = FORMATS["bf16-master"]
-    expected, slots = make_slots(fmt, "cpu"), make_slots(fmt, device)
-    (work,) = lamb_work(TENSORS, [(0, NUM_ELEMENTS)])
-    lamb_reference.lamb_update(fmt, expected, work, SCALARS)
-    lamb_triton.lamb_update(fmt, slots, work.to(device), SCALARS.to(device))
-    torch.testing.assert_close(tensors_of(slots)[-1], tensors_of(expected)[-1], rtol=2e-7, atol=1e-7)
-    lamb_triton.lamb_update(fmt, slots, lamb_work([], [(0, NUM_ELEMENTS)])[0].to(device), SCALARS.to(device))
+    slots = make_slots(fmt, device)
+    (work,) = lamb_work([], [(0, NUM_ELEMENTS)])
+    lamb_cases.update(lamb_triton, fmt, slots, lamb_cases.on(work, device), SCALARS.to(device))
+    assert same(slots, make_slots(fmt, "cpu"))
 
 
 def _scale(found_inf: float) -> GradScale:
@@ -105,14 +106,15 @@ CASES: dict[str, Callable[[str], None]] = {
     "fp16-master": lambda device: check_agrees(device, "fp16-master", TILES),
     "found-inf": lambda device: check_agrees(device, "fp32", [(0, NUM_ELEMENTS)], _scale(1.0)),
     "found-nan": lambda device: check_agrees(device, "bf16-master", TILES, _scale(float("nan"))),
-    "convenience": check_convenience,
+    "empty": check_empty,
 }
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str]:
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    helpers = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": helpers}
     command = [sys.executable, "-W", "ignore::RuntimeWarning", __file__]
     output = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output)
@@ -136,7 +138,7 @@ def test_on_gpu(name: str) -> None:
 def test_the_cpu_needs_the_interpreter() -> None:
     (work,) = lamb_work(TENSORS, [(0, NUM_ELEMENTS)])
     with pytest.raises(UnsupportedError, match="lamb_cpu"):
-        lamb_triton.lamb_update(FORMATS["fp32"], make_slots(FORMATS["fp32"], "cpu"), work, SCALARS)
+        lamb_cases.update(lamb_triton, FORMATS["fp32"], make_slots(FORMATS["fp32"], "cpu"), work, SCALARS)
 
 
 def _run_all() -> dict[str, str]:

@@ -76,10 +76,8 @@ def test_sizes_are_about_the_published(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_names_and_summaries_are_for_people(name: str) -> None:
+def test_the_names_are_for_people(name: str) -> None:
     assert re.fullmatch(r"[a-z0-9-]+", name)
-    assert 0 < len(MODELS[name].summary) < 80
-    assert "\n" not in MODELS[name].summary
 
 
 def test_the_largest_takes_no_memory() -> None:

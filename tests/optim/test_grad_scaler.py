@@ -110,8 +110,22 @@ def test_what_overflows_is_skipped_altogether(name: str) -> None:
     assert all(step == STEPS - 1 for step in steps)
 
 
-def test_an_overflow_at_the_first_step_leaves_no_state() -> None:
-    train(True, OPTIMIZERS["AdamW"], scale=2.0**10, overflow_at=0, unscale=False)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("update_on", ["device", "cpu"])
+def test_an_overflow_at_the_first_step_leaves_no_state(name: str, update_on: str) -> None:
+    model, compiled = build(True)
+    optimizer = OPTIMIZERS[name](model.parameters(), update_on=update_on)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for factor in (float("inf"), 1.0):
+        scaler.scale(compiled(**case().batch(0)) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        states = [optimizer.state[p] for p in model.parameters()]
+        if factor == 1.0:
+            assert [state["step"].item() for state in states] == [1.0] * len(states)
+        else:
+            assert states == [{}] * len(states)
 
 
 def test_half_precision_parameters_are_unscaled_inside() -> None:

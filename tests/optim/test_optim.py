@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,26 @@ def test_l2_and_decoupled_weight_decay_differ() -> None:
     train(call_left, chunkc.optim.Adam(left.parameters(), lr=1e-2, weight_decay=0.1), range(2))
     train(call_right, chunkc.optim.AdamW(right.parameters(), lr=1e-2, weight_decay=0.1), range(2))
     assert not torch.equal(left.layers[0].weight, right.layers[0].weight)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_help_names_every_argument_and_torch_s_in_their_order(name: str) -> None:
+    ours, theirs = (inspect.signature(kind).parameters for kind in OPTIMIZERS[name])
+    positional = [p.name for p in theirs.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [p.name for p in ours.values() if p.kind is p.POSITIONAL_OR_KEYWORD] == positional
+    assert {p.name for p in ours.values() if p.kind is p.KEYWORD_ONLY} == {
+        *("maximize", "foreach", "capturable", "differentiable", "fused", "update_on", "overlap"),
+        *("moments_dtype", "master_weights", "stochastic_rounding", "rounding_seed"),
+    }
+    assert {p.name: ours[p.name].default for p in theirs.values() if p.name in ours} == {
+        p.name: p.default for p in theirs.values() if p.name in ours
+    }
+
+
+def test_adam_and_adamw_differ_in_one_default() -> None:
+    adam, adamw = (inspect.signature(kind).parameters for kind in (chunkc.optim.Adam, chunkc.optim.AdamW))
+    assert [name for name in adam if adam[name] != adamw[name]] == ["weight_decay"]
+    assert list(adam) == list(adamw)
 
 
 def test_the_defaults_are_those_of_torch() -> None:

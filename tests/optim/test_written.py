@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from optim_models import MLP, MODES, backward, batch, build, train
+from optim_models import (
+    MLP,
+    MODES,
+    assert_equal,
+    assert_managed,
+    backward,
+    batch,
+    build,
+    copy_gradients,
+    snapshot,
+    states,
+    train,
+    twin_of,
+)
 
 import chunkc
 from chunkc.ir.states import MASTER
@@ -93,11 +107,21 @@ def test_a_copy_s_chunks_are_laid_out_for_its_states() -> None:
 
 
 def test_rules_that_keep_the_same_states_may_follow_each_other() -> None:
-    """Which kind of master there would be, is nothing to fp32 parameters."""
+    """Which kind of master there would be, is nothing to fp32 parameters. Each begins with states of its own."""
     model, call = build("adopted")
-    train(call, chunkc.optim.AdamW(model.parameters()), range(1))
-    train(call, chunkc.optim.LAMB(model.parameters()), range(1, 2))
-    train(call, chunkc.optim.AdamW(model.parameters(), master_weights="float32"), range(2, 3))
+    twin = twin_of(model)
+    for step, make in enumerate(
+        (chunkc.optim.AdamW, chunkc.optim.LAMB, partial(chunkc.optim.AdamW, master_weights="float32"))
+    ):
+        optimizer, twin_optimizer = make(model.parameters()), make(twin.parameters())
+        backward(call, step)
+        copy_gradients(model, twin)
+        for of in (optimizer, twin_optimizer):
+            of.step()
+            of.zero_grad()
+        assert_equal(snapshot(model), snapshot(twin))
+        assert_equal(states(model, optimizer), states(twin, twin_optimizer))
+    assert_managed(model, "adopted")
 
 
 def test_a_group_that_is_refused_is_not_added() -> None:

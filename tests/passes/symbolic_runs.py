@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from chunkc.passes.graphs import placeholders, returned
 from chunkc.passes.inductor.wrapper_reader import AT, ParsedWrapper
 from chunkc.passes.segments import Piece, Segment, SegmentTable, clone_parameter_views, cut, extract
 from chunkc.passes.shapes import ShapesAt, SymbolicShapes, symbol_values
-from chunkc.passes.symbols import Size, free_symbols, holds, plain_symbol, region, shape_env_of
+from chunkc.passes.symbols import Size, free_symbols, plain_symbol, region, shape_env_of
 from chunkc.runtime import cpu_allocator
 
 Values = dict[sympy.Symbol, int]
@@ -129,6 +129,13 @@ def copies_of(args: Sequence[Any]) -> list[Any]:
         torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).copy_(a) if isinstance(a, torch.Tensor) else a
         for a in args
     ]
+
+
+def holds(conditions: Iterable[sympy.Basic], values: Mapping[sympy.Symbol, int]) -> bool:
+    """Whether all conditions hold where the symbols have these values. Conditions on other symbols are left out."""
+    numbers = {symbol: sympy.Integer(value) for symbol, value in values.items()}
+    known = [condition for condition in conditions if condition.free_symbols <= numbers.keys()]
+    return all(condition.xreplace(numbers) is sympy.true for condition in known)
 
 
 @dataclass

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from chunkc.passes.cuda_memory import (
-    block_bounds,
     cublas_workspace_nbytes,
     cublaslt_workspace_nbytes,
     rounded_nbytes,
-    segment_nbytes,
     workspaces_nbytes,
 )
 
@@ -19,23 +17,6 @@ KIB, MIB = 1 << 10, 1 << 20
 @pytest.mark.parametrize(("nbytes", "expected"), [(0, 0), (1, 512), (512, 512), (513, 1024), (MIB, MIB)])
 def test_requests_are_rounded_to_512(nbytes: int, expected: int) -> None:
     assert rounded_nbytes(nbytes) == expected
-
-
-def test_only_large_blocks_keep_what_is_not_worth_splitting() -> None:
-    assert block_bounds(MIB, expandable_segments=False) == (MIB, MIB)
-    assert block_bounds(MIB + 1, expandable_segments=False) == (MIB + 512, 2 * MIB + 512)
-    assert block_bounds(MIB + 1, expandable_segments=True) == (MIB + 512, MIB + 512)
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "expected"),
-    [
-        *((1, 2 * MIB), (MIB, 2 * MIB), (MIB + 1, 20 * MIB)),
-        *((10 * MIB - 512, 20 * MIB), (10 * MIB, 10 * MIB), (11 * MIB, 12 * MIB)),
-    ],
-)
-def test_segments(nbytes: int, expected: int) -> None:
-    assert segment_nbytes(nbytes) == expected
 
 
 @pytest.mark.parametrize(

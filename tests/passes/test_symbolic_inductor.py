@@ -9,7 +9,7 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
-from symbolic_runs import Subject, captured_of
+from symbolic_runs import Subject, captured_of, holds
 from torch import nn
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from chunkc.passes.codegen import describe_segment
 from chunkc.passes.segments import SegmentTable, extract
 from chunkc.passes.shapes import SymbolicShapes
-from chunkc.passes.symbols import free_symbols, holds, plain_symbol, region
+from chunkc.passes.symbols import free_symbols, plain_symbol, region
 from chunkc.runtime import cpu_allocator
 
 

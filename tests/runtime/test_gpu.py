@@ -38,6 +38,16 @@ def test_without_a_gpu_it_says_so() -> None:
         TorchGpu()
 
 
+def test_memory_that_torch_would_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = torch.zeros(16, dtype=torch.uint8)
+    monkeypatch.setattr(torch, "as_tensor", lambda *_, **__: other)
+    gpu = object.__new__(TorchGpu)
+    gpu.device = torch.device("cuda:1")
+    assert gpu.view(other.data_ptr(), 16, None) is other
+    with pytest.raises(UnsupportedError, match=r"cuda:1 cannot address .* in place.*CUDA_VISIBLE_DEVICES"):
+        gpu.view(other.data_ptr() + 1, 15, None)
+
+
 @pytest.fixture
 def gpu() -> Iterator[TorchGpu]:
     yield TorchGpu()

@@ -17,6 +17,7 @@ from harness import (
     compile_case,
     differences,
     gradients,
+    graphs_made,
     refuse,
     session_of,
     weights,
@@ -96,7 +97,9 @@ class Subject:
                 STACK, memory_budget=budget, whole_graph="never", debug=True, verify=False
             )
         self.optimizer = adamw(self.model.parameters())
-        self.compiled(**STACK.batch(0)).backward()
+        with graphs_made() as made:
+            self.compiled(**STACK.batch(0)).backward()
+        (self.graph,) = made
         self.optimizer.step()
         self.session = session_of(self.model)
         assert self.session.store.debug
@@ -138,8 +141,7 @@ class Subject:
         records = self.session.records
         found = {}
         for phase in ("forward", "backward"):
-            graph: Any = records[phase].graph
-            plans = graph.steps.at(phase, (), may_be_whole=True).plans.values()
+            plans = self.graph.steps.at(phase, (), may_be_whole=True).plans.values()
             (planned,) = [step for step in plans if step.plan is records[phase].plan]
             found[phase] = planned.phases[phase].executable
         (found["update"],) = [e for e, plan, _ in self.session.update_plans.values() if plan is records["update"].plan]

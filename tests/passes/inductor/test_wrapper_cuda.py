@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.passes.inductor.memory import inductor_memory
-from chunkc.passes.scratch.cuda import cuda_scratch_nbytes, is_known
+from chunkc.passes.scratch.cuda import cuda_scratch_nbytes
 
 BF16 = torch.bfloat16
 aten = torch.ops.aten
@@ -97,11 +97,19 @@ def test_an_odd_head_size_is_copied() -> None:
     assert cuda_scratch_nbytes(op, tuple(odd), {}, odd[0]) >= 3 * odd[0].numel() // 60 * 64 * 2
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward",
-     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward",
-     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward", "mm", "add_", "relu_"],
-)  # fmt: skip
-def test_known_operators(name: str) -> None:
-    assert is_known(getattr(aten, name).default if name != "add_" else aten.add_.Tensor)
+def test_attention_by_other_kernels_sums_gradients_in_fp32() -> None:
+    query, key, value = attention()
+    (lse,) = fakes((2, 4, 256))
+    seed = torch.empty(0, dtype=torch.int64)
+    operands, gradients = (query, key, value), (query, key, value)
+    efficient = aten._scaled_dot_product_efficient_attention.default
+    assert cuda_scratch_nbytes(efficient, (*operands, None, True), {}, query) >= query.numel() * 4
+    backward = aten._scaled_dot_product_efficient_attention_backward.default
+    arguments = (query, *operands, None, query, lse, seed, seed, 0.0, [True, True, True, False], True)
+    assert cuda_scratch_nbytes(backward, arguments, {}, gradients) >= 3 * query.numel() * 4
+    cudnn = aten._scaled_dot_product_cudnn_attention.default
+    workspace_nbytes = cuda_scratch_nbytes(cudnn, (*operands, None, True), {}, query)
+    assert workspace_nbytes > 0
+    backward = aten._scaled_dot_product_cudnn_attention_backward.default
+    arguments = (query, *operands, query, lse, seed, seed, None, seed, seed, 256, 256, 0.0, True)
+    assert cuda_scratch_nbytes(backward, arguments, {}, gradients) >= workspace_nbytes + query.numel() * 4

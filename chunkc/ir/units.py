@@ -1,0 +1,43 @@
+"""Sizes in text, both ways."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+from types import MappingProxyType
+
+BINARY_UNITS = (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
+"""What sizes are shown in, the largest first, with bytes."""
+
+_DECIMAL_UNITS = {"b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3, "tb": 1000**4}
+
+BYTE_UNITS: Mapping[str, int] = MappingProxyType(_DECIMAL_UNITS | {unit.lower(): n for unit, n in BINARY_UNITS})
+"""Every unit that sizes may be written in, in lower case, with its bytes."""
+
+NUMBER = r"([0-9]{1,18}(?:\.[0-9]{1,18})?)"
+"""A number as users write it, as a regular expression: one group."""
+
+_SIZE = re.compile(rf"{NUMBER}\s*({'|'.join(BYTE_UNITS)})", re.IGNORECASE)
+
+
+def parse_nbytes(text: str) -> int:
+    """Bytes of a size such as "1.5GiB" (a fraction of a byte is cut off).
+
+    Raises:
+        ValueError: it is no number with one of `BYTE_UNITS`.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError("not a size")
+    return int(Fraction(match[1]) * BYTE_UNITS[match[2].lower()])
+
+
+def format_nbytes(nbytes: int) -> str:
+    """Bytes as a person reads them, with the exact count: `1.50 MiB (1,572,864 bytes)`."""
+    size = float(nbytes)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{nbytes:,} bytes" if unit == "bytes" else f"{size:.2f} {unit} ({nbytes:,} bytes)"
