@@ -200,7 +200,7 @@ def test_a_graph_whose_sizes_cannot_be_read_is_compiled_by_shape(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     warnings: list[str] = []
-    monkeypatch.setattr(backend.log, "warning", lambda text, *args: warnings.append(text % args))
+    monkeypatch.setattr(backend.logger, "warning", lambda text, *args: warnings.append(text % args))
 
     def unreadable(*args: Any) -> None:
         raise chunkc.UnsupportedError("s0 cannot be read off the sizes of a call's arguments")
@@ -219,7 +219,7 @@ def test_a_graph_whose_sizes_cannot_be_read_is_compiled_by_shape(
 def test_views_of_other_tensors_are_compiled_by_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a view's storage takes, its sizes do not say: predicted for each shape, never guessed."""
     warnings: list[str] = []
-    monkeypatch.setattr(backend.log, "warning", lambda text, *args: warnings.append(text % args))
+    monkeypatch.setattr(backend.logger, "warning", lambda text, *args: warnings.append(text % args))
     captures = counted(monkeypatch, backend, "capture_graph")
     model, plain = two_models()
     call = torch.compile(model, backend="chunkc", options={"codegen": "eager", "memory_budget": HUGE})
@@ -290,7 +290,7 @@ def test_a_shared_graph_that_turns_out_valid_for_fewer_sizes_is_compiled_by_shap
 ) -> None:
     """The attempt that is given up has placed and owned the parameters already."""
     warnings: list[str] = []
-    monkeypatch.setattr(backend.log, "warning", lambda text, *args: warnings.append(text % args))
+    monkeypatch.setattr(backend.logger, "warning", lambda text, *args: warnings.append(text % args))
 
     @contextmanager
     def guarded(env: ShapeEnv) -> Iterator[None]:

@@ -189,7 +189,7 @@ def test_a_saved_generators_state_is_no_size_of_the_inputs(
 ) -> None:
     """Its length is a symbol in tracing, which no input has."""
     warnings: list[str] = []
-    monkeypatch.setattr(backend.log, "warning", lambda text, *args: warnings.append(text % args))
+    monkeypatch.setattr(backend.logger, "warning", lambda text, *args: warnings.append(text % args))
     torch.manual_seed(0)
     model, plain = Dropping(), Dropping()
     plain.load_state_dict(model.state_dict())
