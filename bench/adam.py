@@ -30,8 +30,8 @@ from adam_spec import (
     AdamSpec,
 )
 from context import Context, Progress
-from driving import OutOfMemory, Process, SubjectFailed, TimedOut, Unavailable, first_line, rotated
 from metrics import Metric, Row, Section, one
+from subject_process import OutOfMemory, Process, SubjectFailed, TimedOut, Unavailable, first_line, rotated
 
 PARAMETER_TOLERANCE = 1e-6
 """How far the subject's parameters may be from `torch.optim.AdamW`'s after a few updates."""

@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import adam_updates
 from adam_spec import BF16, AdamSpec
-from driving import Unavailable
+from subject_process import Unavailable
 
 NUM_WARM_PASSES = 2
 NUM_CHECK_STEPS = 3

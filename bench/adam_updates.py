@@ -20,7 +20,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import adam_spec as names
 from adam_spec import BF16, FP32, AdamSpec
-from driving import Unavailable
+from subject_process import Unavailable
 
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.1
 _ADAM: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}

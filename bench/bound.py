@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import budget
-import limits
+import least_step_time
 from context import Context, Progress
 from families import sizes
 from metrics import Metric, Row, Section, flat, one
@@ -37,15 +37,15 @@ def run(context: Context) -> Iterator[Section]:
                 return
             outcome = budget.run_case(context, case, size, [CHUNKC], cache, progress)[0]
             counts = sizes(case.model)
-            least = limits.lower_bound(
+            least = least_step_time.lower_bound(
                 counts, case.model, case.batch_size, case.budget_nbytes, hardware, context.device
             )
             setting = {"num_parameters": counts.num_parameters, "num_tokens": case.batch_size * case.model.length}
             row = bound_row(case, least, outcome)
-            yield Section(f"{case.name}: {limits.FORMULA.split(';')[0]}", setting, [row])
+            yield Section(f"{case.name}: {least_step_time.FORMULA.split(';')[0]}", setting, [row])
 
 
-def rates_section(hardware: limits.Hardware) -> Section:
+def rates_section(hardware: least_step_time.Hardware) -> Section:
     """What the machine does."""
     rates = {
         "matrix products": ("flops_per_s", hardware.flops_per_s),
@@ -56,10 +56,12 @@ def rates_section(hardware: limits.Hardware) -> Section:
         "CPU update": ("nbytes_per_s", hardware.cpu_update_bytes_per_s),
     }
     metrics = {name: one(unit, rate) for name, (unit, rate) in rates.items() if rate is not None}  # type: ignore[arg-type]
-    return Section("The machine", {"source": hardware.source, "formula": limits.FORMULA}, [Row({"": "rate"}, metrics)])
+    return Section(
+        "The machine", {"source": hardware.source, "formula": least_step_time.FORMULA}, [Row({"": "rate"}, metrics)]
+    )
 
 
-def bound_row(case: budget.Case, least: limits.Bound, outcome: budget.Outcome) -> Row:
+def bound_row(case: budget.Case, least: least_step_time.Bound, outcome: budget.Outcome) -> Row:
     """Seconds that each resource needs at least, the measured step, and the part of the bound that it reaches."""
     metrics = {
         "compute": one("s", least.compute_s),

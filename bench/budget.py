@@ -15,9 +15,14 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import limits
+import least_step_time
 from context import Context, Progress
-from driving import (
+from families import ModelChoice, Sizes, sizes
+from machine import available_ram_nbytes, gpu_nbytes
+from metrics import Metric, Row, Section, flat, one, paired_ratios, setting_of
+from rates import RatesSpec, measure
+from specs import CHECKPOINTING, CHUNKC, DEEPSPEED, FSDP2, PLAIN, TORCHAO, SubjectSpec, unavailable
+from subject_process import (
     NUM_SETTLING_STEPS,
     DoesNotFit,
     OutOfMemory,
@@ -29,11 +34,6 @@ from driving import (
     first_line,
     rotated,
 )
-from families import ModelChoice, Sizes, sizes
-from machine import available_ram_nbytes, gpu_nbytes
-from metrics import Metric, Row, Section, flat, one, paired_ratios, setting_of
-from rates import RatesSpec, measure
-from specs import CHECKPOINTING, CHUNKC, DEEPSPEED, FSDP2, PLAIN, TORCHAO, SubjectSpec, unavailable
 
 from chunkc.ir.hardware import Hardware
 
@@ -282,7 +282,9 @@ def _fit_side_by_side(context: Context, case: Case, names: Sequence[str], num_pa
 
 def _section(context: Context, case: Case, size: Size, outcomes: Sequence[Outcome], hardware: Hardware) -> Section:
     counts = sizes(case.model)
-    bound = limits.lower_bound(counts, case.model, case.batch_size, case.budget_nbytes, hardware, context.device)
+    bound = least_step_time.lower_bound(
+        counts, case.model, case.batch_size, case.budget_nbytes, hardware, context.device
+    )
     subject = next((outcome for outcome in outcomes if outcome.system == CHUNKC), None)
     rows = [
         Row(
@@ -299,7 +301,7 @@ def _section(context: Context, case: Case, size: Size, outcomes: Sequence[Outcom
         num_rounds=size.num_rounds,
         num_steps_per_round=size.num_steps,
         FLOPs_per_step=f"{counts.flops_per_step(case.batch_size, case.model.length):.4g}",
-        bound=f"{limits.FORMULA}; limited by {bound.limiting}",
+        bound=f"{least_step_time.FORMULA}; limited by {bound.limiting}",
     )
     return Section(case.name, setting, rows)
 
@@ -315,7 +317,7 @@ def metrics_of(
     subject: Outcome | None,
     case: Case,
     counts: Sizes,
-    bound: limits.Bound,
+    bound: least_step_time.Bound,
     hardware: Hardware,
 ) -> dict[str, Metric]:
     """A system's figures; chunkc's also against its prediction and the bound."""

@@ -17,9 +17,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from context import Context, Progress
 from demo import SIZES
-from driving import REPLY_TIMEOUT_S, DoesNotFit, SubjectProcess, Timeout, Turn, interleave
 from metrics import Metric, Row, Section, flat, one, paired_ratios, setting_of
 from specs import CHUNKC, PLAIN, SubjectSpec
+from subject_process import REPLY_TIMEOUT_S, DoesNotFit, SubjectProcess, Timeout, Turn, interleave
 
 HOMES = ("cpu", "disk")
 FRACTIONS = {"100 %": Fraction(1), "60 %": Fraction(3, 5), "40 %": Fraction(2, 5), "33 %": Fraction(1, 3)}

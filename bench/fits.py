@@ -16,10 +16,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from context import Context, Progress
-from driving import REPLY_TIMEOUT_S, SubjectProcess, Timeout, Turn, interleave, rotated
 from gpt import GPTConfig
 from metrics import Metric, Row, Section, flat, one, paired_ratios, setting_of
 from specs import CHUNKC, PLAIN, SubjectSpec
+from subject_process import REPLY_TIMEOUT_S, SubjectProcess, Timeout, Turn, interleave, rotated
 
 HUGE_NBYTES = 2**40
 """A budget that everything fits."""

@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import budget
 import machine
 from context import Context, Progress
-from driving import DoesNotFit, OutOfMemory, SubjectFailed, SubjectProcess, Unavailable, first_line
 from families import ModelChoice, construct
 from metrics import Metric, Row, Section, one, setting_of
 from specs import CHUNKC, SubjectSpec
+from subject_process import DoesNotFit, OutOfMemory, SubjectFailed, SubjectProcess, Unavailable, first_line
 
 import chunkc
 from chunkc.explaining.cuda_offline import overhead_on

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from driving import Process, Timeout
+from subject_process import Process, Timeout
 
 from chunkc.ir.hardware import Hardware
 from chunkc.machines.calibrate import MIB, Sizes, calibrate

@@ -43,9 +43,9 @@ import machine
 import prediction
 import scale
 from context import Context
-from driving import SubjectFailed, TimedOut
 from metrics import Section
 from report import markdown
+from subject_process import SubjectFailed, TimedOut
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -15,11 +15,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import budget
 from context import Context, Progress
-from driving import DoesNotFit, OutOfMemory, SubjectFailed, SubjectProcess, TimedOut, Unavailable, first_line
 from families import TINY, ModelChoice, is_patrickstar, sizes
 from machine import available_ram_nbytes, gpu_nbytes
 from metrics import Metric, Row, Section, one
 from specs import CHECKPOINTING, CHUNKC, PLAIN, SubjectSpec
+from subject_process import DoesNotFit, OutOfMemory, SubjectFailed, SubjectProcess, TimedOut, Unavailable, first_line
 
 from chunkc.models import MODELS
 

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import driver
 import families
+import gpu_process_memory
 import systems
-from driving import Unavailable
 from specs import CHUNKC, SubjectSpec
+from subject_process import Unavailable
 
 import chunkc
 from chunkc.runtime import cpu_allocator
@@ -101,7 +101,7 @@ class Trainer:
         }
         if self.spec.device == "cuda":
             numbers["reserved_peak_nbytes"] = torch.cuda.max_memory_reserved()
-            numbers["driver_nbytes"] = driver.process_nbytes(os.getpid())
+            numbers["driver_nbytes"] = gpu_process_memory.process_nbytes(os.getpid())
         if self.spec.system != CHUNKC:
             return numbers
         report = chunkc.report(self.trainee.model)

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import families
-from driving import Unavailable
 from specs import CHECKPOINTING, CHUNKC, DEEPSPEED, FSDP2, PLAIN, TORCHAO, SubjectSpec
+from subject_process import Unavailable
 
 import chunkc
 

@@ -11,15 +11,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import budget
 import families
-import limits
+import least_step_time
 import scale
 import systems
 from budget import Case, Outcome
 from context import Context, Progress
-from driving import DoesNotFit, OutOfMemory, SubjectFailed, TimedOut, Turn, Unavailable
 from families import ModelChoice
 from specs import CHUNKC, DEEPSPEED, FSDP2, PLAIN, TORCHAO, SubjectSpec, unavailable
 from subject import Trainer
+from subject_process import DoesNotFit, OutOfMemory, SubjectFailed, TimedOut, Turn, Unavailable
 
 from chunkc.ir.hardware import CPU
 
@@ -72,7 +72,7 @@ def test_blocks_are_the_longest_list():
 
 def test_bound_where_all_fits_is_arithmetic():
     sizes = families.sizes(TINY)
-    bound = limits.lower_bound(sizes, TINY, 2, 10**9, CPU, "cpu")
+    bound = least_step_time.lower_bound(sizes, TINY, 2, 10**9, CPU, "cpu")
     assert bound.limiting == "compute"
     assert bound.step_s == pytest.approx(sizes.flops_per_step(2, 16) / CPU.fp32_flops_per_s)
     assert bound.to_device_nbytes == bound.to_home_nbytes == 0
@@ -80,7 +80,7 @@ def test_bound_where_all_fits_is_arithmetic():
 
 def test_bound_of_the_links_on_a_cpu():
     sizes = replace(families.sizes(TINY), num_parameters=1000)
-    bound = limits.lower_bound(sizes, TINY, 1, 1600, CPU, "cpu")  # 100 stay; 400 stay between the passes
+    bound = least_step_time.lower_bound(sizes, TINY, 1, 1600, CPU, "cpu")  # 100 stay; 400 stay between the passes
     assert bound.to_device_nbytes == 900 * 4 + 600 * 4 + 900 * 8
     assert bound.to_home_nbytes == 900 * (8 + 4)
     assert bound.cpu_update_s == 0
@@ -98,10 +98,10 @@ def test_updates_are_shared_where_that_is_quickest():
         cpu_update_bytes_per_s=1e11,
         bf16_flops_per_s=1e15,
     )
-    bound = limits.lower_bound(sizes, model, 1, 1, machine, "cuda")
+    bound = least_step_time.lower_bound(sizes, model, 1, 1, machine, "cuda")
     assert bound.link_s == pytest.approx(bound.cpu_update_s, rel=0.02)
     only_cpu = replace(machine, cpu_update_bytes_per_s=1e15)
-    bound = limits.lower_bound(sizes, model, 1, 1, only_cpu, "cuda")
+    bound = least_step_time.lower_bound(sizes, model, 1, 1, only_cpu, "cuda")
     assert (bound.to_device_nbytes, bound.to_home_nbytes) == pytest.approx((4e9, 2e9), rel=1e-6)
 
 

@@ -13,7 +13,7 @@ import disk
 import fits
 import prediction
 from context import Context
-from driving import Turn, interleave
+from subject_process import Turn, interleave
 
 
 class Counting:

@@ -12,17 +12,17 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import disk
-import driving
 import fits
 import machine
 import report
 import run
+import subject_process
 from context import Context
-from driving import DoesNotFit, SubjectFailed, SubjectProcess, Turn, interleave, rotated
 from gpt import GPTConfig
 from metrics import Metric, Row, Section, flat, one, paired_ratios
 from specs import CHUNKC, SubjectSpec
 from subject import serve
+from subject_process import DoesNotFit, SubjectFailed, SubjectProcess, Turn, interleave, rotated
 
 TINY = GPTConfig(num_layers=1, width=32, num_heads=2, length=16)
 NOW = datetime(2026, 1, 31, 12, 5, tzinfo=UTC)
@@ -102,7 +102,7 @@ def test_subjects_take_turns_and_none_profits_from_its_place():
 
     turns = interleave({name: Fake(name) for name in "abc"}, num_rounds=3, num_steps=4)
     assert "".join(order) == "abcbcacab"
-    first_timed = float(driving.NUM_SETTLING_STEPS)
+    first_timed = float(subject_process.NUM_SETTLING_STEPS)
     assert [turn.step_s for turn in turns["b"]] == [tuple(first_timed + step for step in range(4))] * 3
     assert rotated("abc", 4) == ["b", "c", "a"]
 
@@ -355,8 +355,8 @@ def test_a_process_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch
         def to_json(self) -> str:
             return "{}"
 
-    process = driving.Process(Sleeper())
+    process = subject_process.Process(Sleeper())
     with pytest.raises(SubjectFailed, match="exit code 0"), process:
         pass
-    with pytest.raises(SubjectFailed, match="no answer within 0 s"), driving.Process(Sleeper(), timeout_s=0.0):
+    with pytest.raises(SubjectFailed, match="no answer within 0 s"), subject_process.Process(Sleeper(), timeout_s=0.0):
         pass

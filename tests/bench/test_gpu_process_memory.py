@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-import driver
+import gpu_process_memory
 
 
 class NVMLError(Exception):
@@ -38,22 +38,22 @@ def nvml(*processes: tuple[int, int | None], fails_at: str = "") -> tuple[Simple
 
 def test_the_process_s_own_bytes_among_others():
     library, calls = nvml((1, 10), (2, 20))
-    assert driver.process_nbytes(2, library) == 20
+    assert gpu_process_memory.process_nbytes(2, library) == 20
     assert calls[0] == "nvmlInit"
     assert calls[-1] == "nvmlShutdown"
 
 
 def test_in_a_container_a_single_process_is_the_one_that_asks():
-    assert driver.process_nbytes(7, nvml((4711, 30))[0]) == 30
+    assert gpu_process_memory.process_nbytes(7, nvml((4711, 30))[0]) == 30
 
 
 @pytest.mark.parametrize("processes", [(), ((1, 10), (2, 20)), ((7, None),)])
 def test_what_the_driver_does_not_tell(processes: tuple[tuple[int, int | None], ...]):
-    assert driver.process_nbytes(7, nvml(*processes)[0]) is None
+    assert gpu_process_memory.process_nbytes(7, nvml(*processes)[0]) is None
 
 
 @pytest.mark.parametrize("name", ["nvmlInit", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetComputeRunningProcesses"])
 def test_a_driver_that_is_not_there(name: str):
     library, calls = nvml((7, 1), fails_at=name)
-    assert driver.process_nbytes(7, library) is None
+    assert gpu_process_memory.process_nbytes(7, library) is None
     assert (calls[-1] == "nvmlShutdown") == (name != "nvmlInit")

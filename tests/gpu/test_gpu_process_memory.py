@@ -10,7 +10,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-import driver
+import gpu_process_memory
 
 from chunkc.machines.devices import hardware_of
 from chunkc.runtime.cuda import memory_limit
@@ -25,7 +25,7 @@ def test_the_driver_counts_what_torch_reserves_and_a_context() -> None:
         held = torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
         torch.ones(512, 512, device="cuda").mm(torch.ones(512, 512, device="cuda"))  # libraries are loaded
         torch.cuda.synchronize()
-        counted, reserved = driver.process_nbytes(os.getpid()), torch.cuda.memory_reserved()
+        counted, reserved = gpu_process_memory.process_nbytes(os.getpid()), torch.cuda.memory_reserved()
     if counted is None:
         pytest.skip("the driver does not tell what a process holds")
     context, expected = counted - reserved, hardware_of(torch.device("cuda", 0)).context_nbytes
