@@ -222,17 +222,19 @@ def staying_beside(
 def staying_beside_update(
     layout: ChunkLayout,
     groups: Sequence[int],
+    trained: frozenset[int],
     budget_nbytes: int,
     held_nbytes: int,
     resident: frozenset[int],
     num_stages: int = 1,
 ) -> frozenset[int]:
-    """Those residents that may stay where groups are to be updated in slots, them among them that leave.
+    """Those residents that may stay where groups are to be updated in slots, and trained ones that leave with them.
 
     Raises:
         BudgetError: there is no room even where none stays.
     """
-    positions = update_positions(layout, smallest_tiles(layout, groups, num_stages), held_nbytes)
+    due = sorted({*groups, *(resident & trained)})
+    positions = update_positions(layout, smallest_tiles(layout, due, num_stages), held_nbytes)
     return staying_beside(positions, layout, budget_nbytes, 0, resident)[0]
 
 

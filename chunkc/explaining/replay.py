@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import fx
 
 from chunkc.build import Builder
-from chunkc.captured import Captured, plan_step, rewrite, verify, with_room
+from chunkc.captured import Captured, plan_step, planned_with_room, rewrite, verify
 from chunkc.explaining.cuda_offline import overhead_on
 from chunkc.explaining.held import Run
 from chunkc.explaining.moments import PlannedRun, StepPlans
@@ -83,7 +83,7 @@ class Replay:
             if run.phase == FORWARD:
                 present = frozenset()
             plan, graphs = self._plan(settled, run, plans, cold=False)
-            if run.phase == BACKWARD and (present != plan.kept or len(plan.phases) < 2):
+            if run.phase == BACKWARD and plan.begins_cold(present):
                 present = frozenset()
                 plan, graphs = self._plan(settled, run, plans, cold=True)
             name = f"{run.phase}.{run.number}" if several else run.phase
@@ -111,31 +111,27 @@ class Replay:
         self, settled: Settled, run: Run, plans: Plans, *, cold: bool
     ) -> tuple[Plan, Mapping[str, fx.GraphModule]]:
         """A run's plan and rewritten graphs, with room for a little more held where there is such a plan."""
-        wider = with_room(run.held_nbytes, settled.budget_nbytes)
         captured = settled.captured[run.graph]
-        for held in (wider, run.held_nbytes):
-            key = run.graph, held, cold
+
+        def planned(held_nbytes: int) -> tuple[Plan, Mapping[str, fx.GraphModule]]:
+            key = run.graph, held_nbytes, cold
             if key not in plans:
-                try:
-                    plan = plan_step(
-                        captured,
-                        self.layout,
-                        budget_nbytes=settled.budget_nbytes,
-                        resident=settled.resident,
-                        hardware=self._hardware,
-                        held_nbytes=held,
-                        cold_backward=cold,
-                    )
-                except BudgetError:
-                    if held == run.held_nbytes:
-                        raise
-                    continue
-                rewritten = rewrite(captured, plan, self.layout)
-                verify(captured, plan, rewritten, self.layout, held_nbytes=held)
-                plans[key] = plan, rewritten
-            plan, graphs = plans[key]
-            return plan.beside_less(held - run.held_nbytes), graphs
-        raise AssertionError("the narrower plan is there or raises")
+                plan = plan_step(
+                    captured,
+                    self.layout,
+                    budget_nbytes=settled.budget_nbytes,
+                    resident=settled.resident,
+                    hardware=self._hardware,
+                    held_nbytes=held_nbytes,
+                    cold_backward=cold,
+                )
+                graphs = rewrite(captured, plan, self.layout)
+                verify(captured, plan, graphs, self.layout, held_nbytes=held_nbytes)
+                plans[key] = plan, graphs
+            return plans[key]
+
+        (plan, graphs), spare_nbytes = planned_with_room(planned, run.held_nbytes, settled.budget_nbytes)
+        return plan.beside_less(spare_nbytes), graphs
 
 
 def _of_one_run(plan: Plan, run: Run, name: str, captured: Captured) -> Plan:

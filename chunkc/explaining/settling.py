@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from chunkc.build import Builder
-from chunkc.captured import Captured, fitting_form, profile
+from chunkc.captured import Captured, fitting_form, profile, residents_with
 from chunkc.explaining.held import Run, runs_of, update_held_nbytes
 from chunkc.explaining.offline import OfflineStep
 from chunkc.explaining.updates import Updates
@@ -21,7 +21,6 @@ from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Position, Tile
 from chunkc.passes.planning import (
     check_minimum,
-    choose_resident,
     fixed_nbytes,
     staying_beside_update,
     update_positions,
@@ -162,16 +161,9 @@ class _Settling:
     def _compile(self, stage: Stage) -> None:
         """As the backend does, which chooses what stays among what stayed so far and what is new."""
         num_known = len(self.layout.groups) if self.captured else 0
-        layout, unplanned = stage.layout, not self.captured
-        everything = frozenset(group.index for group in layout.groups)
-        may_be_whole = unplanned or len(self.resident) == num_known or not layout.groups
-        captured = stage.captured(self.budget_nbytes, may_be_whole=may_be_whole)
-        needs = profile(captured, layout)
-        allowed = everything if unplanned else self.resident | frozenset(range(num_known, len(layout.groups)))
-        all_may_stay = allowed == everything
-        minimum = check_minimum(needs.all, layout, self.budget_nbytes, 0, all_may_stay=all_may_stay)
+        captured = stage.captured(self.budget_nbytes, may_be_whole=len(self.resident) == num_known)
+        self.resident, minimum = residents_with(captured, stage.layout, self.budget_nbytes, self.resident, num_known)
         self.minimum_nbytes = max(self.minimum_nbytes, minimum)
-        self.resident = choose_resident(needs.all, layout, self.budget_nbytes, allowed)
         self.captured.append(captured)
 
     def run(self, run: Run) -> None:
@@ -210,10 +202,10 @@ class _Settling:
                 check_minimum(positions, layout, self.budget_nbytes, 0, self.resident)
                 return
             except BudgetError:
-                due = sorted({*in_slots, *(self.resident & _trained(self.captured, layout))})
                 held = update_held_nbytes(training.step, self.captured)
+                trained = _trained(self.captured, layout)
                 staying = staying_beside_update(
-                    layout, due, self.budget_nbytes, held, self.resident, training.updates.num_stages
+                    layout, in_slots, trained, self.budget_nbytes, held, self.resident, training.updates.num_stages
                 )
                 if staying == self.resident:
                     raise
@@ -222,5 +214,4 @@ class _Settling:
 
 def _trained(captured: Sequence[Captured], layout: ChunkLayout) -> frozenset[int]:
     """The groups that get gradients."""
-    group_of = layout.group_of()
-    return frozenset(group_of[name] for graph in captured for name in graph.trained if name in group_of)
+    return layout.groups_of(name for graph in captured for name in graph.trained)

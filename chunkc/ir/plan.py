@@ -189,6 +189,10 @@ class Plan:
         )
         return replace(self, minimum_nbytes=self.minimum_nbytes - nbytes, phases=phases)
 
+    def begins_cold(self, present: Collection[str]) -> bool:
+        """Whether a backward that finds these chunks in slots cannot run by this plan: its forward left others."""
+        return present != self.kept or len(self.phases) < 2
+
     @property
     def moments(self) -> tuple[Moment, ...]:
         return tuple(moment for phase in self.phases for moment in phase.moments)

@@ -89,23 +89,13 @@ def prepare_updates(session: Session, groups: Iterable[int], *, num_stages: int 
     try:
         return PreparedUpdate(session, *_planned(session, in_order, held_nbytes, num_stages))
     except BudgetError:
-        if (staying := _staying(session, in_order, held_nbytes, num_stages)) == session.store.resident:
+        layout, resident, budget = session.store.layout, session.store.resident, session.budget_nbytes
+        trained = layout.groups_of(session.trained)
+        staying = staying_beside_update(layout, in_order, trained, budget, held_nbytes, resident, num_stages)
+        if staying == resident:
             raise
     stay(session, staying)
     raise ResidentsLeft
-
-
-def _staying(session: Session, groups: tuple[int, ...], held_nbytes: int, num_stages: int) -> frozenset[int]:
-    """Residents that may stay, such that these groups, and residents that leave, can be updated in slots.
-
-    Raises:
-        BudgetError: they cannot, even if none stays.
-    """
-    layout, resident = session.store.layout, session.store.resident
-    group_of = layout.group_of()
-    trained = {group_of.get(name) for name in session.trained}
-    due = sorted({*groups, *(resident & trained)})
-    return staying_beside_update(layout, due, session.budget_nbytes, held_nbytes, resident, num_stages)
 
 
 def _planned(

@@ -174,10 +174,10 @@ def test_residents_make_room_for_an_update(num_stages: int) -> None:
     everything = frozenset({0, 1, 2})
     positions = update_positions(LAYOUT, smallest_tiles(LAYOUT, [0, 1, 2], num_stages), 700)
     minimum = check_minimum(positions, LAYOUT, HUGE, 0)
-    assert staying_beside_update(LAYOUT, [0, 1, 2], minimum, 700, everything, num_stages) < everything
-    assert staying_beside_update(LAYOUT, [0, 1, 2], HUGE, 700, everything, num_stages) == everything
+    assert staying_beside_update(LAYOUT, [], everything, minimum, 700, everything, num_stages) < everything
+    assert staying_beside_update(LAYOUT, [], everything, HUGE, 700, everything, num_stages) == everything
     with pytest.raises(BudgetError):
-        staying_beside_update(LAYOUT, [0, 1, 2], minimum - 1, 700, everything, num_stages)
+        staying_beside_update(LAYOUT, [], everything, minimum - 1, 700, everything, num_stages)
 
 
 def test_resident_groups_move_nothing() -> None:
