@@ -1,4 +1,4 @@
-"""What compilation made of a graph, and pure functions from it to a plan, a rewritten graph and a verdict.
+"""What compilation made of a graph, and pure functions from it to residents, a plan, a rewritten graph and a verdict.
 
 The backend and `chunkc explain` both come this way: what is explained is what runs.
 """
@@ -26,11 +26,10 @@ from chunkc.passes.planning import (
     check_minimum,
     choose_resident,
     plan_phases,
-    smallest_tiles,
     staying_beside,
-    update_positions,
 )
 from chunkc.passes.profile import positions
+from chunkc.passes.update_planning import smallest_tiles, update_positions
 
 ROOM_FOR_LOSS = 3
 """While user code runs between the phases, it may need this many times the outputs' bytes, for a loss."""

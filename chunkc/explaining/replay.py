@@ -22,10 +22,9 @@ from chunkc.explaining.updates import Updates
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Plan, Tile
-from chunkc.ir.program import BACKWARD, FORWARD, UPDATE
+from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.options import Options
 from chunkc.passes.layout import EMPTY_LAYOUT, extended
-from chunkc.passes.planning import plan_phases
 
 Plans = dict[tuple[int, int, bool], tuple[Plan, Mapping[str, fx.GraphModule]]]
 """(graph, held bytes, whether cold) -> the plan, and the graphs it makes."""
@@ -102,9 +101,7 @@ class Replay:
             return None, frozenset(), ()
         captured, layout, resident, budget = settled.captured, self.layout, settled.resident, settled.budget_nbytes
         in_slots, at_home = self.training.updated(captured, layout, resident)
-        tiles, positions = self.training.tiles(captured, layout, resident, in_slots, budget)
-        phases = [(UPDATE, positions)]
-        plan = plan_phases(phases, layout, budget_nbytes=budget, resident=resident, hardware=self._hardware)
+        plan, tiles = self.training.planned_update(captured, layout, resident, in_slots, budget)
         return plan, at_home, tiles
 
     def _plan(

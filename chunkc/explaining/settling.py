@@ -18,14 +18,8 @@ from chunkc.explaining.updates import Updates
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.plan import Position, Tile
-from chunkc.passes.planning import (
-    check_minimum,
-    fixed_nbytes,
-    staying_beside_update,
-    update_positions,
-    update_tiles,
-)
+from chunkc.ir.plan import Plan, Position, Tile
+from chunkc.passes.update_planning import plan_update, staying_beside_update
 from chunkc.templates import Templates, input_symbols
 
 
@@ -89,19 +83,28 @@ class Training:
         at_home = self.updates.at_home([layout.groups[i] for i in sorted(trained)], self.home, self.hardware)
         return tuple(sorted(trained - at_home)), at_home
 
-    def tiles(
+    def planned_update(
         self,
         captured: Sequence[Captured],
         layout: ChunkLayout,
         resident: frozenset[int],
         groups: Sequence[int],
         budget_nbytes: int,
-    ) -> tuple[tuple[Tile, ...], tuple[Position, ...]]:
-        """The update of some groups in slots."""
-        held = update_held_nbytes(self.step, captured)
-        fixed = fixed_nbytes(layout, resident) + held
-        tiles = update_tiles(layout, groups, budget_nbytes - fixed, self.updates.num_stages)
-        return tiles, update_positions(layout, tiles, held)
+    ) -> tuple[Plan, tuple[Tile, ...]]:
+        """The update of some groups in slots.
+
+        Raises:
+            BudgetError: there is none within the budget.
+        """
+        return plan_update(
+            layout,
+            groups,
+            budget_nbytes=budget_nbytes,
+            resident=resident,
+            hardware=self.hardware,
+            held_nbytes=update_held_nbytes(self.step, captured),
+            num_stages=self.updates.num_stages,
+        )
 
 
 @dataclass(frozen=True)
@@ -197,9 +200,8 @@ class _Settling:
         training, layout = self.training, self.layout
         while True:
             in_slots, _ = training.updated(self.captured, layout, self.resident)
-            _, positions = training.tiles(self.captured, layout, self.resident, in_slots, self.budget_nbytes)
             try:
-                check_minimum(positions, layout, self.budget_nbytes, 0, self.resident)
+                training.planned_update(self.captured, layout, self.resident, in_slots, self.budget_nbytes)
                 return
             except BudgetError:
                 held = update_held_nbytes(training.step, self.captured)

@@ -37,7 +37,8 @@ class Position:
         non_model_nbytes: activations, temporaries and held inputs at the call's own peak.
         op, module: the operation at that peak and the user's module it belongs to.
         reads, writes: chunks that must be in slots during the call; written ones become dirty.
-        cost_s: estimated seconds of arithmetic, to place copies against.
+        cost_s: estimated seconds of arithmetic, to place copies against; of an update also those of its own copies,
+            where these take longer.
         sunk: (parameter, whether the gradient may stay in the call's own storage) for each complete gradient that the
             call yields.
     """

@@ -15,13 +15,7 @@ from chunkc.ir.updates import update_stages
 from chunkc.ir.verify import verify_phase
 from chunkc.moving import stay
 from chunkc.passes.insert import insert_update_events
-from chunkc.passes.planning import (
-    fixed_nbytes,
-    plan_phases,
-    staying_beside_update,
-    update_positions,
-    update_tiles,
-)
+from chunkc.passes.update_planning import plan_update, staying_beside_update
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
 from chunkc.session import Session
 
@@ -106,14 +100,14 @@ def _planned(
     key = (groups, held_nbytes, resident, len(layout.small), budget, num_stages, session.num_restatements)
     found = session.update_plans.find(key)
     if found is None:
-        fixed = fixed_nbytes(layout, resident) + held_nbytes
-        tiles = update_tiles(layout, groups, budget - fixed, num_stages)
-        plan = plan_phases(
-            [(UPDATE, update_positions(layout, tiles, held_nbytes))],
+        plan, tiles = plan_update(
             layout,
+            groups,
             budget_nbytes=budget,
             resident=resident,
             hardware=session.hardware,
+            held_nbytes=held_nbytes,
+            num_stages=num_stages,
         )
         graph = insert_update_events(plan.phases[0], tiles)
         if session.options.verify:
