@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from chunkc.build import Builder
 from chunkc.capture import Capture, capture_graph, input_names, unique_name
-from chunkc.captured import Captured, profile
+from chunkc.captured import Captured, residents_with
 from chunkc.graph import CompiledGraph
 from chunkc.ir.errors import ChunkcError, OptionsError, UnsupportedError
 from chunkc.logs import log_build, log_capture, logger
@@ -27,7 +27,6 @@ from chunkc.moving import place
 from chunkc.options import Options, parse_options
 from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs import placeholders
-from chunkc.passes.planning import check_minimum, choose_resident
 from chunkc.session import Session, can_move, owner, session_for
 from chunkc.steps import SizedStep, StaticSteps, Steps, SymbolicSteps
 from chunkc.templates import Templates, input_symbols
@@ -243,16 +242,11 @@ def _build(
         session.hardware,
         may_be_whole=options.whole_graph == "auto" and not fused_for_any_sizes,
     )
-    may_be_whole = not layout.groups or session.all_may_stay()
-    steps, captured = _steps(builder, gm, may_be_whole)
+    steps, captured = _steps(builder, gm, session.all_may_stay())
     log_build(captured, layout)
-    step = profile(captured, layout)
-    new = frozenset(g.index for g in layout.groups[len(session.store.layout.groups) :])
-    everything = frozenset(g.index for g in layout.groups)
-    allowed = everything if session.unplanned else session.store.resident | new
-    minimum = check_minimum(step.all, layout, session.budget_nbytes, 0, all_may_stay=allowed == everything)
+    num_known = 0 if session.unplanned else len(session.store.layout.groups)
+    resident, minimum = residents_with(captured, layout, session.budget_nbytes, session.store.resident, num_known)
     session.minimum_nbytes = max(session.minimum_nbytes, minimum)
-    resident = choose_resident(step.all, layout, session.budget_nbytes, allowed)
     place(session, layout, named, resident)
     session.own(named)
     session.unplanned = False

@@ -1,4 +1,4 @@
-"""What compilation made of a graph, and pure functions from it to a plan, a rewritten graph and a verdict.
+"""What compilation made of a graph, and pure functions from it to residents, a plan, a rewritten graph and a verdict.
 
 The backend and `chunkc explain` both come this way: what is explained is what runs.
 """
@@ -6,8 +6,10 @@ The backend and `chunkc explain` both come this way: what is explained is what r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 from torch import fx, nn
 
@@ -21,18 +23,21 @@ from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.insert import insert_events
 from chunkc.passes.planning import (
     StepProfile,
+    check_minimum,
+    choose_resident,
     plan_phases,
-    smallest_tiles,
     staying_beside,
-    update_positions,
 )
 from chunkc.passes.profile import positions
+from chunkc.passes.update_planning import smallest_tiles, update_positions
 
 ROOM_FOR_LOSS = 3
 """While user code runs between the phases, it may need this many times the outputs' bytes, for a loss."""
 
 HELD_GRANULES = 256
 """Plans are made for what others hold rounded up to this part of the budget, where that fits."""
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,17 @@ class Captured:
         """Bytes of a forward that its caller still holds when the optimizer steps: inputs and outputs."""
         return self.forward.held_nbytes + self.output_nbytes
 
+    def held_beside_forward(self, live_nbytes: int, given_nbytes: int) -> int:
+        """What others hold beside a forward.
+
+        Args:
+            live_nbytes: values of earlier calls that are alive, without the storages of this call's inputs. The outputs
+                of the call before are the forward's already.
+            given_nbytes: of the inputs' storages. An input may be a view of a larger tensor than the one it was traced
+                with: all of that is held.
+        """
+        return max(0, live_nbytes - self.output_nbytes) + max(0, given_nbytes - self.forward.held_nbytes)
+
     @property
     def saved_nbytes(self) -> int:
         """Bytes saved for the backward alone."""
@@ -112,10 +128,25 @@ class Captured:
         return sum(self.forward.storages[storage] for storage in storages)
 
 
-def with_room(held_nbytes: int, budget_nbytes: int) -> int:
-    """What others hold, rounded up to a part of the budget: plans are made for that where they fit."""
+def planned_with_room(planned: Callable[[int], Made], held_nbytes: int, budget_nbytes: int) -> tuple[Made, int]:
+    """What is planned beside others' values, with room for a little more of them where there is such a plan: who keeps
+    a little more at every step, such as losses, does not wait for a new plan each time.
+
+    Args:
+        planned: a plan, or what is made of one, beside so many bytes.
+
+    Returns:
+        What is planned, and the bytes it has room for beyond `held_nbytes`.
+
+    Raises:
+        BudgetError: nothing fits beside `held_nbytes`.
+    """
     granule = max(1, budget_nbytes // HELD_GRANULES)
-    return -(-held_nbytes // granule) * granule
+    wider_nbytes = -(-held_nbytes // granule) * granule
+    if wider_nbytes != held_nbytes:
+        with suppress(BudgetError):
+            return planned(wider_nbytes), wider_nbytes - held_nbytes
+    return planned(held_nbytes), 0
 
 
 def profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
@@ -129,10 +160,28 @@ def profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
     if captured.backward is None:
         return StepProfile(forward, (), (), 0)
     backward = positions(captured.backward, memories, group_of=group_of)
-    trained = sorted({group_of[p] for c in captured.backward.calls for _, p in c.gradients if p in group_of})
+    trained = sorted(layout.groups_of(p for c in captured.backward.calls for _, p in c.gradients))
     update = update_positions(layout, smallest_tiles(layout, trained), captured.caller_nbytes)
     boundary_nbytes = captured.between_nbytes + ROOM_FOR_LOSS * captured.output_nbytes
     return StepProfile(forward, backward, update, boundary_nbytes)
+
+
+def residents_with(
+    captured: Captured, layout: ChunkLayout, budget_nbytes: int, resident: frozenset[int], num_known: int
+) -> tuple[frozenset[int], int]:
+    """The groups that stay once a graph is compiled, and the smallest budget for the graph by itself.
+
+    Args:
+        resident: of the layout's first `num_known` groups, those that stay so far; later ones are new, and any may.
+
+    Raises:
+        BudgetError: there is no plan within the budget.
+    """
+    needs = profile(captured, layout).all
+    allowed = resident | frozenset(range(num_known, len(layout.groups)))
+    all_may_stay = len(allowed) == len(layout.groups)
+    minimum = check_minimum(needs, layout, budget_nbytes, 0, all_may_stay=all_may_stay)
+    return choose_resident(needs, layout, budget_nbytes, allowed), minimum
 
 
 def fitting_form(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from chunkc.captured import Captured, fitting_form, plan_step, profile, rewrite, verify, with_room
+from chunkc.captured import Captured, fitting_form, plan_step, planned_with_room, profile, rewrite, verify
 from chunkc.ir.errors import BudgetError, UnsupportedError
 from chunkc.ir.plan import Plan, Position
 from chunkc.ir.program import BACKWARD, FORWARD
@@ -70,9 +70,8 @@ class CompiledGraph:
         self._has_run = False
         self.session.num_graphs += 1
         self.session.trained |= self.captured.trained
-        group_of = self.session.store.layout.group_of()
         used = {name for program in self.captured.programs.values() for name in program.parameters.values()}
-        self._groups = frozenset(group_of[name] for name in used | self.captured.trained if name in group_of)
+        self._groups = self.session.store.layout.groups_of(used | self.captured.trained)
 
     # --- planning ---
 
@@ -107,26 +106,17 @@ class CompiledGraph:
             *(session.budget_nbytes, around, session.early.wanted, session.store.resident),
             *(len(layout.groups), len(layout.small), len(session.trained), session.num_restatements),
         )
+
+        def planned(held_nbytes: int) -> PlannedStep:
+            found = step.plans.find((held_nbytes, *key))
+            return found or step.plans.keep((held_nbytes, *key), self._planned(step.captured, held_nbytes, around))
+
         found = step.plans.find((held_nbytes, *key))
         if found is None:
-            found = self._plan_with_room(step, held_nbytes, around, key)
-            found = found or self._planned(step.captured, held_nbytes, around)
+            wider, spare_nbytes = planned_with_room(planned, held_nbytes, session.budget_nbytes)
+            found = PlannedStep(wider.plan.beside_less(spare_nbytes), wider.phases)
             step.plans.keep((held_nbytes, *key), found)
         return found
-
-    def _plan_with_room(self, step: SizedStep, held_nbytes: int, around: Around, key: tuple) -> PlannedStep | None:
-        """A plan for more held bytes than there are, so that who keeps a little more at every step, such as losses,
-        does not wait for a new plan each time; None where there is no such plan."""
-        wider_nbytes = with_room(held_nbytes, self.session.budget_nbytes)
-        if wider_nbytes == held_nbytes:
-            return None
-        wider = step.plans.find((wider_nbytes, *key))
-        if wider is None:
-            try:
-                wider = step.plans.keep((wider_nbytes, *key), self._planned(step.captured, wider_nbytes, around))
-            except BudgetError:
-                return None
-        return PlannedStep(wider.plan.beside_less(wider_nbytes - held_nbytes), wider.phases)
 
     def _plan_beside(self, step: SizedStep, held_nbytes: Callable[[], int], around: Around) -> PlannedStep:
         """`plan` beside what is held now. Before it refuses, values that only cycles of garbage keep are collected, and
@@ -185,11 +175,10 @@ class CompiledGraph:
         session.early.enter_forward(session, self._groups)
         session.store.release_slots()
         inputs = [arguments[position] for position in step.positions.inputs]
-        # An input may be a view of a larger tensor than the one it was traced with: all of that is held.
-        beside = max(0, storages_nbytes(inputs) - step.captured.forward.held_nbytes)
+        given_nbytes = storages_nbytes(inputs)
 
         def held_nbytes() -> int:
-            return max(0, session.live.nbytes(leaving_out=inputs) - step.captured.output_nbytes) + beside
+            return step.captured.held_beside_forward(session.live.nbytes(leaving_out=inputs), given_nbytes)
 
         planned = self._plan_beside(step, held_nbytes, Around(hooked=self._hooked()))
         self.captured = captured = step.captured
@@ -222,7 +211,7 @@ class CompiledGraph:
             return max(0, others_nbytes())
 
         planned = self._plan_beside(step, held_nbytes, around)
-        if store.present != planned.plan.kept or len(planned.plan.phases) < 2:
+        if planned.plan.begins_cold(store.present):
             store.release_slots()
             planned = self._plan_beside(step, held_nbytes, replace(around, cold_backward=True))
         # Of a model in one graph it is the caller who lets go of outputs: the prediction is for one who does not.

@@ -5,24 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from chunkc.ir.chunks import STEP_NBYTES, ChunkLayout, chunk_name, split_chunk_name
+from chunkc.ir.chunks import STEP_NBYTES, ChunkLayout, split_chunk_name
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.plan import EVICT, PREFETCH, Event, Moment, PhasePlan, Plan, Position, Tile, gradients_at
-from chunkc.ir.program import UPDATE
-from chunkc.ir.updates import update_stages
+from chunkc.ir.plan import EVICT, PREFETCH, Event, Moment, PhasePlan, Plan, Position, gradients_at
 from chunkc.passes.schedule import required_nbytes, schedule
 
 BETWEEN = "between"
-
-MIN_TILE_NUMEL, MAX_TILE_NUMEL = 1 << 16, 1 << 24
-"""Bounds on an update's elements: below, events cost more than the update; above, nothing is gained."""
-
-TILES_AT_ONCE = 3
-"""One tile arriving, one being updated, one leaving."""
-
-UPDATE_S_PER_ELEMENT = 2.0e-9
-"""An Adam update's time on a CPU, by about 30 bytes of memory traffic per element."""
 
 SLACK_CHUNKS = 2
 """Room for copies on the way that a resident group may not take: one chunk arriving, one leaving."""
@@ -50,59 +39,6 @@ class StepProfile:
     @property
     def all(self) -> tuple[Position, ...]:
         return self.passes + self.update
-
-
-def update_tiles(
-    layout: ChunkLayout, groups: Sequence[int], capacity_nbytes: int, num_stages: int = 1
-) -> tuple[Tile, ...]:
-    """The groups cut into tiles, such that one can be fetched and one written back beside the one updated.
-
-    An update is elementwise, and sums are cut where all tiles may end, so tiles may depend on the budget; results do
-    not. Of two stages the second goes backwards: it begins with what the first has left in slots.
-    """
-    tiles = []
-    for index in groups:
-        group = layout.groups[index]
-        fitting = capacity_nbytes // (group.update_nbytes_per_element * TILES_AT_ONCE)
-        numel = max(MIN_TILE_NUMEL, min(MAX_TILE_NUMEL, fitting // MIN_TILE_NUMEL * MIN_TILE_NUMEL))
-        parts = [(at, min(at + numel, group.numel)) for at in range(0, group.numel, numel)]
-        for stage in range(num_stages):
-            tiles += [Tile(index, *part, stage, num_stages) for part in (reversed(parts) if stage else parts)]
-    return tuple(tiles)
-
-
-def smallest_tiles(layout: ChunkLayout, groups: Sequence[int], num_stages: int = 1) -> tuple[Tile, ...]:
-    """One tile of each group, of the smallest size: what the group's update needs room for at the least."""
-    return tuple(
-        Tile(index, 0, min(MIN_TILE_NUMEL, layout.groups[index].numel), stage, num_stages)
-        for index in groups
-        for stage in range(num_stages)
-    )
-
-
-def update_positions(layout: ChunkLayout, tiles: Sequence[Tile], held_nbytes: int) -> tuple[Position, ...]:
-    """The optimizer's step as positions: each tile needs all at once that its stage reads and writes."""
-    found = []
-    for tile in tiles:
-        group = layout.groups[tile.group]
-        stage = update_stages(group.update_kinds, tile.num_stages)[tile.stage]
-        reads, writes = (
-            frozenset(chunk_name(kind, tile.group, (tile.begin, tile.end)) for kind in kinds)
-            for kinds in (stage.reads, stage.writes)
-        )
-        found.append(
-            Position(
-                name=f"{UPDATE}.{tile}",
-                phase=UPDATE,
-                non_model_nbytes=held_nbytes + group.update_workspace_nbytes(tile.end - tile.begin),
-                op="optimizer update",
-                module=group.slices[0].spec.name.rpartition(".")[0],
-                reads=reads,
-                writes=writes,
-                cost_s=(tile.end - tile.begin) * UPDATE_S_PER_ELEMENT / tile.num_stages,
-            )
-        )
-    return tuple(found)
 
 
 def small_nbytes(layout: ChunkLayout) -> int:
@@ -217,23 +153,6 @@ def staying_beside(
     except BudgetError as error:
         raise min(error, beside_all, key=lambda one: one.minimum_nbytes) from None
     return choose_resident(positions, layout, budget_nbytes, resident, held_nbytes), minimum
-
-
-def staying_beside_update(
-    layout: ChunkLayout,
-    groups: Sequence[int],
-    budget_nbytes: int,
-    held_nbytes: int,
-    resident: frozenset[int],
-    num_stages: int = 1,
-) -> frozenset[int]:
-    """Those residents that may stay where groups are to be updated in slots, them among them that leave.
-
-    Raises:
-        BudgetError: there is no room even where none stays.
-    """
-    positions = update_positions(layout, smallest_tiles(layout, groups, num_stages), held_nbytes)
-    return staying_beside(positions, layout, budget_nbytes, 0, resident)[0]
 
 
 def check_minimum(

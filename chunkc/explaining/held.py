@@ -71,7 +71,7 @@ def _beside_forward(step: OfflineStep, call: PhaseCall, own: Captured, live: Map
     inputs = {storage for storage in arguments if storage is not None}
     others = sum(nbytes for storage, nbytes in live.items() if storage not in inputs)
     given = sum(step.storage_nbytes[storage] for storage in inputs)
-    return max(0, others - own.output_nbytes) + max(0, given - own.forward.held_nbytes)
+    return own.held_beside_forward(others, given)
 
 
 def update_held_nbytes(step: OfflineStep, captured: Sequence[Captured]) -> int:

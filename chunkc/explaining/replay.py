@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import fx
 
 from chunkc.build import Builder
-from chunkc.captured import Captured, plan_step, rewrite, verify, with_room
+from chunkc.captured import Captured, plan_step, planned_with_room, rewrite, verify
 from chunkc.explaining.cuda_offline import overhead_on
 from chunkc.explaining.held import Run
 from chunkc.explaining.moments import PlannedRun, StepPlans
@@ -22,10 +22,9 @@ from chunkc.explaining.updates import Updates
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Plan, Tile
-from chunkc.ir.program import BACKWARD, FORWARD, UPDATE
+from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.options import Options
 from chunkc.passes.layout import EMPTY_LAYOUT, extended
-from chunkc.passes.planning import plan_phases
 
 Plans = dict[tuple[int, int, bool], tuple[Plan, Mapping[str, fx.GraphModule]]]
 """(graph, held bytes, whether cold) -> the plan, and the graphs it makes."""
@@ -83,7 +82,7 @@ class Replay:
             if run.phase == FORWARD:
                 present = frozenset()
             plan, graphs = self._plan(settled, run, plans, cold=False)
-            if run.phase == BACKWARD and (present != plan.kept or len(plan.phases) < 2):
+            if run.phase == BACKWARD and plan.begins_cold(present):
                 present = frozenset()
                 plan, graphs = self._plan(settled, run, plans, cold=True)
             name = f"{run.phase}.{run.number}" if several else run.phase
@@ -102,40 +101,34 @@ class Replay:
             return None, frozenset(), ()
         captured, layout, resident, budget = settled.captured, self.layout, settled.resident, settled.budget_nbytes
         in_slots, at_home = self.training.updated(captured, layout, resident)
-        tiles, positions = self.training.tiles(captured, layout, resident, in_slots, budget)
-        phases = [(UPDATE, positions)]
-        plan = plan_phases(phases, layout, budget_nbytes=budget, resident=resident, hardware=self._hardware)
+        plan, tiles = self.training.planned_update(captured, layout, resident, in_slots, budget)
         return plan, at_home, tiles
 
     def _plan(
         self, settled: Settled, run: Run, plans: Plans, *, cold: bool
     ) -> tuple[Plan, Mapping[str, fx.GraphModule]]:
         """A run's plan and rewritten graphs, with room for a little more held where there is such a plan."""
-        wider = with_room(run.held_nbytes, settled.budget_nbytes)
         captured = settled.captured[run.graph]
-        for held in (wider, run.held_nbytes):
-            key = run.graph, held, cold
+
+        def planned(held_nbytes: int) -> tuple[Plan, Mapping[str, fx.GraphModule]]:
+            key = run.graph, held_nbytes, cold
             if key not in plans:
-                try:
-                    plan = plan_step(
-                        captured,
-                        self.layout,
-                        budget_nbytes=settled.budget_nbytes,
-                        resident=settled.resident,
-                        hardware=self._hardware,
-                        held_nbytes=held,
-                        cold_backward=cold,
-                    )
-                except BudgetError:
-                    if held == run.held_nbytes:
-                        raise
-                    continue
-                rewritten = rewrite(captured, plan, self.layout)
-                verify(captured, plan, rewritten, self.layout, held_nbytes=held)
-                plans[key] = plan, rewritten
-            plan, graphs = plans[key]
-            return plan.beside_less(held - run.held_nbytes), graphs
-        raise AssertionError("the narrower plan is there or raises")
+                plan = plan_step(
+                    captured,
+                    self.layout,
+                    budget_nbytes=settled.budget_nbytes,
+                    resident=settled.resident,
+                    hardware=self._hardware,
+                    held_nbytes=held_nbytes,
+                    cold_backward=cold,
+                )
+                graphs = rewrite(captured, plan, self.layout)
+                verify(captured, plan, graphs, self.layout, held_nbytes=held_nbytes)
+                plans[key] = plan, graphs
+            return plans[key]
+
+        (plan, graphs), spare_nbytes = planned_with_room(planned, run.held_nbytes, settled.budget_nbytes)
+        return plan.beside_less(spare_nbytes), graphs
 
 
 def _of_one_run(plan: Plan, run: Run, name: str, captured: Captured) -> Plan:

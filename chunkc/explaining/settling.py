@@ -11,22 +11,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from chunkc.build import Builder
-from chunkc.captured import Captured, fitting_form, profile
+from chunkc.captured import Captured, fitting_form, profile, residents_with
 from chunkc.explaining.held import Run, runs_of, update_held_nbytes
 from chunkc.explaining.offline import OfflineStep
 from chunkc.explaining.updates import Updates
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.plan import Position, Tile
-from chunkc.passes.planning import (
-    check_minimum,
-    choose_resident,
-    fixed_nbytes,
-    staying_beside_update,
-    update_positions,
-    update_tiles,
-)
+from chunkc.ir.plan import Plan, Position, Tile
+from chunkc.passes.update_planning import plan_update, staying_beside_update
 from chunkc.templates import Templates, input_symbols
 
 
@@ -90,19 +83,28 @@ class Training:
         at_home = self.updates.at_home([layout.groups[i] for i in sorted(trained)], self.home, self.hardware)
         return tuple(sorted(trained - at_home)), at_home
 
-    def tiles(
+    def planned_update(
         self,
         captured: Sequence[Captured],
         layout: ChunkLayout,
         resident: frozenset[int],
         groups: Sequence[int],
         budget_nbytes: int,
-    ) -> tuple[tuple[Tile, ...], tuple[Position, ...]]:
-        """The update of some groups in slots."""
-        held = update_held_nbytes(self.step, captured)
-        fixed = fixed_nbytes(layout, resident) + held
-        tiles = update_tiles(layout, groups, budget_nbytes - fixed, self.updates.num_stages)
-        return tiles, update_positions(layout, tiles, held)
+    ) -> tuple[Plan, tuple[Tile, ...]]:
+        """The update of some groups in slots.
+
+        Raises:
+            BudgetError: there is none within the budget.
+        """
+        return plan_update(
+            layout,
+            groups,
+            budget_nbytes=budget_nbytes,
+            resident=resident,
+            hardware=self.hardware,
+            held_nbytes=update_held_nbytes(self.step, captured),
+            num_stages=self.updates.num_stages,
+        )
 
 
 @dataclass(frozen=True)
@@ -162,16 +164,9 @@ class _Settling:
     def _compile(self, stage: Stage) -> None:
         """As the backend does, which chooses what stays among what stayed so far and what is new."""
         num_known = len(self.layout.groups) if self.captured else 0
-        layout, unplanned = stage.layout, not self.captured
-        everything = frozenset(group.index for group in layout.groups)
-        may_be_whole = unplanned or len(self.resident) == num_known or not layout.groups
-        captured = stage.captured(self.budget_nbytes, may_be_whole=may_be_whole)
-        needs = profile(captured, layout)
-        allowed = everything if unplanned else self.resident | frozenset(range(num_known, len(layout.groups)))
-        all_may_stay = allowed == everything
-        minimum = check_minimum(needs.all, layout, self.budget_nbytes, 0, all_may_stay=all_may_stay)
+        captured = stage.captured(self.budget_nbytes, may_be_whole=len(self.resident) == num_known)
+        self.resident, minimum = residents_with(captured, stage.layout, self.budget_nbytes, self.resident, num_known)
         self.minimum_nbytes = max(self.minimum_nbytes, minimum)
-        self.resident = choose_resident(needs.all, layout, self.budget_nbytes, allowed)
         self.captured.append(captured)
 
     def run(self, run: Run) -> None:
@@ -205,15 +200,14 @@ class _Settling:
         training, layout = self.training, self.layout
         while True:
             in_slots, _ = training.updated(self.captured, layout, self.resident)
-            _, positions = training.tiles(self.captured, layout, self.resident, in_slots, self.budget_nbytes)
             try:
-                check_minimum(positions, layout, self.budget_nbytes, 0, self.resident)
+                training.planned_update(self.captured, layout, self.resident, in_slots, self.budget_nbytes)
                 return
             except BudgetError:
-                due = sorted({*in_slots, *(self.resident & _trained(self.captured, layout))})
                 held = update_held_nbytes(training.step, self.captured)
+                trained = _trained(self.captured, layout)
                 staying = staying_beside_update(
-                    layout, due, self.budget_nbytes, held, self.resident, training.updates.num_stages
+                    layout, in_slots, trained, self.budget_nbytes, held, self.resident, training.updates.num_stages
                 )
                 if staying == self.resident:
                     raise
@@ -222,5 +216,4 @@ class _Settling:
 
 def _trained(captured: Sequence[Captured], layout: ChunkLayout) -> frozenset[int]:
     """The groups that get gradients."""
-    group_of = layout.group_of()
-    return frozenset(group_of[name] for graph in captured for name in graph.trained if name in group_of)
+    return layout.groups_of(name for graph in captured for name in graph.trained)

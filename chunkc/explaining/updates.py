@@ -12,7 +12,7 @@ from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.simulate import STAYING, HomeUpdateTimes
 from chunkc.ir.states import ELEMENTS_PER_SCALE, EXP_AVG, INT8, MASTER, MASTER_LOW
-from chunkc.ir.updates import update_traffic
+from chunkc.ir.updates import tile_traffic, update_traffic
 from chunkc.optim.overlap_mode import NONE, OverlapMode
 from chunkc.optim.update_on import CPU, DEVICE, divided
 from chunkc.passes.update_placement import cpu_update_s, group_update_nbytes
@@ -60,9 +60,7 @@ class Updates:
         """Bytes that each update reads and writes where it happens, by the name of its event."""
         found = {chunk_name(PARAM, index): self._of_group(step.layout.groups[index]) for index in sorted(step.at_home)}
         for moment, tile in zip(step.update.moments if step.update else (), step.tiles, strict=True):
-            group = step.layout.groups[tile.group]
-            stages = update_traffic(group.dtype, group.states, tile.end - tile.begin, tile.num_stages)
-            found[moment.name] = stages[tile.stage].nbytes
+            found[moment.name] = tile_traffic(step.layout.groups[tile.group], tile).nbytes
         found[STAYING] = sum(
             stage.nbytes
             for spec in staying_specs(step)

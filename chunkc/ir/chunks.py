@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -193,6 +194,11 @@ class ChunkLayout:
 
     def group_of(self) -> dict[str, int]:
         return {s.spec.name: group.index for group in self.groups for s in group.slices}
+
+    def groups_of(self, parameters: Iterable[str]) -> frozenset[int]:
+        """The groups in which some parameters lie; small ones lie in none."""
+        group_of = self.group_of()
+        return frozenset(group_of[name] for name in parameters if name in group_of)
 
     @cached_property
     def offsets(self) -> dict[str, int]:

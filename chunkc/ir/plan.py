@@ -37,7 +37,8 @@ class Position:
         non_model_nbytes: activations, temporaries and held inputs at the call's own peak.
         op, module: the operation at that peak and the user's module it belongs to.
         reads, writes: chunks that must be in slots during the call; written ones become dirty.
-        cost_s: estimated seconds of arithmetic, to place copies against.
+        cost_s: estimated seconds of arithmetic, to place copies against; of an update also those of its own copies,
+            where these take longer.
         sunk: (parameter, whether the gradient may stay in the call's own storage) for each complete gradient that the
             call yields.
     """
@@ -188,6 +189,10 @@ class Plan:
             for phase in self.phases
         )
         return replace(self, minimum_nbytes=self.minimum_nbytes - nbytes, phases=phases)
+
+    def begins_cold(self, present: Collection[str]) -> bool:
+        """Whether a backward that finds these chunks in slots cannot run by this plan: its forward left others."""
+        return present != self.kept or len(self.phases) < 2
 
     @property
     def moments(self) -> tuple[Moment, ...]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from chunkc.ir.chunks import GRAD, PARAM
+from chunkc.ir.chunks import GRAD, PARAM, ChunkGroup
+from chunkc.ir.plan import Tile
 from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, MASTER, StateFormat, num_entries
 
 
@@ -68,3 +69,8 @@ def update_traffic(
         read = [kind for kind in stage.kinds if kind != PARAM or MASTER not in stage.kinds]
         found.append(UpdateTraffic(nbytes(read), nbytes(stage.writes)))
     return tuple(found)
+
+
+def tile_traffic(group: ChunkGroup, tile: Tile) -> UpdateTraffic:
+    """What the update of one tile of a group reads and writes."""
+    return update_traffic(group.dtype, group.states, tile.end - tile.begin, tile.num_stages)[tile.stage]

@@ -15,13 +15,7 @@ from chunkc.ir.updates import update_stages
 from chunkc.ir.verify import verify_phase
 from chunkc.moving import stay
 from chunkc.passes.insert import insert_update_events
-from chunkc.passes.planning import (
-    fixed_nbytes,
-    plan_phases,
-    staying_beside_update,
-    update_positions,
-    update_tiles,
-)
+from chunkc.passes.update_planning import plan_update, staying_beside_update
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
 from chunkc.session import Session
 
@@ -89,23 +83,13 @@ def prepare_updates(session: Session, groups: Iterable[int], *, num_stages: int 
     try:
         return PreparedUpdate(session, *_planned(session, in_order, held_nbytes, num_stages))
     except BudgetError:
-        if (staying := _staying(session, in_order, held_nbytes, num_stages)) == session.store.resident:
+        layout, resident, budget = session.store.layout, session.store.resident, session.budget_nbytes
+        trained = layout.groups_of(session.trained)
+        staying = staying_beside_update(layout, in_order, trained, budget, held_nbytes, resident, num_stages)
+        if staying == resident:
             raise
     stay(session, staying)
     raise ResidentsLeft
-
-
-def _staying(session: Session, groups: tuple[int, ...], held_nbytes: int, num_stages: int) -> frozenset[int]:
-    """Residents that may stay, such that these groups, and residents that leave, can be updated in slots.
-
-    Raises:
-        BudgetError: they cannot, even if none stays.
-    """
-    layout, resident = session.store.layout, session.store.resident
-    group_of = layout.group_of()
-    trained = {group_of.get(name) for name in session.trained}
-    due = sorted({*groups, *(resident & trained)})
-    return staying_beside_update(layout, due, session.budget_nbytes, held_nbytes, resident, num_stages)
 
 
 def _planned(
@@ -116,14 +100,14 @@ def _planned(
     key = (groups, held_nbytes, resident, len(layout.small), budget, num_stages, session.num_restatements)
     found = session.update_plans.find(key)
     if found is None:
-        fixed = fixed_nbytes(layout, resident) + held_nbytes
-        tiles = update_tiles(layout, groups, budget - fixed, num_stages)
-        plan = plan_phases(
-            [(UPDATE, update_positions(layout, tiles, held_nbytes))],
+        plan, tiles = plan_update(
             layout,
+            groups,
             budget_nbytes=budget,
             resident=resident,
             hardware=session.hardware,
+            held_nbytes=held_nbytes,
+            num_stages=num_stages,
         )
         graph = insert_update_events(plan.phases[0], tiles)
         if session.options.verify:

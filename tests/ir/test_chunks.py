@@ -98,6 +98,8 @@ def test_a_resident_group_takes_no_gaps() -> None:
 def test_a_layout_knows_its_chunks() -> None:
     layout = ChunkLayout(1024, (group(), dataclasses.replace(group(torch.bfloat16), index=1)), ())
     assert layout.group_of()["a.w"] in (0, 1)
+    assert layout.groups_of(["a.b", "elsewhere", "a.w"]) == {layout.group_of()["a.w"]}
+    assert layout.groups_of(["elsewhere"]) == frozenset()
     assert layout.chunk_nbytes_of("param:0") == 1024
     assert layout.chunk_nbytes_of("param:1") == 512
     assert layout.chunk_nbytes_of("master_low:1") == 512

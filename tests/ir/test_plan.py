@@ -5,6 +5,7 @@ To accept a changed print, delete `tests/golden/plan.txt` and run this file twic
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,16 @@ def test_a_plan_prints_as_it_did() -> None:
 
 def test_planning_twice_gives_the_same_plan() -> None:
     assert tiny_plan() == tiny_plan()
+
+
+def test_a_backward_begins_cold_unless_it_finds_what_its_forward_left() -> None:
+    plan = tiny_plan()
+    assert plan.kept
+    assert not plan.begins_cold(plan.kept)
+    assert plan.begins_cold(frozenset())
+    assert plan.begins_cold(plan.kept | {"param:0"})
+    alone = replace(plan, phases=plan.phases[1:], kept=frozenset())
+    assert alone.begins_cold(frozenset()), "a plan of the backward alone is one that begins cold"
 
 
 def test_a_plan_cannot_be_changed() -> None:

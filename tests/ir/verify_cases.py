@@ -16,8 +16,9 @@ from chunkc.ir.program import MemoryStep, PhaseProgram, SegmentCall, SegmentMemo
 from chunkc.ir.verify import verify_phase
 from chunkc.passes.insert import insert_events, insert_update_events
 from chunkc.passes.layout import lay_out
-from chunkc.passes.planning import check_minimum, plan_phases, update_positions, update_tiles
+from chunkc.passes.planning import check_minimum, plan_phases
 from chunkc.passes.profile import positions
+from chunkc.passes.update_planning import update_positions, update_tiles
 
 HUGE = 1 << 40
 

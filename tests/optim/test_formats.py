@@ -18,7 +18,7 @@ import chunkc
 from chunkc.kernels import reference
 from chunkc.kernels.formats import AdamSlots, Run, num_quant_blocks, rounding_key
 from chunkc.kernels.hyper import AdamHyper, scalar_table
-from chunkc.passes import planning
+from chunkc.passes import update_planning
 
 WIDTH, STEPS = 72, 3
 """5,184 elements a weight: no multiple of a block of 8-bit moments."""
@@ -127,7 +127,7 @@ def test_the_same_bits_wherever_the_update_happens(name: str, monkeypatch: pytes
     assert not differences(run(name, True, update_on="cpu"), expected)
     assert not differences(run(name, True, home="disk"), expected)
     for bound in ("MIN_TILE_NUMEL", "MAX_TILE_NUMEL"):
-        monkeypatch.setattr(planning, bound, 1024)
+        monkeypatch.setattr(update_planning, bound, 1024)
     assert not differences(run(name, True, update_on="auto"), expected)
 
 

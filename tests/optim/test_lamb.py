@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zoo import Case, floats
 
 import chunkc
-from chunkc.passes import planning
+from chunkc.passes import update_planning
 
 WIDTH = 160
 STEPS = 3
@@ -87,7 +87,7 @@ def test_the_same_bits_wherever_the_update_happens(dtype: torch.dtype, monkeypat
     assert not differences(run(nbytes, dtype, "auto"), expected)
     assert not differences(run(minimum(case(dtype), dtype, "disk"), dtype, home="disk"), expected)
     for name in ("MIN_TILE_NUMEL", "MAX_TILE_NUMEL"):  # tensors that span tiles: their sums are complete before stage 2
-        monkeypatch.setattr(planning, name, 1 << 14)
+        monkeypatch.setattr(update_planning, name, 1 << 14)
     assert not differences(run(nbytes, dtype), expected)
 
 
@@ -95,7 +95,7 @@ def test_tiles_in_wrong_places_would_change_bits(monkeypatch: pytest.MonkeyPatch
     """What the test above relies on: it sees where sums are cut."""
     expected = run(HUGE)
     for name in ("MIN_TILE_NUMEL", "MAX_TILE_NUMEL"):
-        monkeypatch.setattr(planning, name, 10_000)
+        monkeypatch.setattr(update_planning, name, 10_000)
     assert differences(run(minimum(case())), expected)
 
 

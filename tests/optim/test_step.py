@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import chunkc
 from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, MASTER_LOW
-from chunkc.passes import planning
+from chunkc.passes import update_planning
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -68,8 +68,8 @@ def test_results_do_not_depend_on_tiles(
         return snapshot(model), states(model, optimizer), len(moments)
 
     weights, moments, num_tiles = run()
-    monkeypatch.setattr(planning, "MIN_TILE_NUMEL", tile_numel[0])
-    monkeypatch.setattr(planning, "MAX_TILE_NUMEL", tile_numel[1])
+    monkeypatch.setattr(update_planning, "MIN_TILE_NUMEL", tile_numel[0])
+    monkeypatch.setattr(update_planning, "MAX_TILE_NUMEL", tile_numel[1])
     other_weights, other_moments, other_num_tiles = run()
     assert other_num_tiles > num_tiles
     assert_equal(other_weights, weights)

@@ -17,21 +17,15 @@ from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import EVICT, PREFETCH, Plan, Position, gradients_at
 from chunkc.passes.layout import lay_out
 from chunkc.passes.planning import (
-    MAX_TILE_NUMEL,
-    MIN_TILE_NUMEL,
-    TILES_AT_ONCE,
     StepProfile,
     check_minimum,
     choose_resident,
     fixed_nbytes,
     plan_phases,
     small_nbytes,
-    smallest_tiles,
     staying_beside,
-    staying_beside_update,
-    update_positions,
-    update_tiles,
 )
+from chunkc.passes.update_planning import update_positions, update_tiles
 
 HUGE = 1 << 40
 CHUNK_NBYTES = 4096
@@ -169,17 +163,6 @@ def test_where_no_room_can_be_made_the_minimum_is_without_residents() -> None:
     assert error.value.minimum_nbytes == minimum
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_residents_make_room_for_an_update(num_stages: int) -> None:
-    everything = frozenset({0, 1, 2})
-    positions = update_positions(LAYOUT, smallest_tiles(LAYOUT, [0, 1, 2], num_stages), 700)
-    minimum = check_minimum(positions, LAYOUT, HUGE, 0)
-    assert staying_beside_update(LAYOUT, [0, 1, 2], minimum, 700, everything, num_stages) < everything
-    assert staying_beside_update(LAYOUT, [0, 1, 2], HUGE, 700, everything, num_stages) == everything
-    with pytest.raises(BudgetError):
-        staying_beside_update(LAYOUT, [0, 1, 2], minimum - 1, 700, everything, num_stages)
-
-
 def test_resident_groups_move_nothing() -> None:
     plan = plan_step(STEP, LAYOUT, HUGE, frozenset({0, 2}))
     moved = {event.chunk for phase in plan.phases for stop in phase.stops for event in stop}
@@ -237,30 +220,6 @@ def test_phases_hand_their_chunks_on() -> None:
                 elif event.kind == EVICT:
                     present.remove(event.chunk)
             assert present == (plan.kept if phase is plan.phases[0] else set())
-
-
-def test_update_tiles_cover_every_element_once() -> None:
-    layout = layout_of(3 * MIN_TILE_NUMEL + 5)
-    (group,) = layout.groups
-    for capacity in (0, 1 << 20, 1 << 22, 1 << 23, 1 << 40):
-        tiles = update_tiles(layout, [0], capacity)
-        assert (tiles[0].begin, tiles[-1].end) == (0, group.numel)
-        assert all(one.end == other.begin for one, other in pairwise(tiles))
-        for tile in tiles:
-            assert tile.end - tile.begin <= MIN_TILE_NUMEL or (
-                TILES_AT_ONCE * (tile.end - tile.begin) * group.update_nbytes_per_element <= capacity
-            )
-            assert tile.end - tile.begin <= MAX_TILE_NUMEL
-
-
-def test_an_update_reads_the_gradient_and_writes_the_rest() -> None:
-    layout = layout_of(1024, dtype=torch.bfloat16)
-    (found,) = update_positions(layout, update_tiles(layout, [0], 0), 77)
-    numel = layout.groups[0].numel
-    assert found.reads == {f"grad:0[0:{numel}]"}
-    assert found.writes == {f"{kind}:0[0:{numel}]" for kind in ("param", "master_low", "exp_avg", "exp_avg_sq")}
-    assert found.non_model_nbytes == 77
-    assert sum(layout.chunk_nbytes_of(c) for c in found.chunks) == numel * (2 + 2 + 2 + 4 + 4)
 
 
 @st.composite

@@ -1,0 +1,129 @@
+"""The optimizer's step as tiles of chunk groups: cut, given room, planned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chunkc.ir.chunks import GRAD, ChunkLayout, chunk_name
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.plan import Plan, Position, Tile
+from chunkc.ir.program import UPDATE
+from chunkc.ir.updates import tile_traffic, update_stages
+from chunkc.passes.planning import fixed_nbytes, plan_phases, staying_beside
+
+MIN_TILE_NUMEL, MAX_TILE_NUMEL = 1 << 16, 1 << 24
+"""Bounds on an update's elements: below, events cost more than the update; above, nothing is gained."""
+
+TILES_AT_ONCE = 3
+"""One tile arriving, one being updated, one leaving."""
+
+
+def update_tiles(
+    layout: ChunkLayout, groups: Sequence[int], capacity_nbytes: int, num_stages: int = 1
+) -> tuple[Tile, ...]:
+    """The groups cut into tiles, such that one can be fetched and one written back beside the one updated.
+
+    An update is elementwise, and sums are cut where all tiles may end, so tiles may depend on the budget; results do
+    not. Of two stages the second goes backwards: it begins with what the first has left in slots.
+    """
+    tiles = []
+    for index in groups:
+        group = layout.groups[index]
+        fitting = capacity_nbytes // (group.update_nbytes_per_element * TILES_AT_ONCE)
+        numel = max(MIN_TILE_NUMEL, min(MAX_TILE_NUMEL, fitting // MIN_TILE_NUMEL * MIN_TILE_NUMEL))
+        parts = [(at, min(at + numel, group.numel)) for at in range(0, group.numel, numel)]
+        for stage in range(num_stages):
+            tiles += [Tile(index, *part, stage, num_stages) for part in (reversed(parts) if stage else parts)]
+    return tuple(tiles)
+
+
+def smallest_tiles(layout: ChunkLayout, groups: Sequence[int], num_stages: int = 1) -> tuple[Tile, ...]:
+    """One tile of each group, of the smallest size: what the group's update needs room for at the least."""
+    return tuple(
+        Tile(index, 0, min(MIN_TILE_NUMEL, layout.groups[index].numel), stage, num_stages)
+        for index in groups
+        for stage in range(num_stages)
+    )
+
+
+def update_positions(
+    layout: ChunkLayout, tiles: Sequence[Tile], held_nbytes: int, hardware: Hardware | None = None
+) -> tuple[Position, ...]:
+    """The optimizer's step as positions: each tile needs all at once that its stage reads and writes.
+
+    `hardware` says how soon the next one may follow; without it, where only room is asked for, at once.
+    """
+    found = []
+    for tile in tiles:
+        group = layout.groups[tile.group]
+        stage = update_stages(group.update_kinds, tile.num_stages)[tile.stage]
+        reads, writes = (
+            frozenset(chunk_name(kind, tile.group, (tile.begin, tile.end)) for kind in kinds)
+            for kinds in (stage.reads, stage.writes)
+        )
+        found.append(
+            Position(
+                name=f"{UPDATE}.{tile}",
+                phase=UPDATE,
+                non_model_nbytes=held_nbytes + group.update_workspace_nbytes(tile.end - tile.begin),
+                op="optimizer update",
+                module=group.slices[0].spec.name.rpartition(".")[0],
+                reads=reads,
+                writes=writes,
+                cost_s=0.0 if hardware is None else _pace_s(layout, tile, hardware),
+            )
+        )
+    return tuple(found)
+
+
+def _pace_s(layout: ChunkLayout, tile: Tile, hardware: Hardware) -> float:
+    """Seconds from one tile to the next: the memory reads and writes it, the link brings one and takes one away.
+
+    By its memory's time alone, tiles behind a slow link would be fetched all at once: they would fill the budget, and
+    none would come sooner. Of two stages each has half of the link's time: the second may find in slots what it needs.
+    """
+    group, part = layout.groups[tile.group], (tile.begin, tile.end)
+    sizes = {kind: layout.chunk_nbytes_of(chunk_name(kind, tile.group, part)) for kind in group.update_kinds}
+    inwards = sum(sizes.values())
+    memory_s = tile_traffic(group, tile).nbytes / hardware.update_bytes_per_s
+    return max(memory_s, hardware.link_seconds(inwards, inwards - sizes[GRAD]) / tile.num_stages)
+
+
+def staying_beside_update(
+    layout: ChunkLayout,
+    groups: Sequence[int],
+    trained: frozenset[int],
+    budget_nbytes: int,
+    held_nbytes: int,
+    resident: frozenset[int],
+    num_stages: int = 1,
+) -> frozenset[int]:
+    """Those residents that may stay where groups are to be updated in slots, and trained ones that leave with them.
+
+    Raises:
+        BudgetError: there is no room even where none stays.
+    """
+    due = sorted({*groups, *(resident & trained)})
+    positions = update_positions(layout, smallest_tiles(layout, due, num_stages), held_nbytes)
+    return staying_beside(positions, layout, budget_nbytes, 0, resident)[0]
+
+
+def plan_update(
+    layout: ChunkLayout,
+    groups: Sequence[int],
+    *,
+    budget_nbytes: int,
+    resident: frozenset[int],
+    hardware: Hardware,
+    held_nbytes: int,
+    num_stages: int,
+) -> tuple[Plan, tuple[Tile, ...]]:
+    """The plan of an optimizer's step that updates some groups in slots, with a moment for each of its tiles.
+
+    Raises:
+        BudgetError: there is none within the budget.
+    """
+    capacity_nbytes = budget_nbytes - fixed_nbytes(layout, resident) - held_nbytes
+    tiles = update_tiles(layout, groups, capacity_nbytes, num_stages)
+    phases = [(UPDATE, update_positions(layout, tiles, held_nbytes, hardware))]
+    return plan_phases(phases, layout, budget_nbytes=budget_nbytes, resident=resident, hardware=hardware), tiles

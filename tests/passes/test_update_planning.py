@@ -1,0 +1,136 @@
+"""The optimizer's step in tiles: they cover all, residents make room, and copies are placed by the pace there is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from chunkc.ir.chunks import ChunkLayout, ParamSpec
+from chunkc.ir.errors import BudgetError
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.plan import PREFETCH
+from chunkc.passes.layout import lay_out
+from chunkc.passes.planning import check_minimum
+from chunkc.passes.update_planning import (
+    MAX_TILE_NUMEL,
+    MIN_TILE_NUMEL,
+    TILES_AT_ONCE,
+    plan_update,
+    smallest_tiles,
+    staying_beside_update,
+    update_positions,
+    update_tiles,
+)
+
+HUGE = 1 << 40
+
+
+def layout_of(*numels: int, dtype: torch.dtype = torch.float32) -> ChunkLayout:
+    """One group per number."""
+    specs = [ParamSpec(f"h.{i}.w", (n,), (1,), dtype, True) for i, n in enumerate(numels)]
+    layout = lay_out(specs, max(numels) * dtype.itemsize)
+    assert len(layout.groups) == len(numels)
+    return layout
+
+
+LAYOUT = layout_of(1024, 1024, 1000)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_residents_make_room_for_an_update(num_stages: int) -> None:
+    everything = frozenset({0, 1, 2})
+    positions = update_positions(LAYOUT, smallest_tiles(LAYOUT, [0, 1, 2], num_stages), 700)
+    minimum = check_minimum(positions, LAYOUT, HUGE, 0)
+    assert staying_beside_update(LAYOUT, [], everything, minimum, 700, everything, num_stages) < everything
+    assert staying_beside_update(LAYOUT, [], everything, HUGE, 700, everything, num_stages) == everything
+    with pytest.raises(BudgetError):
+        staying_beside_update(LAYOUT, [], everything, minimum - 1, 700, everything, num_stages)
+
+
+def test_update_tiles_cover_every_element_once() -> None:
+    layout = layout_of(3 * MIN_TILE_NUMEL + 5)
+    (group,) = layout.groups
+    for capacity in (0, 1 << 20, 1 << 22, 1 << 23, 1 << 40):
+        tiles = update_tiles(layout, [0], capacity)
+        assert (tiles[0].begin, tiles[-1].end) == (0, group.numel)
+        assert all(one.end == other.begin for one, other in pairwise(tiles))
+        for tile in tiles:
+            assert tile.end - tile.begin <= MIN_TILE_NUMEL or (
+                TILES_AT_ONCE * (tile.end - tile.begin) * group.update_nbytes_per_element <= capacity
+            )
+            assert tile.end - tile.begin <= MAX_TILE_NUMEL
+
+
+def test_an_update_reads_the_gradient_and_writes_the_rest() -> None:
+    layout = layout_of(1024, dtype=torch.bfloat16)
+    (found,) = update_positions(layout, update_tiles(layout, [0], 0), 77)
+    numel = layout.groups[0].numel
+    assert found.reads == {f"grad:0[0:{numel}]"}
+    assert found.writes == {f"{kind}:0[0:{numel}]" for kind in ("param", "master_low", "exp_avg", "exp_avg_sq")}
+    assert found.non_model_nbytes == 77
+    assert sum(layout.chunk_nbytes_of(c) for c in found.chunks) == numel * (2 + 2 + 2 + 4 + 4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_stages", "nbytes"),
+    [
+        (torch.float32, 1, [28]),  # all are read, all but the gradient written: 16 + 12
+        (torch.bfloat16, 1, [26]),  # 14 + 12, with the master's lower 16 bits
+        (torch.float32, 2, [24, 16]),  # moments are made, 16 + 8; then, without gradients, parameters: 12 + 4
+    ],
+)
+def test_behind_a_fast_link_an_update_takes_as_long_as_its_bytes(
+    dtype: torch.dtype, num_stages: int, nbytes: list[int]
+) -> None:
+    layout = layout_of(1024, dtype=dtype)
+    tiles = update_tiles(layout, [0], 0, num_stages)
+    hardware = Hardware(1.0, 512.0, 1e9, 1e9)
+    for machine, rate in ((hardware, 512), (replace(hardware, cpu_update_bytes_per_s=256.0), 256)):
+        found = update_positions(layout, tiles, 77, machine)
+        assert [position.cost_s for position in found] == [1024 * n / rate for n in nbytes]
+    assert update_positions(layout, tiles, 77) == tuple(replace(position, cost_s=0.0) for position in found)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "seconds"),
+    [
+        (1, [16]),  # parameter, gradient and moments come; three of them leave beside it
+        (2, [8, 8]),  # all come and leave once in two stages, if nothing has to leave between them
+    ],
+)
+def test_behind_a_slow_link_tiles_follow_each_other_as_it_brings_them(num_stages: int, seconds: list[int]) -> None:
+    layout = layout_of(1024)
+    hardware = Hardware(1.0, 1e9, 1024.0, 1024.0)
+    found = update_positions(layout, update_tiles(layout, [0], 0, num_stages), 77, hardware)
+    assert [position.cost_s for position in found] == seconds
+    (shared,) = update_positions(
+        layout, update_tiles(layout, [0], 0), 77, replace(hardware, both_links_bytes_per_s=1024.0)
+    )
+    assert shared.cost_s == 16 + 12, "the two directions take turns"
+
+
+@pytest.mark.parametrize("memory_bytes_per_s", [1e5, 1e12])
+@pytest.mark.parametrize("to_home_bytes_per_s", [1e5, 1 << 20, 1e12])
+def test_however_fast_each_part_is_few_tiles_are_in_flight(
+    memory_bytes_per_s: float, to_home_bytes_per_s: float
+) -> None:
+    """There is room for all: fetched at once, they would fill it, and none would come sooner."""
+    layout, num_tiles = layout_of(*[MIN_TILE_NUMEL] * 8), 8
+    plan, tiles = plan_update(
+        layout,
+        range(num_tiles),
+        budget_nbytes=HUGE,
+        resident=frozenset(),
+        hardware=Hardware(1.0, memory_bytes_per_s, 1 << 20, to_home_bytes_per_s),
+        held_nbytes=0,
+        num_stages=1,
+    )
+    (phase,) = plan.phases
+    assert len(tiles) == len(phase.moments) == num_tiles
+    fetched = [sum(event.kind == PREFETCH for event in stop) / 4 for stop in phase.stops]
+    assert fetched == [2, 1, 1, 1, 1, 1, 1, 0, 0], "the next one while one is updated"
+    one = sum(layout.chunk_nbytes_of(f"{kind}:0") for kind in layout.groups[0].update_kinds)
+    assert max(moment.slot_nbytes for moment in phase.moments) <= TILES_AT_ONCE * one
