@@ -259,7 +259,10 @@ def efficient_backward(call: Call) -> list[int]:
 
 
 def cudnn_forward(call: Call) -> list[int]:
-    """`cudnn/MHA.cpp`: the graph's own workspace, of which the frontend says only that it is small in the forward."""
+    """`cudnn/MHA.cpp`: the graph's own workspace, of which the frontend says only that it is small in the forward.
+
+    cuDNN is asked for it when it runs: 32 MiB are a policy, as for `convolution`, here and in the backward.
+    """
     return [32 * _MIB, *contiguous(call)]
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import sympy
 import torch
+from torch import Tensor, nn
 
 import chunkc
 from chunkc.explaining.cuda_offline import overhead_on
@@ -59,3 +61,38 @@ def test_hardware_that_does_not_say_what_it_is_takes_what_most_devices_take() ->
     unknown = explained("h100", checkpointed=False, name="my workstation")
     assert bytes_of(unknown) == bytes_of(explained("a100-80g", checkpointed=False))
     assert overhead_on(replace(load_hardware("a100-80g"), name="unknown")) == overhead_on(load_hardware("h100"))
+
+
+class Attention(nn.Module):
+    """Four heads of 32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(128, 384, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (part.unflatten(-1, (4, 32)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        return nn.functional.scaled_dot_product_attention(*parts, is_causal=True).float().sum()
+
+
+@pytest.mark.parametrize(("dimension", "other"), [(0, (5, 64)), (1, (2, 200))])
+def test_cudnn_s_attention_in_symbols(dimension: int, other: tuple[int, int]) -> None:
+    """A dimension that varies guards nothing, and attention's bytes at another size are those of a plan for it."""
+
+    def attended(*sizes: int, dynamic: bool = False) -> Explanation:
+        x = torch.zeros(*sizes, 128, dtype=torch.bfloat16)
+        if dynamic:
+            torch._dynamo.mark_dynamic(x, dimension)
+        return chunkc.explain(Attention(), x, memory_budget="1GiB", hardware="h100")
+
+    symbolic, static = attended(2, 64, dynamic=True), attended(*other)
+    (note,) = [note for note in symbolic.notes if f": dimension {dimension} of " in note]
+    symbol = note.partition(":")[0]
+    found = []
+    for moment, same in zip(symbolic.moments, static.moments, strict=True):
+        assert moment.op == same.op
+        if "cudnn" in moment.op:
+            nbytes = int(sympy.sympify(moment.expression).subs(symbol, other[dimension]))
+            assert nbytes == same.contents["activations"] + same.contents["temporaries"]
+            found.append(moment.op)
+    assert len(found) == 2
