@@ -56,7 +56,7 @@ def on_cuda(
 ) -> tuple[fx.GraphModule, fx.GraphModule | None]:
     """Copies of both graphs with the values they would have on a CUDA device; the given ones stay as they are.
 
-    The forward may return more values, and the backward take them: at the end of what is saved.
+    The forward may return more values, and the backward take them: each after the one that it is saved with.
 
     Args:
         capability: of the device. Where it is not known (None), attention is never cuDNN's.
@@ -122,8 +122,10 @@ def _replace_attention_backward(node: fx.Node, forward: fx.Graph) -> None:
     assert isinstance(logsumexp, fx.Node)
     source = _made_by(logsumexp)
     attention = source if source.op != "placeholder" else _made_by(_named(source.name, forward))
-    generator = _items(attention)
-    seed, offset = generator if attention is source else [_saved(item, source, forward) for item in generator]
+    seed, offset = _items(attention)
+    if attention is not source:
+        seed = _saved(seed, source, forward)
+        offset = _saved(offset, seed, forward)
     lengths = [_value(tensor).shape[2] for tensor in (query, key)]
     operands = (gradient, query, key, value)
     target, args = {
@@ -153,17 +155,22 @@ def _named(name: str, graph: fx.Graph) -> fx.Node:
     return node
 
 
-def _saved(item: fx.Node, beside: fx.Node, forward: fx.Graph) -> fx.Node:
-    """The backward's placeholder of a value of the forward, which now saves it; made after `beside` if it is new."""
-    returned = output_node(forward)
+def _saved(item: fx.Node, before: fx.Node, forward: fx.Graph) -> fx.Node:
+    """The backward's placeholder of a value of the forward, which now saves it.
+
+    Where it is new, it comes after what `before` is the placeholder of, in what is saved as in what is taken: programs
+    go by position.
+    """
+    graph, returned = before.graph, output_node(forward)
     (results,) = returned.args
     assert isinstance(results, tuple | list)
     if item not in results:
-        returned.args = ((*results, item),)
-    known = {node.name: node for node in placeholders(beside.graph)}
+        at = [getattr(node, "name", None) for node in results].index(before.name) + 1
+        returned.args = ((*results[:at], item, *results[at:]),)
+    known = {node.name: node for node in placeholders(graph)}
     if item.name not in known:
-        with beside.graph.inserting_after(beside):
-            known[item.name] = beside.graph.placeholder(item.name)
+        with graph.inserting_after(before):
+            known[item.name] = graph.placeholder(item.name)
     return known[item.name]
 
 

@@ -36,6 +36,18 @@ class Attention(nn.Module):
         return nn.functional.scaled_dot_product_attention(*parts, self.mask, is_causal=is_causal).float().sum()
 
 
+class Heads(nn.Module):
+    """Attention of two heads over any number of rows, with a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(64, 192, dtype=HALF)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (part.unflatten(-1, (2, 32)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        return x + nn.functional.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2)
+
+
 def captured(model: nn.Module, *args: Any, **kwargs: Any) -> OfflineGraph:
     (graph,) = capture_offline(model, args, kwargs, codegen="eager").graphs
     return graph
@@ -89,10 +101,30 @@ def test_attention_is_the_device_s_and_saves_its_generator_s_state(
     node_of(forward, forward_op.default)
     attention = node_of(backward, backward_op.default)
     taken = {node.name for node in placeholders(backward.graph)}
-    saved = [node.name for node in returned(forward.graph)[len(returned(capture.forward.graph)) :] if node is not None]
+    before_names = {node.name for node in returned(capture.forward.graph) if node is not None}
+    saved = {node.name for node in returned(forward.graph) if node is not None} - before_names
     assert len(saved) == 2, "seed and offset"
-    assert set(saved) <= taken
-    assert set(saved) <= {node.name for node in attention.all_input_nodes}
+    assert saved <= taken
+    assert saved <= {node.name for node in attention.all_input_nodes}
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_the_backward_takes_what_is_saved_in_its_order(is_dynamic: bool) -> None:
+    """Programs go by position; numbers are saved last and taken first."""
+    x = torch.randn(3, 16, 64, dtype=HALF)
+    if is_dynamic:
+        torch._dynamo.mark_dynamic(x, 0)
+    model = nn.Sequential(Heads(), Heads())
+    (graph,) = capture_offline(model, (x,), {}, codegen="eager", dynamic=is_dynamic).graphs
+    for capability in (None, (9, 0)):
+        forward, backward = moved(graph, capability)
+        saved = [node for node in returned(forward.graph)[graph.capture.num_user_outputs :] if node is not None]
+        tensors = [node.name for node in saved if tensors_of(node)]
+        numbers = [node.name for node in saved if not tensors_of(node)]
+        taken = [node.name for node in placeholders(backward.graph)]
+        assert bool(numbers) == is_dynamic
+        assert taken[: len(saved)] == [*numbers, *tensors]
+        assert [node.name for node in saved] == [*tensors, *numbers]
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, HALF])
