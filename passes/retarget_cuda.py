@@ -4,11 +4,10 @@ Nothing runs and no GPU is needed: tracing itself does need one (autograd asks f
 returns there can be asked of a fake tensor on any machine. So sizes, dtypes (the statistics of a norm) and storages
 come out as on the device, and so do scratch and rounding, which go by the device of a node's value.
 
-What is written here is what differs beyond that: attention. The CPU has one kernel of its own; on a CUDA device
-`scaled_dot_product_attention` takes FlashAttention for 16-bit tensors without a mask and the memory-efficient kernel
-otherwise (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`, `priority_order`; cuDNN's, which it may prefer on
-recent GPUs, saves the same values). Both save the random generator's seed and offset for the backward. Where the CPU
-took attention apart, as it does under dropout, it stays so: the device would save less.
+What is written here is what differs beyond that: attention. The CPU has one kernel of its own; a CUDA device takes
+cuDNN's, FlashAttention's or the memory-efficient one (`attention_cuda`). All save the random generator's seed and
+offset for the backward. Where the CPU took attention apart, as it does under dropout, it stays so: the device would
+save less.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from chunkc.passes.attention_cuda import Capability, attention_kernel, may_take_cudnn
 from chunkc.passes.graphs import output_node, placeholders, storage_key
 from chunkc.passes.segment_storages import value_of
 
@@ -32,7 +32,8 @@ _ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
 _ON_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _FLASH = aten._scaled_dot_product_flash_attention.default
 _EFFICIENT = aten._scaled_dot_product_efficient_attention.default
-_GENERATOR_AT = {_FLASH: (6, 7), _EFFICIENT: (2, 3)}
+_CUDNN = aten._scaled_dot_product_cudnn_attention.default
+_GENERATOR_AT = {_FLASH: (6, 7), _EFFICIENT: (2, 3), _CUDNN: (6, 7)}
 """Where among the results of an attention operator the random generator's seed and offset are."""
 
 _SAVES, _RESTORES = torch.ops.higher_order.run_and_save_rng_state, torch.ops.higher_order.run_with_rng_state
@@ -50,17 +51,23 @@ _NO_CUDA = "not linked with support for cuda"
 _DEVICE = torch.device("cuda", 0)
 
 
-def on_cuda(forward: fx.GraphModule, backward: fx.GraphModule | None) -> tuple[fx.GraphModule, fx.GraphModule | None]:
+def on_cuda(
+    forward: fx.GraphModule, backward: fx.GraphModule | None, capability: Capability | None = None
+) -> tuple[fx.GraphModule, fx.GraphModule | None]:
     """Copies of both graphs with the values they would have on a CUDA device; the given ones stay as they are.
 
-    The forward may return more values, and the backward take them: at the end of what is saved.
+    The forward may return more values, and the backward take them: each after the one that it is saved with.
+
+    Args:
+        capability: of the device. Where it is not known (None), attention is never cuDNN's.
     """
+    preferring = capability if may_take_cudnn() else None
     forward, backward = _copied(forward), None if backward is None else _copied(backward)
     graphs = [forward.graph, *([backward.graph] if backward is not None else [])]
     for graph in graphs:
         for node in graph.nodes:
             if _operator(node) is _ON_CPU:
-                _replace_attention(node)
+                _replace_attention(node, preferring)
     if backward is not None:
         for node in backward.graph.find_nodes(op="call_function", target=_ON_CPU_BACKWARD):
             _replace_attention_backward(node, forward.graph)
@@ -90,16 +97,18 @@ def _operator(node: fx.Node) -> Any:
     return node.target if position is None else node.args[position]
 
 
-def _replace_attention(node: fx.Node) -> None:
+def _replace_attention(node: fx.Node, capability: Capability | None) -> None:
     position, given = _WRAPPED_AT.get(node.target), list[Any](node.args)
     query, key, value, *rest = given[0 if position is None else position + 1 :]
     dropout, causal = [*rest, *_NO_DROPOUT[len(rest) :]]
     mask, scale = node.kwargs.get("attn_mask"), node.kwargs.get("scale")
-    args: tuple[Any, ...]
-    if mask is None and _is_half(query):
-        target, args = _FLASH, (query, key, value, dropout, causal, False)
-    else:
-        target, args = _EFFICIENT, (query, key, value, mask, True, dropout, causal)
+    bias = None if mask is None else _value(mask)
+    kernel = attention_kernel(_value(query), _value(key), _value(value), bias, capability)
+    target, args = {
+        "cudnn": (_CUDNN, (query, key, value, mask, True, dropout, causal, False)),
+        "flash": (_FLASH, (query, key, value, dropout, causal, False)),
+        "efficient": (_EFFICIENT, (query, key, value, mask, True, dropout, causal)),
+    }[kernel]
     if position is None:
         node.target, node.args = target, args
     else:
@@ -111,21 +120,29 @@ def _replace_attention_backward(node: fx.Node, forward: fx.Graph) -> None:
     gradient, query, key, value, out, logsumexp, dropout, causal = node.args
     mask, scale = node.kwargs.get("attn_mask"), node.kwargs.get("scale")
     assert isinstance(logsumexp, fx.Node)
-    seed, offset = _generator_state(logsumexp, node, forward)
-    if mask is None and _is_half(gradient):
-        lengths = [_value(tensor).shape[2] for tensor in (query, key)]
-        node.target = aten._scaled_dot_product_flash_attention_backward.default
-        saved = (query, key, value, out, logsumexp, None, None, *lengths)
-        node.args = (gradient, *saved, dropout, causal, seed, offset)
-    else:
-        node.target = aten._scaled_dot_product_efficient_attention_backward.default
-        saved = (query, key, value, mask, out, logsumexp, seed, offset)
-        node.args = (gradient, *saved, dropout, [True, True, True, False], causal)
-    node.kwargs = {"scale": scale}
-
-
-def _is_half(argument: object) -> bool:
-    return _value(argument).dtype in (torch.float16, torch.bfloat16)
+    source = _made_by(logsumexp)
+    attention = source if source.op != "placeholder" else _made_by(_named(source.name, forward))
+    seed, offset = _items(attention)
+    if attention is not source:
+        seed = _saved(seed, source, forward)
+        offset = _saved(offset, seed, forward)
+    lengths = [_value(tensor).shape[2] for tensor in (query, key)]
+    operands = (gradient, query, key, value)
+    target, args = {
+        _CUDNN: (
+            aten._scaled_dot_product_cudnn_attention_backward.default,
+            (*operands, out, logsumexp, seed, offset, mask, None, None, *lengths, dropout, causal),
+        ),
+        _FLASH: (
+            aten._scaled_dot_product_flash_attention_backward.default,
+            (*operands, out, logsumexp, None, None, *lengths, dropout, causal, seed, offset),
+        ),
+        _EFFICIENT: (
+            aten._scaled_dot_product_efficient_attention_backward.default,
+            (*operands, mask, out, logsumexp, seed, offset, dropout, [True, True, True, False], causal),
+        ),
+    }[_operator(attention)]
+    node.target, node.args, node.kwargs = target, args, {"scale": scale}
 
 
 def _value(argument: object) -> Any:
@@ -133,27 +150,28 @@ def _value(argument: object) -> Any:
     return value_of(argument)
 
 
-def _generator_state(logsumexp: fx.Node, reader: fx.Node, forward: fx.Graph) -> tuple[fx.Node, fx.Node]:
-    """Seed and offset that belong to a log-sum-exp: beside it in the same graph, or saved by the forward for it."""
-    graph = reader.graph
-    source = _made_by(logsumexp)
-    if source.op != "placeholder":
-        return _items(source)
-    (saved,) = [node for node in forward.nodes if node.name == source.name]
-    found = []
-    for item in _items(_made_by(saved)):
-        returned = output_node(forward)
-        (results,) = returned.args
-        assert isinstance(results, tuple | list)
-        if item not in results:
-            returned.args = ((*results, item),)
-        known = {node.name: node for node in placeholders(graph)}
-        if item.name not in known:
-            with graph.inserting_after(source):
-                known[item.name] = graph.placeholder(item.name)
-        found.append(known[item.name])
-    seed, offset = found
-    return seed, offset
+def _named(name: str, graph: fx.Graph) -> fx.Node:
+    (node,) = [node for node in graph.nodes if node.name == name]
+    return node
+
+
+def _saved(item: fx.Node, before: fx.Node, forward: fx.Graph) -> fx.Node:
+    """The backward's placeholder of a value of the forward, which now saves it.
+
+    Where it is new, it comes after what `before` is the placeholder of, in what is saved as in what is taken: programs
+    go by position.
+    """
+    graph, returned = before.graph, output_node(forward)
+    (results,) = returned.args
+    assert isinstance(results, tuple | list)
+    if item not in results:
+        at = [getattr(node, "name", None) for node in results].index(before.name) + 1
+        returned.args = ((*results[:at], item, *results[at:]),)
+    known = {node.name: node for node in placeholders(graph)}
+    if item.name not in known:
+        with graph.inserting_after(before):
+            known[item.name] = graph.placeholder(item.name)
+    return known[item.name]
 
 
 def _made_by(result: fx.Node) -> fx.Node:

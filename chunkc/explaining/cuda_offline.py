@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 
 from chunkc.explaining.offline import OfflineGraph
 from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.hardware import Hardware
-from chunkc.machines.datasheets import DATASHEETS
-from chunkc.machines.devices import TABLES_NBYTES
+from chunkc.machines.devices import TABLES_NBYTES, capability_of
 from chunkc.passes.cuda_memory import GRANULE_NBYTES, rounded_nbytes, workspaces_nbytes
 from chunkc.passes.retarget_cuda import on_cuda
 
-_HOPPER = (9, 0)
-_BEFORE_HOPPER = (8, 0)
-_HOPPER_PRESETS = frozenset({"h100", "h200", "gh200"})
+_RECENT = (9, 0)
 
 
 def planned_on(graph: OfflineGraph, hardware: Hardware, codegen: str) -> OfflineGraph:
@@ -30,7 +26,7 @@ def planned_on(graph: OfflineGraph, hardware: Hardware, codegen: str) -> Offline
     capture = graph.capture
     if codegen == "eager":
         assert capture.forward is not None
-        forward, backward = on_cuda(capture.forward, capture.backward)
+        forward, backward = on_cuda(capture.forward, capture.backward, capability_of(hardware))
         capture = replace(capture, forward=forward, backward=backward)
     return replace(graph, capture=capture, movable=_rounded(graph.movable), fixed=_rounded(graph.fixed))
 
@@ -43,13 +39,11 @@ def storages_on(storage_nbytes: Iterable[int], hardware: Hardware) -> tuple[int,
 def overhead_on(hardware: Hardware) -> int:
     """Bytes inside the budget that stay on the device whatever is planned: cuBLAS's workspaces, the optimizer's tables.
 
-    A device that no preset knows counts as a recent one, whose workspaces are larger.
+    A device whose capability is not known counts as a recent one, whose workspaces are larger.
     """
     if hardware.kind != "cuda":
         return 0
-    name = re.sub(r"^\d+x", "", hardware.name)
-    is_older = name in DATASHEETS and name not in _HOPPER_PRESETS
-    return workspaces_nbytes(_BEFORE_HOPPER if is_older else _HOPPER) + rounded_nbytes(TABLES_NBYTES)
+    return workspaces_nbytes(capability_of(hardware) or _RECENT) + rounded_nbytes(TABLES_NBYTES)
 
 
 def _rounded(specs: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:

@@ -48,6 +48,7 @@ class Datasheet:
         link: one direction of the link to the host.
         host_nbytes, host_bandwidth: RAM of the machine, over its devices.
         disk: (read, write) of the machine's drives, over its devices.
+        capability: compute capability, major and minor.
         source: of the figures.
     """
 
@@ -62,6 +63,7 @@ class Datasheet:
     host_nbytes: int
     host_bandwidth: float
     disk: tuple[float, float]
+    capability: tuple[int, int]
     source: str
 
     def hardware(self, name: str, efficiency: Efficiency) -> Hardware:
@@ -107,7 +109,7 @@ _NVME3, _NVME4, _PM9A3 = (3.5, 3.3), (7.0, 5.0), (6.8, 4.0)
 _H100 = Datasheet(
     memory_nbytes=int(79.1 * GIB), context_nbytes=600 * MIB, memory_bandwidth=3350,
     fp32=67, tf32=494.7, bf16=989.4, fp16=989.4, link=_PCIE5,
-    host_nbytes=256 * GIB, host_bandwidth=614.4 / 8, disk=_PM9A3,
+    host_nbytes=256 * GIB, host_bandwidth=614.4 / 8, disk=_PM9A3, capability=(9, 0),
     source="NVIDIA H100 datasheet (SXM5, 80 GB; halved: the datasheet counts sparsity) and DGX H100 datasheet",
 )  # fmt: skip
 
@@ -118,42 +120,42 @@ DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
         "rtx2060-6g": Datasheet(
             memory_nbytes=int(5.6 * GIB), context_nbytes=300 * MIB, memory_bandwidth=336,
             fp32=6.45, tf32=None, bf16=None, fp16=25.8, link=_PCIE3,
-            host_nbytes=32 * GIB, host_bandwidth=42.7, disk=_NVME3,
+            host_nbytes=32 * GIB, host_bandwidth=42.7, disk=_NVME3, capability=(7, 5),
             source="NVIDIA Turing architecture white paper and GeForce RTX 2060 specifications",
         ),
         # Host: two channels of DDR4-3200, 64 GiB.
         "rtx3090": Datasheet(
             memory_nbytes=int(23.5 * GIB), context_nbytes=400 * MIB, memory_bandwidth=936,
             fp32=35.6, tf32=35.6, bf16=71.2, fp16=71.2, link=_PCIE4,
-            host_nbytes=64 * GIB, host_bandwidth=51.2, disk=_NVME4,
+            host_nbytes=64 * GIB, host_bandwidth=51.2, disk=_NVME4, capability=(8, 6),
             source="NVIDIA Ampere GA102 architecture white paper, table 3",
         ),
         # Host: two channels of DDR5-5600, 128 GiB.
         "rtx4090": Datasheet(
             memory_nbytes=int(23.5 * GIB), context_nbytes=450 * MIB, memory_bandwidth=1008,
             fp32=82.6, tf32=82.6, bf16=165.2, fp16=165.2, link=_PCIE4,
-            host_nbytes=128 * GIB, host_bandwidth=89.6, disk=_NVME4,
+            host_nbytes=128 * GIB, host_bandwidth=89.6, disk=_NVME4, capability=(8, 9),
             source="NVIDIA Ada architecture white paper, appendix A",
         ),
         # Host: a sixteenth of a DGX-2: 1.5 TB, two Xeon 8168 with six channels of DDR4-2666, eight drives.
         "v100-32g": Datasheet(
             memory_nbytes=int(31.7 * GIB), context_nbytes=350 * MIB, memory_bandwidth=900,
             fp32=15.7, tf32=None, bf16=None, fp16=125, link=_PCIE3,
-            host_nbytes=96 * GIB, host_bandwidth=256 / 16, disk=(_NVME3[0] / 2, _NVME3[1] / 2),
+            host_nbytes=96 * GIB, host_bandwidth=256 / 16, disk=(_NVME3[0] / 2, _NVME3[1] / 2), capability=(7, 0),
             source="NVIDIA V100 datasheet (SXM2, 32 GB) and DGX-2 datasheet",
         ),
         # Host: an eighth of a DGX A100 320GB: 1 TB, two EPYC 7742 with eight channels of DDR4-3200, four drives.
         "a100-40g": Datasheet(
             memory_nbytes=int(39.2 * GIB), context_nbytes=450 * MIB, memory_bandwidth=1555,
             fp32=19.5, tf32=156, bf16=312, fp16=312, link=_PCIE4,
-            host_nbytes=128 * GIB, host_bandwidth=409.6 / 8, disk=(_PM9A3[0] / 2, _PM9A3[1] / 2),
+            host_nbytes=128 * GIB, host_bandwidth=409.6 / 8, disk=(_PM9A3[0] / 2, _PM9A3[1] / 2), capability=(8, 0),
             source="NVIDIA A100 datasheet (SXM4, 40 GB) and DGX A100 datasheet",
         ),
         # Host: an eighth of a DGX A100 640GB: 2 TB, the same processors, eight drives.
         "a100-80g": Datasheet(
             memory_nbytes=int(79.1 * GIB), context_nbytes=450 * MIB, memory_bandwidth=2039,
             fp32=19.5, tf32=156, bf16=312, fp16=312, link=_PCIE4,
-            host_nbytes=256 * GIB, host_bandwidth=409.6 / 8, disk=_PM9A3,
+            host_nbytes=256 * GIB, host_bandwidth=409.6 / 8, disk=_PM9A3, capability=(8, 0),
             source="NVIDIA A100 datasheet (SXM4, 80 GB) and DGX A100 datasheet",
         ),
         "h100": _H100,
@@ -166,7 +168,7 @@ DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
         "gh200": Datasheet(
             memory_nbytes=int(94.5 * GIB), context_nbytes=600 * MIB, memory_bandwidth=4000,
             fp32=67, tf32=494.7, bf16=989.4, fp16=989.4, link=_C2C,
-            host_nbytes=480 * 10**9, host_bandwidth=384, disk=_PM9A3,
+            host_nbytes=480 * 10**9, host_bandwidth=384, disk=_PM9A3, capability=(9, 0),
             source="NVIDIA GH200 datasheet (96 GB HBM3, 480 GB LPDDR5X; halved: the datasheet counts sparsity)",
         ),
     }

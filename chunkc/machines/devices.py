@@ -115,6 +115,13 @@ def preset_by_name(name: str, memory_nbytes: int) -> str | None:
     return None
 
 
+def capability_of(hardware: Hardware) -> tuple[int, int] | None:
+    """Compute capability of hardware's devices, by a preset's name or the driver's; None where neither is known."""
+    name = re.sub(r"^\d+x", "", hardware.name)
+    known = name if name in DATASHEETS else preset_by_name(name, hardware.device_memory_nbytes or 0)
+    return None if known is None else DATASHEETS[known].capability
+
+
 def granule_of(device: torch.device) -> int:
     """Bytes that the device's allocator gives multiples of."""
     return GRANULE_NBYTES if device.type == "cuda" else 1

@@ -259,15 +259,24 @@ def efficient_backward(call: Call) -> list[int]:
 
 
 def cudnn_forward(call: Call) -> list[int]:
-    """`cudnn/MHA.cpp`: the graph's own workspace, of which the frontend says only that it is small in the forward."""
+    """`cudnn/MHA.cpp`: the graph's own workspace, of which the frontend says only that it is small in the forward.
+
+    cuDNN is asked for it when it runs: 32 MiB are a policy, as for `convolution`, here and in the backward.
+    """
     return [32 * _MIB, *contiguous(call)]
 
 
 def cudnn_backward(call: Call) -> list[int]:
-    """`cudnn/MHA.cpp`: a workspace with fp32 sums of the query's gradient and row sums."""
-    query = call.tensor("query")
+    """`cudnn/MHA.cpp`; cuDNN's frontend, `CompositeSDPABackwardNode`: a workspace with fp32 sums of the query's
+    gradient and row sums, gradients of keys and values per query head where heads are shared, and copies of operands
+    whose strides it does not take."""
+    query, key, value = (call.tensor(name) for name in ("query", "key", "value"))
     rows = query.numel() // max(1, query.shape[-1])
-    return [32 * _MIB, 4 * _padded_numel(query), 8 * rows, *_padded_operands(call, ("grad_out", "out"))]
+    shared = key.shape[1] != query.shape[1] or value.shape[1] != query.shape[1]
+    per_head = query.shape[0] * query.shape[1] * _rows(key, 2) * (_padded(key.shape[-1]) + _padded(value.shape[-1]))
+    expanded = 4 * per_head if shared else 0
+    copies = _padded_operands(call, ("grad_out", "out"))
+    return [32 * _MIB, 4 * _padded_numel(query), 8 * rows, expanded, *copies]
 
 
 def padded_bias(call: Call) -> list[int]:

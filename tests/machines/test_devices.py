@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,16 @@ import torch
 from torch import nn
 
 import chunkc
-from chunkc.machines.devices import device_of, hardware_by_name, memory_of, parse_device, preset_by_name
+from chunkc.machines.devices import (
+    capability_of,
+    device_of,
+    hardware_by_name,
+    memory_of,
+    parse_device,
+    preset_by_name,
+)
 from chunkc.machines.host import compute_tier_memory
-from chunkc.machines.presets import preset, save_hardware
+from chunkc.machines.presets import load_hardware, preset, save_hardware
 
 GIB = 1 << 30
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -36,6 +44,30 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a 
 )
 def test_presets_by_the_driver_s_name(name: str, gib: float, expected: str | None) -> None:
     assert preset_by_name(name, int(gib * GIB)) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("h100 h200 gh200 8xh100", (9, 0)),
+        ("rtx4090", (8, 9)),
+        ("rtx3090", (8, 6)),
+        ("a100-40g a100-80g 4xa100-80g", (8, 0)),
+        ("rtx2060-6g", (7, 5)),
+        ("v100-32g 8xv100-32g", (7, 0)),
+        ("cpu", None),
+    ],
+)
+def test_capabilities_of_presets(names: str, expected: tuple[int, int] | None) -> None:
+    assert {capability_of(load_hardware(name)) for name in names.split()} == {expected}
+
+
+def test_capabilities_of_measured_machines_and_of_files() -> None:
+    measured = replace(preset("rtx3090"), name="NVIDIA H100 80GB HBM3", device_memory_nbytes=int(79.2 * GIB))
+    assert capability_of(measured) == (9, 0)
+    assert capability_of(replace(measured, name="Tesla T4")) is None
+    assert capability_of(replace(preset("h100"), name="my workstation")) is None
+    assert capability_of(replace(preset("h100"), host_memory_nbytes=GIB)) == (9, 0)
 
 
 def test_a_preset_with_the_device_s_own_memory(tmp_path: Path) -> None:

@@ -119,3 +119,19 @@ def test_what_is_set_aside_for_a_convolution_grows_with_it_up_to_a_limit() -> No
         return cuda_scratch_nbytes(aten.convolution.default, arguments, {}, image) - operands
 
     assert of(8) < of(64) < of(1024) == CONVOLUTION_NBYTES
+
+
+def test_cudnn_s_attention_makes_gradients_per_query_head_where_heads_share_keys() -> None:
+    """As fp32 at most: `dK_fullhead` and `dV_fullhead` of cuDNN's frontend."""
+    half = torch.bfloat16
+    query, lse, seed = meta(2, 8, 1024, 64, dtype=half), meta(2, 8, 1024, 1), meta(dtype=torch.int64)
+    op = aten._scaled_dot_product_cudnn_attention_backward.default
+
+    def nbytes(num_heads: int) -> int:
+        key = meta(2, num_heads, 1024, 64, dtype=half)
+        given = (query, query, key, key, query, lse, seed, seed, None, None, None, 1024, 1024, 0.0, True)
+        return cuda_scratch_nbytes(op, given, {}, (query, key, key))
+
+    sums = 4 * query.numel() + 4 * lse.numel()
+    assert nbytes(8) >= sums
+    assert nbytes(2) - nbytes(8) == 2 * 4 * query.numel()

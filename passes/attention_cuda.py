@@ -1,0 +1,100 @@
+"""Which attention kernel PyTorch takes on a CUDA device: cuDNN's, FlashAttention's or the memory-efficient one.
+
+`scaled_dot_product_attention` goes through its kernels in order and takes the first that can do it. Hopper and the
+Blackwell of data centres have cuDNN's first (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`:
+`check_prefer_cudnn_attention`, `can_use_cudnn_attention`); the others FlashAttention's, for 16-bit tensors without a
+mask, then the memory-efficient one. What is said of cuDNN's here is what PyTorch 2.11, 2.12 and 2.13 have in common
+unless a version is named, with the cuDNN that their packages for CUDA 13 bring (9.19, 9.20, 9.20).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.torch_version import TorchVersion
+
+Kernel = Literal["cudnn", "flash", "efficient"]
+Capability = tuple[int, int]
+"""Compute capability of a device: major, minor."""
+
+_DEPRIORITIZED = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
+_CUDNN_AFTER = 91500
+"""cuDNN's kernel comes first with a newer cuDNN than this: older ones are wrong at some lengths."""
+
+_HALF = (torch.float16, torch.bfloat16)
+_HOPPER = (9, 0)
+_MAX_HEADS_OR_BATCH = 65535
+
+
+def attention_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    capability: Capability | None,
+    *,
+    version: str = torch.__version__,
+) -> Kernel:
+    """The kernel for tensors of shape (batch, heads, length, head size), of which no dropout is asked.
+
+    Args:
+        query, key, value, mask: only sizes, strides and dtypes are read; where sizes are symbols, they are taken for
+            ordinary ones and nothing is guarded.
+        capability: of the device; None where it is not known, or where cuDNN's kernel is out of the question
+            (`may_take_cudnn`).
+        version: PyTorch's.
+    """
+    if (
+        capability is not None
+        and prefers_cudnn(capability, version)
+        and _cudnn_can(query, key, value, mask, capability, version)
+    ):
+        return "cudnn"
+    return "flash" if mask is None and query.dtype in _HALF else "efficient"
+
+
+def prefers_cudnn(capability: Capability, version: str = torch.__version__) -> bool:
+    """Whether cuDNN's kernel comes first on such a device."""
+    major, minor = capability
+    return major in (9, 10) and (minor in (0, 3) or TorchVersion(version) >= "2.13")
+
+
+def may_take_cudnn() -> bool:
+    """Whether nothing here keeps torch from cuDNN's kernel: environment, switches, or an older cuDNN.
+
+    A torch without cuDNN plans for one that has it.
+    """
+    cudnn_version = torch.backends.cudnn.version()
+    deterministic = torch.are_deterministic_algorithms_enabled() and not (
+        torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+    return (
+        os.environ.get(_DEPRIORITIZED) != "1"
+        and not deterministic
+        and torch.backends.cuda.cudnn_sdp_enabled()
+        and (cudnn_version is None or cudnn_version > _CUDNN_AFTER)
+    )
+
+
+def _cudnn_can(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, capability: Capability, version: str
+) -> bool:
+    """`can_use_cudnn_attention`, as far as the CPU's kernel, through which tensors came here, does not ask the same."""
+    operands = (query, key, value)
+    widths = (query.shape[-1], value.shape[-1])
+    most = 256 if capability == _HOPPER else 192 if widths == (192, 128) else 128
+    too_many = TorchVersion(version) >= "2.13" and any(
+        statically_known_true(size > _MAX_HEADS_OR_BATCH) for size in query.shape[:2]
+    )
+    strided = [*operands, *(() if mask is None else (mask,))]
+    return (
+        all(tensor.dtype in _HALF for tensor in operands)
+        and all(width % 8 == 0 and width <= most for width in widths)
+        and all(statically_known_true(tensor.stride(-1) == 1) for tensor in strided)
+        and not statically_known_true(key.shape[2] == 1)
+        and not too_many
+    )

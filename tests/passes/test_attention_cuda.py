@@ -1,0 +1,118 @@
+"""Which attention kernel a CUDA device takes, by its capability, by what it computes, and by what torch was told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from chunkc.passes.attention_cuda import attention_kernel, may_take_cudnn, prefers_cudnn
+
+HALF, FULL = torch.bfloat16, torch.float32
+HOPPER, BLACKWELL, ULTRA, AMPERE = (9, 0), (10, 0), (10, 3), (8, 0)
+RELEASES = ("2.11.0", "2.12.1+cu130", "2.13.0+cpu")
+
+
+def heads(width: int = 64, *, rows: int = 16, num: int = 4, batch: int = 2, dtype: torch.dtype = HALF) -> Tensor:
+    return torch.empty(batch, num, rows, width, dtype=dtype, device="meta")
+
+
+def kernel(capability: tuple[int, int] | None, *tensors: Tensor, mask: Tensor | None = None, **kwargs: Any) -> str:
+    query, key, value = tensors if len(tensors) == 3 else tensors * 3
+    return attention_kernel(query, key, value, mask, capability, **kwargs)
+
+
+@pytest.mark.parametrize("version", RELEASES)
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        *((capability, True) for capability in (HOPPER, BLACKWELL, ULTRA)),
+        *((capability, False) for capability in ((7, 0), (7, 5), AMPERE, (8, 6), (8, 9), (11, 0), (12, 0), (12, 1))),
+    ],
+)
+def test_hopper_and_blackwell_of_data_centres_prefer_cudnn(
+    capability: tuple[int, int], expected: bool, version: str
+) -> None:
+    assert prefers_cudnn(capability, version) == expected
+    assert kernel(capability, heads(), version=version) == ("cudnn" if expected else "flash")
+
+
+def test_any_minor_of_them_from_2_13_on() -> None:
+    assert [prefers_cudnn((10, 7), version) for version in RELEASES] == [False, False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_mask_changes_the_kernel_elsewhere_only(dtype: torch.dtype) -> None:
+    tensor, mask = heads(dtype=dtype), torch.empty(2, 1, 16, 16, dtype=dtype, device="meta")
+    assert [kernel(on, tensor) for on in (HOPPER, AMPERE, None)] == ["cudnn", "flash", "flash"]
+    assert [kernel(on, tensor, mask=mask) for on in (HOPPER, AMPERE, None)] == ["cudnn", "efficient", "efficient"]
+    strided = torch.empty(2, 1, 16, 1, dtype=dtype, device="meta").expand(2, 1, 16, 16)
+    assert kernel(HOPPER, tensor, mask=strided) == "efficient"
+
+
+def test_fp32_is_not_for_cudnn() -> None:
+    assert [kernel(on, heads(dtype=FULL)) for on in (HOPPER, BLACKWELL, None)] == ["efficient"] * 3
+
+
+@pytest.mark.parametrize(
+    ("width", "hopper", "blackwell"),
+    [(8, "cudnn", "cudnn"), (60, "flash", "flash"), (128, "cudnn", "cudnn"), (136, "cudnn", "flash"),
+     (256, "cudnn", "flash"), (264, "flash", "flash")],
+)  # fmt: skip
+def test_head_sizes(width: int, hopper: str, blackwell: str) -> None:
+    assert (kernel(HOPPER, heads(width)), kernel(BLACKWELL, heads(width))) == (hopper, blackwell)
+
+
+def test_a_head_size_of_its_own_for_values() -> None:
+    def with_values(width: int, of_values: int, capability: tuple[int, int]) -> str:
+        return kernel(capability, heads(width), heads(width), heads(of_values))
+
+    assert with_values(192, 128, BLACKWELL) == with_values(192, 128, HOPPER) == "cudnn"
+    assert with_values(192, 64, BLACKWELL) == "flash"
+    assert with_values(64, 60, HOPPER) == "flash"
+
+
+def test_heads_may_share_keys_and_lengths_may_differ() -> None:
+    shared = heads(num=1, rows=48)
+    assert kernel(HOPPER, heads(), shared, shared) == "cudnn"
+
+
+def test_what_cudnn_refuses() -> None:
+    one = heads(rows=1)
+    assert kernel(HOPPER, heads(), one, one) == "flash"
+    assert kernel(HOPPER, one, heads(), heads()) == "cudnn"  # one query, such as of a pooling head
+    transposed = torch.empty(2, 4, 64, 16, dtype=HALF, device="meta").transpose(2, 3)
+    assert kernel(HOPPER, transposed, heads(), heads()) == "flash"
+    many = heads(batch=65536)
+    assert [kernel(HOPPER, many, version=version) for version in RELEASES] == ["cudnn", "cudnn", "flash"]
+
+
+def test_what_torch_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
+    assert may_take_cudnn()
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0")
+    assert may_take_cudnn()
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    assert not may_take_cudnn()
+    monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED")
+    for version, expected in ((91002, False), (91500, False), (91900, True)):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        assert may_take_cudnn() == expected
+
+
+def test_deterministic_algorithms_and_torch_s_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.use_deterministic_algorithms(True)
+        assert not may_take_cudnn()
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert may_take_cudnn()
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        assert not may_take_cudnn()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
