@@ -9,7 +9,7 @@ from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Plan, Position, Tile
 from chunkc.ir.program import UPDATE
 from chunkc.ir.updates import tile_traffic, update_stages
-from chunkc.passes.planning import fixed_nbytes, plan_phases, staying_beside
+from chunkc.passes.planning import check_minimum, fixed_nbytes, plan_phases, staying_beside
 
 MIN_TILE_NUMEL, MAX_TILE_NUMEL = 1 << 16, 1 << 24
 """Bounds on an update's elements: below, events cost more than the update; above, nothing is gained."""
@@ -87,6 +87,23 @@ def _pace_s(layout: ChunkLayout, tile: Tile, hardware: Hardware) -> float:
     inwards = sum(sizes.values())
     memory_s = tile_traffic(group, tile).nbytes / hardware.update_bytes_per_s
     return max(memory_s, hardware.link_seconds(inwards, inwards - sizes[GRAD]) / tile.num_stages)
+
+
+def check_update(
+    layout: ChunkLayout,
+    groups: Sequence[int],
+    budget_nbytes: int,
+    held_nbytes: int,
+    resident: frozenset[int],
+    num_stages: int = 1,
+) -> None:
+    """Whether groups can be updated in slots: larger tiles are cut only where they fit too.
+
+    Raises:
+        BudgetError: they cannot.
+    """
+    positions = update_positions(layout, smallest_tiles(layout, groups, num_stages), held_nbytes)
+    check_minimum(positions, layout, budget_nbytes, 0, resident)
 
 
 def staying_beside_update(

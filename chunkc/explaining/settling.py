@@ -19,7 +19,7 @@ from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Plan, Position, Tile
-from chunkc.passes.update_planning import plan_update, staying_beside_update
+from chunkc.passes.update_planning import check_update, plan_update, staying_beside_update
 from chunkc.templates import Templates, input_symbols
 
 
@@ -198,16 +198,16 @@ class _Settling:
             BudgetError: there is none.
         """
         training, layout = self.training, self.layout
+        held, num_stages = update_held_nbytes(training.step, self.captured), training.updates.num_stages
         while True:
             in_slots, _ = training.updated(self.captured, layout, self.resident)
             try:
-                training.planned_update(self.captured, layout, self.resident, in_slots, self.budget_nbytes)
+                check_update(layout, in_slots, self.budget_nbytes, held, self.resident, num_stages)
                 return
             except BudgetError:
-                held = update_held_nbytes(training.step, self.captured)
                 trained = _trained(self.captured, layout)
                 staying = staying_beside_update(
-                    layout, in_slots, trained, self.budget_nbytes, held, self.resident, training.updates.num_stages
+                    layout, in_slots, trained, self.budget_nbytes, held, self.resident, num_stages
                 )
                 if staying == self.resident:
                     raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,12 +13,14 @@ from chunkc.ir.chunks import ChunkLayout, ParamSpec
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import PREFETCH
+from chunkc.ir.states import StateFormat
 from chunkc.passes.layout import lay_out
 from chunkc.passes.planning import check_minimum
 from chunkc.passes.update_planning import (
     MAX_TILE_NUMEL,
     MIN_TILE_NUMEL,
     TILES_AT_ONCE,
+    check_update,
     plan_update,
     smallest_tiles,
     staying_beside_update,
@@ -26,6 +29,7 @@ from chunkc.passes.update_planning import (
 )
 
 HUGE = 1 << 40
+FAST = Hardware(1e12, 1e11, 1e10, 1e10)
 
 
 def layout_of(*numels: int, dtype: torch.dtype = torch.float32) -> ChunkLayout:
@@ -134,3 +138,39 @@ def test_however_fast_each_part_is_few_tiles_are_in_flight(
     assert fetched == [2, 1, 1, 1, 1, 1, 1, 0, 0], "the next one while one is updated"
     one = sum(layout.chunk_nbytes_of(f"{kind}:0") for kind in layout.groups[0].update_kinds)
     assert max(moment.slot_nbytes for moment in phase.moments) <= TILES_AT_ONCE * one
+
+
+@pytest.mark.parametrize("states", [StateFormat(), StateFormat("int8"), StateFormat("bfloat16")], ids=str)
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("granule_nbytes", [1, 512])
+def test_where_the_smallest_tiles_fit_there_is_a_plan(
+    states: StateFormat, num_stages: int, granule_nbytes: int
+) -> None:
+    """And where they do not there is none, whatever size tiles are cut to in that budget."""
+    numel, states = 5 * MIN_TILE_NUMEL + 3, states.seen_by(torch.float32)
+    layout = lay_out([ParamSpec("w", (numel,), (1,), torch.float32, True, granule_nbytes, states)], 4 * numel)
+    positions = update_positions(layout, smallest_tiles(layout, [0], num_stages), 55)
+    minimum = check_minimum(positions, layout, HUGE, 0)
+    part_nbytes = MIN_TILE_NUMEL * layout.groups[0].update_nbytes_per_element // 3
+    budgets = (minimum + part_nbytes * k + d for k in range(60) for d in (-1, 0, 1))
+    numbers_of_tiles = set()
+
+    def check(budget: int) -> None:
+        check_update(layout, [0], budget, 55, frozenset(), num_stages)
+
+    def plan(budget: int) -> None:
+        given = {"budget_nbytes": budget, "resident": frozenset[int](), "held_nbytes": 55, "num_stages": num_stages}
+        numbers_of_tiles.add(len(plan_update(layout, [0], hardware=FAST, **given)[1]))
+
+    for budget in (1, *budgets):
+        assert refusal(check, budget) == refusal(plan, budget) == (minimum if budget < minimum else None)
+    assert len(numbers_of_tiles) >= 3
+
+
+def refusal(call: Callable[[int], None], budget: int) -> int | None:
+    """The smallest budget that a call asks for; None if it works."""
+    try:
+        call(budget)
+    except BudgetError as error:
+        return error.minimum_nbytes
+    return None
