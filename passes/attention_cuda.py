@@ -2,9 +2,9 @@
 
 `scaled_dot_product_attention` goes through its kernels in order and takes the first that can do it. Hopper and the
 Blackwell of data centres have cuDNN's first (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`:
-`check_prefer_cudnn_attention`, `can_use_cudnn_attention`); the others FlashAttention's, for 16-bit tensors without a
-mask, then the memory-efficient one. What is said of cuDNN's here is what PyTorch 2.11, 2.12 and 2.13 have in common
-unless a version is named, with the cuDNN that their packages for CUDA 13 bring (9.19, 9.20, 9.20).
+`check_prefer_cudnn_attention`, `can_use_cudnn_attention`); the others FlashAttention's (`can_use_flash_attention`),
+then the memory-efficient one. What is said of cuDNN's here is what PyTorch 2.11, 2.12 and 2.13 have in common unless a
+version is named, with the cuDNN that their packages for CUDA 13 bring (9.19, 9.20, 9.20).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _CUDNN_AFTER = 91500
 """cuDNN's kernel comes first with a newer cuDNN than this: older ones are wrong at some lengths."""
 
 _HALF = (torch.float16, torch.bfloat16)
-_HOPPER = (9, 0)
+_AMPERE, _HOPPER = (8, 0), (9, 0)
+_LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 _MAX_HEADS_OR_BATCH = 65535
 
 
@@ -37,6 +38,8 @@ def attention_kernel(
     mask: Tensor | None,
     capability: Capability | None,
     *,
+    causal: bool = False,
+    cudnn: bool = True,
     version: str = torch.__version__,
 ) -> Kernel:
     """The kernel for tensors of shape (batch, heads, length, head size), of which no dropout is asked.
@@ -44,17 +47,19 @@ def attention_kernel(
     Args:
         query, key, value, mask: only sizes, strides and dtypes are read; where sizes are symbols, they are taken for
             ordinary ones and nothing is guarded.
-        capability: of the device; None where it is not known, or where cuDNN's kernel is out of the question
-            (`may_take_cudnn`).
+        capability: of the device; None where it is not known: then of one that has FlashAttention, and not cuDNN first.
+        causal: the mask is the lower triangle, without a tensor for it.
+        cudnn: whether cuDNN's kernel is in question at all (`may_take_cudnn`).
         version: PyTorch's.
     """
     if (
-        capability is not None
+        cudnn
+        and capability is not None
         and prefers_cudnn(capability, version)
         and _cudnn_can(query, key, value, mask, capability, version)
     ):
         return "cudnn"
-    return "flash" if mask is None and query.dtype in _HALF else "efficient"
+    return "flash" if mask is None and _flash_can(query, key, value, capability, causal) else "efficient"
 
 
 def prefers_cudnn(capability: Capability, version: str = torch.__version__) -> bool:
@@ -77,6 +82,20 @@ def may_take_cudnn() -> bool:
         and not deterministic
         and torch.backends.cuda.cudnn_sdp_enabled()
         and (cudnn_version is None or cudnn_version > _CUDNN_AFTER)
+    )
+
+
+def _flash_can(query: Tensor, key: Tensor, value: Tensor, capability: Capability | None, causal: bool) -> bool:
+    """`can_use_flash_attention`, likewise; with gradients."""
+    widths = {query.shape[-1], key.shape[-1], value.shape[-1]}
+    square = not statically_known_true(query.shape[2] != key.shape[2])
+    return (
+        query.dtype in _HALF
+        and (capability is None or capability >= _AMPERE)
+        and len(widths) == 1
+        and max(widths) <= 256
+        and not (capability in _LITTLE_SHARED_MEMORY and 192 < max(widths) <= 224)
+        and (square or not causal)
     )
 
 

@@ -59,15 +59,15 @@ def on_cuda(
     The forward may return more values, and the backward take them: each after the one that it is saved with.
 
     Args:
-        capability: of the device. Where it is not known (None), attention is never cuDNN's.
+        capability: of the device; None where it is not known (see `attention_kernel`).
     """
-    preferring = capability if may_take_cudnn() else None
+    cudnn = may_take_cudnn()
     forward, backward = _copied(forward), None if backward is None else _copied(backward)
     graphs = [forward.graph, *([backward.graph] if backward is not None else [])]
     for graph in graphs:
         for node in graph.nodes:
             if _operator(node) is _ON_CPU:
-                _replace_attention(node, preferring)
+                _replace_attention(node, capability, cudnn)
     if backward is not None:
         for node in backward.graph.find_nodes(op="call_function", target=_ON_CPU_BACKWARD):
             _replace_attention_backward(node, forward.graph)
@@ -97,13 +97,14 @@ def _operator(node: fx.Node) -> Any:
     return node.target if position is None else node.args[position]
 
 
-def _replace_attention(node: fx.Node, capability: Capability | None) -> None:
+def _replace_attention(node: fx.Node, capability: Capability | None, cudnn: bool) -> None:
     position, given = _WRAPPED_AT.get(node.target), list[Any](node.args)
     query, key, value, *rest = given[0 if position is None else position + 1 :]
     dropout, causal = [*rest, *_NO_DROPOUT[len(rest) :]]
     mask, scale = node.kwargs.get("attn_mask"), node.kwargs.get("scale")
     bias = None if mask is None else _value(mask)
-    kernel = attention_kernel(_value(query), _value(key), _value(value), bias, capability)
+    operands = (_value(query), _value(key), _value(value))
+    kernel = attention_kernel(*operands, bias, capability, causal=causal, cudnn=cudnn)
     target, args = {
         "cudnn": (_CUDNN, (query, key, value, mask, True, dropout, causal, False)),
         "flash": (_FLASH, (query, key, value, dropout, causal, False)),

@@ -36,7 +36,9 @@ def test_hopper_and_blackwell_of_data_centres_prefer_cudnn(
     capability: tuple[int, int], expected: bool, version: str
 ) -> None:
     assert prefers_cudnn(capability, version) == expected
-    assert kernel(capability, heads(), version=version) == ("cudnn" if expected else "flash")
+    otherwise = "flash" if capability >= AMPERE else "efficient"
+    assert kernel(capability, heads(), version=version) == ("cudnn" if expected else otherwise)
+    assert kernel(capability, heads(), version=version, cudnn=False) == otherwise
 
 
 def test_any_minor_of_them_from_2_13_on() -> None:
@@ -59,7 +61,7 @@ def test_fp32_is_not_for_cudnn() -> None:
 @pytest.mark.parametrize(
     ("width", "hopper", "blackwell"),
     [(8, "cudnn", "cudnn"), (60, "flash", "flash"), (128, "cudnn", "cudnn"), (136, "cudnn", "flash"),
-     (256, "cudnn", "flash"), (264, "flash", "flash")],
+     (256, "cudnn", "flash"), (264, "efficient", "efficient")],
 )  # fmt: skip
 def test_head_sizes(width: int, hopper: str, blackwell: str) -> None:
     assert (kernel(HOPPER, heads(width)), kernel(BLACKWELL, heads(width))) == (hopper, blackwell)
@@ -70,13 +72,30 @@ def test_a_head_size_of_its_own_for_values() -> None:
         return kernel(capability, heads(width), heads(width), heads(of_values))
 
     assert with_values(192, 128, BLACKWELL) == with_values(192, 128, HOPPER) == "cudnn"
-    assert with_values(192, 64, BLACKWELL) == "flash"
-    assert with_values(64, 60, HOPPER) == "flash"
+    assert with_values(192, 64, BLACKWELL) == "efficient"
+    assert with_values(64, 60, HOPPER) == "efficient"
 
 
 def test_heads_may_share_keys_and_lengths_may_differ() -> None:
     shared = heads(num=1, rows=48)
     assert kernel(HOPPER, heads(), shared, shared) == "cudnn"
+
+
+def test_what_flash_refuses() -> None:
+    """Before Ampere, wide heads, and some widths where there is little shared memory; a triangle that is no square."""
+    assert [kernel(on, heads()) for on in ((7, 0), (7, 5), AMPERE, None)] == [
+        "efficient",
+        "efficient",
+        "flash",
+        "flash",
+    ]
+    assert [kernel(AMPERE, heads(width)) for width in (256, 264, 512)] == ["flash", "efficient", "efficient"]
+    for on, expected in (((8, 6), "efficient"), ((8, 9), "efficient"), (AMPERE, "flash")):
+        assert [kernel(on, heads(width)) for width in (192, 200, 224, 256)] == ["flash", expected, expected, "flash"]
+    other = heads(rows=48)
+    assert kernel(AMPERE, heads(), other, other) == "flash"
+    assert kernel(AMPERE, heads(), other, other, causal=True) == "efficient"
+    assert kernel(AMPERE, heads(), causal=True) == "flash"
 
 
 def test_what_cudnn_refuses() -> None:
