@@ -85,6 +85,9 @@ def _section(context: Context, size: Size, device: str, precision: str, cache: P
 
         def attempt(name: str, ask: str) -> dict[str, Any]:
             """The answer, or {} and a note."""
+            if context.is_out_of_time and not processes[name].ready:
+                notes[name] = "the time was up"
+                return {}
             try:
                 if not processes[name].ready:
                     processes[name].__enter__()
