@@ -132,7 +132,7 @@ class Process:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end(kill=kind is not None)
+        self._end(kill=kind is not None or not self.ready)
 
     def ask(self, command: str) -> dict[str, Any]:
         """The answer to one line."""
