@@ -89,14 +89,19 @@ class PinnedHome(Home):
         return self._find_pinned(region, 0, 0).unpin is not None
 
     def read(self, region: Region, offset_nbytes: int, destination: torch.Tensor) -> None:
-        """Fill `destination`, a contiguous device tensor, on the current stream."""
+        """Fill `destination`, a contiguous device tensor, on the current stream. Blocks unless it `only_launches`."""
         target = flat_bytes(destination)
-        self._gpu.copy(target, self._part(region, offset_nbytes, target.numel()))
+        self._copy(region, target, self._part(region, offset_nbytes, target.numel()))
 
     def write(self, region: Region, offset_nbytes: int, source: torch.Tensor) -> None:
         """Copy `source` into the region on the current stream; otherwise as `read`."""
         data = flat_bytes(source)
-        self._gpu.copy(self._part(region, offset_nbytes, data.numel()), data)
+        self._copy(region, self._part(region, offset_nbytes, data.numel()), data)
+
+    def _copy(self, region: Region, destination: torch.Tensor, source: torch.Tensor) -> None:
+        self._gpu.copy(destination, source)
+        if not self.only_launches(region):  # CUDA does not promise that such a copy is over, nor that it is not
+            self._gpu.current_stream().synchronize()
 
     def bytes(self, region: Region) -> torch.Tensor:
         """A region's bytes as a flat CPU tensor, for the host to read and write. The region must not be freed."""
@@ -130,9 +135,9 @@ class PinnedHome(Home):
         elif not self._warned:
             self._warned = True
             logger.warning(
-                "only %s of host memory is pinned (%s; the limit of lockable memory is %s); the rest stays unpinned: "
+                "%s of host memory could not be pinned (%s; the limit of lockable memory is %s) and stays unpinned: "
                 "its copies pass through the driver's buffers at about half the rate, and a thread waits for each",
-                format_nbytes(self.pinned_nbytes),
+                format_nbytes(nbytes),
                 problem,
                 _lockable(),
             )

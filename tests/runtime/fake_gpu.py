@@ -119,8 +119,6 @@ class FakeGpu:
         if self._is_unpinned(source):
             source = source.clone()  # through the driver's buffers, whatever the stream still waits for
         self.current_stream().jobs.submit(partial(_copy, destination, source))
-        if self._is_unpinned(destination):
-            self.current_stream().synchronize()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype)

@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from fake_gpu import FakeGpu
+from fake_gpu import FakeGpu, FakeStream
 
 from chunkc.ir.errors import HomeError
 from chunkc.runtime.arena import MAX_REGIONS_PER_CALL, Arena, Launch
@@ -219,6 +219,21 @@ def test_copies_of_unpinned_memory_need_a_thread_that_waits(launched: bool) -> N
     copied = link.submit(job, after=[CudaMark(computed)])
     copied.wait()
     assert slot.tolist() == [0.0 if launched else 3.0] * 4
+
+
+def test_a_copy_to_unpinned_memory_is_over_when_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host reads such memory itself: no stream's order helps it."""
+    found = []
+    for waits in (True, False):
+        gpu = FakeGpu(lockable_nbytes=0)
+        home = PinnedHome(gpu, allow_unpinned=True)
+        region = home.allocate(PAGE)
+        gpu.compute.jobs.submit(lambda: time.sleep(0.05))
+        if not waits:
+            monkeypatch.setattr(FakeStream, "synchronize", lambda self: None)
+        home.write(region, 0, torch.full((4,), 3.0))
+        found.append(home.tensor(region, torch.float32, (4,), (1,), 0).tolist())
+    assert found == [[3.0] * 4, [0.0] * 4]
 
 
 def test_a_failing_unpin_is_told(caplog: pytest.LogCaptureFixture) -> None:
