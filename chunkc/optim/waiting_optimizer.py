@@ -1,4 +1,4 @@
-"""What an optimizer whose updates may overlap has besides its arithmetic: doors that wait, and words for the user."""
+"""What an optimizer whose updates may overlap has besides its arithmetic: doors that wait."""
 
 from __future__ import annotations
 
