@@ -6,6 +6,7 @@ paper, laid into chunks, planned and verified; only then do parameters move home
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,11 +27,15 @@ from chunkc.machines.devices import device_of
 from chunkc.moving import place
 from chunkc.options import Options, parse_options
 from chunkc.passes.codegen import find_vector_isa
-from chunkc.passes.graphs import placeholders
+from chunkc.passes.graphs import placeholders, without_tied_placeholders
+from chunkc.recompile_limit import watch
+from chunkc.reconcile import end_where_laid_out_otherwise, note_shared_memory, reconcile
 from chunkc.session import Session, can_move, owner, session_for
 from chunkc.steps import SizedStep, StaticSteps, Steps, SymbolicSteps
 from chunkc.templates import Templates, input_symbols
 from chunkc.variants import Variant, Variants
+
+watch()
 
 
 def chunkc(
@@ -45,6 +50,17 @@ def chunkc(
     Errors of chunkc's own are raised by the compiled callable, so that they reach the user as they are and not
     wrapped by Dynamo.
     """
+    with COMPILING:
+        return _compiled(gm, example_inputs, options, mode)
+
+
+COMPILING = threading.RLock()
+"""Held while a graph is compiled: for other parameters of a known graph that happens outside Dynamo's own lock."""
+
+
+def _compiled(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any] | None, mode: str | None
+) -> Callable[..., Any]:
     try:
         if mode is not None:
             raise OptionsError(f'mode={mode!r} is for the backend "inductor"; chunkc takes options={{...}}')
@@ -52,7 +68,7 @@ def chunkc(
         if settings.codegen == "inductor":
             find_vector_isa()
         names = input_names(gm)
-        variants = Variants(lambda inputs: compile_graph(gm, inputs, names, settings, options))
+        variants = Variants(lambda inputs: compile_graph(gm, inputs, names, settings, options), COMPILING)
         if _is_symbolic(gm, example_inputs):
             _compile_for_any_shapes(variants, gm, example_inputs)
         else:
@@ -154,9 +170,44 @@ def compile_graph(
     Raises:
         BudgetError, UnsupportedError, HomeError, OptionsError: nothing was moved.
     """
+    first: dict[int, int] = {}
+    for position, value in enumerate(inputs):
+        if isinstance(value, nn.Parameter):
+            first.setdefault(id(value), position)
+    tied = {at: first[id(v)] for at, v in enumerate(inputs) if isinstance(v, nn.Parameter) and first[id(v)] != at}
+    if tied:  # since Dynamo saw two parameters, both modules were given one
+        positions = [position for position in range(len(inputs)) if position not in tied]
+        one = without_tied_placeholders(gm, tied)
+        call = compile_graph(one, [inputs[p] for p in positions], [names[p] for p in positions], options, source)
+        return _taking(positions, call)
     parameters = [value if isinstance(value, nn.Parameter) else None for value in inputs]
     device = _compute_device(parameters, inputs, names)
-    session = session_for([p for p in parameters if p is not None], options, source, device)
+    owned = [p for p in parameters if p is not None]
+    end_where_laid_out_otherwise(owned)
+    session = session_for(owned, options, source, device)
+    with session.entered():
+        return _compile_in(session, gm, inputs, parameters, names, options)
+
+
+def _taking(positions: Sequence[int], call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` with some of the arguments."""
+
+    def taking(*args: Any) -> Any:
+        return call(*(args[position] for position in positions))
+
+    taking.is_over = call.is_over  # type: ignore[attr-defined]
+    return taking
+
+
+def _compile_in(
+    session: Session,
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    parameters: Sequence[nn.Parameter | None],
+    names: Sequence[str],
+    options: Options,
+) -> Callable[..., Any]:
+    reconcile(session, [hit[1] for p in parameters if p is not None and (hit := owner(p)) is not None])
     parameter_names = _name_parameters(session, parameters, names)
     compiled: list[CompiledGraph] = []
     call, capture = capture_graph(
@@ -170,13 +221,14 @@ def compile_graph(
     named = {name: p for name, p in zip(parameter_names, parameters) if name is not None and p is not None}
     log_capture(capture)
     compiled.append(_build(session, capture, options, named, gm))
-    if not isinstance(compiled[0].steps, SymbolicSteps):
-        return call
+    symbolic = isinstance(compiled[0].steps, SymbolicSteps)
 
     def admitted(*args: Any) -> Any:
-        compiled[0].admit(args)
+        if symbolic:
+            compiled[0].admit(args)
         return call(*args)
 
+    admitted.is_over = lambda: session.is_over  # type: ignore[attr-defined]
     return admitted
 
 
@@ -228,6 +280,7 @@ def _build(
     session: Session, capture: Capture, options: Options, named: Mapping[str, nn.Parameter], gm: fx.GraphModule
 ) -> CompiledGraph:
     in_order = capture.order_of_use()
+    note_shared_memory({name: named[name] for name in in_order if owner(named[name]) is None})
     movable = [session.spec_of(name, named[name]) for name in in_order if can_move(named[name])]
     fixed = [session.spec_of(name, named[name]) for name in in_order if not can_move(named[name])]
     session.unfreeze({spec.name for spec in (*movable, *fixed) if spec.trainable})

@@ -19,6 +19,7 @@ from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.logs import log_plan
 from chunkc.moving import stay
 from chunkc.passes.planning import staying_beside
+from chunkc.reconcile import gradients_of_several, reconcile
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
 from chunkc.session import Session, storages_nbytes
 from chunkc.steps import INPUTS, SizedStep, Steps
@@ -71,7 +72,8 @@ class CompiledGraph:
         self.session.num_graphs += 1
         self.session.trained |= self.captured.trained
         used = {name for program in self.captured.programs.values() for name in program.parameters.values()}
-        self._groups = self.session.store.layout.groups_of(used | self.captured.trained)
+        self._names = sorted(used | self.captured.trained)
+        self._groups = self.session.store.layout.groups_of(self._names)
 
     # --- planning ---
 
@@ -81,6 +83,10 @@ class CompiledGraph:
         Raises:
             BudgetError: the call does not fit the budget; nothing has moved.
         """
+        with self.session.entered():
+            self._admit(inputs)
+
+    def _admit(self, inputs: Sequence[Any]) -> None:
         step = self._step(INPUTS, inputs)
         if step.admitted != self.session.store.resident:
             session, layout = self.session, self.session.store.layout
@@ -168,12 +174,17 @@ class CompiledGraph:
 
     def forward(self, arguments: list[Any]) -> list[Any]:
         """The forward as AOTAutograd calls it: `arguments` is emptied."""
+        with self.session.entered():
+            return self._forward(arguments)
+
+    def _forward(self, arguments: list[Any]) -> list[Any]:
         if not self._has_run:  # Dynamo's frames keep each other, the first batch and copies of random states alive
             self._has_run = True
             gc.collect()
         session, step = self.session, self._step(FORWARD, arguments)
         session.early.enter_forward(session, self._groups)
         session.store.release_slots()
+        reconcile(session, self._names)
         inputs = [arguments[position] for position in step.positions.inputs]
         given_nbytes = storages_nbytes(inputs)
 
@@ -197,11 +208,17 @@ class CompiledGraph:
 
     def backward(self, arguments: list[Any]) -> list[Any]:
         """The backward as AOTAutograd calls it: sunk gradients are in `.grad` when it returns, None stands for them."""
+        with self.session.entered():
+            return self._backward(arguments)
+
+    def _backward(self, arguments: list[Any]) -> list[Any]:
         session, store = self.session, self.session.store
         step = self._step(BACKWARD, arguments)
         assert step.captured.backward is not None
         self._refuse_partial_backward()
         session.early.enter_backward(session, self._groups)
+        if reconcile(session, self._names):
+            store.release_slots()  # what was kept there is not what the user has
         around = Around(hooked=self._hooked(), kept_tangents=_kept_tangents(step.captured, arguments))
 
         def others_nbytes() -> int:
@@ -244,9 +261,11 @@ class CompiledGraph:
         return self.captured.backward.gradient_outputs if self.captured.backward is not None else ()
 
     def _hooked(self) -> frozenset[str]:
-        """Parameters whose gradients autograd must see, because a hook wants them."""
+        """Parameters whose gradients autograd must see: a hook wants them, or they add to a tensor of several."""
         store = self.session.store
-        return frozenset(name for _, _, name in self._sunk() if store.parameter(name)._backward_hooks)
+        sunk = [name for _, _, name in self._sunk()]
+        hooked = frozenset(name for name in sunk if store.parameter(name)._backward_hooks)
+        return hooked | gradients_of_several(self.session, sunk)
 
     def _run(self, phase: str, planned: PlannedStep, arguments: list[Any], *, gone_nbytes: int = 0) -> list[Any]:
         """Run a phase; `gone_nbytes`: what others hold is so much less than nothing, as values of its own are gone."""

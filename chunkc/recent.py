@@ -35,6 +35,11 @@ class Recent(Generic[K, V]):
         """Entries, the one last used last."""
         return self._entries.values()
 
+    def clear(self) -> None:
+        """Forget all entries."""
+        self._entries.clear()
+        self.size = 0
+
     def find(self, key: K) -> V | None:
         """The entry, which is then the one used last; None if there is none."""
         if key not in self._entries:

@@ -7,8 +7,11 @@ of the states that a parameter's optimizer declares, which may exist before any 
 
 from __future__ import annotations
 
+import itertools
+import threading
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -101,6 +104,8 @@ class Session:
         update_plans: the latest plans of the optimizer's step, by what they depend on.
         early: updates that begin during the backward.
         update_held_nbytes: what the caller still holds of the latest forward when the optimizer steps.
+        is_over: whether it has ended: everything was given back, and what was compiled for it refuses.
+        number: the sessions' own, in the order in which they were made.
         num_restatements: how often groups have got other data: states in other formats, or gradients where there were
             none. Plans made before do not count.
     """
@@ -131,6 +136,60 @@ class Session:
         self.trained: frozenset[str] = frozenset()
         self.early = EarlyUpdates()
         self._keepers: dict[str, weakref.ref[object]] = {}
+        self._lock = threading.RLock()
+        self._num_entered = 0
+        self._alive: set[_Identity] = set()
+        self._had_parameters = False
+        self.is_over = False
+        self.number = next(_numbers)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, no other thread is: a phase moves chunks that another would compute with.
+
+        A phase of one thread may run between forward and backward of another.
+
+        Raises:
+            UnsupportedError: the model is gone, or was laid out anew, but code that was compiled before still runs.
+        """
+        with self._lock:
+            if self.is_over:
+                raise UnsupportedError(
+                    "this code was compiled for a model that is gone, or whose parameters have another dtype or shape "
+                    "now; call the compiled model again, and backward() of what it returns"
+                )
+            self._num_entered += 1
+            try:
+                yield
+            finally:
+                self._num_entered -= 1
+                self._end_if_gone()
+
+    def end(self) -> None:
+        """Give back home, threads and file descriptors. Parameters are ordinary tensors from now on, as they are.
+
+        What is at home stays in memory for as long as there are tensors over it.
+        """
+        self.is_over = True
+        for parameter in self.store.parameters().values():
+            if (hit := owner(parameter)) is not None and hit[0] is self:
+                del _owners[parameter]
+        self._alive.clear()
+        self.update_plans.clear()
+        self.store.close()
+
+    def _lost(self, reference: _Identity) -> None:
+        """A parameter is gone. Called by the garbage collector, at any time."""
+        self._alive.discard(reference)
+        if not self._alive and not self.is_over and self._lock.acquire(blocking=False):
+            try:
+                self._end_if_gone()
+            finally:
+                self._lock.release()
+
+    def _end_if_gone(self) -> None:
+        if self._had_parameters and not self._alive and not self.is_over and self._num_entered == 0:
+            self.end()
 
     def configure(self, options: Options, source: Mapping[str, object]) -> None:
         """Take over the options of a (later) compilation, all but where home is, which stays as it is.
@@ -234,11 +293,39 @@ class Session:
             self.peak_nbytes = max(self.peak_nbytes or 0, measurement.between_nbytes, *readings)
 
     def own(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Register parameters as this session's."""
+        """Register parameters as this session's: with the last of them the session ends."""
+        session = weakref.ref(self)
+
+        def lost(reference: _Identity) -> None:
+            if (found := session()) is not None:
+                found._lost(reference)
+
         for name, parameter in parameters.items():
             _owners[parameter] = (self, name)
+            self._alive.add(_Identity(parameter, lost))
+        self._had_parameters |= bool(parameters)
 
 
+class _Identity(weakref.ref[nn.Parameter]):
+    """A weak reference to a parameter, equal to another of the same one. (Tensors are equal element by element.)"""
+
+    __slots__ = ("_key",)
+
+    def __new__(cls, parameter: nn.Parameter, lost: Callable[[Any], None]) -> _Identity:
+        return super().__new__(cls, parameter, lost)
+
+    def __init__(self, parameter: nn.Parameter, lost: Callable[[Any], None]) -> None:
+        super().__init__(parameter, lost)  # type: ignore[call-arg]
+        self._key = id(parameter)
+
+    def __hash__(self) -> int:
+        return self._key
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other._key == self._key
+
+
+_numbers = itertools.count()
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -258,6 +345,15 @@ def managing(parameter: torch.Tensor) -> tuple[Session, str] | None:
     """The session at whose home a parameter lives, and its name there; None if it stays on the compute tier."""
     hit = owner(parameter)
     return hit if hit is not None and hit[0].store.is_managed(hit[1]) else None
+
+
+@contextmanager
+def all_entered(sessions: Iterable[Session]) -> Iterator[None]:
+    """`Session.entered` of several, in an order that is the same for all threads."""
+    with ExitStack() as stack:
+        for session in sorted(sessions, key=lambda session: session.number):
+            stack.enter_context(session.entered())
+        yield
 
 
 class StateKeeper(Protocol):
@@ -353,12 +449,16 @@ def session_for(
     session = next(iter(found), None)
     source = DEFAULTS if source is None else source
     if session is None:
-        session = next((s for s in _sessions if s.options_source is source and s.device == device), None)
+        session = next((s for s in _sessions if _serves(s, source, device)), None)
     if session is None:
         session = Session(options, source, device)
         _sessions.add(session)
     session.configure(options, source)
     return session
+
+
+def _serves(session: Session, source: object, device: torch.device) -> bool:
+    return session.options_source is source and session.device == device and not session.is_over
 
 
 def spec_of(name: str, parameter: nn.Parameter) -> ParamSpec:
@@ -367,13 +467,45 @@ def spec_of(name: str, parameter: nn.Parameter) -> ParamSpec:
 
 
 def can_move(parameter: nn.Parameter) -> bool:
-    """Whether a parameter can live in a chunk: a dense tensor in memory that fills its own storage."""
+    """Whether a parameter can live in a chunk: a dense tensor in memory that fills its own storage, and is nobody
+    else's (see `shares_memory`)."""
     return (
         type(parameter) is nn.Parameter
         and parameter.device.type in ("cpu", "cuda")
         and is_chunkable(parameter)
         and parameter.untyped_storage().nbytes() == parameter.nbytes
+        and not shares_memory(parameter)
     )
+
+
+def shares_memory(parameter: torch.Tensor) -> bool:
+    """Whether others have the parameter's memory, and would not follow it home: tensors over the same storage, such as
+    an earlier `state_dict`, or other processes."""
+    if type(parameter) is not nn.Parameter or parameter.device.type not in ("cpu", "cuda"):
+        return False
+    storage = parameter.untyped_storage()
+    own = 2  # the tensor's, and this object's
+    return torch._C._storage_Use_Count(storage._cdata) > own or is_shared_memory(parameter)
+
+
+def is_shared_memory(tensor: torch.Tensor) -> bool:
+    """Whether a CPU tensor lies in memory that other processes may have, or in a file that is written with it.
+
+    PyTorch says so of private maps of files too (`torch.load(mmap=True)`), which are the process's own.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_shared():
+        return False
+    address = tensor.untyped_storage().data_ptr()
+    try:
+        with open("/proc/self/maps") as maps:
+            for line in maps:
+                span, permissions = line.split()[:2]
+                begin, end = (int(bound, 16) for bound in span.split("-"))
+                if begin <= address < end:
+                    return permissions.endswith("s")
+    except OSError:
+        pass
+    return True
 
 
 def is_chunkable(tensor: torch.Tensor) -> bool:

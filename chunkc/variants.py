@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,14 @@ class Variants:
     gone are forgotten, and so are the shapes not used for longest where there are many (`MAX_SHAPES`).
     """
 
-    def __init__(self, compile_for: Callable[[Sequence[Any]], Callable[..., Any]]) -> None:
+    def __init__(
+        self,
+        compile_for: Callable[[Sequence[Any]], Callable[..., Any]],
+        lock: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        """`lock`: held while a call compiles."""
         self.compile_for = compile_for
+        self._lock = lock or nullcontext()
         self._variants: list[Variant] = []
         self._num_calls = 0
         self.for_any_shapes: Callable[[Sequence[Any]], Variant] | None = None
@@ -45,18 +52,27 @@ class Variants:
         return variant
 
     def __call__(self, *args: Any) -> Any:
+        variant = self._serving(args)
+        if variant is None:
+            with self._lock:  # another thread may have compiled it meanwhile
+                variant = self._serving(args) or (self.for_any_shapes or self.compile)(args)
+        return variant.call(*args)
+
+    def _serving(self, args: Sequence[Any]) -> Variant | None:
         self._num_calls += 1
         for variant in self._variants:
             if variant.serves(args):
                 variant.last_call = self._num_calls
-                return variant.call(*args)
-        compile_for = self.for_any_shapes or self.compile
-        return compile_for(args).call(*args)
+                return variant
+        return None
 
 
 @dataclass(eq=False)
 class Variant:
-    """`identities`: None for an input that may be anything Dynamo's guards let pass."""
+    """`identities`: None for an input that may be anything Dynamo's guards let pass.
+
+    `call` may have an attribute `is_over`: a function that says whether it serves nobody any more.
+    """
 
     identities: tuple[Any, ...]
     call: Callable[..., Any]
@@ -69,6 +85,8 @@ class Variant:
         return tuple(None if parameter is None else id(parameter) for parameter in found)
 
     def serves(self, args: Sequence[Any]) -> bool:
+        if getattr(self.call, "is_over", _never)():
+            return False
         for identity, value in zip(self.identities, args, strict=True):
             if isinstance(identity, weakref.ref):
                 if identity() is not value:
@@ -76,6 +94,10 @@ class Variant:
             elif identity is not None and identity != _identity(value):
                 return False
         return True
+
+
+def _never() -> bool:
+    return False
 
 
 def _identity(value: object) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 
 import torch
@@ -105,3 +105,15 @@ def input_nodes_in_order(nodes: list[fx.Node]) -> Iterator[fx.Node]:
             if source not in inside and source not in seen:
                 seen.add(source)
                 yield source
+
+
+def without_tied_placeholders(gm: fx.GraphModule, tied: Mapping[int, int]) -> fx.GraphModule:
+    """The same graph where some inputs are one: `tied` says which placeholder, by position, another stands for."""
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(gm.graph, values))
+    copied = [values[node] for node in placeholders(gm.graph)]
+    for position, stands_for in tied.items():
+        copied[position].replace_all_uses_with(copied[stands_for])
+        graph.erase_node(copied[position])
+    return fx.GraphModule(gm, graph)

@@ -107,6 +107,25 @@ class Arena:
         in_use = {(place.home, place.region) for place in self._places.values()}
         _free([place for place in left if (place.home, place.region) not in in_use])
 
+    def replace(self, chunk: str, nbytes: int) -> None:
+        """Other room for a chunk, all zeros; the former goes with the last view of it.
+
+        Raises:
+            HomeError: the home tier has no room; the chunk is where it was.
+        """
+        former = self._places.pop(chunk)
+        try:
+            self.reserve({chunk: nbytes})
+        except BaseException:
+            self._places[chunk] = former
+            raise
+        if all((p.home, p.region) != (former.home, former.region) for p in self._places.values()):
+            former.home.free(former.region)
+
+    def is_shared_with_forks(self, kind: str) -> bool:
+        """Whether a child of `os.fork` would share the bytes of chunks of this kind."""
+        return (self.state_home or self.home if is_state(kind) else self.home).is_shared_with_forks
+
     def view(
         self, chunk: str, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset_nbytes: int
     ) -> torch.Tensor:

@@ -112,6 +112,10 @@ class CudaLink:
                 self._blocking_stream.synchronize()
         self._account()
 
+    def end_soon(self) -> None:
+        """End the thread behind what it has to copy. Never blocks."""
+        self._worker.end_soon()
+
     def _run_blocking(self, job: Callable[[], None], after: Sequence[CudaMark | Event], mark: CudaMark) -> None:
         """On the worker thread, which touches home itself, or comes after a host thread, and so waits itself."""
         for earlier in after:
@@ -191,6 +195,11 @@ class CudaTier:
         """Block the host until every copy has ended."""
         self.to_device.drain()
         self.to_home.drain()
+
+    def end_soon(self) -> None:
+        """End the threads that copy, behind what they have to copy."""
+        self.to_device.end_soon()
+        self.to_home.end_soon()
 
 
 @contextlib.contextmanager

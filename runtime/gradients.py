@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def store_first(target: torch.Tensor, take: Callable[[], torch.Tensor]) -> None:
@@ -31,7 +34,7 @@ def accumulate(parameter: nn.Parameter, take: Callable[[], torch.Tensor], owned:
     if parameter.grad is not None:
         parameter.grad.add_(gradient)
     elif owned and _fits_exactly(gradient, parameter):
-        parameter.grad = gradient
+        parameter.grad = gradient.data  # no autograd view, whatever computed it
     else:
         grad = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
         parameter.grad = grad.copy_(gradient)
@@ -46,9 +49,34 @@ def _fits_exactly(gradient: torch.Tensor, parameter: nn.Parameter) -> bool:
     )
 
 
-def _gone() -> None:
-    return None
+def of_several(parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
+    """Those of the parameters whose `.grad` lies in another one's memory: PyTorch adds to it for each."""
+    by_storage: dict[int, list[str]] = {}
+    for name, parameter in parameters.items():
+        if parameter.grad is not None and parameter.grad.layout is torch.strided:
+            by_storage.setdefault(parameter.grad.untyped_storage().data_ptr(), []).append(name)
+    return frozenset(name for names in by_storage.values() if len(names) > 1 for name in names)
 
 
-NOTHING = (_gone, 0)
-"""Stands for a gradient that was never handed out: what a dead reference gives, and no address."""
+@dataclass(frozen=True)
+class HandedOut:
+    """A home view that became a parameter's `.grad`: the tensor, its storage, which views of it share, its address.
+
+    Holds both weakly.
+    """
+
+    view: Callable[[], torch.Tensor | None]
+    storage: StorageWeakRef | None
+    address: int
+
+    @classmethod
+    def of(cls, view: torch.Tensor) -> HandedOut:
+        return cls(weakref.ref(view), StorageWeakRef(view.untyped_storage()), view.data_ptr())
+
+    def is_gone(self) -> bool:
+        """Whether nobody has it, nor any view of it."""
+        return self.storage is None or self.storage.expired()
+
+
+NOTHING = HandedOut(lambda: None, None, 0)
+"""Stands for a gradient that was never handed out."""

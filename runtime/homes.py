@@ -27,6 +27,7 @@ import torch
 
 from chunkc.ir.errors import HomeError, OptionsError
 from chunkc.ir.units import format_nbytes
+from chunkc.runtime.forks import make_private_in_forks, refuse_in_forks
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,11 @@ class Home(abc.ABC):
 
     Attributes:
         shares_regions: regions are dear, so chunks should share them.
+        is_shared_with_forks: a child of `os.fork` would share the memory. Its home views refuse there.
     """
 
     shares_regions = True
+    is_shared_with_forks = False
 
     def __init__(self) -> None:
         self._mappings: dict[int, Mapping] = {}
@@ -122,7 +125,10 @@ class Home(abc.ABC):
             return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
         flat = torch.frombuffer(mapping.memory, dtype=dtype, count=span, offset=offset_nbytes)
         # Not flat.as_strided: that would be an autograd view, with `flat` as its base.
-        return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, tuple(shape), tuple(stride))
+        view = torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, tuple(shape), tuple(stride))
+        if self.is_shared_with_forks:
+            refuse_in_forks(view)
+        return view
 
     @abc.abstractmethod
     def read(self, region: Region, offset_nbytes: int, destination: torch.Tensor) -> None:
@@ -189,9 +195,10 @@ def map_memory(nbytes: int) -> mmap.mmap:
 class DiskHome(Home):
     """Home memory in files without a name: nothing is left behind, however the process ends.
 
-    Home views are shared maps of the file, coherent with `read` and `write` through the page cache; a fork
-    shares them too. Space is reserved at `allocate`, so that a full disk is an error there and not a crash at
-    a later access; a file system that copies on write may not keep that promise.
+    Home views are shared maps of the file, coherent with `read` and `write` through the page cache. A child of
+    `os.fork` cannot have a snapshot of them, so they refuse there (see `runtime.forks`). Space is reserved at
+    `allocate`, so that a full disk is an error there and not a crash at a later access; a file system that copies on
+    write may not keep that promise.
 
     Args:
         directory: where the files are made; the system's temporary directory by default.
@@ -199,6 +206,8 @@ class DiskHome(Home):
     Raises:
         HomeError: the directory does not exist, is not a directory, or no file can be made in it.
     """
+
+    is_shared_with_forks = True
 
     def __init__(self, directory: str | None = None) -> None:
         super().__init__()
@@ -245,7 +254,9 @@ class DiskHome(Home):
         file = _File(_open_nameless(self.directory))
         try:
             os.posix_fallocate(file.fd, 0, nbytes)
-            return Mapping(mmap.mmap(file.fd, nbytes), file)
+            mapping = Mapping(mmap.mmap(file.fd, nbytes), file)
+            make_private_in_forks(mapping, mapping.address, nbytes, file.fd)
+            return mapping
         except OSError as error:
             file.close()  # gives back what was reserved; the traceback would keep it
             disk = os.statvfs(self.directory)

@@ -7,11 +7,12 @@ During a call the executor moves chunks (see `runtime.slots`); computation reads
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from chunkc.ir.chunks import (
     GRAD,
@@ -23,9 +24,10 @@ from chunkc.ir.chunks import (
     split_chunk_name,
 )
 from chunkc.ir.errors import ChunkStateError, UnsupportedError
-from chunkc.ir.states import EXP_AVG, SCALES, num_entries
+from chunkc.ir.states import EXP_AVG, MASTER_LOW, SCALES, num_entries
 from chunkc.runtime.chunk_states import ChunkState
-from chunkc.runtime.gradients import NOTHING, accumulate, add_later, store_first
+from chunkc.runtime.forks import refuse_in_forks
+from chunkc.runtime.gradients import NOTHING, HandedOut, accumulate, add_later, of_several, store_first
 from chunkc.runtime.slots import ChunkSlots
 
 
@@ -35,12 +37,16 @@ class ChunkStore(ChunkSlots):
 
     Attributes:
         resident: groups that stay on the compute tier.
+        left_to_autograd: parameters whose `.grad` is one tensor with another's: it stays the tensor that it is.
     """
 
     resident: frozenset[int] = frozenset()
+    left_to_autograd: frozenset[str] = frozenset()
     _parameters: dict[str, weakref.ref[nn.Parameter]] = field(default_factory=dict)
+    _addresses: dict[str, int] = field(default_factory=dict)
+    _home_storages: dict[str, StorageWeakRef] = field(default_factory=dict)
     _slices: dict[str, tuple[ChunkGroup, TensorSlice]] = field(default_factory=dict)
-    _handed_out: dict[str, tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=dict)  # with its address
+    _handed_out: dict[str, HandedOut] = field(default_factory=dict)
 
     # --- parameters and their homes ---
 
@@ -101,6 +107,7 @@ class ChunkStore(ChunkSlots):
             self._parameters = former
             raise
         self.layout, self._slices, self.resident = layout, slices, resident
+        self.left_to_autograd = of_several(self.parameters())
         for group in to_home:
             self._move(group, lambda s: self.home_view(PARAM, s.spec.name), GRAD)
         for group in to_tier:
@@ -127,11 +134,61 @@ class ChunkStore(ChunkSlots):
     def _move_tensor(self, name: str, data: torch.Tensor, grad_kind: str | None) -> None:
         parameter = self.parameter(name)
         self.fill(PARAM, name, data, parameter)
-        parameter.data = data
-        if parameter.grad is not None:
+        self._set_data(name, parameter, data)
+        if parameter.grad is not None and name not in self.left_to_autograd:
             grad = self.home_view(GRAD, name) if grad_kind else self._tier_tensor(self._slices[name][1])
             self.fill(GRAD, name, grad, parameter.grad)
             parameter.grad = grad
+
+    def _set_data(self, name: str, parameter: nn.Parameter, data: torch.Tensor) -> None:
+        parameter.data = data
+        self._addresses[name] = data.data_ptr()
+        self._home_storages[name] = StorageWeakRef(data.untyped_storage())
+        if self.arena.is_shared_with_forks(PARAM):
+            refuse_in_forks(parameter)
+
+    def replaced(self, names: Iterable[str]) -> list[str]:
+        """Those of the parameters that are managed, and whose data is not the home view that it was made."""
+        found = []
+        for name in names:
+            if self.is_managed(name):
+                parameter = self.parameter(name)
+                stride = self._slices[name][1].spec.stride
+                if parameter.data_ptr() != self._addresses[name] or parameter.stride() != stride:
+                    found.append(name)
+        return found
+
+    def is_viewed(self, name: str) -> bool:
+        """Whether somebody has views of the home of a parameter whose data was replaced."""
+        return not self._home_storages[name].expired()
+
+    def beside(self, name: str) -> dict[str, nn.Parameter]:
+        """The parameters that share a chunk with this one and still exist, itself included."""
+        return self._parameters_of(self.group_index(name))
+
+    @torch.no_grad()
+    def take_over(self, names: Iterable[str]) -> None:
+        """Bring the values of parameters home whose data was replaced; they are home views again.
+
+        Where somebody has views of what one was, they keep its bytes, and the chunk gets another home.
+
+        Raises:
+            StreamError, HomeError: an update or a copy of its home had failed, or there is no room for another.
+        """
+        by_group: dict[int, list[str]] = {}
+        for name in names:
+            by_group.setdefault(self.group_index(name), []).append(name)
+        for index, of_group in by_group.items():
+            self.await_home(chunk_name(PARAM, index))
+            if any(self.is_viewed(name) for name in of_group):
+                self.arena.replace(chunk_name(PARAM, index), self.layout.groups[index].nbytes(PARAM))
+                of_group = list(self._parameters_of(index))
+            for name in of_group:
+                parameter, view = self.parameter(name), self.home_view(PARAM, name)
+                self.fill(PARAM, name, view, parameter.data)
+                self._set_data(name, parameter, view)
+                if chunk_name(MASTER_LOW, index) in self.arena:  # lower bits of other contents
+                    self.home_view(MASTER_LOW, name).zero_()
 
     def fill(self, kind: str, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy a tensor into its new place: what the host has, the host copies home, past the device."""
@@ -186,6 +243,14 @@ class ChunkStore(ChunkSlots):
             raise ChunkStateError(f"{name} is read from chunk {chunk}, which is {slot.state.value}")
         return slot.buffer.as_strided(where.spec.shape, where.spec.stride, where.offset)
 
+    def close(self) -> None:
+        """Give back all slots and homes as they are, and end the threads once nothing is under way."""
+        self._slots.clear()
+        self.drop_spare_slots()
+        self.updates.end_soon()
+        self.tier.end_soon()
+        self.arena.free(self.arena.chunks)
+
     # --- gradients ---
 
     def _has_data_at_home(self, chunk: str) -> bool:
@@ -205,30 +270,71 @@ class ChunkStore(ChunkSlots):
     def collect_gradients(self, index: int) -> bool:
         """Make home the place of every gradient the group has; whether it has any.
 
-        A gradient that the user replaced by another tensor is copied home. A tensor that was handed out as
-        `.grad` and is still held by someone gets a copy of its own, before its home is written again.
+        A gradient that the user replaced by another tensor is copied home, and the home view takes its place unless
+        autograd is to add to that very tensor (`left_to_autograd`). Where somebody still has views of a gradient that
+        is no parameter's any more, they keep its bytes, and the group's gradients get another home.
+
+        Raises:
+            HomeError: there is no room for another home.
         """
+        parameters = self._parameters_of(index)
+        if any(self._is_kept_elsewhere(name, parameter) for name, parameter in parameters.items()):
+            self._leave_gradients(index)
         found = False
-        for tensor_slice in self.layout.groups[index].slices:
-            name = tensor_slice.spec.name
-            parameter = self.parameter(name)
-            reference, address = self._handed_out.get(name, NOTHING)
-            handed = reference()
+        for name, parameter in parameters.items():
             grad = parameter.grad
-            if handed is not None and handed is not grad:
-                handed.data = handed.detach().clone()
             if grad is None:
                 continue
             found = True
-            if handed is not grad or grad.data_ptr() != address:
+            if (
+                grad is not self._handed_out.get(name, NOTHING).view()
+                or grad.data_ptr() != self._handed_out[name].address
+            ):
                 self.updates.wait(index)
-                self.tier.enqueue(self._hand_out(name, parameter).copy_, grad)
+                left = name in self.left_to_autograd
+                home = self.home_view(GRAD, name) if left else self._hand_out(name, parameter)
+                self.tier.enqueue(home.copy_, grad)
         return found
+
+    def _parameters_of(self, index: int) -> dict[str, nn.Parameter]:
+        """The parameters of a group that still exist, by name."""
+        names = [tensor_slice.spec.name for tensor_slice in self.layout.groups[index].slices]
+        return {name: p for name in names if (p := self._parameters[name]()) is not None}
+
+    def _is_kept_elsewhere(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether somebody has views of what was handed out as the parameter's gradient and is not `.grad` now."""
+        handed = self._handed_out.get(name, NOTHING)
+        if handed.is_gone():
+            return False
+        grad = parameter.grad
+        return grad is None or grad.untyped_storage().data_ptr() != handed.address
+
+    def _leave_gradients(self, index: int) -> None:
+        """Leave a group's gradients at home to who has views of them; those that are still `.grad` move to new room."""
+        chunk = chunk_name(GRAD, index)
+        self.await_home(chunk)
+        self.arena.replace(chunk, self.layout.groups[index].nbytes(GRAD))
+        for name, parameter in self._parameters_of(index).items():
+            handed = self._handed_out.pop(name, NOTHING)
+            grad = parameter.grad
+            if grad is not None and grad is handed.view() and grad.data_ptr() == handed.address:
+                view = self.home_view(GRAD, name)
+                view.copy_(grad)
+                grad.data = view
+                self._handed_out[name] = HandedOut.of(grad)
+
+    def has_foreign_gradients(self) -> bool:
+        """Whether some gradient of a managed parameter is not the home view that was handed out."""
+        return any(
+            p.grad is not None and p.grad is not self._handed_out.get(name, NOTHING).view()
+            for name, p in self.parameters().items()
+            if self.is_managed(name)
+        )
 
     def _hand_out(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
         view = self.home_view(GRAD, name)
         parameter.grad = view
-        self._handed_out[name] = (weakref.ref(view), view.data_ptr())
+        self._handed_out[name] = HandedOut.of(view)
         return view
 
     def sink(self, name: str, chunk: str | None, take: Callable[[], torch.Tensor], *, owned: bool) -> None:
@@ -236,9 +342,13 @@ class ChunkStore(ChunkSlots):
 
         As autograd's AccumulateGrad: the first gradient is stored, later ones are added. Which of the two, the host
         decides now; `take` gives the gradient when computation gets there. `owned`: nothing else will ever read the
-        gradient's storage, so a resident parameter may keep it without a copy.
+        gradient's storage, so a resident parameter may keep it without a copy. A parameter that was frozen since the
+        forward gets none.
         """
         parameter = self.parameter(name)
+        if not parameter.requires_grad:
+            self.tier.enqueue(take)
+            return
         if chunk is None:
             self.tier.enqueue(accumulate, parameter, take, owned)
             return

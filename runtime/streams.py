@@ -227,6 +227,12 @@ class WorkerStream:
             worker.end()  # it is dead, or the stream is closed
         self._raise_first()
 
+    def end_soon(self) -> None:
+        """End the thread behind the queued jobs; a later job starts another. Never blocks: safe in a finalizer."""
+        if self._end_worker is not None:
+            self._end_worker()
+            self._end_worker = None
+
     def close(self) -> None:
         """Let the queued jobs end, end the thread, and raise as `drain` does. May be called again."""
         if os.getpid() != self._pid:

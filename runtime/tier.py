@@ -96,6 +96,9 @@ class Tier(Protocol):
     def drain(self) -> None:
         """Block the host until every copy has ended."""
 
+    def end_soon(self) -> None:
+        """End the threads that copy, behind what they have to copy. Never blocks."""
+
 
 AT_ONCE: Callable[..., None] = operator.call
 """How a tier computes whose computation is the host's, or queues by itself."""
@@ -142,3 +145,8 @@ class CpuTier:
         """Wait for every copy."""
         self.to_device.drain()
         self.to_home.drain()
+
+    def end_soon(self) -> None:
+        """End the threads that copy, behind what they have to copy."""
+        self.to_device.end_soon()
+        self.to_home.end_soon()

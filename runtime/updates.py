@@ -135,6 +135,10 @@ class HomeUpdates:
         """Block the caller until every update has ended, and forget them; raises as `finish_all`."""
         finish_all([self])
 
+    def end_soon(self) -> None:
+        """End the thread behind what is under way; nothing more may begin. Never blocks."""
+        self._stream.end_soon()
+
     def _wait_for_all(self, failures: list[StreamError | HomeError]) -> None:
         """Block the caller until every update has ended, and note how those ended that failed."""
         for update in list(self._pending.values()):

@@ -90,3 +90,12 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def short_switch_interval() -> Iterator[None]:
+    """Threads take turns every few instructions."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)

@@ -29,7 +29,8 @@ from chunkc.optim.split_masters import NotedContents
 from chunkc.optim.stateful import Stateful
 from chunkc.optim.update import GroupUpdate, PreparedUpdate, ResidentsLeft, prepare_updates
 from chunkc.optim.update_on import groups_at_home
-from chunkc.session import Session, lay_out_states
+from chunkc.reconcile import gradients_of_several, reconcile
+from chunkc.session import Session, all_entered, lay_out_states, managing, sessions_of
 
 Prepared = tuple[Session, dict[int, list[Task]], frozenset[int], PreparedUpdate | None]
 """A session, the updates that are due in its groups, the groups that the CPU updates at home, the others' plan."""
@@ -172,13 +173,19 @@ class ChunkedOptimizer(Stateful):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with all_entered(sessions_of(self._parameters())):
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        self._reconcile()
         scale = grad_scale_of(self)
         self._in_backward.check_scale(scale)
         if self._must_know_steps() and bool(on_the_cpu(scale).found_inf):
-            return loss
+            return
         self._doubts.settle(wait=self._must_know_steps())
         if is_skipped(scale):
-            return loss
+            return
         # Whatever may fail for want of room fails here, before anything is updated.
         due, prepared = self._due_and_prepared()
         self._in_backward.end(self)
@@ -191,7 +198,16 @@ class ChunkedOptimizer(Stateful):
         self._noted_contents.end(due.changing)
         if scale.found_inf is not None and doubts.is_remote(scale.found_inf):
             self._doubts.add(scale.found_inf, {parameter: self.states_of(parameter) for parameter in due.changing})
-        return loss
+
+    def _reconcile(self) -> None:
+        """Take over what the user has changed of parameters at home (see `chunkc.reconcile`)."""
+        names: dict[Session, list[str]] = {}
+        for parameter in self._parameters():
+            if (hit := managing(parameter)) is not None:
+                names.setdefault(hit[0], []).append(hit[1])
+        for session, of_session in names.items():
+            reconcile(session, of_session)
+            gradients_of_several(session, of_session)
 
     def _due_and_prepared(self) -> tuple[Due, list[Prepared]]:
         """What is updated and how, once residents have left that had to make room for it."""

@@ -98,11 +98,14 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool
         task_kinds = {kind: store.home_view(kind, task.name) for kind in kinds}
         fresh = EXP_AVG not in state
         for kind, view in task_kinds.items():
-            if not fresh and state[kind].data_ptr() == view.data_ptr():
+            former = state.get(kind)
+            if former is not None and former.data_ptr() == view.data_ptr():
                 continue
-            if not fresh:
-                view.copy_(state[kind])
-            elif kind == MASTER or kind not in zeros:  # zeros that are there need not be written over a link
+            if former is not None:
+                view.copy_(former)
+            elif (
+                not fresh or kind == MASTER or kind not in zeros
+            ):  # zeros that are there need not be written over a link
                 initialise(kind, view, task.parameter)
             state[kind] = view
         if "step" not in state:

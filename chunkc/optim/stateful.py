@@ -79,7 +79,7 @@ class Stateful(WaitingOptimizer):
         sources = converted(state, parameter, dtypes) if EXP_AVG in state else None
         for kind, dtype in dtypes.items():
             state[kind] = empty_state(parameter, kind, dtype)
-            if sources is None:
+            if sources is None or kind not in sources:
                 initialise(kind, state[kind], parameter)
             else:
                 state[kind].copy_(sources[kind])
