@@ -24,13 +24,14 @@ from chunkc.graph import CompiledGraph
 from chunkc.ir.errors import ChunkcError, OptionsError, UnsupportedError
 from chunkc.logs import log_build, log_capture, logger
 from chunkc.machines.devices import device_of
+from chunkc.movable import can_move
 from chunkc.moving import place
 from chunkc.options import Options, parse_options
 from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs import placeholders, without_tied_placeholders
 from chunkc.recompile_limit import watch
 from chunkc.reconcile import end_where_laid_out_otherwise, note_shared_memory, reconcile
-from chunkc.session import Session, can_move, owner, session_for
+from chunkc.session import Session, owner, session_for
 from chunkc.steps import SizedStep, StaticSteps, Steps, SymbolicSteps
 from chunkc.templates import Templates, input_symbols
 from chunkc.variants import Variant, Variants

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from chunkc.declared import StateKeeper, declared
 from chunkc.ir.chunks import ChunkGroup, ChunkLayout, chunk_name
-from chunkc.session import Session, StateKeeper, declared
+from chunkc.session import Session
 
 Kept = Mapping[str, tuple[StateKeeper, dict[str, Any]]]
 """A parameter's name -> who keeps states of it, and these."""

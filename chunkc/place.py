@@ -9,8 +9,9 @@ from torch import nn
 
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.machines.devices import parse_device
+from chunkc.movable import can_move
 from chunkc.options import parse_options
-from chunkc.session import Session, can_move, owner
+from chunkc.session import Session, owner
 
 
 def place(

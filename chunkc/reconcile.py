@@ -27,8 +27,9 @@ import torch
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.units import format_nbytes
 from chunkc.logs import logger
+from chunkc.movable import is_shared_memory, shares_memory
 from chunkc.runtime.gradients import of_several
-from chunkc.session import Session, is_shared_memory, owner, shares_memory
+from chunkc.session import Session, owner
 
 
 def reconcile(session: Session, names: Iterable[str]) -> bool:

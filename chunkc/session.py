@@ -1,8 +1,8 @@
 """One session per model: its chunk store, its budget, and the values of earlier calls that are still alive.
 
 Sessions are found by the parameters they own, or by the options they were compiled with. The registries below are
-the only state of this kind that lives in a module; they hold parameters and sessions weakly. One of them has the form
-of the states that a parameter's optimizer declares, which may exist before any session does.
+the only state of this kind that lives in a module, beside that of `chunkc.declared`; they hold parameters and sessions
+weakly.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from chunkc.declared import StateKeeper, declare_states, declared, declared_states, state_format_of
 from chunkc.early import EarlyUpdates
 from chunkc.ir.chunks import ChunkLayout, ParamSpec
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Plan, Tile
-from chunkc.ir.states import DEFAULT_STATES, StateFormat
+from chunkc.ir.states import StateFormat
 from chunkc.machines.devices import granule_of, hardware_of, memory_of, overhead_of
 from chunkc.options import Options, resolve_budget
 from chunkc.passes.cuda_memory import rounded_nbytes
@@ -327,7 +328,6 @@ class _Identity(weakref.ref[nn.Parameter]):
 
 _numbers = itertools.count()
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
@@ -356,44 +356,6 @@ def all_entered(sessions: Iterable[Session]) -> Iterator[None]:
         yield
 
 
-class StateKeeper(Protocol):
-    """An optimizer whose states of a parameter move with it."""
-
-    def kept_states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """A parameter's states, to be replaced by the same elsewhere; empty where there are none yet."""
-
-
-class Declared(NamedTuple):
-    """What an optimizer said of a parameter: in what form it keeps states, in how many stages it updates, and who it is
-    (None: nobody who keeps any yet)."""
-
-    states: StateFormat
-    num_stages: int
-    keeper: weakref.ref[StateKeeper] | None
-
-
-def declare_states(
-    parameters: Iterable[torch.Tensor],
-    states: StateFormat | None,
-    num_stages: int = 1,
-    keeper: weakref.ref[StateKeeper] | None = None,
-) -> None:
-    """Say in what form an optimizer keeps states for parameters: layouts made from now on reckon with it.
-
-    The latest counts; None: no optimizer does. Layouts made before follow with `Session.restate`.
-    """
-    for parameter in parameters:
-        if states is None:
-            _states.pop(parameter, None)
-        else:
-            _states[parameter] = Declared(states.seen_by(parameter.dtype), num_stages, keeper)
-
-
-def declared(parameter: torch.Tensor) -> Declared | None:
-    """What `declare_states` said of a parameter."""
-    return _states.get(parameter)
-
-
 def lay_out_states(
     parameters: Collection[torch.Tensor],
     states: StateFormat,
@@ -414,17 +376,6 @@ def lay_out_states(
         for parameter, former in zip(parameters, before, strict=True):
             declare_states([parameter], *(former or (None,)))
         raise
-
-
-def declared_states(parameter: torch.Tensor) -> StateFormat | None:
-    """The form of states that `declare_states` said of a parameter."""
-    found = declared(parameter)
-    return None if found is None else found.states
-
-
-def state_format_of(parameter: torch.Tensor) -> StateFormat:
-    """The form of a parameter's states: what was declared, else the default."""
-    return declared_states(parameter) or DEFAULT_STATES
 
 
 def session_for(
@@ -464,58 +415,3 @@ def _serves(session: Session, source: object, device: torch.device) -> bool:
 def spec_of(name: str, parameter: nn.Parameter) -> ParamSpec:
     """What the planner needs to know of a parameter."""
     return ParamSpec(name, tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype, parameter.requires_grad)
-
-
-def can_move(parameter: nn.Parameter) -> bool:
-    """Whether a parameter can live in a chunk: a dense tensor in memory that fills its own storage, and is nobody
-    else's (see `shares_memory`)."""
-    return (
-        type(parameter) is nn.Parameter
-        and parameter.device.type in ("cpu", "cuda")
-        and is_chunkable(parameter)
-        and parameter.untyped_storage().nbytes() == parameter.nbytes
-        and not shares_memory(parameter)
-    )
-
-
-def shares_memory(parameter: torch.Tensor) -> bool:
-    """Whether others have the parameter's memory, and would not follow it home: tensors over the same storage, such as
-    an earlier `state_dict`, or other processes."""
-    if type(parameter) is not nn.Parameter or parameter.device.type not in ("cpu", "cuda"):
-        return False
-    storage = parameter.untyped_storage()
-    own = 2  # the tensor's, and this object's
-    return torch._C._storage_Use_Count(storage._cdata) > own or is_shared_memory(parameter)
-
-
-def is_shared_memory(tensor: torch.Tensor) -> bool:
-    """Whether a CPU tensor lies in memory that other processes may have, or in a file that is written with it.
-
-    PyTorch says so of private maps of files too (`torch.load(mmap=True)`), which are the process's own.
-    """
-    if tensor.device.type != "cpu" or not tensor.is_shared():
-        return False
-    address = tensor.untyped_storage().data_ptr()
-    try:
-        with open("/proc/self/maps") as maps:
-            for line in maps:
-                span, permissions = line.split()[:2]
-                begin, end = (int(bound, 16) for bound in span.split("-"))
-                if begin <= address < end:
-                    return permissions.endswith("s")
-    except OSError:
-        pass
-    return True
-
-
-def is_chunkable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values can be laid into a chunk as they lie: dense floating-point numbers."""
-    return (
-        tensor.layout is torch.strided and tensor.dtype.is_floating_point and tensor.numel() > 0 and _is_dense(tensor)
-    )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements fill its span without gaps or overlap, in whatever order of dimensions."""
-    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.shape[d]), reverse=True)
-    return tensor.detach().permute(order).is_contiguous()

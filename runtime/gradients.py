@@ -34,7 +34,7 @@ def accumulate(parameter: nn.Parameter, take: Callable[[], torch.Tensor], owned:
     if parameter.grad is not None:
         parameter.grad.add_(gradient)
     elif owned and _fits_exactly(gradient, parameter):
-        parameter.grad = gradient.data  # no autograd view, whatever computed it
+        parameter.grad = gradient.data if gradient._is_view() else gradient  # no view that autograd knows of
     else:
         grad = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
         parameter.grad = grad.copy_(gradient)

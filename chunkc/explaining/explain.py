@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
+from chunkc.declared import state_format_of
 from chunkc.explaining.cuda_offline import overhead_on, planned_on, storages_on
 from chunkc.explaining.measured import measured_side
 from chunkc.explaining.moments import StepPlans, explained_moments, peak_of
@@ -37,7 +38,6 @@ from chunkc.machines.presets import load_hardware
 from chunkc.optim.overlap_mode import NONE
 from chunkc.optim.update_on import DEVICE
 from chunkc.options import Options, parse_options, resolve_budget
-from chunkc.session import state_format_of
 from chunkc.templates import input_symbols
 
 IN_SLOTS = Updates()

@@ -29,15 +29,17 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils import _pytree as pytree
 
 from chunkc.capture import Capture, capture_graph, input_names, unique_name
+from chunkc.declared import state_format_of
 from chunkc.explaining.blame import MODEL_CALL, is_own_fault, module_that_raises
 from chunkc.explaining.offline_calls import CallLog, PhaseCall
 from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.errors import ChunkcError, UnsupportedError
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.ir.states import DEFAULT_STATES, StateFormat
+from chunkc.movable import is_chunkable
 from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs import placeholders
-from chunkc.session import is_chunkable, owner, spec_of, state_format_of
+from chunkc.session import owner, spec_of
 from chunkc.variants import Variants
 
 NUM_RECOMPILES = 1_000_000

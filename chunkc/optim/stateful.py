@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from chunkc.declared import declare_states, declared_states
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.states import EXP_AVG, MASTER, MASTER_LOW, StateFormat
 from chunkc.optim.doubts import Doubts
 from chunkc.optim.split_masters import NotedContents, load, put_masters_together
 from chunkc.optim.states import KNOWN, Dtypes, converted, empty_state, initialise, is_kept, names_at_home
 from chunkc.optim.waiting_optimizer import WaitingOptimizer
-from chunkc.session import declare_states, declared_states, lay_out_states, managing
+from chunkc.session import lay_out_states, managing
 
 
 class Stateful(WaitingOptimizer):

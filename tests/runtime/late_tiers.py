@@ -45,6 +45,9 @@ class LateStream:
         while self.queue:
             self.queue.popleft().wait()
 
+    def end_soon(self) -> None:
+        """There is no thread to end."""
+
 
 class LateTier(CpuTier):
     """Every copy comes as late as it may."""

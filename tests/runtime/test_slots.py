@@ -190,8 +190,7 @@ def test_a_dead_parameter_is_named() -> None:
     assert store.parameter("conv") is parameters["conv"]
     with pytest.raises(UnsupportedError, match=r"matrix no longer exists.*keep the model alive, or compile"):
         store.parameter("matrix")
-    with pytest.raises(UnsupportedError, match="matrix no longer exists"):
-        store.prefetch("grad:0")
+    store.prefetch("grad:0")  # the others' gradients still move
     store.release_slots()
     assert store.present == frozenset()
     store.place(store.layout, {}, frozenset({0}))  # the others of its group still move
