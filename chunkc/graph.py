@@ -16,12 +16,13 @@ from chunkc.captured import Captured, fitting_form, plan_step, planned_with_room
 from chunkc.ir.errors import BudgetError, UnsupportedError
 from chunkc.ir.plan import Plan, Position
 from chunkc.ir.program import BACKWARD, FORWARD
+from chunkc.live_values import storages_nbytes
 from chunkc.logs import log_plan
 from chunkc.moving import stay
 from chunkc.passes.planning import staying_beside
 from chunkc.reconcile import gradients_of_several, reconcile
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
-from chunkc.session import Session, storages_nbytes
+from chunkc.session import Session
 from chunkc.steps import INPUTS, SizedStep, Steps
 
 

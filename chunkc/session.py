@@ -12,13 +12,12 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from chunkc.declared import StateKeeper, declare_states, declared, declared_states, state_format_of
@@ -28,9 +27,9 @@ from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Plan, Tile
 from chunkc.ir.states import StateFormat
+from chunkc.live_values import LiveValues
 from chunkc.machines.devices import granule_of, hardware_of, memory_of, overhead_of
 from chunkc.options import Options, resolve_budget
-from chunkc.passes.cuda_memory import rounded_nbytes
 from chunkc.passes.layout import EMPTY_LAYOUT, extended, restated, unfrozen
 from chunkc.recent import Recent
 from chunkc.runtime.executor import Executable, Measurement
@@ -44,38 +43,6 @@ MAX_UPDATE_PLANS = 64
 """Plans of the optimizer's step that are kept; the one that was not used for longest goes."""
 
 _CPU = torch.device("cpu")
-
-
-def storages_nbytes(values: Iterable[object]) -> int:
-    """Bytes of the storages of the tensors among `values`, each storage once."""
-    storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-@dataclass
-class LiveValues:
-    """Storages that calls returned, saved or were given, watched without keeping them alive.
-
-    Args:
-        granule_nbytes: the allocator gives each a multiple of this.
-    """
-
-    granule_nbytes: int = 1
-    _watched: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
-
-    def watch(self, tensors: Iterable[object], nbytes: int | None = None) -> None:
-        """Watch tensors' storages; with `nbytes`, let each stand for so many bytes."""
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                taken_nbytes = rounded_nbytes(storage.nbytes(), self.granule_nbytes) if nbytes is None else nbytes
-                self._watched[storage.data_ptr()] = StorageWeakRef(storage), taken_nbytes
-
-    def nbytes(self, leaving_out: Iterable[object] = ()) -> int:
-        """Bytes of those still alive, without the storages of `leaving_out`."""
-        self._watched = {key: (ref, n) for key, (ref, n) in self._watched.items() if not ref.expired()}
-        skipped = {t.untyped_storage().data_ptr() for t in leaving_out if isinstance(t, torch.Tensor)}
-        return sum(n for key, (_, n) in self._watched.items() if key not in skipped)
 
 
 @dataclass(frozen=True)

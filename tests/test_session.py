@@ -7,7 +7,7 @@ import torch
 from harness import HUGE, compile_case, session_of
 from overlap_cases import case
 
-from chunkc.session import LiveValues
+from chunkc.live_values import LiveValues
 
 GRANULE = 512
 
