@@ -24,6 +24,7 @@ from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Plan, Tile
 from chunkc.ir.states import DEFAULT_STATES, StateFormat
+from chunkc.ir.strides import is_dense
 from chunkc.machines.devices import granule_of, hardware_of, memory_of, overhead_of
 from chunkc.options import Options, resolve_budget
 from chunkc.passes.cuda_memory import rounded_nbytes
@@ -378,12 +379,4 @@ def can_move(parameter: nn.Parameter) -> bool:
 
 def is_chunkable(tensor: torch.Tensor) -> bool:
     """Whether a tensor's values can be laid into a chunk as they lie: dense floating-point numbers."""
-    return (
-        tensor.layout is torch.strided and tensor.dtype.is_floating_point and tensor.numel() > 0 and _is_dense(tensor)
-    )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements fill its span without gaps or overlap, in whatever order of dimensions."""
-    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.shape[d]), reverse=True)
-    return tensor.detach().permute(order).is_contiguous()
+    return tensor.layout is torch.strided and tensor.dtype.is_floating_point and tensor.numel() > 0 and is_dense(tensor)

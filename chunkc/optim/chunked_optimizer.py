@@ -8,9 +8,10 @@ updated where it is. On a GPU updates are Triton's and nothing waits for them; `
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -164,7 +165,8 @@ class ChunkedOptimizer(Stateful):
             HomeError, StreamError: the home tier failed; parameters stay readable.
             BudgetError: not even a part of a chunk fits beside what the caller holds; nothing is updated.
             OptionsError: a parameter group's options make no sense, or chunks are not where `update_on` needs them.
-            UnsupportedError: a gradient is sparse, or of a dtype that no kernel takes.
+            UnsupportedError: a gradient is sparse, of a dtype that no kernel takes, or in memory of which a parameter
+                has a part; or elements of a parameter are one place in memory. Nothing is updated.
         """
         for group in self.param_groups:
             self._check_group(group)
@@ -185,13 +187,31 @@ class ChunkedOptimizer(Stateful):
         if any(at_home for _, _, at_home, _ in prepared):
             self._doubts.settle(wait=True)  # the CPU is about to wait for this step's gradients anyway
         self._begin_step()
-        self._in_place(due.in_place, scale)
-        for session, by_group, at_home, in_slots in prepared:
-            self._update_chunks(session, by_group, at_home, in_slots, scale)
+        with self._gradients_apart(due):
+            self._in_place(due.in_place, scale)
+            for session, by_group, at_home, in_slots in prepared:
+                self._update_chunks(session, by_group, at_home, in_slots, scale)
         self._noted_contents.end(due.changing)
         if scale.found_inf is not None and doubts.is_remote(scale.found_inf):
             self._doubts.add(scale.found_inf, {parameter: self.states_of(parameter) for parameter in due.changing})
         return loss
+
+    @contextlib.contextmanager
+    def _gradients_apart(self, due: Due) -> Iterator[None]:
+        """Inside, a gradient that is its parameter's own memory is what `torch.optim` reads there."""
+        gradients = {parameter: parameter.grad for parameter, _ in due.aliased}
+        for parameter, group in due.aliased:
+            parameter.grad = self._gradient_apart(parameter, group)
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+
+    def _gradient_apart(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+        """What the rule reads of a gradient that is the parameter's own memory."""
+        assert parameter.grad is not None
+        return parameter.grad.clone()
 
     def _due_and_prepared(self) -> tuple[Due, list[Prepared]]:
         """What is updated and how, once residents have left that had to make room for it."""
