@@ -22,6 +22,7 @@ from chunkc.optim.overlap_mode import NONE
 from chunkc.optim.states import flats_of, place_in_group, put_back
 from chunkc.optim.update import GroupUpdate, PreparedUpdate
 from chunkc.optim.update_on import DEVICE
+from chunkc.optim.values import flag
 from chunkc.session import Session
 
 
@@ -61,7 +62,8 @@ class _Adam(ChunkedOptimizer):
 
     def hyper_at(self, group: Mapping[str, Any], step: int) -> AdamHyper:
         try:
-            return AdamHyper(**self._common_hyper(group, step), decoupled=self._decoupled)
+            decoupled = self._decoupled or flag(group, "decoupled_weight_decay")  # as torch.optim.AdamW saves it
+            return AdamHyper(**self._common_hyper(group, step), decoupled=decoupled)
         except ValueError as error:
             raise OptionsError(str(error)) from error
 

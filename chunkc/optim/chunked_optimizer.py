@@ -30,6 +30,7 @@ from chunkc.optim.split_masters import NotedContents
 from chunkc.optim.stateful import Stateful
 from chunkc.optim.update import GroupUpdate, PreparedUpdate, ResidentsLeft, prepare_updates
 from chunkc.optim.update_on import groups_at_home
+from chunkc.optim.values import flag, number, pair
 from chunkc.session import Session, lay_out_states
 
 Prepared = tuple[Session, dict[int, list[Task]], frozenset[int], PreparedUpdate | None]
@@ -76,9 +77,9 @@ class ChunkedOptimizer(Stateful):
     @staticmethod
     def _common_hyper(group: Mapping[str, Any], step: int) -> dict[str, Any]:
         """What the hyper-parameters of Adam and of LAMB have in common, by name."""
-        beta1, beta2 = (float(beta) for beta in group["betas"])
-        found = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
-        return found | {"beta1": beta1, "beta2": beta2, "step": step, "maximize": bool(group.get("maximize", False))}
+        beta1, beta2 = pair(group, "betas")
+        found = {name: number(group, name) for name in ("lr", "eps", "weight_decay")}
+        return found | {"beta1": beta1, "beta2": beta2, "step": step, "maximize": flag(group, "maximize")}
 
     def next_hyper(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
         """Count a step of a parameter and return its hyper-parameters; of a step in doubt, all that they may be."""
@@ -121,9 +122,11 @@ class ChunkedOptimizer(Stateful):
             OptionsError: a value is out of range, or asks for something this optimizer does not do.
             UnsupportedError: a parameter's dtype has no kernel.
         """
-        params = param_group["params"]
+        if not isinstance(param_group, dict) or isinstance(params := param_group["params"], set):
+            super().add_param_group(param_group)  # which refuses it
+            return
         param_group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
-        self._check_group({**self.defaults, **param_group})
+        self.check_group({**self.defaults, **param_group})
         for entry in param_group["params"]:
             parameter = entry[1] if isinstance(entry, tuple) else entry
             if isinstance(parameter, torch.Tensor):
@@ -138,7 +141,7 @@ class ChunkedOptimizer(Stateful):
                 raise
         self._in_backward.forget(self)
 
-    def _check_group(self, group: Mapping[str, Any]) -> None:
+    def check_group(self, group: Mapping[str, Any]) -> None:
         self._check_supported(group)
         self.hyper_at(group, 1)
 
@@ -169,7 +172,7 @@ class ChunkedOptimizer(Stateful):
                 has a part; or elements of a parameter are one place in memory. Nothing is updated.
         """
         for group in self.param_groups:
-            self._check_group(group)
+            self.check_group(group)
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -22,6 +22,7 @@ from chunkc.optim.overlap_mode import NONE
 from chunkc.optim.states import flats_of, place_in_group, put_back
 from chunkc.optim.update import GroupUpdate, PreparedUpdate
 from chunkc.optim.update_on import DEVICE
+from chunkc.optim.values import flag, number
 from chunkc.session import Session
 
 
@@ -64,7 +65,7 @@ class LAMB(ChunkedOptimizer):
 
     def hyper_at(self, group: Mapping[str, Any], step: int) -> LambHyper:
         try:
-            adapt = bool(group["weight_decay"] != 0 or group["always_adapt"])
+            adapt = number(group, "weight_decay") != 0 or flag(group, "always_adapt")
             return LambHyper(**self._common_hyper(group, step), adapt=adapt)
         except ValueError as error:
             raise OptionsError(str(error)) from error
