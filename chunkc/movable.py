@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from chunkc.ir.strides import is_dense
+
 
 def can_move(parameter: nn.Parameter) -> bool:
     """Whether a parameter can live in a chunk: a dense tensor in memory that fills its own storage, and is nobody
@@ -50,12 +52,4 @@ def is_shared_memory(tensor: torch.Tensor) -> bool:
 
 def is_chunkable(tensor: torch.Tensor) -> bool:
     """Whether a tensor's values can be laid into a chunk as they lie: dense floating-point numbers."""
-    return (
-        tensor.layout is torch.strided and tensor.dtype.is_floating_point and tensor.numel() > 0 and _is_dense(tensor)
-    )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements fill its span without gaps or overlap, in whatever order of dimensions."""
-    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.shape[d]), reverse=True)
-    return tensor.detach().permute(order).is_contiguous()
+    return tensor.layout is torch.strided and tensor.dtype.is_floating_point and tensor.numel() > 0 and is_dense(tensor)

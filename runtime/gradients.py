@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from chunkc.ir.strides import is_dense
+
 
 def store_first(target: torch.Tensor, take: Callable[[], torch.Tensor]) -> None:
     """Store the first gradient in its place in a slot."""
@@ -36,14 +38,20 @@ def accumulate(parameter: nn.Parameter, take: Callable[[], torch.Tensor], owned:
     elif owned and _fits_exactly(gradient, parameter):
         parameter.grad = gradient.data if gradient._is_view() else gradient  # no view that autograd knows of
     else:
-        grad = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
-        parameter.grad = grad.copy_(gradient)
+        parameter.grad = torch.empty_strided(
+            parameter.shape, _strides(parameter), dtype=parameter.dtype, device=parameter.device
+        ).copy_(gradient)
+
+
+def _strides(parameter: nn.Parameter) -> tuple[int, ...]:
+    """A gradient's, by autograd's layout contract: those of a dense parameter, else contiguous."""
+    return parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
 
 
 def _fits_exactly(gradient: torch.Tensor, parameter: nn.Parameter) -> bool:
     """Whether a gradient may become `.grad` as it is: autograd's layout contract, and no unseen bytes behind it."""
     return (
-        gradient.stride() == parameter.stride()
+        gradient.stride() == _strides(parameter)
         and gradient.dtype == parameter.dtype
         and gradient.untyped_storage().nbytes() == gradient.nbytes
     )

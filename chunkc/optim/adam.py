@@ -19,9 +19,10 @@ from chunkc.optim.adam_rule import AdamRule, Place, adam_slots, update_on_cpu
 from chunkc.optim.chunked_optimizer import ChunkedOptimizer
 from chunkc.optim.device_adam import DeviceAdam
 from chunkc.optim.overlap_mode import NONE
-from chunkc.optim.states import flat, like, place_in_group
+from chunkc.optim.states import flats_of, place_in_group, put_back
 from chunkc.optim.update import GroupUpdate, PreparedUpdate
 from chunkc.optim.update_on import DEVICE
+from chunkc.optim.values import flag
 from chunkc.session import Session
 
 
@@ -61,7 +62,8 @@ class _Adam(ChunkedOptimizer):
 
     def hyper_at(self, group: Mapping[str, Any], step: int) -> AdamHyper:
         try:
-            return AdamHyper(**self._common_hyper(group, step), decoupled=self._decoupled)
+            decoupled = self._decoupled or flag(group, "decoupled_weight_decay")  # as torch.optim.AdamW saves it
+            return AdamHyper(**self._common_hyper(group, step), decoupled=decoupled)
         except ValueError as error:
             raise OptionsError(str(error)) from error
 
@@ -98,6 +100,12 @@ class _Adam(ChunkedOptimizer):
         super()._check_dtype(dtype)
         self._rule.format(dtype, dtype)
 
+    def _gradient_apart(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+        gradient = super()._gradient_apart(parameter, group)
+        hyper = self.hyper_at(group, 1)
+        # Decay changes the parameter first; `maximize` has negated the gradient before that.
+        return gradient if hyper.maximize else gradient.mul_(hyper.scalars().decay)
+
     def _in_place(self, tasks: list[tuple[torch.Tensor, int]], scale: GradScale) -> None:
         """Update parameters that do not move, given with the index of their group; each is one run of its own."""
         states = [self._state_on_tier(parameter) for parameter, _ in tasks]
@@ -107,24 +115,24 @@ class _Adam(ChunkedOptimizer):
         written = []
         for (parameter, index), state in zip(tasks, states):
             kinds = self._dtypes(parameter)
-            tensors = {PARAM: parameter, GRAD: like(parameter.grad, parameter), **{kind: state[kind] for kind in kinds}}
-            flats = {kind: flat(tensor) for kind, tensor in tensors.items()}
+            flats = flats_of(parameter, {kind: state[kind] for kind in kinds})
             device_adam = self._device_adam(parameter.device)
             if device_adam is None and is_plain:
                 step = int(state["step"].add_(1))
-                key = (index, step, parameter.dtype, tensors[GRAD].dtype)
+                key = (index, step, parameter.dtype, flats[GRAD].dtype)
                 if key not in updates:
                     hyper = self.hyper_at(self.param_groups[index], step)
-                    updates[key] = prepare(parameter.dtype, tensors[GRAD].dtype, hyper, split=MASTER_LOW in kinds)
+                    updates[key] = prepare(parameter.dtype, flats[GRAD].dtype, hyper, split=MASTER_LOW in kinds)
                 updates[key]([flats[kind] for kind in _PREPARED if kind in flats])
                 written += [parameter, *(state[kind] for kind in kinds)]
-                continue
-            place = Place(*(place_in_group(parameter) or (-1 - numbers[parameter], 0)))
-            runs = [(0, parameter.numel(), self.next_hyper(parameter, self.param_groups[index]))]
-            if device_adam is not None:
-                device_adam.update(self._rule, adam_slots(flats), runs, scale, place)
             else:
-                update_on_cpu(self._rule, adam_slots(flats), runs, scale, place)
+                place = Place(*(place_in_group(parameter) or (-1 - numbers[parameter], 0)))
+                runs = [(0, parameter.numel(), self.next_hyper(parameter, self.param_groups[index]))]
+                if device_adam is not None:
+                    device_adam.update(self._rule, adam_slots(flats), runs, scale, place)
+                else:
+                    update_on_cpu(self._rule, adam_slots(flats), runs, scale, place)
+            put_back(flats[PARAM], parameter)
         torch.autograd.graph.increment_version(written)
 
 

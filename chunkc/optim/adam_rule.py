@@ -27,6 +27,7 @@ from chunkc.ir.states import (
 from chunkc.kernels.adam_cpu import adam_chunk_update
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Moments, RoundingKey, Run, rounding_key
 from chunkc.kernels.hyper import AdamHyper, scalar_table
+from chunkc.optim.values import flag, shown
 
 Runs = Sequence[tuple[int, int, AdamHyper]]
 """Elements `[begin, end)` of a group with their hyper-parameters, in order."""
@@ -80,13 +81,16 @@ class AdamRule:
         Raises:
             OptionsError: there is no such format of moments or masters, or not with the other options.
         """
-        if moments_dtype not in MOMENTS:
+        stochastic_rounding = flag({"stochastic_rounding": stochastic_rounding}, "stochastic_rounding")
+        if isinstance(rounding_seed, bool) or not isinstance(rounding_seed, int):
+            raise OptionsError(f"rounding_seed is {shown(rounding_seed)}; allowed: a whole number")
+        if not isinstance(moments_dtype, str | torch.dtype) or moments_dtype not in MOMENTS:
             raise OptionsError(
                 f'moments_dtype is {moments_dtype!r}; allowed: torch.float32, torch.bfloat16 and "int8" (blocks of 8 '
                 "bits with a scale each)"
             )
         moments = MOMENTS[moments_dtype]
-        if master_weights not in (None, True, False, SPLIT, FLOAT32):
+        if not (master_weights is None or isinstance(master_weights, bool) or master_weights in (SPLIT, FLOAT32)):
             raise OptionsError(f'master_weights is {master_weights!r}; allowed: True, False, "{SPLIT}" and "{FLOAT32}"')
         if master_weights == SPLIT and (stochastic_rounding or moments == INT8):
             raise OptionsError(

@@ -8,9 +8,10 @@ updated where it is. On a GPU updates are Triton's and nothing waits for them; `
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +30,7 @@ from chunkc.optim.split_masters import NotedContents
 from chunkc.optim.stateful import Stateful
 from chunkc.optim.update import GroupUpdate, PreparedUpdate, ResidentsLeft, prepare_updates
 from chunkc.optim.update_on import groups_at_home
+from chunkc.optim.values import flag, number, pair
 from chunkc.reconcile import gradients_of_several, reconcile
 from chunkc.session import Session, all_entered, lay_out_states, managing, sessions_of
 
@@ -76,9 +78,9 @@ class ChunkedOptimizer(Stateful):
     @staticmethod
     def _common_hyper(group: Mapping[str, Any], step: int) -> dict[str, Any]:
         """What the hyper-parameters of Adam and of LAMB have in common, by name."""
-        beta1, beta2 = (float(beta) for beta in group["betas"])
-        found = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
-        return found | {"beta1": beta1, "beta2": beta2, "step": step, "maximize": bool(group.get("maximize", False))}
+        beta1, beta2 = pair(group, "betas")
+        found = {name: number(group, name) for name in ("lr", "eps", "weight_decay")}
+        return found | {"beta1": beta1, "beta2": beta2, "step": step, "maximize": flag(group, "maximize")}
 
     def next_hyper(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
         """Count a step of a parameter and return its hyper-parameters; of a step in doubt, all that they may be."""
@@ -121,9 +123,11 @@ class ChunkedOptimizer(Stateful):
             OptionsError: a value is out of range, or asks for something this optimizer does not do.
             UnsupportedError: a parameter's dtype has no kernel.
         """
-        params = param_group["params"]
+        if not isinstance(param_group, dict) or isinstance(params := param_group["params"], set):
+            super().add_param_group(param_group)  # which refuses it
+            return
         param_group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
-        self._check_group({**self.defaults, **param_group})
+        self.check_group({**self.defaults, **param_group})
         for entry in param_group["params"]:
             parameter = entry[1] if isinstance(entry, tuple) else entry
             if isinstance(parameter, torch.Tensor):
@@ -138,7 +142,7 @@ class ChunkedOptimizer(Stateful):
                 raise
         self._in_backward.forget(self)
 
-    def _check_group(self, group: Mapping[str, Any]) -> None:
+    def check_group(self, group: Mapping[str, Any]) -> None:
         self._check_supported(group)
         self.hyper_at(group, 1)
 
@@ -165,10 +169,11 @@ class ChunkedOptimizer(Stateful):
             HomeError, StreamError: the home tier failed; parameters stay readable.
             BudgetError: not even a part of a chunk fits beside what the caller holds; nothing is updated.
             OptionsError: a parameter group's options make no sense, or chunks are not where `update_on` needs them.
-            UnsupportedError: a gradient is sparse, or of a dtype that no kernel takes.
+            UnsupportedError: a gradient is sparse, of a dtype that no kernel takes, or in memory of which a parameter
+                has a part; or elements of a parameter are one place in memory. Nothing is updated.
         """
         for group in self.param_groups:
-            self._check_group(group)
+            self.check_group(group)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -192,9 +197,10 @@ class ChunkedOptimizer(Stateful):
         if any(at_home for _, _, at_home, _ in prepared):
             self._doubts.settle(wait=True)  # the CPU is about to wait for this step's gradients anyway
         self._begin_step()
-        self._in_place(due.in_place, scale)
-        for session, by_group, at_home, in_slots in prepared:
-            self._update_chunks(session, by_group, at_home, in_slots, scale)
+        with self._gradients_apart(due):
+            self._in_place(due.in_place, scale)
+            for session, by_group, at_home, in_slots in prepared:
+                self._update_chunks(session, by_group, at_home, in_slots, scale)
         self._noted_contents.end(due.changing)
         if scale.found_inf is not None and doubts.is_remote(scale.found_inf):
             self._doubts.add(scale.found_inf, {parameter: self.states_of(parameter) for parameter in due.changing})
@@ -208,6 +214,23 @@ class ChunkedOptimizer(Stateful):
         for session, of_session in names.items():
             reconcile(session, of_session)
             gradients_of_several(session, of_session)
+
+    @contextlib.contextmanager
+    def _gradients_apart(self, due: Due) -> Iterator[None]:
+        """Inside, a gradient that is its parameter's own memory is what `torch.optim` reads there."""
+        gradients = {parameter: parameter.grad for parameter, _ in due.aliased}
+        for parameter, group in due.aliased:
+            parameter.grad = self._gradient_apart(parameter, group)
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+
+    def _gradient_apart(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+        """What the rule reads of a gradient that is the parameter's own memory."""
+        assert parameter.grad is not None
+        return parameter.grad.clone()
 
     def _due_and_prepared(self) -> tuple[Due, list[Prepared]]:
         """What is updated and how, once residents have left that had to make room for it."""

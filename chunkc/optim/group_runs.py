@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from chunkc.ir.chunks import chunk_name
-from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.states import EXP_AVG, MASTER, SCALES, num_entries
+from chunkc.optim.memory import aliased_by_gradients, check_in_place, check_strided
 from chunkc.optim.states import initialise
 from chunkc.session import Session, managing
 
@@ -47,38 +47,40 @@ class Due:
         chunked: those at home, by session and chunk group.
         in_place: the others, each with the index of its parameter group.
         changing: all.
+        aliased: those of all whose gradient is their own memory, with their parameter groups.
     """
 
     chunked: dict[Session, dict[int, list[Task]]]
     in_place: list[tuple[torch.Tensor, int]]
     changing: list[torch.Tensor]
+    aliased: list[tuple[torch.Tensor, Mapping[str, Any]]]
 
 
 def due_of(optimizer: Any) -> Due:
     """What the optimizer's step changes now.
 
     Raises:
-        UnsupportedError: a gradient is sparse.
+        UnsupportedError: a parameter or a gradient lies in memory in a way that no update can follow.
     """
-    due = Due({}, [], [])
+    due = Due({}, [], [], [])
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
-            if parameter.grad.is_sparse:
-                raise UnsupportedError(
-                    f"{type(optimizer).__name__} does not support sparse gradients; make the embedding with "
-                    "sparse=False"
-                )
+            check_strided(optimizer, parameter, parameter.grad)
             due.changing.append(parameter)
             home = managing(parameter)
             if home is None:
+                check_in_place(optimizer, parameter, parameter.grad)
                 due.in_place.append((parameter, index))
                 continue
             session, name = home
             by_group = due.chunked.setdefault(session, {})
             task = Task(optimizer, parameter, name, group)
             by_group.setdefault(session.store.group_index(name), []).append(task)
+    aliased = set(map(id, aliased_by_gradients(optimizer, due.changing)))
+    if aliased:
+        due.aliased.extend((p, group) for group in optimizer.param_groups for p in group["params"] if id(p) in aliased)
     return due
 
 

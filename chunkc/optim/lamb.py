@@ -19,9 +19,10 @@ from chunkc.optim.chunked_optimizer import ChunkedOptimizer
 from chunkc.optim.group_runs import Task, flat_home, runs_of
 from chunkc.optim.lamb_groups import GroupLamb, LambWorks, rows_apart
 from chunkc.optim.overlap_mode import NONE
-from chunkc.optim.states import flat, like, place_in_group
+from chunkc.optim.states import flats_of, place_in_group, put_back
 from chunkc.optim.update import GroupUpdate, PreparedUpdate
 from chunkc.optim.update_on import DEVICE
+from chunkc.optim.values import flag, number
 from chunkc.session import Session
 
 
@@ -64,7 +65,7 @@ class LAMB(ChunkedOptimizer):
 
     def hyper_at(self, group: Mapping[str, Any], step: int) -> LambHyper:
         try:
-            adapt = bool(group["weight_decay"] != 0 or group["always_adapt"])
+            adapt = number(group, "weight_decay") != 0 or flag(group, "always_adapt")
             return LambHyper(**self._common_hyper(group, step), adapt=adapt)
         except ValueError as error:
             raise OptionsError(str(error)) from error
@@ -114,6 +115,6 @@ class LAMB(ChunkedOptimizer):
             works = self._works_on(device, by_triton=device_adams.computes_by_triton(device))
             lamb = GroupLamb(works, runs, ranges, scale)
             for where, (parameter, _), state in zip(ranges, on_device, states, strict=True):
-                tensors = {PARAM: parameter, GRAD: like(parameter.grad, parameter)}
-                tensors |= {kind: state[kind] for kind in self._dtypes(parameter)}
-                lamb.update_whole({kind: flat(tensor) for kind, tensor in tensors.items()}, *where)
+                flats = flats_of(parameter, {kind: state[kind] for kind in self._dtypes(parameter)})
+                lamb.update_whole(flats, *where)
+                put_back(flats[PARAM], parameter)

@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from chunkc.ir.states import MASTER, MASTER_LOW
+from chunkc.ir.strides import dense_strides
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.kernels.split import join_master, split_master
-from chunkc.optim.states import flat
+from chunkc.optim.states import flat, flat_like, put_back
 
 _PIECE_NUM_ELEMENTS = 1 << 16
 """Elements that are converted at a time: temporary tensors are of the compute tier."""
@@ -83,7 +84,7 @@ class NotedContents:
 
 def checksum(parameter: torch.Tensor) -> int:
     """CRC-32 of a bf16 parameter's bytes."""
-    elements = flat(parameter.detach()).view(torch.int16)
+    elements = flat_like(parameter.detach(), parameter).view(torch.int16)
     return zlib.crc32(elements.cpu().numpy().data)
 
 
@@ -114,33 +115,35 @@ def encode(master: torch.Tensor, param: torch.Tensor, lower: torch.Tensor) -> bo
 
     Args:
         master: of any strides and dtype.
-        param, lower: of one shape and strides, dense.
+        param: of any strides.
+        lower: of its shape, dense in its order.
     """
-    if master.stride() != param.stride() or master.dtype != torch.float32 or master.shape != param.shape:
-        dense = host_empty((param.numel(),), torch.float32).as_strided(param.shape, param.stride())
+    if master.stride() != lower.stride() or master.dtype != torch.float32 or master.shape != param.shape:
+        dense = host_empty((param.numel(),), torch.float32).as_strided(param.shape, lower.stride())
         master = dense.copy_(master)
     changed = False
-    flat_master, flat_param, flat_lower = flat(master), flat(param), flat(lower)
+    flat_master, flat_param, flat_lower = flat(master), flat_like(param, param), flat(lower)
     for piece in _pieces(param.numel()):
         upper, kept = split_master(flat_master[piece].cpu())
         changed = changed or not torch.equal(upper.view(torch.int16), flat_param[piece].cpu().view(torch.int16))
         flat_param[piece], flat_lower[piece] = upper, kept
+    put_back(flat_param, param)
     return changed
 
 
 def decode(param: torch.Tensor, lower: torch.Tensor | None) -> torch.Tensor:
-    """The fp32 master, with the parameter's strides, on the CPU in memory that is not the compute tier's.
+    """The fp32 master, dense in the parameter's order, on the CPU in memory that is not the compute tier's.
 
     Without lower bits it is the parameter.
     """
-    flat_param = flat(param.detach())
     flat_master = host_empty((param.numel(),), torch.float32)
+    master = flat_master.as_strided(param.shape, dense_strides(param))
     if lower is None:
-        return flat_master.as_strided(param.shape, param.stride()).copy_(param.detach())
-    flat_lower = flat(lower)
+        return master.copy_(param.detach())
+    flat_param, flat_lower = flat_like(param.detach(), param), flat(lower)
     for piece in _pieces(param.numel()):
         flat_master[piece] = join_master(flat_param[piece].cpu(), flat_lower[piece].cpu())
-    return flat_master.as_strided(param.shape, param.stride())
+    return master
 
 
 def _pieces(num_elements: int) -> Iterator[slice]:

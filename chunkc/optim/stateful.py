@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from chunkc.declared import declare_states, declared_states
-from chunkc.ir.errors import OptionsError
 from chunkc.ir.states import EXP_AVG, MASTER, MASTER_LOW, StateFormat
 from chunkc.optim.doubts import Doubts
+from chunkc.optim.loading import LoadedState, checked_state_dict, put_aside
 from chunkc.optim.split_masters import NotedContents, load, put_masters_together
-from chunkc.optim.states import KNOWN, Dtypes, converted, empty_state, initialise, is_kept, names_at_home
+from chunkc.optim.states import Dtypes, converted, empty_state, initialise, is_kept, names_at_home
 from chunkc.optim.waiting_optimizer import WaitingOptimizer
 from chunkc.session import lay_out_states, managing
 
@@ -58,7 +58,7 @@ class Stateful(WaitingOptimizer):
         torch.autograd.graph.increment_version(parameter)
 
     @abstractmethod
-    def _check_group(self, group: Mapping[str, Any]) -> None:
+    def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse values of a parameter group that are out of range.
 
         Raises:
@@ -107,39 +107,61 @@ class Stateful(WaitingOptimizer):
         precision. A missing master copy is made from the parameter. A parameter whose master is split becomes its
         master's rounded copy, as it does in the next step otherwise; its model may be loaded before or after.
 
-        Raises:
-            ValueError: the state does not fit the parameters, as in `torch.optim`.
-        """
-        for loaded in state_dict["param_groups"]:
-            self._check_group({**self.defaults, **loaded})
-        self._doubts.settle(wait=True)
-        states = state_dict["state"]
-        self._under_way.finish()
-        self._in_backward.forget(self)
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        parameters = self._parameters()
-        loaded_into = [parameter for index, parameter in zip(ids, parameters, strict=True) if index in states]
-        for (session, group), names in names_at_home(loaded_into).items():
-            session.keep_states_of(self, group, names)
-        with torch.no_grad():
-            for index, parameter in zip(ids, parameters, strict=True):
-                if index in states:
-                    self._load_state(parameter, states[index])
+        Hooks run as in `torch.optim`: those before may change what is loaded, those after find it loaded.
 
-    def _load_state(self, parameter: torch.Tensor, loaded: Mapping[str, Any]) -> None:
-        unsupported = [k for k in loaded if k not in KNOWN]
-        if unsupported:
-            raise OptionsError(
-                f"{type(self).__name__} cannot use the state {', '.join(map(str, unsupported))}; load it into the "
-                "optimizer that saved it, or begin without it"
-            )
-        state: dict[str, Any] = {"step": torch.as_tensor(loaded["step"], dtype=torch.float32).to("cpu", copy=True)}
+        Raises:
+            OptionsError: the state does not fit the parameters; nothing has changed.
+            HomeError: there is no room at home for the states; nothing has changed.
+        """
+        found: list[LoadedState] = []
+
+        def take(_: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+            found.extend(self._prepared_to_load(checked_state_dict(self, given)))
+            return {**given, "state": {}}
+
+        def load_all(_: Any) -> None:
+            with torch.no_grad():
+                for loaded in found:
+                    self._load_state(loaded)
+
+        hooks = [
+            self.register_load_state_dict_pre_hook(take),
+            self.register_load_state_dict_post_hook(load_all, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)  # type: ignore[arg-type]
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _prepared_to_load(self, found: Sequence[LoadedState]) -> list[LoadedState]:
+        """The same once there is room at home, and nobody uses the present states; put aside where loading writes.
+
+        Raises:
+            OptionsError: chunks cannot have states of this optimizer's format.
+            HomeError: there is no room.
+        """
+        parameters = [loaded.parameter for loaded in found]
+        self._lay_out(parameters)
+        self._doubts.settle(wait=True)
+        self._under_way.finish()
+        for (session, group), names in names_at_home(parameters).items():
+            session.keep_states_of(self, group, names)
+            session.store.reserve_states(group)
+        self._in_backward.forget(self)
+        places = {
+            state[kind].data_ptr(): (parameter, kind)
+            for parameter, state in self.state.items()
+            if managing(parameter) is not None
+            for kind in self._dtypes(parameter)
+            if kind in state
+        }
+        return [put_aside(loaded, places) for loaded in found]
+
+    def _load_state(self, loaded: LoadedState) -> None:
+        parameter = loaded.parameter
+        state: dict[str, Any] = {"step": torch.tensor(loaded.step, dtype=torch.float32, device="cpu")}
         dtypes, home = self._dtypes(parameter), managing(parameter)
-        if home is not None:
-            session, name = home
-            self._lay_out([parameter])
-            session.store.reserve_states(session.store.group_index(name))
 
         def room(kind: str) -> torch.Tensor:
             if home is None:
@@ -147,15 +169,16 @@ class Stateful(WaitingOptimizer):
             session, name = home
             return session.store.home_view(kind, name)
 
-        for kind, source in converted(loaded, parameter, dtypes).items():
+        for kind, source in converted(loaded.tensors, parameter, dtypes).items():
             state[kind] = room(kind)
             if home is None:
                 state[kind].copy_(source)
             else:
+                session, name = home
                 session.store.fill(kind, name, state[kind], source)
         if MASTER_LOW in dtypes:
             state[MASTER_LOW] = room(MASTER_LOW)
-            load(self._noted_contents, loaded.get(MASTER), parameter, state[MASTER_LOW])
+            load(self._noted_contents, loaded.tensors.get(MASTER), parameter, state[MASTER_LOW])
         self.__dict__["state"][parameter] = state
 
     def _lay_out(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from chunkc.ir.chunks import GRAD, PARAM
 from chunkc.ir.states import (
     EXP_AVG,
     EXP_AVG_SCALE,
@@ -17,6 +18,7 @@ from chunkc.ir.states import (
     SCALES,
     num_entries,
 )
+from chunkc.ir.strides import dense_strides
 from chunkc.kernels.quant import dequantise, quantise
 from chunkc.session import Session, owner
 
@@ -29,10 +31,10 @@ _SCALE_OF = {EXP_AVG: EXP_AVG_SCALE, EXP_AVG_SQ: EXP_AVG_SQ_SCALE}
 
 
 def empty_state(parameter: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
-    """Room for a state beside its parameter, uninitialised; laid out as the parameter, or flat for scales."""
+    """Room for a state beside its parameter, uninitialised; dense in the parameter's order, or flat for scales."""
     if kind in SCALES:
         return torch.empty(num_entries(kind, parameter.numel()), dtype=dtype, device=parameter.device)
-    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype, device=parameter.device)
+    return torch.empty_strided(parameter.shape, dense_strides(parameter), dtype=dtype, device=parameter.device)
 
 
 def initialise(kind: str, state: torch.Tensor, parameter: torch.Tensor) -> None:
@@ -44,11 +46,12 @@ def initialise(kind: str, state: torch.Tensor, parameter: torch.Tensor) -> None:
 
 
 def is_kept(state: Mapping[str, Any], parameter: torch.Tensor, dtypes: Dtypes) -> bool:
-    """Whether a state is there in these kinds and dtypes, laid out as the parameter."""
+    """Whether a state is there in these kinds and dtypes, dense in the parameter's order."""
     return (
         len(state) == 1 + len(dtypes)
         and all(kind in state and state[kind].dtype == dtype for kind, dtype in dtypes.items())
-        and state[EXP_AVG].stride() == parameter.stride()
+        and state[EXP_AVG].shape == parameter.shape
+        and state[EXP_AVG].stride() == dense_strides(parameter)
     )
 
 
@@ -71,7 +74,7 @@ def converted(state: Mapping[str, Any], parameter: torch.Tensor, dtypes: Dtypes)
         source = torch.as_tensor(source)
         scale = state.get(_SCALE_OF.get(kind, ""))
         signed = kind == EXP_AVG
-        if dtype == torch.uint8 and scale is not None and source.stride() == parameter.stride():
+        if dtype == torch.uint8 and scale is not None and source.stride() == dense_strides(parameter):
             found |= {kind: source, _SCALE_OF[kind]: torch.as_tensor(scale)}
             continue
         if scale is not None:
@@ -86,19 +89,30 @@ def converted(state: Mapping[str, Any], parameter: torch.Tensor, dtypes: Dtypes)
     return found
 
 
-def like(tensor: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
-    """The tensor with the parameter's strides; itself if it has them."""
-    assert tensor is not None
-    if tensor.stride() == parameter.stride():
-        return tensor
-    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=tensor.dtype, device=parameter.device).copy_(
-        tensor
-    )
-
-
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """A dense tensor's elements in memory order, as a flat view."""
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def flat_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The elements of the parameter, or of its gradient, in the order that its states have: a view where it can be."""
+    strides = dense_strides(parameter)
+    if tensor.stride() == strides and not tensor.is_neg():
+        return flat(tensor)
+    return flat(torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor))
+
+
+def flats_of(parameter: torch.Tensor, states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All that an update of a parameter needs, as flat tensors; afterwards `put_back` the parameter's."""
+    assert parameter.grad is not None
+    flats = {PARAM: flat_like(parameter, parameter), GRAD: flat_like(parameter.grad, parameter)}
+    return flats | {kind: flat(state) for kind, state in states.items()}
+
+
+def put_back(elements: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Write the parameter's elements as `flat_like` gave them, where they are not the parameter's own memory."""
+    if elements.data_ptr() != parameter.data_ptr():
+        parameter.copy_(elements.as_strided(parameter.shape, dense_strides(parameter)))
 
 
 def place_in_group(parameter: torch.Tensor) -> tuple[int, int] | None:

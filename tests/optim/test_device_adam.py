@@ -12,7 +12,7 @@ from chunkc.kernels import reference
 from chunkc.kernels.adam_triton import WorkTable
 from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, Run
 from chunkc.kernels.hyper import AdamHyper
-from chunkc.optim import device_adam
+from chunkc.optim import AdamW, device_adam
 from chunkc.optim.adam_rule import AdamRule, Place, adam_slots, update_on_cpu
 from chunkc.optim.device_adam import TABLE_NBYTES, DeviceAdam
 
@@ -67,6 +67,19 @@ def test_pieces_have_the_bits_of_the_whole(rule: AdamRule, dtype: torch.dtype, m
         got, wanted = getattr(in_pieces, name), getattr(whole, name)
         assert (got is None and wanted is None) or torch.equal(got, wanted), name
     assert len(adam.tables) == 2  # equal pieces share one
+
+
+def test_a_part_of_a_tensor_is_updated_as_its_clone_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_adam, "adam_update", by_reference)
+    monkeypatch.setattr(device_adam, "computes_by_triton", lambda device: True)
+    base = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    before, part = base.clone(), torch.nn.Parameter(base[:, :3])
+    twin = torch.nn.Parameter(part.detach().clone())
+    part.grad, twin.grad = torch.ones(8, 3), torch.ones(8, 3)
+    AdamW([part]).step()
+    AdamW([twin]).step()
+    assert torch.equal(part, twin)
+    assert torch.equal(base[:, 3:], before[:, 3:])
 
 
 def test_a_large_tensor_that_stays_takes_no_large_table(monkeypatch: pytest.MonkeyPatch) -> None:

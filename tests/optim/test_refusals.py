@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from optim_models import MLP, MODES, assert_equal, backward, build, several_groups, snapshot, states, train
+from optim_models import MLP, MODES, OPTIMIZERS, assert_equal, backward, build, several_groups, snapshot, states, train
 from torch import nn
 
 import chunkc
@@ -14,7 +15,7 @@ import chunkc
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-@pytest.mark.parametrize("optimizer", [chunkc.optim.AdamW, chunkc.optim.Adam])
+@pytest.mark.parametrize("optimizer", [chunkc.optim.AdamW, chunkc.optim.Adam, chunkc.optim.LAMB])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -24,7 +25,30 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
         {"betas": (0.9, -0.1)},
         {"eps": -1e-8},
         {"weight_decay": -0.1},
+        {"lr": "1"},
+        {"lr": None},
+        {"lr": True},
+        {"lr": [1e-3]},
+        {"lr": 1j},
+        {"lr": 10**400},
+        {"lr": torch.tensor(float("nan"))},
+        {"lr": torch.ones(2)},
+        {"lr": torch.tensor(True)},
+        {"lr": torch.ones((), device="meta")},
+        {"betas": None},
+        {"betas": 0.9},
+        {"betas": "ab"},
+        {"betas": (0.9,)},
+        {"betas": (0.9, float("nan"))},
+        {"betas": (False, 0.9)},
+        {"eps": "1e-8"},
+        {"eps": float("nan")},
+        {"weight_decay": None},
+        {"weight_decay": float("nan")},
+        {"maximize": "no"},
+        {"maximize": None},
     ],
+    ids=str,
 )
 def test_values_that_make_no_sense(optimizer: type, settings: dict[str, Any]) -> None:
     weight = nn.Parameter(torch.ones(3))
@@ -32,6 +56,61 @@ def test_values_that_make_no_sense(optimizer: type, settings: dict[str, Any]) ->
         optimizer([weight], **settings)
     with pytest.raises(chunkc.OptionsError):
         optimizer([{"params": [weight], **settings}])
+    made = optimizer([weight])
+    weight.grad = torch.ones(3)
+    made.param_groups[0].update(settings)
+    with pytest.raises(chunkc.OptionsError):
+        made.step()
+    assert torch.equal(weight, torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"moments_dtype": []},
+        {"moments_dtype": torch.ones(2)},
+        {"moments_dtype": torch.float16},
+        {"master_weights": 1.5},
+        {"master_weights": "yes"},
+        {"stochastic_rounding": "no"},
+        {"stochastic_rounding": None},
+        {"rounding_seed": "7"},
+        {"rounding_seed": 0.5},
+        {"update_on": []},
+        {"overlap": None},
+    ],
+    ids=str,
+)
+def test_options_that_make_no_sense(settings: dict[str, Any]) -> None:
+    with pytest.raises(chunkc.OptionsError, match=next(iter(settings))):
+        chunkc.optim.AdamW([nn.Parameter(torch.ones(3))], **settings)
+
+
+@pytest.mark.parametrize("made", [chunkc.optim.AdamW, torch.optim.AdamW])
+def test_what_torch_refuses_too(made: Any) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    with pytest.raises(TypeError, match="ordered"):
+        made([{"params": {weight}}])
+    with pytest.raises(TypeError, match="must be a dict"):
+        made([weight]).add_param_group([nn.Parameter(torch.ones(3))])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        made([weight]).add_param_group({"params": [weight]})
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_numbers_that_torch_takes_too(name: str) -> None:
+    ours, theirs = OPTIMIZERS[name]
+    mine, twin = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    lr = torch.tensor(0.1)
+    optimizers = [
+        of([p], lr=lr, betas=(np.float64(0.5), 0.75), weight_decay=1) for of, p in ((ours, mine), (theirs, twin))
+    ]
+    for step in range(3):
+        for parameter, optimizer in zip((mine, twin), optimizers):
+            parameter.grad = torch.full((3,), float(step + 1))
+            optimizer.step()
+        lr.mul_(0.5)
+        torch.testing.assert_close(mine, twin, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("flag", ["amsgrad", "differentiable", "capturable"])

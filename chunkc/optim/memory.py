@@ -1,0 +1,113 @@
+"""Where the parameters and gradients of a step lie in memory: what no update can follow is refused before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.states import EXP_AVG
+from chunkc.ir.strides import is_dense, overlaps_itself, share_memory, span_of
+from chunkc.kernels.hyper import GRAD_DTYPES
+from chunkc.session import owner
+
+
+def title_of(optimizer: Any, parameter: torch.Tensor) -> str:
+    """A parameter as its user knows it: by name where a model or the optimizer has one, else by its number."""
+    _, name = owner(parameter) or (None, "")
+    if name:
+        return f"the parameter {name}"
+    for number, group in enumerate(optimizer.param_groups):
+        for index, other in enumerate(group["params"]):
+            if other is parameter:
+                names = group.get("param_names")
+                return f"the parameter {names[index]}" if names else f"parameter {index} of parameter group {number}"
+    return "a parameter"
+
+
+def check_strided(optimizer: Any, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Refuse what is no strided tensor.
+
+    Raises:
+        UnsupportedError: the parameter or its gradient is not.
+    """
+    if gradient.layout is not torch.strided:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} does not support sparse gradients, as that of "
+            f"{title_of(optimizer, parameter)}; make the embedding with sparse=False"
+        )
+    if parameter.layout is not torch.strided:
+        raise UnsupportedError(
+            f"{title_of(optimizer, parameter)} has the layout {parameter.layout}; {type(optimizer).__name__} updates "
+            "torch.strided tensors"
+        )
+
+
+def check_in_place(optimizer: Any, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Refuse what cannot be updated where it is.
+
+    Raises:
+        UnsupportedError: several elements of the parameter are one place in memory, its states have another shape, or
+            no kernel takes the gradient.
+    """
+    if overlaps_itself(parameter):
+        raise UnsupportedError(
+            f"{title_of(optimizer, parameter)} of shape {tuple(parameter.shape)} and strides {parameter.stride()} has "
+            "several elements at one place in memory (as after expand): make it of a clone(), or train what was "
+            "expanded"
+        )
+    moment = optimizer.kept_states_of(parameter).get(EXP_AVG)
+    if moment is not None and moment.shape != parameter.shape:
+        raise UnsupportedError(
+            f"{title_of(optimizer, parameter)} has the shape {tuple(parameter.shape)}, its states have "
+            f"{tuple(moment.shape)}: make a new optimizer"
+        )
+    if gradient.dtype not in GRAD_DTYPES:
+        raise UnsupportedError(
+            f"the gradient of {title_of(optimizer, parameter)} is {gradient.dtype}; {type(optimizer).__name__} takes "
+            "fp32, bf16 and fp16"
+        )
+
+
+def aliased_by_gradients(optimizer: Any, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of the parameters, which all have gradients, whose gradient is their own memory, element by element or in
+    another order.
+
+    Raises:
+        UnsupportedError: a gradient has only a part of a parameter's memory, or that of another parameter.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not _meet(map(span_of, parameters), map(span_of, gradients)):
+        return []
+    aliased = []
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        sharing = [other for other in parameters if share_memory(gradient, other)]
+        if not sharing:
+            continue
+        if any(other is not parameter for other in sharing) or not _same_memory(parameter, gradient):
+            raise UnsupportedError(
+                f"the gradient of {title_of(optimizer, parameter)} shares memory with "
+                f"{title_of(optimizer, sharing[0])}, which this step changes: give it a clone() as its .grad"
+            )
+        aliased.append(parameter)
+    return aliased
+
+
+def _same_memory(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether both have the same places in memory, if in another order."""
+    if gradient.dtype != parameter.dtype or gradient.data_ptr() != parameter.data_ptr():
+        return False
+    return gradient.stride() == parameter.stride() or (is_dense(gradient) and is_dense(parameter))
+
+
+def _meet(spans: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> bool:
+    """Whether one of the spans may share an address with one of the others."""
+    in_order = sorted([(*span, 0) for span in spans] + [(*span, 1) for span in others])
+    ends = [0, 0]
+    for begin, end, side in in_order:
+        if begin < ends[1 - side]:
+            return True
+        ends[side] = max(ends[side], end)
+    return False

@@ -1,0 +1,148 @@
+"""Parameters and gradients that lie in memory in odd ways, in a compiled model: as with the backend `aot_eager`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import chunkc
+from chunkc.optim.states import names_at_home
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+WIDTH = 64
+BUDGETS = ["260KiB", "100MiB"]
+SETTINGS = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+class Odd(nn.Module):
+    """Layers that move under a small budget, and parameters that cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.base = torch.randn(WIDTH, 100)
+        self.columns = nn.Parameter(self.base[:, :WIDTH])
+        self.gaps = nn.Parameter(torch.randn(2 * WIDTH, WIDTH).t()[:, ::2])
+        self.nothing = nn.Parameter(torch.randn(WIDTH, 0))
+        self.number = nn.Parameter(torch.tensor(2.0))
+        self.one, self.other = (nn.Parameter(half) for half in torch.randn(2 * WIDTH).chunk(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        x = x @ self.columns * self.number + x @ self.gaps + self.one * self.other
+        return torch.cat([x, x @ self.nothing], 1).square().mean()
+
+
+class Expanded(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns = nn.Parameter(torch.randn(1, WIDTH).expand(WIDTH, WIDTH))
+
+
+def compiled(kind: type[Odd], budget: str) -> tuple[Odd, Callable, Odd, Callable]:
+    """The model and its twin, with what to call of each."""
+    options = {"codegen": "eager", "memory_budget": budget, "whole_graph": "never", "chunk_size": 16384}
+    model, twin = kind(), kind()
+    call, twin_call = torch.compile(model, backend="chunkc", options=options), torch.compile(twin, backend="aot_eager")
+    return model, call, twin, twin_call
+
+
+def backward(call: Callable, step: int) -> Tensor:
+    loss = call(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)))
+    loss.backward()
+    return loss
+
+
+def assert_same_gradients(model: nn.Module, twin: nn.Module) -> None:
+    for (name, p), q in zip(model.named_parameters(), twin.parameters()):
+        mine, its = p.grad, q.grad
+        assert mine is not None
+        assert its is not None
+        assert torch.equal(mine, its), name
+        assert mine.stride() == its.stride(), name
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("kind", [Odd, Expanded])
+def test_gradients_are_those_of_autograd(kind: type[Odd], budget: str) -> None:
+    model, call, twin, twin_call = compiled(kind, budget)
+    for step in range(3):  # later ones are added
+        assert torch.equal(backward(call, step), backward(twin_call, step))
+        assert_same_gradients(model, twin)
+    assert bool(names_at_home(model.parameters())) == (budget == BUDGETS[0])
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_steps_are_those_of_torch(budget: str) -> None:
+    model, call, twin, twin_call = compiled(Odd, budget)
+    optimizer = chunkc.optim.AdamW(model.parameters(), **SETTINGS)
+    twin_optimizer = torch.optim.AdamW(twin.parameters(), **SETTINGS)
+    for step in range(3):
+        torch.testing.assert_close(backward(call, step), backward(twin_call, step), rtol=0, atol=1e-5)
+        for of in (optimizer, twin_optimizer):
+            of.step()
+            of.zero_grad()
+        for p, q in zip(model.parameters(), twin.parameters()):
+            torch.testing.assert_close(p, q, rtol=0, atol=1e-5)
+    torch.testing.assert_close(model.base, twin.base, rtol=0, atol=1e-5)
+    assert torch.equal(model.base[:, WIDTH:], Odd().base[:, WIDTH:])
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_what_cannot_be_updated_is_named(budget: str) -> None:
+    model, call, *_ = compiled(Expanded, budget)
+    optimizer = chunkc.optim.AdamW(model.parameters())
+    backward(call, 0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(chunkc.UnsupportedError, match="the parameter columns of shape"):
+        optimizer.step()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def one_for_all(model: Odd) -> None:
+    shared = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(7))
+    for p in (model.layers[0].weight, model.layers[1].weight, model.columns):
+        p.grad = shared
+
+
+def expanded(model: Odd) -> None:
+    row = torch.randn(WIDTH, generator=torch.Generator().manual_seed(7))
+    for p in (model.layers[0].weight, model.columns, model.gaps):
+        p.grad = row.expand(WIDTH, WIDTH)
+    model.one.grad = row
+
+
+def transposed(model: Odd) -> None:
+    for p in (model.layers[0].weight, model.columns):
+        assert p.grad is not None
+        p.grad = p.grad.clone().t()
+
+
+def own(model: Odd) -> None:
+    for p in (model.layers[0].weight, model.columns):
+        p.grad = p.detach()
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("give", [one_for_all, expanded, transposed, own])
+def test_gradients_that_the_user_gives(give: Callable[[Odd], None], budget: str) -> None:
+    model, call, twin, twin_call = compiled(Odd, budget)
+    optimizer = chunkc.optim.AdamW(model.parameters(), **SETTINGS)
+    twin_optimizer = torch.optim.AdamW(twin.parameters(), **SETTINGS)
+    for step in range(2):
+        backward(call, step)
+        backward(twin_call, step)
+        give(model)
+        give(twin)
+        for of in (optimizer, twin_optimizer):
+            of.step()
+        for (name, p), q in zip(model.named_parameters(), twin.parameters()):
+            torch.testing.assert_close(p, q, rtol=0, atol=1e-5, msg=name)
+        for of in (optimizer, twin_optimizer):
+            of.zero_grad()

@@ -1,0 +1,291 @@
+"""Parameters and gradients with gaps between their elements, in other orders, in one memory: as in `torch.optim`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import chunkc
+from chunkc.ir.states import MASTER
+from chunkc.ir.strides import is_dense
+
+AdamW, Adam, LAMB = chunkc.optim.AdamW, chunkc.optim.Adam, chunkc.optim.LAMB
+
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "columns": lambda base: base.view(24, 25)[:, :3],
+    "every second": lambda base: base[1::2],
+    "transposed, with gaps": lambda base: base.view(24, 25)[:, :10].t(),
+    "channels last, with gaps": lambda base: base.view(4, 5, 5, 6).permute(0, 3, 1, 2)[:, :5],
+    "interleaving": lambda base: base.as_strided((3, 2), (2, 3), 7),
+    "inside": lambda base: base[3:100].view(1, 97),
+    "transposed": lambda base: base.view(24, 25).t(),
+    "a number": lambda base: base[7],
+    "nothing": lambda base: base.view(24, 25)[:, 3:3],
+    "all": lambda base: base,
+}
+"""Parts of 600 elements."""
+
+GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "as it is": lambda g: g,
+    "transposed": lambda g: g.t().clone(memory_format=torch.contiguous_format).t() if g.dim() == 2 else g,
+    "with gaps": lambda g: torch.stack([g, g], -1)[..., 0],
+    "negated": lambda g: torch._neg_view(-g),
+}
+
+FORMATS: dict[str, tuple[torch.dtype, Callable[..., Any]]] = {
+    "AdamW": (torch.float32, AdamW),
+    "Adam": (torch.float32, Adam),
+    "LAMB": (torch.float32, LAMB),
+    "split": (torch.bfloat16, AdamW),
+    "master": (torch.bfloat16, partial(AdamW, master_weights="float32")),
+    "LAMB, master": (torch.bfloat16, LAMB),
+    "8-bit": (torch.float32, partial(AdamW, moments_dtype="int8")),
+    "stochastic": (torch.bfloat16, partial(AdamW, moments_dtype="bfloat16", stochastic_rounding=True)),
+}
+
+SETTINGS = {"lr": 1e-1, "weight_decay": 0.1}
+
+
+def base_of(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(600, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def gradient_of(parameter: Tensor, step: int) -> Tensor:
+    return torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)).to(parameter.dtype)
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("make", FORMATS)
+def test_a_part_is_updated_as_its_clone_is_and_nothing_else(make: str, part: str) -> None:
+    dtype, optimizer_of = FORMATS[make]
+    base = base_of(dtype)
+    before = base.clone()
+    parameter = nn.Parameter(PARTS[part](base))
+    twin = nn.Parameter(parameter.detach().clone())
+    assert is_dense(twin)
+    optimizer, twin_optimizer = optimizer_of([parameter], **SETTINGS), optimizer_of([twin], **SETTINGS)
+    for step in range(2):
+        parameter.grad, twin.grad = gradient_of(parameter, step), gradient_of(parameter, step)
+        optimizer.step()
+        twin_optimizer.step()
+    assert torch.equal(parameter, twin)
+    assert parameter.numel() == 0 or not torch.equal(parameter, PARTS[part](before))
+    PARTS[part](before).copy_(twin.detach())
+    assert torch.equal(base, before), "what is outside the parameter has changed"
+    for kind, state in optimizer.state[parameter].items():
+        assert torch.equal(state, twin_optimizer.state[twin][kind])
+        assert is_dense(state)
+    # Saved, loaded, copied: the same.
+    for saved in (optimizer.state_dict(), copy.deepcopy(optimizer.state_dict())):
+        for kind, state in saved["state"][0].items():
+            assert torch.equal(state, twin_optimizer.state_dict()["state"][0][kind])
+        optimizer.load_state_dict(saved)
+        twin_optimizer.load_state_dict(twin_optimizer.state_dict())
+    parameter.grad, twin.grad = gradient_of(parameter, 2), gradient_of(parameter, 2)
+    optimizer.step()
+    twin_optimizer.step()
+    assert torch.equal(parameter, twin)
+
+
+@pytest.mark.parametrize("layout", GRADIENTS)
+@pytest.mark.parametrize("part", ["columns", "transposed", "all", "a number", "nothing"])
+@pytest.mark.parametrize("make", ["AdamW", "LAMB", "8-bit"])
+def test_gradients_lie_in_memory_as_they_like(make: str, part: str, layout: str) -> None:
+    _, optimizer_of = FORMATS[make]
+    parameter = nn.Parameter(PARTS[part](base_of()))
+    twin = nn.Parameter(parameter.detach().clone())
+    optimizer, twin_optimizer = optimizer_of([parameter], **SETTINGS), optimizer_of([twin], **SETTINGS)
+    parameter.grad, twin.grad = GRADIENTS[layout](gradient_of(parameter, 0)), gradient_of(parameter, 0)
+    optimizer.step()
+    twin_optimizer.step()
+    assert torch.equal(parameter, twin)
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("ours", [AdamW, Adam])
+def test_a_part_is_updated_as_in_torch(ours: type, part: str) -> None:
+    theirs = getattr(torch.optim, ours.__name__)
+    base, twin_base = base_of(), base_of()
+    parameter, twin = nn.Parameter(PARTS[part](base)), nn.Parameter(PARTS[part](twin_base))
+    optimizer, twin_optimizer = ours([parameter], **SETTINGS), theirs([twin], **SETTINGS)
+    for step in range(3):
+        parameter.grad, twin.grad = gradient_of(parameter, step), gradient_of(parameter, step)
+        optimizer.step()
+        twin_optimizer.step()
+    torch.testing.assert_close(base, twin_base, rtol=0, atol=1e-6)
+    for kind in ("exp_avg", "exp_avg_sq"):
+        assert optimizer.state[parameter][kind].stride() == twin_optimizer.state[twin][kind].stride()
+
+
+def test_a_master_of_a_part_is_loaded_before_and_after_the_model() -> None:
+    base = base_of(torch.bfloat16)
+    parameter = nn.Parameter(base.view(24, 25)[:, :3])
+    optimizer = AdamW([parameter], **SETTINGS)
+    parameter.grad = gradient_of(parameter, 0)
+    optimizer.step()
+    saved, values = copy.deepcopy(optimizer.state_dict()), parameter.detach().clone()
+    other_base = base_of(torch.bfloat16)
+    other = nn.Parameter(other_base.view(24, 25)[:, :3])
+    other_optimizer = AdamW([other], **SETTINGS)
+    other_optimizer.load_state_dict(saved)
+    assert torch.equal(other, values)
+    assert torch.equal(other_base, base)
+    with torch.no_grad():
+        other.copy_(values)
+    assert torch.equal(other_optimizer.state_dict()["state"][0][MASTER], saved["state"][0][MASTER])
+    for p in (parameter, other):
+        p.grad = gradient_of(p, 1)
+    optimizer.step()
+    other_optimizer.step()
+    assert torch.equal(base, other_base)
+
+
+def test_parameters_in_one_storage() -> None:
+    base, twin_base = base_of(), base_of()
+
+    def parameters(of: Tensor) -> list[nn.Parameter]:
+        return [nn.Parameter(of[:100]), nn.Parameter(of[100:101]), nn.Parameter(of[101:107].view(2, 3).t())]
+
+    mine, twins = parameters(base), parameters(twin_base)
+    optimizer, twin_optimizer = AdamW(mine, **SETTINGS), torch.optim.AdamW(twins, **SETTINGS)
+    for step in range(3):
+        for p, q in zip(mine, twins):
+            p.grad, q.grad = gradient_of(p, step), gradient_of(p, step)
+        optimizer.step()
+        twin_optimizer.step()
+    torch.testing.assert_close(base, twin_base, rtol=0, atol=1e-6)
+    assert torch.equal(base[107:], base_of()[107:])
+
+
+@pytest.mark.parametrize("make", [AdamW, Adam, LAMB, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    "part", [lambda base: base[:3].expand(4, 3), lambda base: base[:1].expand(5)], ids=["rows", "a number"]
+)
+def test_elements_at_one_place_are_refused_before_anything_changes(make: Any, part: Any) -> None:
+    base, first = base_of(), nn.Parameter(torch.ones(3))
+    overlapping = nn.Parameter(part(base))
+    optimizer = make([first, overlapping])
+    optimizer.step()  # as long as it is not trained, it may be anything
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones(parameter.shape)
+    if make is torch.optim.AdamW:
+        with pytest.raises(RuntimeError, match="single memory location"):
+            optimizer.step()
+        return
+    with pytest.raises(chunkc.UnsupportedError, match=r"parameter 1 of parameter group 0 of shape .* make it of a clo"):
+        optimizer.step()
+    assert torch.equal(first, torch.ones(3))
+    assert torch.equal(base, base_of())
+    assert not optimizer.state[first]
+
+
+def test_elements_that_meet_without_expand_are_refused() -> None:
+    base = base_of()
+    optimizer = AdamW([("windows", nn.Parameter(base.unfold(0, 5, 2)))])
+    (parameter,) = optimizer.param_groups[0]["params"]
+    parameter.grad = torch.ones(parameter.shape)
+    with pytest.raises(chunkc.UnsupportedError, match="the parameter windows of shape"):
+        optimizer.step()
+    assert torch.equal(base, base_of())
+
+
+def test_other_layouts_are_refused() -> None:
+    first, matrix = nn.Parameter(torch.ones(3)), nn.Parameter(torch.eye(3).to_sparse_csr())
+    optimizer = AdamW([first, matrix])
+    first.grad, matrix.grad = torch.ones(3), torch.eye(3).to_sparse_csr()
+    with pytest.raises(chunkc.UnsupportedError, match="parameter 1 of parameter group 0"):
+        optimizer.step()
+    assert torch.equal(first, torch.ones(3))
+
+
+@pytest.mark.parametrize("make", FORMATS)
+def test_one_tensor_is_the_gradient_of_several_parameters(make: str) -> None:
+    dtype, optimizer_of = FORMATS[make]
+    mine = [nn.Parameter(base_of(dtype)[:9].view(3, 3)), nn.Parameter(base_of(dtype)[9:18].view(3, 3).t())]
+    twins = [nn.Parameter(p.detach().clone()) for p in mine]
+    optimizer, twin_optimizer = optimizer_of(mine, **SETTINGS), optimizer_of(twins, **SETTINGS)
+    gradient = gradient_of(mine[0], 0)
+    kept = gradient.clone()
+    for p, q in zip(mine, twins):
+        p.grad, q.grad = gradient, gradient.clone()
+    for _ in range(2):
+        optimizer.step()
+        twin_optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(mine, twins))
+    assert all(p.grad is gradient for p in mine)
+    assert torch.equal(gradient, kept)
+
+
+@pytest.mark.parametrize("ours", [AdamW, Adam, LAMB])
+def test_an_expanded_gradient(ours: type) -> None:
+    parameter = nn.Parameter(base_of()[:12].view(4, 3))
+    twin = nn.Parameter(parameter.detach().clone())
+    optimizer, twin_optimizer = ours([parameter], **SETTINGS), ours([twin], **SETTINGS)
+    gradient = base_of()[20:23]
+    parameter.grad, twin.grad = gradient.expand(4, 3), gradient.repeat(4, 1)
+    optimizer.step()
+    twin_optimizer.step()
+    assert torch.equal(parameter, twin)
+    assert torch.equal(gradient, base_of()[20:23])
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("part", ["columns", "transposed", "all", "a number"])
+@pytest.mark.parametrize("ours", [AdamW, Adam])
+def test_a_parameter_that_is_its_own_gradient(ours: type, part: str, maximize: bool) -> None:
+    """Decay changes it before it is read, as in `torch.optim`."""
+    theirs = getattr(torch.optim, ours.__name__)
+    parameter, twin = nn.Parameter(PARTS[part](base_of())), nn.Parameter(PARTS[part](base_of()))
+    settings = {"lr": 0.3, "weight_decay": 0.9, "maximize": maximize}
+    optimizer, twin_optimizer = ours([parameter], **settings), theirs([twin], **settings)
+    parameter.grad, twin.grad = parameter.detach(), twin.detach()
+    gradient = parameter.grad
+    for _ in range(3):
+        optimizer.step()
+        twin_optimizer.step()
+    torch.testing.assert_close(parameter, twin, rtol=0, atol=1e-6)
+    assert parameter.grad is gradient
+
+
+def test_a_gradient_in_the_memory_of_a_parameter_is_refused_before_anything_changes() -> None:
+    base = base_of()
+    first, second = nn.Parameter(base[:6]), nn.Parameter(base[6:12])
+    optimizer = AdamW([first, second])
+    for gradient in (first.detach(), base[3:9], base[6:7].expand(6)):
+        first.grad, second.grad = torch.ones(6), gradient
+        with pytest.raises(chunkc.UnsupportedError, match=r"parameter 1 of .* shares memory with .*clone"):
+            optimizer.step()
+        assert torch.equal(base, base_of())
+        assert not optimizer.state[first]
+
+
+def test_gradients_between_parameters_in_one_storage_are_ordinary() -> None:
+    base = base_of().view(100, 6)
+    mine = [nn.Parameter(base[:, 0]), nn.Parameter(base[:, 1])]
+    twins = [nn.Parameter(p.detach().clone()) for p in mine]
+    for number, (p, q) in enumerate(zip(mine, twins)):
+        p.grad, q.grad = base[:, 2 + number], base[:, 2 + number].clone()
+    AdamW(mine).step()
+    AdamW(twins).step()
+    assert all(torch.equal(p, q) for p, q in zip(mine, twins))
+
+
+def test_a_parameter_of_another_shape_than_its_states_is_refused() -> None:
+    first, parameter = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4, 3))
+    optimizer = AdamW([first, parameter])
+    for p in (first, parameter):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = first.detach().clone()
+    parameter.grad = None
+    parameter.data = torch.ones(2, 3)
+    parameter.grad = torch.ones(2, 3)
+    with pytest.raises(chunkc.UnsupportedError, match=r"parameter 1 of .* has the shape \(2, 3\).*\(4, 3\)"):
+        optimizer.step()
+    assert torch.equal(first, before)
