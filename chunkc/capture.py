@@ -139,14 +139,17 @@ def capture_graph(
 
 
 def _forget_autograd(gm: fx.GraphModule) -> None:
-    """Detach the fake values that Dynamo noted in its graph, which lives as long as the compiled model.
+    """Drop the fake values that Dynamo noted in its graph, which lives as long as the compiled model.
 
-    Their autograd nodes hold real tensors: the `128` of `x / 128` as an int64, in memory that no plan counts.
+    Their autograd nodes hold real tensors: the `128` of `x / 128` as an int64, in memory that no plan counts. Of the
+    graph's inputs the values stay, without autograd: they say what is dynamic.
     """
-    for node in gm.graph.nodes:
-        value = node.meta.get("example_value")
-        if value is not None:
-            node.meta["example_value"] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+    inputs = set(placeholders(gm.graph))
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            value = node.meta.pop("example_value", None)
+            if node in inputs and value is not None:
+                node.meta["example_value"] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
 
 
 def _fix_lengths_of_random_states(graph: fx.Graph) -> None:
@@ -158,10 +161,13 @@ def _fix_lengths_of_random_states(graph: fx.Graph) -> None:
 
 
 def boxed(function: Boxed) -> Boxed:
-    """A phase for AOTAutograd: marked as taking one list that it may empty (the boxed convention)."""
+    """A phase for AOTAutograd: marked as taking one list that it may empty (the boxed convention).
+
+    It runs without autocast, whose casts are operators of the graph: `backward()` may be called inside a region.
+    """
 
     def call(arguments: list[Any]) -> list[Any]:
-        with outside_alias_check():
+        with outside_alias_check(), torch._C._DisableAutocast():
             return function(arguments)
 
     call._boxed_call = True  # type: ignore[attr-defined]
