@@ -100,11 +100,15 @@ def capture_graph(
     """
     capture = Capture()
 
+    def prepare(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        """What Inductor does to a graph before it is partitioned; without it random numbers cannot be compiled."""
+        if codegen == "inductor":
+            with V.set_fake_mode(detect_fake_mode(example_inputs)), steady_inductor(pytree.tree_leaves(example_inputs)):
+                joint_graph_passes(gm)
+
     def partition_fn(joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
         capture.num_user_outputs = kwargs["num_fwd_outputs"]
-        if codegen == "inductor":
-            with V.set_fake_mode(detect_fake_mode(joint_inputs)), steady_inductor(pytree.tree_leaves(joint_inputs)):
-                joint_graph_passes(joint)
+        prepare(joint, joint_inputs)
         is_parameter = [name is not None for name in parameter_names]
         forward, capture.backward = partition(joint, joint_inputs, is_parameter=is_parameter, **kwargs)
         return forward, capture.backward
@@ -115,6 +119,10 @@ def capture_graph(
         if context is not None and context.fw_metadata is not None:
             capture.num_new_buffers = context.fw_metadata.num_mutated_inp_runtime_indices
         return boxed(run_forward)
+
+    def inference_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        prepare(gm, example_inputs)
+        return forward_compiler(gm, example_inputs)
 
     # AOTAutograd may ask for the backward at its first run only; it was planned with the forward all the same.
     def backward_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -127,7 +135,7 @@ def capture_graph(
             inputs,
             fw_compiler=forward_compiler,
             bw_compiler=backward_compiler,
-            inference_compiler=forward_compiler,
+            inference_compiler=inference_compiler,
             partition_fn=partition_fn,
             decompositions=_decompositions(codegen),
         )
