@@ -102,6 +102,11 @@ class Builder:
 
         Sizes are what `shapes` makes of the traced ones.
         """
+        # Autocast is in the graph since it was captured; here it would cast what compilers trace, and make up sizes.
+        with torch._C._DisableAutocast(), torch.no_grad():
+            return self._described(whole, estimated, shapes)
+
+    def _described(self, whole: bool, estimated: bool, shapes: Shapes) -> Captured:
         capture, structure = self.capture, self._structure(whole)
         assert capture.forward is not None
         segments = self._segments(structure, estimated, shapes)

@@ -100,11 +100,15 @@ def capture_graph(
     """
     capture = Capture()
 
+    def prepare(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        """What Inductor does to a graph before it is partitioned; without it random numbers cannot be compiled."""
+        if codegen == "inductor":
+            with V.set_fake_mode(detect_fake_mode(example_inputs)), steady_inductor(pytree.tree_leaves(example_inputs)):
+                joint_graph_passes(gm)
+
     def partition_fn(joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
         capture.num_user_outputs = kwargs["num_fwd_outputs"]
-        if codegen == "inductor":
-            with V.set_fake_mode(detect_fake_mode(joint_inputs)), steady_inductor(pytree.tree_leaves(joint_inputs)):
-                joint_graph_passes(joint)
+        prepare(joint, joint_inputs)
         is_parameter = [name is not None for name in parameter_names]
         forward, capture.backward = partition(joint, joint_inputs, is_parameter=is_parameter, **kwargs)
         return forward, capture.backward
@@ -115,6 +119,10 @@ def capture_graph(
         if context is not None and context.fw_metadata is not None:
             capture.num_new_buffers = context.fw_metadata.num_mutated_inp_runtime_indices
         return boxed(run_forward)
+
+    def inference_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        prepare(gm, example_inputs)
+        return forward_compiler(gm, example_inputs)
 
     # AOTAutograd may ask for the backward at its first run only; it was planned with the forward all the same.
     def backward_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -127,7 +135,7 @@ def capture_graph(
             inputs,
             fw_compiler=forward_compiler,
             bw_compiler=backward_compiler,
-            inference_compiler=forward_compiler,
+            inference_compiler=inference_compiler,
             partition_fn=partition_fn,
             decompositions=_decompositions(codegen),
         )
@@ -139,14 +147,17 @@ def capture_graph(
 
 
 def _forget_autograd(gm: fx.GraphModule) -> None:
-    """Detach the fake values that Dynamo noted in its graph, which lives as long as the compiled model.
+    """Drop the fake values that Dynamo noted in its graph, which lives as long as the compiled model.
 
-    Their autograd nodes hold real tensors: the `128` of `x / 128` as an int64, in memory that no plan counts.
+    Their autograd nodes hold real tensors: the `128` of `x / 128` as an int64, in memory that no plan counts. Of the
+    graph's inputs the values stay, without autograd: they say what is dynamic.
     """
-    for node in gm.graph.nodes:
-        value = node.meta.get("example_value")
-        if value is not None:
-            node.meta["example_value"] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+    inputs = set(placeholders(gm.graph))
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            value = node.meta.pop("example_value", None)
+            if node in inputs and value is not None:
+                node.meta["example_value"] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
 
 
 def _fix_lengths_of_random_states(graph: fx.Graph) -> None:
@@ -158,10 +169,13 @@ def _fix_lengths_of_random_states(graph: fx.Graph) -> None:
 
 
 def boxed(function: Boxed) -> Boxed:
-    """A phase for AOTAutograd: marked as taking one list that it may empty (the boxed convention)."""
+    """A phase for AOTAutograd: marked as taking one list that it may empty (the boxed convention).
+
+    It runs without autocast, whose casts are operators of the graph: `backward()` may be called inside a region.
+    """
 
     def call(arguments: list[Any]) -> list[Any]:
-        with outside_alias_check():
+        with outside_alias_check(), torch._C._DisableAutocast():
             return function(arguments)
 
     call._boxed_call = True  # type: ignore[attr-defined]

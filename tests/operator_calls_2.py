@@ -294,3 +294,46 @@ def linear_algebra(dtype: torch.dtype) -> Iterator[Call]:
     yield call(aten._conj.default, torch.randn(4, 16, dtype=torch.complex64))
     yield call(aten._conj_physical.default, torch.randn(4, 16, dtype=torch.complex64))
     yield call(aten.mm.default, torch.randn(4, 16, dtype=torch.complex64), torch.randn(16, 3, dtype=torch.complex64))
+
+
+@family
+def random_numbers(dtype: torch.dtype) -> Iterator[Call]:
+    scalar = torch.ones(()).to(dtype)
+    yield call(aten.normal.float_float, 0.0, 1.0, [64, 32], dtype=dtype)
+    for x in (*layouts(dtype, 64, 32), *layouts(dtype, 80, 90)):
+        positive = x.abs() if x.numel() == x.untyped_storage().nbytes() // x.itemsize else x * 0 + 1
+        for target in (aten.normal_functional, aten.uniform, aten.random, aten.exponential):
+            yield call(target.default, x)
+        yield call(aten.bernoulli.p, x, 0.5)
+        yield call(aten.poisson.default, positive)
+        yield call(aten.normal.Tensor_float, x)
+        yield call(aten.normal.float_Tensor, 0.0, positive)
+        yield call(aten.normal.Tensor_Tensor, x, positive)
+        yield call(aten.normal.Tensor_Tensor, x, scalar)
+        yield call(aten.normal.Tensor_Tensor, scalar, positive)
+        for noise in (torch.rand(x.shape).to(dtype), torch.rand_like(x)):
+            for training in (True, False):
+                yield call(aten.rrelu_with_noise_functional.default, x, noise, 0.1, 0.3, training)
+            yield call(aten.rrelu_with_noise_backward.default, x, x, noise, 0.1, 0.3, True, False)
+        if dtype == torch.float32:
+            yield call(aten._standard_gamma.default, positive)
+            yield call(aten.binomial.default, positive.round(), positive.sigmoid())
+
+
+@family
+def weight_norms(dtype: torch.dtype) -> Iterator[Call]:
+    for shape in ((48, 16, 3), (64, 32), (32, 64, 5, 3), (16, 100)):
+        for dim in (0, len(shape) - 1):
+            direction = torch.randn(shape).to(dtype)
+            length = torch.rand([n if i == dim else 1 for i, n in enumerate(shape)]).to(dtype)
+            _, norm = aten._weight_norm_interface.default(direction, length, dim)
+            yield call(aten._weight_norm_interface.default, direction, length, dim)
+            gradient = torch.randn(shape).to(dtype)
+            yield call(aten._weight_norm_interface_backward.default, gradient, direction, length, norm, dim)
+
+
+@family
+def assertions(dtype: torch.dtype) -> Iterator[Call]:
+    true = torch.ones((), dtype=torch.bool)
+    yield call(aten._assert_async.msg, true, "no")
+    yield call(aten._functional_assert_async.msg, true, "no", torch.ones(()))

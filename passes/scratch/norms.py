@@ -178,3 +178,15 @@ def distance_rule(call: Call) -> int:
     if not (by_product and far):
         return copies
     return copies + 2 * (nbytes_of(first) + nbytes_of(second)) + 4 * (first.numel() // first.shape[-1]) * 4
+
+
+def weight_norm_rule(call: Call) -> int:
+    """Over the last dimension, a row of sums per thread."""
+    direction, dim = call["v"], call["dim"]
+    return 4 * call.num_threads * direction.shape[dim] if dim else 0
+
+
+def weight_norm_backward_rule(call: Call) -> int:
+    """Over the last dimension, a row of sums per thread, and three at least."""
+    direction, dim = call["saved_v"], call["dim"]
+    return 4 * max(3, call.num_threads) * direction.shape[dim] if dim else 0

@@ -279,17 +279,3 @@ def roll_rule(call: Call) -> int:
     if not dims:
         return contiguous_copy_nbytes(source)
     return nbytes_of(source) if len(dims) > 1 else 0
-
-
-def multinomial_rule(call: Call) -> int:
-    """With replacement, one row's cumulative sums; without, an exponential variable for every outcome."""
-    source, wanted = call["self"], call["num_samples"]
-    if call["replacement"] and wanted > 1:
-        return source.shape[-1] * source.itemsize
-    best = source.numel() // source.shape[-1] * wanted * source.itemsize if wanted > 1 else 0
-    return nbytes_of(source) + best + 2 * source.itemsize + 2
-
-
-def permutation_rule(call: Call) -> int:
-    """A seed."""
-    return 8

@@ -49,6 +49,15 @@ from chunkc.passes.scratch.norms import (
     norm_outputs,
     rms_norm_rule,
     safe_softmax_rule,
+    weight_norm_backward_rule,
+    weight_norm_rule,
+)
+from chunkc.passes.scratch.random_numbers import (
+    multinomial_rule,
+    normal_rule,
+    permutation_rule,
+    randomised_relu_rule,
+    uniform_outputs,
 )
 from chunkc.passes.scratch.reductions import (
     extreme_rule,
@@ -83,9 +92,7 @@ from chunkc.passes.scratch.rules import (
     isinf_rule,
     ldexp_rule,
     matrix_product_rule,
-    multinomial_rule,
     nothing_rule,
-    permutation_rule,
     pointwise_rule,
     repeat_rule,
     roll_rule,
@@ -121,7 +128,8 @@ _GROUPS: tuple[tuple[Callable[[Call], int], tuple[str, ...]], ...] = (
         new_zeros normal_ ones ones_like permute_copy polar put rand randint
         randint_like randn randn_like resize resize_as scalar_tensor select_backward select_scatter
         slice_backward slice_scatter softplus_backward softshrink_backward split_with_sizes_copy
-        squeeze_copy stack t_copy take topk trace transpose_copy tril_indices triu_indices
+        normal_functional random poisson _standard_gamma binomial rrelu_with_noise_backward
+        _assert_async _functional_assert_async squeeze_copy stack t_copy take topk trace transpose_copy tril_indices triu_indices
         unbind_copy unfold_copy uniform unsafe_split unsqueeze_copy view_copy zero zeros zeros_like""",
         ),
     ),
@@ -282,6 +290,10 @@ RULES: dict[str, Callable[[Call], int]] = {name: rule for rule, names in _GROUPS
     "aten::gelu_backward": gelu_backward_rule,
     "aten::isinf": isinf_rule,
     "aten::multinomial": multinomial_rule,
+    "aten::normal": normal_rule,
+    "aten::rrelu_with_noise_functional": randomised_relu_rule,
+    "aten::_weight_norm_interface": weight_norm_rule,
+    "aten::_weight_norm_interface_backward": weight_norm_backward_rule,
     "aten::im2col": unfold_rule,
     "prims::fma": fma_rule,
     "aten::logsumexp": logsumexp_rule,
@@ -319,6 +331,7 @@ OUTPUTS: dict[str, Callable[[Call], dict[int, int]]] = {
     "aten::native_group_norm": norm_outputs,
     "aten::native_group_norm_backward": group_norm_backward_outputs,
     "aten::col2im": col2im_outputs,
+    "aten::uniform": uniform_outputs,
     "aten::_embedding_bag": embedding_bag_outputs,
     "aten::_embedding_bag_forward_only": embedding_bag_outputs,
 }
