@@ -22,7 +22,7 @@ from chunkc.capture import Capture, capture_graph, input_names, unique_name
 from chunkc.captured import Captured, residents_with
 from chunkc.graph import CompiledGraph
 from chunkc.ir.errors import ChunkcError, OptionsError, UnsupportedError
-from chunkc.logs import log_build, log_capture, logger
+from chunkc.logs import log_build, log_capture, logger, warn_of_estimates
 from chunkc.machines.devices import device_of
 from chunkc.movable import can_move
 from chunkc.moving import place
@@ -295,9 +295,11 @@ def _build(
         session.budget_nbytes,
         session.hardware,
         may_be_whole=options.whole_graph == "auto" and not fused_for_any_sizes,
+        strict=options.strict,
     )
     steps, captured = _steps(builder, gm, session.all_may_stay())
     log_build(captured, layout)
+    warn_of_estimates(session.note_estimates(captured.unknown_operators))
     num_known = 0 if session.unplanned else len(session.store.layout.groups)
     resident, minimum = residents_with(captured, layout, session.budget_nbytes, session.store.resident, num_known)
     session.minimum_nbytes = max(session.minimum_nbytes, minimum)

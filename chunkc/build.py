@@ -12,6 +12,8 @@ from torch import fx
 from chunkc.capture import Capture
 from chunkc.captured import Captured, profile
 from chunkc.ir.chunks import ChunkLayout
+from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.estimates import how_to_declare, not_known
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.program import PhaseProgram
 from chunkc.passes.codegen import CompiledSegment, compile_segment, describe_segment, generated_wrapper
@@ -41,6 +43,7 @@ class Builder:
     Attributes:
         may_be_whole: whether the graph may be compiled whole if all its model data fits.
         compiled: false for a description alone: the same bytes, but no compiler is started and nothing can run.
+        strict: refuse operators whose inner memory is a guess.
     """
 
     capture: Capture
@@ -50,6 +53,7 @@ class Builder:
     hardware: Hardware
     may_be_whole: bool
     compiled: bool = True
+    strict: bool = False
     _structures: dict[bool, Structure] = field(default_factory=dict)
 
     def build(self, described: Callable[[bool, bool], Captured] | None = None) -> Captured:
@@ -101,6 +105,9 @@ class Builder:
         """With `estimated`: only an upper bound of the memory, from the graph before any fusion, which is quick.
 
         Sizes are what `shapes` makes of the traced ones.
+
+        Raises:
+            UnsupportedError: an operator's inner memory is a guess, and that is refused.
         """
         # Autocast is in the graph since it was captured; here it would cast what compilers trace, and make up sizes.
         with torch._C._DisableAutocast(), torch.no_grad():
@@ -137,7 +144,14 @@ class Builder:
                 shapes=shapes,
             )
         modules = {segment.name: segment.module for segment in structure.table.segments.values()}
-        return Captured(forward, backward, segments, modules, whole)
+        captured = Captured(forward, backward, segments, modules, whole)
+        unknown = captured.unknown_operators if self.strict and (not estimated or self.estimate_is_exact) else ()
+        if unknown:
+            raise UnsupportedError(
+                f"{not_known(unknown[0])}, which strict=True refuses; declare it with "
+                f"{how_to_declare(unknown[0].operator)}, or use another formulation"
+            )
+        return captured
 
     def _pieces(
         self, gm: fx.GraphModule, gradient_groups: Mapping[Any, int], table: SegmentTable, whole: bool

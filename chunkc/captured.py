@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError, VerificationError
+from chunkc.ir.estimates import EstimatedOperator, unknown_operators
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Plan, Position
 from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram, SegmentMemory
@@ -49,6 +50,11 @@ class Captured:
     segments: Mapping[str, CompiledSegment]
     modules: Mapping[str, nn.Module]
     whole: bool
+
+    @property
+    def unknown_operators(self) -> tuple[EstimatedOperator, ...]:
+        """Every call of an operator whose inner memory is a guess."""
+        return unknown_operators(self.programs.values(), self.memories)
 
     def returning(self, parameters: frozenset[str]) -> Captured:
         """The same graph, with these parameters' gradients returned to autograd instead of sunk."""

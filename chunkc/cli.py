@@ -113,6 +113,7 @@ def _add_explain_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--chunk-size", default="auto", metavar="SIZE")
     command.add_argument("--codegen", choices=["eager", "inductor"], default="eager", help="who compiles the segments")
+    command.add_argument("--strict", action="store_true", help="refuse operators whose inner memory is a guess")
     _add_optimizer_arguments(command.add_argument_group("the optimizer of chunkc.optim, by its own arguments"))
     command.add_argument("--largest", choices=["batch_size", "seq_len"], help="the largest that fits")
     command.add_argument("--exceptions", action="store_true", help="print where predicted bytes are not exact, and why")
@@ -216,6 +217,7 @@ def _explain(options: argparse.Namespace) -> int:
         "disk_holds": options.disk_holds,
         "chunk_size": _size(options.chunk_size),
         "codegen": options.codegen,
+        "strict": options.strict,
     }
     choice = OptimizerChoice(
         options.update_on,

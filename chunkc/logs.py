@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import fx
 from torch._logging import trace_structured
@@ -11,6 +11,7 @@ from torch._logging import trace_structured
 from chunkc.capture import Capture
 from chunkc.captured import Captured
 from chunkc.ir.chunks import ChunkLayout
+from chunkc.ir.estimates import EstimatedOperator, how_to_declare, not_known
 from chunkc.ir.plan import Plan
 from chunkc.ir.units import format_nbytes
 
@@ -42,6 +43,18 @@ def log_build(captured: Captured, layout: ChunkLayout) -> None:
     for name, memory in captured.memories.items():
         peak = max(memory.steps, key=lambda step: step.nbytes)
         logger.debug("%s: %s at %s", name, format_nbytes(peak.nbytes), peak.op)
+
+
+def warn_of_estimates(operators: Iterable[EstimatedOperator]) -> None:
+    """One warning for each operator whose inner memory is a guess."""
+    for operator in operators:
+        logger.warning(
+            "%s: plans reckon with what it reads and returns once more (%s in its largest call), and what it takes "
+            'beyond that is not under the budget; say it with %s, or refuse it with options={"strict": True}',
+            not_known(operator),
+            format_nbytes(operator.nbytes),
+            how_to_declare(operator.operator),
+        )
 
 
 def log_plan(plan: Plan, graphs: Mapping[str, fx.GraphModule]) -> None:

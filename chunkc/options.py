@@ -33,6 +33,7 @@ _ALLOWED = {
     "chunk_size": 'an int of bytes or a size such as "4MiB" (at least 4 KiB), or "auto"',
     "codegen": '"inductor" or "eager"',
     "whole_graph": '"auto" or "never"',
+    "strict": "True or False",
     "verify": "True or False",
     "debug": "True or False",
 }
@@ -50,6 +51,7 @@ class Options(BaseModel):
         chunk_size: bytes (>= 4096) or "auto".
         codegen: who compiles the segments.
         whole_graph: "auto" compiles the graph whole where all fits; "never" always cuts it into segments.
+        strict: refuse operators whose inner memory nobody has stated, instead of guessing it.
         verify: check every plan with the independent verifier.
         debug: fill slots with NaN when they are taken and given back.
     """
@@ -62,6 +64,7 @@ class Options(BaseModel):
     chunk_size: int | Literal["auto"] = "auto"
     codegen: Literal["inductor", "eager"] = "inductor"
     whole_graph: Literal["auto", "never"] = "auto"
+    strict: bool = False
     verify: bool = True
     debug: bool = False
 

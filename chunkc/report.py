@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from chunkc.ir.errors import ChunkcError
+from chunkc.ir.estimates import EstimatedOperator
 from chunkc.ir.units import format_nbytes
 from chunkc.session import Session, sessions_of
 
@@ -29,6 +30,7 @@ class Report:
         num_instructions: segments run, chunks moved and gradients sunk so far.
         moments: (label, predicted bytes, measured bytes or None) of the latest step.
         plan_text: the latest plans, printed.
+        estimates: operators whose inner memory is a guess, each with the most that plans reckon with.
         overhead_nbytes: the part of every prediction that no plan moves: workspaces of libraries on a GPU.
     """
 
@@ -46,6 +48,7 @@ class Report:
     plan_text: str
     overhead_nbytes: int = 0
     num_instructions: int = 0
+    estimates: tuple[EstimatedOperator, ...] = ()
 
     def __str__(self) -> str:
         measured = self.measured_peak_nbytes
@@ -55,6 +58,7 @@ class Report:
             ("predicted peak", format_nbytes(self.predicted_peak_nbytes)),
             ("measured peak", "not metered" if measured is None else format_nbytes(measured)),
             *([("for libraries", format_nbytes(self.overhead_nbytes))] if self.overhead_nbytes else []),
+            *(("guessed inside", f"{e.operator}, {format_nbytes(e.nbytes)}") for e in self.estimates),
             ("at home", format_nbytes(self.home_nbytes)),
             (
                 "chunks",
@@ -113,4 +117,5 @@ def _report(session: Session) -> Report:
         plan_text="\n".join(plans),
         overhead_nbytes=session.overhead_nbytes,
         num_instructions=session.num_instructions,
+        estimates=session.estimates,
     )

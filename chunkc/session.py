@@ -24,6 +24,7 @@ from chunkc.declared import StateKeeper, declare_states, declared, declared_stat
 from chunkc.early import EarlyUpdates
 from chunkc.ir.chunks import ChunkLayout, ParamSpec
 from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.estimates import EstimatedOperator, largest_of_each
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Plan, Tile
 from chunkc.ir.states import StateFormat
@@ -74,6 +75,7 @@ class Session:
         update_held_nbytes: what the caller still holds of the latest forward when the optimizer steps.
         is_over: whether it has ended: everything was given back, and what was compiled for it refuses.
         number: the sessions' own, in the order in which they were made.
+        estimates: operators of every graph so far whose inner memory is a guess.
         num_restatements: how often groups have got other data: states in other formats, or gradients where there were
             none. Plans made before do not count.
     """
@@ -101,6 +103,7 @@ class Session:
         self.num_restatements = 0
         self.unplanned = True
         self.num_graphs = 0
+        self.estimates: tuple[EstimatedOperator, ...] = ()
         self.trained: frozenset[str] = frozenset()
         self.early = EarlyUpdates()
         self._keepers: dict[str, weakref.ref[object]] = {}
@@ -259,6 +262,12 @@ class Session:
         readings = [nbytes for _, nbytes in measurement.peaks if nbytes is not None]
         if readings:
             self.peak_nbytes = max(self.peak_nbytes or 0, measurement.between_nbytes, *readings)
+
+    def note_estimates(self, calls: Iterable[EstimatedOperator]) -> tuple[EstimatedOperator, ...]:
+        """Keep which operators' inner memory is a guess; returns those that are new."""
+        before = {operator.operator for operator in self.estimates}
+        self.estimates = largest_of_each((*self.estimates, *calls))
+        return tuple(operator for operator in self.estimates if operator.operator not in before)
 
     def own(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Register parameters as this session's: with the last of them the session ends."""

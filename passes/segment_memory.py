@@ -4,6 +4,7 @@ storages of the segment's graph. `inductor.memory` is the other one.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from chunkc.ir.errors import UnsupportedError
-from chunkc.ir.program import MemoryStep, SegmentMemory
+from chunkc.ir.program import Estimate, MemoryStep, SegmentMemory
 from chunkc.passes.graphs import (
     is_compute,
     module_path,
@@ -20,8 +21,8 @@ from chunkc.passes.graphs import (
     placeholders,
     returned,
 )
-from chunkc.passes.scratch.cpu import scratch_nbytes, takes_nothing
-from chunkc.passes.scratch.cuda import cuda_scratch_nbytes
+from chunkc.passes.scratch.cpu import is_known, scratch_nbytes, takes_nothing
+from chunkc.passes.scratch.cuda import cuda_scratch_nbytes, is_known_on_cuda
 from chunkc.passes.segment_storages import graph_storages, number_storages, value_of
 from chunkc.passes.shapes import AS_TRACED, Shapes, is_number
 
@@ -35,7 +36,7 @@ def eager_memory(graph: fx.Graph, num_threads: int, shapes: Shapes = AS_TRACED) 
     Bytes are what `shapes` makes of sizes: with `SymbolicShapes`, expressions.
 
     Raises:
-        UnsupportedError: an operator's memory is not known.
+        UnsupportedError: a higher-order operator's memory is not known.
     """
     inputs = placeholders(graph)
     operations, position = _operations(graph)
@@ -53,8 +54,10 @@ def eager_memory(graph: fx.Graph, num_threads: int, shapes: Shapes = AS_TRACED) 
     steps = []
     for index, node in enumerate(operations):
         live.update(storage for storage in storages.of[node] if storage not in outside)
-        nbytes = torch.sym_sum([*(storages.nbytes[storage] for storage in live), _scratch(node, num_threads, shapes)])
-        steps.append(MemoryStep(op_name(node), module_path(node), shapes.known(nbytes), label[node]))
+        scratch = _scratch(node, num_threads, shapes)
+        nbytes = torch.sym_sum([*(storages.nbytes[storage] for storage in live), scratch.nbytes])
+        step = MemoryStep(op_name(node), module_path(node), nbytes, label[node], scratch.estimate)
+        steps.append(step.with_sizes(shapes.known))
         live = {storage for storage in live if last_hold[storage] > index}
     end = len(operations)
     released = tuple(end if storage is None else last_hold[storage] + 1 for storage in given)
@@ -79,11 +82,26 @@ def _operations(graph: fx.Graph) -> tuple[list[fx.Node], dict[fx.Node, int]]:
     return operations, position | {output_node(graph): len(operations)}
 
 
-def _scratch(node: fx.Node, num_threads: int, shapes: Shapes) -> int:
-    """Scratch bytes of a node.
+@dataclass(frozen=True)
+class Scratch:
+    """What a call takes inside; `guessed`: the operator ("aten::name") that nobody has said anything of, else empty."""
+
+    nbytes: int
+    guessed: str = ""
+
+    @property
+    def estimate(self) -> Estimate | None:
+        return Estimate(self.guessed, self.nbytes) if self.guessed else None
+
+
+NO_SCRATCH = Scratch(0)
+
+
+def _scratch(node: fx.Node, num_threads: int, shapes: Shapes) -> Scratch:
+    """Scratch of a node.
 
     Raises:
-        UnsupportedError: they are not known.
+        UnsupportedError: it is a higher-order operator whose memory is not known.
     """
     value = value_of(node)
     on_cuda = any(leaf.device.type == "cuda" for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
@@ -91,10 +109,10 @@ def _scratch(node: fx.Node, num_threads: int, shapes: Shapes) -> int:
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     if not (isinstance(node.target, torch._ops.OpOverload) and takes_nothing(node.target)) or on_cuda:
         args, kwargs, value = shapes.of((args, dict(kwargs), value))
-    return call_scratch_nbytes(node.target, args, dict(kwargs), value, num_threads, module, on_cuda=on_cuda)
+    return call_scratch(node.target, args, dict(kwargs), value, num_threads, module, on_cuda=on_cuda)
 
 
-def call_scratch_nbytes(
+def call_scratch(
     target: object,
     args: tuple,
     kwargs: dict,
@@ -103,26 +121,29 @@ def call_scratch_nbytes(
     module: str = "",
     *,
     on_cuda: bool = False,
-) -> int:
-    """Scratch bytes of a call; of a higher-order operator's, those of the operator that it runs.
+) -> Scratch:
+    """Scratch of a call; of a higher-order operator's, that of the operator that it runs.
+
+    Args:
+        module: the user's module it belongs to, for the error.
 
     Raises:
-        UnsupportedError: they are not known.
+        UnsupportedError: it is a higher-order operator whose memory is not known.
     """
     if isinstance(target, torch._ops.OpOverload):
-        if on_cuda:
-            return cuda_scratch_nbytes(target, args, kwargs, value, num_threads, module)
-        return scratch_nbytes(target, args, kwargs, value, num_threads, module)
+        known = is_known_on_cuda(target) if on_cuda else is_known(target)
+        nbytes = (cuda_scratch_nbytes if on_cuda else scratch_nbytes)(target, args, kwargs, value, num_threads)
+        return Scratch(nbytes, "" if known else target._schema.name)
     if not isinstance(target, torch._ops.HigherOrderOperator):
-        return 0
+        return NO_SCRATCH
     # Those of selective checkpointing keep or restore the random generator's state around an operator.
     name = target.name()
     if name == "run_and_save_rng_state":
         inner = value[1] if isinstance(value, tuple) and len(value) > 1 else value
-        return call_scratch_nbytes(args[0], args[1:], kwargs, inner, num_threads, module, on_cuda=on_cuda)
+        return call_scratch(args[0], args[1:], kwargs, inner, num_threads, module, on_cuda=on_cuda)
     if name == "run_with_rng_state":
-        inner_nbytes = call_scratch_nbytes(args[1], args[2:], kwargs, value, num_threads, module, on_cuda=on_cuda)
-        return max(inner_nbytes, 0) + RNG_STATE_NBYTES
+        found = call_scratch(args[1], args[2:], kwargs, value, num_threads, module, on_cuda=on_cuda)
+        return replace(found, nbytes=max(found.nbytes, 0) + RNG_STATE_NBYTES)
     where = f" in {module}" if module else ""
     raise UnsupportedError(
         f"chunkc does not know how much memory the higher-order operator {name}{where} takes; write that part of the "

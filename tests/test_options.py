@@ -10,7 +10,7 @@ from chunkc.ir.errors import OptionsError
 from chunkc.options import Options, parse_options, resolve_budget
 
 GIB = 2**30
-KEYS = ("memory_budget", "home", "disk_holds", "chunk_size", "codegen", "whole_graph", "verify", "debug")
+KEYS = ("memory_budget", "home", "disk_holds", "chunk_size", "codegen", "whole_graph", "strict", "verify", "debug")
 
 
 def test_defaults():
@@ -21,6 +21,7 @@ def test_defaults():
         "chunk_size": "auto",
         "codegen": "inductor",
         "whole_graph": "auto",
+        "strict": False,
         "verify": True,
         "debug": False,
     }

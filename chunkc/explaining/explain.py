@@ -24,6 +24,7 @@ from chunkc.explaining.replay import Replay
 from chunkc.explaining.updates import Updates
 from chunkc.ir.chunks import ChunkLayout, is_state
 from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.estimates import largest_of_each
 from chunkc.ir.explanation import (
     Chunks,
     Explanation,
@@ -59,6 +60,7 @@ def explain(
     chunk_size: int | str | None = None,
     codegen: str | None = None,
     whole_graph: str | None = None,
+    strict: bool | None = None,
     update_on: str = DEVICE,
     overlap: str = NONE,
     optimizer: str | None = None,
@@ -76,9 +78,9 @@ def explain(
         memory_budget: of one device, as in `torch.compile`'s options; "auto": 90 % of what the hardware's device
             has beside the driver's context.
         hardware: a preset's name (`"rtx3090"`, `"8xv100-32g"`), a file, or a `Hardware`.
-        home, disk_holds, chunk_size, codegen, whole_graph: as in `torch.compile`'s options, but that codegen is "eager"
-            by default. Of a model that chunkc has compiled, all these are its own by default, and what its latest step
-            measured is put beside what is predicted.
+        home, disk_holds, chunk_size, codegen, whole_graph, strict: as in `torch.compile`'s options, but that codegen is
+            "eager" by default. Of a model that chunkc has compiled, all these are its own by default, and what its
+            latest step measured is put beside what is predicted.
         optimizer: of `chunkc.optim`: "adamw", "adam" or "lamb". None: that of the model, if it has one; else AdamW.
         update_on, overlap, moments_dtype, master_weights, stochastic_rounding: as the optimizer will have them; None is
             its own default. Where a format is given, it counts for all parameters, whatever optimizer the model has.
@@ -89,11 +91,12 @@ def explain(
 
     Raises:
         OptionsError: an argument makes no sense, or the optimizer refuses it.
-        UnsupportedError: the model cannot be captured, or has an operator whose memory is not known.
+        UnsupportedError: the model cannot be captured, or has an operator whose memory is not known,
+            which `strict` refuses.
     """
     own, own_hardware, measured = measured_side(model)
     asked = {"memory_budget": memory_budget, "home": home, "disk_holds": disk_holds, "chunk_size": chunk_size}
-    asked |= {"codegen": codegen, "whole_graph": whole_graph}
+    asked |= {"codegen": codegen, "whole_graph": whole_graph, "strict": strict}
     given = {key: value for key, value in asked.items() if value is not None}
     options = parse_options({"codegen": "eager", **own, **given})
     choice = OptimizerChoice(update_on, overlap, optimizer, moments_dtype, master_weights, stochastic_rounding)
@@ -122,6 +125,7 @@ def minimum_budget(
     hardware: str | Hardware = "cpu",
     chunk_size: int | str = "auto",
     codegen: str = "eager",
+    strict: bool = False,
     memory_budget: int | str = "auto",
     home: str = "cpu",
     disk_holds: str = "auto",
@@ -131,7 +135,7 @@ def minimum_budget(
     """The smallest budget, in bytes, in which `model(*args, **kwargs)` trains; arguments as for `explain`, those of the
     optimizer together."""
     asked = {"memory_budget": memory_budget, "home": home, "disk_holds": disk_holds, "chunk_size": chunk_size}
-    options = parse_options({**asked, "codegen": codegen})
+    options = parse_options({**asked, "codegen": codegen, "strict": strict})
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     chosen = choice.of(model)
     step = step_on(machine, model, args, kwargs, options, state_format_of=chosen.state_format_of)
@@ -241,6 +245,7 @@ def explain_step(
         plan_text="".join(map(str, step.plans)),
         device_is_host=hardware.kind == "cpu",
         activation_checkpointing=any(graph.checkpointed for graph in captured.graphs),
+        estimates=largest_of_each(call for found in settled.captured for call in found.unknown_operators),
     )
     return replace(found, host_fits=host is None or found.host_needs_nbytes <= host)
 

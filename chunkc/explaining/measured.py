@@ -31,6 +31,7 @@ def measured_side(model: nn.Module) -> tuple[dict[str, Any], Hardware | None, Me
         "chunk_size": options.chunk_size,
         "codegen": options.codegen,
         "whole_graph": options.whole_graph,
+        "strict": options.strict,
     }
     if not session.records:
         return own, session.hardware, None

@@ -48,6 +48,7 @@ class Replay:
                 hardware=hardware,
                 may_be_whole=options.whole_graph == "auto",
                 compiled=False,
+                strict=options.strict,
             )
             self.stages.append(Stage(builder))
         self.layout = layout

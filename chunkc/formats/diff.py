@@ -30,6 +30,7 @@ _COUNTS: tuple[tuple[str, Callable[[Explanation], int]], ...] = (
     ("calls", lambda e: len({moment.call for moment in e.moments})),
     ("operations", lambda e: len(e.moments)),
     ("events", lambda e: len(e.events)),
+    ("operators guessed at", lambda e: len(e.estimates)),
 )
 _SECONDS: tuple[tuple[str, Callable[[Explanation], float]], ...] = (
     ("step", lambda e: e.step_time_s.total),

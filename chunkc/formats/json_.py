@@ -25,6 +25,7 @@
 | `plan_text` | the plan, printed |
 | `device_is_host` | the compute tier is the host's memory, as on a CPU |
 | `activation_checkpointing` | the model recomputes parts of its forward in the backward |
+| `estimates` | operators whose inner memory is a guess: `operator`, `module` of the first, `nbytes` of the largest |
 | `measured` | null, or of a model that has run: `peak_nbytes`, `moments`, `time_s`, `events` |
 
 Moments and events stand on one line each, so that two files compare well.

@@ -73,6 +73,8 @@ def _tables(explanation: Explanation) -> Iterator[tuple[str, Table]]:
     yield f"{of}: {explanation.peak.moment}, {where}{source}", _peak(explanation)
     if explanation.moments:
         yield "fullest moment of each phase", _phases(explanation)
+    if explanation.estimates:
+        yield "guessed: what these operators take inside", _estimates(explanation)
     yield "home", _home(explanation)
     yield "chunks and traffic", _chunks(explanation)
     yield "step time, predicted", _time(explanation)
@@ -138,6 +140,11 @@ def _phases(explanation: Explanation) -> Table:
         fullest = max((m for m in explanation.moments if m.phase == phase), key=lambda moment: moment.nbytes)
         rows.append((phase, short_nbytes(fullest.nbytes), f"{fullest.nbytes:,}", fullest.op, fullest.module))
     return _table(("", "", "bytes", "", ""), rows, right=(1, 2))
+
+
+def _estimates(explanation: Explanation) -> Table:
+    rows = [(e.operator, short_nbytes(e.nbytes), f"{e.nbytes:,}", e.module) for e in explanation.estimates]
+    return _table(("", "", "bytes", ""), rows, right=(1, 2))
 
 
 def _home(explanation: Explanation) -> Table:

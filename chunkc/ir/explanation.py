@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from chunkc.ir.errors import OptionsError
+from chunkc.ir.estimates import EstimatedOperator
 
 COMPUTE, TO_DEVICE, TO_HOME = "compute", "to_device", "to_home"
 STREAMS = (COMPUTE, TO_DEVICE, TO_HOME)
@@ -155,6 +156,7 @@ class Explanation:
         overhead_nbytes: what the driver's counters see beyond the plan's bytes (context, libraries), counted apart.
         home_nbytes: on the home tier: parameters, gradients, optimizer states of every chunk that is not resident.
         disk_nbytes: of these on disk.
+        estimates: operators whose inner memory is a guess, each with the most that the plan reckons with.
         notes: assumptions and limits, one sentence each.
         graphs: phase -> the FX graph with its chunk nodes as readable code.
         plan_text: the plan, printed.
@@ -187,6 +189,7 @@ class Explanation:
     measured: Measured | None = None
     device_is_host: bool = False
     activation_checkpointing: bool = False
+    estimates: tuple[EstimatedOperator, ...] = ()
 
     @property
     def host_needs_nbytes(self) -> int:

@@ -19,18 +19,33 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class Estimate:
+    """Scratch bytes of an operator ("aten::name") that no rule is known for: a guess from its operands and results."""
+
+    operator: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class MemoryStep:
     """One moment inside a segment: an operation and the bytes alive while it runs.
 
     `nbytes` counts what the segment itself allocated (scratch included), not its inputs. `position` counts the
     operation among the segment's (None: not known), so that every call of the segment can name its own origin for it
     (`SegmentCall.origins`). It is a label: bytes are equal without it. `module` is that of the segment's first call.
+    `estimate`: the part of `nbytes` that is no more than a guess.
     """
 
     op: str
     module: str
     nbytes: int
     position: int | None = field(default=None, compare=False)
+    estimate: Estimate | None = None
+
+    def with_sizes(self, nbytes: Callable[[int], int]) -> MemoryStep:
+        """The same moment with `nbytes` of every number of bytes."""
+        estimate = None if self.estimate is None else replace(self.estimate, nbytes=nbytes(self.estimate.nbytes))
+        return replace(self, nbytes=nbytes(self.nbytes), estimate=estimate)
 
 
 @dataclass(frozen=True)
@@ -52,7 +67,7 @@ class SegmentMemory:
 
     def with_sizes(self, nbytes: Callable[[int], int]) -> SegmentMemory:
         """The same moments with `nbytes` of every number of bytes."""
-        steps = tuple(replace(step, nbytes=nbytes(step.nbytes)) for step in self.steps)
+        steps = tuple(step.with_sizes(nbytes) for step in self.steps)
         return replace(self, steps=steps, storage_nbytes=tuple(map(nbytes, self.storage_nbytes)))
 
 

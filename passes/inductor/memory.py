@@ -26,7 +26,7 @@ from chunkc.passes.cuda_memory import rounded_nbytes
 from chunkc.passes.graphs import storage_key
 from chunkc.passes.inductor.wrapper_cuda import Kernel, computes_on_cuda, cuda_names
 from chunkc.passes.inductor.wrapper_reader import AT, DATA, ParsedWrapper, sizes_namespace
-from chunkc.passes.segment_memory import call_scratch_nbytes
+from chunkc.passes.segment_memory import NO_SCRATCH, Scratch, call_scratch
 from chunkc.passes.segment_storages import number_storages
 from chunkc.passes.shapes import AS_TRACED, Shapes
 from chunkc.passes.symbols import Size, shape_env_of, size_of
@@ -140,8 +140,8 @@ class _StorageTracker(TorchDispatchMode):
                 self.live[key] = self.nbytes(tensor)
                 weakref.finalize(tensor.untyped_storage(), self.live.pop, key, None).atexit = False
                 fresh = True
-        scratch = self.scratch_nbytes(func, args, kwargs, result)
-        if fresh or scratch:
+        scratch = self.scratch(func, args, kwargs, result)
+        if fresh or scratch != NO_SCRATCH:
             allocation = func is torch.ops.aten.empty_strided.default
             self.step(ALLOCATION if allocation else op_name_of(func), scratch)
         return result
@@ -155,17 +155,18 @@ class _StorageTracker(TorchDispatchMode):
         nbytes = tensor.untyped_storage().nbytes()
         return rounded_nbytes(nbytes) if self.on_cuda else nbytes
 
-    def scratch_nbytes(self, func: Any, args: tuple, kwargs: dict[str, Any], result: object) -> int:
-        return call_scratch_nbytes(func, args, kwargs, result, self.num_threads, on_cuda=self.on_cuda)
+    def scratch(self, func: Any, args: tuple, kwargs: dict[str, Any], result: object) -> Scratch:
+        return call_scratch(func, args, kwargs, result, self.num_threads, on_cuda=self.on_cuda)
 
-    def step(self, label: str, scratch: int = 0) -> None:
+    def step(self, label: str, scratch: Scratch = NO_SCRATCH) -> None:
         """Note a moment. Allocations before a kernel are the kernel's."""
         if label != ALLOCATION:
             for index in reversed(range(len(self.steps))):
                 if self.steps[index].op != ALLOCATION:
                     break
                 self.steps[index] = MemoryStep(label, "", self.steps[index].nbytes, self.position)
-        self.steps.append(MemoryStep(label, "", torch.sym_sum([*self.live.values(), scratch]), self.position))
+        nbytes = torch.sym_sum([*self.live.values(), scratch.nbytes])
+        self.steps.append(MemoryStep(label, "", nbytes, self.position, scratch.estimate))
 
 
 def op_name_of(func: Any) -> str:
@@ -191,7 +192,7 @@ class _ExternKernels:
         def call(*args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> Any:
             if out is None:
                 return packet(*args, **kwargs)
-            scratch = self._tracker.scratch_nbytes(packet.default, args, kwargs, out)
+            scratch = self._tracker.scratch(packet.default, args, kwargs, out)
             self._tracker.step(f"aten.{name}", scratch)
             return out
 

@@ -8,8 +8,8 @@ and dtypes alone.
 One default rule and declared exceptions. Views take nothing. Elementwise operators (torch tags them) take a cast of
 each operand that is not in the common dtype. The others are in `scratch.table.RULES`, functions read off ATen's CPU
 kernels and checked by measuring; they are exact to the byte but for those in `scratch.exceptions.EXCEPTIONS`, which
-are upper bounds, each with its reason. An operator that nobody looked at is refused: users may declare it
-(`scratch.declared.declare_scratch`).
+are upper bounds, each with its reason. For an operator that nobody looked at (`is_known`) its operands and results
+once more are a guess; users may declare it (`scratch.declared.declare_scratch`).
 """
 
 from __future__ import annotations
@@ -22,32 +22,31 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from chunkc.passes.scratch.declared import declared_nbytes, is_declared, undeclared
+from chunkc.passes.scratch.declared import declared_nbytes, guessed_nbytes, is_declared
 from chunkc.passes.scratch.rules import Call, is_view, nothing_rule, pointwise_rule
 from chunkc.passes.scratch.table import OUTPUTS, RULES
 
 
-def scratch_nbytes(
-    target: torch._ops.OpOverload, args: tuple, kwargs: dict, outputs: object, num_threads: int, module: str = ""
-) -> int:
+def scratch_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict, outputs: object, num_threads: int) -> int:
     """Bytes that `target` holds inside while it runs on the CPU, beyond its outputs.
 
     Args:
         args, kwargs, outputs: as the operator takes and returns them; of tensors, also fake ones, only sizes,
             strides and dtypes are read.
         num_threads: `torch.get_num_threads()` where it will run.
-        module: the user's module it belongs to, for the error.
-
-    Raises:
-        UnsupportedError: nobody has said how much it takes.
     """
     declared = declared_nbytes(target, args, kwargs, outputs, num_threads)
     if declared is not None:
         return declared
     rule = _rule(target)
     if rule is None:
-        raise undeclared(target, module)
+        return sum(guessed_nbytes(args, kwargs, outputs))
     return rule(_call(target, args, kwargs, outputs, num_threads))
+
+
+def is_known(target: torch._ops.OpOverload) -> bool:
+    """Whether somebody has said how much `target` takes; else `scratch_nbytes` is a guess."""
+    return is_declared(target) or _rule(target) is not None
 
 
 def output_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict, outputs: object) -> dict[int, int]:

@@ -3,8 +3,8 @@
 Matrix products take nothing of their own: cuBLAS works in a workspace that torch keeps (`passes.cuda_memory`). Views
 take nothing, nor do elementwise operators: `TensorIterator.cpp` casts while it loads on CUDA devices. The others are
 listed here with rules from `scratch.cuda_rules`, read off ATen's CUDA sources; they wait to be checked by measuring.
-As on the CPU, an operator that nobody looked at is refused, and users may declare it
-(`scratch.declared.declare_scratch`), as they may any whose rule they know to be wrong.
+As on the CPU, what stands for an operator that nobody looked at (`is_known_on_cuda`) is a guess, and users may declare
+it (`scratch.declared.declare_scratch`), as they may any whose rule they know to be wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from chunkc.passes.cuda_memory import rounded_nbytes
 from chunkc.passes.scratch import cuda_rules as rules
 from chunkc.passes.scratch.cuda_rules import Call
-from chunkc.passes.scratch.declared import declared_nbytes, undeclared
+from chunkc.passes.scratch.declared import declared_nbytes, guessed_nbytes, is_declared
 from chunkc.passes.scratch.rules import is_view
 
 Rule = Callable[[Call], list[int]]
@@ -29,7 +29,6 @@ def cuda_scratch_nbytes(
     kwargs: dict[str, Any],
     outputs: object,
     num_threads: int = 1,
-    module: str = "",
 ) -> int:
     """Upper bound of the bytes that `target` holds inside while it runs on a CUDA device, beyond its outputs.
 
@@ -37,18 +36,18 @@ def cuda_scratch_nbytes(
         args, kwargs, outputs: as the operator takes and returns them; of tensors, also fake ones, only sizes, strides
             and dtypes are read.
         num_threads: for declared functions.
-        module: the user's module it belongs to, for the error.
-
-    Raises:
-        UnsupportedError: nobody has said how much it takes.
     """
     declared = declared_nbytes(target, args, kwargs, outputs, num_threads)
     if declared is not None:
         return rounded_nbytes(declared)
     rule = _rule(target)
-    if rule is None:
-        raise undeclared(target, module, "on a CUDA device")
-    return sum(rounded_nbytes(nbytes) for nbytes in rule(Call(target, args, kwargs, outputs)))
+    parts = guessed_nbytes(args, kwargs, outputs) if rule is None else rule(Call(target, args, kwargs, outputs))
+    return sum(map(rounded_nbytes, parts))
+
+
+def is_known_on_cuda(target: torch._ops.OpOverload) -> bool:
+    """Whether somebody has said how much `target` takes; else `cuda_scratch_nbytes` is a guess."""
+    return is_declared(target) or _rule(target) is not None
 
 
 def _rule(target: torch._ops.OpOverload) -> Rule | None:
@@ -78,7 +77,10 @@ _RULES: dict[str, Rule] = {
         diagonal_backward unfold_backward resize resize_as _unsafe_view lift_fresh_copy expand_copy permute_copy
         view_copy t_copy transpose_copy squeeze_copy unsqueeze_copy alias_copy as_strided_copy diagonal_copy unfold_copy
         unbind_copy split_with_sizes_copy unsafe_split diag_embed flip rot90 roll repeat where masked_fill trace complex
-        polar take linalg_cross floor_divide rsub mse_loss_backward huber_loss_backward smooth_l1_loss_backward
+        _assert_async _assert_scalar _assert_tensor_metadata _functional_assert_async _functional_assert_scalar
+        _functional_sym_constrain_range _functional_sym_constrain_range_for_size _make_dep_token sym_constrain_range
+        sym_constrain_range_for_size polar take linalg_cross floor_divide rsub mse_loss_backward huber_loss_backward
+        smooth_l1_loss_backward
         log_sigmoid_backward elu_backward glu glu_backward hardshrink_backward hardsigmoid_backward hardswish
         hardswish_backward hardtanh_backward leaky_relu_backward mish_backward softplus_backward softshrink_backward
         _prelu_kernel _prelu_kernel_backward grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d

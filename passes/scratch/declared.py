@@ -1,4 +1,7 @@
-"""Scratch sizes that users declare for operators chunkc has never seen. The one place of this subject with state."""
+"""Operators that chunkc has never seen: what users declare that they take, else a guess.
+
+Declarations are the one state of this subject.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.errors import OptionsError
 
 ScratchFunction = Callable[[Sequence[Any], Mapping[str, Any], Any, int], int]
 """(args, kwargs, outputs, num_threads) -> bytes."""
@@ -59,10 +64,7 @@ def declared_nbytes(
     return nbytes
 
 
-def undeclared(target: torch._ops.OpOverload, module: str, where: str = "") -> UnsupportedError:
-    """The error for an operator whose scratch nobody has said: of `module`, on a kind of device."""
-    inside = f" (in {module})" if module else ""
-    return UnsupportedError(
-        f"chunkc does not know how much memory {target}{inside} takes inside{where and ' ' + where}; declare it with "
-        f'chunkc.declare_scratch("{target._schema.name}", function), or use another formulation'
-    )
+def guessed_nbytes(args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object) -> list[int]:
+    """What stands for the scratch of an operator that nobody looked at: its operands and results, each whole."""
+    leaves = pytree.tree_leaves((args, kwargs, outputs))
+    return [leaf.numel() * leaf.itemsize for leaf in leaves if isinstance(leaf, Tensor)]

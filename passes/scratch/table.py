@@ -121,6 +121,9 @@ _GROUPS: tuple[tuple[Callable[[Call], int], tuple[str, ...]], ...] = (
         _local_scalar_dense _prelu_kernel _prelu_kernel_backward _unsafe_view
         addr alias_copy arange as_strided_copy as_strided_scatter cauchy
         complex constant_pad_nd diag_embed diagonal_backward diagonal_copy diagonal_scatter
+        _assert_async _assert_scalar _assert_tensor_metadata _functional_assert_async _functional_assert_scalar
+        _functional_sym_constrain_range _functional_sym_constrain_range_for_size _make_dep_token sym_constrain_range
+        sym_constrain_range_for_size
         elu_backward empty empty_like empty_permuted empty_strided expand_copy exponential eye fill
         flip full full_like geometric glu glu_backward grid_sampler_2d hardshrink_backward
         hardsigmoid_backward hardswish hardswish_backward hardtanh_backward leaky_relu_backward

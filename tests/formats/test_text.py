@@ -10,6 +10,7 @@ from synthetic import MIB, large, measured, not_fitting, small
 from chunkc.formats import print_text, render_text
 from chunkc.formats.advice import advice
 from chunkc.formats.text import headline
+from chunkc.ir.estimates import EstimatedOperator
 from chunkc.ir.explanation import Peak
 
 
@@ -86,6 +87,13 @@ def test_measured_stands_beside_predicted() -> None:
     assert "75.0 %" in line_of(text, "computing so far")
     unmetered = render_text(small(measured=measured(peak_nbytes=None, moments=(("forward.0", None),), time_s={})))
     assert "measured peak" not in unmetered
+
+
+def test_guesses_are_listed_where_there_are_any() -> None:
+    assert "guessed" not in render_text(small())
+    text = render_text(small(estimates=(EstimatedOperator("lib::odd", "model.mix", 3 * MIB),)))
+    assert "guessed: what these operators take inside" in text
+    assert line_of(text, "lib::odd").split() == ["lib::odd", "3.00", "MiB", f"{3 * MIB:,}", "model.mix"]
 
 
 def test_an_explanation_without_moments_is_text_too() -> None:

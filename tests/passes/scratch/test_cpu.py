@@ -10,7 +10,7 @@ from metering import measure
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.errors import OptionsError
 from chunkc.passes.scratch import cpu, declared, table
 from chunkc.passes.scratch.iterator import reduces_two_inner_dimensions
 from chunkc.runtime import cpu_allocator
@@ -42,12 +42,32 @@ def test_fake_tensors_give_the_same_answer() -> None:
         assert cpu.scratch_nbytes(aten.add.Tensor, mixed, {}, aten.add.Tensor(*mixed), 2) == 4 * 5 * 4
 
 
-def test_an_operator_nobody_looked_at_is_refused_by_name() -> None:
+def test_of_an_operator_nobody_looked_at_operands_and_results_once_more_are_a_guess() -> None:
     x = torch.randn(64, 64)
     target = aten.linalg_matrix_exp.default
-    with pytest.raises(UnsupportedError, match=r"aten\.linalg_matrix_exp.*\(in h\.0\.mix\).*declare_scratch") as error:
-        cpu.scratch_nbytes(target, (x,), {}, x, 2, "h.0.mix")
-    assert '"aten::linalg_matrix_exp"' in str(error.value)
+    assert not cpu.is_known(target)
+    assert cpu.scratch_nbytes(target, (x,), {}, x, 2) == 2 * 64 * 64 * 4
+    row = torch.randn(64)
+    expanded = row.expand(64, 64)  # kernels that want dense operands copy all of it
+    assert cpu.scratch_nbytes(target, (expanded,), {}, row, 2) == 64 * 64 * 4 + 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        (aten._assert_async.default, (torch.tensor(True),)),
+        (aten._assert_async.msg, (torch.tensor(True), "no")),
+        (aten._functional_assert_async.msg, (torch.tensor(True), "no", torch.ones(1))),
+        (aten._assert_scalar.default, (True, "no")),
+        (aten._assert_tensor_metadata.default, (torch.ones(3), [3])),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("metered")
+def test_assertions_take_nothing(target: torch._ops.OpOverload, args: tuple) -> None:
+    measured, outputs = measure(target, args, {})
+    assert cpu.is_known(target)
+    assert measured == cpu.scratch_nbytes(target, args, {}, outputs, 1) == 0
 
 
 @pytest.mark.usefixtures("_declarations")
@@ -57,6 +77,7 @@ def test_a_declaration_is_used() -> None:
     declared.declare_scratch(
         "aten::linalg_matrix_exp", lambda args, kwargs, outputs, num_threads: args[0].numel() * num_threads
     )
+    assert cpu.is_known(target)
     assert cpu.scratch_nbytes(target, (x,), {}, x, 3) == 3 * 64 * 64
     declared.declare_scratch("aten::linalg_matrix_exp", lambda *_: 0)
     assert cpu.scratch_nbytes(target, (x,), {}, x, 3) == 0

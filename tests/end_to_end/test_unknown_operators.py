@@ -1,0 +1,152 @@
+"""Operators that chunkc has never seen train inside the budget, and everybody who asks hears that it was a guess."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from harness import HUGE, Result, assert_same_training, compile_case, refuse, session_of, train
+from torch import Tensor, nn
+from zoo import Case, floats
+
+import chunkc
+from chunkc.ir.estimates import EstimatedOperator
+from chunkc.passes.scratch import declared
+
+NAME = "chunkc_unknown_tests::mix"
+WIDTH, ROWS = 64, 48
+MATRIX_NBYTES = ROWS * WIDTH * 4
+
+
+def _mix(x: Tensor, weight: Tensor) -> Tensor:
+    """Takes one more matrix of x's size inside."""
+    return (x * 2).add_(x @ weight).mul_(0.25)
+
+
+@pytest.fixture(autouse=True)
+def _operators() -> Iterator[None]:
+    """`mix` and its gradient."""
+    with torch.library._scoped_library("chunkc_unknown_tests", "DEF") as library:
+        for name, function in (("mix", _mix), ("mix_of_gradient", lambda g, weight: (g * 2).add_(g @ weight.t()) / 4)):
+            library.define(f"{name}(Tensor x, Tensor weight) -> Tensor")
+            library.impl(name, function, "CPU")
+            library.impl(name, lambda x, weight: torch.empty_like(x), "Meta")
+        operators = torch.ops.chunkc_unknown_tests
+
+        def setup(ctx, inputs, output) -> None:
+            ctx.save_for_backward(*inputs)
+
+        def gradient(ctx, g: Tensor) -> tuple[Tensor, Tensor]:
+            x, weight = ctx.saved_tensors
+            return operators.mix_of_gradient(g, weight), x.t() @ g * 0.25
+
+        torch.library.register_autograd(operators.mix.default, gradient, setup_context=setup, lib=library)
+        yield
+    for name in ("mix", "mix_of_gradient"):
+        declared._declared.pop(f"chunkc_unknown_tests::{name}", None)
+
+
+class Mix(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.chunkc_unknown_tests.mix(x, self.weight)
+
+
+class Mixer(nn.Module):
+    """Three layers with an operator of its own between products, and an assertion on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Mix()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._assert_async(x.isfinite().all(), "x is finite")
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+CASE = Case("mixer", Mixer, lambda seed: {"x": floats(seed, (ROWS, WIDTH))})
+
+
+@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_it_trains_inside_its_smallest_budget(codegen: str, caplog: pytest.LogCaptureFixture) -> None:
+    budget_nbytes = refuse(CASE, memory_budget=1, codegen=codegen).minimum_nbytes
+    wide = train(CASE, memory_budget=HUGE, codegen=codegen, limit=False, whole_graph="never")
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="chunkc"):
+        tight = train(CASE, memory_budget=budget_nbytes, codegen=codegen, whole_graph="never")  # a hard limit
+    assert_same_training(tight, wide)
+    assert tight.measured_peak_nbytes <= budget_nbytes < wide.predicted_peak_nbytes
+    assert_one_warning_each(caplog)
+    assert_as_eager(wide)
+
+
+def assert_one_warning_each(caplog: pytest.LogCaptureFixture) -> None:
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("chunkc")]
+    names = [message.split()[7] for message in messages if message.startswith("chunkc does not know how much memory")]
+    assert names == [NAME, f"{NAME}_of_gradient"], messages
+    assert "declare_scratch" in messages[0]
+    assert '"strict": True' in messages[0]
+
+
+def assert_as_eager(result: Result) -> None:
+    model = CASE.build(0)
+    loss = model(**CASE.batch(0)).detach()
+    assert abs(float(loss) - float(result.losses[0])) < 1e-5
+
+
+def test_the_report_and_the_explanation_list_it(capsys: pytest.CaptureFixture[str]) -> None:
+    model, compiled = compile_case(CASE, memory_budget=HUGE, whole_graph="never")
+    before = chunkc.explain(model, **CASE.batch(0))
+    compiled(**CASE.batch(0)).backward()
+    # mix: x, weight and the result; its gradient likewise
+    nbytes = 2 * MATRIX_NBYTES + WIDTH * WIDTH * 4
+    expected = (
+        EstimatedOperator(NAME, "layers.0.2", nbytes),
+        EstimatedOperator(f"{NAME}_of_gradient", "layers.2.2", nbytes),
+    )
+    report = chunkc.report(compiled)
+    assert report.estimates == before.estimates == expected
+    assert f"{NAME}, " in str(report)
+    values = json.loads(json.dumps(before.to_dict()))
+    assert values["estimates"][0] == {"operator": NAME, "module": "layers.0.2", "nbytes": nbytes}
+    assert type(before).from_dict(values) == before
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_strict_refuses_before_anything_moves(codegen: str) -> None:
+    model, compiled = compile_case(
+        CASE, memory_budget=HUGE, codegen=codegen, strict=True, whole_graph="never", place=False
+    )
+    places = {name: p.data_ptr() for name, p in model.named_parameters()}
+    with pytest.raises(
+        chunkc.UnsupportedError, match=rf'{NAME} \(in layers\.0\.\d\) takes inside.*declare_scratch\("{NAME}"'
+    ):
+        compiled(**CASE.batch(0))
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == places
+    with pytest.raises(chunkc.UnsupportedError, match=rf"{NAME} \(in layers\.0\.2\) takes inside, which strict"):
+        chunkc.explain(model, **CASE.batch(0), strict=True, codegen=codegen)
+
+
+def test_what_is_declared_is_no_guess(caplog: pytest.LogCaptureFixture) -> None:
+    for name in (NAME, f"{NAME}_of_gradient"):
+        chunkc.declare_scratch(name, lambda args, kwargs, outputs, num_threads: args[0].nbytes)
+    with caplog.at_level(logging.WARNING, logger="chunkc"):
+        model, compiled = compile_case(CASE, memory_budget=HUGE, strict=True)
+        compiled(**CASE.batch(0)).backward()
+    assert not caplog.records
+    assert session_of(model).estimates == ()
+    assert chunkc.explain(model, **CASE.batch(0), strict=True).estimates == ()
+
+
+def test_a_failing_assertion_still_fails() -> None:
+    _, compiled = compile_case(CASE, memory_budget=HUGE)
+    with pytest.raises(RuntimeError, match="x is finite"):
+        compiled(torch.full((ROWS, WIDTH), float("nan")))
