@@ -25,7 +25,7 @@ from chunkc.logs import log_build, log_capture, logger
 from chunkc.machines.devices import device_of
 from chunkc.moving import place
 from chunkc.options import Options, parse_options
-from chunkc.passes.codegen import find_vector_isa
+from chunkc.passes.codegen import prepare_compiler
 from chunkc.passes.graphs import placeholders
 from chunkc.session import Session, can_move, owner, session_for
 from chunkc.steps import SizedStep, StaticSteps, Steps, SymbolicSteps
@@ -50,7 +50,7 @@ def chunkc(
             raise OptionsError(f'mode={mode!r} is for the backend "inductor"; chunkc takes options={{...}}')
         settings = parse_options(options)
         if settings.codegen == "inductor":
-            find_vector_isa()
+            prepare_compiler()
         names = input_names(gm)
         variants = Variants(lambda inputs: compile_graph(gm, inputs, names, settings, options))
         if _is_symbolic(gm, example_inputs):

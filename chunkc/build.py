@@ -14,11 +14,17 @@ from chunkc.captured import Captured, profile
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.program import PhaseProgram
-from chunkc.passes.codegen import CompiledSegment, compile_segment, describe_segment, generated_wrapper
+from chunkc.passes.codegen import (
+    CompiledSegment,
+    compile_segment,
+    describe_segment,
+    generated_wrapper,
+    kernels_started,
+)
 from chunkc.passes.graphs import placeholders, returned
 from chunkc.passes.planning import fixed_nbytes
 from chunkc.passes.program import backward_program, forward_program
-from chunkc.passes.segments import Piece, SegmentTable, cut, extract, home_views
+from chunkc.passes.segments import Piece, Segment, SegmentTable, cut, extract, home_views
 from chunkc.passes.shapes import AS_TRACED, Shapes
 
 
@@ -150,24 +156,28 @@ class Builder:
         return [*pieces, *extract(gm, [views], table, reads_home=True)] if views else pieces
 
     def _segments(self, structure: Structure, estimated: bool, shapes: Shapes) -> dict[str, CompiledSegment]:
-        threads = torch.get_num_threads()
+        segments = structure.table.segments.values()
+        if estimated:
+            threads = torch.get_num_threads()
+            memories = {s.name: describe_segment(s, "eager", threads, shapes) for s in segments}
+            return {name: CompiledSegment(_not_compiled, memory) for name, memory in memories.items()}
         at_home = {piece.segment.name for piece in (*structure.forward, *structure.backward) if piece.reads_home}
-        found = {}
-        for segment in structure.table.segments.values():
-            name = segment.name
-            if estimated:
-                found[name] = CompiledSegment(_not_compiled, describe_segment(segment, "eager", threads, shapes))
-                continue
-            codegen = "eager" if name in at_home else self.codegen
-            known = structure.compiled.get(name)
-            if known is None and self.compiled:
-                known = compile_segment(segment, codegen, threads, shapes)
-            else:
-                wrapper = generated_wrapper(segment, codegen) if known is None else known.wrapper
-                memory = describe_segment(segment, codegen, threads, shapes, wrapper)
-                known = CompiledSegment(_not_compiled if known is None else known.run, memory, wrapper)
-            found[name] = structure.compiled[name] = known
-        return found
+        codegens = {s.name: "eager" if s.name in at_home else self.codegen for s in segments}
+        missing = [s for s in segments if s.name not in structure.compiled and s.name not in at_home]
+        with kernels_started(missing if self.compiled else (), self.codegen):
+            return {s.name: self._segment(structure, s, codegens[s.name], shapes) for s in segments}
+
+    def _segment(self, structure: Structure, segment: Segment, codegen: str, shapes: Shapes) -> CompiledSegment:
+        threads = torch.get_num_threads()
+        known = structure.compiled.get(segment.name)
+        if known is None and self.compiled:
+            known = compile_segment(segment, codegen, threads, shapes)
+        else:
+            wrapper = generated_wrapper(segment, codegen) if known is None else known.wrapper
+            memory = describe_segment(segment, codegen, threads, shapes, wrapper)
+            known = CompiledSegment(_not_compiled if known is None else known.run, memory, wrapper)
+        structure.compiled[segment.name] = known
+        return known
 
 
 def _not_compiled(inputs: list[Any]) -> Sequence[Any]:
