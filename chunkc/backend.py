@@ -27,6 +27,7 @@ from chunkc.moving import place
 from chunkc.options import Options, parse_options
 from chunkc.passes.codegen import prepare_compiler
 from chunkc.passes.graphs import placeholders
+from chunkc.progress import Show, compilation_progress
 from chunkc.session import Session, can_move, owner, session_for
 from chunkc.steps import SizedStep, StaticSteps, Steps, SymbolicSteps
 from chunkc.templates import Templates, input_symbols
@@ -159,17 +160,19 @@ def compile_graph(
     session = session_for([p for p in parameters if p is not None], options, source, device)
     parameter_names = _name_parameters(session, parameters, names)
     compiled: list[CompiledGraph] = []
-    call, capture = capture_graph(
-        gm,
-        inputs,
-        parameter_names,
-        codegen=options.codegen,
-        run_forward=lambda arguments: compiled[0].forward(arguments),
-        run_backward=lambda arguments: compiled[0].backward(arguments),
-    )
-    named = {name: p for name, p in zip(parameter_names, parameters) if name is not None and p is not None}
-    log_capture(capture)
-    compiled.append(_build(session, capture, options, named, gm))
+    with compilation_progress() as show:
+        show("tracing", 0, None)
+        call, capture = capture_graph(
+            gm,
+            inputs,
+            parameter_names,
+            codegen=options.codegen,
+            run_forward=lambda arguments: compiled[0].forward(arguments),
+            run_backward=lambda arguments: compiled[0].backward(arguments),
+        )
+        named = {name: p for name, p in zip(parameter_names, parameters) if name is not None and p is not None}
+        log_capture(capture)
+        compiled.append(_build(session, capture, options, named, gm, show))
     if not isinstance(compiled[0].steps, SymbolicSteps):
         return call
 
@@ -225,7 +228,12 @@ def _compute_device(
 
 
 def _build(
-    session: Session, capture: Capture, options: Options, named: Mapping[str, nn.Parameter], gm: fx.GraphModule
+    session: Session,
+    capture: Capture,
+    options: Options,
+    named: Mapping[str, nn.Parameter],
+    gm: fx.GraphModule,
+    show: Show,
 ) -> CompiledGraph:
     in_order = capture.order_of_use()
     movable = [session.spec_of(name, named[name]) for name in in_order if can_move(named[name])]
@@ -241,9 +249,11 @@ def _build(
         session.budget_nbytes,
         session.hardware,
         may_be_whole=options.whole_graph == "auto" and not fused_for_any_sizes,
+        show=show,
     )
     steps, captured = _steps(builder, gm, session.all_may_stay())
     log_build(captured, layout)
+    show("planning", 0, None)
     num_known = 0 if session.unplanned else len(session.store.layout.groups)
     resident, minimum = residents_with(captured, layout, session.budget_nbytes, session.store.resident, num_known)
     session.minimum_nbytes = max(session.minimum_nbytes, minimum)

@@ -26,6 +26,7 @@ from chunkc.passes.planning import fixed_nbytes
 from chunkc.passes.program import backward_program, forward_program
 from chunkc.passes.segments import Piece, Segment, SegmentTable, cut, extract, home_views
 from chunkc.passes.shapes import AS_TRACED, Shapes
+from chunkc.progress import Show
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Builder:
     Attributes:
         may_be_whole: whether the graph may be compiled whole if all its model data fits.
         compiled: false for a description alone: the same bytes, but no compiler is started and nothing can run.
+        show: told what is compiled.
     """
 
     capture: Capture
@@ -56,6 +58,7 @@ class Builder:
     hardware: Hardware
     may_be_whole: bool
     compiled: bool = True
+    show: Show = lambda what, done, of: None
     _structures: dict[bool, Structure] = field(default_factory=dict)
 
     def build(self, described: Callable[[bool, bool], Captured] | None = None) -> Captured:
@@ -165,7 +168,11 @@ class Builder:
         codegens = {s.name: "eager" if s.name in at_home else self.codegen for s in segments}
         missing = [s for s in segments if s.name not in structure.compiled and s.name not in at_home]
         with kernels_started(missing if self.compiled else (), self.codegen):
-            return {s.name: self._segment(structure, s, codegens[s.name], shapes) for s in segments}
+            found = {}
+            for done, s in enumerate(segments):
+                self.show("compiling segments", done, len(segments))
+                found[s.name] = self._segment(structure, s, codegens[s.name], shapes)
+            return found
 
     def _segment(self, structure: Structure, segment: Segment, codegen: str, shapes: Shapes) -> CompiledSegment:
         threads = torch.get_num_threads()
