@@ -27,8 +27,9 @@ from chunkc.machines.devices import device_of
 from chunkc.movable import can_move
 from chunkc.moving import place
 from chunkc.options import Options, parse_options
-from chunkc.passes.codegen import find_vector_isa
+from chunkc.passes.codegen import prepare_compiler
 from chunkc.passes.graphs import placeholders, without_tied_placeholders
+from chunkc.progress import Show, compilation_progress
 from chunkc.recompile_limit import watch
 from chunkc.reconcile import end_where_laid_out_otherwise, note_shared_memory, reconcile
 from chunkc.session import Session, owner, session_for
@@ -67,7 +68,7 @@ def _compiled(
             raise OptionsError(f'mode={mode!r} is for the backend "inductor"; chunkc takes options={{...}}')
         settings = parse_options(options)
         if settings.codegen == "inductor":
-            find_vector_isa()
+            prepare_compiler()
         names = input_names(gm)
         variants = Variants(lambda inputs: compile_graph(gm, inputs, names, settings, options), COMPILING)
         if _is_symbolic(gm, example_inputs):
@@ -211,17 +212,19 @@ def _compile_in(
     reconcile(session, [hit[1] for p in parameters if p is not None and (hit := owner(p)) is not None])
     parameter_names = _name_parameters(session, parameters, names)
     compiled: list[CompiledGraph] = []
-    call, capture = capture_graph(
-        gm,
-        inputs,
-        parameter_names,
-        codegen=options.codegen,
-        run_forward=lambda arguments: compiled[0].forward(arguments),
-        run_backward=lambda arguments: compiled[0].backward(arguments),
-    )
-    named = {name: p for name, p in zip(parameter_names, parameters) if name is not None and p is not None}
-    log_capture(capture)
-    compiled.append(_build(session, capture, options, named, gm))
+    with compilation_progress() as show:
+        show("tracing", 0, None)
+        call, capture = capture_graph(
+            gm,
+            inputs,
+            parameter_names,
+            codegen=options.codegen,
+            run_forward=lambda arguments: compiled[0].forward(arguments),
+            run_backward=lambda arguments: compiled[0].backward(arguments),
+        )
+        named = {name: p for name, p in zip(parameter_names, parameters) if name is not None and p is not None}
+        log_capture(capture)
+        compiled.append(_build(session, capture, options, named, gm, show))
     symbolic = isinstance(compiled[0].steps, SymbolicSteps)
 
     def admitted(*args: Any) -> Any:
@@ -278,7 +281,12 @@ def _compute_device(
 
 
 def _build(
-    session: Session, capture: Capture, options: Options, named: Mapping[str, nn.Parameter], gm: fx.GraphModule
+    session: Session,
+    capture: Capture,
+    options: Options,
+    named: Mapping[str, nn.Parameter],
+    gm: fx.GraphModule,
+    show: Show,
 ) -> CompiledGraph:
     in_order = capture.order_of_use()
     note_shared_memory({name: named[name] for name in in_order if owner(named[name]) is None})
@@ -296,10 +304,12 @@ def _build(
         session.hardware,
         may_be_whole=options.whole_graph == "auto" and not fused_for_any_sizes,
         strict=options.strict,
+        show=show,
     )
     steps, captured = _steps(builder, gm, session.all_may_stay())
     log_build(captured, layout)
     warn_of_estimates(session.note_estimates(captured.unknown_operators))
+    show("planning", 0, None)
     num_known = 0 if session.unplanned else len(session.store.layout.groups)
     resident, minimum = residents_with(captured, layout, session.budget_nbytes, session.store.resident, num_known)
     session.minimum_nbytes = max(session.minimum_nbytes, minimum)

@@ -16,12 +16,19 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.estimates import how_to_declare, not_known
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.program import PhaseProgram
-from chunkc.passes.codegen import CompiledSegment, compile_segment, describe_segment, generated_wrapper
+from chunkc.passes.codegen import (
+    CompiledSegment,
+    compile_segment,
+    describe_segment,
+    generated_wrapper,
+    kernels_started,
+)
 from chunkc.passes.graphs import placeholders, returned
 from chunkc.passes.planning import fixed_nbytes
 from chunkc.passes.program import backward_program, forward_program
-from chunkc.passes.segments import Piece, SegmentTable, cut, extract, home_views
+from chunkc.passes.segments import Piece, Segment, SegmentTable, cut, extract, home_views
 from chunkc.passes.shapes import AS_TRACED, Shapes
+from chunkc.progress import Show
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,7 @@ class Builder:
         may_be_whole: whether the graph may be compiled whole if all its model data fits.
         compiled: false for a description alone: the same bytes, but no compiler is started and nothing can run.
         strict: refuse operators whose inner memory is a guess.
+        show: told what is compiled.
     """
 
     capture: Capture
@@ -54,6 +62,7 @@ class Builder:
     may_be_whole: bool
     compiled: bool = True
     strict: bool = False
+    show: Show = lambda what, done, of: None
     _structures: dict[bool, Structure] = field(default_factory=dict)
 
     def build(self, described: Callable[[bool, bool], Captured] | None = None) -> Captured:
@@ -169,24 +178,32 @@ class Builder:
         return [*pieces, *extract(gm, [views], table, reads_home=True)] if views else pieces
 
     def _segments(self, structure: Structure, estimated: bool, shapes: Shapes) -> dict[str, CompiledSegment]:
-        threads = torch.get_num_threads()
+        segments = structure.table.segments.values()
+        if estimated:
+            threads = torch.get_num_threads()
+            memories = {s.name: describe_segment(s, "eager", threads, shapes) for s in segments}
+            return {name: CompiledSegment(_not_compiled, memory) for name, memory in memories.items()}
         at_home = {piece.segment.name for piece in (*structure.forward, *structure.backward) if piece.reads_home}
-        found = {}
-        for segment in structure.table.segments.values():
-            name = segment.name
-            if estimated:
-                found[name] = CompiledSegment(_not_compiled, describe_segment(segment, "eager", threads, shapes))
-                continue
-            codegen = "eager" if name in at_home else self.codegen
-            known = structure.compiled.get(name)
-            if known is None and self.compiled:
-                known = compile_segment(segment, codegen, threads, shapes)
-            else:
-                wrapper = generated_wrapper(segment, codegen) if known is None else known.wrapper
-                memory = describe_segment(segment, codegen, threads, shapes, wrapper)
-                known = CompiledSegment(_not_compiled if known is None else known.run, memory, wrapper)
-            found[name] = structure.compiled[name] = known
-        return found
+        codegens = {s.name: "eager" if s.name in at_home else self.codegen for s in segments}
+        missing = [s for s in segments if s.name not in structure.compiled and s.name not in at_home]
+        with kernels_started(missing if self.compiled else (), self.codegen):
+            found = {}
+            for done, s in enumerate(segments):
+                self.show("compiling segments", done, len(segments))
+                found[s.name] = self._segment(structure, s, codegens[s.name], shapes)
+            return found
+
+    def _segment(self, structure: Structure, segment: Segment, codegen: str, shapes: Shapes) -> CompiledSegment:
+        threads = torch.get_num_threads()
+        known = structure.compiled.get(segment.name)
+        if known is None and self.compiled:
+            known = compile_segment(segment, codegen, threads, shapes)
+        else:
+            wrapper = generated_wrapper(segment, codegen) if known is None else known.wrapper
+            memory = describe_segment(segment, codegen, threads, shapes, wrapper)
+            known = CompiledSegment(_not_compiled if known is None else known.run, memory, wrapper)
+        structure.compiled[segment.name] = known
+        return known
 
 
 def _not_compiled(inputs: list[Any]) -> Sequence[Any]:

@@ -22,10 +22,16 @@ from chunkc.ir.program import SegmentMemory
 from chunkc.passes.alias_check import CheckedOnce, is_custom
 from chunkc.passes.graphs import is_compute, output_node, placeholders, returned
 from chunkc.passes.inductor.cuda import steady_inductor
+from chunkc.passes.inductor.kernels_ahead import (
+    CompiledBefore,
+    compiles_side_by_side,
+    precompile_header,
+    started_kernels,
+)
 from chunkc.passes.inductor.memory import inductor_memory
 from chunkc.passes.inductor.wrapper_source import WrapperSource, wrapper_of
 from chunkc.passes.segment_memory import eager_memory
-from chunkc.passes.segments import Segment
+from chunkc.passes.segments import Segment, canonical_text
 from chunkc.passes.shapes import AS_TRACED, Shapes, symbol_values
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
@@ -46,6 +52,19 @@ def find_vector_isa() -> threading.Thread:
             pick_vec_isa()
 
     thread = threading.Thread(target=find, name="chunkc-vector-isa", daemon=True)
+    thread.start()
+    return thread
+
+
+@functools.cache
+def prepare_compiler() -> threading.Thread:
+    """Let Inductor find out and compile, beside the tracing of the graph, what all kernels need; returns the thread."""
+
+    def prepare() -> None:
+        find_vector_isa().join()
+        precompile_header()
+
+    thread = threading.Thread(target=prepare, name="chunkc-compiler", daemon=True)
     thread.start()
     return thread
 
@@ -71,6 +90,7 @@ def compile_segment(segment: Segment, codegen: str, num_threads: int, shapes: Sh
     if _runs_node_by_node(segment, codegen):
         return CompiledSegment(EagerSegment(segment.module), eager_memory(segment.module.graph, num_threads, shapes))
     _require_compiler()
+    prepare_compiler().join()
     inputs = segment.example_inputs
     with _own_output_strides(), steady_inductor(inputs), _cached_by_sizes(inputs):
         compiled = compile_fx_inner(segment.module, inputs)
@@ -83,6 +103,33 @@ def compile_segment(segment: Segment, codegen: str, num_threads: int, shapes: Sh
     wrapper = WrapperSource(source, {})
     run = CheckedOnce(compiled) if any(is_custom(node) for node in segment.module.graph.nodes) else compiled
     return CompiledSegment(run, _memory_of(segment, wrapper, num_threads, shapes), wrapper)
+
+
+@contextmanager
+def kernels_started(segments: Sequence[Segment], codegen: str) -> Iterator[None]:
+    """Inside, the C++ compiler works on these segments' kernels, in order, while `compile_segment` is called for each.
+
+    Without effect where Inductor is told to compile one thing at a time, and on segments that were compiled before in
+    the same cache directory. A segment that Inductor cannot lower is left to `compile_segment`, which says why.
+    """
+    before = CompiledBefore()
+    texts = {s.name: canonical_text(s.module.graph) for s in segments if _has_cpp_kernels(s, codegen)}
+    new = [s for s in segments if s.name in texts and texts[s.name] not in before]
+    with started_kernels() as start:
+        for segment in new if len(new) > 1 and compiles_side_by_side() else ():
+            prepare_compiler().join()
+            with suppress(Exception):
+                wrapper = generated_wrapper(segment, codegen)
+                assert wrapper is not None
+                start(wrapper.source)
+        yield
+    for segment in new:
+        before.add(texts[segment.name])
+
+
+def _has_cpp_kernels(segment: Segment, codegen: str) -> bool:
+    tensors = [value for value in segment.example_inputs if isinstance(value, torch.Tensor)]
+    return not _runs_node_by_node(segment, codegen) and all(tensor.device.type == "cpu" for tensor in tensors)
 
 
 def generated_wrapper(segment: Segment, codegen: str) -> WrapperSource | None:

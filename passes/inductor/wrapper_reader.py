@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -49,7 +49,8 @@ class ParsedWrapper:
         module = ast.parse(source)
         function = _Symbols().visit(_call_function(module))
         _mark_positions(function, made_by)
-        return cls(ast.fix_missing_locations(function), tuple(_assigned_by_async_compile(module)))
+        kernels = tuple(call.name for call in _compilations(module))
+        return cls(ast.fix_missing_locations(function), kernels)
 
     @property
     def call_source(self) -> str:
@@ -64,6 +65,20 @@ class ParsedWrapper:
         _refuse_unknown_names(self.function, namespace)
         exec(compile(ast.Module([self.function], []), "<inductor wrapper>", "exec"), namespace)
         return namespace["call"]
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """A kernel that a wrapper has compiled: its name, the method of Inductor's that compiles it, and its arguments."""
+
+    name: str
+    compiler: str
+    arguments: tuple[ast.expr, ...]
+
+
+def compilations(source: str) -> list[Compilation]:
+    """The kernels that a wrapper's source has compiled, in order."""
+    return list(_compilations(ast.parse(source)))
 
 
 class _Symbols(ast.NodeTransformer):
@@ -122,15 +137,16 @@ def _call_function(module: ast.Module) -> ast.FunctionDef:
     )
 
 
-def _assigned_by_async_compile(module: ast.Module) -> list[str]:
-    names = []
+def _compilations(module: ast.Module) -> Iterator[Compilation]:
     for node in module.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             called = node.value.func
-            owner = called.value if isinstance(called, ast.Attribute) else None
-            if isinstance(owner, ast.Name) and owner.id == "async_compile":
-                names += [target.id for target in node.targets if isinstance(target, ast.Name)]
-    return names
+            if not isinstance(called, ast.Attribute) or not isinstance(called.value, ast.Name):
+                continue
+            if called.value.id == "async_compile":
+                for target in node.targets:
+                    if isinstance(target, ast.Name):
+                        yield Compilation(target.id, called.attr, tuple(node.value.args))
 
 
 def _refuse_unknown_names(function: ast.FunctionDef, known: Mapping[str, Any]) -> None:

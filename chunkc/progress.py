@@ -1,0 +1,51 @@
+"""A line on standard error for compilations that take long, where that is a terminal; nothing otherwise."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+DELAY_S = 2.0
+"""What is over sooner shows nothing."""
+
+Show = Callable[[str, int, int | None], None]
+"""Told what begins, how many parts of it are done, and how many there are (None: not known)."""
+
+
+@contextmanager
+def compilation_progress(console: Console | None = None, delay_s: float | None = None) -> Iterator[Show]:
+    """Gives a function that is told what begins. What it was told last is shown from `delay_s` on, and then erased.
+
+    Of several processes of one training run, the first shows it.
+    """
+    console = console or Console(stderr=True)
+    if not console.is_terminal or int(os.environ.get("RANK") or 0) != 0:
+        yield lambda what, done, of: None
+        return
+    columns = (SpinnerColumn(), TextColumn("chunkc: {task.description}"), BarColumn(), TimeElapsedColumn())
+    # Standard output and error stay the program's own: it may write to them meanwhile.
+    progress = Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
+    task = progress.add_task("compiling", total=None)
+    may_begin = threading.Lock()
+    is_over = False
+
+    def begin() -> None:
+        with may_begin:
+            if not is_over:
+                progress.start()
+
+    timer = threading.Timer(DELAY_S if delay_s is None else delay_s, begin)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield lambda what, done, of: progress.update(task, description=what, completed=done, total=of)
+    finally:
+        timer.cancel()
+        with may_begin:
+            is_over = True
+        progress.stop()
