@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from chunkc.backward_kinds import COMPILED_AUTOGRAD, in_compiled_autograd
 from chunkc.build import Builder
 from chunkc.capture import Capture, capture_graph, input_names, unique_name
 from chunkc.captured import Captured, residents_with
@@ -28,8 +29,9 @@ from chunkc.options import Options, parse_options
 from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs import placeholders
 from chunkc.session import Session, can_move, owner, session_for
-from chunkc.steps import SizedStep, StaticSteps, Steps, SymbolicSteps
+from chunkc.steps import INPUTS, SizedStep, StaticSteps, Steps, SymbolicSteps
 from chunkc.templates import Templates, input_symbols
+from chunkc.update_graphs import is_between_calls
 from chunkc.variants import Variant, Variants
 
 
@@ -43,23 +45,36 @@ def chunkc(
     """The backend, as Dynamo calls it. See `chunkc.options.Options` for the options.
 
     Errors of chunkc's own are raised by the compiled callable, so that they reach the user as they are and not
-    wrapped by Dynamo.
+    wrapped by Dynamo. Dynamo keeps the callable for every call that its guards let pass, so an error is that of the
+    call for which the graph was compiled, and the next call is judged for itself.
     """
     try:
         if mode is not None:
             raise OptionsError(f'mode={mode!r} is for the backend "inductor"; chunkc takes options={{...}}')
         settings = parse_options(options)
-        if settings.codegen == "inductor":
-            find_vector_isa()
-        names = input_names(gm)
-        variants = Variants(lambda inputs: compile_graph(gm, inputs, names, settings, options))
+    except OptionsError as error:
+        return _raising(error)
+    if in_compiled_autograd():
+        return _raising(UnsupportedError(COMPILED_AUTOGRAD))
+    if is_between_calls(gm, example_inputs):
+        logger.info("a graph that updates parameters or gradients runs operator by operator, outside of any plan")
+        return gm.forward
+    if settings.codegen == "inductor":
+        find_vector_isa()
+    names = input_names(gm)
+
+    def compile_for(inputs: Sequence[Any], arguments: Sequence[Any] | None = None) -> Callable[..., Any]:
+        return compile_graph(gm, inputs, names, settings, options, arguments)
+
+    variants = Variants(compile_for)
+    try:
         if _is_symbolic(gm, example_inputs):
             _compile_for_any_shapes(variants, gm, example_inputs)
         else:
             variants.compile(example_inputs)
-        return variants
     except ChunkcError as error:
-        return _raising(error)
+        variants.error_of_next = error
+    return variants
 
 
 def _raising(error: ChunkcError) -> Callable[..., Any]:
@@ -80,14 +95,15 @@ _BY_SHAPE = "this graph's shapes change, and each will be compiled for itself: %
 def _compile_for_any_shapes(variants: Variants, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Compile once for all shapes that Dynamo's graph serves; where that cannot be, each as it comes."""
     try:
-        variants.compile(inputs, any_shapes=True)
         variants.for_any_shapes = partial(_compile_in_symbols, variants, gm)
+        variants.compile(inputs, any_shapes=True)
     except _NotForAnyShapes as error:
+        variants.for_any_shapes = None
         logger.warning(_BY_SHAPE, error.__cause__)
 
 
 def _compile_in_symbols(variants: Variants, gm: fx.GraphModule, arguments: Sequence[Any]) -> Variant:
-    """Compile for the parameters among a later call's arguments, with all else as Dynamo traced it, in symbols."""
+    """Compile for a later call: for its parameters and its sizes, with all else as Dynamo traced it, in symbols."""
     traced = [node.meta["example_value"] for node in placeholders(gm.graph)]
     mode = detect_fake_mode(traced)
     assert mode is not None
@@ -99,7 +115,7 @@ def _compile_in_symbols(variants: Variants, gm: fx.GraphModule, arguments: Seque
         # for as long as somebody holds it.
         met = [mode.from_tensor(value, static_shapes=True) for value in inputs if isinstance(value, nn.Parameter)]
         with tracing(TracingContext(mode)), _no_more_guards(mode.shape_env):
-            call = variants.compile_for(inputs)
+            call = variants.compile_for(inputs, arguments)
         del met
         return variants.add(call, inputs, any_shapes=True)
     except _NotForAnyShapes as error:
@@ -143,6 +159,7 @@ def compile_graph(
     names: Sequence[str],
     options: Options,
     source: Mapping[str, Any] | None,
+    arguments: Sequence[Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile one graph for given shapes, or for the symbolic ones that Dynamo is tracing now.
 
@@ -150,6 +167,7 @@ def compile_graph(
         inputs: example inputs, concrete or symbolic; parameters are the model's own `nn.Parameter`s.
         names: the user's name of each input.
         source: the options as the user gave them: their identity ties the graphs of one model together.
+        arguments: the call at whose sizes symbolic shapes must fit; None: at those that were traced.
 
     Raises:
         BudgetError, UnsupportedError, HomeError, OptionsError: nothing was moved.
@@ -169,15 +187,18 @@ def compile_graph(
     )
     named = {name: p for name, p in zip(parameter_names, parameters) if name is not None and p is not None}
     log_capture(capture)
-    compiled.append(_build(session, capture, options, named, gm))
-    if not isinstance(compiled[0].steps, SymbolicSteps):
-        return call
+    compiled.append(_build(session, capture, options, named, gm, arguments))
+    graph = compiled[0]
+    is_symbolic = isinstance(graph.steps, SymbolicSteps)
 
-    def admitted(*args: Any) -> Any:
-        compiled[0].admit(args)
-        return call(*args)
+    def run(*args: Any) -> Any:
+        if is_symbolic:
+            graph.admit(args)
+        outputs = call(*args)
+        graph.grad_modes.watch(args, outputs)
+        return outputs
 
-    return admitted
+    return run
 
 
 def _name_parameters(
@@ -225,7 +246,12 @@ def _compute_device(
 
 
 def _build(
-    session: Session, capture: Capture, options: Options, named: Mapping[str, nn.Parameter], gm: fx.GraphModule
+    session: Session,
+    capture: Capture,
+    options: Options,
+    named: Mapping[str, nn.Parameter],
+    gm: fx.GraphModule,
+    arguments: Sequence[Any] | None,
 ) -> CompiledGraph:
     in_order = capture.order_of_use()
     movable = [session.spec_of(name, named[name]) for name in in_order if can_move(named[name])]
@@ -242,7 +268,7 @@ def _build(
         session.hardware,
         may_be_whole=options.whole_graph == "auto" and not fused_for_any_sizes,
     )
-    steps, captured = _steps(builder, gm, session.all_may_stay())
+    steps, captured = _steps(builder, gm, session.all_may_stay(), arguments)
     log_build(captured, layout)
     num_known = 0 if session.unplanned else len(session.store.layout.groups)
     resident, minimum = residents_with(captured, layout, session.budget_nbytes, session.store.resident, num_known)
@@ -255,8 +281,10 @@ def _build(
     return compiled
 
 
-def _steps(builder: Builder, gm: fx.GraphModule, may_be_whole: bool) -> tuple[Steps, Captured]:
-    """The graph at any sizes it serves, and as it was traced."""
+def _steps(
+    builder: Builder, gm: fx.GraphModule, may_be_whole: bool, arguments: Sequence[Any] | None
+) -> tuple[Steps, Captured]:
+    """The graph at any sizes it serves, and at those of a call's arguments, or as it was traced."""
     if not input_symbols(builder.capture):
         captured = builder.build() if may_be_whole else builder.described(whole=False)
         return StaticSteps(captured, partial(builder.described, whole=False)), captured
@@ -266,4 +294,6 @@ def _steps(builder: Builder, gm: fx.GraphModule, may_be_whole: bool) -> tuple[St
         steps = SymbolicSteps(templates, builder.capture, inputs)
     except UnsupportedError as error:
         raise _NotForAnyShapes from error
-    return steps, templates.at(templates.traced, may_be_whole=may_be_whole)
+    if arguments is None:
+        return steps, templates.at(templates.traced, may_be_whole=may_be_whole)
+    return steps, steps.at(INPUTS, arguments, may_be_whole=may_be_whole).captured

@@ -158,8 +158,12 @@ def _fix_lengths_of_random_states(graph: fx.Graph) -> None:
 
 
 def boxed(function: Boxed) -> Boxed:
-    """A phase for AOTAutograd: marked as taking one list that it may empty (the boxed convention)."""
+    """A phase for AOTAutograd: marked as taking one list that it may empty (the boxed convention).
 
+    A backward may be run by a function that Dynamo compiles, which would trace what it calls.
+    """
+
+    @torch.compiler.disable
     def call(arguments: list[Any]) -> list[Any]:
         with outside_alias_check():
             return function(arguments)

@@ -249,6 +249,11 @@ def owner(parameter: torch.Tensor) -> tuple[Session, str] | None:
     return _owners.get(parameter)
 
 
+def owned_parameters() -> list[torch.Tensor]:
+    """All parameters that some session owns."""
+    return list(_owners.keys())
+
+
 def sessions_of(parameters: Iterable[torch.Tensor]) -> list[Session]:
     """The sessions that own some of the parameters, in the parameters' order."""
     return list(dict.fromkeys(hit[0] for parameter in parameters if (hit := owner(parameter)) is not None))

@@ -5,13 +5,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from chunkc.ir.errors import ChunkcError
+
 MAX_SHAPES = 64
 """Variants for the same parameters that are kept; the one that was not used for longest goes."""
+
+
+class CompileFor(Protocol):
+    """Compiles for these inputs; symbolic ones at the sizes of a call's arguments, or else at those traced."""
+
+    def __call__(self, inputs: Sequence[Any], arguments: Sequence[Any] | None = None) -> Callable[..., Any]: ...
 
 
 class Variants:
@@ -22,12 +30,14 @@ class Variants:
     gone are forgotten, and so are the shapes not used for longest where there are many (`MAX_SHAPES`).
     """
 
-    def __init__(self, compile_for: Callable[[Sequence[Any]], Callable[..., Any]]) -> None:
+    def __init__(self, compile_for: CompileFor) -> None:
         self.compile_for = compile_for
         self._variants: list[Variant] = []
         self._num_calls = 0
         self.for_any_shapes: Callable[[Sequence[Any]], Variant] | None = None
         """Compiles for other parameters of the same layout once for all shapes; None where each shape is compiled."""
+        self.error_of_next: ChunkcError | None = None
+        """Why the graph could not be compiled for the call that comes next; it says nothing of later ones."""
 
     def compile(self, inputs: Sequence[Any], *, any_shapes: bool = False) -> Variant:
         """Compile for these inputs: those of them that are parameters, and, unless it serves any, their shapes."""
@@ -46,6 +56,9 @@ class Variants:
 
     def __call__(self, *args: Any) -> Any:
         self._num_calls += 1
+        error, self.error_of_next = self.error_of_next, None
+        if error is not None:
+            raise error.with_traceback(None)
         for variant in self._variants:
             if variant.serves(args):
                 variant.last_call = self._num_calls
