@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from chunkc.backward_kinds import COMPILED_AUTOGRAD, in_compiled_autograd
@@ -28,7 +29,7 @@ from chunkc.moving import place
 from chunkc.options import Options, parse_options
 from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs import placeholders
-from chunkc.session import Session, can_move, owner, session_for
+from chunkc.session import DEFAULTS, Session, can_move, owner, session_for
 from chunkc.steps import INPUTS, SizedStep, StaticSteps, Steps, SymbolicSteps
 from chunkc.templates import Templates, input_symbols
 from chunkc.update_graphs import is_between_calls
@@ -69,7 +70,8 @@ def chunkc(
     variants = Variants(compile_for)
     try:
         if _is_symbolic(gm, example_inputs):
-            _compile_for_any_shapes(variants, gm, example_inputs)
+            compile_later = partial(_compile_in_symbols, variants, gm, compile_for)
+            _compile_for_any_shapes(variants, compile_later, example_inputs)
         else:
             variants.compile(example_inputs)
     except ChunkcError as error:
@@ -92,17 +94,21 @@ def _is_symbolic(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
 _BY_SHAPE = "this graph's shapes change, and each will be compiled for itself: %s"
 
 
-def _compile_for_any_shapes(variants: Variants, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+def _compile_for_any_shapes(
+    variants: Variants, compile_later: Callable[[Sequence[Any]], Variant], inputs: Sequence[Any]
+) -> None:
     """Compile once for all shapes that Dynamo's graph serves; where that cannot be, each as it comes."""
     try:
-        variants.for_any_shapes = partial(_compile_in_symbols, variants, gm)
+        variants.for_any_shapes = compile_later
         variants.compile(inputs, any_shapes=True)
     except _NotForAnyShapes as error:
         variants.for_any_shapes = None
         logger.warning(_BY_SHAPE, error.__cause__)
 
 
-def _compile_in_symbols(variants: Variants, gm: fx.GraphModule, arguments: Sequence[Any]) -> Variant:
+def _compile_in_symbols(
+    variants: Variants, gm: fx.GraphModule, compile_for: Callable[..., Callable[..., Any]], arguments: Sequence[Any]
+) -> Variant:
     """Compile for a later call: for its parameters and its sizes, with all else as Dynamo traced it, in symbols."""
     traced = [node.meta["example_value"] for node in placeholders(gm.graph)]
     mode = detect_fake_mode(traced)
@@ -115,13 +121,18 @@ def _compile_in_symbols(variants: Variants, gm: fx.GraphModule, arguments: Seque
         # for as long as somebody holds it.
         met = [mode.from_tensor(value, static_shapes=True) for value in inputs if isinstance(value, nn.Parameter)]
         with tracing(TracingContext(mode)), _no_more_guards(mode.shape_env):
-            call = variants.compile_for(inputs, arguments)
+            call = compile_for(inputs, arguments)
         del met
         return variants.add(call, inputs, any_shapes=True)
     except _NotForAnyShapes as error:
         variants.for_any_shapes = None
         logger.warning(_BY_SHAPE, error.__cause__)
         return variants.compile(arguments)
+    except DataDependentOutputException as error:  # AOTAutograd, inside of Dynamo, would have made Dynamo begin again
+        raise UnsupportedError(
+            "the first call failed before it was known which of the model's numbers are constants; call "
+            "torch._dynamo.reset(), and the model again"
+        ) from error
 
 
 @contextmanager
@@ -175,6 +186,42 @@ def compile_graph(
     parameters = [value if isinstance(value, nn.Parameter) else None for value in inputs]
     device = _compute_device(parameters, inputs, names)
     session = session_for([p for p in parameters if p is not None], options, source, device)
+    with _configured(session, options, source):
+        graph, call = _compile_in(session, gm, inputs, parameters, names, options, arguments)
+    is_symbolic = isinstance(graph.steps, SymbolicSteps)
+
+    def run(*args: Any) -> Any:
+        if is_symbolic:
+            graph.admit(args)
+        outputs = call(*args)
+        graph.grad_modes.watch(args, outputs)
+        return outputs
+
+    return run
+
+
+@contextmanager
+def _configured(session: Session, options: Options, source: Mapping[str, Any] | None) -> Iterator[None]:
+    """The session has these options from now on, unless what is compiled inside fails."""
+    former = session.options, session.options_source, session.budget_nbytes, session.store.debug
+    session.configure(options, DEFAULTS if source is None else source)
+    try:
+        yield
+    except BaseException:
+        session.options, session.options_source, session.budget_nbytes, session.store.debug = former
+        raise
+
+
+def _compile_in(
+    session: Session,
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    parameters: Sequence[nn.Parameter | None],
+    names: Sequence[str],
+    options: Options,
+    arguments: Sequence[Any] | None,
+) -> tuple[CompiledGraph, Callable[..., Any]]:
+    """As `compile_graph`: what Dynamo is to call, and the graph that it runs."""
     parameter_names = _name_parameters(session, parameters, names)
     compiled: list[CompiledGraph] = []
     call, capture = capture_graph(
@@ -188,17 +235,7 @@ def compile_graph(
     named = {name: p for name, p in zip(parameter_names, parameters) if name is not None and p is not None}
     log_capture(capture)
     compiled.append(_build(session, capture, options, named, gm, arguments))
-    graph = compiled[0]
-    is_symbolic = isinstance(graph.steps, SymbolicSteps)
-
-    def run(*args: Any) -> Any:
-        if is_symbolic:
-            graph.admit(args)
-        outputs = call(*args)
-        graph.grad_modes.watch(args, outputs)
-        return outputs
-
-    return run
+    return compiled[0], call
 
 
 def _name_parameters(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from chunkc.ir.errors import UnsupportedError
 
 MAX_BACKWARDS = 64
 """Backwards that are remembered as making a graph of their own: more than ever run inside each other."""
+
+MAX_NAMES = 3
+"""Parameters that an error names."""
 
 COMPILED_AUTOGRAD = (
     "compiled autograd would run the backward of a model compiled by chunkc without its plan; turn it off "
@@ -86,11 +89,17 @@ def accumulators(parameters: Mapping[str, torch.Tensor]) -> dict[str, Node]:
     left_out = [name for name, node in found.items() if not _is_accumulated(node)]
     if left_out:
         raise UnsupportedError(
-            f"this backward leaves out the gradient of {', '.join(left_out)}: torch.autograd.grad and "
+            f"this backward leaves out the gradient of {_some(left_out)}: torch.autograd.grad and "
             "backward(inputs=...) do not work through a model compiled by chunkc; call backward() and read .grad, or "
             "freeze parameters whose gradients are not wanted, by requires_grad_(False) before the forward"
         )
     return found
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of them, and how many others there are."""
+    others = len(names) - MAX_NAMES
+    return ", ".join(names) if others <= 0 else f"{', '.join(names[:MAX_NAMES])} and {others} others"
 
 
 def _is_accumulated(node: Node) -> bool:

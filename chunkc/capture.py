@@ -168,7 +168,7 @@ def boxed(function: Boxed) -> Boxed:
         with outside_alias_check():
             return function(arguments)
 
-    call._boxed_call = True  # type: ignore[attr-defined]
+    call._boxed_call = True
     return call
 
 

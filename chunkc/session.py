@@ -348,7 +348,6 @@ def session_for(
 
     Raises:
         UnsupportedError: the parameters belong to several sessions.
-        OptionsError: see `Session.configure`.
     """
     found = sessions_of(parameters)
     if len(found) > 1:
@@ -362,7 +361,6 @@ def session_for(
     if session is None:
         session = Session(options, source, device)
         _sessions.add(session)
-    session.configure(options, source)
     return session
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,12 +16,6 @@ MAX_SHAPES = 64
 """Variants for the same parameters that are kept; the one that was not used for longest goes."""
 
 
-class CompileFor(Protocol):
-    """Compiles for these inputs; symbolic ones at the sizes of a call's arguments, or else at those traced."""
-
-    def __call__(self, inputs: Sequence[Any], arguments: Sequence[Any] | None = None) -> Callable[..., Any]: ...
-
-
 class Variants:
     """A graph compiled once per set of parameters, and once for all shapes where that can be, else per set of shapes.
 
@@ -30,7 +24,7 @@ class Variants:
     gone are forgotten, and so are the shapes not used for longest where there are many (`MAX_SHAPES`).
     """
 
-    def __init__(self, compile_for: CompileFor) -> None:
+    def __init__(self, compile_for: Callable[[Sequence[Any]], Callable[..., Any]]) -> None:
         self.compile_for = compile_for
         self._variants: list[Variant] = []
         self._num_calls = 0

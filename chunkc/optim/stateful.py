@@ -14,7 +14,7 @@ from chunkc.ir.errors import OptionsError
 from chunkc.ir.states import EXP_AVG, MASTER, MASTER_LOW, StateFormat
 from chunkc.optim.doubts import Doubts
 from chunkc.optim.split_masters import NotedContents, load, put_masters_together
-from chunkc.optim.states import KNOWN, Dtypes, converted, empty_state, initialise, is_kept, names_at_home
+from chunkc.optim.states import KNOWN, Dtypes, converted, empty_state, initialise, is_kept, names_at_home, tensor_of
 from chunkc.optim.waiting_optimizer import WaitingOptimizer
 from chunkc.session import declare_states, declared_states, lay_out_states, managing
 
@@ -133,7 +133,7 @@ class Stateful(WaitingOptimizer):
                 f"{type(self).__name__} cannot use the state {', '.join(map(str, unsupported))}; load it into the "
                 "optimizer that saved it, or begin without it"
             )
-        state: dict[str, Any] = {"step": torch.as_tensor(loaded["step"], dtype=torch.float32).to("cpu", copy=True)}
+        state: dict[str, Any] = {"step": tensor_of(loaded["step"]).to("cpu", torch.float32, copy=True)}
         dtypes, home = self._dtypes(parameter), managing(parameter)
         if home is not None:
             session, name = home
