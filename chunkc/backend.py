@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from chunkc.backward_kinds import COMPILED_AUTOGRAD, in_compiled_autograd
 from chunkc.build import Builder
 from chunkc.capture import Capture, capture_graph, input_names, unique_name
 from chunkc.captured import Captured, residents_with
@@ -32,9 +34,10 @@ from chunkc.passes.graphs import placeholders, without_tied_placeholders
 from chunkc.progress import Show, compilation_progress
 from chunkc.recompile_limit import watch
 from chunkc.reconcile import end_where_laid_out_otherwise, note_shared_memory, reconcile
-from chunkc.session import Session, owner, session_for
-from chunkc.steps import SizedStep, StaticSteps, Steps, SymbolicSteps
+from chunkc.session import DEFAULTS, Session, owner, session_for
+from chunkc.steps import INPUTS, SizedStep, StaticSteps, Steps, SymbolicSteps
 from chunkc.templates import Templates, input_symbols
+from chunkc.update_graphs import is_between_calls
 from chunkc.variants import Variant, Variants
 
 watch()
@@ -50,7 +53,8 @@ def chunkc(
     """The backend, as Dynamo calls it. See `chunkc.options.Options` for the options.
 
     Errors of chunkc's own are raised by the compiled callable, so that they reach the user as they are and not
-    wrapped by Dynamo.
+    wrapped by Dynamo. Dynamo keeps the callable for every call that its guards let pass, so an error is that of the
+    call for which the graph was compiled, and the next call is judged for itself.
     """
     with COMPILING:
         return _compiled(gm, example_inputs, options, mode)
@@ -67,17 +71,30 @@ def _compiled(
         if mode is not None:
             raise OptionsError(f'mode={mode!r} is for the backend "inductor"; chunkc takes options={{...}}')
         settings = parse_options(options)
-        if settings.codegen == "inductor":
-            prepare_compiler()
-        names = input_names(gm)
-        variants = Variants(lambda inputs: compile_graph(gm, inputs, names, settings, options), COMPILING)
+    except OptionsError as error:
+        return _raising(error)
+    if in_compiled_autograd():
+        return _raising(UnsupportedError(COMPILED_AUTOGRAD))
+    if is_between_calls(gm, example_inputs):
+        logger.info("a graph that updates parameters or gradients runs operator by operator, outside of any plan")
+        return gm.forward
+    if settings.codegen == "inductor":
+        prepare_compiler()
+    names = input_names(gm)
+
+    def compile_for(inputs: Sequence[Any], arguments: Sequence[Any] | None = None) -> Callable[..., Any]:
+        return compile_graph(gm, inputs, names, settings, options, arguments)
+
+    variants = Variants(compile_for, COMPILING)
+    try:
         if _is_symbolic(gm, example_inputs):
-            _compile_for_any_shapes(variants, gm, example_inputs)
+            compile_later = partial(_compile_in_symbols, variants, gm, compile_for)
+            _compile_for_any_shapes(variants, compile_later, example_inputs)
         else:
             variants.compile(example_inputs)
-        return variants
     except ChunkcError as error:
-        return _raising(error)
+        variants.error_of_next = error
+    return variants
 
 
 def _raising(error: ChunkcError) -> Callable[..., Any]:
@@ -95,17 +112,22 @@ def _is_symbolic(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
 _BY_SHAPE = "this graph's shapes change, and each will be compiled for itself: %s"
 
 
-def _compile_for_any_shapes(variants: Variants, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+def _compile_for_any_shapes(
+    variants: Variants, compile_later: Callable[[Sequence[Any]], Variant], inputs: Sequence[Any]
+) -> None:
     """Compile once for all shapes that Dynamo's graph serves; where that cannot be, each as it comes."""
     try:
+        variants.for_any_shapes = compile_later
         variants.compile(inputs, any_shapes=True)
-        variants.for_any_shapes = partial(_compile_in_symbols, variants, gm)
     except _NotForAnyShapes as error:
+        variants.for_any_shapes = None
         logger.warning(_BY_SHAPE, error.__cause__)
 
 
-def _compile_in_symbols(variants: Variants, gm: fx.GraphModule, arguments: Sequence[Any]) -> Variant:
-    """Compile for the parameters among a later call's arguments, with all else as Dynamo traced it, in symbols."""
+def _compile_in_symbols(
+    variants: Variants, gm: fx.GraphModule, compile_for: Callable[..., Callable[..., Any]], arguments: Sequence[Any]
+) -> Variant:
+    """Compile for a later call: for its parameters and its sizes, with all else as Dynamo traced it, in symbols."""
     traced = [node.meta["example_value"] for node in placeholders(gm.graph)]
     mode = detect_fake_mode(traced)
     assert mode is not None
@@ -117,13 +139,18 @@ def _compile_in_symbols(variants: Variants, gm: fx.GraphModule, arguments: Seque
         # for as long as somebody holds it.
         met = [mode.from_tensor(value, static_shapes=True) for value in inputs if isinstance(value, nn.Parameter)]
         with tracing(TracingContext(mode)), _no_more_guards(mode.shape_env):
-            call = variants.compile_for(inputs)
+            call = compile_for(inputs, arguments)
         del met
         return variants.add(call, inputs, any_shapes=True)
     except _NotForAnyShapes as error:
         variants.for_any_shapes = None
         logger.warning(_BY_SHAPE, error.__cause__)
         return variants.compile(arguments)
+    except DataDependentOutputException as error:  # AOTAutograd, inside of Dynamo, would have made Dynamo begin again
+        raise UnsupportedError(
+            "the first call failed before it was known which of the model's numbers are constants; call "
+            "torch._dynamo.reset(), and the model again"
+        ) from error
 
 
 @contextmanager
@@ -161,6 +188,7 @@ def compile_graph(
     names: Sequence[str],
     options: Options,
     source: Mapping[str, Any] | None,
+    arguments: Sequence[Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile one graph for given shapes, or for the symbolic ones that Dynamo is tracing now.
 
@@ -168,6 +196,7 @@ def compile_graph(
         inputs: example inputs, concrete or symbolic; parameters are the model's own `nn.Parameter`s.
         names: the user's name of each input.
         source: the options as the user gave them: their identity ties the graphs of one model together.
+        arguments: the call at whose sizes symbolic shapes must fit; None: at those that were traced.
 
     Raises:
         BudgetError, UnsupportedError, HomeError, OptionsError: nothing was moved.
@@ -180,15 +209,28 @@ def compile_graph(
     if tied:  # since Dynamo saw two parameters, both modules were given one
         positions = [position for position in range(len(inputs)) if position not in tied]
         one = without_tied_placeholders(gm, tied)
-        call = compile_graph(one, [inputs[p] for p in positions], [names[p] for p in positions], options, source)
+        given = None if arguments is None else [arguments[p] for p in positions]
+        one_of_each = [inputs[p] for p in positions], [names[p] for p in positions]
+        call = compile_graph(one, *one_of_each, options, source, given)
         return _taking(positions, call)
     parameters = [value if isinstance(value, nn.Parameter) else None for value in inputs]
     device = _compute_device(parameters, inputs, names)
     owned = [p for p in parameters if p is not None]
     end_where_laid_out_otherwise(owned)
     session = session_for(owned, options, source, device)
-    with session.entered():
-        return _compile_in(session, gm, inputs, parameters, names, options)
+    with session.entered(), _configured(session, options, source):
+        graph, call = _compile_in(session, gm, inputs, parameters, names, options, arguments)
+    is_symbolic = isinstance(graph.steps, SymbolicSteps)
+
+    def run(*args: Any) -> Any:
+        if is_symbolic:
+            graph.admit(args)
+        outputs = call(*args)
+        graph.grad_modes.watch(args, outputs)
+        return outputs
+
+    run.is_over = lambda: session.is_over  # type: ignore[attr-defined]
+    return run
 
 
 def _taking(positions: Sequence[int], call: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,6 +243,18 @@ def _taking(positions: Sequence[int], call: Callable[..., Any]) -> Callable[...,
     return taking
 
 
+@contextmanager
+def _configured(session: Session, options: Options, source: Mapping[str, Any] | None) -> Iterator[None]:
+    """The session has these options from now on, unless what is compiled inside fails."""
+    former = session.options, session.options_source, session.budget_nbytes, session.store.debug
+    session.configure(options, DEFAULTS if source is None else source)
+    try:
+        yield
+    except BaseException:
+        session.options, session.options_source, session.budget_nbytes, session.store.debug = former
+        raise
+
+
 def _compile_in(
     session: Session,
     gm: fx.GraphModule,
@@ -208,7 +262,9 @@ def _compile_in(
     parameters: Sequence[nn.Parameter | None],
     names: Sequence[str],
     options: Options,
-) -> Callable[..., Any]:
+    arguments: Sequence[Any] | None,
+) -> tuple[CompiledGraph, Callable[..., Any]]:
+    """As `compile_graph`: what Dynamo is to call, and the graph that it runs."""
     reconcile(session, [hit[1] for p in parameters if p is not None and (hit := owner(p)) is not None])
     parameter_names = _name_parameters(session, parameters, names)
     compiled: list[CompiledGraph] = []
@@ -224,16 +280,8 @@ def _compile_in(
         )
         named = {name: p for name, p in zip(parameter_names, parameters) if name is not None and p is not None}
         log_capture(capture)
-        compiled.append(_build(session, capture, options, named, gm, show))
-    symbolic = isinstance(compiled[0].steps, SymbolicSteps)
-
-    def admitted(*args: Any) -> Any:
-        if symbolic:
-            compiled[0].admit(args)
-        return call(*args)
-
-    admitted.is_over = lambda: session.is_over  # type: ignore[attr-defined]
-    return admitted
+        compiled.append(_build(session, capture, options, named, gm, show, arguments))
+    return compiled[0], call
 
 
 def _name_parameters(
@@ -287,6 +335,7 @@ def _build(
     named: Mapping[str, nn.Parameter],
     gm: fx.GraphModule,
     show: Show,
+    arguments: Sequence[Any] | None,
 ) -> CompiledGraph:
     in_order = capture.order_of_use()
     note_shared_memory({name: named[name] for name in in_order if owner(named[name]) is None})
@@ -306,7 +355,7 @@ def _build(
         strict=options.strict,
         show=show,
     )
-    steps, captured = _steps(builder, gm, session.all_may_stay())
+    steps, captured = _steps(builder, gm, session.all_may_stay(), arguments)
     log_build(captured, layout)
     warn_of_estimates(session.note_estimates(captured.unknown_operators))
     show("planning", 0, None)
@@ -321,8 +370,10 @@ def _build(
     return compiled
 
 
-def _steps(builder: Builder, gm: fx.GraphModule, may_be_whole: bool) -> tuple[Steps, Captured]:
-    """The graph at any sizes it serves, and as it was traced."""
+def _steps(
+    builder: Builder, gm: fx.GraphModule, may_be_whole: bool, arguments: Sequence[Any] | None
+) -> tuple[Steps, Captured]:
+    """The graph at any sizes it serves, and at those of a call's arguments, or as it was traced."""
     if not input_symbols(builder.capture):
         captured = builder.build() if may_be_whole else builder.described(whole=False)
         return StaticSteps(captured, partial(builder.described, whole=False)), captured
@@ -332,4 +383,6 @@ def _steps(builder: Builder, gm: fx.GraphModule, may_be_whole: bool) -> tuple[St
         steps = SymbolicSteps(templates, builder.capture, inputs)
     except UnsupportedError as error:
         raise _NotForAnyShapes from error
-    return steps, templates.at(templates.traced, may_be_whole=may_be_whole)
+    if arguments is None:
+        return steps, templates.at(templates.traced, may_be_whole=may_be_whole)
+    return steps, steps.at(INPUTS, arguments, may_be_whole=may_be_whole).captured

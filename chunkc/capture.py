@@ -172,13 +172,16 @@ def boxed(function: Boxed) -> Boxed:
     """A phase for AOTAutograd: marked as taking one list that it may empty (the boxed convention).
 
     It runs without autocast, whose casts are operators of the graph: `backward()` may be called inside a region.
+
+    A backward may be run by a function that Dynamo compiles, which would trace what it calls.
     """
 
+    @torch.compiler.disable
     def call(arguments: list[Any]) -> list[Any]:
         with outside_alias_check(), torch._C._DisableAutocast():
             return function(arguments)
 
-    call._boxed_call = True  # type: ignore[attr-defined]
+    call._boxed_call = True
     return call
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from chunkc.backward_kinds import GradModes, NodeHooks, accumulators
 from chunkc.captured import Captured, fitting_form, plan_step, planned_with_room, profile, rewrite, verify
-from chunkc.ir.errors import BudgetError, UnsupportedError
+from chunkc.ir.errors import BudgetError
 from chunkc.ir.plan import Plan, Position
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.live_values import storages_nbytes
@@ -70,6 +71,8 @@ class CompiledGraph:
 
     def __post_init__(self) -> None:
         self._has_run = False
+        self.grad_modes = GradModes()
+        self._node_hooks = NodeHooks()
         self.session.num_graphs += 1
         self.session.trained |= self.captured.trained
         used = {name for program in self.captured.programs.values() for name in program.parameters.values()}
@@ -216,11 +219,11 @@ class CompiledGraph:
         session, store = self.session, self.session.store
         step = self._step(BACKWARD, arguments)
         assert step.captured.backward is not None
-        self._refuse_partial_backward()
+        hooked = self._hooked() | self._hooked_nodes()
         session.early.enter_backward(session, self._groups)
         if reconcile(session, self._names):
             store.release_slots()  # what was kept there is not what the user has
-        around = Around(hooked=self._hooked(), kept_tangents=_kept_tangents(step.captured, arguments))
+        around = Around(hooked=hooked, kept_tangents=_kept_tangents(step.captured, arguments))
 
         def others_nbytes() -> int:
             return session.live.nbytes() - step.captured.between_nbytes
@@ -241,23 +244,6 @@ class CompiledGraph:
             session.live.watch(outputs[position] for position, _, name in self._sunk() if name in around.hooked)
         return outputs
 
-    def _refuse_partial_backward(self) -> None:
-        """Gradients are sunk as they are made, so autograd cannot hand out some of them.
-
-        Raises:
-            UnsupportedError: `torch.autograd.grad`, or `backward(inputs=...)`, asks for something else than all.
-        """
-        running = torch._C._current_autograd_node()
-        for node, _ in running.next_functions if running is not None else ():
-            variable = getattr(node, "variable", None)
-            if node is not None and variable is not None and not _is_accumulated(node):
-                names = [name for _, _, name in self._sunk() if self.session.store.parameter(name) is variable]
-                raise UnsupportedError(
-                    f"this backward leaves out the gradient of {', '.join(names) or 'an input'}: torch.autograd.grad "
-                    "and backward(inputs=...) do not work through a model compiled by chunkc; call backward() and "
-                    "read .grad"
-                )
-
     def _sunk(self) -> tuple[tuple[int, str, str], ...]:
         return self.captured.backward.gradient_outputs if self.captured.backward is not None else ()
 
@@ -267,6 +253,16 @@ class CompiledGraph:
         sunk = [name for _, _, name in self._sunk()]
         hooked = frozenset(name for name in sunk if store.parameter(name)._backward_hooks)
         return hooked | gradients_of_several(self.session, sunk)
+
+    def _hooked_nodes(self) -> frozenset[str]:
+        """Of the backward that runs now: parameters whose gradients a hook of the node behind them wants.
+
+        Raises:
+            UnsupportedError: this kind of backward cannot run; nothing has changed.
+        """
+        self.grad_modes.refuse_graph()
+        store = self.session.store
+        return self._node_hooks.hooked(accumulators({name: store.parameter(name) for _, _, name in self._sunk()}))
 
     def _run(self, phase: str, planned: PlannedStep, arguments: list[Any], *, gone_nbytes: int = 0) -> list[Any]:
         """Run a phase; `gone_nbytes`: what others hold is so much less than nothing, as values of its own are gone."""
@@ -278,14 +274,6 @@ class CompiledGraph:
         outputs = planned.phases[phase].executable(arguments, run)
         session.record(phase, plan, measurement)
         return outputs
-
-
-def _is_accumulated(node: torch.autograd.graph.Node) -> bool:
-    """Whether the backward that runs now will add to the leaf's `.grad`."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # "a leaf node was passed ... but we are currently running autograd.grad()"
-        return False
 
 
 def _kept_tangents(captured: Captured, arguments: list[Any]) -> frozenset[str]:

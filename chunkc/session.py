@@ -312,6 +312,11 @@ def owner(parameter: torch.Tensor) -> tuple[Session, str] | None:
     return _owners.get(parameter)
 
 
+def owned_parameters() -> list[torch.Tensor]:
+    """All parameters that some session owns."""
+    return list(_owners.keys())
+
+
 def sessions_of(parameters: Iterable[torch.Tensor]) -> list[Session]:
     """The sessions that own some of the parameters, in the parameters' order."""
     return list(dict.fromkeys(hit[0] for parameter in parameters if (hit := owner(parameter)) is not None))
@@ -366,7 +371,6 @@ def session_for(
 
     Raises:
         UnsupportedError: the parameters belong to several sessions.
-        OptionsError: see `Session.configure`.
     """
     found = sessions_of(parameters)
     if len(found) > 1:
@@ -380,7 +384,6 @@ def session_for(
     if session is None:
         session = Session(options, source, device)
         _sessions.add(session)
-    session.configure(options, source)
     return session
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from chunkc.ir.errors import ChunkcError
+
 MAX_SHAPES = 64
 """Variants for the same parameters that are kept; the one that was not used for longest goes."""
 
@@ -35,6 +37,8 @@ class Variants:
         self._num_calls = 0
         self.for_any_shapes: Callable[[Sequence[Any]], Variant] | None = None
         """Compiles for other parameters of the same layout once for all shapes; None where each shape is compiled."""
+        self.error_of_next: ChunkcError | None = None
+        """Why the graph could not be compiled for the call that comes next; it says nothing of later ones."""
 
     def compile(self, inputs: Sequence[Any], *, any_shapes: bool = False) -> Variant:
         """Compile for these inputs: those of them that are parameters, and, unless it serves any, their shapes."""
@@ -60,6 +64,9 @@ class Variants:
 
     def _serving(self, args: Sequence[Any]) -> Variant | None:
         self._num_calls += 1
+        error, self.error_of_next = self.error_of_next, None
+        if error is not None:
+            raise error.with_traceback(None)
         for variant in self._variants:
             if variant.serves(args):
                 variant.last_call = self._num_calls

@@ -148,10 +148,10 @@ def _update(key: AdamPass, *arguments: Tensor) -> tuple[()]:
 
 def _indices(like: Tensor) -> Tensor:
     """0, 1, ... as int32 in the shape of `like`; wraps around."""
-    indices = torch.arange(like.shape[0], dtype=torch.int32)
+    indices = torch.arange(like.shape[0], dtype=torch.int32, device=like.device)
     if like.dim() == 1:
         return indices
-    return indices.unsqueeze(1) * like.shape[1] + torch.arange(like.shape[1], dtype=torch.int32)
+    return indices.unsqueeze(1) * like.shape[1] + torch.arange(like.shape[1], dtype=torch.int32, device=like.device)
 
 
 def _mix32(value: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def work_table(runs: Sequence[Run], fmt: AdamFormat) -> WorkTable:
     num_groups = max((run.group + 1 for run in runs), default=0)
     check_runs(runs, fmt, num_elements=num_elements, num_groups=num_groups)
     pieces = [rows for run in runs for rows in _rows_of_run(run, fmt)]
-    rows = torch.cat(pieces) if pieces else torch.empty(0, 3, dtype=torch.int64)
+    rows = torch.cat(pieces) if pieces else torch.empty(0, 3, dtype=torch.int64, device="cpu")
     return WorkTable(rows, num_elements, num_groups, fmt.run_alignment)
 
 
@@ -87,7 +87,8 @@ def _rows_of_run(run: Run, fmt: AdamFormat) -> list[Tensor]:
 
 def _rows_of_span(begin: int, end: int, block: int, group: int) -> Tensor:
     """Rows of `block` elements each, but for the first and the last: cut at multiples of `block`."""
-    cuts = torch.arange(begin // block * block, end + block, block).clamp_(begin, end).unique_consecutive()
+    multiples = torch.arange(begin // block * block, end + block, block, device="cpu")
+    cuts = multiples.clamp_(begin, end).unique_consecutive()
     return torch.stack([cuts[:-1], cuts[1:], torch.full_like(cuts[1:], group)], dim=1)
 
 

@@ -190,7 +190,7 @@ def lamb_work(tensors: Sequence[Run], tiles: Sequence[tuple[int, int]]) -> tuple
             pieces.append(LambPiece(local[0], local[-1], run.group, partial, first, last))
             all_cuts.append(tuple(local))
             rows += [(a, b, run.group, first, last) for a, b in pairwise(local)]
-        table = torch.tensor(rows, dtype=torch.int64).view(-1, 5)
+        table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 5)
         works.append(
             LambWork(table, at_partial, tuple(pieces), tuple(all_cuts), stop - start, num_groups, num_partials)
         )

@@ -90,7 +90,7 @@ def lamb_new_moments(wide: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars:
     """The moments after an fp32 gradient (scaled)."""
     wide = wide * scalars.grad_sign
     # Tensor.lerp_: from the nearer end, so that a weight of 1 gives the gradient itself.
-    near = torch.as_tensor(scalars.lerp_weight < 0.5)
+    near = torch.as_tensor(scalars.lerp_weight < 0.5, device=wide.device)
     base = torch.where(near, exp_avg, wide)
     coefficient = torch.where(near, scalars.lerp_weight, scalars.lerp_weight - 1)
     new_avg = base + coefficient * (wide - exp_avg)
@@ -106,7 +106,7 @@ def lamb_direction(target: Tensor, exp_avg: Tensor, root: Tensor, scalars: LambS
 def trust_ratio(partials: Tensor, piece: LambPiece, scalars: LambScalars) -> Tensor:
     """0-dim fp32."""
     norms = partials[:, piece.first_partial : piece.last_partial].double().sum(1).sqrt()
-    usable = (norms != 0).all() & (torch.as_tensor(scalars.adapt) != 0)
+    usable = (norms != 0).all() & (torch.as_tensor(scalars.adapt, device=partials.device) != 0)
     return torch.where(usable, norms[0] / norms[1], 1.0).to(torch.float32)
 
 

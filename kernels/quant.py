@@ -31,13 +31,13 @@ def codebook(*, signed: bool) -> tuple[float, ...]:
         means = [10.0 ** (decade + 1 - _NUM_DECADES) * (0.1 + width * (i + 0.5)) for i in range(num_intervals)]
         values += means + [-mean for mean in means if signed]
     assert len(values) == 256
-    return tuple(torch.tensor(sorted(values), dtype=torch.float64).to(torch.float32).tolist())
+    return tuple(torch.tensor(sorted(values), dtype=torch.float64, device="cpu").to(torch.float32).tolist())
 
 
 @functools.cache
 def midpoints(*, signed: bool) -> tuple[float, ...]:
     """255 fp32 values: quotients from `midpoints[k]` on are nearer to code `k + 1` than to code `k`."""
-    values = torch.tensor(codebook(signed=signed), dtype=torch.float64)
+    values = torch.tensor(codebook(signed=signed), dtype=torch.float64, device="cpu")
     return tuple(((values[1:] + values[:-1]) / 2).to(torch.float32).tolist())
 
 

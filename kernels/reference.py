@@ -112,10 +112,10 @@ def adam_math(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The update itself: fp32 gradient (scaled), parameter and moments in; new parameter and moments out."""
     wide = wide * scalars.grad_sign
-    wide = torch.where(torch.as_tensor(scalars.l2 != 0), wide + target * scalars.l2, wide)
+    wide = torch.where(torch.as_tensor(scalars.l2 != 0, device=wide.device), wide + target * scalars.l2, wide)
     decayed = target * scalars.decay
     # Tensor.lerp_: from the nearer end, so that a weight of 1 gives the gradient itself.
-    near = torch.as_tensor(scalars.lerp_weight < 0.5)
+    near = torch.as_tensor(scalars.lerp_weight < 0.5, device=wide.device)
     base = torch.where(near, exp_avg, wide)
     coefficient = torch.where(near, scalars.lerp_weight, scalars.lerp_weight - 1)
     new_avg = base + coefficient * (wide - exp_avg)

@@ -93,7 +93,7 @@ def relabelled(host: torch.UntypedStorage, device_type: int, index: int) -> torc
     Args:
         device_type: in DLPack's numbers.
     """
-    capsule = dlpack.to_dlpack(torch.empty(0, dtype=torch.uint8).set_(host))
+    capsule = dlpack.to_dlpack(torch.empty(0, dtype=torch.uint8, device="cpu").set_(host))
     # A DLManagedTensor begins with its DLTensor, and that with the address and the device's type and index.
     address = _capsule_address(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
     (ctypes.c_int32 * 2).from_address(address)[:] = [device_type, index]

@@ -122,10 +122,10 @@ class Home(abc.ABC):
         span = home_view_span(dtype, shape, stride, offset_nbytes)
         mapping = self._find(region, offset_nbytes, span * dtype.itemsize)
         if span == 0:
-            return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
+            return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu")
         flat = torch.frombuffer(mapping.memory, dtype=dtype, count=span, offset=offset_nbytes)
         # Not flat.as_strided: that would be an autograd view, with `flat` as its base.
-        view = torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, tuple(shape), tuple(stride))
+        view = torch.empty(0, dtype=dtype, device="cpu").set_(flat.untyped_storage(), 0, tuple(shape), tuple(stride))
         if self.is_shared_with_forks:
             refuse_in_forks(view)
         return view

@@ -29,7 +29,7 @@ class Answer(Protocol):
 
 class _DeviceAnswer:
     def __init__(self, number: torch.Tensor) -> None:
-        self._host = torch.empty((), dtype=torch.float32, pin_memory=True)
+        self._host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
         self._host.copy_(number, non_blocking=True)
         self._event = torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(number.device))

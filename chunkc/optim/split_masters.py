@@ -22,7 +22,7 @@ from chunkc.ir.states import MASTER, MASTER_LOW
 from chunkc.ir.strides import dense_strides
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.kernels.split import join_master, split_master
-from chunkc.optim.states import flat, flat_like, put_back
+from chunkc.optim.states import flat, flat_like, put_back, tensor_of
 
 _PIECE_NUM_ELEMENTS = 1 << 16
 """Elements that are converted at a time: temporary tensors are of the compute tier."""
@@ -94,7 +94,7 @@ def load(noted: NotedContents, master: object, parameter: torch.Tensor, lower: t
     if master is None:
         lower.zero_()
     else:
-        changed = encode(torch.as_tensor(master), parameter.detach(), lower)
+        changed = encode(tensor_of(master), parameter.detach(), lower)
     noted.loaded(parameter, changed=changed)
 
 

@@ -30,6 +30,14 @@ KNOWN = ("step", MASTER, EXP_AVG, EXP_AVG_SQ, *SCALES)
 _SCALE_OF = {EXP_AVG: EXP_AVG_SCALE, EXP_AVG_SQ: EXP_AVG_SQ_SCALE}
 
 
+def tensor_of(value: Any) -> torch.Tensor:
+    """A state as it was loaded: a tensor where it is, anything else as a tensor on the CPU.
+
+    `torch.as_tensor` would move tensors to the default device.
+    """
+    return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
+
+
 def empty_state(parameter: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
     """Room for a state beside its parameter, uninitialised; dense in the parameter's order, or flat for scales."""
     if kind in SCALES:
@@ -71,11 +79,11 @@ def converted(state: Mapping[str, Any], parameter: torch.Tensor, dtypes: Dtypes)
         source = state.get(kind, parameter if kind == MASTER else None)
         if source is None:
             raise ValueError(f"the loaded state lacks {kind}")
-        source = torch.as_tensor(source)
+        source = tensor_of(source)
         scale = state.get(_SCALE_OF.get(kind, ""))
         signed = kind == EXP_AVG
         if dtype == torch.uint8 and scale is not None and source.stride() == dense_strides(parameter):
-            found |= {kind: source, _SCALE_OF[kind]: torch.as_tensor(scale)}
+            found |= {kind: source, _SCALE_OF[kind]: tensor_of(scale)}
             continue
         if scale is not None:
             values = dequantise(flat(source), torch.as_tensor(scale, device=source.device), signed=signed)

@@ -1,0 +1,144 @@
+"""The kinds of backward that a compiled graph refuses, and the parameters whose gradients autograd must see.
+
+A compiled backward puts gradients into `.grad` as they are made and returns None for them. So autograd can neither
+hand out some of them nor differentiate them again, and what watches them on their way needs them returned. All this is
+asked before a backward changes anything.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo import compiled_autograd
+from torch.autograd.graph import Node
+
+from chunkc.ir.errors import UnsupportedError
+
+MAX_BACKWARDS = 64
+"""Backwards that are remembered as making a graph of their own: more than ever run inside each other."""
+
+MAX_NAMES = 3
+"""Parameters that an error names."""
+
+COMPILED_AUTOGRAD = (
+    "compiled autograd would run the backward of a model compiled by chunkc without its plan; turn it off "
+    "(torch._dynamo.config.compiled_autograd = False) for this model"
+)
+
+
+def in_compiled_autograd() -> bool:
+    """Whether compiled autograd runs, or lets a backend compile, a backward now."""
+    return compiled_autograd.in_compiled_autograd_region
+
+
+class GradModes:
+    """Knows of the backward that runs now whether it makes a graph of its own, to be differentiated again.
+
+    While a compiled backward runs, grad mode is off: AOTAutograd runs it in an `autograd.Function`. In a hook of the
+    node before, it is what the caller asked for.
+    """
+
+    def __init__(self) -> None:
+        self._with_graph: deque[int] = deque(maxlen=MAX_BACKWARDS)
+        self._hook = torch.compiler.disable(self._note, reason=COMPILED_AUTOGRAD)
+
+    def watch(self, arguments: Iterable[object], outputs: Iterable[object]) -> None:
+        """Note the modes of all backwards that come through these outputs of a call with these arguments."""
+        given = {id(value) for value in arguments}
+        made = [value for value in outputs if isinstance(value, torch.Tensor) and id(value) not in given]
+        for node in {value.grad_fn for value in made if value.grad_fn is not None}:
+            node.register_prehook(self._hook)
+
+    def _note(self, _: object) -> None:
+        if in_compiled_autograd():
+            raise UnsupportedError(COMPILED_AUTOGRAD)
+        if torch.is_grad_enabled():
+            self._with_graph.append(torch._C._current_graph_task_id())
+
+    def refuse_graph(self) -> None:
+        """To be called in a compiled backward.
+
+        Raises:
+            UnsupportedError: it makes a graph of its own.
+        """
+        if torch.is_grad_enabled() or torch._C._current_graph_task_id() in self._with_graph:
+            raise UnsupportedError(
+                "gradients that a model compiled by chunkc makes cannot be differentiated again, so "
+                "backward(create_graph=True) and torch.autograd.grad(create_graph=True) do not work through it; "
+                "compute what needs them, such as a gradient penalty, by calling the model that was not compiled"
+            )
+
+
+def accumulators(parameters: Mapping[str, torch.Tensor]) -> dict[str, Node]:
+    """The nodes by which the backward that runs now reaches these parameters' `.grad`, by the parameters' names.
+
+    Raises:
+        UnsupportedError: it leaves some of them out, as `torch.autograd.grad` and `backward(inputs=...)` do.
+    """
+    running = torch._C._current_autograd_node()
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    found = {}
+    for node, _ in running.next_functions if running is not None and names else ():
+        name = names.get(id(getattr(node, "variable", None)))
+        if node is not None and name is not None:
+            found[name] = node
+    left_out = [name for name, node in found.items() if not _is_accumulated(node)]
+    if left_out:
+        raise UnsupportedError(
+            f"this backward leaves out the gradient of {_some(left_out)}: torch.autograd.grad and "
+            "backward(inputs=...) do not work through a model compiled by chunkc; call backward() and read .grad, or "
+            "freeze parameters whose gradients are not wanted, by requires_grad_(False) before the forward"
+        )
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of them, and how many others there are."""
+    others = len(names) - MAX_NAMES
+    return ", ".join(names) if others <= 0 else f"{', '.join(names[:MAX_NAMES])} and {others} others"
+
+
+def _is_accumulated(node: Node) -> bool:
+    """Whether the backward that runs now will add to the leaf's `.grad`."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # "a leaf node was passed ... but we are currently running autograd.grad()"
+        return False
+
+
+class NodeHooks:
+    """Knows which parameters have hooks on the nodes that add to their `.grad`.
+
+    Of a node's hooks only a handle tells. So each node is given one and loses it again, and what the handle pointed to
+    is looked at from then on, for as long as the node lives: often until the next forward, which makes new ones.
+    """
+
+    def __init__(self) -> None:
+        self._hooks_of: dict[str, tuple[Callable[[], Any], ...]] = {}
+
+    def hooked(self, nodes: Mapping[str, Node]) -> frozenset[str]:
+        """Names of those nodes that have hooks."""
+        return frozenset(name for name, node in nodes.items() if self._is_hooked(name, node))
+
+    def _is_hooked(self, name: str, node: Node) -> bool:
+        known = [hooks() for hooks in self._hooks_of.get(name, (_nothing,))]
+        if None in known:
+            references = tuple(_hooks(register) for register in (node.register_prehook, node.register_hook))
+            self._hooks_of[name] = references
+            known = [hooks() for hooks in references]
+        return any(known)
+
+
+def _hooks(register: Callable[[Callable[..., None]], Any]) -> weakref.ref[dict[int, Any]]:
+    """A node's hooks of the kind that `register` registers."""
+    handle = register(_nothing)
+    handle.remove()
+    return handle.hooks_dict_ref
+
+
+def _nothing(*_: object) -> None:
+    """A hook that is never called."""
