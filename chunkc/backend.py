@@ -17,7 +17,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from chunkc.build import Builder
-from chunkc.capture import Capture, capture_graph, input_names, unique_name
+from chunkc.capture import Capture, capture_graph, unique_name
 from chunkc.captured import Captured, residents_with
 from chunkc.graph import CompiledGraph
 from chunkc.ir.errors import ChunkcError, OptionsError, UnsupportedError
@@ -30,6 +30,7 @@ from chunkc.passes.graphs import placeholders
 from chunkc.session import Session, can_move, owner, session_for
 from chunkc.steps import SizedStep, StaticSteps, Steps, SymbolicSteps
 from chunkc.templates import Templates, input_symbols
+from chunkc.user_names import GraphNames, UserNames
 from chunkc.variants import Variant, Variants
 
 
@@ -51,7 +52,7 @@ def chunkc(
         settings = parse_options(options)
         if settings.codegen == "inductor":
             find_vector_isa()
-        names = input_names(gm)
+        names = GraphNames(gm)
         variants = Variants(lambda inputs: compile_graph(gm, inputs, names, settings, options))
         if _is_symbolic(gm, example_inputs):
             _compile_for_any_shapes(variants, gm, example_inputs)
@@ -140,7 +141,7 @@ class _NotForAnyShapes(Exception):
 def compile_graph(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
-    names: Sequence[str],
+    graph_names: GraphNames,
     options: Options,
     source: Mapping[str, Any] | None,
 ) -> Callable[..., Any]:
@@ -148,12 +149,13 @@ def compile_graph(
 
     Args:
         inputs: example inputs, concrete or symbolic; parameters are the model's own `nn.Parameter`s.
-        names: the user's name of each input.
+        graph_names: of the graph's inputs and modules.
         source: the options as the user gave them: their identity ties the graphs of one model together.
 
     Raises:
         BudgetError, UnsupportedError, HomeError, OptionsError: nothing was moved.
     """
+    names = graph_names.take(inputs, UserNames.of_caller())
     parameters = [value if isinstance(value, nn.Parameter) else None for value in inputs]
     device = _compute_device(parameters, inputs, names)
     session = session_for([p for p in parameters if p is not None], options, source, device)
