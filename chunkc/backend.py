@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from chunkc.backward_kinds import COMPILED_AUTOGRAD, in_compiled_autograd
 from chunkc.build import Builder
-from chunkc.capture import Capture, capture_graph, input_names, unique_name
+from chunkc.capture import Capture, capture_graph, unique_name
 from chunkc.captured import Captured, residents_with
 from chunkc.graph import CompiledGraph
 from chunkc.ir.errors import ChunkcError, OptionsError, UnsupportedError
@@ -38,6 +38,7 @@ from chunkc.session import DEFAULTS, Session, owner, session_for
 from chunkc.steps import INPUTS, SizedStep, StaticSteps, Steps, SymbolicSteps
 from chunkc.templates import Templates, input_symbols
 from chunkc.update_graphs import is_between_calls
+from chunkc.user_names import GraphNames, UserNames
 from chunkc.variants import Variant, Variants
 
 watch()
@@ -80,7 +81,7 @@ def _compiled(
         return gm.forward
     if settings.codegen == "inductor":
         prepare_compiler()
-    names = input_names(gm)
+    names = GraphNames(gm)
 
     def compile_for(inputs: Sequence[Any], arguments: Sequence[Any] | None = None) -> Callable[..., Any]:
         return compile_graph(gm, inputs, names, settings, options, arguments)
@@ -185,7 +186,7 @@ class _NotForAnyShapes(Exception):
 def compile_graph(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
-    names: Sequence[str],
+    graph_names: GraphNames,
     options: Options,
     source: Mapping[str, Any] | None,
     arguments: Sequence[Any] | None = None,
@@ -194,7 +195,7 @@ def compile_graph(
 
     Args:
         inputs: example inputs, concrete or symbolic; parameters are the model's own `nn.Parameter`s.
-        names: the user's name of each input.
+        graph_names: of the graph's inputs and modules.
         source: the options as the user gave them: their identity ties the graphs of one model together.
         arguments: the call at whose sizes symbolic shapes must fit; None: at those that were traced.
 
@@ -210,9 +211,9 @@ def compile_graph(
         positions = [position for position in range(len(inputs)) if position not in tied]
         one = without_tied_placeholders(gm, tied)
         given = None if arguments is None else [arguments[p] for p in positions]
-        one_of_each = [inputs[p] for p in positions], [names[p] for p in positions]
-        call = compile_graph(one, *one_of_each, options, source, given)
+        call = compile_graph(one, [inputs[p] for p in positions], GraphNames(one), options, source, given)
         return _taking(positions, call)
+    names = graph_names.take(inputs, UserNames.of_caller())
     parameters = [value if isinstance(value, nn.Parameter) else None for value in inputs]
     device = _compute_device(parameters, inputs, names)
     owned = [p for p in parameters if p is not None]

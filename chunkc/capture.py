@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.passes.alias_check import outside_alias_check
-from chunkc.passes.graphs import attribute_path, placeholders, returned
+from chunkc.passes.graphs import placeholders, returned
 from chunkc.passes.inductor.cuda import steady_inductor
 from chunkc.passes.partition import partition
 from chunkc.passes.segments import RUN_BY_ATEN, clone_parameter_views, materialise_returned_placeholders
@@ -56,16 +56,6 @@ class Capture:
                 if source.name in self.by_placeholder and node.op != "output":
                     found.setdefault(self.by_placeholder[source.name])
         return [*found, *(name for name in self.by_placeholder.values() if name not in found)]
-
-
-def input_names(gm: fx.GraphModule) -> list[str]:
-    """The user's name of every input of Dynamo's graph: a parameter's attribute path, an argument's own name."""
-    names = []
-    for node in placeholders(gm.graph):
-        source = getattr(node.meta.get("grapharg"), "source", None)
-        name = getattr(source, "name", "")
-        names.append(attribute_path(name() if callable(name) else name) or node.name)
-    return names
 
 
 def unique_name(name: str, is_free: Callable[[str], bool]) -> str:

@@ -78,14 +78,20 @@ _ATTRIBUTE = re.compile(r"\.?_(?:modules|parameters|buffers)\['([^']+)'\]|\.(\w+
 
 
 @lru_cache(maxsize=4096)
-def attribute_path(source: str) -> str:
-    """The user's name for what Dynamo's source expression reads.
+def source_path(source: str) -> tuple[str, str]:
+    """The variable that Dynamo's source expression begins with, as it writes it, and the user's name from there on.
 
-    `L['self']._modules['h']._modules['0']._parameters['weight']` is `h.0.weight`.
+    `L['self']._modules['h']._modules['0']._parameters['weight']` is `h.0.weight` of `L['self']`.
     """
     head = re.match(r"^[LG]\['[^']*'\]", source)
-    parts = [a or b or c for a, b, c in _ATTRIBUTE.findall(source[head.end() :] if head else source)]
-    return ".".join(part for part in parts if part not in ("_modules", "_parameters", "_buffers"))
+    variable = head[0] if head else ""
+    parts = [a or b or c for a, b, c in _ATTRIBUTE.findall(source[len(variable) :])]
+    return variable, ".".join(part for part in parts if part not in ("_modules", "_parameters", "_buffers"))
+
+
+def attribute_path(source: str) -> str:
+    """The user's name for what Dynamo's source expression reads, without the variable it begins with."""
+    return source_path(source)[1]
 
 
 def module_path(node: fx.Node) -> str:

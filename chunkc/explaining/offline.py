@@ -18,28 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.eval_frame import OptimizedModule, remove_from_cache
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from chunkc.capture import Capture, capture_graph, input_names, unique_name
+from chunkc.capture import Capture, capture_graph, unique_name
 from chunkc.declared import state_format_of
-from chunkc.explaining.blame import MODEL_CALL, is_own_fault, module_that_raises
+from chunkc.explaining.blame import MODEL_CALL, module_that_raises
 from chunkc.explaining.offline_calls import CallLog, PhaseCall
+from chunkc.explaining.untraceable import told, why_none
 from chunkc.ir.chunks import ParamSpec
-from chunkc.ir.errors import ChunkcError, UnsupportedError
+from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.ir.states import DEFAULT_STATES, StateFormat
 from chunkc.movable import is_chunkable
 from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs import placeholders
 from chunkc.session import owner, spec_of
+from chunkc.user_names import GraphNames, UserNames
 from chunkc.variants import Variants
 
 NUM_RECOMPILES = 1_000_000
@@ -47,10 +42,6 @@ NUM_RECOMPILES = 1_000_000
 
 MAX_STEPS = 4
 """Steps on fake tensors until one compiles nothing."""
-
-
-_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-_OF_TRACING = (*_NEEDS_VALUES, ConstraintViolationError, TorchDynamoException)
 
 
 @dataclass(frozen=True)
@@ -116,7 +107,7 @@ def capture_offline(
     staying = {name for name, parameter in model.named_parameters() if not _may_move(parameter)}
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (tuple(args), dict(kwargs)))
     states = {name: state_format_of(parameter) for name, parameter in model.named_parameters()}
-    recorder = _Recorder(codegen, names, staying, states)
+    recorder = _Recorder(codegen, fake_model, names, staying, states)
     patched = torch._dynamo.config.patch(
         recompile_limit=NUM_RECOMPILES,
         accumulated_recompile_limit=NUM_RECOMPILES,
@@ -137,65 +128,35 @@ def capture_offline(
             if len(found.calls) > 1:  # what happens between graphs is that of a step in which nothing is traced
                 found = _settled_step(recorder, lambda: compiled(*fake_args, **fake_kwargs))
     except Exception as error:
-        told = _told(error, module)
-        if told is error:
+        what = told(error, module)
+        if what is error:
             raise
-        raise told from (error if isinstance(told, UnsupportedError) else None)
+        raise what from (error if isinstance(what, UnsupportedError) else None)
     finally:
         # Dynamo remembers every backend for good, and what it compiled as long as the code, which that refers to.
         recorder.graphs.clear()
         remove_from_cache(call_model)
     if not found.graphs:
-        raise UnsupportedError(f"torch.compile captured no graph: {_why_none(model)}")
+        raise UnsupportedError(f"torch.compile captured no graph: {why_none(model)}")
     return found
-
-
-def _why_none(model: nn.Module) -> str:
-    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-        return "it leaves nn.LSTM, nn.GRU and nn.RNN alone; set torch._dynamo.config.allow_rnn = True, also to train"
-    return "the call of this model computes nothing it can compile"
-
-
-def _told(error: Exception, module: Callable[[], str]) -> Exception:
-    """What the user is told of an error in tracing or running the model; the error itself where it says it all.
-
-    Args:
-        module: runs the model once more, and says which of its modules raises, if any.
-    """
-    if isinstance(error, ChunkcError):
-        return error
-    if isinstance(error, BackendCompilerFailed):
-        inner = error.inner_exception
-        if isinstance(inner, ChunkcError) or is_own_fault(inner):
-            return inner
-        return UnsupportedError(f"the model cannot be traced: {_first_line(inner)}")
-    if not isinstance(error, _OF_TRACING) and is_own_fault(error):
-        return error
-    where = f"{found}: " if (found := module()) else ""
-    if isinstance(error, _NEEDS_VALUES):
-        return UnsupportedError(
-            f"the model needs the values of tensors outside its graphs ({where}{_first_line(error)}); only what "
-            "torch.compile captures can be explained"
-        )
-    if isinstance(error, ConstraintViolationError):
-        return UnsupportedError(f"the model cannot be traced with symbols: {_first_line(error)}")
-    if isinstance(error, TorchDynamoException):
-        return UnsupportedError(f"the model cannot be traced: {where}{_first_line(error.__cause__ or error)}")
-    if found:
-        error.add_note(f"in {found}")
-    return error
 
 
 class _Recorder:
     """The backend that Dynamo calls: captures graphs, and logs their calls."""
 
     def __init__(
-        self, codegen: str, names: Mapping[int, str], staying: Collection[str], states: Mapping[str, StateFormat]
+        self,
+        codegen: str,
+        model: nn.Module,
+        names: Mapping[int, str],
+        staying: Collection[str],
+        states: Mapping[str, StateFormat],
     ) -> None:
         """`names`: the model's parameters, by identity; `staying`: those that cannot live in chunks."""
         self.graphs: list[OfflineGraph] = []
         self.log = CallLog()
-        self._codegen, self._names, self._staying, self._states = codegen, names, staying, states
+        self._codegen, self._model = codegen, model
+        self._names, self._staying, self._states = names, staying, states
         self._own_names: dict[int, str] = {}
 
     def step(self) -> OfflineStep:
@@ -204,14 +165,14 @@ class _Recorder:
         return OfflineStep(tuple(self.graphs), tuple(log.calls), tuple(log.nbytes), log.alive())
 
     def backend(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        names = input_names(gm)
+        names = GraphNames(gm)
         variants = Variants(lambda values: self._capture(gm, values, names))
         variants.compile(inputs, any_shapes=True)  # Dynamo guards shapes, and no comparison may fix symbols
         return variants
 
-    def _capture(self, gm: fx.GraphModule, inputs: Sequence[Any], names: Sequence[str]) -> Callable[..., Any]:
+    def _capture(self, gm: fx.GraphModule, inputs: Sequence[Any], names: GraphNames) -> Callable[..., Any]:
         number = len(self.graphs)
-        parameters = self._name(inputs, names)
+        parameters = self._name(inputs, names.take(inputs, UserNames.seen_from(self._model)))
         holder: list[Capture] = []
 
         def forward(arguments: list[Any]) -> list[Any]:
@@ -325,12 +286,6 @@ def _with_own_code(model: nn.Module) -> Callable[..., Any]:
     own_globals = {"__builtins__": builtins, "__name__": __name__}
     code = call.__code__.replace(co_filename=MODEL_CALL)
     return FunctionType(code, own_globals, call.__name__, None, call.__closure__)
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line of an error's text; of Dynamo's errors the one that explains."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return next((line.partition(": ")[2] for line in lines if line.startswith("  Explanation: ")), lines[0])
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

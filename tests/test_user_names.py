@@ -1,0 +1,169 @@
+"""Names as the user knows them, of graphs that are compiled wherever in the model Dynamo breaks it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import chunkc
+from chunkc.ir.errors import BudgetError
+from chunkc.passes.graphs import is_compute, module_path
+from chunkc.session import owner
+from chunkc.user_names import GraphNames, UserNames
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu()).sigmoid()
+
+
+class Looped(nn.Module):
+    """One graph for all blocks, which are alike, and one for `score`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            torch._dynamo.graph_break()
+        return self.score(x)
+
+    def score(self, x: Tensor) -> Tensor:
+        return self.head(x).square().mean()
+
+
+class Resumed(nn.Module):
+    """After the break Dynamo goes on inside a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.ModuleDict({"inner": Broken()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer["inner"](x).mean()
+
+
+class Broken(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        torch._dynamo.graph_break()
+        return self.down(hidden).square()
+
+
+class Holder(nn.Module):
+    """Calls a model that was compiled by itself."""
+
+    def __init__(self, compiled: Any) -> None:
+        super().__init__()
+        self.part = compiled
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+
+def compiled(model: nn.Module, budget_nbytes: int = 1 << 30) -> Any:
+    torch._dynamo.reset()
+    options = {"memory_budget": budget_nbytes, "codegen": "eager", "whole_graph": "never"}
+    return torch.compile(model, backend="chunkc", options=options)
+
+
+def names_in_session(model: nn.Module) -> set[str]:
+    return {hit[1] for parameter in model.parameters() if (hit := owner(parameter)) is not None}
+
+
+def wanted(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("make", [Looped, Resumed, Block])
+def test_parameters_have_their_names_in_the_model(make: type[nn.Module]) -> None:
+    model = make()
+    compiled(model)(torch.ones(2, 8)).sum().backward()
+    assert names_in_session(model) == wanted(model)
+
+
+def test_a_module_compiled_in_place() -> None:
+    torch._dynamo.reset()
+    model = Looped()
+    model.compile(backend="chunkc", options={"memory_budget": 1 << 30, "codegen": "eager"})
+    model(torch.ones(2, 8)).backward()
+    assert names_in_session(model) == wanted(model)
+
+
+def test_a_compiled_part_is_named_as_the_whole_knows_it() -> None:
+    model = Looped()
+    Holder(compiled(model))(torch.ones(2, 8)).backward()
+    assert names_in_session(model) == {f"part.{name}" for name in wanted(model)}
+
+
+def test_a_compiled_function_names_as_its_variable_does() -> None:
+    model = Block()
+    torch._dynamo.reset()
+    step = torch.compile(lambda x: model(x).sum(), backend="chunkc", options={"memory_budget": 1 << 30})
+    step(torch.ones(2, 8)).backward()
+    assert names_in_session(model) == wanted(model)
+
+
+@pytest.mark.parametrize("make", [Looped, Resumed])
+def test_every_call_has_the_module_of_the_model(make: type[nn.Module]) -> None:
+    """In training, call by call, and in an explanation: each block its own, though one graph serves all."""
+    model = make()
+    explained = chunkc.explain(make(), torch.ones(2, 8), memory_budget="1GiB", whole_graph="never")
+    modules = {name for name, _ in model.named_modules()}
+    assert {moment.module for moment in explained.moments} <= modules
+    of_blocks = {moment.module for moment in explained.moments if moment.phase == "backward"}
+    if make is Looped:
+        assert {"blocks.0.up", "blocks.1.up", "blocks.2.up"} <= of_blocks
+        assert {"blocks.0", "blocks.1", "blocks.2"} <= {moment.module for moment in explained.moments}
+    else:
+        assert {"outer.inner.up", "outer.inner.down"} <= of_blocks
+    named = set()
+    budget = 1
+    for _ in range(8):
+        try:
+            compiled(model, budget)(torch.ones(2, 8)).backward()
+            break
+        except BudgetError as error:
+            named.add(error.module)
+            budget = error.minimum_nbytes
+    assert named
+    assert named <= modules - {""}
+
+
+def test_names_of_what_no_module_calls() -> None:
+    assert UserNames.of_caller() == UserNames()
+
+
+def test_tied_parameters_do_not_mislead() -> None:
+    """`head.weight` is known as `tokens.weight`: what else the frame reaches keeps its own path."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+            self.head.weight = self.tokens.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.ones(2, 8)).sum()
+
+    found: list[tuple[list[str], set[str]]] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        names = GraphNames(gm).take(inputs, UserNames.of_caller())
+        found.append((names, {module_path(node) for node in gm.graph.nodes if is_compute(node)}))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(Tied(), backend=backend)(torch.ones(2, dtype=torch.int64))
+    ((names, modules),) = found
+    assert set(names) == {"tokens.weight", "head.bias"}
+    assert modules == {"", "head"}
