@@ -1,0 +1,250 @@
+"""Random sequences of what users do to a model, under a small budget and beside plain PyTorch: no difference.
+
+A model is used for many sequences, since compiling takes most of the time; one that was torn apart (tied, copied) is
+used no more. `CHUNKC_USER_ACTIONS=10000` runs so many sequences.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from torch import Tensor, nn
+
+import chunkc
+
+WIDTH = 32
+SMALL, LARGE = 70_000, 1 << 30
+NUM_EXAMPLES = int(os.environ.get("CHUNKC_USER_ACTIONS", "25"))
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(*blocks)
+
+
+class Pair:
+    """A model that chunkc compiles, its plain twin, and an SGD optimizer of each."""
+
+    def __init__(self, home: str, budget: int) -> None:
+        self.plain, self.model = build(), chunkc.place(build(), home=home)
+        options = {"memory_budget": budget, "home": home, "codegen": "eager", "whole_graph": "never", "debug": True}
+        self.call = torch.compile(self.model, backend="chunkc", options=options)
+        self.initial = {name: value.clone() for name, value in self.plain.state_dict().items()}
+        self.restart()
+
+    def restart(self) -> None:
+        for model in (self.plain, self.model):
+            model.load_state_dict(self.initial)
+            model.requires_grad_(True)
+            model.zero_grad()
+        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (self.plain, self.model)]
+
+    @property
+    def both(self) -> tuple[nn.Sequential, nn.Sequential]:
+        return self.plain, self.model
+
+    def parameters(self, which: int) -> tuple[nn.Parameter, nn.Parameter]:
+        left, right = (list(model.parameters()) for model in self.both)
+        return left[which % len(left)], right[which % len(right)]
+
+    def assert_equal(self) -> None:
+        for (name, left), (_, right) in zip(self.plain.named_parameters(), self.model.named_parameters(), strict=True):
+            torch.testing.assert_close(right.detach(), left.detach(), rtol=2e-4, atol=2e-5, msg=name)
+            assert (left.grad is None) == (right.grad is None), name
+            if left.grad is not None:
+                torch.testing.assert_close(right.grad, left.grad, rtol=2e-4, atol=2e-5, msg=name)
+
+
+_pool: dict[tuple[str, int], Pair] = {}
+
+
+class UserActions(RuleBasedStateMachine):
+    """Every rule does the same to both models; after each, parameters and gradients agree."""
+
+    @initialize(home=st.sampled_from(["cpu", "disk"]), budget=st.sampled_from([SMALL, SMALL, LARGE]))
+    def begin(self, home: str, budget: int) -> None:
+        self.key = home, budget
+        self.pair = _pool.pop(self.key, None) or Pair(home, budget)
+        self.pair.restart()
+        self.is_whole = True
+        self.kept: list[tuple[Tensor, Tensor]] = []
+        self.losses: tuple[Tensor, Tensor] | None = None
+        self.snapshot: dict[str, Tensor] | None = None
+
+    def _calls(self) -> tuple[Any, Any]:
+        return self.pair.plain, self.pair.call
+
+    def _check(self) -> None:
+        self.pair.assert_equal()
+        for tensor, value in self.kept:
+            assert torch.equal(tensor, value)
+
+    @rule(rows=st.sampled_from([4, 4, 4, 6]))
+    def forward(self, rows: int) -> None:
+        torch.manual_seed(rows)
+        x = torch.randn(rows, WIDTH)
+        self.losses = tuple(call(x).square().mean() for call in self._calls())  # type: ignore[assignment]
+        torch.testing.assert_close(self.losses[1], self.losses[0], rtol=2e-4, atol=2e-5)
+
+    @precondition(lambda self: self.losses is not None and self.losses[0].requires_grad)
+    @rule(retained=st.booleans())
+    def backward(self, retained: bool) -> None:
+        assert self.losses is not None
+        outcomes = []
+        for loss in self.losses:
+            try:
+                loss.backward(retain_graph=retained)
+                outcomes.append(None)
+            except RuntimeError as error:
+                outcomes.append("in" if "inplace" in str(error) else "again" if "second time" in str(error) else error)
+        assert outcomes[0] == outcomes[1], outcomes
+        if not retained or outcomes[0] is not None:
+            self.losses = None
+        if outcomes[0] is None:
+            self._check()
+        else:  # how far either got is nobody's promise
+            for model in self.pair.both:
+                model.zero_grad()
+
+    @rule(rows=st.sampled_from([4, 5]))
+    def evaluate(self, rows: int) -> None:
+        x = torch.linspace(-1, 1, rows * WIDTH).reshape(rows, WIDTH)
+        with torch.no_grad():
+            left, right = (call(x) for call in self._calls())
+        torch.testing.assert_close(right, left, rtol=2e-4, atol=2e-5)
+        self._check()
+
+    @rule()
+    def step(self) -> None:
+        for optimizer in self.pair.optimizers:
+            optimizer.step()
+        self._check()
+
+    @rule(to_none=st.booleans())
+    def zero_grad(self, to_none: bool) -> None:
+        if not to_none:
+            self.kept.clear()  # they follow
+        for model in self.pair.both:
+            model.zero_grad(set_to_none=to_none)
+        self._check()
+
+    @rule(which=st.integers(0, 15))
+    def replace_data(self, which: int) -> None:
+        for parameter in self.pair.parameters(which):
+            parameter.data = parameter.data * 0.75
+        self.losses = None
+        self._check()
+
+    @rule(which=st.integers(0, 15))
+    def write_in_place(self, which: int) -> None:
+        with torch.no_grad():
+            for parameter in self.pair.parameters(which):
+                parameter.mul_(0.75)
+        self._check()
+
+    @rule(which=st.integers(0, 15))
+    def replace_gradient(self, which: int) -> None:
+        for parameter in self.pair.parameters(which):
+            if parameter.requires_grad:
+                parameter.grad = torch.full_like(parameter, 0.125)
+        self._check()
+
+    @rule(which=st.integers(0, 15))
+    def keep_a_gradient(self, which: int) -> None:
+        """A view of it, whose owner lets go of it."""
+        _, parameter = self.pair.parameters(which)
+        if parameter.grad is not None:
+            self.kept.append((parameter.grad.detach(), parameter.grad.clone()))
+        for model in self.pair.both:
+            model.zero_grad()
+        self._check()
+
+    @rule(which=st.integers(0, 15), trained=st.booleans())
+    def freeze(self, which: int, trained: bool) -> None:
+        for parameter in self.pair.parameters(which):
+            parameter.requires_grad_(trained)
+        self._check()
+
+    @rule()
+    def save(self) -> None:
+        self.snapshot = {name: value.clone() for name, value in self.pair.model.state_dict().items()}
+
+    @precondition(lambda self: self.snapshot is not None)
+    @rule()
+    def load(self) -> None:
+        assert self.snapshot is not None
+        for model in self.pair.both:
+            model.load_state_dict(self.snapshot)
+        self.losses = None
+        self._check()
+
+    @rule()
+    def interrupt(self) -> None:
+        """A backward that raises half-way, in a hook on a parameter."""
+        parameter = self.pair.parameters(1)
+        for call, of_model in zip(self._calls(), parameter, strict=True):
+            if not of_model.requires_grad:
+                continue
+
+            def interrupted(gradient: Tensor) -> Tensor:
+                raise KeyboardInterrupt
+
+            handle = of_model.register_hook(interrupted)
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    call(torch.ones(4, WIDTH)).sum().backward()
+            finally:
+                handle.remove()
+        for model in self.pair.both:
+            model.zero_grad()
+        self.losses = None
+        self._check()
+
+    @rule(first=st.integers(0, 3), second=st.integers(0, 3))
+    def tie(self, first: int, second: int) -> None:
+        for model in self.pair.both:
+            model[first][1].weight = model[second][1].weight
+        self.is_whole = False
+        self.losses = None
+        self.pair.optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in self.pair.both]
+        self._check()
+
+    @rule()
+    def go_on_with_a_copy(self) -> None:
+        pair = self.pair
+        pair.plain, pair.model = (copy.deepcopy(model) for model in pair.both)
+        options = {"memory_budget": self.key[1], "home": self.key[0], "codegen": "eager", "whole_graph": "never"}
+        pair.call = torch.compile(pair.model, backend="chunkc", options=options)
+        pair.optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in pair.both]
+        self.is_whole = False
+        self.losses = None
+        self._check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "pair") and self.is_whole:
+            _pool[self.key] = self.pair
+
+
+@pytest.mark.timeout(7200)
+def test_no_sequence_of_user_actions_makes_a_difference() -> None:
+    torch._dynamo.reset()
+    limits = {"recompile_limit": 100_000, "accumulated_recompile_limit": 1_000_000}
+    checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+    try:
+        with torch._dynamo.config.patch(**limits):
+            run_state_machine_as_test(
+                UserActions,
+                settings=settings(
+                    max_examples=NUM_EXAMPLES, stateful_step_count=16, deadline=None, suppress_health_check=checks
+                ),
+            )
+    finally:
+        _pool.clear()
