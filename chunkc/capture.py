@@ -108,6 +108,7 @@ def capture_graph(
         context = TracingContext.try_get()
         if context is not None and context.fw_metadata is not None:
             capture.num_new_buffers = context.fw_metadata.num_mutated_inp_runtime_indices
+            context.fw_metadata.bw_donated_idxs = []  # nothing is overwritten, so a graph may be retained
         return boxed(run_forward)
 
     def inference_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:

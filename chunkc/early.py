@@ -79,9 +79,12 @@ class EarlyUpdates:
         if starter in self._in_flight:
             self._in_flight[starter].clear()
 
+    def has_begun(self, session: Session, group: int) -> bool:
+        """Whether a group's update has begun in the backward, and no step has ended since."""
+        return any(group in starter.begun_in(session) for starter in self._in_flight)
+
     def _refuse(self, session: Session, groups: Collection[int], phase: str) -> None:
-        begun = [starter.begun_in(session) for starter in self._in_flight]
-        if any(group in of_starter for of_starter in begun for group in groups):
+        if any(self.has_begun(session, group) for group in groups):
             raise UnsupportedError(
                 f'a {phase} would use parameters that the last backward has begun to update (overlap="backward"): call '
                 "optimizer.step() after each backward(), or, where gradients are accumulated, run all but the last "

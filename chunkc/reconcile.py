@@ -59,6 +59,11 @@ def _check_replacement(session: Session, name: str) -> None:
             f"{_described(data.dtype, data.shape, data.device)} now: call the compiled model once, which lays it out "
             "anew, before the optimizer's step; or convert it back"
         )
+    if session.early.has_begun(session, store.group_index(name)):
+        raise UnsupportedError(
+            f'the data of {name} was replaced after its update had begun (overlap="backward"): do so after step(), or '
+            'use overlap="forward"'
+        )
     if is_shared_memory(data):
         raise UnsupportedError(
             f"{name} has been moved into memory that other processes share (share_memory(), or a queue that sent it): "

@@ -66,6 +66,17 @@ def test_replaced_data_under_chunked_updates() -> None:
     assert_close(small, script(torch.optim.AdamW, plain, plain))
 
 
+def test_replaced_data_beside_an_update_that_has_begun_is_refused() -> None:
+    model, compiled = compile_small()
+    optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-3, update_on="cpu", overlap="backward")
+    train_steps(compiled, optimizer, range(2))
+    backward(compiled, 2)
+    parameter = two_alike(model)[0]
+    parameter.data = parameter.data.clone()
+    with pytest.raises(chunkc.UnsupportedError, match="after its update had begun"):
+        optimizer.step()
+
+
 def test_sharpness_aware_minimisation() -> None:
     """Each step goes up, computes a second gradient, and puts the old tensors back."""
 

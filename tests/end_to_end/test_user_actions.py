@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import chunkc
 
-WIDTH = 32
-SMALL, LARGE = 70_000, 1 << 30
+WIDTH = 64
+SMALL, LARGE = 220_000, 1 << 30
 NUM_EXAMPLES = int(os.environ.get("CHUNKC_USER_ACTIONS", "25"))
 
 
