@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from chunkc.capture import Capture, capture_graph, input_names, unique_name
 from chunkc.explaining.blame import MODEL_CALL, is_own_fault, module_that_raises
 from chunkc.explaining.offline_calls import CallLog, PhaseCall
+from chunkc.garbage import no_automatic_collection
 from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.errors import ChunkcError, UnsupportedError
 from chunkc.ir.program import BACKWARD, FORWARD
@@ -83,6 +84,7 @@ class OfflineStep:
     alive: frozenset[int]
 
 
+@no_automatic_collection()
 def capture_offline(
     model: nn.Module,
     args: Sequence[Any],
