@@ -22,6 +22,7 @@ from chunkc.backward_kinds import COMPILED_AUTOGRAD, in_compiled_autograd
 from chunkc.build import Builder
 from chunkc.capture import Capture, capture_graph, unique_name
 from chunkc.captured import Captured, residents_with
+from chunkc.garbage import no_automatic_collection
 from chunkc.graph import CompiledGraph
 from chunkc.ir.errors import ChunkcError, OptionsError, UnsupportedError
 from chunkc.logs import log_build, log_capture, logger, warn_of_estimates
@@ -183,6 +184,7 @@ class _NotForAnyShapes(Exception):
     """The cause says why a graph cannot be compiled once for all shapes."""
 
 
+@no_automatic_collection()
 def compile_graph(
     gm: fx.GraphModule,
     inputs: Sequence[Any],

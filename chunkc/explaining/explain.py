@@ -22,6 +22,7 @@ from chunkc.explaining.offline import OfflineGraph, OfflineStep, capture_offline
 from chunkc.explaining.optimizer_choice import ADAMW, OptimizerChoice
 from chunkc.explaining.replay import Replay
 from chunkc.explaining.updates import Updates
+from chunkc.garbage import no_automatic_collection
 from chunkc.ir.chunks import ChunkLayout, is_state
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.estimates import largest_of_each
@@ -201,6 +202,7 @@ def budget_of(options: Options, hardware: Hardware) -> int:
     return budget
 
 
+@no_automatic_collection()
 def explain_step(
     captured: OfflineStep, options: Options, hardware: Hardware, name: str, updates: Updates = IN_SLOTS
 ) -> Explanation:

@@ -26,6 +26,7 @@ from chunkc.declared import state_format_of
 from chunkc.explaining.blame import MODEL_CALL, module_that_raises
 from chunkc.explaining.offline_calls import CallLog, PhaseCall
 from chunkc.explaining.untraceable import told, why_none
+from chunkc.garbage import no_automatic_collection
 from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import BACKWARD, FORWARD
@@ -76,6 +77,7 @@ class OfflineStep:
     alive: frozenset[int]
 
 
+@no_automatic_collection()
 def capture_offline(
     model: nn.Module,
     args: Sequence[Any],

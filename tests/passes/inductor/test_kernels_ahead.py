@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from chunkc.passes import codegen
 from chunkc.passes.codegen import CompiledSegment, compile_segment, kernels_started, prepare_compiler
-from chunkc.passes.segments import Segment, SegmentTable, cut, extract
+from chunkc.passes.inductor import kernels_ahead
+from chunkc.passes.inductor.kernels_ahead import CompiledBefore
+from chunkc.passes.segments import Segment, SegmentTable, canonical_text, cut, extract
 
 WAIT_S = 300
 
@@ -121,6 +124,23 @@ def test_what_was_compiled_before_is_not_prepared_again(
     assert len(asked) == 2  # one that is new has nobody to be compiled beside
     compiled(segments())
     assert len(found.kernels) == 4
+
+
+def test_a_note_on_kernels_that_are_gone_costs_time_only(builds: Callable[..., Builds]) -> None:
+    given, found = segments()[:2], builds()
+    for segment in given:
+        CompiledBefore().add(canonical_text(segment.module.graph))
+    runs = compiled(given)
+    assert sorted(found.kernels) == ["cos", "sin"]
+    assert torch.equal(runs[0].run([torch.zeros(64)])[0], torch.zeros(64))
+
+
+def test_a_directory_that_cannot_be_written_has_no_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "a file where a directory should be"
+    blocked.touch()
+    monkeypatch.setattr(kernels_ahead, "cache_dir", lambda: str(blocked))
+    CompiledBefore().add("segment")
+    assert "segment" not in CompiledBefore()
 
 
 def test_nothing_happens_for_eager_code(builds: Callable[..., Builds], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,23 @@
+"""Python's garbage collector while graphs are traced."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def no_automatic_collection() -> Iterator[None]:
+    """Inside, and in functions that this decorates, the garbage collector does not start by itself.
+
+    Tracing makes many objects that stay, and every one of its collections looks through all of them: an eighth of the
+    time at 24 layers, a fifth at 96. `gc.collect` works as ever; where it was off, it stays off.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
