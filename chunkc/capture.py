@@ -9,22 +9,21 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._decomp import get_decompositions
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext, detect_fake_mode
-from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
 from torch._prims.rng_prims import run_and_save_rng_state
 from torch.utils import _pytree as pytree
 
+from chunkc.decompositions import decompositions
 from chunkc.ir.errors import UnsupportedError
 from chunkc.passes.alias_check import outside_alias_check
 from chunkc.passes.graphs import placeholders, returned
 from chunkc.passes.inductor.cuda import steady_inductor
 from chunkc.passes.partition import partition
-from chunkc.passes.segments import RUN_BY_ATEN, clone_parameter_views, materialise_returned_placeholders
+from chunkc.passes.segments import clone_parameter_views, materialise_returned_placeholders
 
 Boxed = Callable[[list[Any]], list[Any]]
 
@@ -128,7 +127,7 @@ def capture_graph(
             bw_compiler=backward_compiler,
             inference_compiler=inference_compiler,
             partition_fn=partition_fn,
-            decompositions=_decompositions(codegen),
+            decompositions=decompositions(codegen),
         )
     _name_parameters(capture, parameter_names)
     assert capture.forward is not None
@@ -174,24 +173,6 @@ def boxed(function: Boxed) -> Boxed:
 
     call._boxed_call = True
     return call
-
-
-def _decompositions(codegen: str) -> dict[Any, Callable[..., Any]]:
-    """What AOTAutograd takes apart: for Inductor its own table, but for the operators that run as they are
-    (`segments.RUN_BY_ATEN`); for eager, next to nothing."""
-    if codegen == "eager":
-        return get_decompositions(_KEEP_MORE_THAN_THEY_SHOW)
-    return {op: decompose for op, decompose in select_decomp_table().items() if op not in RUN_BY_ATEN}
-
-
-_KEEP_MORE_THAN_THEY_SHOW = [
-    torch.ops.aten.mse_loss,
-    torch.ops.aten.smooth_l1_loss,
-    torch.ops.aten.huber_loss,
-    torch.ops.aten.binary_cross_entropy,
-    torch.ops.aten.soft_margin_loss,
-]
-"""Losses whose scalar result lives in storage of the unreduced size on a CPU: bytes that no shape tells of."""
 
 
 def _name_parameters(capture: Capture, names: Sequence[str | None]) -> None:
