@@ -1,0 +1,239 @@
+"""Which architectures train: every one that can be built from transformers, timm and torchvision, shrunk by rule.
+
+    python bench/coverage.py [--sample N] [--family NAME] [--columns PATTERN,...] [--out FILE.json] [--jobs N]
+
+An architecture trains where, under 1.3 x the smallest budget that `chunkc.BudgetError` names, it takes three steps,
+evaluates a batch of another size and length under `no_grad`, takes two more steps, generates (where it can) and goes
+through its `state_dict`, with plain PyTorch's losses (1e-3 relative in fp32; in mixed precision as close as the default
+backend's, or 1e-2), the same bits under another budget, and no more measured bytes than the budget. `COLUMNS` of
+`coverage_table.py` say in what precision, with dropout as configured or none, with gradient checkpointing, with
+Inductor's code or eager code. What fails is tried with the default backend: where that fails too, it does not count.
+
+Each architecture has a process of its own; `--time-limit` is for each of its columns. Progress goes to standard error,
+a table to standard output, everything to bench/results/coverage-DATE.json, rewritten after every architecture.
+
+    --sample N      so many architectures, drawn by --seed
+    --family NAME   a library, a family such as `llama`, or a pattern of whole names such as `timm/*/test_*`
+    --columns       such as `eager/fp32,inductor/*` (default: all)
+    --again FILE    take only those that were refused or failed in an earlier result
+    --small         a rehearsal: three architectures, two columns
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, ClassVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBar
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import machine
+from coverage_table import COLUMNS, FAILED, REFUSED, TRAINED, counts, percentage
+from metrics import Row, Section, one
+from report import markdown
+from subject_process import Process, SubjectFailed
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+SMALL = ("transformers/gpt2/GPT2LMHeadModel", "timm/resnet/test_resnet", "torchvision/squeezenet/squeezenet1_0")
+SMALL_COLUMNS = ("eager/fp32", "eager/autocast-bf16")
+
+TIME_LIMIT_S = 300.0
+"""For one column of one architecture."""
+
+Answer = Mapping[str, Any]
+"""`architecture`, `num_parameters` (None where it was not built), `cells` by column."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a worker is told (see `coverage_subject.py`)."""
+
+    SCRIPT: ClassVar[str] = "coverage_subject.py"
+    time_limit_s: float
+
+    def to_json(self) -> str:
+        return json.dumps({"time_limit_s": self.time_limit_s})
+
+
+def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; `columns` is a list of names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sample", type=int, metavar="N", help="so many architectures (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--family", metavar="NAME", help="a library, a family or a pattern of whole names")
+    parser.add_argument("--columns", default="*", metavar="PATTERN,...")
+    parser.add_argument("--again", type=Path, metavar="FILE.json", help="those that were refused or failed there")
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes side by side")
+    parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, metavar="SECONDS", help="for each column")
+    parser.add_argument("--small", action="store_true", help="a rehearsal")
+    parsed = parser.parse_args(arguments)
+    patterns = [pattern.strip() for pattern in parsed.columns.split(",")]
+    parsed.columns = [name for name in COLUMNS if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if not parsed.columns:
+        parser.error(f"no column matches; there are {', '.join(COLUMNS)}")
+    if parsed.small and patterns == ["*"]:
+        parsed.columns = list(SMALL_COLUMNS)
+    return parsed
+
+
+def chosen(names: Sequence[str], args: argparse.Namespace) -> list[str]:
+    """The architectures to train, in the order in which they will be."""
+    wanted = [name for name in names if _is_of(name, args.family)]
+    if args.small:
+        return [name for name in SMALL if name in wanted]
+    if args.again is not None:
+        failed = {row["architecture"] for row in json.loads(args.again.read_text())["answers"] if has_failed(row)}
+        wanted = [name for name in wanted if name in failed]
+    if args.sample is not None and args.sample < len(wanted):
+        return random.Random(args.seed).sample(wanted, args.sample)
+    return wanted
+
+
+def _is_of(name: str, family: str | None) -> bool:
+    return family is None or family in name.split("/") or fnmatchcase(name, family)
+
+
+def has_failed(answer: Answer) -> bool:
+    """Whether chunkc did not train it somewhere where the default backend does."""
+    return any(cell["outcome"] in (REFUSED, FAILED) for cell in answer["cells"].values())
+
+
+def trained(args: argparse.Namespace, workers: Sequence[Process], names: Sequence[str]) -> Iterator[Answer]:
+    """The answers as they come; a worker that died has failed in every column, and is replaced."""
+    free: SimpleQueue[Process] = SimpleQueue()
+    for worker in workers:
+        free.put(worker)
+
+    def ask(name: str) -> Answer:
+        worker = free.get()
+        try:
+            return worker.ask(json.dumps({"architecture": name, "columns": args.columns}))
+        except SubjectFailed as error:
+            cell = {"outcome": FAILED, "stage": "", "message": str(error)[-300:], "seconds": 0.0}
+            worker = Process(Spec(args.time_limit), timeout_s=worker_timeout_s(args)).__enter__()
+            return {"architecture": name, "num_parameters": None, "cells": dict.fromkeys(args.columns, cell)}
+        finally:
+            free.put(worker)
+
+    with ThreadPoolExecutor(len(workers)) as pool:
+        for future in as_completed([pool.submit(ask, name) for name in names]):
+            yield future.result()
+    while not free.empty():
+        free.get().__exit__(None, None, None)
+
+
+def worker_timeout_s(args: argparse.Namespace) -> float:
+    """No worker is given up before the processes that it watches are."""
+    return (len(args.columns) + 2) * args.time_limit
+
+
+def sections(answers: Sequence[Answer], columns: Sequence[str]) -> list[Section]:
+    """Percentages by column, what keeps the others from training, and every architecture."""
+    by_column = [(name, [a["cells"][name] for a in answers if name in a["cells"]]) for name in columns]
+    rows = []
+    for name, cells in by_column:
+        share = percentage(cells)
+        metrics = {outcome: one("number", count) for outcome, count in counts(cells).items()}
+        if share is not None:
+            metrics = {"percent of what the default backend trains": one("number", round(share, 2)), **metrics}
+        rows.append(Row({"column": name}, metrics))
+    reasons: Counter[tuple[str, str]] = Counter()
+    for _, cells in by_column:
+        reasons.update(
+            (cell["outcome"], cell["message"][:160]) for cell in cells if cell["outcome"] in (REFUSED, FAILED)
+        )
+    why = [
+        Row({"outcome": outcome, "message": _plain(message)}, {"cells": one("number", count)})
+        for (outcome, message), count in reasons.most_common()
+    ]
+    each = [
+        Row(
+            {
+                "architecture": answer["architecture"],
+                **{name: _short(cell) for name, cell in answer["cells"].items()},
+            },
+            {} if answer["num_parameters"] is None else {"parameters": one("number", answer["num_parameters"])},
+            "; ".join(dict.fromkeys(_plain(c["message"]) for c in answer["cells"].values() if c["message"])),
+            has_failed(answer),
+        )
+        for answer in sorted(answers, key=lambda answer: answer["architecture"])
+    ]
+    setting = {"num_architectures": len(answers)}
+    return [
+        Section("percentages", setting, rows),
+        Section("why not", {}, why),
+        Section("architectures", setting, each),
+    ]
+
+
+def _short(cell: Mapping[str, Any]) -> str:
+    stage = f" ({cell['stage']})" if cell["stage"] and cell["outcome"] != TRAINED else ""
+    return f"{cell['outcome']}{stage}"
+
+
+def _plain(message: str) -> str:
+    """As a cell of Markdown."""
+    return message.replace("|", "/")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train, write, print; 1 where chunkc refused or failed at something that the default backend trains."""
+    args = parse_args(arguments)
+    console = Console(stderr=True)
+    now = datetime.now(UTC)
+    small = "-small" if args.small else ""
+    out = args.out or RESULTS / f"coverage{small}-{now:%Y-%m-%d-%H%M}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    workers = [Process(Spec(args.time_limit), timeout_s=worker_timeout_s(args)) for _ in range(max(1, args.jobs))]
+    for worker in workers:
+        worker.__enter__()
+    names = chosen(workers[0].ready["architectures"], args)
+    answers: list[Answer] = []
+    result: dict[str, Any] = {
+        "suite": "coverage",
+        "is_small": args.small,
+        "is_complete": False,
+        "device": "cpu",
+        "date": now.isoformat(timespec="seconds"),
+        "hardware": machine.hardware(),
+        "versions": machine.versions(),
+        "sample": {"sample": args.sample, "seed": args.seed, "family": args.family},
+        "sections": [],
+        "answers": answers,
+    }
+    bar = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with ProgressBar(*bar, console=console) as progress:
+        task = progress.add_task("", total=len(names))
+        for answer in trained(args, workers, names):
+            answers.append(answer)
+            result["sections"] = [section.to_json() for section in sections(answers, args.columns)]
+            out.write_text(json.dumps(result, indent=1) + "\n")
+            progress.update(task, advance=1, description=answer["architecture"])
+            for column, cell in answer["cells"].items():
+                if cell["outcome"] in (REFUSED, FAILED):
+                    line = f"{answer['architecture']} {column}: {_short(cell)}: {cell['message']}"
+                    console.print(line, markup=False, highlight=False)
+    result["is_complete"] = True
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(markdown(result), flush=True)
+    console.print(f"written: {out}", highlight=False)
+    return 1 if any(map(has_failed, answers)) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,166 @@
+"""The coverage suite: which architectures and columns are chosen, what counts, and processes that die or hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+import coverage_models
+import coverage_subject
+import coverage_table
+from coverage_models import NotBuilt, build
+from coverage_table import COLUMNS, DEFAULT_FAILS, FAILED, NOT_BUILT, REFUSED, TRAINED, Cell, Column
+
+# Not `import coverage`: there is a package of that name.
+import importlib.util  # isort: skip
+
+_spec = importlib.util.spec_from_file_location("bench_coverage", Path(__file__).parents[2] / "bench" / "coverage.py")
+assert _spec is not None
+assert _spec.loader is not None
+coverage = importlib.util.module_from_spec(_spec)
+sys.modules["bench_coverage"] = coverage
+_spec.loader.exec_module(coverage)
+
+NAMES = ["timm/resnet/test_resnet", "transformers/gpt2/GPT2LMHeadModel", "transformers/llama/LlamaForCausalLM"]
+
+
+def test_columns_are_what_their_names_say() -> None:
+    assert len(COLUMNS) == len(set(COLUMNS)) == 14
+    assert [Column.named(name).name for name in COLUMNS] == list(COLUMNS)
+    column = Column.named("inductor/autocast-fp16-scaler")
+    assert (column.codegen, column.autocast, column.scaled, column.dropout) == ("inductor", torch.float16, True, False)
+    assert Column.named("eager/checkpointing").is_exact
+    assert not Column.named("eager/bf16").is_exact
+
+
+def test_the_command_line_picks_columns_and_architectures() -> None:
+    args = coverage.parse_args(["--columns", "eager/fp32, inductor/*", "--family", "transformers"])
+    assert args.columns[0] == "eager/fp32"
+    assert len(args.columns) == 8
+    assert coverage.chosen(NAMES, args) == NAMES[1:]
+    assert coverage.chosen(NAMES, coverage.parse_args(["--family", "llama"])) == NAMES[2:]
+    assert coverage.chosen(NAMES, coverage.parse_args(["--family", "*/test_*"])) == NAMES[:1]
+    one, other = (coverage.chosen(NAMES, coverage.parse_args(["--sample", "2", "--seed", "5"])) for _ in range(2))
+    assert one == other
+    assert len(one) == 2
+    with pytest.raises(SystemExit):
+        coverage.parse_args(["--columns", "fp8"])
+
+
+def test_those_that_failed_are_tried_again(tmp_path: Path) -> None:
+    cells = [("a/b/c", TRAINED), ("a/b/d", REFUSED), ("a/b/e", DEFAULT_FAILS)]
+    answers = [{"architecture": name, "cells": {"eager/fp32": {"outcome": outcome}}} for name, outcome in cells]
+    (tmp_path / "before.json").write_text(json.dumps({"answers": answers}))
+    args = coverage.parse_args(["--again", str(tmp_path / "before.json")])
+    assert coverage.chosen([name for name, _ in cells], args) == ["a/b/d"]
+
+
+def test_what_the_default_backend_does_not_train_does_not_count() -> None:
+    cells = [{"outcome": outcome} for outcome in (TRAINED, TRAINED, TRAINED, FAILED, DEFAULT_FAILS, NOT_BUILT)]
+    assert coverage_table.percentage(cells) == 75
+    assert coverage_table.percentage([{"outcome": NOT_BUILT}]) is None
+
+
+def test_sections_say_how_many_and_why() -> None:
+    def cell(outcome: str, message: str = "") -> dict[str, Any]:
+        return {"outcome": outcome, "stage": "step 0", "message": message, "seconds": 1.0}
+
+    answers = [
+        {"architecture": "a/b/c", "num_parameters": 10, "cells": {"eager/fp32": cell(TRAINED)}},
+        {"architecture": "a/b/d", "num_parameters": 10, "cells": {"eager/fp32": cell(REFUSED, "no | way")}},
+    ]
+    share, why, each = (section.to_json() for section in coverage.sections(answers, ["eager/fp32"]))
+    (row,) = share["rows"]
+    assert row["metrics"]["percent of what the default backend trains"]["median"] == 50
+    assert why["rows"][0]["labels"] == {"outcome": REFUSED, "message": "no / way"}
+    assert [row.get("is_failure", False) for row in each["rows"]] == [False, True]
+
+
+@pytest.fixture
+def working(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of this process that train nothing: they die in the column `bf16` and hang in `dropout`."""
+
+    def cells(name: str, columns: Sequence[Column]) -> Iterator[dict[str, Any]]:
+        yield {"num_parameters": 7}
+        for column in columns:
+            if column.setting == "bf16":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if column.setting == "dropout":
+                time.sleep(60)
+            yield {"column": column.name, "outcome": TRAINED, "stage": "", "message": "", "seconds": 0.0}
+
+    monkeypatch.setattr(coverage_subject, "_cells", cells)
+
+
+@pytest.mark.usefixtures("working")
+def test_a_process_that_dies_or_hangs_fails_in_its_column_alone() -> None:
+    columns = [Column.named(f"eager/{setting}") for setting in ("fp32", "bf16", "checkpointing", "dropout")]
+    answer = coverage_subject._answer("a/b/c", columns, 3.0)
+    assert answer["num_parameters"] == 7
+    outcomes = {name: (cell["outcome"], cell["message"]) for name, cell in answer["cells"].items()}
+    assert outcomes == {
+        "eager/fp32": (TRAINED, ""),
+        "eager/bf16": (FAILED, "the process was ended by SIGKILL"),
+        "eager/checkpointing": (TRAINED, ""),
+        "eager/dropout": (FAILED, "it took too long"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("transformers/gpt2/GPT2LMHeadModel", {"input_ids", "labels"}),
+        ("transformers/vit/ViTForImageClassification", {"pixel_values", "labels"}),
+        ("transformers/t5/T5ForConditionalGeneration", {"input_ids", "decoder_input_ids", "labels"}),
+    ],
+)
+def test_architectures_are_shrunk_until_plain_pytorch_trains_them(name: str, keys: set[str]) -> None:
+    subject = build(name)
+    assert subject.num_parameters < 500_000
+    batch = subject.batch(3, 8)
+    assert batch.keys() == keys
+    assert {value.shape[0] for value in batch.values()} == {3}
+
+
+def test_all_layers_of_a_kind_are_kept() -> None:
+    """Of Qwen3-Next's layers every fourth is an ordinary attention."""
+    kinds = build("transformers/qwen3_next/Qwen3NextForCausalLM").make().config.layer_types  # type: ignore[union-attr]
+    assert len(set(kinds)) == 2
+
+
+def test_what_cannot_be_built_says_why() -> None:
+    with pytest.raises(NotBuilt, match="NoSuchClass"):
+        build("transformers/gpt2/NoSuchClass")
+    assert "transformers/llama/LlamaForCausalLM" in coverage_models.architectures()
+
+
+@pytest.mark.slow
+def test_a_cell_for_real() -> None:
+    subject = build("transformers/gpt2/GPT2LMHeadModel")
+    coverage_subject.cpu_allocator.install()
+    judge = coverage_subject.Judge(subject)
+    assert judge.cell(Column.named("eager/fp32")).outcome == TRAINED
+    assert judge.cell(Column.named("eager/autocast-bf16")).outcome == TRAINED
+
+
+@pytest.mark.slow
+def test_wrong_losses_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if chunkc's optimizer had another learning rate than PyTorch's."""
+    subject = build("transformers/gpt2/GPT2LMHeadModel")
+    coverage_subject.cpu_allocator.install()
+    real = coverage_subject.chunkc.optim.AdamW
+    monkeypatch.setattr(coverage_subject.chunkc.optim, "AdamW", lambda p, lr, **more: real(p, lr=30 * lr, **more))
+    cell = coverage_subject.Judge(subject).cell(Column.named("eager/fp32"))
+    assert isinstance(cell, Cell)
+    assert cell.outcome == FAILED
+    assert "losses" in cell.message
