@@ -1,7 +1,8 @@
 """The command `chunkc`: `explain`, `diff` and `calibrate`.
 
 Exit codes: 0 it fits (or the command did its work), 3 it does not fit, 2 bad input, with one line that says why, 1 a
-fault in chunkc itself, with one line that says where.
+fault in chunkc itself, with one line that says where, 130 it was interrupted. Names may have any characters: all that
+is said passes `chunkc.ir.text`, and no terminal sees its control characters.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -33,6 +35,7 @@ from chunkc.ir.errors import BudgetError, ChunkcError, OptionsError, Unsupported
 from chunkc.ir.explanation import Explanation
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.states import BFLOAT16, FLOAT32, INT8, SPLIT
+from chunkc.ir.text import message_of, one_line, printable, short
 from chunkc.ir.units import format_nbytes
 from chunkc.machines.calibrate import calibrate
 from chunkc.machines.presets import PRESETS, default_hardware_path, load_hardware, save_hardware
@@ -41,8 +44,9 @@ from chunkc.optim.overlap_mode import NONE, OVERLAP
 from chunkc.optim.update_on import DEVICE, UPDATE_ON
 from chunkc.options import parse_options, parse_size
 from chunkc.passes.scratch.exceptions import table as exceptions_table
+from chunkc.terminal import answering, open_streams, progress, say
 
-FITS, OWN_FAULT, BAD_INPUT, DOES_NOT_FIT = 0, 1, 2, 3
+FITS, OWN_FAULT, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
 _LOGS = "TORCH_LOGS"
 _TRACEBACK = f'; {_LOGS}="+chunkc" shows the traceback'
 
@@ -67,7 +71,7 @@ exit code: 0 it fits, 3 it does not, 2 bad input, 1 a fault in chunkc itself"""
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
         """One line, without the usage."""
-        self.exit(BAD_INPUT, f"chunkc: {message}\n")
+        self.exit(BAD_INPUT, f"chunkc: {one_line(message)}\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -133,33 +137,38 @@ def _add_optimizer_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    if not _WHOLE.fullmatch(text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{short(text)} is not a whole number of at least 1 and at most 18 digits")
     return int(text)
 
 
 def _size(text: str) -> int | str:
     """Bytes as a number; all else as it stands, for `parse_options` to judge."""
-    return int(text) if text.strip().isdecimal() else text
+    return int(text) if _WHOLE.fullmatch(text.strip()) else text
+
+
+_WHOLE = re.compile("[0-9]{1,18}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
+    open_streams()
     options = build_parser().parse_args(arguments)
     try:
         code = _run(options)
-        sys.stdout.flush()
         return code
     except ChunkcError as error:
-        print(f"chunkc: {error}", file=sys.stderr)
+        say(str(error))
         return BAD_INPUT
+    except KeyboardInterrupt:
+        say("interrupted")
+        return INTERRUPTED
     except BrokenPipeError:  # as `chunkc explain MODEL | head` does once it has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_LEFT
     except Exception as error:
-        first = str(error).strip().splitlines()
-        what = f"{type(error).__name__}{f': {first[0]}' if first else ''}{raised_in(error)}"
-        print(f"chunkc: a fault in chunkc itself, not in what it was given: {what}{_TRACEBACK}", file=sys.stderr)
+        said = message_of(error)
+        what = f"{type(error).__name__}{f': {said}' if said else ''}{raised_in(error)}"
+        say(f"a fault in chunkc itself, not in what it was given: {what}{_TRACEBACK}")
         if _LOGS in os.environ:
             traceback.print_exception(error)
         return OWN_FAULT
@@ -168,12 +177,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     if options.command == "explain":
         if options.exceptions:
-            print(exceptions_table())
+            with answering():
+                print(exceptions_table())
             return FITS
         with _quiet():
             return _explain(options)
     if options.command == "diff":
-        print(diff(read_explanation(options.before), read_explanation(options.after)), end="")
+        compared = diff(read_explanation(options.before), read_explanation(options.after))
+        with answering():
+            print(printable(compared), end="")
         return FITS
     return _calibrate(options)
 
@@ -199,7 +211,7 @@ def _hardware(options: argparse.Namespace) -> Hardware:
     name = options.hardware
     if name is None:
         saved = default_hardware_path()
-        name = str(saved) if saved.exists() else "cpu"
+        name = str(saved) if os.path.exists(saved) else "cpu"
     hardware = load_hardware(name)
     if options.host_memory is not None:
         nbytes = parse_size(options.host_memory, "--host-memory")
@@ -210,7 +222,10 @@ def _hardware(options: argparse.Namespace) -> Hardware:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    target, hardware = _target(options), _hardware(options)
+    # What the user's code prints is not the answer, which may be JSON.
+    with contextlib.redirect_stdout(sys.stderr):
+        target = _target(options)
+    hardware = _hardware(options)
     settings = {
         "memory_budget": _size(options.memory_budget),
         "home": options.home,
@@ -231,8 +246,7 @@ def _explain(options: argparse.Namespace) -> int:
     _check_output(options.output)
     notes: list[str] = []
     sizes = {"batch_size": options.batch_size, "seq_len": options.seq_len}
-    # What the user's code prints is not the answer, which may be JSON.
-    with contextlib.redirect_stdout(sys.stderr), _progress() as show:
+    with contextlib.redirect_stdout(sys.stderr), progress() as show:
         if options.largest is not None:
             sizes[options.largest], notes = _largest(
                 options.largest, target, hardware, settings, choice, sizes, budget, show
@@ -250,7 +264,8 @@ def _explain(options: argparse.Namespace) -> int:
                 **settings,
                 **subject.kwargs,
             )
-    write(replace(explanation, notes=(*notes, *explanation.notes)), options.format, options.output)
+    with answering():
+        write(replace(explanation, notes=(*notes, *explanation.notes)), options.format, options.output)
     return _verdict(explanation)
 
 
@@ -258,11 +273,18 @@ def _check_output(path: Path | None) -> None:
     """Refuse what cannot be written before a long explanation is made for it."""
     if path is None:
         return
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         raise OptionsError(f"cannot write {path}: there is no folder {path.parent}")
-    if path.is_dir():
+    if os.path.isdir(path):
         raise OptionsError(f"cannot write {path}: it is a folder")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    try:
+        path.stat()
+        checked = path
+    except FileNotFoundError:
+        checked = path.parent
+    except (OSError, ValueError) as error:  # a name that no file can have
+        raise OptionsError(f"cannot write {path}: {getattr(error, 'strerror', error)}") from None
+    if not os.access(checked, os.W_OK):
         raise OptionsError(f"cannot write {path}: permission denied")
 
 
@@ -338,17 +360,18 @@ def _largest(
 def _calibrate(options: argparse.Namespace) -> int:
     _check_output(options.output)
     console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("measuring", total=None)
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("measuring", total=None)
 
         def show(what: str, done: int, of: int) -> None:
-            progress.update(task, description=what, completed=done, total=of)
+            bar.update(task, description=what, completed=done, total=of)
 
         hardware = calibrate(show=show)
     path = options.output or default_hardware_path()
     save_hardware(hardware, path)
-    print(f"saved: {path}")
+    with answering():
+        print(one_line(f"saved: {path}"))
     return FITS
 
 
@@ -365,13 +388,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(logging.NOTSET)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Show]:
-    """What is being done, on standard error, where that is a terminal."""
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("starting", total=None)
-        yield lambda what: progress.update(task, description=what)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import reprlib
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from chunkc.ir.errors import OptionsError
+from chunkc.ir.text import short
 from chunkc.ir.units import NUMBER, parse_nbytes
 
 MIN_CHUNK_NBYTES = 4 * 1024
@@ -191,7 +191,7 @@ def _size_nbytes(value: object, *, at_least: int) -> int:
 
 def _show(value: object) -> str:
     """The value on one short line, with its type where that may be what is wrong."""
-    text = " ".join(reprlib.repr(value).split())
+    text = short(value)
     return text if isinstance(value, str) else f"{text} ({type(value).__name__})"
 
 

@@ -14,6 +14,9 @@ from chunkc.passes.planning import check_minimum, fixed_nbytes, plan_phases, sta
 MIN_TILE_NUMEL, MAX_TILE_NUMEL = 1 << 16, 1 << 24
 """Bounds on an update's elements: below, events cost more than the update; above, nothing is gained."""
 
+MAX_NUM_TILES = 1 << 12
+"""Tiles of a group, where there is room for larger ones: a plan for a matrix of 10^18 elements ends too."""
+
 TILES_AT_ONCE = 3
 """One tile arriving, one being updated, one leaving."""
 
@@ -30,7 +33,8 @@ def update_tiles(
     for index in groups:
         group = layout.groups[index]
         fitting = capacity_nbytes // (group.update_nbytes_per_element * TILES_AT_ONCE)
-        numel = max(MIN_TILE_NUMEL, min(MAX_TILE_NUMEL, fitting // MIN_TILE_NUMEL * MIN_TILE_NUMEL))
+        largest = max(MAX_TILE_NUMEL, -(-group.numel // MAX_NUM_TILES))
+        numel = max(MIN_TILE_NUMEL, min(largest, fitting) // MIN_TILE_NUMEL * MIN_TILE_NUMEL)
         parts = [(at, min(at + numel, group.numel)) for at in range(0, group.numel, numel)]
         for stage in range(num_stages):
             tiles += [Tile(index, *part, stage, num_stages) for part in (reversed(parts) if stage else parts)]

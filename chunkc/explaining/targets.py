@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
-import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +24,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from chunkc.explaining.blame import is_own_fault
+from chunkc.ir.documents import parse_json, read_text
 from chunkc.ir.errors import ChunkcError, OptionsError
+from chunkc.ir.text import message_of
 from chunkc.models import find_model
 
 DEFAULT_IMAGE_SIZE = 224
@@ -72,11 +74,13 @@ def errors_of(what: str, *, explained: bool = False) -> Iterator[None]:
         yield
     except ChunkcError:
         raise
-    except (Exception, SystemExit) as error:
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
         if explained and is_own_fault(error):
             raise
-        first = str(error).strip().splitlines()
-        detail = f": {first[0]}" if first else ""
+        said = message_of(error)
+        detail = f": {said}" if said else ""
         module = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
         raise OptionsError(f"{what} raised {type(error).__name__}{module}{detail}{_where(what, error)}") from error
 
@@ -124,21 +128,22 @@ def from_file(text: str, options: ModelOptions) -> Target:
     """
     path_text, _, factory_name = text.rpartition(":")
     path = Path(path_text)
-    if not path.is_file():
+    if not os.path.isfile(path):
         is_package = path_text.replace(".", "").isidentifier() and path.suffix != ".py"
         hint = f"; for a model class of a package write --module {text}" if is_package else ""
         raise OptionsError(f"there is no file {path_text}{hint}")
     mode = _new_mode()
     with errors_of(str(path)), mode:
         module = _load(path)
-    factory = getattr(module, factory_name, None)
+        factory = getattr(module, factory_name, None)
     if not callable(factory):
         functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
         raise OptionsError(
             f"{path} has no function {factory_name!r}; it has {', '.join(functions) or 'none'}. It must return "
             "(model, args) or (model, args, kwargs)"
         )
-    known = inspect.signature(factory).parameters
+    with errors_of(text):
+        known = inspect.signature(factory).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
 
     def build(batch_size: int | None, seq_len: int | None) -> Subject:
@@ -155,7 +160,7 @@ def from_file(text: str, options: ModelOptions) -> Target:
         with errors_of(text):
             result = _call(factory, given, mode)
         is_call = isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], nn.Module)
-        if not is_call or not all(isinstance(kwargs, Mapping) for kwargs in result[2:]):
+        if not is_call or not all(_are_keywords(kwargs) for kwargs in result[2:]):
             raise OptionsError(f"{text} must return (model, args) or (model, args, kwargs), not {_shape(result)}")
         model, args, *rest = result
         args = args if isinstance(args, tuple) else (args,)
@@ -171,10 +176,13 @@ def from_module(text: str, config: Path | None, options: ModelOptions) -> Target
         OptionsError: there is no such class, or it is no `transformers` model.
     """
     package, _, class_name = text.partition(":")
-    try:
-        cls = getattr(importlib.import_module(package), class_name, None)
-    except (ImportError, ValueError) as error:  # ValueError: an empty name
-        raise OptionsError(f"--module {text}: {error}") from error
+    if not all(part.isidentifier() for part in package.split(".")):
+        raise OptionsError(f"--module {text}: {package!r} is not the name of a package")
+    with errors_of(f"--module {text}"):
+        try:
+            cls = getattr(importlib.import_module(package), class_name, None)
+        except ImportError as error:
+            raise OptionsError(f"--module {text}: {message_of(error)}") from error
     config_class = getattr(cls, "config_class", None)
     if cls is None or config_class is None:
         raise OptionsError(
@@ -262,11 +270,15 @@ def _load(path: Path) -> ModuleType:
     return module
 
 
+def _are_keywords(kwargs: object) -> bool:
+    return isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise OptionsError(f"--config {path}: {error}") from error
+        values = parse_json(read_text(path), str(path), finite=False)  # some models' own have Infinity
+    except OptionsError as error:
+        raise OptionsError(f"--config {path}: {error}") from None
     if not isinstance(values, dict):
         raise OptionsError(f"--config {path} must hold a JSON object")
     return values

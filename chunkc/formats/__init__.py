@@ -18,6 +18,7 @@ from chunkc.formats.text import print_text, render_text
 from chunkc.formats.trace import render_trace
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.explanation import Explanation
+from chunkc.ir.text import printable
 
 __all__ = [
     "FORMATS",
@@ -48,7 +49,7 @@ FORMATS: Mapping[str, Callable[[Explanation], str]] = MappingProxyType(
 
 
 def render(explanation: Explanation, format: str = "text") -> str:
-    """The text of `explanation` in one of `FORMATS`.
+    """The text of `explanation` in one of `FORMATS`; control characters in names are escapes.
 
     Raises:
         OptionsError: there is no such format.
@@ -56,7 +57,7 @@ def render(explanation: Explanation, format: str = "text") -> str:
     """
     if format not in FORMATS:
         raise OptionsError(f"there is no format {format!r}: use one of {', '.join(FORMATS)}")
-    return FORMATS[format](explanation)
+    return printable(FORMATS[format](explanation))
 
 
 def write(explanation: Explanation, format: str = "text", output: str | Path | TextIO | None = None) -> None:

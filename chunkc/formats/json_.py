@@ -37,8 +37,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from chunkc.ir import documents
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.explanation import Explanation
+from chunkc.ir.text import short
 
 VERSION = 1
 
@@ -56,15 +58,12 @@ def parse_json(text: str, *, name: str = "this text") -> Explanation:
     Raises:
         OptionsError: one line that says what is wrong with the text.
     """
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise OptionsError(f"{name} is not JSON: line {error.lineno}: {error.msg}") from None
+    values = documents.parse_json(text, name)
     if not isinstance(values, dict) or "version" not in values:
         raise OptionsError(f"{name} is no chunkc explanation: make one with `chunkc explain MODEL --format json`")
     if (version := values.pop("version")) != VERSION:
         raise OptionsError(
-            f"{name} has version {version!r} of the keys, this chunkc reads {VERSION}: make the explanation again"
+            f"{name} has version {short(version)} of the keys, this chunkc reads {VERSION}: make the explanation again"
         )
     try:
         return Explanation.from_dict(values)
@@ -78,13 +77,7 @@ def read_explanation(path: str | Path) -> Explanation:
     Raises:
         OptionsError: the file cannot be read or is none; one line that says why.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise OptionsError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise OptionsError(f"{path} is not JSON: it is no text in UTF-8") from None
-    return parse_json(text, name=str(path))
+    return parse_json(documents.read_text(Path(path)), name=str(path))
 
 
 def _value(value: Any) -> str:

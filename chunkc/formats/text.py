@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console, Group
 from rich.padding import Padding
+from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +15,7 @@ from chunkc.formats.advice import advice
 from chunkc.formats.fold import Folded, by_kind, fold, kind_of
 from chunkc.formats.units import share, short_nbytes, short_seconds
 from chunkc.ir.explanation import Explanation
+from chunkc.ir.text import printable
 
 WIDTH = 110
 """Columns of the text where it is no terminal that shows it."""
@@ -42,7 +44,8 @@ def print_text(explanation: Explanation, console: Console) -> None:
     for title, lines in (("what to do", advice(explanation)), ("notes", explanation.notes)):
         if lines:
             parts += [Text(f"\n{title}", style="bold"), Padding(_list(lines), (0, 0, 0, 2))]
-    console.print(Group(*parts), highlight=False)
+    segments = console.render(Group(*parts), console.options.update(highlight=False))
+    console.print(Segments(segment._replace(text=printable(segment.text)) for segment in segments), end="")
 
 
 def headline(explanation: Explanation) -> str:

@@ -15,7 +15,7 @@ import difflib
 import json
 import os
 import re
-import reprlib
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
@@ -23,13 +23,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from chunkc.ir.documents import parse_json, parse_yaml, read_text
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import CPU, Hardware
+from chunkc.ir.text import short
 from chunkc.ir.units import BYTE_UNITS
 from chunkc.machines.datasheets import DATASHEETS, Efficiency
 
 PRESETS = ("cpu", *DATASHEETS)
 """Names of all presets."""
+
+MAX_NUM_DEVICES = 999_999
 
 _COUNTED = re.compile(r"([0-9]{1,6})\s*x\s*(.+)", re.IGNORECASE)
 _FILE_ENDINGS = (".json", ".yaml", ".yml")
@@ -52,7 +56,7 @@ def preset(name: str, efficiency: Efficiency | None = None) -> Hardware:
     nearest = [known for known in PRESETS if wanted and wanted in known]
     nearest = nearest or difflib.get_close_matches(wanted, PRESETS, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(repr(known) for known in nearest)}? " if nearest else ""
-    raise OptionsError(f"no hardware is called {name!r}; {hint}allowed: {_ALLOWED_TEXT}")
+    raise OptionsError(f"no hardware is called {short(name)}; {hint}allowed: {_ALLOWED_TEXT}")
 
 
 def load_hardware(text: str) -> Hardware:
@@ -65,7 +69,16 @@ def load_hardware(text: str) -> Hardware:
     """
     text = text.strip()
     if text.lower().endswith(_FILE_ENDINGS):
-        return read_hardware(Path(text).expanduser())
+        return read_hardware(_expanded(Path(text)))
+    return named_hardware(text)
+
+
+def named_hardware(text: str) -> Hardware:
+    """A preset, or a count of one (`8xv100-32g`).
+
+    Raises:
+        OptionsError: there is none of that name.
+    """
     counted = _COUNTED.fullmatch(text)
     if counted is None:
         return preset(text)
@@ -87,7 +100,7 @@ def read_hardware(path: Path) -> Hardware:
     """
     content = _parse(path)
     if not isinstance(content, dict):
-        raise OptionsError(f"{path}: a hardware file maps names to figures; this one holds {reprlib.repr(content)}")
+        raise OptionsError(f"{path}: a hardware file maps names to figures; this one holds {short(content)}")
     unknown = [key for key in content if key not in _HardwareFile.model_fields]
     if unknown:
         raise OptionsError(f"{path}: " + "; ".join(_unknown_key(key) for key in unknown))
@@ -95,12 +108,12 @@ def read_hardware(path: Path) -> Hardware:
         stated = _HardwareFile.model_validate(content).model_dump(exclude_unset=True)
     except ValidationError as error:
         keys = dict.fromkeys(str(detail["loc"][0]) for detail in error.errors())
-        wrong = [f"{key} is {reprlib.repr(content[key])}; allowed: {_allowed(key)}" for key in keys]
+        wrong = [f"{key} is {short(content[key])}; allowed: {_allowed(key)}" for key in keys]
         raise OptionsError(f"{path}: " + "; ".join(wrong)) from None
     base = stated.pop("based_on", None)
     try:
         if base is not None:
-            return replace(load_hardware(base), **stated)
+            return replace(named_hardware(base.strip()), **stated)
         if missing := [key for key in _REQUIRED if key not in stated]:
             raise OptionsError(f"{', '.join(missing)} missing; give all of {', '.join(_REQUIRED)}, or based_on")
         return Hardware(**stated)
@@ -146,7 +159,7 @@ def _figure(value: object, units: Mapping[str, int]) -> float:
         value = float(match[1]) * units.get(match[2].lower(), 1)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("not a number")
-    if not 0 < value < float("inf"):
+    if not 0 < value <= sys.float_info.max:
         raise ValueError("not positive and finite")
     return float(value)
 
@@ -170,7 +183,7 @@ class _HardwareFile(BaseModel):
     based_on: _Text = "cpu"
     name: _Text = "custom"
     kind: Literal["cpu", "cuda"] = "cpu"
-    num_devices: Annotated[int, Field(strict=True, ge=1)] = 1
+    num_devices: Annotated[int, Field(strict=True, ge=1, le=MAX_NUM_DEVICES)] = 1
     source: Annotated[str, Field(strict=True)] = ""
     device_memory_nbytes: _Size = 1
     context_nbytes: _Size = 0
@@ -195,7 +208,7 @@ _ALLOWED = {
     "name": "a text",
     "source": "a text",
     "kind": '"cpu" or "cuda"',
-    "num_devices": "a whole number of at least 1",
+    "num_devices": f"a whole number from 1 to {MAX_NUM_DEVICES:,}",
 }
 
 
@@ -210,28 +223,24 @@ def _allowed(key: str) -> str:
 
 
 def _unknown_key(key: object) -> str:
-    nearest = difflib.get_close_matches(str(key), _HardwareFile.model_fields, n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(short(key), _HardwareFile.model_fields, n=1, cutoff=0.5)
     hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
-    return f"unknown key {key!r}{hint}; allowed: {', '.join(_HardwareFile.model_fields)}"
+    return f"unknown key {short(key)}{hint}; allowed: {', '.join(_HardwareFile.model_fields)}"
+
+
+def _expanded(path: Path) -> Path:
+    """The path with a home directory in place of `~`; as it is where nobody's is known."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        return path
 
 
 def _parse(path: Path) -> Any:
     """What a JSON or YAML file holds."""
+    is_json = path.suffix.lower() == ".json"
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise OptionsError(f"cannot read the hardware file {path}: {reason}; allowed: {_ALLOWED_TEXT}") from None
-    if path.suffix.lower() == ".json":
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            raise OptionsError(f"{path}: not JSON: {error}") from None
-    try:
-        import yaml
-    except ImportError:
-        raise OptionsError(f"{path}: reading YAML needs PyYAML: run `pip install pyyaml`, or write JSON") from None
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise OptionsError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+        text = read_text(path, what="the hardware file", language="JSON" if is_json else "YAML")
+    except OptionsError as error:
+        raise OptionsError(f"{error}; allowed: {_ALLOWED_TEXT}") from None
+    return parse_json(text, str(path), finite=False) if is_json else parse_yaml(text, str(path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from chunkc.ir.errors import OptionsError
+from chunkc.ir.text import short
 
 
 def number(group: Mapping[str, Any], name: str) -> float:
@@ -72,4 +72,4 @@ def plain(value: object, name: str) -> float:
 
 def shown(value: object) -> str:
     """A value on one short line, with its type."""
-    return f"{' '.join(reprlib.repr(value).split())} ({type(value).__name__})"
+    return f"{short(value)} ({type(value).__name__})"
