@@ -1,7 +1,8 @@
 ## make setup     create .venv, with everything in it
 ## make demo      train a GPT under a third of the memory it needs; ARGS="--steps 50" passes options on
 ## make test      the quick tests; ARGS="tests/test_options.py" picks some
-## make test-all  with the slow ones
+## make test-second  the tests of the second tier, which take longer; CI runs them too
+## make test-all  all tests, with the slow ones
 ## make lint      ruff, check and format
 ## make types     mypy
 ## make bench     the measurements of the README
@@ -22,7 +23,7 @@ endif
 # GNU make predefines CXX; torch's compiler reads the environment's, else its own default.
 COMPILER := $(if $(filter default,$(origin CXX)),$(DEFAULT_CXX),$(CXX))
 
-.PHONY: help setup check demo test test-all lint types bench page
+.PHONY: help setup check demo test test-second test-all lint types bench page
 .DEFAULT_GOAL := help
 
 help:
@@ -51,10 +52,13 @@ demo: $(STAMP)
 	$(BIN)/python bench/demo.py $(ARGS)
 
 # Two workers, each with whole files; threads that wait for each other give the processor away meanwhile.
-test test-all: export PYTHONSAFEPATH := 1
-test test-all: export OMP_WAIT_POLICY := PASSIVE
+test test-second test-all: export PYTHONSAFEPATH := 1
+test test-second test-all: export OMP_WAIT_POLICY := PASSIVE
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not second_tier" $(ARGS)
+
+test-second: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist load -m "second_tier and not slow" $(ARGS)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)

@@ -45,6 +45,7 @@ def interpreted() -> Iterator[Callable[[str], str]]:
         process.stdin.close()
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_fake_gpu(name: str, interpreted: Callable[[str], str]) -> None:
     failure = interpreted(name)

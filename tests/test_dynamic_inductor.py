@@ -85,6 +85,7 @@ def train(budget: int, limited: bool) -> tuple[list[Tensor], nn.Module]:
     return found, model
 
 
+@pytest.mark.second_tier
 def test_compiled_once_and_planned_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     captures = Count(backend.capture_graph)
     compilations, descriptions = Count(codegen.compile_fx_inner), Count(build.generated_wrapper)

@@ -81,6 +81,7 @@ def same_bits(model: nn.Module, plain: nn.Module) -> bool:
     return all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("whole_graph", ["never", "auto"])
 @pytest.mark.parametrize("budget", [1_700_000, HUGE])
 def test_new_shapes_are_planned_and_not_compiled(
@@ -170,6 +171,7 @@ def test_old_shapes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("whole_graph", ["never", pytest.param("auto", marks=SLOW)])
 @pytest.mark.parametrize(
     ("name", "lengths"),
@@ -269,6 +271,7 @@ def train_alike(models: list[nn.Module], call: Any, num_rows: int) -> None:
     assert same_bits(*models)
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("budget", [1_720_000, pytest.param(HUGE, marks=SLOW)])
 def test_modules_that_share_a_graph_are_compiled_once_each(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and gradients are plain PyTorch's bits at every shape."""
@@ -285,6 +288,7 @@ def test_modules_that_share_a_graph_are_compiled_once_each(budget: int, monkeypa
     assert captures.calls == after_two >= NUM_BLOCKS
 
 
+@pytest.mark.second_tier
 def test_a_shared_graph_that_turns_out_valid_for_fewer_sizes_is_compiled_by_shape(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

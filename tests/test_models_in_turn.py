@@ -35,6 +35,7 @@ def train(kept: list[Any]) -> list[Any]:
     return [*found, *(array(p) for p in model.parameters())]
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("held", [(), (0,), (1,)])
 def test_a_model_never_begins_with_the_weights_of_one_that_is_gone(held: tuple[int, ...]) -> None:
     kept: list[Any] = []

@@ -24,6 +24,7 @@ def run(**options: Any) -> tuple[dict[str, torch.Tensor], Any]:
     return snapshot(model), session
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("options", [{}, {"memory_budget": 1 << 30}])
 def test_the_same_again_trains_the_same(options: dict[str, Any]) -> None:
     first, session = run(**options)

@@ -89,6 +89,7 @@ def num_nodes(traced: Builder) -> int:
     return len(traced.capture.forward.graph.nodes)
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
@@ -123,6 +124,7 @@ def test_as_a_capture_of_the_shape(name: str, whole: bool) -> None:
 # ---------------------------------------------------------------- against descriptions at the shape
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("name", ["short_gpt", "encoder"])
 @settings(max_examples=20, deadline=None)
 @given(sizes=st.tuples(st.integers(2, 200), st.integers(2, 64)))

@@ -41,6 +41,7 @@ def fake_explain(limit: int, asked: list[int]) -> Any:
     return explain
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize(("limit", "batch_size"), [(0, 1), (1, 1), (3, 2), (8, 8), (99, 16)])
 def test_the_largest_batch_that_fits(
     headline: ModuleType, tiny: Any, monkeypatch: pytest.MonkeyPatch, limit: int, batch_size: int
@@ -53,6 +54,7 @@ def test_the_largest_batch_that_fits(
     assert len(asked) <= 3
 
 
+@pytest.mark.second_tier
 def test_rows_are_saved_and_taken_up_again(
     headline: ModuleType, tiny: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

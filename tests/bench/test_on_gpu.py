@@ -58,6 +58,7 @@ def _usage(out: Path) -> str:
     return line
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize(
     ("part", "expected"),
     [("first", ["tests", "sanitizer", "adam"]), ("second", STEPS[4:7]), ("third", ["scale", "peers", "bound"])],

@@ -12,6 +12,7 @@ from specs import CHUNKC, PLAIN
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.second_tier
 def test_fits(tmp_path: Path):
     steps, compilation = map(medians, rehearse("fits", tmp_path))
     names = [PLAIN, "chunkc fast path", "chunkc segmented"]
@@ -22,6 +23,7 @@ def test_fits(tmp_path: Path):
     assert fast < segmented  # the fast path really is one
 
 
+@pytest.mark.second_tier
 def test_disk(tmp_path: Path):
     sections = rehearse("disk", tmp_path)
     assert [section["setting"]["home"] for section in sections] == ["cpu", "disk"]
@@ -32,6 +34,7 @@ def test_disk(tmp_path: Path):
             assert metrics["measured peak"]["median"] <= metrics["bytes"]["median"]
 
 
+@pytest.mark.second_tier
 def test_adam(tmp_path: Path):
     sections = rehearse("adam", tmp_path)
     assert [section["title"] for section in sections] == ["Adam on CPU, fp32", "Adam on CPU, bf16 with fp32 master"]

@@ -101,6 +101,7 @@ def test_a_disk_that_is_full_at_place(disk: Disk) -> None:
     assert not differences(train_steps(compiled, adamw(model.parameters()), range(2)), expected_losses(2))
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("way_out", ["home", "budget", "room"])
 def test_a_disk_that_is_full_at_the_first_call(disk: Disk, way_out: str) -> None:
     """Parameters are adopted when the model is compiled. It is left as it was, and trains on elsewhere."""

@@ -42,6 +42,7 @@ def _matrix() -> list:
     return rows
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize(("name", "home", "codegen", "budget"), _matrix())
 def test_transformers_train_to_the_same_bits(name: str, home: str, codegen: str, budget: str) -> None:
     nbytes = _nbytes(budget, name, home, codegen)
@@ -58,6 +59,7 @@ def _plain_matrix() -> list:
     return [pytest.param(*row, marks=[pytest.mark.slow] * (row not in quick)) for row in rows]
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize(("name", "budget"), _plain_matrix())
 def test_plain_modules_train_to_the_same_bits(name: str, budget: str) -> None:
     nbytes = _nbytes(budget, name, "cpu", "eager")
@@ -75,6 +77,7 @@ def test_small_budgets_are_small(name: str) -> None:
     assert minimum_nbytes(name) < 0.7 * everything_fits(name).predicted_peak_nbytes
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("name", ["byte_gpt", "bert_dropout"])
 def test_a_budget_is_repeatable(name: str) -> None:
     """The same budget twice gives the same bits and the same plan; another seed does not."""

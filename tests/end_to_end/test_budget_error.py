@@ -14,6 +14,7 @@ import chunkc
 NAMES = ("byte_gpt", "convnet", "frozen_mlp", "big_embedding", "encoder")
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("name", NAMES)
 def test_the_minimum_works_and_one_byte_less_does_not(name: str) -> None:
     minimum = minimum_nbytes(name)
@@ -23,6 +24,7 @@ def test_the_minimum_works_and_one_byte_less_does_not(name: str) -> None:
     assert refuse(CASES[name], memory_budget=minimum - 1).minimum_nbytes == minimum
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("home", ["cpu", "disk"])
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_the_minimum_of_a_transformer_is_exact(name: str, home: str) -> None:
@@ -42,6 +44,7 @@ def test_the_error_says_where_and_what() -> None:
         assert part in str(error)
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("place", [True, False], ids=["placed", "not placed"])
 @pytest.mark.parametrize("home", ["cpu", "disk"])
 def test_the_model_is_untouched_and_trains_on_with_a_larger_budget(home: str, place: bool) -> None:

@@ -70,6 +70,7 @@ FAULTS = [
 """The `at`-th copy of a phase goes wrong: its first, or (nearly) its last."""
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize(("phase", "fault", "at"), FAULTS)
 def test_a_copy_that_fails_in_the_middle_of_a_step(
     phase: str, fault: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

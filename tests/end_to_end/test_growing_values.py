@@ -69,6 +69,7 @@ def train(codegen: str, budget_nbytes: int, *, keeping: bool) -> tuple[list[tupl
     return steps, [*results, *(p.detach().clone() for p in model.parameters())]
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
 def test_a_whole_graph_is_cut_in_the_end(codegen: str) -> None:
     cpu_allocator.install()

@@ -64,6 +64,7 @@ class Interrupted(ByteGPT):
 INTERRUPTED = Case("interrupted", Interrupted, byte_batch, num_graphs=2)
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("home", ["cpu", "disk"])
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_control_c_between_graphs(when: str, home: str) -> None:
@@ -99,6 +100,7 @@ def _interrupt_after(num_calls: int, submit: Callable) -> Callable:
     return interrupted
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("num_calls", [1, 4, 6])
 @pytest.mark.parametrize("home", ["cpu", "disk"])
 def test_control_c_while_copying(num_calls: int, home: str, monkeypatch: pytest.MonkeyPatch) -> None:

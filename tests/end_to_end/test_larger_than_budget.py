@@ -37,6 +37,7 @@ class Deep(nn.Module):
 DEEP = Case("deep", Deep, lambda seed: {"x": floats(seed, (ROWS, WIDTH)), "y": floats(seed + 1000, (ROWS, WIDTH))})
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_eight_times_the_budget_trains_from_disk(codegen: str, tmp_path: Path) -> None:
     """Inside the hard limit, with the bits of a run in which everything fits."""
@@ -123,6 +124,7 @@ def growth_nbytes(codegen: str, directory: Path, leaked_nbytes: int = 0) -> floa
     return float(np.median((settled[second] - settled[first]) / (second - first))) / PERIOD
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_anonymous_memory_stays_flat(codegen: str, tmp_path: Path) -> None:
     assert growth_nbytes(codegen, tmp_path) < FLAT_NBYTES

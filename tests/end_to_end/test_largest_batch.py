@@ -57,11 +57,13 @@ def check(name: str, codegen: str) -> None:
     assert error.budget_nbytes == budget < error.minimum_nbytes
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("name", rungs(tuple(n for n in LADDER if n not in RECURRENT), QUICK))
 def test_the_largest_batch_trains_and_one_more_is_refused(name: str) -> None:
     check(name, "eager")
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("name", rungs(INDUCTOR, QUICK_INDUCTOR))
 def test_the_largest_batch_by_inductor(name: str) -> None:
     check(name, "inductor")

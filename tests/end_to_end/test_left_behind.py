@@ -57,6 +57,7 @@ if ending == "kill":
 """
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("ending", ["exit", "exception", "kill"])
 def test_no_file_is_left_behind(ending: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), ending]

@@ -41,6 +41,7 @@ def test_evaluation_between_forward_and_backward() -> None:
     run_three_ways(script)
 
 
+@pytest.mark.second_tier
 def test_new_input_shapes() -> None:
     def script(model: nn.Module, call: Callable[..., Tensor]) -> tuple:
         optimizer, losses = sgd(model.parameters()), []
@@ -116,6 +117,7 @@ def _load_state_of_one_layer(model: nn.Module) -> None:
 WRITES = (_scale_data, _scale_in_place, _load_state, _load_state_of_one_layer)
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("home", ["cpu", "disk"])
 @pytest.mark.parametrize("write", WRITES, ids=lambda w: w.__name__.strip("_"))
 def test_a_write_between_steps_is_seen(write: Callable[[nn.Module], None], home: str) -> None:

@@ -35,6 +35,7 @@ QUICK = (
 pytestmark = pytest.mark.usefixtures("two_threads")
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("name", rungs(TO_THE_BYTE, QUICK))
 def test_every_operation_to_the_byte(name: str) -> None:
     """Two phases; what is charged beside the graph is the same before both: saved values are predicted exactly too."""

@@ -75,11 +75,13 @@ def check(name: str, whole_graph: str) -> None:
         assert not wrong, describe(wrong)
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("name", rungs([name for name in LADDER if name != NOT_CAPTURED], QUICK))
 def test_peaks_within_one_percent(name: str) -> None:
     check(name, "auto")
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("name", rungs(SEGMENTED, QUICK_SEGMENTS))
 def test_every_segment_within_one_percent(name: str) -> None:
     """Cut into segments, so that the curve has a reading before and during each of them."""

@@ -109,6 +109,7 @@ TRAINING = given(
 )
 
 
+@pytest.mark.second_tier
 @SOME
 @TRAINING
 def test_random_modules_train_to_the_same_bits(recipe: Recipe, chunk_nbytes: int, fraction: float, home: str) -> None:

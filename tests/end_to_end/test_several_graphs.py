@@ -16,6 +16,7 @@ PERCENT = (100, 120, 150, 165, 180, 188, 200, 220, 228, 250, 300)
 QUICK = (180,)
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("percent", [p if p in QUICK else pytest.param(p, marks=pytest.mark.slow) for p in PERCENT])
 def test_every_budget_from_the_smallest_on(percent: int) -> None:
     result = trained(smallest_nbytes() * percent // 100)

@@ -74,6 +74,7 @@ def _custom() -> Iterator[None]:
         declared._declared.pop(f"chunkc_tracing_tests::{name}")
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("custom", [None, "copy"])
 @pytest.mark.usefixtures("_custom")
 def test_the_first_call_takes_what_was_predicted(custom: str | None) -> None:

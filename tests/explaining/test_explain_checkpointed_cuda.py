@@ -8,6 +8,7 @@ import chunkc
 from chunkc.explaining.targets import ModelOptions, built_in
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_checkpointed_gpt_on_a_gpu(checkpointed: bool) -> None:
     subject = built_in("gpt2-small", ModelOptions(None, checkpointed)).build(1, 64)

@@ -26,6 +26,7 @@ def non_model(explanation: Explanation) -> list[tuple[str, int]]:
     return [(m.op, m.contents["activations"] + m.contents["temporaries"]) for m in explanation.moments]
 
 
+@pytest.mark.second_tier
 def test_expressions_are_the_bytes_of_other_sizes() -> None:
     symbolic = explained(7, dynamic=True)
     (note,) = [note for note in symbolic.notes if note.endswith("dimension 0 of x, 7 here")]

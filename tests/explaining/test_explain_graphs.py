@@ -130,6 +130,7 @@ def by_call(explanation: Explanation) -> dict[str, int]:
     return found
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("fits_whole", [True, False], ids=["fits", "minimum"])
 @pytest.mark.parametrize("name", NAMES)
 def test_as_trained_and_as_measured(name: str, fits_whole: bool) -> None:

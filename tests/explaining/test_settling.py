@@ -83,6 +83,7 @@ def fits(name: str, whole_graph: str, budget_nbytes: int) -> bool:
 QUICK = (("graph_breaks", "never"), ("held", "auto"))
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize(
     ("name", "whole_graph"),
     [
@@ -116,6 +117,7 @@ def test_a_graph_that_was_whole_is_cut_where_it_does_not_fit_beside_what_is_held
     assert not settle(replay.training, budget).captured[1].whole
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize(
     ("name", "whole_graph", "percent"),
     [

@@ -60,6 +60,7 @@ def train_scaled(overlap: str, *, unscale: bool) -> list[Any]:
     return made.state()
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("unscale", [False, True])
 def test_a_loss_scale_waits_for_all_gradients(unscale: bool) -> None:
     assert not differences(train_scaled("forward", unscale=unscale), train_scaled("none", unscale=unscale))

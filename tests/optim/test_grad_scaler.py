@@ -89,6 +89,7 @@ def train(
     return results(model, optimizer)
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_power_of_two_changes_no_bit(name: str) -> None:
     """The scale comes in before the backward and goes out exactly, by `unscale_` or inside the optimizer."""

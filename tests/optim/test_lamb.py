@@ -78,6 +78,7 @@ def run(budget_nbytes: int, dtype: torch.dtype = torch.float32, update_on: str =
     return results
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_bits_wherever_the_update_happens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(HUGE, dtype)
@@ -91,6 +92,7 @@ def test_the_same_bits_wherever_the_update_happens(dtype: torch.dtype, monkeypat
     assert not differences(run(nbytes, dtype), expected)
 
 
+@pytest.mark.second_tier
 def test_tiles_in_wrong_places_would_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test above relies on: it sees where sums are cut."""
     expected = run(HUGE)
@@ -137,6 +139,7 @@ def test_a_hundred_steps_follow_the_paper() -> None:
                 assert not torch.equal(q, b)
 
 
+@pytest.mark.second_tier
 def test_inside_the_hard_limit() -> None:
     of, nbytes = case(), minimum(case())
     unlimited = train_limited(of, memory_budget=HUGE, limit=False, optimizer=chunkc.optim.LAMB, **options())

@@ -83,6 +83,7 @@ def copied(made: Subject, ways: list[Callable[[nn.Module], Tensor]], patch: pyte
     return before, found, array(made.model.get_parameter(WEIGHT)).ravel()
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("waits", [True, False], ids=["synchronized", "not synchronized"])
 def test_a_copy_of_the_model_waits_for_synchronize_only(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ways = [deepcopy, save_state_dict, save_model]

@@ -65,6 +65,7 @@ WAITS: dict[str, Callable[[Interrupted], Any]] = {
 }
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("overlap", ["forward", "both"])
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_wait_behind_a_step_is_interrupted(wait: str, overlap: str) -> None:

@@ -62,6 +62,7 @@ def test_after_a_refusal_everything_goes_on() -> None:
     assert not differences(made.state(), whole.state())
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("mode", ["forward", "backward", "both"])
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), BF16])
 def test_two_optimizers_of_one_model(mode: str, dtype: torch.dtype) -> None:
@@ -155,6 +156,7 @@ def kept(optimizer: torch.optim.Optimizer, parameter: Tensor) -> list[Tensor]:
     return [value for _, value in sorted(optimizer.state[parameter].items())]
 
 
+@pytest.mark.second_tier
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("mode", ["forward", "backward", "both"])
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), BF16])
@@ -178,6 +180,7 @@ def test_tied_and_frozen_parameters_and_such_without_gradients(mode: str, dtype:
     assert not differences(train(mode), train("none"))
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("overlap", ["forward", "backward", "both"])
 def test_what_others_write_after_the_step_is_the_master(overlap: str) -> None:
     """Split masters, written between steps while updates were under way, and waited for."""
@@ -194,6 +197,7 @@ def test_what_others_write_after_the_step_is_the_master(overlap: str) -> None:
     assert not differences(train(overlap), train("none"))
 
 
+@pytest.mark.second_tier
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("overlap", ["forward", "backward", "both"])
 def test_two_models_that_share_a_budget(overlap: str) -> None:

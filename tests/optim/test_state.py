@@ -38,6 +38,7 @@ def saved_and_loaded(state: Any) -> Any:
     return torch.load(file)
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", MODES)
 def test_state_dict_round_trip(mode: str, dtype: torch.dtype) -> None:

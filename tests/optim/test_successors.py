@@ -54,6 +54,7 @@ def results(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[Any]:
     return [array(p) for p in parameters] + [array(state[kind]) for state in states for kind in sorted(state)]
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("pair", PAIRS)
 def test_two_optimizers_in_turns(pair: str) -> None:
     def train(fits: bool, order: Sequence[int] = (0, 1, 1, 0, 1)) -> list[Any]:
@@ -68,6 +69,7 @@ def test_two_optimizers_in_turns(pair: str) -> None:
     assert not differences(train(False), train(True))
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("load", [False, True])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_second_optimizer_after_some_steps(pair: str, load: bool) -> None:

@@ -11,6 +11,7 @@ import chunkc
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize(
     ("mode", "update_on", "two_per_chunk"),
     [

@@ -48,6 +48,7 @@ def train(of: Case, update_on: str, steps: int = 3) -> list[Any]:
     return results
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_bits_at_home_as_in_slots(dtype: torch.dtype) -> None:
     expected = train(case(dtype), "device")

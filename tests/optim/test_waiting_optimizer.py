@@ -242,6 +242,7 @@ def test_a_failed_update_is_told_before_anything_is_loaded(made: Gated) -> None:
 STACK = Case("stack", lambda: Stack(3, bias=False), lambda seed: {"x": floats(seed, (4, 64))})
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("overlap", ["none", "forward"])
 def test_a_step_s_updates_come_after_all_that_was_enqueued(overlap: str) -> None:
     """Eager code on the device makes a gradient at home zero, late; the CPU's update comes later still."""

@@ -117,6 +117,7 @@ def grads(module: nn.Module, args: tuple[torch.Tensor, ...], call) -> list[torch
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize(
     ("name", "whole"),
     [
@@ -152,6 +153,7 @@ def column_sums(x: torch.Tensor) -> torch.Tensor:
     return (x * 2).sum(0) + 1
 
 
+@pytest.mark.second_tier
 def test_sizes_outside_of_what_was_compiled_are_captured_anew() -> None:
     """Inductor's loop for a sum takes 4096 rows or fewer for granted, tracing takes more than one."""
     subject = Subject(column_sums)

@@ -38,6 +38,7 @@ def train_late(factory: Factory, **options: Any) -> Result:
         return train(CASE, debug=True, whole_graph="never", **options)
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize(
     ("factory", "home"),
     [(LateTier, "cpu"), (LateTier, "disk"), (random_delays(0), "cpu"), (random_delays(1), "disk")],
@@ -50,6 +51,7 @@ def test_late_copies_change_no_bit_under_the_minimum(factory: Factory, home: str
     assert_same_training(result, everything_fits(NAME))
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("factory", [LateTier, random_delays(2)], ids=["late", "random"])
 def test_late_copies_change_no_bit_where_much_is_under_way_at_once(factory: Factory) -> None:
     """Small chunks and room to spare: the more prefetches and write-backs overlap."""
