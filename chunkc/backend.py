@@ -14,20 +14,23 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from chunkc.build import Builder
+from chunkc.caller import runs_inside_the_compiled_call
 from chunkc.capture import Capture, capture_graph, unique_name
 from chunkc.captured import Captured, residents_with
 from chunkc.graph import CompiledGraph
-from chunkc.ir.errors import ChunkcError, OptionsError, UnsupportedError
+from chunkc.ir.errors import BudgetError, ChunkcError, OptionsError, UnsupportedError
+from chunkc.known_needs import Held, needs_of_step
 from chunkc.logs import log_build, log_capture, logger
 from chunkc.machines.devices import device_of
 from chunkc.moving import place
 from chunkc.options import Options, parse_options
 from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs import placeholders
-from chunkc.session import Session, can_move, owner, session_for
+from chunkc.session import Session, can_move, owner, session_for, storages_nbytes
 from chunkc.steps import SizedStep, StaticSteps, Steps, SymbolicSteps
 from chunkc.templates import Templates, input_symbols
 from chunkc.user_names import GraphNames, UserNames
@@ -53,7 +56,8 @@ def chunkc(
         if settings.codegen == "inductor":
             find_vector_isa()
         names = GraphNames(gm)
-        variants = Variants(lambda inputs: compile_graph(gm, inputs, names, settings, options))
+        is_part = _is_part(gm)
+        variants = Variants(lambda inputs: compile_graph(gm, inputs, names, settings, options, is_part=is_part))
         if _is_symbolic(gm, example_inputs):
             _compile_for_any_shapes(variants, gm, example_inputs)
         else:
@@ -61,6 +65,12 @@ def chunkc(
         return variants
     except ChunkcError as error:
         return _raising(error)
+
+
+def _is_part(gm: fx.GraphModule) -> bool:
+    """Whether Dynamo runs other code of the model beside this graph: after a break, or around all of it."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return (reason is not None and reason.graph_break) or runs_inside_the_compiled_call()
 
 
 def _raising(error: ChunkcError) -> Callable[..., Any]:
@@ -144,6 +154,8 @@ def compile_graph(
     graph_names: GraphNames,
     options: Options,
     source: Mapping[str, Any] | None,
+    *,
+    is_part: bool = False,
 ) -> Callable[..., Any]:
     """Compile one graph for given shapes, or for the symbolic ones that Dynamo is tracing now.
 
@@ -151,6 +163,7 @@ def compile_graph(
         inputs: example inputs, concrete or symbolic; parameters are the model's own `nn.Parameter`s.
         graph_names: of the graph's inputs and modules.
         source: the options as the user gave them: their identity ties the graphs of one model together.
+        is_part: torch.compile splits the model, and the graph is a part of it.
 
     Raises:
         BudgetError, UnsupportedError, HomeError, OptionsError: nothing was moved.
@@ -159,6 +172,7 @@ def compile_graph(
     parameters = [value if isinstance(value, nn.Parameter) else None for value in inputs]
     device = _compute_device(parameters, inputs, names)
     session = session_for([p for p in parameters if p is not None], options, source, device)
+    session.known.has_parts |= is_part
     parameter_names = _name_parameters(session, parameters, names)
     compiled: list[CompiledGraph] = []
     call, capture = capture_graph(
@@ -171,7 +185,7 @@ def compile_graph(
     )
     named = {name: p for name, p in zip(parameter_names, parameters) if name is not None and p is not None}
     log_capture(capture)
-    compiled.append(_build(session, capture, options, named, gm))
+    compiled.append(_build(session, capture, options, named, gm, inputs))
     if not isinstance(compiled[0].steps, SymbolicSteps):
         return call
 
@@ -227,7 +241,12 @@ def _compute_device(
 
 
 def _build(
-    session: Session, capture: Capture, options: Options, named: Mapping[str, nn.Parameter], gm: fx.GraphModule
+    session: Session,
+    capture: Capture,
+    options: Options,
+    named: Mapping[str, nn.Parameter],
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
 ) -> CompiledGraph:
     in_order = capture.order_of_use()
     movable = [session.spec_of(name, named[name]) for name in in_order if can_move(named[name])]
@@ -247,14 +266,25 @@ def _build(
     steps, captured = _steps(builder, gm, session.all_may_stay())
     log_build(captured, layout)
     num_known = 0 if session.unplanned else len(session.store.layout.groups)
-    resident, minimum = residents_with(captured, layout, session.budget_nbytes, session.store.resident, num_known)
-    session.minimum_nbytes = max(session.minimum_nbytes, minimum)
+    try:
+        resident, _ = residents_with(captured, layout, session.budget_nbytes, session.store.resident, num_known)
+    except BudgetError as error:
+        needs = needs_of_step(captured, session.trained, layout, _held_now(session, captured, inputs))
+        raise session.known.named(error, layout, needs, session.num_graphs + 1) from None
     place(session, layout, named, resident)
     session.own(named)
     session.unplanned = False
     compiled = CompiledGraph(session, steps, captured)
     compiled.plan(SizedStep(captured), 0)
     return compiled
+
+
+def _held_now(session: Session, captured: Captured, inputs: Sequence[Any]) -> Held:
+    """What others hold now, beside a graph that is compiled for `inputs`; of symbolic ones it is not known."""
+    tensors = [v for v in inputs if isinstance(v, torch.Tensor) and not isinstance(v, nn.Parameter)]
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        return Held(0, 0)
+    return Held.around(captured, session.live.nbytes(leaving_out=tensors), storages_nbytes(tensors))
 
 
 def _steps(builder: Builder, gm: fx.GraphModule, may_be_whole: bool) -> tuple[Steps, Captured]:

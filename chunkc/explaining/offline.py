@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from chunkc.capture import Capture, capture_graph, unique_name
 from chunkc.explaining.blame import MODEL_CALL, module_that_raises
 from chunkc.explaining.offline_calls import CallLog, PhaseCall
-from chunkc.explaining.untraceable import told, why_none
+from chunkc.explaining.untraceable import NeedsValuesError, told, why_none
 from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import BACKWARD, FORWARD
@@ -74,6 +74,14 @@ class OfflineStep:
     alive: frozenset[int]
 
 
+class PartlyCapturedError(UnsupportedError):
+    """The model needs the values of tensors after some of its graphs. `before`: their forwards."""
+
+    def __init__(self, message: str, before: OfflineStep) -> None:
+        super().__init__(message)
+        self.before = before
+
+
 def capture_offline(
     model: nn.Module,
     args: Sequence[Any],
@@ -94,7 +102,8 @@ def capture_offline(
         state_format_of: in what form an optimizer keeps states for a parameter of `model`.
 
     Raises:
-        UnsupportedError: the model cannot be copied or captured, or needs real values between two graphs.
+        UnsupportedError: the model cannot be copied or captured, or needs real values between two graphs
+            (`PartlyCapturedError`, where some come before that).
     """
     if codegen == "inductor":
         find_vector_isa()
@@ -127,6 +136,8 @@ def capture_offline(
                 found = _settled_step(recorder, lambda: compiled(*fake_args, **fake_kwargs))
     except Exception as error:
         what = told(error, module)
+        if isinstance(what, NeedsValuesError) and recorder.log.calls:
+            raise PartlyCapturedError(str(what), recorder.step()) from error
         if what is error:
             raise
         raise what from (error if isinstance(what, UnsupportedError) else None)
