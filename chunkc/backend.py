@@ -6,6 +6,7 @@ paper, laid into chunks, planned and verified; only then do parameters move home
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -74,8 +75,17 @@ def _is_part(gm: fx.GraphModule) -> bool:
 
 
 def _raising(error: ChunkcError) -> Callable[..., Any]:
+    """Raises the error at each call: a new one, as what is raised keeps the frames that it passes, with their values.
+
+    Dynamo keeps what is returned here for as long as the model's code.
+    """
+    cause = error.__cause__
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    if cause is not None:
+        cause.__traceback__ = cause.__context__ = None
+
     def call(*args: Any) -> Any:
-        raise error.with_traceback(None)
+        raise copy.copy(error) from cause
 
     return call
 

@@ -218,7 +218,10 @@ def fitting_form(
             return captured, staying_beside(needs(captured), layout, budget_nbytes, held_nbytes, resident)[0]
         except BudgetError as error:
             refused.append(error)
-    raise min(refused, key=lambda error: error.minimum_nbytes)
+    try:
+        raise min(refused, key=lambda error: error.minimum_nbytes)
+    finally:
+        refused.clear()  # an error keeps this frame, and would keep itself
 
 
 def plan_step(

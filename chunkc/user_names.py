@@ -36,8 +36,8 @@ class UserNames:
     def seen_from(root: nn.Module) -> UserNames:
         """The names in `root`, while the innermost call on the stack is of itself or one of its modules."""
         innermost = next(called_modules(), root)
-        modules = {id(module): _without_wrapper(name) for name, module in root.named_modules()}
-        parameters = {id(parameter): _without_wrapper(name) for name, parameter in root.named_parameters()}
+        modules = {id(module): without_wrapper(name) for name, module in root.named_modules()}
+        parameters = {id(parameter): without_wrapper(name) for name, parameter in root.named_parameters()}
         return UserNames(parameters, modules.get(id(innermost), ""))
 
     @staticmethod
@@ -47,7 +47,8 @@ class UserNames:
         return UserNames.seen_from(called[-1]) if called else UserNames()
 
 
-def _without_wrapper(name: str) -> str:
+def without_wrapper(name: str) -> str:
+    """A module's or parameter's name without the parts that stand for `torch.compile`'s own module."""
     return ".".join(part for part in name.split(".") if part != _WRAPPER)
 
 
@@ -103,7 +104,8 @@ def _module(node: fx.Node) -> tuple[dict[str, Any], _Reached | None]:
 
 
 def _reached(source: str) -> _Reached:
-    return _Reached(*source_path(source))
+    variable, path = source_path(source)
+    return _Reached(variable, without_wrapper(path))
 
 
 def _prefix(name: str, path: str) -> str | None:

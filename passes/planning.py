@@ -163,6 +163,8 @@ def staying_beside(
         minimum = check_minimum(positions, layout, budget_nbytes, held_nbytes)
     except BudgetError as error:
         raise min(error, beside_all, key=lambda one: one.minimum_nbytes) from None
+    finally:
+        del beside_all  # an error keeps this frame, and would keep itself
     return choose_resident(positions, layout, budget_nbytes, resident, held_nbytes), minimum
 
 

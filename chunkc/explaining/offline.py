@@ -32,7 +32,7 @@ from chunkc.ir.states import DEFAULT_STATES, StateFormat
 from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs import placeholders
 from chunkc.session import is_chunkable, owner, spec_of, state_format_of
-from chunkc.user_names import GraphNames, UserNames
+from chunkc.user_names import GraphNames, UserNames, without_wrapper
 from chunkc.variants import Variants
 
 NUM_RECOMPILES = 1_000_000
@@ -111,9 +111,10 @@ def capture_offline(
         model = model._orig_mod
     mode = _mode_of([*_tensors(model), *pytree.tree_leaves((tuple(args), dict(kwargs)))])
     fake_model, names = _fake_copy(model, mode)
-    staying = {name for name, parameter in model.named_parameters() if not _may_move(parameter)}
+    named = {without_wrapper(name): parameter for name, parameter in model.named_parameters()}
+    staying = {name for name, parameter in named.items() if not _may_move(parameter)}
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (tuple(args), dict(kwargs)))
-    states = {name: state_format_of(parameter) for name, parameter in model.named_parameters()}
+    states = {name: state_format_of(parameter) for name, parameter in named.items()}
     recorder = _Recorder(codegen, fake_model, names, staying, states)
     patched = torch._dynamo.config.patch(
         recompile_limit=NUM_RECOMPILES,
@@ -361,4 +362,7 @@ def _fake_copy(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, dict[
         copied = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:
         raise UnsupportedError(f"{type(model).__name__} cannot be copied to be explained: {error}") from error
+    for module in list(copied.modules()):  # a part that is compiled by itself would call what it was copied from
+        parts = {name: part._orig_mod for name, part in module._modules.items() if isinstance(part, OptimizedModule)}
+        module._modules.update(parts)
     return copied, {id(parameter): name for name, parameter in copied.named_parameters()}
