@@ -6,6 +6,7 @@ paper, laid into chunks, planned and verified; only then do parameters move home
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,16 +16,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from chunkc.backward_kinds import COMPILED_AUTOGRAD, in_compiled_autograd
 from chunkc.build import Builder
+from chunkc.caller import runs_inside_the_compiled_call
 from chunkc.capture import Capture, capture_graph, unique_name
 from chunkc.captured import Captured, residents_with
 from chunkc.garbage import no_automatic_collection
 from chunkc.graph import CompiledGraph
-from chunkc.ir.errors import ChunkcError, OptionsError, UnsupportedError
+from chunkc.ir.errors import BudgetError, ChunkcError, OptionsError, UnsupportedError
+from chunkc.known_needs import Held, needs_of_step
+from chunkc.live_values import storages_nbytes
 from chunkc.logs import log_build, log_capture, logger, warn_of_estimates
 from chunkc.machines.devices import device_of
 from chunkc.movable import can_move
@@ -82,10 +86,10 @@ def _compiled(
         return gm.forward
     if settings.codegen == "inductor":
         prepare_compiler()
-    names = GraphNames(gm)
+    names, is_part = GraphNames(gm), _is_part(gm)
 
     def compile_for(inputs: Sequence[Any], arguments: Sequence[Any] | None = None) -> Callable[..., Any]:
-        return compile_graph(gm, inputs, names, settings, options, arguments)
+        return compile_graph(gm, inputs, names, settings, options, arguments, is_part=is_part)
 
     variants = Variants(compile_for, COMPILING)
     try:
@@ -99,9 +103,24 @@ def _compiled(
     return variants
 
 
+def _is_part(gm: fx.GraphModule) -> bool:
+    """Whether Dynamo runs other code of the model beside this graph: after a break, or around all of it."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return (reason is not None and reason.graph_break) or runs_inside_the_compiled_call()
+
+
 def _raising(error: ChunkcError) -> Callable[..., Any]:
+    """Raises the error at each call: a new one, as what is raised keeps the frames that it passes, with their values.
+
+    Dynamo keeps what is returned here for as long as the model's code.
+    """
+    cause = error.__cause__
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    if cause is not None:
+        cause.__traceback__ = cause.__context__ = None
+
     def call(*args: Any) -> Any:
-        raise error.with_traceback(None)
+        raise copy.copy(error) from cause
 
     return call
 
@@ -192,6 +211,8 @@ def compile_graph(
     options: Options,
     source: Mapping[str, Any] | None,
     arguments: Sequence[Any] | None = None,
+    *,
+    is_part: bool = False,
 ) -> Callable[..., Any]:
     """Compile one graph for given shapes, or for the symbolic ones that Dynamo is tracing now.
 
@@ -200,6 +221,7 @@ def compile_graph(
         graph_names: of the graph's inputs and modules.
         source: the options as the user gave them: their identity ties the graphs of one model together.
         arguments: the call at whose sizes symbolic shapes must fit; None: at those that were traced.
+        is_part: torch.compile splits the model, and the graph is a part of it.
 
     Raises:
         BudgetError, UnsupportedError, HomeError, OptionsError: nothing was moved.
@@ -213,7 +235,9 @@ def compile_graph(
         positions = [position for position in range(len(inputs)) if position not in tied]
         one = without_tied_placeholders(gm, tied)
         given = None if arguments is None else [arguments[p] for p in positions]
-        call = compile_graph(one, [inputs[p] for p in positions], GraphNames(one), options, source, given)
+        call = compile_graph(
+            one, [inputs[p] for p in positions], GraphNames(one), options, source, given, is_part=is_part
+        )
         return _taking(positions, call)
     names = graph_names.take(inputs, UserNames.of_caller())
     parameters = [value if isinstance(value, nn.Parameter) else None for value in inputs]
@@ -221,6 +245,7 @@ def compile_graph(
     owned = [p for p in parameters if p is not None]
     end_where_laid_out_otherwise(owned)
     session = session_for(owned, options, source, device)
+    session.known.has_parts |= is_part
     with session.entered(), _configured(session, options, source):
         graph, call = _compile_in(session, gm, inputs, parameters, names, options, arguments)
     is_symbolic = isinstance(graph.steps, SymbolicSteps)
@@ -283,7 +308,7 @@ def _compile_in(
         )
         named = {name: p for name, p in zip(parameter_names, parameters) if name is not None and p is not None}
         log_capture(capture)
-        compiled.append(_build(session, capture, options, named, gm, show, arguments))
+        compiled.append(_build(session, capture, options, named, gm, show, inputs, arguments))
     return compiled[0], call
 
 
@@ -338,6 +363,7 @@ def _build(
     named: Mapping[str, nn.Parameter],
     gm: fx.GraphModule,
     show: Show,
+    inputs: Sequence[Any],
     arguments: Sequence[Any] | None,
 ) -> CompiledGraph:
     in_order = capture.order_of_use()
@@ -363,14 +389,27 @@ def _build(
     warn_of_estimates(session.note_estimates(captured.unknown_operators))
     show("planning", 0, None)
     num_known = 0 if session.unplanned else len(session.store.layout.groups)
-    resident, minimum = residents_with(captured, layout, session.budget_nbytes, session.store.resident, num_known)
-    session.minimum_nbytes = max(session.minimum_nbytes, minimum)
+    try:
+        resident, _ = residents_with(captured, layout, session.budget_nbytes, session.store.resident, num_known)
+    except BudgetError as error:
+        needs = needs_of_step(
+            captured, session.trained, layout, _held_now(session, captured, inputs if arguments is None else arguments)
+        )
+        raise session.known.named(error, layout, needs, session.num_graphs + 1) from None
     place(session, layout, named, resident)
     session.own(named)
     session.unplanned = False
     compiled = CompiledGraph(session, steps, captured)
     compiled.plan(SizedStep(captured), 0)
     return compiled
+
+
+def _held_now(session: Session, captured: Captured, inputs: Sequence[Any]) -> Held:
+    """What others hold now, beside a graph that is compiled for `inputs`; of symbolic ones it is not known."""
+    tensors = [v for v in inputs if isinstance(v, torch.Tensor) and not isinstance(v, nn.Parameter)]
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        return Held(0, 0)
+    return Held.around(captured, session.live.nbytes(leaving_out=tensors), storages_nbytes(tensors))
 
 
 def _steps(

@@ -35,6 +35,9 @@ from chunkc.passes.update_planning import smallest_tiles, update_positions
 ROOM_FOR_LOSS = 3
 """While user code runs between the phases, it may need this many times the outputs' bytes, for a loss."""
 
+LARGEST_NUMBER_NBYTES = 512
+"""Of one number: no allocator gives more for it."""
+
 HELD_GRANULES = 256
 """Plans are made for what others hold rounded up to this part of the budget, where that fits."""
 
@@ -98,11 +101,20 @@ class Captured:
         return frozenset(name for _, _, name in self.backward.gradient_outputs) if self.backward else frozenset()
 
     @cached_property
-    def output_nbytes(self) -> int:
-        """Bytes the caller gets from the forward, inputs that are returned left out."""
+    def _output_sizes(self) -> tuple[int, ...]:
         storage_of = self.forward.value_storages()
         storages = {storage_of[value] for value in self.forward.results} - self.forward.held
-        return sum(self.forward.storages[storage] for storage in storages)
+        return tuple(self.forward.storages[storage] for storage in storages)
+
+    @property
+    def output_nbytes(self) -> int:
+        """Bytes the caller gets from the forward, inputs that are returned left out."""
+        return sum(self._output_sizes)
+
+    @property
+    def loss_nbytes(self) -> int:
+        """Those of them that are numbers: a loss is there while its backward runs, all else may be gone by then."""
+        return sum(nbytes for nbytes in self._output_sizes if nbytes <= LARGEST_NUMBER_NBYTES)
 
     @property
     def caller_nbytes(self) -> int:
@@ -212,7 +224,10 @@ def fitting_form(
             return captured, staying_beside(needs(captured), layout, budget_nbytes, held_nbytes, resident)[0]
         except BudgetError as error:
             refused.append(error)
-    raise min(refused, key=lambda error: error.minimum_nbytes)
+    try:
+        raise min(refused, key=lambda error: error.minimum_nbytes)
+    finally:
+        refused.clear()  # an error keeps this frame, and would keep itself
 
 
 def plan_step(

@@ -17,6 +17,7 @@ from chunkc.captured import Captured, fitting_form, plan_step, planned_with_room
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.plan import Plan, Position
 from chunkc.ir.program import BACKWARD, FORWARD
+from chunkc.known_needs import Held, Needs, NotedNeeds, needs_of_step, update_needs
 from chunkc.live_values import storages_nbytes
 from chunkc.logs import log_plan
 from chunkc.moving import stay
@@ -37,8 +38,12 @@ class PlannedPhase:
 
 @dataclass(frozen=True)
 class PlannedStep:
+    """A step under one plan, beside `held_nbytes` of others' values; `needs`: of each phase, without these."""
+
     plan: Plan
     phases: Mapping[str, PlannedPhase]
+    needs: Mapping[str, Needs]
+    held_nbytes: int
 
 
 @dataclass(frozen=True)
@@ -75,9 +80,12 @@ class CompiledGraph:
         self._node_hooks = NodeHooks()
         self.session.num_graphs += 1
         self.session.trained |= self.captured.trained
+        self._noted_update = NotedNeeds(whole=False)
+        layout = self.session.store.layout
+        self.session.known.note(self._noted_update, update_needs(self.captured, self.captured.trained, layout))
         used = {name for program in self.captured.programs.values() for name in program.parameters.values()}
         self._names = sorted(used | self.captured.trained)
-        self._groups = self.session.store.layout.groups_of(self._names)
+        self._groups = layout.groups_of(self._names)
 
     # --- planning ---
 
@@ -95,9 +103,11 @@ class CompiledGraph:
         if step.admitted != self.session.store.resident:
             session, layout = self.session, self.session.store.layout
             positions = profile(step.captured, layout).all
-            resident, minimum = staying_beside(positions, layout, session.budget_nbytes, 0, session.store.resident)
+            try:
+                resident, _ = staying_beside(positions, layout, session.budget_nbytes, 0, session.store.resident)
+            except BudgetError as error:
+                raise self._named(error, step, Held(0, 0)) from None
             stay(session, resident)
-            session.minimum_nbytes = max(session.minimum_nbytes, minimum)
             step.admitted = session.store.resident
 
     def _step(self, where: str, arguments: Sequence[Any]) -> SizedStep:
@@ -124,13 +134,18 @@ class CompiledGraph:
         found = step.plans.find((held_nbytes, *key))
         if found is None:
             wider, spare_nbytes = planned_with_room(planned, held_nbytes, session.budget_nbytes)
-            found = PlannedStep(wider.plan.beside_less(spare_nbytes), wider.phases)
+            found = replace(wider, plan=wider.plan.beside_less(spare_nbytes), held_nbytes=held_nbytes)
             step.plans.keep((held_nbytes, *key), found)
         return found
 
-    def _plan_beside(self, step: SizedStep, held_nbytes: Callable[[], int], around: Around) -> PlannedStep:
+    def _plan_beside(
+        self, step: SizedStep, held_nbytes: Callable[[], int], around: Around, held: Callable[[], Held] | None = None
+    ) -> PlannedStep:
         """`plan` beside what is held now. Before it refuses, values that only cycles of garbage keep are collected, and
-        residents move home for good; a graph that is whole may have to be in segments from then on."""
+        residents move home for good; a graph that is whole may have to be in segments from then on.
+
+        `held`: what an error knows of both phases, by default that they are beside the same.
+        """
         before_nbytes = held_nbytes()
         try:
             return self.plan(step, before_nbytes, around)
@@ -139,8 +154,18 @@ class CompiledGraph:
         if held_nbytes() < before_nbytes:
             with suppress(BudgetError):
                 return self.plan(step, held_nbytes(), around)
-        self._make_room(step, held_nbytes(), around)
+        try:
+            self._make_room(step, held_nbytes(), around)
+        except BudgetError as error:
+            known = Held(held_nbytes(), held_nbytes()) if held is None else held()
+            raise self._named(error, step, known, around) from None
         return self.plan(step, held_nbytes(), around)
+
+    def _named(self, error: BudgetError, step: SizedStep, held: Held, around: Around = Around()) -> BudgetError:
+        """The error to raise, with all that is known of the smallest budget."""
+        session, (*_, in_segments) = self.session, step.forms
+        needs = needs_of_step(around.seen_by(in_segments), session.trained, session.store.layout, held)
+        return session.known.named(error, session.store.layout, needs, session.num_graphs)
 
     def _make_room(self, step: SizedStep, held_nbytes: int, around: Around) -> None:
         session, layout = self.session, self.session.store.layout
@@ -172,7 +197,9 @@ class CompiledGraph:
         log_plan(plan, graphs)
         runs = {name: segment.run for name, segment in captured.segments.items()}
         phases = {name: PlannedPhase(graph, lower(graph.graph, runs)) for name, graph in graphs.items()}
-        return PlannedStep(plan, phases)
+        step = profile(captured, layout)
+        needs = {FORWARD: Needs.of(step.forward, layout), BACKWARD: Needs.of(step.backward, layout)}
+        return PlannedStep(plan, phases, needs, held_nbytes)
 
     # --- running ---
 
@@ -192,13 +219,14 @@ class CompiledGraph:
         inputs = [arguments[position] for position in step.positions.inputs]
         given_nbytes = storages_nbytes(inputs)
 
-        def held_nbytes() -> int:
-            return step.captured.held_beside_forward(session.live.nbytes(leaving_out=inputs), given_nbytes)
+        def held() -> Held:
+            return Held.around(step.captured, session.live.nbytes(leaving_out=inputs), given_nbytes)
 
-        planned = self._plan_beside(step, held_nbytes, Around(hooked=self._hooked()))
+        around = Around(hooked=self._hooked())
+        planned = self._plan_beside(step, lambda: held().forward_nbytes, around, held)
         self.captured = captured = step.captured
         at = step.positions
-        outputs = self._run(FORWARD, planned, arguments)
+        outputs = self._run(FORWARD, step, planned, arguments)
         session.live.watch(inputs)
         session.live.watch(outputs[position] for position in at.user_outputs)
         if at.saved:  # saved values live and die together: one stands for all
@@ -238,7 +266,7 @@ class CompiledGraph:
         # Of a model in one graph it is the caller who lets go of outputs: the prediction is for one who does not.
         gone_nbytes = max(0, -others_nbytes()) if session.num_graphs > 1 else 0
         session.live.watch(arguments[-len(step.captured.tangents) :])  # in this run the program counts them
-        outputs = self._run(BACKWARD, planned, arguments, gone_nbytes=gone_nbytes)
+        outputs = self._run(BACKWARD, step, planned, arguments, gone_nbytes=gone_nbytes)
         if around.hooked:
             # Autograd will keep these as `.grad`, on the compute tier, until the next backward takes them home.
             session.live.watch(outputs[position] for position, _, name in self._sunk() if name in around.hooked)
@@ -264,9 +292,12 @@ class CompiledGraph:
         store = self.session.store
         return self._node_hooks.hooked(accumulators({name: store.parameter(name) for _, _, name in self._sunk()}))
 
-    def _run(self, phase: str, planned: PlannedStep, arguments: list[Any], *, gone_nbytes: int = 0) -> list[Any]:
+    def _run(
+        self, phase: str, step: SizedStep, planned: PlannedStep, arguments: list[Any], *, gone_nbytes: int = 0
+    ) -> list[Any]:
         """Run a phase; `gone_nbytes`: what others hold is so much less than nothing, as values of its own are gone."""
         session = self.session
+        session.known.note(step.noted, planned.needs[phase].beside(planned.held_nbytes))
         measurement = Measurement()
         session.store.tier.lap_peak_nbytes()
         plan = planned.plan.beginning_with(session.staying_gradients()).beside_less(gone_nbytes)

@@ -28,10 +28,12 @@ from chunkc.ir.estimates import EstimatedOperator, largest_of_each
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Plan, Tile
 from chunkc.ir.states import StateFormat
+from chunkc.known_needs import KnownNeeds
 from chunkc.live_values import LiveValues
 from chunkc.machines.devices import granule_of, hardware_of, memory_of, overhead_of
 from chunkc.options import Options, resolve_budget
 from chunkc.passes.layout import EMPTY_LAYOUT, extended, restated, unfrozen
+from chunkc.passes.planning import everything
 from chunkc.recent import Recent
 from chunkc.runtime.executor import Executable, Measurement
 from chunkc.runtime.open_compute import open_compute
@@ -69,7 +71,7 @@ class Session:
         trained: parameters whose gradients some graph compiled so far makes.
         num_graphs: that were compiled so far.
         unplanned: whether no graph has been compiled yet, so that any group may still become resident.
-        minimum_nbytes: the smallest budget that every graph compiled so far can work with.
+        known: what is known of the smallest budget.
         update_plans: the latest plans of the optimizer's step, by what they depend on.
         early: updates that begin during the backward.
         update_held_nbytes: what the caller still holds of the latest forward when the optimizer steps.
@@ -95,7 +97,7 @@ class Session:
         self.records: dict[str, Record] = {}
         self.peak_nbytes: int | None = None
         self.predicted_peak_nbytes = 0
-        self.minimum_nbytes = 0
+        self.known = KnownNeeds()
         self.compute_s = self.host_s = 0.0
         self.num_instructions = 0
         self.update_held_nbytes = 0
@@ -247,9 +249,14 @@ class Session:
             name for name, p in store.parameters().items() if not store.is_managed(name) and p.grad is not None
         )
 
+    @property
+    def minimum_nbytes(self) -> int:
+        """The smallest budget that every graph compiled so far can work with, beside what was held in its runs."""
+        return self.known.minimum_nbytes(self.store.layout)
+
     def all_may_stay(self) -> bool:
         """Whether no group has been sent home already by another graph's plan."""
-        return self.unplanned or self.store.resident == frozenset(g.index for g in self.store.layout.groups)
+        return self.unplanned or self.store.resident == everything(self.store.layout)
 
     def record(self, phase: str, plan: Plan, measurement: Measurement) -> None:
         """Keep what a run measured."""

@@ -19,6 +19,7 @@ from chunkc.capture import Capture
 from chunkc.captured import Captured
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram
+from chunkc.known_needs import NotedNeeds
 from chunkc.passes.graphs import placeholders
 from chunkc.recent import Recent
 from chunkc.templates import Templates, input_symbols
@@ -70,12 +71,16 @@ class SizedStep:
         in_segments: of a step that is whole: makes the same one in segments.
         plans: by what they depend on.
         admitted: the residents beside which it was found to fit.
+        noted: the most that it has needed in this form.
     """
 
     captured: Captured
     in_segments: Callable[[], Captured] | None = None
     plans: Recent[tuple, Any] = field(default_factory=lambda: Recent(MAX_PLANS))
     admitted: frozenset[int] | None = None
+
+    def __post_init__(self) -> None:
+        self.noted = NotedNeeds(whole=self.captured.whole)
 
     @cached_property
     def positions(self) -> Positions:
@@ -93,6 +98,7 @@ class SizedStep:
         if captured is not self.captured:
             self.captured, self.in_segments, self.admitted = captured, None, None
             self.plans = Recent(MAX_PLANS)
+            self.noted = NotedNeeds(whole=captured.whole)
             self.__dict__.pop("positions", None)
 
 

@@ -7,14 +7,13 @@ it are on the stack, and the outermost of them knows the names.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 from torch import fx, nn
 
+from chunkc.caller import called_modules
 from chunkc.passes.graphs import placeholders, source_path
 
 _WRAPPER = "_orig_mod"
@@ -36,34 +35,21 @@ class UserNames:
     @staticmethod
     def seen_from(root: nn.Module) -> UserNames:
         """The names in `root`, while the innermost call on the stack is of itself or one of its modules."""
-        innermost = next(_called_modules(), root)
-        modules = {id(module): _without_wrapper(name) for name, module in root.named_modules()}
-        parameters = {id(parameter): _without_wrapper(name) for name, parameter in root.named_parameters()}
+        innermost = next(called_modules(), root)
+        modules = {id(module): without_wrapper(name) for name, module in root.named_modules()}
+        parameters = {id(parameter): without_wrapper(name) for name, parameter in root.named_parameters()}
         return UserNames(parameters, modules.get(id(innermost), ""))
 
     @staticmethod
     def of_caller() -> UserNames:
         """The names in the outermost module whose call is on the stack; none where there is none."""
-        called = list(_called_modules())
+        called = list(called_modules())
         return UserNames.seen_from(called[-1]) if called else UserNames()
 
 
-def _without_wrapper(name: str) -> str:
+def without_wrapper(name: str) -> str:
+    """A module's or parameter's name without the parts that stand for `torch.compile`'s own module."""
     return ".".join(part for part in name.split(".") if part != _WRAPPER)
-
-
-def _called_modules() -> Iterator[nn.Module]:
-    """The modules whose calls are on the stack, the innermost first."""
-    for frame in _frames():
-        if frame.f_code is nn.Module._wrapped_call_impl.__code__:
-            yield frame.f_locals["self"]
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 @dataclass(frozen=True)
@@ -118,7 +104,8 @@ def _module(node: fx.Node) -> tuple[dict[str, Any], _Reached | None]:
 
 
 def _reached(source: str) -> _Reached:
-    return _Reached(*source_path(source))
+    variable, path = source_path(source)
+    return _Reached(variable, without_wrapper(path))
 
 
 def _prefix(name: str, path: str) -> str | None:

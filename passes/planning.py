@@ -71,6 +71,17 @@ def fixed_nbytes(layout: ChunkLayout, resident: frozenset[int]) -> int:
     )
 
 
+def everything(layout: ChunkLayout) -> frozenset[int]:
+    """Every group."""
+    return frozenset(group.index for group in layout.groups)
+
+
+def needed_nbytes(positions: Sequence[Position], layout: ChunkLayout) -> int:
+    """What the positions need beside what is on the compute tier for good, where every chunk moves."""
+    sizes = chunk_sizes(layout, positions)
+    return max(position.non_model_nbytes + required_nbytes(position, sizes) for position in _tightest(positions))
+
+
 @dataclass(frozen=True)
 class StayingData:
     """Model data that never leaves the compute tier, by what it is; gradients by parameter."""
@@ -122,9 +133,9 @@ def choose_resident(
             for non_model, chunks in needs
         )
 
-    everything = frozenset(group.index for group in layout.groups)
-    if allowed == everything and fits(everything, fixed_nbytes(layout, everything) + held_nbytes):
-        return everything
+    whole = everything(layout)
+    if allowed == whole and fits(whole, fixed_nbytes(layout, whole) + held_nbytes):
+        return whole
     slack = SLACK_CHUNKS * max(sizes.values(), default=0)
     resident, fixed = frozenset[int](), fixed_nbytes(layout, frozenset()) + held_nbytes + slack
     for group in layout.groups:
@@ -152,6 +163,8 @@ def staying_beside(
         minimum = check_minimum(positions, layout, budget_nbytes, held_nbytes)
     except BudgetError as error:
         raise min(error, beside_all, key=lambda one: one.minimum_nbytes) from None
+    finally:
+        del beside_all  # an error keeps this frame, and would keep itself
     return choose_resident(positions, layout, budget_nbytes, resident, held_nbytes), minimum
 
 
@@ -181,8 +194,8 @@ def check_minimum(
     worst = max(_tightest(positions), key=total)
     minimum = total(worst)
     if all_may_stay:  # without the gaps that chunks have, and optimizer tiles, a very small model may need less
-        everything = fixed_nbytes(layout, frozenset(group.index for group in layout.groups))
-        minimum = min(minimum, everything + held_nbytes + max(p.non_model_nbytes for p in positions))
+        beside = held_nbytes + max(position.non_model_nbytes for position in positions)
+        minimum = min(minimum, fixed_nbytes(layout, everything(layout)) + beside)
     if minimum > budget_nbytes:
         moving = _moving(worst, resident)
         contents = [

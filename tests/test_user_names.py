@@ -105,10 +105,20 @@ def test_a_compiled_part_is_named_as_the_whole_knows_it() -> None:
     assert names_in_session(model) == {f"part.{name}" for name in wanted(model)}
 
 
+def test_explained_parts_have_no_name_of_torch_compiles_own() -> None:
+    whole = nn.Sequential(Block(), torch.compile(Looped()))
+    explained = chunkc.explain(whole, torch.ones(2, 8), memory_budget="1GiB", whole_graph="never")
+    modules = {moment.module for moment in explained.moments}
+    assert {"0.up", "1.blocks.2.up"} <= modules
+    assert not [name for name in modules if "_orig_mod" in name]
+
+
 def test_a_compiled_function_names_as_its_variable_does() -> None:
     model = Block()
     torch._dynamo.reset()
-    step = torch.compile(lambda x: model(x).sum(), backend="chunkc", options={"memory_budget": 1 << 30})
+    step = torch.compile(
+        lambda x: model(x).sum(), backend="chunkc", options={"memory_budget": 1 << 30, "codegen": "eager"}
+    )
     step(torch.ones(2, 8)).backward()
     assert names_in_session(model) == wanted(model)
 

@@ -18,7 +18,13 @@ from chunkc.declared import state_format_of
 from chunkc.explaining.cuda_offline import overhead_on, planned_on, storages_on
 from chunkc.explaining.measured import measured_side
 from chunkc.explaining.moments import StepPlans, explained_moments, peak_of
-from chunkc.explaining.offline import OfflineGraph, OfflineStep, capture_offline, has_dynamic_dimensions
+from chunkc.explaining.offline import (
+    OfflineGraph,
+    OfflineStep,
+    PartlyCapturedError,
+    capture_offline,
+    has_dynamic_dimensions,
+)
 from chunkc.explaining.optimizer_choice import ADAMW, OptimizerChoice
 from chunkc.explaining.replay import Replay
 from chunkc.explaining.updates import Updates
@@ -161,16 +167,38 @@ def step_on(
     Raises:
         UnsupportedError: there is no graph; or there are several, and symbols in them.
     """
-    step = capture_offline(
-        model, args, kwargs, codegen=options.codegen, dynamic=dynamic, state_format_of=state_format_of
-    )
+    try:
+        step = capture_offline(
+            model, args, kwargs, codegen=options.codegen, dynamic=dynamic, state_format_of=state_format_of
+        )
+    except PartlyCapturedError as error:
+        raise UnsupportedError(f"{error}. {_of_the_first(error.before, hardware, options)}") from error
     if len(step.calls) > 1 and any(input_symbols(graph.capture) for graph in step.graphs):
         raise UnsupportedError(
             f"torch.compile splits this model into {len(step.graphs)} graphs; dimensions marked as dynamic are for "
             "models in one graph: leave the marks out, and explain each size for itself"
         )
+    return _on(hardware, step, options)
+
+
+def _on(hardware: Hardware, step: OfflineStep, options: Options) -> OfflineStep:
     graphs = tuple(planned_on(graph, hardware, options.codegen) for graph in step.graphs)
     return replace(step, graphs=graphs, storage_nbytes=storages_on(step.storage_nbytes, hardware))
+
+
+def _of_the_first(before: OfflineStep, hardware: Hardware, options: Options) -> str:
+    """What is known of a step whose first graphs alone were captured."""
+    step = _on(hardware, before, options)
+    replay = Replay(step, options, training_in(hardware, step.graphs), IN_SLOTS)
+    needs = format_nbytes(replay.fitting(1).budget_nbytes)
+    names = [name for graph in step.graphs for name in graph.capture.order_of_use()]
+    covered = f", from {names[0]} to {names[-1]}," if names else ""
+    num_graphs = len(step.graphs)
+    what = f"The graph before that{covered} needs" if num_graphs == 1 else f"The {num_graphs} before that{covered} need"
+    return (
+        f"{what} a budget of {needs}; what comes after depends on the values, and in training each BudgetError names "
+        "the smallest for what was compiled by then"
+    )
 
 
 def training_in(machine: Hardware, graphs: Sequence[OfflineGraph]) -> Hardware:

@@ -25,7 +25,7 @@ from chunkc.capture import Capture, capture_graph, unique_name
 from chunkc.declared import state_format_of
 from chunkc.explaining.blame import MODEL_CALL, module_that_raises
 from chunkc.explaining.offline_calls import CallLog, PhaseCall
-from chunkc.explaining.untraceable import told, why_none
+from chunkc.explaining.untraceable import NeedsValuesError, told, why_none
 from chunkc.garbage import no_automatic_collection
 from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.errors import UnsupportedError
@@ -35,7 +35,7 @@ from chunkc.movable import is_chunkable
 from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs import placeholders
 from chunkc.session import owner, spec_of
-from chunkc.user_names import GraphNames, UserNames
+from chunkc.user_names import GraphNames, UserNames, without_wrapper
 from chunkc.variants import Variants
 
 NUM_RECOMPILES = 1_000_000
@@ -77,6 +77,14 @@ class OfflineStep:
     alive: frozenset[int]
 
 
+class PartlyCapturedError(UnsupportedError):
+    """The model needs the values of tensors after some of its graphs. `before`: their forwards."""
+
+    def __init__(self, message: str, before: OfflineStep) -> None:
+        super().__init__(message)
+        self.before = before
+
+
 @no_automatic_collection()
 def capture_offline(
     model: nn.Module,
@@ -98,7 +106,8 @@ def capture_offline(
         state_format_of: in what form an optimizer keeps states for a parameter of `model`.
 
     Raises:
-        UnsupportedError: the model cannot be copied or captured, or needs real values between two graphs.
+        UnsupportedError: the model cannot be copied or captured, or needs real values between two graphs
+            (`PartlyCapturedError`, where some come before that).
     """
     if codegen == "inductor":
         find_vector_isa()
@@ -106,9 +115,10 @@ def capture_offline(
         model = model._orig_mod
     mode = _mode_of([*_tensors(model), *pytree.tree_leaves((tuple(args), dict(kwargs)))])
     fake_model, names = _fake_copy(model, mode)
-    staying = {name for name, parameter in model.named_parameters() if not _may_move(parameter)}
+    named = {without_wrapper(name): parameter for name, parameter in model.named_parameters()}
+    staying = {name for name, parameter in named.items() if not _may_move(parameter)}
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (tuple(args), dict(kwargs)))
-    states = {name: state_format_of(parameter) for name, parameter in model.named_parameters()}
+    states = {name: state_format_of(parameter) for name, parameter in named.items()}
     recorder = _Recorder(codegen, fake_model, names, staying, states)
     patched = torch._dynamo.config.patch(
         recompile_limit=NUM_RECOMPILES,
@@ -131,6 +141,8 @@ def capture_offline(
                 found = _settled_step(recorder, lambda: compiled(*fake_args, **fake_kwargs))
     except Exception as error:
         what = told(error, module)
+        if isinstance(what, NeedsValuesError) and recorder.log.calls:
+            raise PartlyCapturedError(str(what), recorder.step()) from error
         if what is error:
             raise
         raise what from (error if isinstance(what, UnsupportedError) else None)
@@ -354,4 +366,7 @@ def _fake_copy(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, dict[
         copied = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:
         raise UnsupportedError(f"{type(model).__name__} cannot be copied to be explained: {error}") from error
+    for module in list(copied.modules()):  # a part that is compiled by itself would call what it was copied from
+        parts = {name: part._orig_mod for name, part in module._modules.items() if isinstance(part, OptimizedModule)}
+        module._modules.update(parts)
     return copied, {id(parameter): name for name, parameter in copied.named_parameters()}

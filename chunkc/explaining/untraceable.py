@@ -16,6 +16,10 @@ _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _OF_TRACING = (*_NEEDS_VALUES, ConstraintViolationError, TorchDynamoException)
 
 
+class NeedsValuesError(UnsupportedError):
+    """What the model does next depends on the values of tensors."""
+
+
 def why_none(model: nn.Module) -> str:
     if any(isinstance(module, nn.RNNBase) for module in model.modules()):
         return "it leaves nn.LSTM, nn.GRU and nn.RNN alone; set torch._dynamo.config.allow_rnn = True, also to train"
@@ -39,7 +43,7 @@ def told(error: Exception, module: Callable[[], str]) -> Exception:
         return error
     where = f"{found}: " if (found := module()) else ""
     if isinstance(error, _NEEDS_VALUES):
-        return UnsupportedError(
+        return NeedsValuesError(
             f"the model needs the values of tensors outside its graphs ({where}{first_line(error)}); only what "
             "torch.compile captures can be explained"
         )

@@ -23,11 +23,12 @@ class BudgetError(ChunkcError):
     """No plan fits the memory budget. Raised before anything is allocated or moved.
 
     Attributes:
-        minimum_nbytes: the smallest budget, in bytes, that works.
+        minimum_nbytes: the smallest budget, in bytes, that works for all that is known.
         budget_nbytes: the budget that was asked for.
         moment: what runs at the peak: an operation's name and kind.
-        module: the user's module that operation belongs to ("" when unknown).
+        module: the user's module that operation belongs to ("" for the model itself).
         contents: what fills the memory at the peak, as (label, bytes), largest first.
+        covers: what the minimum holds for, where that is not the whole of the step.
     """
 
     def __init__(
@@ -38,27 +39,46 @@ class BudgetError(ChunkcError):
         moment: str,
         module: str,
         contents: Sequence[tuple[str, int]],
+        covers: str = "",
     ) -> None:
         self.minimum_nbytes = minimum_nbytes
         self.budget_nbytes = budget_nbytes
         self.moment = moment
         self.module = module
         self.contents = tuple(contents)
-        where = f"{moment} in {module}" if module else moment
+        self.covers = covers
         filled = "".join(f"\n  {format_nbytes(nbytes):>36}  {label}" for label, nbytes in self.contents)
+        scope = (
+            f" for {covers}: what comes later may need more, and chunkc explain says the minimum of the whole step"
+            if covers
+            else ""
+        )
         super().__init__(
             f"memory_budget is {format_nbytes(budget_nbytes)}; the smallest that works is "
-            f"{format_nbytes(minimum_nbytes)}. The peak is at {where}, filled by:{filled}"
+            f"{format_nbytes(minimum_nbytes)}{scope}. The peak is at {moment} in {module or 'the model'}, filled by:"
+            f"{filled}"
         )
 
+    def covering(self, minimum_nbytes: int, covers: str) -> BudgetError:
+        """The same error with what else is known: a minimum that is not smaller, and what that holds for."""
+        parts = (self.minimum_nbytes, self.budget_nbytes, self.moment, self.module, self.contents, self.covers)
+        return _rebuild_budget_error((max(minimum_nbytes, parts[0]), *parts[1:5], covers))
+
     def __reduce__(self) -> tuple:
-        fields = ("minimum_nbytes", "budget_nbytes", "moment", "module", "contents")
+        fields = ("minimum_nbytes", "budget_nbytes", "moment", "module", "contents", "covers")
         return _rebuild_budget_error, (tuple(getattr(self, field) for field in fields),)
 
 
 def _rebuild_budget_error(fields: tuple) -> BudgetError:
-    minimum, budget, moment, module, contents = fields
-    return BudgetError(minimum_nbytes=minimum, budget_nbytes=budget, moment=moment, module=module, contents=contents)
+    minimum, budget, moment, module, contents, covers = fields
+    return BudgetError(
+        minimum_nbytes=minimum,
+        budget_nbytes=budget,
+        moment=moment,
+        module=module,
+        contents=contents,
+        covers=covers,
+    )
 
 
 class HomeError(ChunkcError, OSError):

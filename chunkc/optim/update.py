@@ -13,6 +13,7 @@ from chunkc.ir.plan import Plan, Tile
 from chunkc.ir.program import UPDATE
 from chunkc.ir.updates import update_stages
 from chunkc.ir.verify import verify_phase
+from chunkc.known_needs import Needs
 from chunkc.moving import stay
 from chunkc.passes.insert import insert_update_events
 from chunkc.passes.update_planning import plan_update, staying_beside_update
@@ -82,12 +83,15 @@ def prepare_updates(session: Session, groups: Iterable[int], *, num_stages: int 
     held_nbytes = max(session.update_held_nbytes, session.live.nbytes())
     try:
         return PreparedUpdate(session, *_planned(session, in_order, held_nbytes, num_stages))
-    except BudgetError:
+    except BudgetError as error:
         layout, resident, budget = session.store.layout, session.store.resident, session.budget_nbytes
         trained = layout.groups_of(session.trained)
-        staying = staying_beside_update(layout, in_order, trained, budget, held_nbytes, resident, num_stages)
-        if staying == resident:
-            raise
+        try:
+            staying = staying_beside_update(layout, in_order, trained, budget, held_nbytes, resident, num_stages)
+            if staying == resident:
+                raise error
+        except BudgetError as refused:
+            raise session.known.named(refused, layout, Needs(), session.num_graphs) from None
     stay(session, staying)
     raise ResidentsLeft
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -22,7 +23,7 @@ from chunkc.explaining.explain import explain_step, minimum_budget, step_on, tra
 from chunkc.explaining.offline import OfflineStep
 from chunkc.formats import json_, render_graph, render_html, render_json, render_text, render_trace
 from chunkc.graph import CompiledGraph
-from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.errors import BudgetError, UnsupportedError
 from chunkc.ir.explanation import Explanation
 from chunkc.machines.presets import load_hardware
 from chunkc.options import parse_options
@@ -246,6 +247,32 @@ class Between(nn.Module):
 def test_code_between_graphs_that_needs_values() -> None:
     with pytest.raises(UnsupportedError, match="needs the values of tensors"):
         chunkc.explain(Between("value"), torch.ones(4, 8), memory_budget=HUGE)
+
+
+@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_what_comes_before_values_are_needed_is_named(codegen: str) -> None:
+    """And training refuses one byte less than they need."""
+    with pytest.raises(UnsupportedError) as told:
+        chunkc.explain(Between("value"), torch.ones(4, 8), memory_budget=HUGE, codegen=codegen)
+    assert "The 2 before that, from first.weight to first.bias, need a budget of" in str(told.value)
+    assert "what comes after depends on the values" in str(told.value)
+    needed = int(re.findall(r"([0-9,]+) bytes", str(told.value))[-1].replace(",", ""))
+    torch._dynamo.reset()
+    options = {"memory_budget": needed - 1, "codegen": codegen}
+    with pytest.raises(BudgetError) as refused:
+        torch.compile(Between("value"), backend="chunkc", options=options)(torch.ones(4, 8))
+    assert refused.value.minimum_nbytes == needed
+
+
+def test_where_values_are_needed_at_once_there_is_nothing_to_name() -> None:
+    class Routed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return x * int(x)
+
+    with pytest.raises(UnsupportedError) as told:
+        chunkc.explain(Routed(), torch.ones(()), memory_budget=HUGE)
+    assert str(told.value).endswith("only what torch.compile captures can be explained")
 
 
 class Block(nn.Module):

@@ -32,9 +32,20 @@ def test_a_budget_error_names_all_that_matters() -> None:
     assert [line.split(")")[-1].strip() for line in lines] == ["activations", "chunk param:3"]
 
 
-def test_a_budget_error_without_a_module_does_not_name_one() -> None:
+def test_a_budget_error_at_no_module_of_the_model_names_the_model() -> None:
     error = errors.BudgetError(minimum_nbytes=2, budget_nbytes=1, moment="aten.mm", module="", contents=[])
-    assert "at aten.mm, filled" in str(error)
+    assert "at aten.mm in the model, filled" in str(error)
+
+
+def test_a_budget_error_says_what_its_minimum_holds_for() -> None:
+    error = budget_error()
+    assert "for" not in str(error).splitlines()[0].partition(". The peak")[0]
+    wider = error.covering(error.minimum_nbytes + 1, "the 2 graphs compiled so far")
+    assert wider.minimum_nbytes == error.minimum_nbytes + 1
+    assert f"{wider.minimum_nbytes:,} bytes) for the 2 graphs compiled so far: what comes later may" in str(wider)
+    assert error.covering(1, "").minimum_nbytes == error.minimum_nbytes
+    again = pickle.loads(pickle.dumps(wider))
+    assert (str(again), again.covers) == (str(wider), wider.covers)
 
 
 @pytest.mark.parametrize("way", [lambda e: pickle.loads(pickle.dumps(e)), copy.copy, copy.deepcopy])

@@ -1,0 +1,45 @@
+"""Who calls the graph that is being compiled: what Python's stack tells of it while Dynamo waits for the backend."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import dropwhile
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import nn
+from torch._dynamo import convert_frame, eval_frame
+
+_TORCH = str(Path(torch.__file__).parent)
+_MODULES = str(Path(nn.__file__).parent / "modules")
+_CALLS = {nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__}
+
+
+def called_modules() -> Iterator[nn.Module]:
+    """The modules whose calls are on the stack, the innermost first."""
+    for frame in _frames():
+        if frame.f_code is nn.Module._wrapped_call_impl.__code__:
+            yield frame.f_locals["self"]
+
+
+def runs_inside_the_compiled_call() -> bool:
+    """Whether code that Dynamo runs as it stands calls what it compiles now, inside what the user has compiled."""
+    calls: set[int] = set()
+    for frame in dropwhile(lambda frame: frame.f_code.co_filename != convert_frame.__file__, _frames()):
+        path = frame.f_code.co_filename
+        if path == eval_frame.__file__:
+            break
+        if frame.f_code in _CALLS:
+            calls.add(id(frame.f_locals["self"]))
+        elif not path.startswith(_TORCH) or path.startswith(_MODULES):
+            return True
+    return len(calls) > 1
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,346 @@
+"""The smallest budget of a model of several graphs: what errors name on the way, what `explain` says at once."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import HUGE, TINY, adamw, array, differences, gradients, home_of, weights
+from ladder import rungs
+from torch import Tensor, nn
+
+import chunkc
+from chunkc.explaining.explain import minimum_budget
+from chunkc.ir.errors import BudgetError
+
+WIDTH, ROWS = 32, 24
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    """Blocks, and a head that makes the loss; subclasses say where Dynamo breaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(WIDTH, 2 * WIDTH)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.head(x).exp().sum(-1).log().mean()
+
+
+class Loop(Blocks):
+    """One graph for all blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            torch._dynamo.graph_break()
+        return self.loss(x)
+
+
+class Unrolled(Blocks):
+    """Each graph has code of its own, and the last one the loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        x = self.blocks[2](self.blocks[1](x))
+        torch._dynamo.graph_break()
+        return self.loss(self.blocks[3](x))
+
+
+class IdleExperts(Blocks):
+    """Of four experts two take part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for expert in (0, 2):
+            x = self.blocks[expert](x)
+            torch._dynamo.graph_break()
+        return self.loss(x)
+
+
+class Recurrent(Blocks):
+    """An `nn.LSTM` between what is captured: Dynamo leaves it alone unless it is told otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](x))
+        x, _ = self.lstm(x.view(2, -1, WIDTH))
+        return self.loss(self.blocks[3](self.blocks[2](x)))
+
+
+class Pair(nn.Module):
+    """An encoder and a decoder, each compiled by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(Block(), Block())
+        self.decoder = nn.Sequential(Block(), nn.Linear(WIDTH, 2 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x)).exp().sum(-1).log().mean()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "loop": Loop,
+    "unrolled": Unrolled,
+    "idle experts": IdleExperts,
+    "recurrent": Recurrent,
+}
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def options(budget_nbytes: int, codegen: str = "eager") -> dict[str, Any]:
+    return {"memory_budget": budget_nbytes, "codegen": codegen, "whole_graph": "never"}
+
+
+def train(
+    name: str, budget_nbytes: int, *, codegen: str = "eager", accumulated: int = 1, evaluated: bool = False
+) -> chunkc.Report:
+    """Three steps of an ordinary loop, which keeps batch and loss until there are others."""
+    torch._dynamo.reset()
+    model = build(name)
+    compiled = torch.compile(model, backend="chunkc", options=options(budget_nbytes, codegen))
+    optimizer = adamw(model.parameters())
+    for step in range(3):
+        for part in range(accumulated):
+            x = batch(10 * step + part)
+            loss = compiled(x)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if evaluated:
+            model.eval()
+            with torch.no_grad():
+                compiled(batch(step))
+            model.train()
+    return chunkc.report(model)
+
+
+@cache
+def explained(name: str, codegen: str = "eager") -> int:
+    return minimum_budget(build(name), batch(0), memory_budget=1, codegen=codegen)
+
+
+@contextmanager
+def rnn_captured() -> Iterator[None]:
+    explained.cache_clear()
+    with torch._dynamo.config.patch(allow_rnn=True):
+        yield
+    explained.cache_clear()
+
+
+def refusals(train: Callable[[int], Any]) -> list[BudgetError]:
+    """The errors of training at what the error before named, until it works."""
+    found: list[BudgetError] = []
+    for _ in range(10):
+        try:
+            train(found[-1].minimum_nbytes if found else TINY)
+            return found
+        except BudgetError as error:
+            found.append(error.with_traceback(None))
+    raise AssertionError("no error has named a budget that works")
+
+
+QUICK = ("unrolled", "recurrent")
+NUM_GRAPHS = {"loop": 5, "unrolled": 3, "idle experts": 3, "recurrent": 5}
+
+
+@pytest.mark.parametrize("name", rungs(MODELS, QUICK))
+def test_errors_name_more_and_more_up_to_what_explain_says(name: str) -> None:
+    """And there are no more of them than graphs: at each, all that was known was named."""
+    reports: list[chunkc.Report] = []
+    errors = refusals(lambda budget: reports.append(train(name, budget)))
+    named = [error.minimum_nbytes for error in errors]
+    assert named == sorted(set(named))
+    assert len(errors) <= NUM_GRAPHS[name]
+    assert all("compiled so far: what comes later may need more" in str(error) for error in errors)
+    modules = {module for module, _ in build(name).named_modules()}
+    assert {error.module for error in errors} <= modules
+    assert named[-1] == explained(name) == reports[0].minimum_budget_nbytes
+
+
+@pytest.mark.parametrize("name", rungs(MODELS, ("loop", "unrolled")))
+def test_what_explain_says_works_at_the_first_try_and_one_byte_less_does_not(name: str) -> None:
+    report = train(name, explained(name), accumulated=2, evaluated=True)
+    assert report.predicted_peak_nbytes <= explained(name)
+    with pytest.raises(BudgetError) as refused:
+        train(name, explained(name) - 1)
+    assert refused.value.minimum_nbytes == explained(name)
+
+
+@pytest.mark.slow
+def test_with_an_lstm_that_is_captured() -> None:
+    with rnn_captured():
+        train("recurrent", explained("recurrent"))
+        with pytest.raises(BudgetError) as refused:
+            train("recurrent", explained("recurrent") - 1)
+        assert refused.value.minimum_nbytes == explained("recurrent")
+        assert "compiled so far" not in str(refused.value)  # it is one graph
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_fused_by_inductor(name: str) -> None:
+    minimum = explained(name, "inductor")
+    train(name, minimum, codegen="inductor", accumulated=2, evaluated=True)
+    with pytest.raises(BudgetError) as refused:
+        train(name, minimum - 1, codegen="inductor")
+    assert refused.value.minimum_nbytes == minimum
+
+
+def test_parts_compiled_apart() -> None:
+    """They share a budget by their options."""
+
+    def train_pair(budget_nbytes: int) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, shared = Pair(), options(budget_nbytes)
+        model.encoder.compile(backend="chunkc", options=shared)
+        model.decoder.compile(backend="chunkc", options=shared)
+        optimizer = adamw(model.parameters())
+        for step in range(2):
+            model(batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    named = [error.minimum_nbytes for error in refusals(train_pair)]
+    assert len(named) == 3  # Dynamo runs `nn.Sequential` as it stands: one for each block
+    assert named == sorted(named)
+    torch.manual_seed(0)
+    whole = Pair()
+    whole.encoder, whole.decoder = torch.compile(whole.encoder), torch.compile(whole.decoder)
+    minimum = minimum_budget(whole, batch(0), memory_budget=1)  # the loss is in a graph, too
+    assert named[-1] <= minimum
+    train_pair(minimum)
+
+
+# --- a loop that catches the error goes on ---
+
+
+@cache
+def uninterrupted() -> tuple[list[Any], list[Any], dict[str, Any]]:
+    return went_on(HUGE, lambda model, error: pytest.fail(str(error)))
+
+
+def went_on(budget_nbytes: int, mend: Callable[[nn.Module, BudgetError], int]) -> Any:
+    """Losses, gradients and weights of three steps; where a budget is refused, `mend` says the next."""
+    torch._dynamo.reset()
+    model = build("unrolled")
+    compiled = torch.compile(model, backend="chunkc", options=options(budget_nbytes))
+    optimizer = adamw(model.parameters())
+    losses, grads = [], []
+    while len(losses) < 3:
+        try:
+            loss = compiled(batch(len(losses)))
+            loss.backward()
+        except BudgetError as error:
+            optimizer.zero_grad()
+            compiled = torch.compile(model, backend="chunkc", options=options(mend(model, error.with_traceback(None))))
+            continue
+        losses.append(array(loss))
+        grads.append(gradients(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, grads, weights(model)
+
+
+def test_refused_by_a_later_graph_the_model_is_as_it_was_and_goes_on_with_more() -> None:
+    refused: list[int] = []
+
+    def mend(model: nn.Module, error: BudgetError) -> int:
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert not differences(weights(model), weights(build("unrolled")))
+        refused.append(error.minimum_nbytes)
+        assert refused == sorted(refused)
+        assert "blocks" in error.module or error.module in ("", "head")
+        return error.minimum_nbytes
+
+    found = went_on(TINY, mend)
+    assert len(refused) == 3
+    assert not differences(found, uninterrupted())
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9, 0.8, 0.7], ids=str)
+def test_a_refused_step_holds_nothing_once_its_error_is_gone(share: float) -> None:
+    """Whichever graph refuses, when it is compiled or when it runs, and with no garbage collection."""
+    torch._dynamo.reset()
+    model = build("unrolled")
+    compiled = torch.compile(model, backend="chunkc", options=options(int(explained("unrolled") * share) - 1))
+    for _ in range(2):
+        gc.collect()
+        gc.disable()
+        try:
+            compiled(batch(0)).backward()
+        except BudgetError:
+            pass
+        else:
+            raise AssertionError
+        finally:
+            gc.enable()
+        session = home_of(model.blocks[0].up.weight)[0]
+        assert session.live.nbytes() == 0
+
+
+def test_a_later_error_names_no_less() -> None:
+    """Of one training: with a smaller budget again, what is known is still known."""
+    torch._dynamo.reset()
+    model = build("unrolled")
+    named = []
+    for budget in (explained("unrolled") - 1, TINY, explained("unrolled") - 1):
+        compiled = torch.compile(model, backend="chunkc", options=options(budget))
+        with pytest.raises(BudgetError) as refused:
+            compiled(batch(0)).backward()
+        named.append(refused.value.minimum_nbytes)
+        del refused
+    assert set(named) == {explained("unrolled")}
+    assert home_of(next(model.parameters()))[0].minimum_nbytes == explained("unrolled")
+
+
+def test_memory_that_is_freed_lets_the_same_model_go_on() -> None:
+    torch._dynamo.reset()
+    model = build("unrolled")
+    compiled = torch.compile(model, backend="chunkc", options=options(explained("unrolled")))
+    optimizer = adamw(model.parameters())
+    losses = []
+    for step in range(3):
+        if step == 1:
+            kept = compiled(batch(7))  # a forward that waits for its backward holds all that it saved
+            before = weights(model)
+            with pytest.raises(BudgetError, match="values of earlier calls that are still held"):
+                compiled(batch(1))
+            assert all(parameter.grad is None for parameter in model.parameters())
+            assert not differences(weights(model), before)
+            del kept
+        loss = compiled(batch(step))
+        loss.backward()
+        losses.append(array(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not differences(losses, uninterrupted()[0])
+    assert not differences(weights(model), uninterrupted()[2])

@@ -1,0 +1,94 @@
+"""The smallest budget that is known, over layouts made by hand."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from chunkc.ir.chunks import ChunkLayout, ParamSpec
+from chunkc.ir.errors import BudgetError
+from chunkc.ir.plan import Position
+from chunkc.known_needs import KnownNeeds, Needs, NotedNeeds
+from chunkc.passes.layout import EMPTY_LAYOUT, extended
+from chunkc.passes.planning import check_minimum
+
+
+def spec(name: str, numel: int) -> ParamSpec:
+    return ParamSpec(name, (numel,), (1,), torch.float32, True)
+
+
+def laid_out(*specs: ParamSpec, before: ChunkLayout = EMPTY_LAYOUT) -> ChunkLayout:
+    return extended(before, specs, (), 4096)
+
+
+LAYOUT = laid_out(spec("a.weight", 1024), spec("b.weight", 1024), spec("a.bias", 8))
+
+
+def position(nbytes: int, *chunks: str) -> Position:
+    return Position("forward.0", "forward", nbytes, "aten.mm", "a", frozenset(chunks), frozenset(), 0.0)
+
+
+POSITIONS = (position(100, "param:0"), position(50, "param:0", "param:1"), position(3000))
+
+
+def refused(nbytes: int) -> BudgetError:
+    return BudgetError(minimum_nbytes=nbytes, budget_nbytes=1, moment="aten.mm", module="a", contents=[])
+
+
+@pytest.mark.parametrize("held_nbytes", [0, 1000])
+def test_the_minimum_of_one_graph_is_the_planners(held_nbytes: int) -> None:
+    known, noted = KnownNeeds(), NotedNeeds(whole=False)
+    assert known.minimum_nbytes(LAYOUT) == 0
+    known.note(noted, Needs.of(POSITIONS, LAYOUT).beside(held_nbytes))
+    wanted = check_minimum(POSITIONS, LAYOUT, 1 << 40, held_nbytes, all_may_stay=True)
+    assert known.minimum_nbytes(LAYOUT) == wanted
+    assert Needs.of(POSITIONS, LAYOUT, held_nbytes) == Needs.of(POSITIONS, LAYOUT).beside(held_nbytes)
+    assert Needs.of((), LAYOUT) == Needs()
+
+
+def test_what_stays_for_good_counts_in_every_graph() -> None:
+    """Also what a later graph has brought."""
+    known, noted = KnownNeeds(), NotedNeeds(whole=False)
+    known.note(noted, Needs.of(POSITIONS, LAYOUT))
+    wider = laid_out(spec("c.bias", 8), before=LAYOUT)
+    assert known.minimum_nbytes(wider) - known.minimum_nbytes(LAYOUT) == 8 * 4 * 4 + 4  # with gradient, states, step
+
+
+def test_an_error_names_all_that_is_known_and_no_less_than_one_before() -> None:
+    known, noted = KnownNeeds(), NotedNeeds(whole=False)
+    known.note(noted, Needs.of(POSITIONS, LAYOUT, 5000))
+    most = known.minimum_nbytes(LAYOUT)
+    first = known.named(refused(10), LAYOUT, Needs(), num_graphs=1)
+    assert (first.minimum_nbytes, first.covers) == (most, "")
+    second = known.named(refused(most + 7), LAYOUT, Needs(), num_graphs=2)
+    assert (second.minimum_nbytes, second.covers) == (most + 7, "the 2 graphs compiled so far")
+    third = known.named(refused(most + 1), LAYOUT, Needs.of(POSITIONS, LAYOUT, 2), num_graphs=2)
+    assert third.minimum_nbytes == most + 7 == known.minimum_nbytes(LAYOUT)
+    fourth = known.named(refused(10), LAYOUT, Needs.of(POSITIONS, LAYOUT, 9000), num_graphs=2)
+    assert fourth.minimum_nbytes == most + 4000
+
+
+def test_a_first_graph_that_is_a_part_says_so() -> None:
+    known = KnownNeeds()
+    known.has_parts = True
+    assert known.named(refused(10), LAYOUT, Needs(), num_graphs=1).covers == "the graph compiled so far"
+
+
+def test_a_whole_graph_may_need_less_than_all_its_chunks_at_once() -> None:
+    """An error does not name them: cut into segments, the graph would do with fewer."""
+    whole, cut = (position(50, "param:0", "param:1"),), (position(50, "param:0"), position(50, "param:1"))
+    for is_whole, positions in ((True, whole), (False, cut)):
+        known, noted = KnownNeeds(), NotedNeeds(whole=is_whole)
+        known.note(noted, Needs.of(positions, LAYOUT))
+        error = known.named(refused(1), LAYOUT, Needs.of(cut, LAYOUT), num_graphs=1)
+        assert error.minimum_nbytes == check_minimum(cut, LAYOUT, 1 << 40, 0)
+
+
+def test_a_step_that_is_gone_is_forgotten() -> None:
+    known, noted = KnownNeeds(), NotedNeeds(whole=False)
+    known.note(noted, Needs.of(POSITIONS, LAYOUT))
+    del noted
+    gc.collect()
+    assert known.minimum_nbytes(LAYOUT) == 0
