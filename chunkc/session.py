@@ -10,11 +10,10 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from chunkc.declared import StateKeeper, declare_states, declared, declared_states, state_format_of
 from chunkc.early import EarlyUpdates
+from chunkc.identity import WeakIdentity
 from chunkc.ir.chunks import ChunkLayout, ParamSpec
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.estimates import EstimatedOperator, largest_of_each
@@ -111,7 +111,7 @@ class Session:
         self._keepers: dict[str, weakref.ref[object]] = {}
         self._lock = threading.RLock()
         self._num_entered = 0
-        self._alive: set[_Identity] = set()
+        self._alive: set[WeakIdentity] = set()
         self._had_parameters = False
         self.is_over = False
         self.number = next(_numbers)
@@ -151,7 +151,7 @@ class Session:
         self.update_plans.clear()
         self.store.close()
 
-    def _lost(self, reference: _Identity) -> None:
+    def _lost(self, reference: WeakIdentity) -> None:
         """A parameter is gone. Called by the garbage collector, at any time."""
         self._alive.discard(reference)
         if not self._alive and not self.is_over and self._lock.acquire(blocking=False):
@@ -280,33 +280,14 @@ class Session:
         """Register parameters as this session's: with the last of them the session ends."""
         session = weakref.ref(self)
 
-        def lost(reference: _Identity) -> None:
+        def lost(reference: WeakIdentity) -> None:
             if (found := session()) is not None:
                 found._lost(reference)
 
         for name, parameter in parameters.items():
             _owners[parameter] = (self, name)
-            self._alive.add(_Identity(parameter, lost))
+            self._alive.add(WeakIdentity(parameter, lost))
         self._had_parameters |= bool(parameters)
-
-
-class _Identity(weakref.ref[nn.Parameter]):
-    """A weak reference to a parameter, equal to another of the same one. (Tensors are equal element by element.)"""
-
-    __slots__ = ("_key",)
-
-    def __new__(cls, parameter: nn.Parameter, lost: Callable[[Any], None]) -> _Identity:
-        return super().__new__(cls, parameter, lost)
-
-    def __init__(self, parameter: nn.Parameter, lost: Callable[[Any], None]) -> None:
-        super().__init__(parameter, lost)  # type: ignore[call-arg]
-        self._key = id(parameter)
-
-    def __hash__(self) -> int:
-        return self._key
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and other._key == self._key
 
 
 _numbers = itertools.count()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkc
-from chunkc import backend, build
+from chunkc import build, compilation
 from chunkc.passes import codegen
 from chunkc.runtime import cpu_allocator
 
@@ -87,9 +87,9 @@ def train(budget: int, limited: bool) -> tuple[list[Tensor], nn.Module]:
 
 @pytest.mark.second_tier
 def test_compiled_once_and_planned_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    captures = Count(backend.capture_graph)
+    captures = Count(compilation.capture_graph)
     compilations, descriptions = Count(codegen.compile_fx_inner), Count(build.generated_wrapper)
-    monkeypatch.setattr(backend, "capture_graph", captures)
+    monkeypatch.setattr(compilation, "capture_graph", captures)
     monkeypatch.setattr(codegen, "compile_fx_inner", compilations)
     monkeypatch.setattr(build, "generated_wrapper", descriptions)
     free, model = train(1 << 30, limited=False)

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from zoo import LADDER, Case
 
 import chunkc
-from chunkc import backend, graph, steps
+from chunkc import backend, compilation, graph, steps
 from chunkc.passes import codegen
 
 STATIC_AND_SYMBOLIC = 2
@@ -89,7 +89,7 @@ def test_new_shapes_are_planned_and_not_compiled(
 ) -> None:
     """Losses and gradients are plain PyTorch's bits at every shape."""
     captures, compilations = (
-        counted(monkeypatch, backend, "capture_graph"),
+        counted(monkeypatch, compilation, "capture_graph"),
         counted(monkeypatch, codegen, "EagerSegment"),
     )
     plans = counted(monkeypatch, graph, "plan_step")
@@ -222,7 +222,7 @@ def test_views_of_other_tensors_are_compiled_by_shape(monkeypatch: pytest.Monkey
     """What a view's storage takes, its sizes do not say: predicted for each shape, never guessed."""
     warnings: list[str] = []
     monkeypatch.setattr(backend.logger, "warning", lambda text, *args: warnings.append(text % args))
-    captures = counted(monkeypatch, backend, "capture_graph")
+    captures = counted(monkeypatch, compilation, "capture_graph")
     model, plain = two_models()
     call = torch.compile(model, backend="chunkc", options={"codegen": "eager", "memory_budget": HUGE})
     for num_rows in (4, 6, 3, 5):
@@ -275,7 +275,7 @@ def train_alike(models: list[nn.Module], call: Any, num_rows: int) -> None:
 @pytest.mark.parametrize("budget", [1_720_000, pytest.param(HUGE, marks=SLOW)])
 def test_modules_that_share_a_graph_are_compiled_once_each(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and gradients are plain PyTorch's bits at every shape."""
-    captures = counted(monkeypatch, backend, "capture_graph")
+    captures = counted(monkeypatch, compilation, "capture_graph")
     models: list[nn.Module] = [BlocksApart() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     options = {"codegen": "eager", "memory_budget": budget, "whole_graph": "never"}
@@ -299,7 +299,7 @@ def test_a_shared_graph_that_turns_out_valid_for_fewer_sizes_is_compiled_by_shap
     @contextmanager
     def guarded(env: ShapeEnv) -> Iterator[None]:
         yield
-        raise backend._NotForAnyShapes from chunkc.UnsupportedError("two sizes must be equal")
+        raise compilation.NotForAnyShapes from chunkc.UnsupportedError("two sizes must be equal")
 
     monkeypatch.setattr(backend, "_no_more_guards", guarded)
     models: list[nn.Module] = [BlocksApart() for _ in range(2)]
@@ -324,7 +324,7 @@ class Tokens(Blocks):
 
 
 def test_views_of_parameters_have_sizes_in_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
-    captures = counted(monkeypatch, backend, "capture_graph")
+    captures = counted(monkeypatch, compilation, "capture_graph")
     model, plain = Tokens(), Tokens()
     plain.load_state_dict(model.state_dict())
     options = {"codegen": "eager", "memory_budget": 1_700_000, "whole_graph": "never"}

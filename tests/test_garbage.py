@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from chunkc import backend, build
+from chunkc import build, compilation
 from chunkc.explaining import offline
 from chunkc.explaining.explain import explain
 from chunkc.garbage import no_automatic_collection
@@ -45,7 +45,7 @@ def test_it_waits_while_a_graph_is_compiled(monkeypatch: pytest.MonkeyPatch) -> 
             seen.append(gc.isenabled())
             return super().described(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(backend, "Builder", Builder)
+    monkeypatch.setattr(compilation, "Builder", Builder)
     model = nn.Linear(8, 8)
     torch.compile(model, backend="chunkc", options={"memory_budget": "1GiB", "codegen": "eager"})(torch.ones(2, 8))
     assert seen
