@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from ladder import rungs
 from torch import Tensor, nn
 
 import chunkc
+from chunkc.cli import DOES_NOT_FIT, main
 from chunkc.explaining.explain import minimum_budget
 from chunkc.ir.errors import BudgetError
 
@@ -192,6 +195,14 @@ def test_what_explain_says_works_at_the_first_try_and_one_byte_less_does_not(nam
     with pytest.raises(BudgetError) as refused:
         train(name, explained(name) - 1)
     assert refused.value.minimum_nbytes == explained(name)
+
+
+def test_the_command_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    returned = f"sys.modules[{__name__!r}].Unrolled(), (sys.modules[{__name__!r}].batch(0),)"
+    (tmp_path / "model.py").write_text(f"import sys\n\ndef build():\n    return {returned}\n")
+    command = ["explain", f"{tmp_path}/model.py:build", "--memory-budget", "1KiB", "--hardware", "cpu"]
+    assert main([*command, "--format", "json"]) == DOES_NOT_FIT
+    assert json.loads(capsys.readouterr().out)["minimum_budget_nbytes"] == explained("unrolled")
 
 
 @pytest.mark.slow
