@@ -85,7 +85,7 @@ def _compiled(
         else:
             variants.compile(example_inputs)
     except ChunkcError as error:
-        variants.error_of_next = error
+        variants.error_of_next = _without_frames(error)
     return variants
 
 
@@ -95,15 +95,17 @@ def _is_part(gm: fx.GraphModule) -> bool:
     return (reason is not None and reason.graph_break) or runs_inside_the_compiled_call()
 
 
-def _raising(error: ChunkcError) -> Callable[..., Any]:
-    """Raises the error at each call: a new one, as what is raised keeps the frames that it passes, with their values.
+def _without_frames(error: ChunkcError) -> ChunkcError:
+    """The error without the frames that it passed, which keep their values."""
+    error.__traceback__ = error.__context__ = None
+    if error.__cause__ is not None:
+        error.__cause__.__traceback__ = error.__cause__.__context__ = None
+    return error
 
-    Dynamo keeps what is returned here for as long as the model's code.
-    """
-    cause = error.__cause__
-    error.__traceback__ = error.__context__ = error.__cause__ = None
-    if cause is not None:
-        cause.__traceback__ = cause.__context__ = None
+
+def _raising(error: ChunkcError) -> Callable[..., Any]:
+    """Raises the error at each call, a new one: Dynamo keeps what is returned here for as long as the model's code."""
+    cause = _without_frames(error).__cause__
 
     def call(*args: Any) -> Any:
         raise copy.copy(error) from cause

@@ -64,9 +64,12 @@ class Variants:
 
     def _serving(self, args: Sequence[Any]) -> Variant | None:
         self._num_calls += 1
-        error, self.error_of_next = self.error_of_next, None
-        if error is not None:
-            raise error.with_traceback(None)
+        if self.error_of_next is not None:
+            error, self.error_of_next = self.error_of_next, None
+            try:
+                raise error.with_traceback(None)
+            finally:
+                del error  # it has this frame, and with it the arguments
         for variant in self._variants:
             if variant.serves(args):
                 variant.last_call = self._num_calls

@@ -272,7 +272,7 @@ def train_alike(models: list[nn.Module], call: Any, num_rows: int) -> None:
 
 
 @pytest.mark.second_tier
-@pytest.mark.parametrize("budget", [1_720_000, pytest.param(HUGE, marks=SLOW)])
+@pytest.mark.parametrize("budget", [1_840_000, pytest.param(HUGE, marks=SLOW)])
 def test_modules_that_share_a_graph_are_compiled_once_each(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and gradients are plain PyTorch's bits at every shape."""
     captures = counted(monkeypatch, compilation, "capture_graph")
@@ -304,11 +304,11 @@ def test_a_shared_graph_that_turns_out_valid_for_fewer_sizes_is_compiled_by_shap
     monkeypatch.setattr(backend, "_no_more_guards", guarded)
     models: list[nn.Module] = [BlocksApart() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    options = {"codegen": "eager", "memory_budget": 1_720_000, "whole_graph": "never"}
+    options = {"codegen": "eager", "memory_budget": 1_840_000, "whole_graph": "never"}
     call = torch.compile(models[0], backend="chunkc", options=options)
     for num_rows in (4, 6, 3, 8, 3):
         train_alike(models, call, num_rows)
-        assert chunkc.report(models[0]).predicted_peak_nbytes <= 1_720_000
+        assert chunkc.report(models[0]).predicted_peak_nbytes <= 1_840_000
     assert [warning for warning in warnings if "two sizes must be equal" in warning]
 
 
