@@ -1,4 +1,4 @@
-"""One graph's way from Dynamo to a callable: trace, lay out, cut, compile, plan, verify; only then do parameters move."""
+"""One graph from Dynamo to a callable: trace, lay out, cut, compile, plan, verify; only then do parameters move."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -66,10 +67,11 @@ class Variants:
         self._num_calls += 1
         if self.error_of_next is not None:
             error, self.error_of_next = self.error_of_next, None
+            cause = error.__cause__
             try:
-                raise error.with_traceback(None)
+                raise copy.copy(error) from cause  # who keeps the other one keeps no frames, with their arguments
             finally:
-                del error  # it has this frame, and with it the arguments
+                del error, cause
         for variant in self._variants:
             if variant.serves(args):
                 variant.last_call = self._num_calls
