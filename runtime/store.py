@@ -293,7 +293,8 @@ class ChunkStore(ChunkSlots):
                 self.updates.wait(index)
                 left = name in self.left_to_autograd
                 home = self.home_view(GRAD, name) if left else self._hand_out(name, parameter)
-                self.tier.enqueue(home.copy_, grad)
+                source = grad.clone() if grad.untyped_storage().data_ptr() == home.data_ptr() else grad
+                self.tier.enqueue(home.copy_, source)
         return found
 
     def _parameters_of(self, index: int) -> dict[str, nn.Parameter]:

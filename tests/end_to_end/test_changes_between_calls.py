@@ -331,6 +331,28 @@ def test_views_of_a_gradient_follow_accumulation() -> None:
     run_three_ways(script)
 
 
+def test_a_gradient_that_is_its_own_transposed_view() -> None:
+    def script(make: Callable[..., torch.optim.Optimizer], model: nn.Module, call: Callable[[Tensor], Tensor]) -> list:
+        optimizer = make(model.parameters(), lr=0.1, eps=1e-3)
+        call(torch.linspace(-1, 1, 256).reshape(4, 64)).square().mean().backward()
+        for linear in model:
+            linear.weight.grad = linear.weight.grad.t()
+        optimizer.step()
+        return [weights(model)]
+
+    torch._dynamo.reset()
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))))
+    options = {"memory_budget": 200_000, "codegen": "eager", "whole_graph": "never"}
+    compiled = torch.compile(chunkc.place(models[0]), backend="chunkc", options=options)
+    small = script(chunkc.optim.AdamW, models[0], compiled)
+    store = session_of(models[0]).store
+    assert any(store.is_managed(name) for name in store.parameters())
+    assert_close(small, script(torch.optim.AdamW, models[1], models[1]))
+
+
 def test_kept_views_do_not_grow_home() -> None:
     model, compiled = compile_small()
     sizes = []
