@@ -79,7 +79,7 @@ def _checked_groups(optimizer: Any, loaded: Sequence[Mapping[str, Any]]) -> Sequ
                 f"parameter group {number} has {len(group['params'])} parameters in the loaded state and "
                 f"{len(mine['params'])} in the optimizer"
             )
-        missing = [name for name in optimizer.defaults if name not in group and name not in _OPTIONAL]
+        missing = [name for name in optimizer.defaults if name in mine and name not in {*group, *_OPTIONAL}]
         if missing:
             raise OptionsError(f"parameter group {number} of the loaded state lacks {', '.join(missing)}")
         try:
