@@ -27,12 +27,9 @@ from chunkc.logs import logger
 from chunkc.options import parse_options
 from chunkc.passes.codegen import prepare_compiler
 from chunkc.passes.graphs import placeholders
-from chunkc.recompile_limit import watch
 from chunkc.update_graphs import is_between_calls
 from chunkc.user_names import GraphNames
 from chunkc.variants import Variant, Variants
-
-watch()
 
 
 def chunkc(
