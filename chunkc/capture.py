@@ -23,6 +23,7 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.passes.alias_check import outside_alias_check
 from chunkc.passes.graphs import attribute_path, placeholders, returned
 from chunkc.passes.inductor.cuda import steady_inductor
+from chunkc.passes.layouts import OPERANDS_ALIKE
 from chunkc.passes.partition import partition
 from chunkc.passes.segments import RUN_BY_ATEN, clone_parameter_views, materialise_returned_placeholders
 
@@ -170,9 +171,9 @@ def boxed(function: Boxed) -> Boxed:
 
 def _decompositions(codegen: str) -> dict[Any, Callable[..., Any]]:
     """What AOTAutograd takes apart: for Inductor its own table, but for the operators that run as they are
-    (`segments.RUN_BY_ATEN`); for eager, next to nothing."""
+    (`segments.RUN_BY_ATEN`); for eager, next to nothing, but `layouts.OPERANDS_ALIKE` get operands of one order."""
     if codegen == "eager":
-        return get_decompositions(_KEEP_MORE_THAN_THEY_SHOW)
+        return {**OPERANDS_ALIKE, **get_decompositions(_KEEP_MORE_THAN_THEY_SHOW)}
     return {op: decompose for op, decompose in select_decomp_table().items() if op not in RUN_BY_ATEN}
 
 
