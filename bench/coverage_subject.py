@@ -13,6 +13,7 @@ import gc
 import io
 import json
 import os
+import random
 import select
 import signal
 import sys
@@ -25,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch._dynamo
 import torch._inductor.compile_fx
@@ -104,6 +106,13 @@ class Differs(Exception):
 # ---------------------------------------------------------------- one run
 
 
+def _seed(seed: int) -> None:
+    """Of all generators: some models draw masks with NumPy's."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 def _without_dropout(model: nn.Module) -> None:
     for module in model.modules():
         for holder in (module, getattr(module, "config", None)):
@@ -164,7 +173,7 @@ def _run(
 
     def step(number: int) -> None:
         batch = _batch(subject, column, number, BATCH, LENGTH)
-        torch.manual_seed(number)
+        _seed(number)
         with _precision(column):
             loss = loss_of(called(**batch))
         scaler.scale(loss).backward()
@@ -197,7 +206,7 @@ def _run(
 def _evaluated(subject: Subject, column: Column, called: nn.Module) -> float:
     called.eval()
     batch = _batch(subject, column, 77, BATCH // 2, LENGTH * 3 // 4)
-    torch.manual_seed(77)
+    _seed(77)
     with torch.no_grad(), _precision(column):
         loss = float(loss_of(called(**batch)))
     called.train()
