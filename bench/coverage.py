@@ -14,8 +14,9 @@ a table to standard output, everything to bench/results/coverage-DATE.json, rewr
 
     --sample N      so many architectures, drawn by --seed
     --family NAME   a library, a family such as `llama`, or a pattern of whole names such as `timm/*/test_*`
+    --dozen         the fixed sample of the second test tier
     --columns       such as `eager/fp32,inductor/*` (default: all)
-    --again FILE    take only those that were refused or failed in an earlier result
+    --again FILE    only those that were refused or failed in an earlier result; the others' answers are taken over
     --small         a rehearsal: three architectures, two columns
 """
 
@@ -41,6 +42,7 @@ from rich.progress import Progress as ProgressBar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import machine
+from coverage_models import DOZEN
 from coverage_table import COLUMNS, FAILED, REFUSED, TRAINED, counts, percentage
 from metrics import Row, Section, one
 from report import markdown
@@ -55,7 +57,7 @@ TIME_LIMIT_S = 300.0
 """For one column of one architecture."""
 
 Answer = Mapping[str, Any]
-"""`architecture`, `num_parameters` (None where it was not built), `cells` by column."""
+"""`architecture`, `num_parameters` (None where it was not built), `cells` by column, and chunkc's `commit`."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--family", metavar="NAME", help="a library, a family or a pattern of whole names")
     parser.add_argument("--columns", default="*", metavar="PATTERN,...")
+    parser.add_argument("--dozen", action="store_true", help="the fixed sample of the second test tier")
     parser.add_argument("--again", type=Path, metavar="FILE.json", help="those that were refused or failed there")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes side by side")
@@ -96,6 +99,8 @@ def chosen(names: Sequence[str], args: argparse.Namespace) -> list[str]:
     wanted = [name for name in names if _is_of(name, args.family)]
     if args.small:
         return [name for name in SMALL if name in wanted]
+    if args.dozen:
+        return [name for name in DOZEN if name in wanted]
     if args.again is not None:
         failed = {row["architecture"] for row in json.loads(args.again.read_text())["answers"] if has_failed(row)}
         wanted = [name for name in wanted if name in failed]
@@ -203,7 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for worker in workers:
         worker.__enter__()
     names = chosen(workers[0].ready["architectures"], args)
-    answers: list[Answer] = []
+    earlier = [] if args.again is None else json.loads(args.again.read_text())["answers"]
+    answers: list[Answer] = [answer for answer in earlier if answer["architecture"] not in names]
     result: dict[str, Any] = {
         "suite": "coverage",
         "is_small": args.small,
@@ -220,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ProgressBar(*bar, console=console) as progress:
         task = progress.add_task("", total=len(names))
         for answer in trained(args, workers, names):
-            answers.append(answer)
+            answers.append({**answer, "commit": result["versions"]["commit"]})
             result["sections"] = [section.to_json() for section in sections(answers, args.columns)]
             out.write_text(json.dumps(result, indent=1) + "\n")
             progress.update(task, advance=1, description=answer["architecture"])

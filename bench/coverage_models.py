@@ -27,6 +27,22 @@ MAX_PARAMETERS = 30_000_000
 
 VOCAB, LENGTH, BATCH = 256, 16, 4
 
+DOZEN = (
+    "transformers/llama/LlamaForCausalLM",  # a decoder with rotary positions
+    "transformers/mixtral/MixtralForCausalLM",  # experts
+    "transformers/qwen3_next/Qwen3NextForCausalLM",  # linear attention between ordinary ones
+    "transformers/mamba/MambaForCausalLM",  # a state space
+    "transformers/rwkv/RwkvForCausalLM",  # a recurrence
+    "transformers/t5/T5ForConditionalGeneration",  # an encoder and a decoder that share words
+    "transformers/deberta-v2/DebertaV2ForTokenClassification",  # disentangled attention
+    "transformers/clip/CLIPModel",  # images and words
+    "transformers/mobilevit/MobileViTForImageClassification",  # convolutions and attention
+    "transformers/convnextv2/ConvNextV2ForImageClassification",  # depthwise convolutions
+    "transformers/wav2vec2/Wav2Vec2ForCTC",  # waves
+    "transformers/segformer/SegformerForSemanticSegmentation",  # a pyramid
+)
+"""A fixed sample, chosen to differ."""
+
 Batch = dict[str, Any]
 MakeBatch = Callable[[int, int], Batch]
 """(batch size, length) -> keyword arguments of `forward`, random from torch's generator."""

@@ -13,6 +13,7 @@ import gc
 import io
 import json
 import os
+import random
 import select
 import signal
 import sys
@@ -25,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch._dynamo
 import torch._inductor.compile_fx
@@ -84,7 +86,10 @@ class Losses:
 
 @dataclass(frozen=True)
 class Trained:
+    """`peak_nbytes`: measured while it trained and was evaluated; None where nobody measured."""
+
     losses: Losses
+    peak_nbytes: int | None
 
 
 class Stage:
@@ -99,6 +104,13 @@ class Differs(Exception):
 
 
 # ---------------------------------------------------------------- one run
+
+
+def _seed(seed: int) -> None:
+    """Of all generators: some models draw masks with NumPy's."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def _without_dropout(model: nn.Module) -> None:
@@ -148,10 +160,10 @@ def _run(
     compiled_by: Callable[[nn.Module], nn.Module] | None,
     *,
     whole: bool,
-) -> tuple[Trained, nn.Module, nn.Module]:
+) -> tuple[Trained, nn.Module]:
     """Three steps; `whole`: also an evaluation of another size, two steps more, `generate` and the `state_dict`.
 
-    Returns what came out, the model and the compiled one.
+    Returns what came out, and what was called.
     """
     model = _model(subject, column)
     called = model if compiled_by is None else compiled_by(model)
@@ -161,7 +173,7 @@ def _run(
 
     def step(number: int) -> None:
         batch = _batch(subject, column, number, BATCH, LENGTH)
-        torch.manual_seed(number)
+        _seed(number)
         with _precision(column):
             loss = loss_of(called(**batch))
         scaler.scale(loss).backward()
@@ -180,6 +192,7 @@ def _run(
         for number in range(NUM_STEPS, NUM_STEPS + NUM_STEPS_AFTER):
             stage.now = f"step {number}, after the evaluation"
             step(number)
+    peak_nbytes = chunkc.report(called).measured_peak_nbytes if sessions_of(called.parameters()) else None
     if whole and hasattr(called, "generate") and getattr(model, "can_generate", lambda: False)():
         stage.now = "generate"
         _generate(subject, column, called, model)
@@ -187,13 +200,13 @@ def _run(
         stage.now = "state_dict"
         _saved_and_loaded(subject, column, model, called)
     stage.now = "comparison"
-    return Trained(Losses(tuple(losses), evaluation)), model, called
+    return Trained(Losses(tuple(losses), evaluation), peak_nbytes), called
 
 
 def _evaluated(subject: Subject, column: Column, called: nn.Module) -> float:
     called.eval()
     batch = _batch(subject, column, 77, BATCH // 2, LENGTH * 3 // 4)
-    torch.manual_seed(77)
+    _seed(77)
     with torch.no_grad(), _precision(column):
         loss = float(loss_of(called(**batch)))
     called.train()
@@ -274,7 +287,7 @@ def _fresh() -> None:
 def _in_ample_room(subject: Subject, column: Column, stage: Stage) -> tuple[Trained, int | None]:
     """Steps alone where everything fits, and the smallest budget; None where Dynamo compiled nothing."""
     _fresh()
-    trained, _, called = _run(subject, column, stage, _by_chunkc(column, AMPLE_NBYTES), whole=False)
+    trained, called = _run(subject, column, stage, _by_chunkc(column, AMPLE_NBYTES), whole=False)
     if not sessions_of(called.parameters()):
         return trained, None
     return trained, chunkc.report(called).minimum_budget_nbytes
@@ -287,13 +300,13 @@ def _near_the_minimum(subject: Subject, column: Column, stage: Stage, minimum_nb
         _fresh()
         foreign_nbytes = cpu_allocator.current_nbytes()
         try:
-            trained, _, called = _run(subject, column, stage, _by_chunkc(column, budget_nbytes), whole=True)
+            trained, _ = _run(subject, column, stage, _by_chunkc(column, budget_nbytes), whole=True)
         except chunkc.BudgetError as error:
             if error.minimum_nbytes <= minimum_nbytes:
                 raise
             minimum_nbytes = error.minimum_nbytes
             continue
-        peak_nbytes = (chunkc.report(called).measured_peak_nbytes or 0) - foreign_nbytes
+        peak_nbytes = (trained.peak_nbytes or 0) - foreign_nbytes
         return trained, minimum_nbytes, max(0, peak_nbytes - budget_nbytes)
     raise Differs(f"{MAX_MINIMA} times in a row the smallest budget was not enough")
 
@@ -368,9 +381,9 @@ class Judge:
             self._check_losses(column, trained, plain)
         if not _same_bits(trained.losses.steps[:NUM_STEPS], ample.losses.steps):
             raise Differs("losses have other bits under another budget")
-        notes = [f"the smallest budget grew by {known / minimum - 1:.1%} after the first"] * (known != minimum)
-        notes += [f"measured {excess:,} bytes beyond the budget"] * (excess > 0)
-        return "; ".join(notes)
+        if excess:
+            raise Differs(f"measured {excess:,} bytes beyond the budget")
+        return "" if known == minimum else f"the smallest budget grew by {known / minimum - 1:.1%} after the first"
 
     def _check_losses(self, column: Column, trained: Trained, plain: Trained) -> None:
         if column.is_exact:

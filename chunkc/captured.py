@@ -246,9 +246,11 @@ def plan_step(
         BudgetError: there is none within the budget.
     """
     step = profile(captured, layout)
-    phases = [(FORWARD, step.forward), (BACKWARD, step.backward)]
+    phases = [] if cold_backward else [(FORWARD, step.forward)]
+    if captured.backward is not None:  # which may have nothing to compute, as that of an addition alone
+        phases.append((BACKWARD, step.backward))
     return plan_phases(
-        [(name, calls) for name, calls in phases if calls and not (cold_backward and name == FORWARD)],
+        phases,
         layout,
         budget_nbytes=budget_nbytes,
         resident=resident,

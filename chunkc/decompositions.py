@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._decomp import get_decompositions
 from torch._inductor.decomposition import select_decomp_table
 
+from chunkc.passes.layouts import OPERANDS_ALIKE
 from chunkc.passes.segments import RUN_BY_ATEN
 
 aten = torch.ops.aten
@@ -27,9 +28,9 @@ _KEEP_MORE_THAN_THEY_SHOW = [
 
 def decompositions(codegen: str) -> dict[Any, Callable[..., Any]]:
     """For Inductor its own table, but for the operators that run as they are (`segments.RUN_BY_ATEN`); for eager, next
-    to nothing. For both, layers in one operator."""
+    to nothing, but `layouts.OPERANDS_ALIKE` get operands of one order. For both, layers in one operator."""
     if codegen == "eager":
-        return {**get_decompositions(_KEEP_MORE_THAN_THEY_SHOW), **_LAYERS}
+        return {**OPERANDS_ALIKE, **get_decompositions(_KEEP_MORE_THAN_THEY_SHOW), **_LAYERS}
     known = {op: decompose for op, decompose in select_decomp_table().items() if op not in RUN_BY_ATEN}
     return {**known, **_LAYERS, aten.normal_functional.default: normal}
 

@@ -62,8 +62,8 @@ def log_plan(plan: Plan, graphs: Mapping[str, fx.GraphModule]) -> None:
     logger.info(
         "plan: budget %s, minimum %s, predicted peak %s at %s %s, %d resident groups",
         *map(format_nbytes, (plan.budget_nbytes, plan.minimum_nbytes, plan.predicted_peak_nbytes)),
-        plan.peak.name,
-        plan.peak.module,
+        plan.peak.name if plan.peak else "no moment",
+        plan.peak.module if plan.peak else "",
         len(plan.resident),
     )
     logger.debug("%s", plan)

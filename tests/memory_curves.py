@@ -28,6 +28,7 @@ from chunkc.passes.graphs import is_compute, module_path, op_name
 from chunkc.passes.inductor import memory
 from chunkc.passes.inductor.wrapper_reader import ParsedWrapper
 from chunkc.passes.profile import last_holds
+from chunkc.passes.segment_memory import NO_SCRATCH, Scratch
 from chunkc.passes.shapes import is_number
 from chunkc.runtime import cpu_allocator
 
@@ -171,7 +172,7 @@ def _noting_calls() -> Iterator[list[_Calls]]:
     calls: list[tuple[str, int]] = []
     step, describe = memory._StorageTracker.step, codegen.inductor_memory
 
-    def noting_step(tracker: Any, label: str, scratch: int = 0) -> None:
+    def noting_step(tracker: Any, label: str, scratch: Scratch = NO_SCRATCH) -> None:
         step(tracker, label, scratch)
         if label == "start":
             calls.clear()

@@ -82,7 +82,16 @@ def _rebuild_budget_error(fields: tuple) -> BudgetError:
 
 
 class HomeError(ChunkcError, OSError):
-    """The home tier cannot be created or used: no space, no permission, an I/O error."""
+    """The home tier cannot be created or used: no space, no permission, an I/O error. `errno` says which."""
+
+    def __reduce__(self) -> tuple:
+        return _rebuild_home_error, (self.args, self.errno)
+
+
+def _rebuild_home_error(args: tuple, errno: int | None) -> HomeError:
+    error = HomeError(*args)
+    error.errno = errno
+    return error
 
 
 class ChunkStateError(ChunkcError):

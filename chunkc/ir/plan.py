@@ -199,8 +199,9 @@ class Plan:
         return tuple(moment for phase in self.phases for moment in phase.moments)
 
     @property
-    def peak(self) -> Moment:
-        return max(self.moments, key=lambda moment: moment.nbytes)
+    def peak(self) -> Moment | None:
+        """The fullest moment; None where nothing is computed, as in the backward of an addition alone."""
+        return max(self.moments, key=lambda moment: moment.nbytes, default=None)
 
     @property
     def predicted_peak_nbytes(self) -> int:

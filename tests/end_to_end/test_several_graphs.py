@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import torch
 from harness import HUGE, Result, assert_same_training, train
-from zoo import CASES
+from torch import Tensor, nn
+from zoo import CASES, Case, floats
 
 from chunkc.explaining.explain import minimum_budget
 
@@ -32,3 +34,25 @@ def smallest_nbytes() -> int:
 @cache
 def trained(budget_nbytes: int) -> Result:
     return train(CASES["graph_breaks"], memory_budget=budget_nbytes, place=False, whole_graph="never", limit=False)
+
+
+class ResidualAlone(nn.Module):
+    """Its middle graph has nothing to compute in the backward: an addition hands its gradient on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, z = self.first(x), x * 2
+        torch._dynamo.graph_break()
+        y = y + z
+        torch._dynamo.graph_break()
+        return self.second(y).square().mean()
+
+
+def test_a_backward_without_operations_is_planned() -> None:
+    case = Case("residual_alone", ResidualAlone, lambda seed: {"x": floats(seed, (8, 64))}, num_graphs=3)
+    smallest = minimum_budget(case.build(), **case.batch(0), memory_budget=1)
+    results = [train(case, memory_budget=b, place=False, whole_graph="never", limit=False) for b in (smallest, HUGE)]
+    assert_same_training(*results)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import pickle
 
 import pytest
@@ -48,7 +49,18 @@ def test_a_budget_error_says_what_its_minimum_holds_for() -> None:
     assert (str(again), again.covers) == (str(wider), wider.covers)
 
 
-@pytest.mark.parametrize("way", [lambda e: pickle.loads(pickle.dumps(e)), copy.copy, copy.deepcopy])
+WAYS = [lambda e: pickle.loads(pickle.dumps(e)), copy.copy, copy.deepcopy]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copied_home_error_keeps_its_number(way) -> None:
+    before = errors.HomeError("no room: No space left on device")
+    before.errno = errno.ENOSPC
+    after = way(before)
+    assert (type(after), str(after), after.errno) == (errors.HomeError, str(before), errno.ENOSPC)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_budget_error_survives_pickling(way) -> None:
     before = budget_error()
     after = way(before)

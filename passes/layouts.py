@@ -1,0 +1,94 @@
+"""Operators whose results lie otherwise than their fake tensors say, where operands lie in different orders.
+
+Code that runs node by node takes views of results as traced, by the fake tensors' strides. Where these are wrong, a
+view fails, or, worse, `as_strided` reads other elements. So while a graph is traced for such code, these operators get
+operands of one order, for which fake tensors are right: the copies are in the graph, and planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_aten = torch.ops.aten
+
+_Overload = torch._ops.OpOverload
+
+
+def _lie_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors have the same strides, but for those that have another shape."""
+    first = tensors[0]
+    return all(t.stride() == first.stride() for t in tensors if t.shape == first.shape)
+
+
+def _are_contiguous(tensors: Sequence[Tensor]) -> bool:
+    return all(tensor.is_contiguous() for tensor in tensors)
+
+
+def _are_of_a_format(tensors: Sequence[Tensor]) -> bool:
+    """Whether images, the first of the tensors, are contiguous or channels last."""
+    image = tensors[0]
+    return image.is_contiguous() or (image.dim() == 4 and image.is_contiguous(memory_format=torch.channels_last))
+
+
+_FINE_IF: tuple[tuple[Callable[[Sequence[Tensor]], bool], tuple[_Overload, ...]], ...] = (
+    (
+        _lie_alike,
+        (
+            _aten.softplus_backward.default,
+            _aten.elu_backward.default,
+            _aten.hardtanh_backward.default,
+            _aten.hardswish_backward.default,
+            _aten.hardsigmoid_backward.default,
+            _aten.logit_backward.default,
+            _aten.binary_cross_entropy_backward.default,
+        ),
+    ),
+    (
+        _are_contiguous,
+        (
+            _aten.glu_backward.default,
+            _aten.native_dropout_backward.default,
+            _aten.mse_loss_backward.default,
+            _aten.smooth_l1_loss_backward.default,
+            _aten.huber_loss_backward.default,
+            _aten._log_softmax_backward_data.default,
+            _aten.log_sigmoid_forward.default,
+            _aten.roll.default,
+        ),
+    ),
+    (
+        _are_of_a_format,
+        (
+            _aten.native_batch_norm.default,
+            _aten._native_batch_norm_legit.default,
+            _aten._native_batch_norm_legit.no_stats,
+            _aten._native_batch_norm_legit_functional.default,
+            _aten._batch_norm_with_update.default,
+            _aten._batch_norm_with_update_functional.default,
+        ),
+    ),
+)
+
+
+def _with_operands_alike(operator: _Overload, fine: Callable[[Sequence[Tensor]], bool]) -> Callable[..., Any]:
+    """A decomposition that copies what lies otherwise; none (`NotImplemented`) where nothing does."""
+
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if fine(tensors):
+            return NotImplemented
+        args, kwargs = pytree.tree_map_only(Tensor, torch.Tensor.contiguous, (args, kwargs))
+        return operator(*args, **kwargs)
+
+    return decomposed
+
+
+OPERANDS_ALIKE: dict[_Overload, Callable[..., Any]] = {
+    operator: _with_operands_alike(operator, fine) for fine, operators in _FINE_IF for operator in operators
+}
+"""Decompositions for AOTAutograd."""
