@@ -191,30 +191,29 @@ def test_every_budget_trains_the_same_bits_by_inductor(way: str) -> None:
     assert_equal(tight, free)
 
 
-@pytest.mark.parametrize("whole_graph", ["auto", "never"])
-def test_inductor_trains_two_layers_with_dropout_in_a_region(whole_graph: str) -> None:
-    """A matrix product behind dropout takes what autocast made of its input."""
+class Layers(nn.Module):
+    """One block, and the square of what it returns."""
 
-    class Layers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(F.dropout(self.first(x), 0.1, self.training)).float().square().mean()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x).float().square().mean()
 
+
+@pytest.mark.parametrize("whole_graph", [pytest.param("auto", marks=pytest.mark.slow), "never"])
+def test_inductor_trains_a_block_with_dropout_in_a_region(whole_graph: str) -> None:
     model, call = compiled(HUGE, "inductor", Layers, options={"whole_graph": whole_graph})
     for batch in (4, 6):  # the second size is any size
-        x = torch.randn(batch, WIDTH)
+        x = torch.randn(batch, 8, WIDTH)
         with torch.autocast("cpu", LOW):
             call(x).backward()
-            model.eval()
-            torch.testing.assert_close(call(x), model(x), rtol=1e-2, atol=1e-3)
             with torch.no_grad():
+                torch.testing.assert_close(call(x), model(x), rtol=0.1, atol=0.1)  # other numbers are drawn
+                model.eval()
                 torch.testing.assert_close(call(x), model(x), rtol=1e-2, atol=1e-3)
             model.train()
-            with torch.no_grad():
-                assert abs(call(x) - model(x)) < 0.2  # other numbers are drawn
 
 
 def test_a_region_around_the_backward_changes_nothing() -> None:
