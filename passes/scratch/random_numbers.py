@@ -1,6 +1,6 @@
 """Scratch bytes of operators that draw random numbers on the CPU, on top of their results.
 
-Sources: ATen's `DistributionTemplates.h`, `Distributions.cpp`, `Dropout.cpp` and `Activation.cpp`; checked by measuring.
+Sources: ATen's `DistributionTemplates.h`, `Distributions.cpp` and `Activation.cpp`; checked by measuring.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def normal_rule(call: Call) -> int:
 
 
 def randomised_relu_rule(call: Call) -> int:
-    """In training, a result that is not contiguous is made in a copy, and copied; else a leaky ReLU with a mean slope."""
+    """In training, a result that is not contiguous is made in a copy; else a leaky ReLU with a mean slope."""
     result = call.outputs[0]
     if not call["training"]:
         return 48

@@ -129,7 +129,8 @@ _GROUPS: tuple[tuple[Callable[[Call], int], tuple[str, ...]], ...] = (
         randint_like randn randn_like resize resize_as scalar_tensor select_backward select_scatter
         slice_backward slice_scatter softplus_backward softshrink_backward split_with_sizes_copy
         normal_functional random poisson _standard_gamma binomial rrelu_with_noise_backward
-        _assert_async _functional_assert_async squeeze_copy stack t_copy take topk trace transpose_copy tril_indices triu_indices
+        _assert_async _functional_assert_async squeeze_copy stack t_copy
+        take topk trace transpose_copy tril_indices triu_indices
         unbind_copy unfold_copy uniform unsafe_split unsqueeze_copy view_copy zero zeros zeros_like""",
         ),
     ),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import HUGE, in_a_small_budget
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,7 +17,6 @@ import chunkc
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 WIDTH, VOCAB = 32, 64
-HUGE = 1 << 30
 LOW = torch.bfloat16
 
 
@@ -55,10 +54,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            if self.recomputed is None:
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.recomputed)
+            x = block(x) if self.recomputed is None else checkpoint(block, x, use_reentrant=self.recomputed)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), tokens.flatten())
 
 
@@ -135,17 +131,15 @@ def compiled(budget: int, codegen: str, kind: type[nn.Module] = GPT, **arguments
     return model, torch.compile(model, backend="chunkc", options=options)
 
 
-def budgets(codegen: str, kind: type[nn.Module], how: dict[str, Any], **arguments: Any) -> Iterator[list[Tensor]]:
-    """What is trained where everything fits, and in 1.3 times the least that does."""
-    yield train(*compiled(HUGE, codegen, kind, **arguments), **how)
-    budget = 4096
-    while True:
-        try:
-            yield train(*compiled(budget * 13 // 10, codegen, kind, **arguments), **how)
-            return
-        except chunkc.BudgetError as error:  # graphs are planned one by one: a later one may need more
-            assert error.minimum_nbytes > budget
-            budget = error.minimum_nbytes
+def in_both_budgets(codegen: str, kind: type[nn.Module], how: dict[str, Any], **arguments: Any) -> list[Tensor]:
+    """What is trained where everything fits, which a small budget must reproduce to the bit."""
+
+    def trained(budget: int) -> list[Tensor]:
+        return train(*compiled(budget, codegen, kind, **arguments), **how)
+
+    found = trained(HUGE)
+    assert_equal(in_a_small_budget(trained), found)
+    return found
 
 
 def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -176,8 +170,7 @@ WAYS: dict[str, tuple[type[nn.Module], dict[str, Any], dict[str, Any]]] = {
 def test_eager_segments_train_what_pytorch_does(way: str) -> None:
     """Eager segments draw as eager PyTorch does, so the losses are its, but for the order of sums."""
     kind, arguments, how = WAYS[way]
-    free, tight = budgets("eager", kind, how, **arguments)
-    assert_equal(tight, free)
+    free = in_both_budgets("eager", kind, how, **arguments)
     model = built(kind, **arguments)
     assert_close_losses(free, train(model, model, **how))
 
@@ -187,8 +180,7 @@ def test_eager_segments_train_what_pytorch_does(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_every_budget_trains_the_same_bits_by_inductor(way: str) -> None:
     kind, arguments, how = WAYS[way]
-    free, tight = budgets("inductor", kind, how, **arguments)
-    assert_equal(tight, free)
+    in_both_budgets("inductor", kind, how, **arguments)
 
 
 class Layers(nn.Module):

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import HUGE, in_a_small_budget
 from torch import Tensor, nn
-
-import chunkc
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -69,13 +68,7 @@ def check(make: Any, codegen: str, region: bool, batches: list[dict[str, Tensor]
         options = {"codegen": codegen, "memory_budget": budget, "whole_graph": "never", "chunk_size": 4096}
         return losses(make, options, region, batches)
 
-    free, budget, tight = trained(1 << 30), 4096, None
-    while tight is None:
-        try:
-            tight = trained(budget * 13 // 10)
-        except chunkc.BudgetError as error:
-            assert error.minimum_nbytes > budget
-            budget = error.minimum_nbytes
+    free, tight = trained(HUGE), in_a_small_budget(trained)
     assert all(torch.equal(a, b) for a, b in zip(free, tight, strict=True))
     expected = losses(make, None, region, batches)
     if codegen == "eager":

@@ -56,5 +56,5 @@ def test_an_operator_that_does_not_tell_its_shape() -> None:
     def silent(x: int, *, y: int) -> None:
         raise RuntimeError(f"meta of {x}, {y}")
 
-    with pytest.raises(chunkc.UnsupportedError, match="silent.* does not tell .*RuntimeError: meta of 1, 2"):
+    with pytest.raises(chunkc.UnsupportedError, match=r"silent.* does not tell .*RuntimeError: meta of 1, 2"):
         memory._shape_of(silent, (1,), {"y": 2})
