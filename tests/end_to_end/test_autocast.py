@@ -166,7 +166,10 @@ WAYS: dict[str, tuple[type[nn.Module], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+RARE = ("evaluated with dropout", "nested", "recomputed")
+
+
+@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow) if w in RARE else w for w in WAYS])
 def test_eager_segments_train_what_pytorch_does(way: str) -> None:
     """Eager segments draw as eager PyTorch does, so the losses are its, but for the order of sums."""
     kind, arguments, how = WAYS[way]
