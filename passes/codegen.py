@@ -17,10 +17,10 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.compiler import config as compiler_config
 
-from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.errors import ChunkcError, UnsupportedError
 from chunkc.ir.program import SegmentMemory
 from chunkc.passes.alias_check import CheckedOnce, is_custom
-from chunkc.passes.graphs import is_compute, output_node, placeholders, returned
+from chunkc.passes.graphs import is_compute, op_name, output_node, placeholders, returned
 from chunkc.passes.inductor.cuda import steady_inductor
 from chunkc.passes.inductor.kernels_ahead import (
     CompiledBefore,
@@ -30,6 +30,7 @@ from chunkc.passes.inductor.kernels_ahead import (
 )
 from chunkc.passes.inductor.memory import inductor_memory
 from chunkc.passes.inductor.wrapper_source import WrapperSource, wrapper_of
+from chunkc.passes.origins import origins
 from chunkc.passes.segment_memory import eager_memory
 from chunkc.passes.segments import Segment, canonical_text
 from chunkc.passes.shapes import AS_TRACED, Shapes, symbol_values
@@ -85,14 +86,15 @@ def compile_segment(segment: Segment, codegen: str, num_threads: int, shapes: Sh
     """Compile by Inductor, or for `codegen="eager"` into a plain walk over the graph.
 
     Raises:
-        UnsupportedError: Inductor generated something whose memory cannot be read off, or there is no C++ compiler.
+        UnsupportedError: Inductor cannot compile the segment, or generated something whose memory cannot be read off,
+            or there is no C++ compiler.
     """
     if _runs_node_by_node(segment, codegen):
         return CompiledSegment(EagerSegment(segment.module), eager_memory(segment.module.graph, num_threads, shapes))
     _require_compiler()
     prepare_compiler().join()
     inputs = segment.example_inputs
-    with _own_output_strides(), steady_inductor(inputs), _cached_by_sizes(inputs):
+    with _own_output_strides(), steady_inductor(inputs), _cached_by_sizes(inputs), _failures_named(segment):
         compiled = compile_fx_inner(segment.module, inputs)
     source = getattr(compiled, "source_code", None)
     if not source:
@@ -136,12 +138,13 @@ def generated_wrapper(segment: Segment, codegen: str) -> WrapperSource | None:
     """The wrapper of `compile_segment`'s result, without compiling; None for a segment that runs node by node.
 
     Raises:
-        UnsupportedError: what vector instructions Inductor may use is unknown yet and there is no C++ compiler to ask.
+        UnsupportedError: Inductor cannot compile the segment, or what vector instructions it may use is unknown yet
+            and there is no C++ compiler to ask.
     """
     if _runs_node_by_node(segment, codegen):
         return None
     _require_compiler()
-    with steady_inductor(segment.example_inputs):
+    with steady_inductor(segment.example_inputs), _failures_named(segment):
         return wrapper_of(segment)
 
 
@@ -162,6 +165,27 @@ def describe_segment(
     wrapper = wrapper or generated_wrapper(segment, codegen)
     assert wrapper is not None
     return _memory_of(segment, wrapper, num_threads, shapes)
+
+
+@contextmanager
+def _failures_named(segment: Segment) -> Iterator[None]:
+    """Say of which of the user's modules, and what to do.
+
+    Raises:
+        UnsupportedError: something went wrong inside, other than a lack of memory.
+    """
+    try:
+        yield
+    except (ChunkcError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        modules = dict.fromkeys(origin.module for origin in origins(segment.module.graph) if origin.module)
+        operators = dict.fromkeys(op_name(node) for node in segment.module.graph.nodes if is_compute(node))
+        reason = next(iter(str(error).strip().splitlines()), "")
+        raise UnsupportedError(
+            f"Inductor cannot compile {', '.join(modules) or 'the model'} ({', '.join(operators)}): "
+            f'{type(error).__name__}: {reason}; compile with options={{"codegen": "eager"}}'
+        ) from error
 
 
 def _require_compiler() -> None:

@@ -321,6 +321,12 @@ def random_numbers(dtype: torch.dtype) -> Iterator[Call]:
 
 
 @family
+def numbers_as_tensors(dtype: torch.dtype) -> Iterator[Call]:
+    for number in (3, 2.5, True):
+        yield call(aten._to_copy.default, number, dtype=dtype)
+
+
+@family
 def weight_norms(dtype: torch.dtype) -> Iterator[Call]:
     for shape in ((48, 16, 3), (64, 32), (32, 64, 5, 3), (16, 100)):
         for dim in (0, len(shape) - 1):

@@ -105,6 +105,21 @@ def _known(nbytes: int | torch.SymInt, shapes: Shapes) -> Size:
     return size
 
 
+def _shape_of(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator returns for fake tensors.
+
+    Raises:
+        UnsupportedError: it does not say.
+    """
+    try:
+        return func(*args, **kwargs)
+    except Exception as error:
+        raise UnsupportedError(
+            f"{func} does not tell the shape of its result ({type(error).__name__}: {error}); "
+            'compile with options={"codegen": "eager"}, or use another formulation'
+        ) from error
+
+
 class _StorageTracker(TorchDispatchMode):
     """Counts the storages that operators allocate, until nothing holds them any more."""
 
@@ -130,7 +145,7 @@ class _StorageTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = _shape_of(func, args, kwargs)
         if getattr(func, "namespace", "") == "prim":  # asks for a device or a layout
             return result
         fresh = False

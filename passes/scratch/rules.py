@@ -181,6 +181,9 @@ def contiguous_rule(call: Call) -> int:
 
 
 def copy_rule(call: Call) -> int:
+    """Nothing but a transposed matrix's block; a number, which tracing puts in a tensor's place, becomes one first."""
+    if not call.tensors:
+        return sum(map(number_nbytes, numbers_in([call["self"]])))
     source = call.tensors[-1]
     return copy_block_nbytes(source) if all(out.dtype == source.dtype for out in call.outputs) else 0
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import HUGE, in_a_small_budget
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,7 +17,6 @@ import chunkc
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 WIDTH, VOCAB = 32, 64
-HUGE = 1 << 30
 LOW = torch.bfloat16
 
 
@@ -132,18 +131,15 @@ def compiled(budget: int, codegen: str, kind: type[nn.Module] = GPT, **arguments
     return model, torch.compile(model, backend="chunkc", options=options)
 
 
-def budgets(codegen: str, kind: type[nn.Module], how: dict[str, Any], **arguments: Any) -> Iterator[list[Tensor]]:
-    """What is trained where everything fits, and in 1.3 times the least that does."""
-    yield train(*compiled(HUGE, codegen, kind, **arguments), **how)
-    budget = 4096
-    while True:
-        try:
-            yield train(*compiled(budget * 13 // 10, codegen, kind, **arguments), **how)
-            return
-        except chunkc.BudgetError as error:  # graphs are planned one by one: a later one may need more
-            if error.minimum_nbytes <= budget:
-                raise
-            budget = error.minimum_nbytes
+def in_both_budgets(codegen: str, kind: type[nn.Module], how: dict[str, Any], **arguments: Any) -> list[Tensor]:
+    """What is trained where everything fits, which a small budget must reproduce to the bit."""
+
+    def trained(budget: int) -> list[Tensor]:
+        return train(*compiled(budget, codegen, kind, **arguments), **how)
+
+    found = trained(HUGE)
+    assert_equal(in_a_small_budget(trained), found)
+    return found
 
 
 def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -170,12 +166,14 @@ WAYS: dict[str, tuple[type[nn.Module], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+RARE = ("evaluated with dropout", "nested", "recomputed")
+
+
+@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow) if w in RARE else w for w in WAYS])
 def test_eager_segments_train_what_pytorch_does(way: str) -> None:
     """Eager segments draw as eager PyTorch does, so the losses are its, but for the order of sums."""
     kind, arguments, how = WAYS[way]
-    free, tight = budgets("eager", kind, how, **arguments)
-    assert_equal(tight, free)
+    free = in_both_budgets("eager", kind, how, **arguments)
     model = built(kind, **arguments)
     assert_close_losses(free, train(model, model, **how))
 
@@ -185,34 +183,32 @@ def test_eager_segments_train_what_pytorch_does(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_every_budget_trains_the_same_bits_by_inductor(way: str) -> None:
     kind, arguments, how = WAYS[way]
-    free, tight = budgets("inductor", kind, how, **arguments)
-    assert_equal(tight, free)
+    in_both_budgets("inductor", kind, how, **arguments)
 
 
-@pytest.mark.parametrize("whole_graph", ["auto", "never"])
-def test_inductor_trains_two_layers_with_dropout_in_a_region(whole_graph: str) -> None:
-    """A matrix product behind dropout takes what autocast made of its input."""
+class Layers(nn.Module):
+    """One block, and the square of what it returns."""
 
-    class Layers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(F.dropout(self.first(x), 0.1, self.training)).float().square().mean()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x).float().square().mean()
 
+
+@pytest.mark.parametrize("whole_graph", [pytest.param("auto", marks=pytest.mark.slow), "never"])
+def test_inductor_trains_a_block_with_dropout_in_a_region(whole_graph: str) -> None:
     model, call = compiled(HUGE, "inductor", Layers, options={"whole_graph": whole_graph})
     for batch in (4, 6):  # the second size is any size
-        x = torch.randn(batch, WIDTH)
+        x = torch.randn(batch, 8, WIDTH)
         with torch.autocast("cpu", LOW):
             call(x).backward()
-            model.eval()
-            torch.testing.assert_close(call(x), model(x), rtol=1e-2, atol=1e-3)
             with torch.no_grad():
+                torch.testing.assert_close(call(x), model(x), rtol=0.1, atol=0.1)  # other numbers are drawn
+                model.eval()
                 torch.testing.assert_close(call(x), model(x), rtol=1e-2, atol=1e-3)
             model.train()
-            with torch.no_grad():
-                assert abs(call(x) - model(x)) < 0.2  # other numbers are drawn
 
 
 def test_a_region_around_the_backward_changes_nothing() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from memory_curves import step_curves
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from zoo import Case, floats
 
 import chunkc.backend  # what loading allocates comes before the count
@@ -30,10 +31,25 @@ class Scaled(nn.Module):
         return (self.linear(x) / 128).pow(2).sum() / 3
 
 
-def test_numbers_in_the_traced_code_are_not_kept() -> None:
+class Mapped(Scaled):
+    """Inside `vmap`, where Dynamo's values are batched ones that nothing can be asked of afterwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(super().forward)(x).sum()
+
+
+class Recomputed(Scaled):
+    """In a graph inside the graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("kind", [Scaled, Mapped, Recomputed])
+def test_numbers_in_the_traced_code_are_not_kept(kind: type[nn.Module]) -> None:
     cpu_allocator.install()
     torch._dynamo.reset()
-    model, x = Scaled(), torch.randn(4, 8)
+    model, x = kind(), torch.randn(4, 8)
     gc.collect()
     before = cpu_allocator.current_nbytes()
     compiled = torch.compile(model, backend="chunkc", options={"memory_budget": 1 << 30, "codegen": "eager"})
