@@ -21,12 +21,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from chunkc.backward_kinds import COMPILED_AUTOGRAD, in_compiled_autograd
 from chunkc.caller import runs_inside_the_compiled_call
+from chunkc.capture import detached
 from chunkc.compilation import NotForAnyShapes, compile_graph
 from chunkc.ir.errors import ChunkcError, OptionsError, UnsupportedError
 from chunkc.logs import logger
 from chunkc.options import parse_options
 from chunkc.passes.codegen import prepare_compiler
 from chunkc.passes.graphs import placeholders
+from chunkc.recompile_limit import refuse_beyond_recompile_limit
 from chunkc.update_graphs import is_between_calls
 from chunkc.user_names import GraphNames
 from chunkc.variants import Variant, Variants
@@ -111,8 +113,9 @@ def _raising(error: ChunkcError) -> Callable[..., Any]:
 
 
 def _is_symbolic(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
-    values = [*example_inputs, *(node.meta.get("example_value") for node in placeholders(gm.graph))]
-    return any(isinstance(value, torch.SymInt) for value in values)
+    """Whether a size, or a number of Python's such as a module's attribute, is a symbol of Dynamo's."""
+    values = [*example_inputs, *(node.meta.get("example_value") for node in gm.graph.nodes)]
+    return any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in values)
 
 
 _BY_SHAPE = "this graph's shapes change, and each will be compiled for itself: %s"
@@ -181,4 +184,7 @@ def _as_traced(value: Any, argument: Any) -> Any:
     """An argument in symbols. What was traced was detached since (`capture_graph`)."""
     if isinstance(argument, nn.Parameter):
         return argument
-    return value.detach().requires_grad_(argument.requires_grad) if isinstance(value, torch.Tensor) else value
+    return detached(value).requires_grad_(argument.requires_grad) if isinstance(value, torch.Tensor) else value
+
+
+refuse_beyond_recompile_limit(chunkc)

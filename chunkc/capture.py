@@ -147,7 +147,7 @@ def _forget_autograd(gm: fx.GraphModule) -> None:
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             value = node.meta.pop("example_value", None)
             if node in inputs and value is not None:
-                node.meta["example_value"] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+                node.meta["example_value"] = pytree.tree_map_only(torch.Tensor, detached, value)
 
 
 def _fix_lengths_of_random_states(graph: fx.Graph) -> None:
@@ -173,6 +173,14 @@ def boxed(function: Boxed) -> Boxed:
 
     call._boxed_call = True
     return call
+
+
+def detached(traced: torch.Tensor) -> torch.Tensor:
+    """A fake tensor without its graph, which still knows the symbol of the number that it stands for, if of any."""
+    found = traced.detach()
+    if hasattr(traced, "item_memo"):
+        found.item_memo = traced.item_memo  # type: ignore[attr-defined]
+    return found
 
 
 def _name_parameters(capture: Capture, names: Sequence[str | None]) -> None:
