@@ -14,7 +14,7 @@ from torch._dynamo import convert_frame, eval_frame
 
 _TORCH = str(Path(torch.__file__).parent)
 _MODULES = str(Path(nn.__file__).parent / "modules")
-_CALLS = {nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__}
+_CALLS = (nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__)
 
 
 def called_modules() -> Iterator[nn.Module]:
@@ -31,7 +31,7 @@ def runs_inside_the_compiled_call() -> bool:
         path = frame.f_code.co_filename
         if path == eval_frame.__file__:
             break
-        if frame.f_code in _CALLS:
+        if any(frame.f_code is code for code in _CALLS):  # code that Dynamo has made may have no hash
             calls.add(id(frame.f_locals["self"]))
         elif not path.startswith(_TORCH) or path.startswith(_MODULES):
             return True

@@ -63,6 +63,8 @@ for _path in _HELPERS:
     if Path(_path).name not in sys.modules:
         _load_helper(_path)
 
+from scripts import every_way  # noqa: E402, F401  # a fixture
+
 
 def pytest_collection_finish() -> None:
     """Leave what has been imported out of garbage collections: there are many, in the tests and in what they test, and

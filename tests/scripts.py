@@ -5,10 +5,11 @@ The first two must agree in every bit, the third closely. `conftest.py` register
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from harness import HUGE, Optimizer, array, budget_nbytes, compile_case, differences
 from torch import Tensor, nn
@@ -16,6 +17,31 @@ from zoo import CASES, Case
 
 CASE = CASES["short_gpt"]
 """The model of all tests that run a script."""
+
+
+class Way(NamedTuple):
+    """Where the model's home is, and what its segments are compiled to."""
+
+    home: str = "cpu"
+    codegen: str = "eager"
+
+    def __str__(self) -> str:
+        return "-".join(self)
+
+
+WAYS = [Way(), pytest.param(Way("disk", "inductor"), marks=pytest.mark.second_tier)]
+
+_way = Way()
+
+
+@pytest.fixture(params=WAYS, ids=str)
+def every_way(request: pytest.FixtureRequest) -> Iterator[Way]:
+    """What the scripts of a test do not choose themselves: each of `WAYS` in turn."""
+    global _way
+    _way = request.param
+    yield _way
+    _way = Way()
+
 
 Script = Callable[[nn.Module, Callable[..., Tensor]], Any]
 """Gets the model and the callable to train with (compiled or the model itself); returns arrays."""
@@ -26,23 +52,29 @@ def sgd(parameters: Any) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def small_budget(home: str = "cpu", room: float = 1.05) -> int:
+def small_budget(home: str | None = None, room: float = 1.05) -> int:
     """Bytes: nearly the minimum, or `room` times it."""
-    return int(room * budget_nbytes("short_gpt", 0, home))
+    return int(room * budget_nbytes("short_gpt", 0, home or _way.home, _way.codegen))
 
 
-def compile_small(home: str = "cpu", case: Case = CASE, room: float = 1.05) -> tuple[nn.Module, nn.Module]:
+def compile_small(home: str | None = None, case: Case = CASE, room: float = 1.05) -> tuple[nn.Module, nn.Module]:
     """The model and its compiled self, cut into segments, under `small_budget`."""
-    return compile_case(case, memory_budget=small_budget(home, room), home=home, whole_graph="never")
+    budget, way = small_budget(home, room), _way._replace(home=home or _way.home)
+    return compile_case(case, memory_budget=budget, whole_graph="never", **way._asdict())
 
 
-def run_three_ways(script: Script, *, home: str = "cpu", room: float = 1.05) -> Any:
+def compile_large() -> tuple[nn.Module, nn.Module]:
+    """The model and its compiled self, cut into segments, where everything fits."""
+    return compile_case(CASE, memory_budget=HUGE, whole_graph="never", **_way._asdict())
+
+
+def run_three_ways(script: Script, *, home: str | None = None, room: float = 1.05) -> Any:
     """What `script` returns under a small budget, after checking it against a large one and eager PyTorch.
 
     A script that holds more than one call's values at once needs `room` for them.
     """
     small = script(*compile_small(home, room=room))
-    large = script(*compile_case(CASE, memory_budget=HUGE, whole_graph="never"))
+    large = script(*compile_large())
     found = differences(small, large)
     assert not found, "\n".join(found[:20])
     model = CASE.build(0)

@@ -9,11 +9,23 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness import HUGE, adamw, array, compile_case, differences, gradients, session_of, weights
-from scripts import CASE, assert_close, backward, compile_small, run_three_ways, sgd, small_budget, train_steps
+from harness import HUGE, adamw, array, differences, gradients, session_of, weights
+from scripts import (
+    CASE,
+    assert_close,
+    backward,
+    compile_large,
+    compile_small,
+    run_three_ways,
+    sgd,
+    small_budget,
+    train_steps,
+)
 from torch import Tensor, nn
 
 import chunkc
+
+pytestmark = pytest.mark.usefixtures("every_way")
 
 
 def weight_of(model: nn.Module) -> nn.Parameter:
@@ -35,8 +47,7 @@ def two_alike(model: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
 # ---------------------------------------------------------------- replaced data
 
 
-@pytest.mark.parametrize("home", ["cpu", "disk"])
-def test_replaced_data_is_trained(home: str) -> None:
+def test_replaced_data_is_trained() -> None:
     def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
         optimizer, seen = sgd(model.parameters()), []
         seen += train_steps(call, optimizer, range(1))
@@ -45,7 +56,7 @@ def test_replaced_data_is_trained(home: str) -> None:
         seen += [*train_steps(call, optimizer, range(1, 3)), weights(model)]
         return seen
 
-    run_three_ways(script, home=home)
+    run_three_ways(script)
 
 
 def test_replaced_data_under_chunked_updates() -> None:
@@ -96,7 +107,7 @@ def test_sharpness_aware_minimisation() -> None:
         return [*seen, weights(model)]
 
     small = script(*compile_small())
-    assert not differences(small, script(*compile_case(CASE, memory_budget=HUGE, whole_graph="never")))
+    assert not differences(small, script(*compile_large()))
 
 
 def test_data_replaced_between_forward_and_backward() -> None:
@@ -207,9 +218,7 @@ def test_data_tied_after_the_first_call_is_refused() -> None:
 
 @pytest.mark.parametrize("budget", ["small", "large"])
 def test_another_dtype_is_laid_out_anew(budget: str) -> None:
-    model, compiled = (
-        compile_small() if budget == "small" else compile_case(CASE, memory_budget=HUGE, whole_graph="never")
-    )
+    model, compiled = compile_small() if budget == "small" else compile_large()
     optimizer = adamw(model.parameters())
     train_steps(compiled, optimizer, range(2))
     former = session_of(model)
