@@ -7,7 +7,6 @@ paper, laid into chunks, planned and verified; only then do parameters move home
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo import convert_frame
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -47,12 +47,13 @@ def chunkc(
     wrapped by Dynamo. Dynamo keeps the callable for every call that its guards let pass, so an error is that of the
     call for which the graph was compiled, and the next call is judged for itself.
     """
-    with COMPILING:
+    with COMPILING:  # where somebody else than Dynamo calls
         return _compiled(gm, example_inputs, options, mode)
 
 
-COMPILING = threading.RLock()
-"""Held while a graph is compiled: for other parameters of a known graph that happens outside Dynamo's own lock."""
+COMPILING = convert_frame.compile_lock
+"""Held while a graph is compiled, by Dynamo too. For other parameters of a known graph that happens outside of Dynamo,
+and the tracer replaces `nn.Module.__call__` meanwhile, for all threads: guards must not be built then."""
 
 
 def _compiled(

@@ -161,7 +161,7 @@ def test_a_compilers_failure_is_the_one_that_is_raised_without_it(builds: Callab
     sine, cosine, _, _ = segments()
     with kernels_started([sine, cosine], "inductor"):
         compile_segment(sine, "inductor", 1)
-        with pytest.raises(UnsupportedError, match="aten.cos") as ahead:
+        with pytest.raises(UnsupportedError, match=r"aten\.cos") as ahead:
             compile_segment(cosine, "inductor", 1)
     with fresh_cache(), pytest.raises(UnsupportedError) as alone:
         compile_segment(segments()[1], "inductor", 1)
