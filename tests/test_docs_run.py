@@ -1,0 +1,95 @@
+"""Every snippet and command of README and `docs/` runs, and prints what the page shows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doc_pages import DOCS, ROOT, Block, blocks, mark, printed_differs, script_of
+
+pytestmark = pytest.mark.second_tier
+
+PAGES = [
+    page
+    for page in (ROOT / "README.md", *DOCS)
+    if any(b.language in ("python", "sh") for b in blocks(page.read_text()))
+]
+
+EAGER = """\
+from chunkc.options import Options
+Options.model_fields["codegen"].default = "eager"
+Options.model_rebuild(force=True)
+"""
+"""Snippets run without Inductor's compiler, which takes most of a minute for each model; files run as they stand."""
+
+
+def run(arguments: list[str] | str, folder: Path) -> str:
+    """Standard output of a program that ends well, with this Python's programs on its path."""
+    programs = Path(sys.executable).parent
+    environment = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "OMP_WAIT_POLICY": "PASSIVE"}
+    environment |= {"COLUMNS": "200"}
+    done = subprocess.run(
+        arguments, cwd=folder, env=environment, shell=isinstance(arguments, str), text=True, capture_output=True
+    )
+    assert done.returncode == 0, f"{arguments}: {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def check(block: Block, printed: str) -> None:
+    if block.expected is not None:
+        differs = printed_differs(block.expected, printed)
+        assert differs is None, f"line {block.line}: {differs}"
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """With the page's files."""
+    for block in blocks(request.param.read_text()):
+        if block.file_name is not None:
+            (tmp_path / block.file_name).write_text(block.file_text)
+    return tmp_path
+
+
+def of(page: Path, language: str, *, files: bool = False) -> list[Block]:
+    found = [block for block in blocks(page.read_text()) if block.language == language and block.not_run is None]
+    return [block for block in found if (block.file_name is not None) == files]
+
+
+SNIPPETS = [pytest.param(page, page, id=page.name) for page in PAGES if of(page, "python")]
+COMMANDS = [pytest.param(page, block, id=f"{page.name}:{block.line}") for page in PAGES for block in of(page, "sh")]
+PROGRAMS = [
+    pytest.param(page, block, id=f"{page.name}:{block.line}")
+    for page in PAGES
+    for block in of(page, "python", files=True)
+    if block.expected is not None
+]
+
+
+@pytest.mark.parametrize(("folder", "page"), SNIPPETS, indirect=["folder"])
+def test_snippets(folder: Path, page: Path) -> None:
+    found = of(page, "python")
+    (folder / "snippets_of_the_page.py").write_text(EAGER + script_of(found, page))
+    printed = run([sys.executable, "snippets_of_the_page.py"], folder)
+    for block in reversed(found):
+        printed, _, after = printed.partition(mark(block))
+        check(block, after)
+
+
+@pytest.mark.parametrize(("folder", "block"), COMMANDS, indirect=["folder"])
+def test_commands(folder: Path, block: Block) -> None:
+    check(block, "".join(run(command, folder) for command in block.commands))
+
+
+@pytest.mark.parametrize(("folder", "block"), PROGRAMS, indirect=["folder"])
+def test_programs(folder: Path, block: Block) -> None:
+    assert block.file_name is not None
+    check(block, run([sys.executable, block.file_name], folder))
+
+
+def test_something_of_each_kind_is_run() -> None:
+    assert SNIPPETS
+    assert COMMANDS
+    assert PROGRAMS
