@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,35 @@ def bench_suites() -> set[str]:
 
 def test_few_blocks_are_left_out() -> None:
     assert sum(param.values[0].not_run is not None for param in BLOCKS) <= MAX_NOT_RUN
+
+
+# --- the architecture ---
+
+
+def rooms() -> str:
+    text = TEXTS["ARCHITECTURE.md"]
+    return text[text.index("\n## Rooms\n") : text.index("\n## One step\n")]
+
+
+def modules() -> dict[str, str]:
+    """Every module by its path from the root, without its ending -> its name."""
+    package_dir = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
+    paths = [path for folder in package_dir.values() for path in (ROOT / folder).glob("*.py")]
+    return {str(path.relative_to(ROOT).with_suffix("")): path.stem for path in paths if not path.stem.startswith("__")}
+
+
+def test_the_rooms_name_every_module() -> None:
+    """One by one, except for parts of a room that is described as a whole."""
+    described = ("chunkc/models/", "chunkc/formats/", "passes/scratch/", "passes/inductor/")
+    words = set(named(rooms()))
+    left_out = [path for path, name in modules().items() if name not in words and not path.startswith(described)]
+    assert left_out == []
+
+
+def test_the_rooms_name_nothing_that_is_gone() -> None:
+    there = set(modules().values())
+    tables = [name for row in rows(rooms(), "module") for name in named(row[0]) if "/" not in name]
+    assert [name for name in tables if name not in there] == []
 
 
 # --- everything there is has its place ---
