@@ -94,8 +94,8 @@ def _where(what: str, error: BaseException) -> str:
 
 
 class _OneMode(FakeTensorMode):
-    """A mode that copies of its tensors share. `copy.deepcopy` of a module, as `nn.TransformerEncoder` makes its layers,
-    would else copy the mode with each parameter."""
+    """A mode that copies of its tensors share. `copy.deepcopy` of a module, by which `nn.TransformerEncoder` makes its
+    layers, would else copy the mode with each parameter."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _OneMode:
         return self
