@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from doc_pages import DOCS, ROOT, Block, blocks, mark, printed_differs, script_of
+
+from chunkc import cli
 
 pytestmark = pytest.mark.second_tier
 
@@ -26,15 +29,11 @@ Options.model_rebuild(force=True)
 """Snippets run without Inductor's compiler, which takes most of a minute for each model; files run as they stand."""
 
 
-def run(arguments: list[str] | str, folder: Path) -> str:
-    """Standard output of a program that ends well, with this Python's programs on its path."""
-    programs = Path(sys.executable).parent
-    environment = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "OMP_WAIT_POLICY": "PASSIVE"}
-    environment |= {"COLUMNS": "200"}
-    done = subprocess.run(
-        arguments, cwd=folder, env=environment, shell=isinstance(arguments, str), text=True, capture_output=True
-    )
-    assert done.returncode == 0, f"{arguments}: {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+def run(program: str, folder: Path) -> str:
+    """Standard output of a Python program, which ends well."""
+    environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
+    done = subprocess.run([sys.executable, program], cwd=folder, env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, f"{program}: {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
 
@@ -72,21 +71,31 @@ PROGRAMS = [
 def test_snippets(folder: Path, page: Path) -> None:
     found = of(page, "python")
     (folder / "snippets_of_the_page.py").write_text(EAGER + script_of(found, page))
-    printed = run([sys.executable, "snippets_of_the_page.py"], folder)
+    printed = run("snippets_of_the_page.py", folder)
     for block in reversed(found):
         printed, _, after = printed.partition(mark(block))
         check(block, after)
 
 
 @pytest.mark.parametrize(("folder", "block"), COMMANDS, indirect=["folder"])
-def test_commands(folder: Path, block: Block) -> None:
-    check(block, "".join(run(command, folder) for command in block.commands))
+def test_commands(
+    folder: Path, block: Block, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, which has imported torch already."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(sys.modules, "train", None)  # each page has its own
+    monkeypatch.delitem(sys.modules, "train")
+    for command in block.commands:
+        program, *arguments = shlex.split(command)
+        assert program == "chunkc", command
+        assert cli.main(arguments) == cli.FITS, f"{command}\n{capsys.readouterr().err}"
+    check(block, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(("folder", "block"), PROGRAMS, indirect=["folder"])
 def test_programs(folder: Path, block: Block) -> None:
     assert block.file_name is not None
-    check(block, run([sys.executable, block.file_name], folder))
+    check(block, run(block.file_name, folder))
 
 
 def test_something_of_each_kind_is_run() -> None:
