@@ -4,7 +4,8 @@ A fenced block is one of these, by the word after its backticks:
 
 - `python` is run, after the page's earlier ones and in one namespace with them.
 - `sh`: every line is run. Comments after ` # ` are left out.
-- A first line `# NAME.py` (or `.json`, `.yaml`) makes the block a file of that name, which others import or run.
+- A first line `# NAME.py` (or `.yaml`), or `<!-- file: NAME -->` before the block, makes it a file of that name, which
+  others import, read or run.
 - `text` right after a block is what that one prints (`printed_differs`), a file as a program.
 
 `<!-- not run: REASON -->` before a block leaves it out, for one of `REASONS`. `conftest.py` registers this file as
@@ -29,7 +30,8 @@ _FENCE = re.compile(r"```(\w*)$")
 _NOT_RUN = re.compile(r"<!-- not run: (.+) -->$")
 _HEADING = re.compile(r"#{1,6} (.+)$")
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-_FILE_NAME = re.compile(r"# (\S+\.(?:py|json|yaml))\n")
+_FILE = re.compile(r"<!-- file: (\S+) -->$")
+_FILE_NAME = re.compile(r"# (\S+\.(?:py|yaml))\n")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Block:
 
     Attributes:
         line: of its first line of text, from 1.
+        file_name: what it is to be saved as; None: it is no file.
         not_run: the reason that the page gives; None: it is run.
         expected: what it prints, where the page says so.
     """
@@ -45,19 +48,9 @@ class Block:
     language: str
     text: str
     line: int
+    file_name: str | None = None
     not_run: str | None = None
     expected: str | None = None
-
-    @property
-    def file_name(self) -> str | None:
-        """What the block is to be saved as; None: it is no file."""
-        found = _FILE_NAME.match(self.text)
-        return found[1] if found else None
-
-    @property
-    def file_text(self) -> str:
-        """What is to be saved: without the line that names the file."""
-        return self.text.partition("\n")[2] + "\n"
 
     @property
     def commands(self) -> list[str]:
@@ -70,7 +63,8 @@ def blocks(text: str) -> list[Block]:
     """The fenced blocks of a page, in order."""
     found: list[Block] = []
     lines = text.splitlines()
-    at, reason, last_end = 0, None, -1
+    at, last_end = 0, -1
+    reason = name = None
     while at < len(lines):
         line = lines[at].strip()
         if fence := _FENCE.match(line):
@@ -79,11 +73,11 @@ def blocks(text: str) -> list[Block]:
             if fence[1] == "text" and found and not any(map(str.strip, lines[last_end + 1 : at])):
                 found[-1] = replace(found[-1], expected=body)
             else:
-                found.append(Block(fence[1], body, at + 2, reason))
-            at, reason, last_end = end, None, end
-        elif line:
-            mark = _NOT_RUN.match(line)
-            reason = mark[1] if mark else None
+                first = _FILE_NAME.match(body)
+                found.append(Block(fence[1], body, at + 2, first[1] if first else name, reason))
+            at = last_end = end
+        if line:
+            reason, name = (mark[1] if mark else None for mark in (_NOT_RUN.match(line), _FILE.match(line)))
         at += 1
     return found
 

@@ -1,4 +1,4 @@
-"""Every snippet and command of README and `docs/` runs, and prints what the page shows."""
+"""Every snippet and command of README, ARCHITECTURE and `docs/` runs, and prints what the page shows."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """With the page's files."""
     for block in blocks(request.param.read_text()):
         if block.file_name is not None:
-            (tmp_path / block.file_name).write_text(block.file_text)
+            (tmp_path / block.file_name).write_text(block.text)
     return tmp_path
 
 
