@@ -170,15 +170,27 @@ def _numbers(line: str) -> Iterator[float]:
         yield 0.0 if _TIME.match(rest) else float(match[0].replace(",", "")) * (_UNITS[unit[1]] if unit else 1)
 
 
-def script_of(found: Sequence[Block], page: Path) -> str:
-    """One program of a page's Python blocks, which prints a mark before each of them."""
+def write_script(found: Sequence[Block], folder: Path) -> str:
+    """Write one program of a page's Python blocks, which prints a mark before each of them; returns its file's name.
+
+    Each block is a file of its own, with the page's line numbers: who asks for a function's source finds it.
+    """
     parts = []
     for block in found:
-        source = "\n" * (block.line - 1) + block.text + "\n"
-        parts.append(
-            f"print({mark(block)!r}, flush=True)\nexec(compile({source!r}, {str(page)!r}, 'exec'), globals())\n"
-        )
-    return "".join(parts)
+        path = folder / f"line_{block.line}.py"
+        path.write_text("\n" * (block.line - 1) + block.text + "\n")
+        parts.append(f"print({mark(block)!r}, flush=True)\n")
+        parts.append(f"exec(compile(open({str(path)!r}).read(), {str(path)!r}, 'exec'), globals())\n")
+    (folder / "snippets_of_the_page.py").write_text(EAGER + "".join(parts))
+    return "snippets_of_the_page.py"
+
+
+EAGER = """\
+from chunkc.options import Options
+Options.model_fields["codegen"].default = "eager"
+Options.model_rebuild(force=True)
+"""
+"""Snippets run without Inductor's compiler, which takes most of a minute for each model; files run as they stand."""
 
 
 def mark(block: Block) -> str:

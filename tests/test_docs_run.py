@@ -9,24 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from doc_pages import DOCS, ROOT, Block, blocks, mark, printed_differs, script_of
+from doc_pages import DOCS, ROOT, Block, blocks, mark, printed_differs, write_script
 
 from chunkc import cli
 
 pytestmark = pytest.mark.second_tier
 
-PAGES = [
-    page
-    for page in (ROOT / "README.md", *DOCS)
-    if any(b.language in ("python", "sh") for b in blocks(page.read_text()))
-]
-
-EAGER = """\
-from chunkc.options import Options
-Options.model_fields["codegen"].default = "eager"
-Options.model_rebuild(force=True)
-"""
-"""Snippets run without Inductor's compiler, which takes most of a minute for each model; files run as they stand."""
+PAGES = (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *DOCS)
 
 
 def run(program: str, folder: Path) -> str:
@@ -70,8 +59,7 @@ PROGRAMS = [
 @pytest.mark.parametrize(("folder", "page"), SNIPPETS, indirect=["folder"])
 def test_snippets(folder: Path, page: Path) -> None:
     found = of(page, "python")
-    (folder / "snippets_of_the_page.py").write_text(EAGER + script_of(found, page))
-    printed = run("snippets_of_the_page.py", folder)
+    printed = run(write_script(found, folder), folder)
     for block in reversed(found):
         printed, _, after = printed.partition(mark(block))
         check(block, after)
