@@ -5,8 +5,8 @@
 ## make test-all  all tests, with the slow ones
 ## make lint      ruff, check and format
 ## make types     mypy
-## make bench     the measurements of the README
-## make page      the explanation that the README shows, as a page: runs/explain.html
+## make bench     the measurements of docs/results.md; ARGS="fits" picks some
+## make page      the explanation that docs/explain.md shows, as a page: runs/explain.html
 
 PYTHON ?= python3
 VENV := .venv

@@ -65,7 +65,7 @@ EPILOG = f"""examples:
 
 models: {", ".join(MODELS)}
 hardware: {", ".join(PRESETS)}, a count before one (8xv100-32g), or a YAML or JSON file
-exit code: 0 it fits, 3 it does not, 2 bad input, 1 a fault in chunkc itself"""
+exit code: 0 it fits, 3 it does not, 2 bad input, 1 a fault in chunkc itself, 130 interrupted"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -86,8 +86,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_explain_arguments(explain_parser)
     diff_parser = commands.add_parser("diff", help="compare two explanations saved with --format json")
-    diff_parser.add_argument("before", type=Path)
-    diff_parser.add_argument("after", type=Path)
+    diff_parser.add_argument("before", type=Path, metavar="BEFORE.json")
+    diff_parser.add_argument("after", type=Path, metavar="AFTER.json")
     calibrate_parser = commands.add_parser("calibrate", help="measure this machine for --hardware")
     calibrate_parser.add_argument(
         "--output", type=Path, metavar="FILE.json", help=f"default: {default_hardware_path()}"
@@ -99,9 +99,9 @@ def _add_explain_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("target", nargs="?", metavar="MODEL", help="a built-in model's name, or FILE.py:FACTORY")
     command.add_argument("--module", metavar="PACKAGE:CLASS", help="a model class of transformers, in place of MODEL")
     command.add_argument("--config", type=Path, metavar="FILE.json", help="the configuration for --module")
-    command.add_argument("--batch-size", type=_positive, metavar="N")
-    command.add_argument("--seq-len", type=_positive, metavar="N")
-    command.add_argument("--dtype", choices=sorted(DTYPES))
+    command.add_argument("--batch-size", type=_positive, metavar="N", help="of the model's input")
+    command.add_argument("--seq-len", type=_positive, metavar="N", help="of the model's input, in tokens")
+    command.add_argument("--dtype", choices=sorted(DTYPES), help="of the model's parameters; default: its own")
     command.add_argument("--activation-checkpointing", action="store_true", help="recompute each block in the backward")
     command.add_argument(
         "--hardware", default=None, metavar="NAME|FILE", help="default: what calibrate saved, else cpu"
@@ -115,13 +115,14 @@ def _add_explain_arguments(command: argparse.ArgumentParser) -> None:
         choices=("auto", "states", "everything"),
         help="what a disk home holds: optimizer states, everything, or (auto) everything on a CPU, states behind a GPU",
     )
-    command.add_argument("--chunk-size", default="auto", metavar="SIZE")
-    command.add_argument("--codegen", choices=["eager", "inductor"], default="eager", help="who compiles the segments")
+    command.add_argument("--chunk-size", default="auto", metavar="SIZE", help='bytes, "4MiB" or "auto"')
+    codegen_help = "who compiles the segments; default: eager, which takes other bytes than training's inductor"
+    command.add_argument("--codegen", choices=["eager", "inductor"], default="eager", help=codegen_help)
     command.add_argument("--strict", action="store_true", help="refuse operators whose inner memory is a guess")
     _add_optimizer_arguments(command.add_argument_group("the optimizer of chunkc.optim, by its own arguments"))
     command.add_argument("--largest", choices=["batch_size", "seq_len"], help="the largest that fits")
     command.add_argument("--exceptions", action="store_true", help="print where predicted bytes are not exact, and why")
-    command.add_argument("--format", choices=list(FORMATS), default="text")
+    command.add_argument("--format", choices=list(FORMATS), default="text", help="default: text")
     command.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
 
 

@@ -1,4 +1,5 @@
-"""One graph from Dynamo to a callable: trace, lay out, cut, compile, plan, verify; only then do parameters move."""
+"""One graph from Dynamo to a callable: trace, lay out, cut, compile, choose residents; then parameters move, and the
+plan is made and verified. A budget in which nothing fits is refused before parameters move."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ _HELPERS = (
     "zoo",
     "harness",
     "scripts",
+    "doc_pages",
     "memory_curves",
     "ladder",
     "operator_calls",

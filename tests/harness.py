@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from zoo import CASES, Case
@@ -54,6 +55,24 @@ def graphs_made() -> Iterator[list[CompiledGraph]]:
 
     with mock.patch.object(CompiledGraph, "__init__", noting):
         yield made
+
+
+class Count:
+    """Counts calls of a function, and lets them through."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.calls = function, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.function(*args, **kwargs)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> Count:
+    """Count calls of a module's function from now on."""
+    count = Count(getattr(module, name))
+    monkeypatch.setattr(module, name, count)
+    return count
 
 
 def adamw(parameters: Any) -> Optimizer:

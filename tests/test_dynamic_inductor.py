@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
+from harness import counted
 from torch import Tensor, nn
 
 import chunkc
@@ -44,17 +44,6 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
-class Count:
-    """Counts calls of a function, and lets them through."""
-
-    def __init__(self, function: Any) -> None:
-        self.function, self.calls = function, 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        return self.function(*args, **kwargs)
-
-
 def rows(shape: tuple[int, int]) -> Tensor:
     found = torch.randn(*shape, WIDTH, generator=torch.Generator().manual_seed(sum(shape)))
     for dim in (0, 1):
@@ -87,11 +76,9 @@ def train(budget: int, limited: bool) -> tuple[list[Tensor], nn.Module]:
 
 @pytest.mark.second_tier
 def test_compiled_once_and_planned_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    captures = Count(compilation.capture_graph)
-    compilations, descriptions = Count(codegen.compile_fx_inner), Count(build.generated_wrapper)
-    monkeypatch.setattr(compilation, "capture_graph", captures)
-    monkeypatch.setattr(codegen, "compile_fx_inner", compilations)
-    monkeypatch.setattr(build, "generated_wrapper", descriptions)
+    captures = counted(monkeypatch, compilation, "capture_graph")
+    compilations = counted(monkeypatch, codegen, "compile_fx_inner")
+    descriptions = counted(monkeypatch, build, "generated_wrapper")
     free, model = train(1 << 30, limited=False)
     predicted = chunkc.report(model).predicted_peak_nbytes
     assert captures.calls == 1

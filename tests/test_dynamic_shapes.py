@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import HUGE
+from harness import HUGE, counted
 from ladder import describe, inexact, resized
 from memory_curves import curves_at
 from torch import Tensor, nn
@@ -58,23 +58,6 @@ def two_models() -> tuple[nn.Module, nn.Module]:
 
 def rows(num_rows: int) -> Tensor:
     return torch.randn(num_rows, 16, WIDTH, generator=torch.Generator().manual_seed(num_rows))
-
-
-class Count:
-    """Counts calls of a function, and lets them through."""
-
-    def __init__(self, function: Any) -> None:
-        self.function, self.calls = function, 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        return self.function(*args, **kwargs)
-
-
-def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> Count:
-    count = Count(getattr(module, name))
-    monkeypatch.setattr(module, name, count)
-    return count
 
 
 def same_bits(model: nn.Module, plain: nn.Module) -> bool:

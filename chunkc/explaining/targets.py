@@ -93,9 +93,17 @@ def _where(what: str, error: BaseException) -> str:
     return f" ({path.name}:{lines[-1]})" if lines else ""
 
 
+class _OneMode(FakeTensorMode):
+    """A mode that copies of its tensors share. `copy.deepcopy` of a module, by which `nn.TransformerEncoder` makes its
+    layers, would else copy the mode with each parameter."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OneMode:
+        return self
+
+
 def _new_mode() -> FakeTensorMode:
     """A mode in which tensors have no memory. One serves a target throughout: tensors of two do not mix."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return _OneMode(allow_non_fake_inputs=True)
 
 
 def built_in(name: str, options: ModelOptions) -> Target:

@@ -1,33 +1,6 @@
 """Explanations as JSON, and back.
 
-| key | value |
-|---|---|
-| `version` | of these keys: 1 |
-| `model`, `hardware`, `codegen` | what was explained, for which machine, compiled by whom |
-| `fits` | a plan exists within the budget |
-| `host_fits` | home's bytes are within the host's memory, with the peak where `device_is_host` |
-| `num_parameters` | of the model |
-| `memory_budget_nbytes` | of the compute tier |
-| `minimum_budget_nbytes` | the smallest budget with a plan |
-| `predicted_peak_nbytes` | on the compute tier; of the plan for the minimum budget where `fits` is false |
-| `non_model_peak_nbytes` | the most that activations and temporaries take |
-| `overhead_nbytes` | context and libraries, counted apart from all others |
-| `home_nbytes`, `disk_nbytes` | at home, and how many of these on disk |
-| `device_memory_nbytes`, `host_memory_nbytes` | of the machine; null where unknown |
-| `peak` | the fullest moment: `moment`, `op`, `module`, `contents` (`kind: module` to bytes), `source` |
-| `chunks` | of parameters: `size_nbytes`, `count`, `resident` (never leave the compute tier) |
-| `traffic_nbytes` | copied in one step: `to_device`, `to_home` |
-| `step_time_s` | predicted: `total`, `compute`, `to_device`, `to_home`, `optimizer`, `stall` |
-| `moments` | `call`, `phase`, `op`, `module`, `source` (`file.py:12, code`), `start_s`, `contents`, `expression` |
-| `events` | `stream`, `kind`, `name`, `start_s`, `end_s`, `nbytes` (copied, or an update's), `phase`, `module` |
-| `notes` | assumptions and limits, one sentence each |
-| `graphs` | phase to the graph's code |
-| `plan_text` | the plan, printed |
-| `device_is_host` | the compute tier is the host's memory, as on a CPU |
-| `activation_checkpointing` | the model recomputes parts of its forward in the backward |
-| `estimates` | operators whose inner memory is a guess: `operator`, `module` of the first, `nbytes` of the largest |
-| `measured` | null, or of a model that has run: `peak_nbytes`, `moments`, `time_s`, `events` |
-
+The keys are those of `chunkc.ir.explanation.Explanation`, and `version`; `docs/explain.md` says what each holds.
 Moments and events stand on one line each, so that two files compare well.
 """
 
@@ -46,7 +19,7 @@ VERSION = 1
 
 
 def render_json(explanation: Explanation) -> str:
-    """The keys above, as text that `parse_json` reads back to an equal explanation."""
+    """All keys, as text that `parse_json` reads back to an equal explanation."""
     values = {"version": VERSION} | explanation.to_dict()
     lines = (f"{json.dumps(key)}: {_value(value)}" for key, value in values.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from doc_pages import ROOT, named, rows
 from harness import HUGE, adamw, compile_case
 from torch import Tensor, nn
 from zoo import CASES
@@ -16,7 +17,7 @@ from zoo import CASES
 import chunkc
 from chunkc.explaining.cuda_offline import overhead_on
 from chunkc.explaining.explain import minimum_budget
-from chunkc.formats import json_, render_json
+from chunkc.formats import parse_json, render_json
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.explanation import COMPUTE, KINDS, TO_DEVICE, TO_HOME, Explanation
 from chunkc.ir.hardware import GIB, Hardware
@@ -265,8 +266,8 @@ def test_sixteen_bits_take_14_bytes_and_a_gradient() -> None:
 
 def test_the_json_has_the_documented_keys() -> None:
     values = json.loads(render_json(explain("frozen_mlp", memory_budget=MLP_NBYTES)))
-    documented = [line.split("|")[1] for line in (json_.__doc__ or "").splitlines() if line.startswith("| `")]
-    assert set(values) == {key.strip(" `") for cell in documented for key in cell.split(",")}
+    page = (ROOT / "docs" / "explain.md").read_text()
+    assert set(values) == {key for row in rows(page, "key") for key in named(row[0])}
     wanted = {
         "peak": {"moment", "op", "module", "contents", "source"},
         "chunks": {"size_nbytes", "count", "resident"},
@@ -274,7 +275,7 @@ def test_the_json_has_the_documented_keys() -> None:
         "step_time_s": {"total", "compute", "to_device", "to_home", "optimizer", "stall"},
     }
     assert {key: set(values[key]) for key in wanted} == wanted
-    assert json_.parse_json(json.dumps(values)) == explain("frozen_mlp", memory_budget=MLP_NBYTES)
+    assert parse_json(json.dumps(values)) == explain("frozen_mlp", memory_budget=MLP_NBYTES)
 
 
 def test_it_is_frozen_and_named() -> None:

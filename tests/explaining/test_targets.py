@@ -92,8 +92,9 @@ def test_mistakes_with_built_in_models(name: str, sizes: tuple[None, int | None]
         "with torch.device('meta'):\n        return Net(), (torch.ones(2, 8),)",
         "return Net().bfloat16(), torch.ones(2, 8, dtype=torch.bfloat16)",
         "return Net().to('cpu'), torch.ones(2, 8).to('cpu')",
+        "return __import__('copy').deepcopy(Net()), (torch.ones(2, 8),)",
     ],
-    ids=["args", "one tensor", "kwargs", "both", "meta", "converted", "moved"],
+    ids=["args", "one tensor", "kwargs", "both", "meta", "converted", "moved", "a copy"],
 )
 def test_factories(file: Any, body: str) -> None:
     text = file(f"def build():\n    {body}\n")
