@@ -17,7 +17,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from chunkc.kernels import adam_triton, reference
+from chunkc.kernels import elementwise_triton, reference
 from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale, Run, num_quant_blocks, rounding_key
 from chunkc.kernels.hyper import AdamHyper, scalar_table
 from chunkc.kernels.split import join_master, split_master
@@ -115,7 +115,9 @@ def with_special_values(slots: AdamSlots) -> AdamSlots:
 def triton_update(fmt: AdamFormat, slots: AdamSlots, runs: list[Run], scalars: Tensor, **options: object) -> None:
     """The kernel with the signature of the reference."""
     device = slots.param.device
-    adam_triton.adam_update(fmt, slots, adam_triton.work_table(runs, fmt).to(device), scalars.to(device), **options)
+    elementwise_triton.update(
+        fmt, slots, elementwise_triton.work_table(runs, fmt).to(device), scalars.to(device), **options
+    )
 
 
 def check_agrees(device: str, name: str) -> None:
@@ -129,7 +131,7 @@ def check_agrees(device: str, name: str) -> None:
         key = rounding_key(seed=9, step=step, chunk=4) if fmt.stochastic else None
         scale = GradScale(torch.tensor(0.5), torch.tensor(0.7), torch.tensor(0.0))
         options = {"key": key, "first_element": first_element}
-        reference.adam_chunk_update(fmt, expected, runs, scalar_table(HYPERS), scale=scale, **options)
+        reference.chunk_update(fmt, expected, runs, scalar_table(HYPERS), scale=scale, **options)
         scale = GradScale(*[t.to(device) for t in (scale.unscale, scale.clip, scale.found_inf)])
         triton_update(fmt, slots, runs, scalar_table(HYPERS), scale=scale, **options)
         assert same_bits(slots, expected), f"step {step}"
@@ -217,7 +219,7 @@ def check_every_rounding(device: str, name: str) -> None:
     expected = AdamSlots(param, zeros.to(fmt.grad_dtype), zeros.clone(), zeros.clone(), kept.clone())
     slots = on(expected, device)
     key = rounding_key(0, 1, 0) if fmt.stochastic else None
-    for update, each in ((reference.adam_chunk_update, expected), (triton_update, slots)):
+    for update, each in ((reference.chunk_update, expected), (triton_update, slots)):
         update(fmt, each, [Run(0, len(master), 0)], scalar_table([AdamHyper(lr=0.0)]), key=key)
     number = ~expected.param.isnan()
     assert torch.equal(slots.param.cpu().isnan(), ~number)

@@ -15,7 +15,7 @@ from torch._inductor import config as inductor_config
 from torch._subclasses import FakeTensorMode
 
 from chunkc.kernels import adam_cpu, reference
-from chunkc.kernels.adam_cpu_math import adam_pass
+from chunkc.kernels.cpu_pass import update_pass
 from chunkc.kernels.hyper import AdamHyper
 from chunkc.runtime import cpu_allocator
 
@@ -56,8 +56,7 @@ def num_compiled() -> Counter[str]:
 
 
 def forget_kernels() -> None:
-    adam_cpu._kernel.cache_clear()
-    adam_pass.cache_clear()
+    update_pass.cache_clear()
 
 
 def with_special_values(run: Run) -> Run:
