@@ -118,7 +118,7 @@ def test_the_single_run_has_the_reference_s_bits(grad_dtype, decoupled):
     adam_cpu.adam_update(slots.param, slots.grad, slots.exp_avg, slots.exp_avg_sq, slots.master, hyper)
     assert adam_cases.same_bits(slots, expected)
     plain = adam_cases.make_slots(fmt, 100)
-    reference.adam_update(plain.param, plain.grad, plain.exp_avg, plain.exp_avg_sq, plain.master, hyper)
+    adam_cases.adam_update(plain.param, plain.grad, plain.exp_avg, plain.exp_avg_sq, plain.master, hyper)
     follows = adam_cases.make_slots(fmt, 100)
     adam_cpu.adam_update(follows.param, follows.grad, follows.exp_avg, follows.exp_avg_sq, follows.master, hyper)
     torch.testing.assert_close(
