@@ -23,10 +23,11 @@ def adam_update(
 ) -> None:
     """One Adam or AdamW update of `[n]` elements in CPU memory, in place, in one pass.
 
-    Computes what `torch.optim.AdamW` and `Adam` do, up to fp32 rounding (no fused multiply-adds here); with a master, `param` is the master rounded to nearest even, exactly. Allocates nothing through
-    PyTorch. The first short and the first long run of each combination of dtypes compile, for seconds (see
-    `warm_up`). `n` may be 0 or 1, and the tensors may lie anywhere in larger buffers or mapped files. `grad`
-    may be `param`'s very memory where their dtypes are equal; no other overlap is allowed.
+    Computes what `torch.optim.AdamW` and `Adam` do, up to fp32 rounding (no fused multiply-adds here); with a master,
+    `param` is the master rounded to nearest even, exactly. Allocates nothing through PyTorch. The first short and the
+    first long run of each combination of dtypes compile, for seconds (see `warm_up`). `n` may be 0 or 1, and the
+    tensors may lie anywhere in larger buffers or mapped files. `grad` may be `param`'s very memory where their dtypes
+    are equal; no other overlap is allowed.
 
     Args:
         param: `[n]`, fp32 (then `master` is None), bf16 or fp16.

@@ -122,7 +122,7 @@ def _update_run(
 ) -> None:
     row = scalars[run.group]
     scaled = scale.unscale is not None or scale.clip is not None
-    l2 = row[_l2_of(fmt)].item() != 0
+    l2 = row[fmt.scalars._fields.index("l2")].item() != 0
     factors = [_ONE if factor is None else factor for factor in (scale.unscale, scale.clip)] if scaled else []
 
     def call(part: Slots, begin: int, scratch: Sequence[Tensor]) -> None:
@@ -195,10 +195,6 @@ def _cut_where_low_bits_wrap(runs: Sequence[Run], first_element: int) -> Iterato
 def _scalars(hyper: Any) -> Tensor:
     """The scalars as fp32 `[num_scalars]`, cached."""
     return host_tensor(hyper.scalars(), np.float32)
-
-
-def _l2_of(fmt: UpdateFormat) -> int:
-    return fmt.scalars._fields.index("l2")
 
 
 def _pass_of(key: UpdatePass) -> Pass:

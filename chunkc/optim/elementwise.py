@@ -18,7 +18,7 @@ from chunkc.ir.states import FLOAT32, StateFormat
 from chunkc.kernels import elementwise_triton
 from chunkc.kernels.elementwise_cpu import chunk_update, prepare, warm_up_format
 from chunkc.kernels.elementwise_triton import WorkTable, work_table
-from chunkc.kernels.formats import NO_SCALE, GradScale, RoundingKey, Run, Slots, UpdateFormat
+from chunkc.kernels.formats import NO_SCALE, GradScale, RoundingKey, Run, Slots, UpdateFormat, rounding_key
 from chunkc.kernels.hyper import scalar_table
 from chunkc.optim.formats import Formats
 from chunkc.optim.on_device import TABLE_NBYTES, StepScalars, upload
@@ -195,7 +195,7 @@ def launches(
         yield runs, None
         return
     for step in dict.fromkeys(hyper.step for _, _, hyper in runs):
-        yield [run for run in runs if run[2].step == step], rule.formats.key(step, place.chunk)
+        yield [run for run in runs if run[2].step == step], rounding_key(rule.formats.seed, step, place.chunk)
 
 
 def clipped(runs: Runs, at: int, until: int) -> Runs:

@@ -12,7 +12,7 @@ import torch
 
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.states import BFLOAT16, FLOAT32, INT8, MASTER, MASTER_LOW, NONE, SPLIT, StateFormat
-from chunkc.kernels.formats import Moments, RoundingKey, UpdateFormat, rounding_key
+from chunkc.kernels.formats import Moments, UpdateFormat
 from chunkc.optim.overlap_mode import NONE as NO_OVERLAP
 from chunkc.optim.update_on import DEVICE
 from chunkc.optim.values import flag, shown
@@ -105,6 +105,7 @@ class Formats:
         states = StateFormat(moments, master_weights or NONE)
         return Formats(states, stochastic_rounding, rounding_seed)
 
+    @cache  # noqa: B019
     def of_kernel(
         self, kernel: type[UpdateFormat], param_dtype: torch.dtype, grad_dtype: torch.dtype, kinds: tuple[str, ...]
     ) -> UpdateFormat:
@@ -113,15 +114,20 @@ class Formats:
         Raises:
             OptionsError: there is no such kernel; says what there is.
         """
+        moments = self.states.moments if set(kinds) - {MASTER, MASTER_LOW} else FLOAT32
+        in_bf16 = param_dtype == torch.bfloat16 or moments == BFLOAT16
         try:
-            return _of_kernel(self, kernel, param_dtype, grad_dtype, kinds)
+            return kernel(
+                param_dtype,
+                grad_dtype,
+                moments=cast(Moments, moments),
+                master=MASTER in kinds or MASTER_LOW in kinds,
+                split=MASTER_LOW in kinds,
+                rounding="stochastic" if self.stochastic and in_bf16 else "nearest",
+            )
         except ValueError as error:
             text = str(error).replace("master=", "master_weights=").replace("rounding='stochastic'", _STOCHASTIC)
             raise OptionsError(text.replace("rounding='nearest'", "stochastic_rounding=False")) from error
-
-    def key(self, step: int, chunk: int) -> RoundingKey:
-        """What the random bits of an update of a chunk group derive from."""
-        return rounding_key(self.seed, step, chunk)
 
 
 def formats_in(options: Mapping[str, Any]) -> tuple[Formats, dict[str, Any]]:
@@ -136,23 +142,3 @@ def formats_in(options: Mapping[str, Any]) -> tuple[Formats, dict[str, Any]]:
 
 
 _STOCHASTIC = "stochastic_rounding=True"
-
-
-@cache
-def _of_kernel(
-    formats: Formats,
-    kernel: type[UpdateFormat],
-    param_dtype: torch.dtype,
-    grad_dtype: torch.dtype,
-    kinds: tuple[str, ...],
-) -> UpdateFormat:
-    moments = formats.states.moments if set(kinds) - {MASTER, MASTER_LOW} else FLOAT32
-    in_bf16 = param_dtype == torch.bfloat16 or moments == BFLOAT16
-    return kernel(
-        param_dtype,
-        grad_dtype,
-        moments=cast(Moments, moments),
-        master=MASTER in kinds or MASTER_LOW in kinds,
-        split=MASTER_LOW in kinds,
-        rounding="stochastic" if formats.stochastic and in_bf16 else "nearest",
-    )
