@@ -11,7 +11,7 @@ from chunkc.ir.chunks import PARAM, ChunkGroup, ChunkLayout, ParamSpec, chunk_na
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.simulate import STAYING, HomeUpdateTimes
-from chunkc.ir.states import ELEMENTS_PER_SCALE, INT8, MASTER, MASTER_LOW, MOMENTS
+from chunkc.ir.states import ELEMENTS_PER_SCALE, INT8, MASTER, MASTER_LOW
 from chunkc.ir.updates import tile_traffic, update_traffic
 from chunkc.optim.overlap_mode import NONE, OverlapMode
 from chunkc.optim.update_on import CPU, DEVICE, divided
@@ -102,12 +102,13 @@ class Updates:
         read, written = (
             sum(nbytes) / ELEMENTS_PER_SCALE for nbytes in zip(*((s.read_nbytes, s.written_nbytes) for s in block))
         )
-        kept = "moments" if states.kinds == MOMENTS else " and ".join(kind.replace("_", " ") for kind in states.kinds)
+        kept = "no states"
         if states.kinds:
             moments = states.moments if states.moments == INT8 else str(kinds[states.kinds[0]]).removeprefix("torch.")
-            kept = f"{moments} {kept}"
+            what = "a {} " + states.kinds[0].replace("_", " ") if len(states.kinds) == 1 else "{} moments"
+            kept = what.format(moments)
         return (
-            f"{self.optimizer} keeps {kept or 'no states'}{masters} for {dtype} parameters: an update reads {read:.4g} "
+            f"{self.optimizer} keeps {kept}{masters} for {dtype} parameters: an update reads {read:.4g} "
             f"and writes {written:.4g} bytes of each"
         )
 

@@ -228,7 +228,7 @@ def test_explained_is_what_trains(momentum: float, nbytes: int) -> None:
         assert explained.predicted_peak_nbytes == report.predicted_peak_nbytes
         assert explained.minimum_budget_nbytes == report.minimum_budget_nbytes
         assert explained.home_nbytes == report.home_nbytes == nbytes * 4 * 128 * 128
-    kept = "float32 momentum buffer" if momentum else "no states"
+    kept = "a float32 momentum buffer" if momentum else "no states"
     note = f"SGD keeps {kept} for float32 parameters: an update reads {nbytes} and writes {nbytes - 4} bytes of each"
     assert note in found.notes
     assert optimizer.state_dict()["state"]
