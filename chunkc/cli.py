@@ -133,6 +133,7 @@ def _add_optimizer_arguments(group: argparse._ArgumentGroup) -> None:
         "--master-weights", choices=list(MASTER_WEIGHTS), help="of 16-bit parameters; default: true unless stochastic"
     )
     group.add_argument("--stochastic-rounding", action="store_true", help="of what is kept in bfloat16")
+    group.add_argument("--momentum", type=float, help="of sgd; default: 0")
     group.add_argument("--update-on", choices=list(UPDATE_ON), default=DEVICE, help="default: device")
     group.add_argument("--overlap", choices=list(OVERLAP), default=NONE, help="default: none")
 
@@ -242,6 +243,7 @@ def _explain(options: argparse.Namespace) -> int:
         options.moments_dtype,
         MASTER_WEIGHTS.get(options.master_weights),
         options.stochastic_rounding,
+        options.momentum,
     )
     budget = budget_of(parse_options(settings), hardware)
     _check_output(options.output)

@@ -1,4 +1,4 @@
-"""In which precision an Adam update keeps its tensors, and the data it works on: what every kernel agrees about.
+"""In which precision an update keeps its tensors, and the data it works on: what every elementwise kernel agrees about.
 
 A chunk group is a set of flat buffers, one per kind of data, all laid out alike. An update may see a tile of it: the
 same range of elements of every buffer. Nothing here computes an update.
@@ -6,14 +6,26 @@ same range of elements of every buffer. Nothing here computes an update.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor
 
-from chunkc.ir.states import ELEMENTS_PER_SCALE, MOMENT_DTYPES
+from chunkc.ir.chunks import GRAD, PARAM
+from chunkc.ir.states import (
+    ELEMENTS_PER_SCALE,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    MASTER_LOW,
+    MOMENT_DTYPES,
+    is_scale,
+    scale_of,
+)
+from chunkc.kernels import adam
 from chunkc.kernels.hyper import GRAD_DTYPES, AdamScalars
 
 Moments = Literal["float32", "bfloat16", "int8"]
@@ -23,9 +35,55 @@ QUANT_BLOCK = ELEMENTS_PER_SCALE
 """Elements that share one scale in 8-bit moments. A block never mixes two runs: runs begin at multiples of it."""
 
 
+Root = Callable[[Tensor], Tensor]
+
+
+class Slots:
+    """The buffers of one tile of a chunk group, `[n]` elements each, flat and contiguous, on one device.
+
+    `grad` may be `param`'s very memory where their dtypes are equal; no other overlap is allowed. A rule's slots are a
+    dataclass with these, its moments, and for each the scale of 8-bit ones:
+
+    Args:
+        param, grad: `[n]`, of the format's dtypes.
+        master: `[n]` of the format's `master_dtype` where it has one, else None.
+        (moments): `[n]`, of the format's `moment_dtype`.
+        (their scales): `[ceil(n / 256)]` fp32 for "int8" moments, else None. Block `b` is of the
+            elements from `256 * b` of the tile on, and tiles begin at multiples of 256 elements of their group.
+            Moments begin as zeros, codes and scales alike: a scale of 0 makes every code 0.
+    """
+
+    __slots__ = ()
+    param: Tensor
+    grad: Tensor
+    master: Tensor | None
+
+    @classmethod
+    def of(cls, flat: Mapping[str, Tensor]) -> Self:
+        """Flat tensors by kind of data."""
+        master = flat.get(MASTER, flat.get(MASTER_LOW))
+        return cls(**{kind: flat[kind] for kind in flat if kind not in (MASTER, MASTER_LOW)}, master=master)  # type: ignore[call-arg]
+
+    def __getitem__(self, kind: str) -> Tensor | None:
+        return getattr(self, kind)
+
+    def states(self) -> dict[str, Tensor]:
+        """All that is there but parameter and gradient."""
+        names = (field.name for field in fields(self) if field.name not in (PARAM, GRAD))  # type: ignore[arg-type]
+        return {name: tensor for name in names if (tensor := self[name]) is not None}
+
+    def part(self, begin: int, end: int) -> Self:
+        """Views of the elements `[begin, end)`; with 8-bit moments `begin` is a multiple of 256."""
+        blocks, elements = slice(begin // QUANT_BLOCK, num_quant_blocks(end)), slice(begin, end)
+        parts = {kind: tensor[blocks if is_scale(kind) else elements] for kind, tensor in self.states().items()}
+        return type(self)(param=self.param[elements], grad=self.grad[elements], **({"master": None} | parts))  # type: ignore[call-arg]
+
+
 @dataclass(frozen=True, slots=True)
-class AdamFormat:
-    """What an Adam update reads and writes. Hashable: kernels are compiled and cached per format.
+class UpdateFormat(ABC):
+    """What an update reads and writes. Hashable: kernels are compiled and cached per format.
+
+    A rule has a subclass, with its arithmetic. Its states but the master are its moments.
 
     Args:
         param_dtype: fp32, bf16 or fp16.
@@ -41,6 +99,15 @@ class AdamFormat:
     Raises:
         ValueError: the combination makes no sense; the message says which does.
     """
+
+    scalars: ClassVar[type[Any]]
+    """The rule's scalars, a named tuple: `of(row)` reads a row of `chunkc.kernels.hyper.scalar_table`."""
+    slots: ClassVar[type[Slots]]
+    """The buffers of a tile, by kind."""
+    triton_kernel: ClassVar[str]
+    """Module and name of the device code in Triton."""
+    loop: ClassVar[tuple[str, str]]
+    """The arithmetic in C++, before the loop over elements and in it (see `chunkc.kernels.cpu_loop`)."""
 
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
@@ -79,8 +146,24 @@ class AdamFormat:
             raise ValueError("rounding='stochastic' needs something stored in bfloat16; use rounding='nearest'")
 
     @property
+    @abstractmethod
+    def kinds(self) -> tuple[str, ...]:
+        """The moments, by the names of their buffers; of those in `UNSIGNED` no element is negative."""
+
+    @abstractmethod
+    def values(
+        self, wide: Tensor, target: Tensor, moments: Sequence[Tensor], scalars: Any, *, l2: bool, root: Root
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """The update itself: fp32 gradient (scaled), parameter and moments in; new parameter and moments out.
+
+        Args:
+            l2: whether `scalars.l2` is not 0.
+            root: what takes square roots.
+        """
+
+    @property
     def moment_dtype(self) -> torch.dtype:
-        """The dtype of the two moments' buffers; uint8 codes for "int8"."""
+        """The dtype of the moments' buffers; uint8 codes for "int8"."""
         return MOMENT_DTYPES[self.moments]
 
     @property
@@ -90,7 +173,7 @@ class AdamFormat:
 
     @property
     def quantised(self) -> bool:
-        return self.moments == "int8"
+        return self.moments == "int8" and bool(self.kinds)
 
     @property
     def stochastic(self) -> bool:
@@ -103,19 +186,8 @@ class AdamFormat:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AdamSlots:
-    """The buffers of one tile of a chunk group, `[n]` elements each, flat and contiguous, on one device.
-
-    `grad` may be `param`'s very memory where their dtypes are equal; no other overlap is allowed.
-
-    Args:
-        param, grad: `[n]`, of the format's dtypes.
-        exp_avg, exp_avg_sq: `[n]`, of the format's `moment_dtype`.
-        master: `[n]` of the format's `master_dtype` where it has one, else None.
-        exp_avg_scale, exp_avg_sq_scale: `[ceil(n / 256)]` fp32 for "int8" moments, else None. Block `b` is of the
-            elements from `256 * b` of the tile on, and tiles begin at multiples of 256 elements of their group.
-            Moments begin as zeros, codes and scales alike: a scale of 0 makes every code 0.
-    """
+class AdamSlots(Slots):
+    """The buffers of an Adam update."""
 
     param: Tensor
     grad: Tensor
@@ -125,15 +197,24 @@ class AdamSlots:
     exp_avg_scale: Tensor | None = None
     exp_avg_sq_scale: Tensor | None = None
 
-    def part(self, begin: int, end: int) -> AdamSlots:
-        """Views of the elements `[begin, end)`; with 8-bit moments `begin` is a multiple of 256."""
-        blocks = slice(begin // QUANT_BLOCK, num_quant_blocks(end))
-        flat = (self.param, self.grad, self.exp_avg, self.exp_avg_sq, self.master)
-        scales = (self.exp_avg_scale, self.exp_avg_sq_scale)
-        return AdamSlots(
-            *[None if t is None else t[begin:end] for t in flat],  # type: ignore[arg-type]
-            *[None if t is None else t[blocks] for t in scales],
-        )
+
+@dataclass(frozen=True, slots=True)
+class AdamFormat(UpdateFormat):
+    """What an Adam update reads and writes."""
+
+    scalars = AdamScalars
+    slots = AdamSlots
+    triton_kernel = "chunkc.kernels.adam_triton_kernel:adam_kernel"
+    loop = adam.LOOP
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return (EXP_AVG, EXP_AVG_SQ)
+
+    def values(
+        self, wide: Tensor, target: Tensor, moments: Sequence[Tensor], scalars: Any, *, l2: bool, root: Root
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        return adam.new_values(wide, target, moments, scalars, l2=l2, root=root)
 
 
 class Run(NamedTuple):
@@ -199,23 +280,23 @@ def num_quant_blocks(num_elements: int) -> int:
     return -(-num_elements // QUANT_BLOCK)
 
 
-def check_adam_slots(fmt: AdamFormat, slots: AdamSlots, scale: GradScale) -> None:
+def check_slots(fmt: UpdateFormat, slots: Slots, scale: GradScale) -> None:
     """Check a tile's tensors and what its gradients are scaled with.
 
     Raises:
         ValueError: a tensor has another dtype, shape or device than the format says, is missing or in excess.
     """
     num_elements, device = slots.param.numel(), slots.param.device
-    scale_shape = (num_quant_blocks(num_elements),) if fmt.quantised else None
+    elements, blocks = (num_elements,), (num_quant_blocks(num_elements),)
     wanted: list[tuple[str, Tensor | None, torch.dtype, tuple[int, ...] | None]] = [
-        ("param", slots.param, fmt.param_dtype, (num_elements,)),
-        ("grad", slots.grad, fmt.grad_dtype, (num_elements,)),
-        ("exp_avg", slots.exp_avg, fmt.moment_dtype, (num_elements,)),
-        ("exp_avg_sq", slots.exp_avg_sq, fmt.moment_dtype, (num_elements,)),
-        ("master", slots.master, fmt.master_dtype or torch.float32, (num_elements,) if fmt.master else None),
-        ("exp_avg_scale", slots.exp_avg_scale, torch.float32, scale_shape),
-        ("exp_avg_sq_scale", slots.exp_avg_sq_scale, torch.float32, scale_shape),
+        (PARAM, slots.param, fmt.param_dtype, elements),
+        (GRAD, slots.grad, fmt.grad_dtype, elements),
+        *[(kind, slots[kind], fmt.moment_dtype, elements) for kind in fmt.kinds],
+        (MASTER, slots.master, fmt.master_dtype or torch.float32, elements if fmt.master else None),
+        *[(scale_of(k), slots[scale_of(k)], torch.float32, blocks if fmt.quantised else None) for k in fmt.kinds],
     ]
+    excess = slots.states().keys() - {name for name, *_ in wanted}
+    wanted += [(name, slots[name], torch.float32, None) for name in sorted(excess)]
     for name in ("unscale", "clip", "found_inf"):
         tensor = getattr(scale, name)
         wanted.append((name, tensor, torch.float32, () if tensor is not None else None))
@@ -241,9 +322,9 @@ def check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int
         raise ValueError(f"{name} is on {tensor.device}, param on {device}; an update runs on one device")
 
 
-def check_adam_update(
-    fmt: AdamFormat,
-    slots: AdamSlots,
+def check_update(
+    fmt: UpdateFormat,
+    slots: Slots,
     scalars: Tensor,
     scale: GradScale,
     key: RoundingKey | None,
@@ -252,16 +333,16 @@ def check_adam_update(
     """Check all that an update takes, but for its runs (see `check_runs`).
 
     Args:
-        scalars: `[num_groups, 9]` fp32, as `chunkc.kernels.hyper.scalar_table` makes it, on the slots' device.
+        scalars: `[num_groups, num_scalars]` fp32 on the slots' device, see `chunkc.kernels.hyper.scalar_table`.
         key: for stochastic rounding, else None.
         first_element: index in the chunk group of the tile's first element.
 
     Raises:
-        ValueError: see `check_adam_slots`; also of the scalars, the key and the first element.
+        ValueError: see `check_slots`; also of the scalars, the key and the first element.
     """
-    check_adam_slots(fmt, slots, scale)
+    check_slots(fmt, slots, scale)
     num_groups = scalars.shape[0] if scalars.dim() else 0
-    check_tensor("scalars", scalars, torch.float32, (num_groups, len(AdamScalars._fields)), slots.param.device)
+    check_tensor("scalars", scalars, torch.float32, (num_groups, len(fmt.scalars._fields)), slots.param.device)
     if fmt.stochastic != (key is not None):
         raise ValueError("a rounding key is needed for rounding='stochastic', and for nothing else")
     if first_element < 0 or first_element % fmt.run_alignment:
@@ -270,7 +351,7 @@ def check_adam_update(
         )
 
 
-def check_runs(runs: Sequence[Run], fmt: AdamFormat, *, num_elements: int, num_groups: int) -> None:
+def check_runs(runs: Sequence[Run], fmt: UpdateFormat, *, num_elements: int, num_groups: int) -> None:
     """Check runs against a tile of `num_elements`.
 
     Raises:
@@ -289,8 +370,8 @@ def check_runs(runs: Sequence[Run], fmt: AdamFormat, *, num_elements: int, num_g
 
 
 def checked_runs(
-    fmt: AdamFormat,
-    slots: AdamSlots,
+    fmt: UpdateFormat,
+    slots: Slots,
     runs: Sequence[Run],
     scalars: Tensor,
     scale: GradScale,
@@ -300,14 +381,13 @@ def checked_runs(
     """Check all that an update of a tile takes, and leave out runs without elements.
 
     Raises:
-        ValueError: see `check_adam_update` and `check_runs`.
+        ValueError: see `check_update` and `check_runs`.
     """
-    check_adam_update(fmt, slots, scalars, scale, key, first_element)
+    check_update(fmt, slots, scalars, scale, key, first_element)
     check_runs(runs, fmt, num_elements=slots.param.numel(), num_groups=len(scalars))
     return [run for run in runs if run.end > run.begin]
 
 
-def mark_written(slots: AdamSlots) -> None:
+def mark_written(slots: Slots) -> None:
     """Tell autograd that an update by other than its operators has written to the slots."""
-    states = (slots.exp_avg, slots.exp_avg_sq, slots.master, slots.exp_avg_scale, slots.exp_avg_sq_scale)
-    torch.autograd.graph.increment_version([tensor for tensor in (slots.param, *states) if tensor is not None])
+    torch.autograd.graph.increment_version([slots.param, *slots.states().values()])

@@ -1,4 +1,4 @@
-"""What every Adam kernel shares: the hyper-parameters of one update and the check of its tensors."""
+"""Adam's hyper-parameters and its scalars; the table of scalars that all rules have; the check of a run's tensors."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ class AdamHyper:
         )
 
 
-def scalar_table(hypers: Sequence[AdamHyper]) -> Tensor:
-    """The scalars of several groups as fp32 `[num_groups, 9]` on the CPU; runs name a row of it."""
+def scalar_table(hypers: Sequence[Any]) -> Tensor:
+    """The scalars of several groups as fp32 `[num_groups, num_scalars]` on the CPU; runs name a row of it."""
     rows = [hyper.scalars() for hyper in hypers]  # in numpy's memory: nothing is charged to a limited allocator
-    return torch.from_numpy(np.array(rows, dtype=np.float32).reshape(-1, len(AdamScalars._fields)))
+    return torch.from_numpy(np.array(rows, dtype=np.float32).reshape(len(rows), -1 if rows else 0))
 
 
 def check_adam_run(

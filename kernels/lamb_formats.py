@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run, check_adam_slots, check_tensor
+from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run, check_slots, check_tensor
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.kernels.hyper import check_ranges
 
@@ -43,7 +42,7 @@ class LambScalars(NamedTuple):
 
     @classmethod
     def of(cls, row: Tensor) -> LambScalars:
-        """A row of `lamb_table`, each scalar a 0-dim tensor."""
+        """A row of `chunkc.kernels.hyper.scalar_table`, each scalar a 0-dim tensor."""
         scalars: Any = row.unbind()
         return cls(*scalars)
 
@@ -86,12 +85,6 @@ class LambHyper:
             neg_lr=-self.lr,
             adapt=float(self.adapt),
         )
-
-
-def lamb_table(hypers: Sequence[LambHyper]) -> Tensor:
-    """The scalars of several groups as fp32 `[num_groups, 10]` on the CPU; tensors name a row of it."""
-    rows = [hyper.scalars() for hyper in hypers]  # in numpy's memory: nothing is charged to a limited allocator
-    return torch.from_numpy(np.array(rows, dtype=np.float32).reshape(-1, len(LambScalars._fields)))
 
 
 class LambPiece(NamedTuple):
@@ -215,7 +208,7 @@ def check_lamb(
     """
     if fmt.moments != "float32" or fmt.rounding != "nearest" or fmt.split:
         raise ValueError(f"LAMB needs moments='float32', rounding='nearest' and split=False, got {fmt}")
-    check_adam_slots(fmt, slots, scale)
+    check_slots(fmt, slots, scale)
     if slots.param.numel() != work.num_elements:
         raise ValueError(f"the work is for a tile of {work.num_elements} elements, the slots have {len(slots.param)}")
     for name, tensor, dtype, shape in (

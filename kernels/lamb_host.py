@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,19 +15,8 @@ Run = Callable[[AdamFormat, AdamSlots, LambWork, Tensor, Tensor, GradScale], Non
 """One implementation of a stage: checked (format, slots, work, scalars, partials, scale)."""
 
 
-class Stage(Protocol):
-    """A stage of the update of a tile, see `chunkc.kernels.lamb_reference`."""
-
-    def __call__(
-        self,
-        fmt: AdamFormat,
-        slots: AdamSlots,
-        work: LambWork,
-        scalars: Tensor,
-        partials: Tensor,
-        *,
-        scale: GradScale = NO_SCALE,
-    ) -> None: ...
+Stage = Callable[..., None]
+"""A stage of the update of a tile, with `scale` as a keyword, see `chunkc.kernels.lamb_reference`."""
 
 
 def moments_stage(run: Run) -> Stage:

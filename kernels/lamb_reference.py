@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from chunkc.kernels.adam import exact_root, new_moments
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale
 from chunkc.kernels.lamb_formats import LambPiece, LambScalars, LambWork
 from chunkc.kernels.lamb_host import apply_stage, moments_stage
@@ -32,7 +33,7 @@ def lamb_moments(
     Args:
         fmt: fp32 parameters, or low precision with a master; fp32 moments, rounding to nearest.
         work: of this tile, from `lamb_work`.
-        scalars: `[num_groups, 10]` fp32, see `lamb_table`.
+        scalars: `[num_groups, 10]` fp32, see `chunkc.kernels.hyper.scalar_table`.
         partials: `[2, num_partials]` fp32, see `new_partials`; the tile's rows are overwritten.
 
     Raises:
@@ -47,7 +48,7 @@ def lamb_moments(
             if factor is not None:
                 wide = wide * factor
         new_avg, new_avg_sq = lamb_new_moments(wide, slots.exp_avg[part], slots.exp_avg_sq[part], group)
-        update = lamb_direction(target[part], new_avg, _sqrt(new_avg_sq), group)
+        update = lamb_direction(target[part], new_avg, exact_root(new_avg_sq), group)
         _store(slots.exp_avg[part], new_avg, scale)
         _store(slots.exp_avg_sq[part], new_avg_sq, scale)
         for row, (begin, end) in enumerate(pairwise(cuts), start=piece.partial):
@@ -79,7 +80,7 @@ def lamb_apply(
     for piece in work.pieces:
         part = slice(piece.begin, piece.end)
         group = LambScalars.of(scalars[piece.group])
-        update = lamb_direction(target[part], slots.exp_avg[part], _sqrt(slots.exp_avg_sq[part]), group)
+        update = lamb_direction(target[part], slots.exp_avg[part], exact_root(slots.exp_avg_sq[part]), group)
         new_target = target[part] + (group.neg_lr * trust_ratio(partials, piece, group)) * update
         if slots.master is not None:
             _store(slots.master[part], new_target, scale)
@@ -88,13 +89,7 @@ def lamb_apply(
 
 def lamb_new_moments(wide: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: LambScalars) -> tuple[Tensor, Tensor]:
     """The moments after an fp32 gradient (scaled)."""
-    wide = wide * scalars.grad_sign
-    # Tensor.lerp_: from the nearer end, so that a weight of 1 gives the gradient itself.
-    near = torch.as_tensor(scalars.lerp_weight < 0.5, device=wide.device)
-    base = torch.where(near, exp_avg, wide)
-    coefficient = torch.where(near, scalars.lerp_weight, scalars.lerp_weight - 1)
-    new_avg = base + coefficient * (wide - exp_avg)
-    return new_avg, exp_avg_sq * scalars.beta2 + scalars.one_minus_beta2 * wide * wide
+    return new_moments(wide * scalars.grad_sign, exp_avg, exp_avg_sq, scalars)
 
 
 def lamb_direction(target: Tensor, exp_avg: Tensor, root: Tensor, scalars: LambScalars) -> Tensor:
@@ -108,11 +103,6 @@ def trust_ratio(partials: Tensor, piece: LambPiece, scalars: LambScalars) -> Ten
     norms = partials[:, piece.first_partial : piece.last_partial].double().sum(1).sqrt()
     usable = (norms != 0).all() & (torch.as_tensor(scalars.adapt, device=partials.device) != 0)
     return torch.where(usable, norms[0] / norms[1], 1.0).to(torch.float32)
-
-
-def _sqrt(values: Tensor) -> Tensor:
-    """To nearest. `Tensor.sqrt` of fp32 on the CPU may be MKL's, one place off for some values in a thousand."""
-    return values.double().sqrt().float()
 
 
 def _store(place: Tensor, value: Tensor, scale: GradScale) -> None:

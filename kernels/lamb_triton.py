@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chunkc.kernels.adam_triton import BLOCK, RAGGED_BLOCK, launch_options_on, require_triton
+from chunkc.kernels.elementwise_triton import BLOCK, RAGGED_BLOCK, launch_options_on, require_triton
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale
 from chunkc.kernels.lamb_formats import LambWork
 from chunkc.kernels.lamb_host import apply_stage, moments_stage

@@ -9,9 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from chunkc.kernels.adam_triton import UNIT
-from chunkc.kernels.adam_triton_kernel import load_wide, store_rounded
+from chunkc.kernels.adam_triton_kernel import new_moments
+from chunkc.kernels.elementwise_triton import UNIT
 from chunkc.kernels.lamb_formats import LambScalars
+from chunkc.kernels.triton_formats import factors_of, load_target, load_wide, store_target
 
 _UNIT = tl.constexpr(UNIT)
 _NUM_SCALARS = tl.constexpr(len(LambScalars._fields))
@@ -51,12 +52,7 @@ def lamb_moments_kernel(
     update = tl.full((), True, tl.int1)
     if found_inf is not None:
         update = tl.load(found_inf) == 0
-    factor = tl.full((), 1.0, tl.float32)
-    second_factor = tl.full((), 1.0, tl.float32)
-    if unscale is not None:
-        factor = tl.load(unscale)
-    if clip is not None:
-        second_factor = tl.load(clip)
+    factor, second_factor = factors_of(unscale, clip)
     if update:
         rest = begin
         of_params = tl.zeros((BLOCK,), tl.float32)
@@ -138,15 +134,9 @@ def _moments_of_block(
     wide = load_wide(grad, offsets, mask) * factor * second_factor
     old_avg = tl.load(exp_avg + offsets, mask=mask, other=0.0)
     old_avg_sq = tl.load(exp_avg_sq + offsets, mask=mask, other=0.0)
-    target = _load_target(param, master, offsets, mask)
-    lerp_weight = tl.load(scalars + 2)
-
+    target = load_target(param, master, offsets, mask)
     wide = wide * tl.load(scalars)
-    near = lerp_weight < 0.5
-    base = tl.where(near, old_avg, wide)
-    coefficient = tl.where(near, lerp_weight, lerp_weight - 1)
-    new_avg = base + coefficient * (wide - old_avg)
-    new_avg_sq = old_avg_sq * tl.load(scalars + 3) + tl.load(scalars + 4) * wide * wide
+    new_avg, new_avg_sq = new_moments(wide, old_avg, old_avg_sq, scalars + 2)
     direction = _direction(target, new_avg, new_avg_sq, scalars)
     tl.store(exp_avg + offsets, new_avg, mask=mask)
     tl.store(exp_avg_sq + offsets, new_avg_sq, mask=mask)
@@ -163,19 +153,9 @@ def _apply_to_block(
     mask = offsets < end
     avg = tl.load(exp_avg + offsets, mask=mask, other=0.0)
     avg_sq = tl.load(exp_avg_sq + offsets, mask=mask, other=0.0)
-    target = _load_target(param, master, offsets, mask)
+    target = load_target(param, master, offsets, mask)
     new_target = target + step_size * _direction(target, avg, avg_sq, scalars)
-    if master is not None:
-        tl.store(master + offsets, new_target, mask=mask)
-    store_rounded(param, new_target, offsets, mask, offsets, offsets, 0, False)
-
-
-@triton.jit
-def _load_target(param, master, offsets, mask):
-    if master is not None:
-        return tl.load(master + offsets, mask=mask, other=0.0)
-    else:
-        return load_wide(param, offsets, mask)
+    store_target(param, master, new_target, offsets, mask, offsets, offsets, False)
 
 
 @triton.jit

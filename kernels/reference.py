@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from chunkc.ir.states import UNSIGNED, scale_of
+from chunkc.kernels.adam import exact_root
 from chunkc.kernels.formats import (
     NO_SCALE,
     QUANT_BLOCK,
-    AdamFormat,
-    AdamSlots,
     GradScale,
     RoundingKey,
     Run,
+    Slots,
+    UpdateFormat,
     checked_runs,
 )
-from chunkc.kernels.hyper import AdamHyper, AdamScalars, check_adam_run
 from chunkc.kernels.quant import dequantise, quantise
 from chunkc.kernels.rounding import (
-    EXP_AVG_SQ_STREAM,
-    EXP_AVG_STREAM,
+    FIRST_MOMENT_STREAM,
     PARAM_STREAM,
     random_bits16,
     round_nearest,
@@ -31,57 +32,9 @@ from chunkc.kernels.split import join_master, split_master
 
 
 @torch.no_grad()
-def adam_update(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    master: Tensor | None,
-    hyper: AdamHyper,
-) -> None:
-    """One Adam or AdamW update of `[n]` elements, in place, on any device.
-
-    The operations are those of `torch.optim.adam._single_tensor_adam` (neither amsgrad nor capturable), in
-    that order: fp32 parameters get the very bits of `torch.optim.Adam(foreach=False)`. With a master, the
-    update is the master's, and `param` becomes its copy, rounded to nearest even. Gradients are widened to
-    fp32 first. `grad` is left alone; it may share `param`'s memory.
-
-    Args:
-        param: `[n]`, fp32 (then `master` is None), bf16 or fp16.
-        grad: `[n]`, fp32, bf16 or fp16.
-        exp_avg, exp_avg_sq: `[n]`, fp32.
-        master: `[n]`, fp32; or int16, the lower bits of a split one; or None.
-
-    Raises:
-        ValueError: see `check_adam_run`.
-    """
-    check_adam_run(param, grad, exp_avg, exp_avg_sq, master)
-    split = master is not None and master.dtype == torch.int16
-    target = param if master is None else join_master(param, master) if split else master
-    scalars = hyper.scalars()
-    wide = grad.to(torch.float32, copy=True)
-    if hyper.maximize:
-        wide = -wide
-    if hyper.weight_decay != 0:
-        if hyper.decoupled:
-            target.mul_(scalars.decay)
-        else:
-            wide = wide.add(target, alpha=hyper.weight_decay)
-    exp_avg.lerp_(wide, scalars.lerp_weight)
-    exp_avg_sq.mul_(hyper.beta2).addcmul_(wide, wide, value=scalars.one_minus_beta2)
-    denom = (exp_avg_sq.sqrt() / scalars.bias_correction2_sqrt).add_(hyper.eps)
-    target.addcdiv_(exp_avg, denom, value=scalars.neg_step_size)
-    if master is not None and split:
-        for place, values in zip((param, master), split_master(target), strict=True):
-            place.copy_(values)
-    elif master is not None:
-        param.copy_(master)
-
-
-@torch.no_grad()
-def adam_chunk_update(
-    fmt: AdamFormat,
-    slots: AdamSlots,
+def chunk_update(
+    fmt: UpdateFormat,
+    slots: Slots,
     runs: Sequence[Run],
     scalars: Tensor,
     *,
@@ -89,59 +42,41 @@ def adam_chunk_update(
     key: RoundingKey | None = None,
     first_element: int = 0,
 ) -> None:
-    """One Adam or AdamW update of a tile of a chunk group in any format, in place, on any device.
+    """One update of a tile of a chunk group by a format's rule, in place, on any device.
 
     Elements outside the runs stay as they are. Each operation is one fp32 operation, rounded by itself, in the order
     that every fused kernel keeps, so their bits are these. The update uses the new moments before they are rounded.
 
     Args:
-        scalars: `[num_groups, 9]` fp32, see `chunkc.kernels.hyper.scalar_table`.
+        scalars: `[num_groups, num_scalars]` fp32, see `chunkc.kernels.hyper.scalar_table`.
         scale: what gradients are multiplied by, and whether to skip the update.
         key: what stochastic rounding derives its bits from; None without it.
         first_element: index in the chunk group of the tile's first element.
 
     Raises:
-        ValueError: see `check_adam_update` and `check_runs`.
+        ValueError: see `check_update` and `check_runs`.
     """
     for run in checked_runs(fmt, slots, runs, scalars, scale, key, first_element):
-        _update_run(fmt, slots, run, AdamScalars.of(scalars[run.group]), scale, key, first_element)
-
-
-def adam_math(
-    wide: Tensor, target: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: AdamScalars
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The update itself: fp32 gradient (scaled), parameter and moments in; new parameter and moments out."""
-    wide = wide * scalars.grad_sign
-    wide = torch.where(torch.as_tensor(scalars.l2 != 0, device=wide.device), wide + target * scalars.l2, wide)
-    decayed = target * scalars.decay
-    # Tensor.lerp_: from the nearer end, so that a weight of 1 gives the gradient itself.
-    near = torch.as_tensor(scalars.lerp_weight < 0.5, device=wide.device)
-    base = torch.where(near, exp_avg, wide)
-    coefficient = torch.where(near, scalars.lerp_weight, scalars.lerp_weight - 1)
-    new_avg = base + coefficient * (wide - exp_avg)
-    new_avg_sq = exp_avg_sq * scalars.beta2 + scalars.one_minus_beta2 * wide * wide
-    # In double precision, because torch's vectorised fp32 root is not always the nearest; this one is.
-    root = new_avg_sq.to(torch.float64).sqrt().to(torch.float32)
-    denom = root / scalars.bias_correction2_sqrt + scalars.eps
-    return decayed + scalars.neg_step_size * new_avg / denom, new_avg, new_avg_sq
+        _update_run(fmt, slots, run, fmt.scalars.of(scalars[run.group]), scale, key, first_element)
 
 
 def _update_run(
-    fmt: AdamFormat,
-    slots: AdamSlots,
+    fmt: UpdateFormat,
+    slots: Slots,
     run: Run,
-    scalars: AdamScalars,
+    scalars: Any,
     scale: GradScale,
     key: RoundingKey | None,
     first_element: int,
 ) -> None:
-    part = slice(run.begin, run.end)
+    states, part = slots.states(), slice(run.begin, run.end)
     blocks = slice(run.begin // QUANT_BLOCK, -(-run.end // QUANT_BLOCK))
 
-    def load_moment(codes: Tensor, scales: Tensor | None, *, signed: bool) -> Tensor:
+    def load_moment(kind: str) -> Tensor:
+        codes, scales = states[kind][part], states.get(scale_of(kind))
         if scales is None:
-            return codes[part].to(torch.float32)
-        return dequantise(codes[part], scales[blocks], signed=signed)
+            return codes.to(torch.float32)
+        return dequantise(codes, scales[blocks], signed=kind not in UNSIGNED)
 
     def store(place: Tensor, value: Tensor) -> None:
         if scale.found_inf is not None:
@@ -157,12 +92,13 @@ def _update_run(
             index = torch.arange(first_element + run.begin, first_element + run.end, device=place.device)
             store(place, round_stochastic(value, random_bits16(index, key, stream)))
 
-    def store_moment(codes: Tensor, scales: Tensor | None, value: Tensor, stream: int, *, signed: bool) -> None:
+    def store_moment(kind: str, value: Tensor, stream: int) -> None:
+        codes, scales = states[kind][part], states.get(scale_of(kind))
         if scales is None:
-            store_rounded(codes[part], value, stream)
+            store_rounded(codes, value, stream)
         else:
-            new_codes, new_scales = quantise(value, signed=signed)
-            store(codes[part], new_codes)
+            new_codes, new_scales = quantise(value, signed=kind not in UNSIGNED)
+            store(codes, new_codes)
             store(scales[blocks], new_scales)
 
     wide = slots.grad[part].to(torch.float32)
@@ -173,11 +109,11 @@ def _update_run(
     if fmt.split:
         assert slots.master is not None
         target = join_master(slots.param[part], slots.master[part])
-    exp_avg = load_moment(slots.exp_avg, slots.exp_avg_scale, signed=True)
-    exp_avg_sq = load_moment(slots.exp_avg_sq, slots.exp_avg_sq_scale, signed=False)
-    new_target, new_avg, new_avg_sq = adam_math(wide, target, exp_avg, exp_avg_sq, scalars)
-    store_moment(slots.exp_avg, slots.exp_avg_scale, new_avg, EXP_AVG_STREAM, signed=True)
-    store_moment(slots.exp_avg_sq, slots.exp_avg_sq_scale, new_avg_sq, EXP_AVG_SQ_STREAM, signed=False)
+    moments = [load_moment(kind) for kind in fmt.kinds]
+    l2 = bool(scalars.l2 != 0)
+    new_target, new_moments = fmt.values(wide, target, moments, scalars, l2=l2, root=exact_root)
+    for stream, (kind, value) in enumerate(zip(fmt.kinds, new_moments, strict=True), start=FIRST_MOMENT_STREAM):
+        store_moment(kind, value, stream)
     if slots.master is not None:
         store(slots.master[part], split_master(new_target)[1] if fmt.split else new_target)
     store_rounded(slots.param[part], new_target, PARAM_STREAM)

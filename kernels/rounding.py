@@ -7,8 +7,8 @@ from torch import Tensor
 
 from chunkc.kernels.formats import RoundingKey
 
-PARAM_STREAM, EXP_AVG_STREAM, EXP_AVG_SQ_STREAM = 0, 1, 2
-"""Which tensor random bits are for, so that those of one element are independent."""
+PARAM_STREAM, FIRST_MOMENT_STREAM = 0, 1
+"""Which tensor random bits are for, so that those of one element are independent: other moments have the next."""
 
 _MASK32 = 0xFFFFFFFF
 _BF16_NAN = 0x7FC0

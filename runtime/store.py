@@ -24,7 +24,7 @@ from chunkc.ir.chunks import (
     split_chunk_name,
 )
 from chunkc.ir.errors import ChunkStateError, UnsupportedError
-from chunkc.ir.states import EXP_AVG, MASTER_LOW, SCALES, num_entries
+from chunkc.ir.states import MASTER_LOW, is_scale, num_entries
 from chunkc.runtime.chunk_states import ChunkState
 from chunkc.runtime.forks import refuse_in_forks
 from chunkc.runtime.gradients import NOTHING, HandedOut, accumulate, add_later, of_several, store_first
@@ -120,7 +120,7 @@ class ChunkStore(ChunkSlots):
     def restate(self, layout: ChunkLayout) -> None:
         """Take over a layout that differs in what states are kept; none may be at home yet where it does."""
         for old, new in zip(self.layout.groups, layout.groups, strict=True):
-            assert old.states == new.states or chunk_name(EXP_AVG, old.index) not in self.arena, "states are at home"
+            assert old.states == new.states or not self._states_at_home(old), "states are at home"
         self.layout = layout
         self._slices = {s.spec.name: (group, s) for group in layout.groups for s in group.slices}
 
@@ -210,7 +210,8 @@ class ChunkStore(ChunkSlots):
         Raises:
             HomeError: the home tier has no room.
         """
-        if chunk_name(EXP_AVG, group) in self.arena:
+        of_group = self.layout.groups[group]
+        if len(self._states_at_home(of_group)) == len(of_group.state_kinds):
             return
         groups = [g for g in self.layout.groups if g.trainable and g.index not in self.resident]
         self.arena.reserve(
@@ -224,15 +225,19 @@ class ChunkStore(ChunkSlots):
 
     def leave_states(self, group: int) -> None:
         """Leave a group's states at home to who has views of them; room for others has to be reserved."""
-        chunks = [chunk_name(kind, group) for kind in self.layout.groups[group].state_kinds]
-        self.arena.free([chunk for chunk in chunks if chunk in self.arena])
+        self.arena.free(self._states_at_home(self.layout.groups[group]))
+
+    def _states_at_home(self, group: ChunkGroup) -> list[str]:
+        """The chunks of a group's states that have room at home."""
+        chunks = [chunk_name(kind, group.index) for kind in group.state_kinds]
+        return [chunk for chunk in chunks if chunk in self.arena]
 
     def home_view(self, kind: str, name: str) -> torch.Tensor:
         """A tensor over a parameter's bytes (or its gradient's, or a state's) at home; its storage is its own."""
         group, where = self._slices[name]
         dtype, entries = group.kind_dtype(kind), group.entries(kind, where)
         shape, stride = where.spec.shape, where.spec.stride
-        if kind in SCALES:
+        if is_scale(kind):
             shape, stride = (entries.stop - entries.start,), (1,)
         return self.arena.view(chunk_name(kind, group.index), dtype, shape, stride, entries.start * dtype.itemsize)
 

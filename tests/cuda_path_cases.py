@@ -26,8 +26,8 @@ from fake_gpu import FakeGpu  # noqa: E402
 from harness import array, differences  # noqa: E402
 
 import chunkc  # noqa: E402
-import chunkc.optim.device_adam  # noqa: E402
 import chunkc.optim.doubts  # noqa: E402
+import chunkc.optim.on_device  # noqa: E402
 import chunkc.session  # noqa: E402
 from chunkc.machines.presets import preset  # noqa: E402
 from chunkc.optim.update_on import groups_at_home  # noqa: E402
@@ -42,6 +42,17 @@ def test_triton_trains_as_torch() -> None:
 
 def test_the_budget_changes_no_bit() -> None:
     assert not differences(on_gpu(case(), 0), on_gpu(case(), 100))
+
+
+def test_the_budget_changes_no_bit_of_sgd() -> None:
+    for settings in ({}, {"momentum": 0.9, "nesterov": True}):
+        results = []
+        for percent in (0, 100):
+            with on_fake_gpu():
+                subject = Subject(case(torch.bfloat16), budget(case(torch.bfloat16), percent))
+                optimizer = chunkc.optim.SGD(subject.model.parameters(), lr=1e-2, weight_decay=0.1, **settings)
+                results.append(subject.train(optimizer))
+        assert not differences(*results)
 
 
 def test_half_precision_with_masters() -> None:
@@ -251,12 +262,15 @@ def test_nobody_waits_to_know_whether_a_step_overflowed() -> None:
     def lamb(subject: Subject) -> Any:
         return chunkc.optim.LAMB(subject.model.parameters(), lr=1e-2, weight_decay=0.1)
 
-    for make in (adamw, lamb, lambda subject: adamw(subject, "cpu")):
+    def sgd(subject: Subject) -> Any:
+        return chunkc.optim.SGD(subject.model.parameters(), lr=1e-2, momentum=0.9, dampening=0.5)
+
+    for make in (adamw, lamb, sgd, lambda subject: adamw(subject, "cpu")):
         seen, counted = skipping(make, remote=False)
         assert counted == [1, 1, 1, 2, 3, 4], counted
         found, optimistic = skipping(make, remote=True)
         assert not differences(found, seen)
-        if make in (adamw, lamb):
+        if make in (adamw, lamb, sgd):
             assert optimistic != counted  # the host was told late
 
 
@@ -298,7 +312,7 @@ def test_tables_are_made_once_and_steps_stay_on_the_host() -> None:
         subject = Subject(of, budget(of, 0))
         optimizer = adamw(subject)
         subject.train(optimizer, 1)
-        (adam,) = optimizer._device_adams.values()
+        (adam,) = optimizer._updaters.values()
         tables = dict(adam.tables.items())
         subject.train(optimizer, 2)
         assert {key: id(t) for key, t in adam.tables.items()} == {key: id(t) for key, t in tables.items()}

@@ -74,6 +74,7 @@ def explain(
     moments_dtype: torch.dtype | str | None = None,
     master_weights: bool | str | None = None,
     stochastic_rounding: bool = False,
+    momentum: float | None = None,
     name: str | None = None,
     show: Show | None = None,
     **kwargs: Any,
@@ -88,9 +89,10 @@ def explain(
         home, disk_holds, chunk_size, codegen, whole_graph, strict: as in `torch.compile`'s options, but that codegen is
             "eager" by default. Of a model that chunkc has compiled, all these are its own by default, and what its
             latest step measured is put beside what is predicted.
-        optimizer: of `chunkc.optim`: "adamw", "adam" or "lamb". None: that of the model, if it has one; else AdamW.
-        update_on, overlap, moments_dtype, master_weights, stochastic_rounding: as the optimizer will have them; None is
-            its own default. Where a format is given, it counts for all parameters, whatever optimizer the model has.
+        optimizer: of `chunkc.optim`: "adamw", "adam", "lamb" or "sgd". None: the model's own, or else AdamW.
+        update_on, overlap, moments_dtype, master_weights, stochastic_rounding, momentum: as the optimizer will have
+            them; None is its own default. Where a format or a momentum is given, it counts for all parameters, whatever
+            optimizer the model has.
         show: told what begins, for a progress display.
 
     Dimensions of arguments that `torch._dynamo.mark_dynamic` marked are traced in symbols, and every moment then says
@@ -106,7 +108,8 @@ def explain(
     asked |= {"codegen": codegen, "whole_graph": whole_graph, "strict": strict}
     given = {key: value for key, value in asked.items() if value is not None}
     options = parse_options({"codegen": "eager", **own, **given})
-    choice = OptimizerChoice(update_on, overlap, optimizer, moments_dtype, master_weights, stochastic_rounding)
+    formats = (moments_dtype, master_weights, stochastic_rounding)
+    choice = OptimizerChoice(update_on, overlap, optimizer, *formats, momentum)
     chosen = choice.of(model)
     updates = Updates.of(choice, chosen)
     hardware = hardware or own_hardware or "cpu"

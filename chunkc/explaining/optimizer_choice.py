@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import signature
 
 import torch
 from torch import nn
@@ -15,9 +16,10 @@ from chunkc.optim.adam import Adam, AdamW
 from chunkc.optim.chunked_optimizer import ChunkedOptimizer
 from chunkc.optim.lamb import LAMB
 from chunkc.optim.overlap_mode import NONE
+from chunkc.optim.sgd import SGD
 from chunkc.optim.update_on import DEVICE
 
-OPTIMIZERS: Mapping[str, type[ChunkedOptimizer]] = {"adamw": AdamW, "adam": Adam, "lamb": LAMB}
+OPTIMIZERS: Mapping[str, type[ChunkedOptimizer]] = {"adamw": AdamW, "adam": Adam, "lamb": LAMB, "sgd": SGD}
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class OptimizerChoice:
 
     Attributes:
         optimizer: of `OPTIMIZERS`; None: `AdamW` where anything else is said of it.
-        update_on, overlap, moments_dtype, master_weights, stochastic_rounding: its constructor's. None: its default.
+        update_on, overlap, moments_dtype, master_weights, stochastic_rounding, momentum: its constructor's. None: its
+            default.
     """
 
     update_on: str = DEVICE
@@ -54,13 +57,15 @@ class OptimizerChoice:
     moments_dtype: torch.dtype | str | None = None
     master_weights: bool | str | None = None
     stochastic_rounding: bool = False
+    momentum: float | None = None
 
     @property
-    def _arguments(self) -> dict[str, torch.dtype | str | bool]:
+    def _arguments(self) -> dict[str, torch.dtype | str | float]:
         said = {
             "moments_dtype": self.moments_dtype,
             "master_weights": self.master_weights,
             "stochastic_rounding": self.stochastic_rounding or None,
+            "momentum": self.momentum,
         }
         return {name: value for name, value in said.items() if value is not None}
 
@@ -73,8 +78,11 @@ class OptimizerChoice:
         if self.optimizer not in (None, *OPTIMIZERS):
             raise OptionsError(f"optimizer is {self.optimizer!r}; allowed: {', '.join(OPTIMIZERS)}")
         kind = OPTIMIZERS[self.optimizer or "adamw"]
-        if kind is LAMB and self._arguments:
-            raise OptionsError(f"LAMB has no {next(iter(self._arguments))}; AdamW and Adam have")
+        for name in self._arguments:
+            having = [other.__name__ for other in OPTIMIZERS.values() if name in signature(other).parameters]
+            if kind.__name__ not in having:
+                others = f"{', '.join(having[:-1])} and {having[-1]} have" if having[1:] else f"{having[0]} has"
+                raise OptionsError(f"{kind.__name__} has no {name}; {others}")
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.optimizer is None and not self._arguments:
             self._make(kind, {torch.float32})

@@ -11,7 +11,7 @@ from chunkc.ir.chunks import PARAM, ChunkGroup, ChunkLayout, ParamSpec, chunk_na
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.simulate import STAYING, HomeUpdateTimes
-from chunkc.ir.states import ELEMENTS_PER_SCALE, EXP_AVG, INT8, MASTER, MASTER_LOW
+from chunkc.ir.states import ELEMENTS_PER_SCALE, INT8, MASTER, MASTER_LOW
 from chunkc.ir.updates import tile_traffic, update_traffic
 from chunkc.optim.overlap_mode import NONE, OverlapMode
 from chunkc.optim.update_on import CPU, DEVICE, divided
@@ -102,10 +102,14 @@ class Updates:
         read, written = (
             sum(nbytes) / ELEMENTS_PER_SCALE for nbytes in zip(*((s.read_nbytes, s.written_nbytes) for s in block))
         )
-        moments = str(kinds[EXP_AVG]).removeprefix("torch.") if states.moments != INT8 else INT8
+        kept = "no states"
+        if states.kinds:
+            moments = states.moments if states.moments == INT8 else str(kinds[states.kinds[0]]).removeprefix("torch.")
+            what = "a {} " + states.kinds[0].replace("_", " ") if len(states.kinds) == 1 else "{} moments"
+            kept = what.format(moments)
         return (
-            f"{self.optimizer} keeps {moments} moments{masters} for {dtype} parameters: an update reads {read:.4g} and "
-            f"writes {written:.4g} bytes of each"
+            f"{self.optimizer} keeps {kept}{masters} for {dtype} parameters: an update reads {read:.4g} "
+            f"and writes {written:.4g} bytes of each"
         )
 
 

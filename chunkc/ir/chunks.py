@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from chunkc.ir.states import DEFAULT_STATES, INT8, SCALES, StateFormat, num_entries
+from chunkc.ir.states import DEFAULT_STATES, ELEMENTS_PER_SCALE, INT8, StateFormat, num_entries
 
 STEP_NBYTES = 4
 """An optimizer's step counter: one fp32 scalar per trainable parameter, always on the compute tier."""
@@ -171,7 +171,7 @@ class ChunkGroup:
 
     def update_workspace_nbytes(self, num_elements: int) -> int:
         """What the update of so many elements allocates itself: with 8-bit moments a number per block."""
-        return 4 * num_entries(SCALES[0], num_elements) if self.states.moments == INT8 else 0
+        return 4 * -(-num_elements // ELEMENTS_PER_SCALE) if self.states.moments == INT8 else 0
 
     @property
     def resident_nbytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -11,10 +11,14 @@ MASTER, EXP_AVG, EXP_AVG_SQ = "master", "exp_avg", "exp_avg_sq"
 MASTER_LOW = "master_low"
 """The lower 16 bits of an fp32 master, whose upper ones are those of the bf16 parameter."""
 
-EXP_AVG_SCALE, EXP_AVG_SQ_SCALE = "exp_avg_scale", "exp_avg_sq_scale"
+MOMENTS = (EXP_AVG, EXP_AVG_SQ)
+"""What Adam and LAMB keep of past gradients."""
 
-SCALES = (EXP_AVG_SCALE, EXP_AVG_SQ_SCALE)
-"""Kinds of data with one entry for each `ELEMENTS_PER_SCALE` elements."""
+MOMENTUM_BUFFER = "momentum_buffer"
+"""What SGD with momentum keeps of them."""
+
+UNSIGNED = (EXP_AVG_SQ,)
+"""Moments of which no element is negative."""
 
 ELEMENTS_PER_SCALE = 256
 """Elements that share one scale in 8-bit moments."""
@@ -25,6 +29,19 @@ MOMENT_DTYPES = {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16, INT8: torch.u
 """How the moments of a format are stored."""
 
 
+def scale_of(moment: str) -> str:
+    """The kind of data with one entry for each `ELEMENTS_PER_SCALE` elements of an 8-bit moment."""
+    return moment + _SCALE
+
+
+def is_scale(kind: str) -> bool:
+    """Whether a kind of data is the scales of an 8-bit moment."""
+    return kind.endswith(_SCALE)
+
+
+_SCALE = "_scale"
+
+
 @dataclass(frozen=True)
 class StateFormat:
     """In what form states are kept.
@@ -33,10 +50,12 @@ class StateFormat:
         moments: "float32", "bfloat16", or "int8": codes of one byte, and an fp32 scale for each block of elements.
         master: of 16-bit parameters; others are their own master. "float32"; "none"; or "split": of bf16 parameters the
             lower bits, unless moments are 8-bit (no kernel does both); else as "float32".
+        kinds: the moments. Without any, `moments` is "float32".
     """
 
     moments: str = FLOAT32
     master: str = SPLIT
+    kinds: tuple[str, ...] = MOMENTS
 
     def dtypes(self, param_dtype: torch.dtype) -> dict[str, torch.dtype]:
         """The dtype of each kind of state of such a parameter, in the order in which they are printed."""
@@ -44,7 +63,7 @@ class StateFormat:
 
     def seen_by(self, param_dtype: torch.dtype) -> StateFormat:
         """The same for such parameters, and equal where nothing differs: fp32 parameters know no kinds of masters."""
-        default = StateFormat(self.moments)
+        default = replace(self, master=SPLIT)
         return default if default.dtypes(param_dtype) == self.dtypes(param_dtype) else self
 
     @property
@@ -53,7 +72,8 @@ class StateFormat:
         return ELEMENTS_PER_SCALE if self.moments == INT8 else 1
 
     def __str__(self) -> str:
-        return f"{self.moments} moments" + ("" if self.master == SPLIT else f", master: {self.master}")
+        moments = f"{self.moments} {'moments' if self.kinds == MOMENTS else ', '.join(self.kinds)}"
+        return (moments if self.kinds else "no moments") + ("" if self.master == SPLIT else f", master: {self.master}")
 
 
 @cache
@@ -64,13 +84,13 @@ def _dtypes(states: StateFormat, param_dtype: torch.dtype) -> dict[str, torch.dt
         found = {MASTER_LOW: torch.int16}
     elif states.master != NONE and param_dtype.itemsize < 4:
         found = {MASTER: torch.float32}
-    found |= {EXP_AVG: moment, EXP_AVG_SQ: moment}
-    return found | (dict.fromkeys(SCALES, torch.float32) if moment == torch.uint8 else {})
+    found |= dict.fromkeys(states.kinds, moment)
+    return found | (dict.fromkeys(map(scale_of, states.kinds), torch.float32) if moment == torch.uint8 else {})
 
 
 def num_entries(kind: str, num_elements: int) -> int:
     """How many entries of a kind of data so many elements have."""
-    return -(-num_elements // ELEMENTS_PER_SCALE) if kind in SCALES else num_elements
+    return -(-num_elements // ELEMENTS_PER_SCALE) if is_scale(kind) else num_elements
 
 
 DEFAULT_STATES = StateFormat()

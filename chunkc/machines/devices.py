@@ -18,7 +18,7 @@ from chunkc.machines.presets import default_hardware_path, load_hardware, preset
 from chunkc.passes.cuda_memory import GRANULE_NBYTES, rounded_nbytes, workspaces_nbytes
 
 TABLES_NBYTES = 4 << 20
-"""Room for the optimizer's tables of work and scalars (see `chunkc.optim.device_adam`)."""
+"""Room for the optimizer's tables of work and scalars (see `chunkc.optim.on_device`)."""
 
 _CAUTIOUS = "rtx2060-6g"
 _NAMES = (

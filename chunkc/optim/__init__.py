@@ -2,5 +2,6 @@
 
 from chunkc.optim.adam import Adam, AdamW
 from chunkc.optim.lamb import LAMB
+from chunkc.optim.sgd import SGD
 
-__all__ = ["LAMB", "Adam", "AdamW"]
+__all__ = ["LAMB", "SGD", "Adam", "AdamW"]

@@ -18,7 +18,8 @@ from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.kernels.formats import NO_SCALE, GradScale
 from chunkc.optim.group_runs import Task
 from chunkc.optim.overlap_mode import OverlapMode
-from chunkc.optim.updates_under_way import UpdatesUnderWay, job_of, label_of
+from chunkc.optim.step import group_runs, job_of
+from chunkc.optim.updates_under_way import UpdatesUnderWay, label_of
 from chunkc.runtime.updates import HomeUpdate
 from chunkc.session import Session, managing
 
@@ -95,7 +96,7 @@ class BackwardUpdates:
         store = session.store
         store.updates.wait(index)
         with torch.no_grad():
-            runs = optimizer.runs(session, index, [Task(optimizer, *entry) for entry in entries])
+            runs = group_runs(optimizer, session, index, [Task(optimizer, *entry) for entry in entries])
         job = job_of(optimizer, session, index, runs, NO_SCALE)
         update = HomeUpdate(job, label_of(session, index), store.home_marks(index))
         noted = [_noted(optimizer, *entry) for entry in entries]

@@ -1,4 +1,4 @@
-"""A `torch.optim.Optimizer` that updates chunk by chunk, inside the memory budget, by a rule that subclasses know.
+"""A `torch.optim.Optimizer` that updates chunk by chunk, inside the memory budget, by a rule (see `rule`).
 
 Parameters that chunkc has sent home are updated in slots: parameter, gradient and states of one chunk group are
 fetched, updated by one fused pass and written back, while the next group is on its way; or updated at home, on the
@@ -10,40 +10,43 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
-from chunkc.ir.errors import OptionsError, UnsupportedError
-from chunkc.ir.states import DEFAULT_STATES, StateFormat
-from chunkc.kernels.formats import GradScale
-from chunkc.kernels.hyper import GRAD_DTYPES
-from chunkc.optim import doubts
+from chunkc.declared import declare_states, declared_states
+from chunkc.ir.errors import OptionsError
+from chunkc.ir.states import MASTER_LOW
+from chunkc.optim import doubts, on_device
+from chunkc.optim.backward_updates import BackwardUpdates
 from chunkc.optim.grad_scale import grad_scale_of, is_skipped, on_the_cpu
-from chunkc.optim.group_runs import Due, Task, due_of, runs_of
-from chunkc.optim.overlap_mode import NONE as NO_OVERLAP
-from chunkc.optim.overlap_mode import OverlapMode
-from chunkc.optim.split_masters import NotedContents
-from chunkc.optim.stateful import Stateful
-from chunkc.optim.update import GroupUpdate, PreparedUpdate, ResidentsLeft, prepare_updates
-from chunkc.optim.update_on import groups_at_home
-from chunkc.optim.values import flag, number, pair
-from chunkc.reconcile import gradients_of_several, reconcile
-from chunkc.session import Session, all_entered, lay_out_states, managing, sessions_of
-
-Prepared = tuple[Session, dict[int, list[Task]], frozenset[int], PreparedUpdate | None]
-"""A session, the updates that are due in its groups, the groups that the CPU updates at home, the others' plan."""
+from chunkc.optim.group_runs import Due
+from chunkc.optim.loading import LoadedState, checked_state_dict, load, prepared_to_load
+from chunkc.optim.overlap_mode import NONE, OverlapMode
+from chunkc.optim.rule import Rule, Updater
+from chunkc.optim.split_masters import NotedContents, put_masters_together
+from chunkc.optim.states import Dtypes, made_on_tier
+from chunkc.optim.step import prepare_step, take_over_changes, update_chunks, update_in_place
+from chunkc.optim.update_on import DEVICE
+from chunkc.optim.updates_under_way import UpdatesUnderWay
+from chunkc.session import Session, all_entered, lay_out_states, sessions_of
 
 _UNSUPPORTED = ("amsgrad", "differentiable", "capturable")
 
 
-class ChunkedOptimizer(Stateful):
-    """What Adam and LAMB share: everything but the rule by which elements change.
+class ChunkedOptimizer(Optimizer):
+    """What all rules share.
 
     Attributes:
+        rule: by which elements change.
+        states: the form in which it keeps states of these parameters.
+        overlap: what updates run beside, and where they happen.
+        under_way, in_backward: updates that go on after a step, or begin before it.
+        doubts: the steps of which only the device knows whether they happened.
+        contents: whose lower bits split masters are.
         grad_scale, found_inf: what `torch.amp.GradScaler.step` sets: gradients are divided by the one, and nothing
             changes, steps neither, where the other is not 0.
     """
@@ -53,68 +56,197 @@ class ChunkedOptimizer(Stateful):
     def __init__(
         self,
         params: Iterable[Any],
+        rule: Rule,
         defaults: dict[str, Any],
-        update_on: str,
-        overlap: str,
         *,
-        states: StateFormat = DEFAULT_STATES,
-        implementation: Mapping[str, bool | None] = MappingProxyType({}),
+        maximize: bool = False,
+        update_on: str = DEVICE,
+        overlap: str = NONE,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        **refused: bool,
     ) -> None:
-        self._set_overlap(OverlapMode(overlap, update_on))
-        self._states = states
-        self._doubts = doubts.Doubts()
-        self._noted_contents = NotedContents()
-        self._check_supported(implementation)
-        if implementation.get("foreach") and implementation.get("fused"):
+        self.rule = rule
+        self._begin(OverlapMode(overlap, update_on))
+        self._check_supported(refused)
+        if foreach and fused:
             raise OptionsError("foreach and fused cannot both be True")
         self._made = False
-        super().__init__(params, defaults)
+        super().__init__(params, defaults | {"maximize": maximize})
         self._made = True
-        lay_out_states(self._parameters(), self._states, self._num_stages, weakref.ref(self))
+        self.states = rule.states(self.param_groups)
+        self._lay_out_states(self._parameters())
+
+    def _begin(self, overlap: OverlapMode) -> None:
+        """Nothing is under way, in doubt or noted yet."""
+        self.overlap = overlap
+        self.under_way = UpdatesUnderWay(overlap)
+        self.in_backward = BackwardUpdates(overlap, self.under_way)
+        self.doubts, self.contents = doubts.Doubts(), NotedContents()
+        self._updaters: dict[tuple[torch.device, bool], Updater] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_made": True}
+        self.doubts.settle(wait=True)
+        for parameter, state in self.state.items():
+            if MASTER_LOW in state:  # a copy takes lower bits as they are
+                self.contents.leave_out_stale(parameter, state[MASTER_LOW])
+        own = {"rule": self.rule, "states": self.states, "overlap": self.overlap, "_made": True}
+        return super().__getstate__() | own
 
-    @staticmethod
-    def _common_hyper(group: Mapping[str, Any], step: int) -> dict[str, Any]:
-        """What the hyper-parameters of Adam and of LAMB have in common, by name."""
-        beta1, beta2 = pair(group, "betas")
-        found = {name: number(group, name) for name in ("lr", "eps", "weight_decay")}
-        return found | {"beta1": beta1, "beta2": beta2, "step": step, "maximize": flag(group, "maximize")}
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "overlap" in state:  # a copy, which has nothing under way; `load_state_dict` comes here too
+            self._begin(state["overlap"])
+        super().__setstate__(state)
+        undeclared = [p for p in self._parameters() if declared_states(p) is None]
+        declare_states(undeclared, self.states, self.rule.num_stages, weakref.ref(self))
+        for parameter, of_parameter in self.state.items():
+            if MASTER_LOW in of_parameter:
+                self.contents.loaded(parameter, changed=False)
 
-    def next_hyper(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
+    # --- what is asked of it while it steps ---
+
+    @property
+    def state(self) -> Any:
+        """Each parameter's states, as in `torch.optim`; waits for updates that are under way."""
+        self.under_way.finish()
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.__dict__["state"] = state
+
+    def states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """A parameter's states, without waiting for updates under way."""
+        return self.__dict__["state"][parameter]
+
+    def kept_states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """The same, of a parameter that may have none: nothing then."""
+        return self.__dict__["state"].get(parameter, {})
+
+    def dtypes_of(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Dtypes:
+        """The kinds of states that an update of a parameter of a group needs or finds, with their dtypes."""
+        dtypes = self.states.dtypes(parameter.dtype)
+        if not (idle := self.rule.idle(group)):
+            return dtypes
+        kept = self.kept_states_of(parameter)
+        return {kind: dtype for kind, dtype in dtypes.items() if kind not in idle or kind in kept}
+
+    def state_on_tier(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of a parameter that does not move, made on its first update, which begins."""
+        dtypes, state = self.dtypes_of(parameter, group), self.states_of(parameter)
+        self.begin_states(state, dtypes)
+        made_on_tier(state, parameter, dtypes)
+        self.begin_update_of(parameter, state)
+        return state
+
+    def begin_states(self, state: Mapping[str, Any], kinds: Iterable[str]) -> None:
+        """Where states of these kinds are about to be made, count a parameter's steps anew, once all are known."""
+        if "step" in state and any(kind in self.states.kinds and kind not in state for kind in kinds):
+            self.doubts.settle(wait=True)
+            state["step"].zero_()
+
+    def begin_update_of(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """An update of a parameter begins, whose states are all there.
+
+        Kernels see other tensors over the same memory, with version counters of their own. So it is said here that the
+        parameter changes: code that saved it for a backward of its own is told by autograd.
+        """
+        if MASTER_LOW in state:
+            self.contents.begin(parameter, state[MASTER_LOW])
+        torch.autograd.graph.increment_version(parameter)
+
+    def hyper_at(self, group: Mapping[str, Any], step: int) -> Any:
+        """The hyper-parameters of one update.
+
+        Raises:
+            OptionsError: one is out of range.
+        """
+        try:
+            return self.rule.hyper(group, step)
+        except ValueError as error:
+            raise OptionsError(str(error)) from error
+
+    def hyper_now(self, group: Mapping[str, Any], parameter: torch.Tensor) -> Any:
+        """The hyper-parameters of the parameter's latest step, as its group has them now."""
+        return self.hyper_at(group, int(self.states_of(parameter)["step"]))
+
+    def next_hyper(self, parameter: torch.Tensor, at: Callable[[int], Any]) -> Any:
         """Count a step of a parameter and return its hyper-parameters; of a step in doubt, all that they may be."""
         step = self.states_of(parameter)["step"].add_(1)
-        return self._doubts.hyper(parameter, int(step), lambda number: self.hyper_at(group, number))
+        return self.doubts.hyper(parameter, int(step), at)
 
-    def _must_know_steps(self) -> bool:
-        """Whether the host needs the number of a step before its update, as random bits do that depend on it."""
-        return False
+    def updater(self, device: torch.device, *, by_triton: bool | None = None) -> Updater:
+        """The rule's updates on a device, which are Triton's where that is what computes."""
+        by_triton = on_device.computes_by_triton(device) if by_triton is None else by_triton
+        if (device, by_triton) not in self._updaters:
+            self._updaters[device, by_triton] = self.rule.updater(device, by_triton=by_triton)
+        return self._updaters[device, by_triton]
 
-    def runs(self, session: Session, index: int, tasks: Sequence[Task]) -> Sequence[Any]:
-        """The elements of a chunk group to update."""
-        return runs_of(session, index, tasks)
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _begin_step(self) -> None:
-        """Forget the former step."""
+    def lay_out(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Make sure that chunks of these parameters have the states that this optimizer keeps.
 
-    @abstractmethod
-    def _in_slots(
-        self, prepared: PreparedUpdate, runs: Mapping[int, Sequence[Any]], scale: GradScale
-    ) -> dict[int, GroupUpdate]:
-        """The updates of chunk groups in slots."""
+        Raises:
+            OptionsError: they cannot.
+        """
+        if any(declared_states(p) != self.states.seen_by(p.dtype) for p in parameters):
+            self._lay_out_states(self._parameters())
 
-    @abstractmethod
-    def at_home(self, session: Session, index: int, runs: Sequence[Any], scale: GradScale) -> Callable[[], None]:
-        """The update of a chunk group in home memory, to be run on any thread once all that it needs is there."""
+    def follow(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Keep the states that parameters in these groups need, all that were kept before among them; whether that is
+        another form than before.
 
-    @abstractmethod
-    def compile_for_home(self, session: Session, index: int, runs: Sequence[Any], scale: GradScale) -> None:
-        """Compile whatever `at_home` may run: Inductor's code generation is not known to be safe on other threads."""
+        Raises:
+            OptionsError: chunks cannot have them; nothing has changed.
+        """
+        before, wanted = self.states, self.rule.states(groups)
+        if set(wanted.kinds) <= set(before.kinds):
+            return False
+        self.states = wanted
+        try:
+            self._lay_out_states(self._parameters())
+        except OptionsError:
+            self.states = before
+            raise
+        return True
 
-    @abstractmethod
-    def _in_place(self, tasks: list[tuple[torch.Tensor, int]], scale: GradScale) -> None:
-        """Update parameters that do not move, given with the index of their group."""
+    def _lay_out_states(self, parameters: Sequence[torch.Tensor]) -> None:
+        lay_out_states(parameters, self.states, self.rule.num_stages, weakref.ref(self))
+
+    # --- what its user calls ---
+
+    def synchronize(self) -> None:
+        """Wait until every update that goes on after `step()` has ended (see `chunkc.synchronize`).
+
+        Raises:
+            StreamError: an update failed; named.
+        """
+        self.under_way.finish()
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Inside, with `overlap="backward"` or `"both"`, no backward begins updates: more gradients will be added."""
+        before, self.in_backward.accumulating = self.in_backward.accumulating, True
+        try:
+            yield
+        finally:
+            self.in_backward.accumulating = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in `torch.optim`. Gradients that become zeros are waited for, if an update still reads them."""
+        if not set_to_none:
+            self.under_way.finish()
+        super().zero_grad(set_to_none)
+
+    def begin_update(self, session: Session, group: int) -> bool:
+        """Begin the update of a chunk group during the backward (see `chunkc.early`)."""
+        return self.in_backward.begin(self, session, group)
+
+    def begun_in(self, session: Session) -> Container[int]:
+        """Chunk groups whose updates have begun in the backward (see `chunkc.early`)."""
+        return self.in_backward.begun_in(session)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in `torch.optim`; one that is refused is not added.
@@ -131,18 +263,23 @@ class ChunkedOptimizer(Stateful):
         for entry in param_group["params"]:
             parameter = entry[1] if isinstance(entry, tuple) else entry
             if isinstance(parameter, torch.Tensor):
-                self._check_dtype(parameter.dtype)
+                self.rule.check_dtype(parameter.dtype, type(self).__name__)
         super().add_param_group(param_group)
         if self._made:
             try:
-                added = self.param_groups[-1]["params"]
-                lay_out_states(added, self._states, self._num_stages, weakref.ref(self))
+                if not self.follow(self.param_groups):
+                    self._lay_out_states(self.param_groups[-1]["params"])
             except OptionsError:
                 self.param_groups.pop()
                 raise
-        self._in_backward.forget(self)
+        self.in_backward.forget(self)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
+        """Refuse values of a parameter group that are out of range.
+
+        Raises:
+            OptionsError: one is.
+        """
         self._check_supported(group)
         self.hyper_at(group, 1)
 
@@ -151,14 +288,52 @@ class ChunkedOptimizer(Stateful):
             if group.get(name):
                 raise OptionsError(f"{type(self).__name__} does not support {name}=True")
 
-    def _check_dtype(self, dtype: torch.dtype) -> None:
-        """Refuse parameters that have no kernel.
+    def state_dict(self) -> dict[str, Any]:
+        """The state in `torch.optim`'s format, with fp32 masters.
+
+        Split masters are put together for this: 4 bytes per parameter of RAM, outside the memory budget, for as long as
+        the result lives. All else is not copied. Waits for a device that still knows alone which steps were skipped.
+        """
+        self.doubts.settle(wait=True)
+        handle = self.register_state_dict_post_hook(partial(put_masters_together, self.contents), prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state in this optimizer's format or that of `torch.optim`'s optimizer of its name.
+
+        States of chunked parameters are copied home one by one; fp32 states of 16-bit parameters keep their
+        precision. A missing master copy is made from the parameter. A parameter whose master is split becomes its
+        master's rounded copy, as it does in the next step otherwise; its model may be loaded before or after.
+
+        Hooks run as in `torch.optim`: those before may change what is loaded, those after find it loaded.
 
         Raises:
-            OptionsError, UnsupportedError: there is none with these options, or none at all.
+            OptionsError: the state does not fit the parameters; nothing has changed.
+            HomeError: there is no room at home for the states; nothing has changed.
         """
-        if dtype not in GRAD_DTYPES:
-            raise UnsupportedError(f"{type(self).__name__} updates fp32, bf16 and fp16, not {dtype}")
+        found: list[LoadedState] = []
+
+        def take(_: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+            found.extend(prepared_to_load(self, given["param_groups"], checked_state_dict(self, given)))
+            return {**given, "state": {}}
+
+        def load_all(_: Any) -> None:
+            with torch.no_grad():
+                for loaded in found:
+                    self.__dict__["state"][loaded.parameter] = load(self, loaded)
+
+        hooks = [
+            self.register_load_state_dict_pre_hook(take),
+            self.register_load_state_dict_post_hook(load_all, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)  # type: ignore[arg-type]
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -183,119 +358,38 @@ class ChunkedOptimizer(Stateful):
         return loss
 
     def _step(self) -> None:
-        self._reconcile()
-        scale = grad_scale_of(self)
-        self._in_backward.check_scale(scale)
-        if self._must_know_steps() and bool(on_the_cpu(scale).found_inf):
+        self.follow(self.param_groups)
+        take_over_changes(self._parameters())
+        scale, must_know = grad_scale_of(self), self.rule.must_know_steps
+        self.in_backward.check_scale(scale)
+        if must_know and bool(on_the_cpu(scale).found_inf):
             return
-        self._doubts.settle(wait=self._must_know_steps())
+        self.doubts.settle(wait=must_know)
         if is_skipped(scale):
             return
-        # Whatever may fail for want of room fails here, before anything is updated.
-        due, prepared = self._due_and_prepared()
-        self._in_backward.end(self)
-        if any(at_home for _, _, at_home, _ in prepared):
-            self._doubts.settle(wait=True)  # the CPU is about to wait for this step's gradients anyway
-        self._begin_step()
+        due, prepared = prepare_step(self)
+        self.in_backward.end(self)
+        if any(of_session.at_home for of_session in prepared):
+            self.doubts.settle(wait=True)  # the CPU is about to wait for this step's gradients anyway
+        for updater in self._updaters.values():
+            updater.begin_step()
         with self._gradients_apart(due):
-            self._in_place(due.in_place, scale)
-            for session, by_group, at_home, in_slots in prepared:
-                self._update_chunks(session, by_group, at_home, in_slots, scale)
-        self._noted_contents.end(due.changing)
+            update_in_place(self, due.in_place, scale)
+            for of_session in prepared:
+                update_chunks(self, of_session, scale)
+        self.contents.end(due.changing)
         if scale.found_inf is not None and doubts.is_remote(scale.found_inf):
-            self._doubts.add(scale.found_inf, {parameter: self.states_of(parameter) for parameter in due.changing})
-
-    def _reconcile(self) -> None:
-        """Take over what the user has changed of parameters at home (see `chunkc.reconcile`)."""
-        names: dict[Session, list[str]] = {}
-        for parameter in self._parameters():
-            if (hit := managing(parameter)) is not None:
-                names.setdefault(hit[0], []).append(hit[1])
-        for session, of_session in names.items():
-            reconcile(session, of_session)
-            gradients_of_several(session, of_session)
+            self.doubts.add(scale.found_inf, {parameter: self.states_of(parameter) for parameter in due.changing})
 
     @contextlib.contextmanager
     def _gradients_apart(self, due: Due) -> Iterator[None]:
         """Inside, a gradient that is its parameter's own memory is what `torch.optim` reads there."""
         gradients = {parameter: parameter.grad for parameter, _ in due.aliased}
         for parameter, group in due.aliased:
-            parameter.grad = self._gradient_apart(parameter, group)
+            assert parameter.grad is not None
+            parameter.grad = self.rule.gradient_apart(parameter.grad.clone(), self.hyper_at(group, 1))
         try:
             yield
         finally:
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
-
-    def _gradient_apart(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-        """What the rule reads of a gradient that is the parameter's own memory."""
-        assert parameter.grad is not None
-        return parameter.grad.clone()
-
-    def _due_and_prepared(self) -> tuple[Due, list[Prepared]]:
-        """What is updated and how, once residents have left that had to make room for it."""
-        while True:
-            due = due_of(self)
-            begun = self._in_backward.collect(self, due.chunked)
-            try:
-                return due, [
-                    (session, by_group, *self._prepare(session, by_group, begun.get(session, frozenset())))
-                    for session, by_group in due.chunked.items()
-                ]
-            except ResidentsLeft:
-                continue
-
-    def _prepare(
-        self, session: Session, by_group: Mapping[int, list[Task]], begun: frozenset[int]
-    ) -> tuple[frozenset[int], PreparedUpdate | None]:
-        """Which groups are updated at home, and the plan for the others; room for all states.
-
-        Those that have `begun` count: where a group is updated does not depend on when.
-        """
-        groups = session.store.layout.groups
-        session.unfreeze({t.name for index in by_group if not groups[index].trainable for t in by_group[index]})
-        self._lay_out([task.parameter for tasks in by_group.values() for task in tasks])
-        at_home = groups_at_home(session, sorted({*by_group, *begun}), self._overlap.update_on, self._num_stages)
-        if self._overlap.beside_backward:
-            self._in_backward.prepare(self, session, at_home)
-        for index in sorted(by_group):
-            session.store.updates.wait(index)
-            session.keep_states_of(self, index, [task.name for task in by_group[index]])
-        for index in sorted(at_home - begun):
-            session.store.reserve_states(index)
-        in_slots = [index for index in by_group if index not in at_home]
-        return at_home - begun, prepare_updates(session, in_slots, num_stages=self._num_stages) if in_slots else None
-
-    def _update_chunks(
-        self,
-        session: Session,
-        by_group: Mapping[int, list[Task]],
-        at_home: frozenset[int],
-        in_slots: PreparedUpdate | None,
-        scale: GradScale,
-    ) -> None:
-        """Update a session's groups: the device's are only enqueued where it can run on, then the CPU does its own.
-
-        The CPU begins when all that was computed before the step has arrived at home.
-        """
-        store = session.store
-        runs = {index: self.runs(session, index, tasks) for index, tasks in by_group.items()}
-        marks: list[Any] = []
-        if at_home:
-            store.release_slots()
-            for index in sorted(at_home):
-                store.collect_gradients(index)
-            marks += store.tier.mark()
-        if self._overlap.mode != NO_OVERLAP:
-            self._under_way.submit(self, session, {index: runs[index] for index in at_home}, scale, marks)
-        if in_slots is not None:
-            moving = {index: found for index, found in runs.items() if index not in at_home}
-            in_slots.run(self._in_slots(in_slots, moving, scale))
-        if self._overlap.mode != NO_OVERLAP:
-            self._under_way.end_step(session, at_home)
-            return
-        for mark in marks:
-            mark.wait()
-        if at_home and not is_skipped(scale := on_the_cpu(scale)):
-            for index in sorted(at_home):
-                self.at_home(session, index, runs[index], scale)()

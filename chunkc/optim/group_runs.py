@@ -1,20 +1,21 @@
 """What of a chunk group a step changes: runs of elements with their hyper-parameters, states made on the way.
 
-For every rule: `adam_groups` and `lamb_groups` say how the runs are updated.
+For every rule: its updater (see `rule`) says how the runs are updated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from chunkc.ir.chunks import chunk_name
-from chunkc.ir.states import EXP_AVG, MASTER, SCALES, num_entries
+from chunkc.ir.states import MASTER, is_scale, num_entries
 from chunkc.optim.memory import aliased_by_gradients, check_in_place, check_strided
-from chunkc.optim.states import initialise
+from chunkc.optim.states import Dtypes, initialise
 from chunkc.session import Session, managing
 
 
@@ -24,9 +25,16 @@ class Stepping(Protocol):
     def states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """A parameter's states, without waiting for updates under way."""
 
+    def dtypes_of(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Dtypes:
+        """The kinds of states that an update needs or finds, with their dtypes."""
+
+    def begin_states(self, state: Mapping[str, Any], kinds: Iterable[str]) -> None: ...
+
     def begin_update_of(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None: ...
 
-    def next_hyper(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any: ...
+    def hyper_at(self, group: Mapping[str, Any], step: int) -> Any: ...
+
+    def next_hyper(self, parameter: torch.Tensor, at: Callable[[int], Any]) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -92,13 +100,15 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool
     store = session.store
     chunk_group = store.layout.groups[index]
     kinds = chunk_group.state_kinds
-    quantised = SCALES[0] in kinds
+    quantised = any(map(is_scale, kinds))
     zeros = {kind for kind in kinds if store.arena.is_zero(chunk_name(kind, index))}
     hypers: dict[str, Any] = {}
     for task in tasks:
         state = task.optimizer.states_of(task.parameter)
-        task_kinds = {kind: store.home_view(kind, task.name) for kind in kinds}
-        fresh = EXP_AVG not in state
+        needed = task.optimizer.dtypes_of(task.parameter, task.group)
+        task.optimizer.begin_states(state, needed)
+        task_kinds = {kind: store.home_view(kind, task.name) for kind in kinds if kind in needed}
+        fresh = not any(kind in state for kind in kinds)
         for kind, view in task_kinds.items():
             former = state.get(kind)
             if former is not None and former.data_ptr() == view.data_ptr():
@@ -113,7 +123,7 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         task.optimizer.begin_update_of(task.parameter, state)
-        hypers[task.name] = task.optimizer.next_hyper(task.parameter, task.group)
+        hypers[task.name] = task.optimizer.next_hyper(task.parameter, partial(task.optimizer.hyper_at, task.group))
     runs: list[tuple[int, int, Any]] = []
     follows = False
     for tensor_slice in chunk_group.slices:

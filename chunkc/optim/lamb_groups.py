@@ -6,7 +6,7 @@ for a tensor that stays, so that sums and results have the same bits wherever th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 
 import torch
@@ -16,17 +16,20 @@ from chunkc.ir.plan import Tile
 from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, MASTER
 from chunkc.kernels import lamb_cpu, lamb_triton
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run
-from chunkc.kernels.lamb_formats import ROW, LambHyper, LambWork, lamb_table, lamb_work, new_partials
-from chunkc.optim.device_adam import TABLE_NBYTES, upload
-from chunkc.optim.doubts import InDoubt, decided
+from chunkc.kernels.hyper import scalar_table
+from chunkc.kernels.lamb_formats import ROW, LambWork, lamb_work, new_partials
+from chunkc.optim.doubts import decided
+from chunkc.optim.on_device import TABLE_NBYTES, upload
+from chunkc.optim.rule import Runs, Staying, TileUpdate, Updater
+from chunkc.optim.states import put_back
 from chunkc.recent import Recent
 
-LambRuns = Sequence[tuple[int, int, LambHyper | InDoubt]]
-"""Elements `[begin, end)` of a group, one entry per tensor, with its hyper-parameters, in order."""
 
+class LambUpdater(Updater):
+    """LAMB's updates on a device. Runs of a group are its tensors.
 
-class LambWorks:
-    """How tensors are cut into rows on a device, kept from step to step: the work used last, `TABLE_NBYTES` of it."""
+    How tensors are cut into rows is kept from step to step: the work used last, `TABLE_NBYTES` of it.
+    """
 
     def __init__(self, device: torch.device, *, by_triton: bool) -> None:
         self.device = device
@@ -42,13 +45,30 @@ class LambWorks:
             works = self._works.keep(key, tuple(made))
         return works
 
+    def of_group(self, index: int, runs: Runs, tiles: Sequence[tuple[int, int]], scale: GradScale) -> TileUpdate:
+        return GroupLamb(self, runs, tiles, scale).update
+
+    def of_tensors(self, tensors: Iterable[Staying], scale: GradScale) -> None:
+        staying = list(tensors)
+        ranges = rows_apart([t.place.first_element for t in staying], [t.parameter.numel() for t in staying])
+        runs = [(*where, tensor.hyper) for where, tensor in zip(ranges, staying, strict=True)]
+        lamb = GroupLamb(self, runs, ranges, scale)
+        for where, tensor in zip(ranges, staying, strict=True):
+            flats = tensor.flats()
+            for stage in range(2):
+                lamb.update(flats, Tile(0, *where, stage, 2))
+            put_back(flats[PARAM], tensor.parameter)
+
+    def compile_ahead(self, flat: Mapping[str, torch.Tensor], runs: Runs, scale: GradScale) -> None:
+        lamb_cpu.warm_up(AdamFormat(flat[PARAM].dtype, flat[GRAD].dtype, master=MASTER in flat))
+
 
 def _nbytes(works: Sequence[LambWork]) -> int:
     return sum(work.rows.nbytes for work in works)
 
 
 class GroupLamb:
-    """One step of LAMB over some elements: tiles of a chunk group, or one tensor. Stage by stage, tile by tile.
+    """One step of LAMB over some elements: tiles of a chunk group, or tensors. Stage by stage, tile by tile.
 
     Args:
         works: of the device that updates.
@@ -57,12 +77,12 @@ class GroupLamb:
         scale: of the gradients.
     """
 
-    def __init__(self, works: LambWorks, runs: LambRuns, tiles: Sequence[tuple[int, int]], scale: GradScale) -> None:
+    def __init__(self, works: LambUpdater, runs: Runs, tiles: Sequence[tuple[int, int]], scale: GradScale) -> None:
         hypers = list(dict.fromkeys(hyper for _, _, hyper in runs))
         rows = {hyper: row for row, hyper in enumerate(hypers)}
         in_order = works.get([Run(begin, end, rows[hyper]) for begin, end, hyper in runs], tiles)
         self._works = dict(zip(tiles, in_order, strict=True))
-        self._scalars = decided(hypers, lamb_table, lambda table: upload(table, works.device))
+        self._scalars = decided(hypers, scalar_table, lambda table: upload(table, works.device))
         self._partials = new_partials(in_order[0], works.device)
         self._kernels = works.kernels
         self._scale = scale
@@ -80,11 +100,6 @@ class GroupLamb:
         of_tile = AdamSlots(param, grad, slots[EXP_AVG], slots[EXP_AVG_SQ], slots.get(MASTER))
         stage = self._kernels.lamb_apply if tile.stage else self._kernels.lamb_moments
         stage(fmt, of_tile, work, self._scalars, self._partials, scale=self._scale)
-
-    def update_whole(self, flat: Mapping[str, torch.Tensor], begin: int, end: int) -> None:
-        """Both stages of a tile in which all its tensors lie altogether."""
-        for stage in range(2):
-            self.update(flat, Tile(0, begin, end, stage, 2))
 
 
 def rows_apart(offsets: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from chunkc.ir.errors import OptionsError
-from chunkc.ir.states import EXP_AVG, EXP_AVG_SCALE, EXP_AVG_SQ, EXP_AVG_SQ_SCALE, MASTER, SCALES, num_entries
+from chunkc.ir.states import MASTER, MASTER_LOW, is_scale, num_entries, scale_of
 from chunkc.ir.strides import dense_strides, is_dense, overlaps_itself
 from chunkc.optim.memory import title_of
-from chunkc.optim.states import KNOWN
+from chunkc.optim.split_masters import load as load_master
+from chunkc.optim.states import converted, empty_state, names_at_home
 from chunkc.optim.values import plain, shown
+from chunkc.session import managing
 
-_OPTIONAL = ("maximize",)
-"""What a saved parameter group may lack, as older versions of `torch.optim` have saved none."""
+if TYPE_CHECKING:
+    from chunkc.optim.chunked_optimizer import ChunkedOptimizer
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class LoadedState:
     tensors: Mapping[str, torch.Tensor]
 
 
-def checked_state_dict(optimizer: Any, state_dict: Mapping[str, Any]) -> list[LoadedState]:
+def checked_state_dict(optimizer: ChunkedOptimizer, state_dict: Mapping[str, Any]) -> list[LoadedState]:
     """The states of a state dict in the order of the optimizer's parameters; nothing is changed.
 
     Raises:
@@ -48,6 +50,62 @@ def checked_state_dict(optimizer: Any, state_dict: Mapping[str, Any]) -> list[Lo
         raise OptionsError(f"the loaded state has states of {shown(unknown[0])}, which no loaded parameter group names")
     pairs = zip(ids, parameters, strict=True)
     return [_checked(optimizer, parameter, states[number]) for number, parameter in pairs if states.get(number)]
+
+
+def prepared_to_load(
+    optimizer: ChunkedOptimizer, groups: Sequence[Mapping[str, Any]], found: Sequence[LoadedState]
+) -> list[LoadedState]:
+    """The same once there is room at home, and nobody uses the present states; put aside where loading writes.
+
+    Raises:
+        OptionsError: chunks cannot have states of this optimizer's format.
+        HomeError: there is no room.
+    """
+    parameters = [loaded.parameter for loaded in found]
+    optimizer.follow(groups)
+    optimizer.lay_out(parameters)
+    optimizer.doubts.settle(wait=True)
+    optimizer.under_way.finish()
+    for (session, group), names in names_at_home(parameters).items():
+        session.keep_states_of(optimizer, group, names)
+        session.store.reserve_states(group)
+    optimizer.in_backward.forget(optimizer)
+    places = {
+        state[kind].data_ptr(): (parameter, kind)
+        for parameter, state in optimizer.state.items()
+        if managing(parameter) is not None
+        for kind in optimizer.states.dtypes(parameter.dtype)
+        if kind in state
+    }
+    return [put_aside(loaded, places) for loaded in found]
+
+
+def load(optimizer: ChunkedOptimizer, loaded: LoadedState) -> dict[str, Any]:
+    """Write what was loaded where a parameter's states are, and return these."""
+    parameter = loaded.parameter
+    state: dict[str, Any] = {"step": torch.tensor(loaded.step, dtype=torch.float32, device="cpu")}
+    lacking = {kind for kind in optimizer.states.kinds if kind not in loaded.tensors}
+    lacking |= set(map(scale_of, lacking))
+    dtypes = {kind: dtype for kind, dtype in optimizer.states.dtypes(parameter.dtype).items() if kind not in lacking}
+    home = managing(parameter)
+
+    def room(kind: str) -> torch.Tensor:
+        if home is None:
+            return empty_state(parameter, kind, dtypes[kind])
+        session, name = home
+        return session.store.home_view(kind, name)
+
+    for kind, source in converted(loaded.tensors, parameter, dtypes).items():
+        state[kind] = room(kind)
+        if home is None:
+            state[kind].copy_(source)
+        else:
+            session, name = home
+            session.store.fill(kind, name, state[kind], source)
+    if MASTER_LOW in dtypes:
+        state[MASTER_LOW] = room(MASTER_LOW)
+        load_master(optimizer.contents, loaded.tensors.get(MASTER), parameter, state[MASTER_LOW])
+    return state
 
 
 def put_aside(loaded: LoadedState, places: Mapping[int, tuple[torch.Tensor, str]]) -> LoadedState:
@@ -69,7 +127,7 @@ def put_aside(loaded: LoadedState, places: Mapping[int, tuple[torch.Tensor, str]
     return replace(loaded, tensors=tensors)
 
 
-def _checked_groups(optimizer: Any, loaded: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+def _checked_groups(optimizer: ChunkedOptimizer, loaded: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     own = optimizer.param_groups
     if len(loaded) != len(own):
         raise OptionsError(f"the loaded state has {len(loaded)} parameter groups, the optimizer has {len(own)}")
@@ -79,7 +137,9 @@ def _checked_groups(optimizer: Any, loaded: Sequence[Mapping[str, Any]]) -> Sequ
                 f"parameter group {number} has {len(group['params'])} parameters in the loaded state and "
                 f"{len(mine['params'])} in the optimizer"
             )
-        missing = [name for name in optimizer.defaults if name in mine and name not in {*group, *_OPTIONAL}]
+        missing = [
+            name for name in optimizer.defaults if name in mine and name not in {*group, *optimizer.rule.optional}
+        ]
         if missing:
             raise OptionsError(f"parameter group {number} of the loaded state lacks {', '.join(missing)}")
         try:
@@ -89,25 +149,24 @@ def _checked_groups(optimizer: Any, loaded: Sequence[Mapping[str, Any]]) -> Sequ
     return loaded
 
 
-def _checked(optimizer: Any, parameter: torch.Tensor, loaded: Mapping[str, Any]) -> LoadedState:
+def _checked(optimizer: ChunkedOptimizer, parameter: torch.Tensor, loaded: Mapping[str, Any]) -> LoadedState:
     try:
         return _checked_state(optimizer, parameter, loaded)
     except OptionsError as error:
         raise OptionsError(f"the loaded state of {title_of(optimizer, parameter)}: {error}") from None
 
 
-def _checked_state(optimizer: Any, parameter: torch.Tensor, loaded: Mapping[str, Any]) -> LoadedState:
+def _checked_state(optimizer: ChunkedOptimizer, parameter: torch.Tensor, loaded: Mapping[str, Any]) -> LoadedState:
     if not isinstance(loaded, Mapping):
         raise OptionsError(f"it is {shown(loaded)}, not a dict")
-    unsupported = [kind for kind in loaded if kind not in KNOWN]
+    moments = optimizer.rule.moments
+    unsupported = [kind for kind in loaded if kind not in ("step", MASTER, *moments, *map(scale_of, moments))]
     if unsupported:
         raise OptionsError(
             f"{type(optimizer).__name__} cannot use the state {', '.join(map(str, unsupported))}; load it into the "
             "optimizer that saved it, or begin without it"
         )
-    missing = [kind for kind in ("step", EXP_AVG, EXP_AVG_SQ) if kind not in loaded]
-    if missing:
-        raise OptionsError(f"it lacks {', '.join(missing)}")
+    loaded = optimizer.rule.loaded(loaded)
     step = plain(loaded["step"], "step")
     if not (step >= 0 and step.is_integer()):
         raise OptionsError(f"step is {shown(loaded['step'])}; allowed: a whole number of at least 0")
@@ -119,14 +178,14 @@ def _checked_state(optimizer: Any, parameter: torch.Tensor, loaded: Mapping[str,
             raise OptionsError(f"{kind} is {shown(value)}; allowed: a tensor")
         if value.layout is not torch.strided or value.device.type == "meta":
             raise OptionsError(f"{kind} has no values in memory: its layout is {value.layout} on {value.device}")
-        shape = (num_entries(kind, parameter.numel()),) if kind in SCALES else tuple(parameter.shape)
+        shape = (num_entries(kind, parameter.numel()),) if is_scale(kind) else tuple(parameter.shape)
         if tuple(value.shape) != shape:
             raise OptionsError(f"{kind} has the shape {tuple(value.shape)}, the parameter wants {shape}")
-    for kind in (MASTER, EXP_AVG_SCALE, EXP_AVG_SQ_SCALE):
+    for kind in (MASTER, *map(scale_of, moments)):
         if kind in tensors and not tensors[kind].dtype.is_floating_point:
             raise OptionsError(f"{kind} is {tensors[kind].dtype}; allowed: a floating-point dtype")
-    for kind, scale in ((EXP_AVG, EXP_AVG_SCALE), (EXP_AVG_SQ, EXP_AVG_SQ_SCALE)):
-        _check_moment(kind, tensors[kind], scale, has_scale=scale in tensors)
+    for kind in (kind for kind in moments if kind in tensors):
+        _check_moment(kind, tensors[kind], scale_of(kind), has_scale=scale_of(kind) in tensors)
     return LoadedState(parameter, step, tensors)
 
 

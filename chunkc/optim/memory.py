@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from chunkc.ir.errors import UnsupportedError
-from chunkc.ir.states import EXP_AVG
+from chunkc.ir.states import is_scale
 from chunkc.ir.strides import is_dense, overlaps_itself, share_memory, span_of
 from chunkc.kernels.hyper import GRAD_DTYPES
 from chunkc.session import owner
@@ -58,12 +58,12 @@ def check_in_place(optimizer: Any, parameter: torch.Tensor, gradient: torch.Tens
             "several elements at one place in memory (as after expand): make it of a clone(), or train what was "
             "expanded"
         )
-    moment = optimizer.kept_states_of(parameter).get(EXP_AVG)
-    if moment is not None and moment.shape != parameter.shape:
-        raise UnsupportedError(
-            f"{title_of(optimizer, parameter)} has the shape {tuple(parameter.shape)}, its states have "
-            f"{tuple(moment.shape)}: make a new optimizer"
-        )
+    for kind, state in optimizer.kept_states_of(parameter).items():
+        if kind != "step" and not is_scale(kind) and state.shape != parameter.shape:
+            raise UnsupportedError(
+                f"{title_of(optimizer, parameter)} has the shape {tuple(parameter.shape)}, its states have "
+                f"{tuple(state.shape)}: make a new optimizer"
+            )
     if gradient.dtype not in GRAD_DTYPES:
         raise UnsupportedError(
             f"the gradient of {title_of(optimizer, parameter)} is {gradient.dtype}; {type(optimizer).__name__} takes "

@@ -8,26 +8,13 @@ from typing import Any
 import torch
 
 from chunkc.ir.chunks import GRAD, PARAM
-from chunkc.ir.states import (
-    EXP_AVG,
-    EXP_AVG_SCALE,
-    EXP_AVG_SQ,
-    EXP_AVG_SQ_SCALE,
-    MASTER,
-    MASTER_LOW,
-    SCALES,
-    num_entries,
-)
+from chunkc.ir.states import MASTER, MASTER_LOW, UNSIGNED, is_scale, num_entries, scale_of
 from chunkc.ir.strides import dense_strides
 from chunkc.kernels.quant import dequantise, quantise
 from chunkc.session import Session, owner
 
 Dtypes = Mapping[str, torch.dtype]
 """The kinds of states that a parameter has, with their dtypes (see `chunkc.ir.states.StateFormat.dtypes`)."""
-
-KNOWN = ("step", MASTER, EXP_AVG, EXP_AVG_SQ, *SCALES)
-
-_SCALE_OF = {EXP_AVG: EXP_AVG_SCALE, EXP_AVG_SQ: EXP_AVG_SQ_SCALE}
 
 
 def tensor_of(value: Any) -> torch.Tensor:
@@ -40,7 +27,7 @@ def tensor_of(value: Any) -> torch.Tensor:
 
 def empty_state(parameter: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
     """Room for a state beside its parameter, uninitialised; dense in the parameter's order, or flat for scales."""
-    if kind in SCALES:
+    if is_scale(kind):
         return torch.empty(num_entries(kind, parameter.numel()), dtype=dtype, device=parameter.device)
     return torch.empty_strided(parameter.shape, dense_strides(parameter), dtype=dtype, device=parameter.device)
 
@@ -58,9 +45,28 @@ def is_kept(state: Mapping[str, Any], parameter: torch.Tensor, dtypes: Dtypes) -
     return (
         len(state) == 1 + len(dtypes)
         and all(kind in state and state[kind].dtype == dtype for kind, dtype in dtypes.items())
-        and state[EXP_AVG].shape == parameter.shape
-        and state[EXP_AVG].stride() == dense_strides(parameter)
+        and all(
+            state[kind].shape == parameter.shape and state[kind].stride() == dense_strides(parameter)
+            for kind in dtypes
+            if not is_scale(kind)
+        )
     )
+
+
+def made_on_tier(state: dict[str, Any], parameter: torch.Tensor, dtypes: Dtypes) -> dict[str, Any]:
+    """The state of a parameter that does not move, in place: made on its first update, converted where it differs."""
+    if is_kept(state, parameter, dtypes):
+        return state
+    if "step" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+    sources = converted(state, parameter, dtypes) if any(kind in state for kind in dtypes) else {}
+    for kind, dtype in dtypes.items():
+        state[kind] = empty_state(parameter, kind, dtype)
+        if kind in sources:
+            state[kind].copy_(sources[kind])
+        else:
+            initialise(kind, state[kind], parameter)
+    return state
 
 
 def converted(state: Mapping[str, Any], parameter: torch.Tensor, dtypes: Dtypes) -> dict[str, torch.Tensor]:
@@ -74,16 +80,16 @@ def converted(state: Mapping[str, Any], parameter: torch.Tensor, dtypes: Dtypes)
     """
     found: dict[str, torch.Tensor] = {}
     for kind, dtype in dtypes.items():
-        if kind in SCALES or (kind == MASTER_LOW and kind not in state):
+        if is_scale(kind) or (kind == MASTER_LOW and kind not in state):
             continue
         source = state.get(kind, parameter if kind == MASTER else None)
         if source is None:
             raise ValueError(f"the loaded state lacks {kind}")
         source = tensor_of(source)
-        scale = state.get(_SCALE_OF.get(kind, ""))
-        signed = kind == EXP_AVG
+        scale = state.get(scale_of(kind))
+        signed = kind not in UNSIGNED
         if dtype == torch.uint8 and scale is not None and source.stride() == dense_strides(parameter):
-            found |= {kind: source, _SCALE_OF[kind]: tensor_of(scale)}
+            found |= {kind: source, scale_of(kind): tensor_of(scale)}
             continue
         if scale is not None:
             values = dequantise(flat(source), torch.as_tensor(scale, device=source.device), signed=signed)
@@ -91,7 +97,7 @@ def converted(state: Mapping[str, Any], parameter: torch.Tensor, dtypes: Dtypes)
         if dtype == torch.uint8:
             wide = empty_state(parameter, kind, torch.float32).copy_(source)
             codes, scales = quantise(flat(wide), signed=signed)
-            found |= {kind: codes.as_strided(wide.shape, wide.stride()), _SCALE_OF[kind]: scales}
+            found |= {kind: codes.as_strided(wide.shape, wide.stride()), scale_of(kind): scales}
         else:
             found[kind] = source
     return found

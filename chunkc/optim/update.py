@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-
-import torch
 
 from chunkc.ir.chunks import chunk_name
 from chunkc.ir.errors import BudgetError, VerificationError
@@ -15,22 +13,11 @@ from chunkc.ir.updates import update_stages
 from chunkc.ir.verify import verify_phase
 from chunkc.known_needs import Needs
 from chunkc.moving import stay
+from chunkc.optim.rule import TileUpdate
 from chunkc.passes.insert import insert_update_events
 from chunkc.passes.update_planning import plan_update, staying_beside_update
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
 from chunkc.session import Session
-
-
-@dataclass(frozen=True)
-class GroupUpdate:
-    """The update of one chunk group.
-
-    `update(slots, tile)` changes slots in place: kind -> flat buffer of the tile's elements, of the kinds that the
-    tile's stage needs.
-    """
-
-    group: int
-    update: Callable[[Mapping[str, torch.Tensor], Tile], None]
 
 
 @dataclass(frozen=True)
@@ -42,7 +29,7 @@ class PreparedUpdate:
     plan: Plan
     tiles: tuple[Tile, ...]
 
-    def run(self, updates: Mapping[int, GroupUpdate]) -> None:
+    def run(self, updates: Mapping[int, TileUpdate]) -> None:
         """Update the groups, tile by tile, each inside the budget.
 
         Raises:
@@ -55,7 +42,7 @@ class PreparedUpdate:
             stage = update_stages(store.layout.groups[tile.group].update_kinds, tile.num_stages)[tile.stage]
             chunks = {kind: chunk_name(kind, tile.group, (tile.begin, tile.end)) for kind in stage.kinds}
             slots = {kind: store.begin_compute(chunk) for kind, chunk in chunks.items()}
-            store.tier.enqueue(updates[tile.group].update, slots, tile)
+            store.tier.enqueue(updates[tile.group], slots, tile)
             for kind, chunk in chunks.items():
                 store.end_compute(chunk, wrote=kind in stage.writes)
 

@@ -7,7 +7,7 @@ when it fetches it. With "backward", `step()` waits for all, also for those that
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,6 +15,7 @@ from torch import nn
 from chunkc.kernels.formats import GradScale
 from chunkc.optim.grad_scale import is_skipped, on_the_cpu
 from chunkc.optim.overlap_mode import OverlapMode
+from chunkc.optim.step import job_of
 from chunkc.runtime.updates import finish_all
 from chunkc.session import Session, sessions_of
 
@@ -72,12 +73,6 @@ class UpdatesUnderWay:
             names = {s.spec.name for s in session.store.layout.groups[index].slices}
             if not names <= session.trained:
                 updates.wait(index)
-
-
-def job_of(optimizer: Any, session: Session, index: int, runs: Sequence[Any], scale: GradScale) -> Callable[[], None]:
-    """The update of a group at home, to be run on the thread; all that it needs is compiled here."""
-    optimizer.compile_for_home(session, index, runs, scale)
-    return optimizer.at_home(session, index, runs, scale)
 
 
 def label_of(session: Session, index: int) -> str:

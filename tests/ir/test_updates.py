@@ -11,10 +11,10 @@ from torch import Tensor
 
 from chunkc.ir.states import BFLOAT16, FLOAT32, INT8, NONE, SPLIT, StateFormat
 from chunkc.ir.updates import UpdateTraffic, update_traffic
-from chunkc.kernels import adam_cpu, lamb_cpu, lamb_reference, reference
+from chunkc.kernels import elementwise_cpu, lamb_cpu, lamb_reference, reference
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run, rounding_key
 from chunkc.kernels.hyper import AdamHyper, scalar_table
-from chunkc.kernels.lamb_formats import LambHyper, lamb_table, lamb_work, new_partials
+from chunkc.kernels.lamb_formats import LambHyper, lamb_work, new_partials
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 NUM_ELEMENTS = 512
@@ -74,7 +74,7 @@ def buffers_of(slots: AdamSlots) -> Buffers:
 
 
 @pytest.mark.parametrize(
-    "kernel", [pytest.param(reference, id="reference"), pytest.param(adam_cpu, marks=pytest.mark.slow, id="cpu")]
+    "kernel", [pytest.param(reference, id="reference"), pytest.param(elementwise_cpu, marks=pytest.mark.slow, id="cpu")]
 )
 @pytest.mark.parametrize(("dtype", "moments", "master", "rounding"), ADAM)
 def test_adam_reads_and_writes_what_is_counted(
@@ -90,7 +90,7 @@ def test_adam_reads_and_writes_what_is_counted(
     key = rounding_key(0, 3, 0) if rounding == "stochastic" else None
 
     def run(buffers: Buffers) -> None:
-        kernel.adam_chunk_update(  # type: ignore[attr-defined]
+        kernel.chunk_update(  # type: ignore[attr-defined]
             fmt, AdamSlots(**buffers), [Run(0, NUM_ELEMENTS, 0)], scalars, key=key
         )
 
@@ -105,7 +105,7 @@ def test_adam_reads_and_writes_what_is_counted(
 def test_both_stages_of_lamb(dtype: torch.dtype, kernel: object) -> None:
     fmt = AdamFormat(dtype, dtype, master=dtype != FP32)
     (work,) = lamb_work([Run(0, NUM_ELEMENTS, 0)], [(0, NUM_ELEMENTS)])
-    scalars = lamb_table([LambHyper(lr=1e-2, weight_decay=0.1, step=3)])
+    scalars = scalar_table([LambHyper(lr=1e-2, weight_decay=0.1, step=3)])
     buffers = {**buffers_of(make_slots(fmt, NUM_ELEMENTS)), SUMS: new_partials(work, torch.device("cpu"))}
     found = []
     for stage in (kernel.lamb_moments, kernel.lamb_apply):  # type: ignore[attr-defined]

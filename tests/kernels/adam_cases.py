@@ -17,9 +17,9 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from chunkc.kernels import adam_triton, reference
+from chunkc.kernels import elementwise_triton, reference
 from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale, Run, num_quant_blocks, rounding_key
-from chunkc.kernels.hyper import AdamHyper, scalar_table
+from chunkc.kernels.hyper import AdamHyper, check_adam_run, scalar_table
 from chunkc.kernels.split import join_master, split_master
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -112,10 +112,60 @@ def with_special_values(slots: AdamSlots) -> AdamSlots:
     return slots
 
 
+@torch.no_grad()
+def adam_update(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    master: Tensor | None,
+    hyper: AdamHyper,
+) -> None:
+    """One Adam or AdamW update of `[n]` elements in torch's own operations, in place, on any device.
+
+    The operations are those of `torch.optim.adam._single_tensor_adam` (neither amsgrad nor capturable), in
+    that order: fp32 parameters get the very bits of `torch.optim.Adam(foreach=False)`. With a master, the
+    update is the master's, and `param` becomes its copy, rounded to nearest even. Gradients are widened to
+    fp32 first. `grad` is left alone; it may share `param`'s memory.
+
+    Args:
+        param: `[n]`, fp32 (then `master` is None), bf16 or fp16.
+        grad: `[n]`, fp32, bf16 or fp16.
+        exp_avg, exp_avg_sq: `[n]`, fp32.
+        master: `[n]`, fp32; or int16, the lower bits of a split one; or None.
+
+    Raises:
+        ValueError: see `check_adam_run`.
+    """
+    check_adam_run(param, grad, exp_avg, exp_avg_sq, master)
+    split = master is not None and master.dtype == torch.int16
+    target = param if master is None else join_master(param, master) if split else master
+    scalars = hyper.scalars()
+    wide = grad.to(torch.float32, copy=True)
+    if hyper.maximize:
+        wide = -wide
+    if hyper.weight_decay != 0:
+        if hyper.decoupled:
+            target.mul_(scalars.decay)
+        else:
+            wide = wide.add(target, alpha=hyper.weight_decay)
+    exp_avg.lerp_(wide, scalars.lerp_weight)
+    exp_avg_sq.mul_(hyper.beta2).addcmul_(wide, wide, value=scalars.one_minus_beta2)
+    denom = (exp_avg_sq.sqrt() / scalars.bias_correction2_sqrt).add_(hyper.eps)
+    target.addcdiv_(exp_avg, denom, value=scalars.neg_step_size)
+    if master is not None and split:
+        for place, values in zip((param, master), split_master(target), strict=True):
+            place.copy_(values)
+    elif master is not None:
+        param.copy_(master)
+
+
 def triton_update(fmt: AdamFormat, slots: AdamSlots, runs: list[Run], scalars: Tensor, **options: object) -> None:
     """The kernel with the signature of the reference."""
     device = slots.param.device
-    adam_triton.adam_update(fmt, slots, adam_triton.work_table(runs, fmt).to(device), scalars.to(device), **options)
+    elementwise_triton.update(
+        fmt, slots, elementwise_triton.work_table(runs, fmt).to(device), scalars.to(device), **options
+    )
 
 
 def check_agrees(device: str, name: str) -> None:
@@ -129,7 +179,7 @@ def check_agrees(device: str, name: str) -> None:
         key = rounding_key(seed=9, step=step, chunk=4) if fmt.stochastic else None
         scale = GradScale(torch.tensor(0.5), torch.tensor(0.7), torch.tensor(0.0))
         options = {"key": key, "first_element": first_element}
-        reference.adam_chunk_update(fmt, expected, runs, scalar_table(HYPERS), scale=scale, **options)
+        reference.chunk_update(fmt, expected, runs, scalar_table(HYPERS), scale=scale, **options)
         scale = GradScale(*[t.to(device) for t in (scale.unscale, scale.clip, scale.found_inf)])
         triton_update(fmt, slots, runs, scalar_table(HYPERS), scale=scale, **options)
         assert same_bits(slots, expected), f"step {step}"
@@ -217,7 +267,7 @@ def check_every_rounding(device: str, name: str) -> None:
     expected = AdamSlots(param, zeros.to(fmt.grad_dtype), zeros.clone(), zeros.clone(), kept.clone())
     slots = on(expected, device)
     key = rounding_key(0, 1, 0) if fmt.stochastic else None
-    for update, each in ((reference.adam_chunk_update, expected), (triton_update, slots)):
+    for update, each in ((reference.chunk_update, expected), (triton_update, slots)):
         update(fmt, each, [Run(0, len(master), 0)], scalar_table([AdamHyper(lr=0.0)]), key=key)
     number = ~expected.param.isnan()
     assert torch.equal(slots.param.cpu().isnan(), ~number)

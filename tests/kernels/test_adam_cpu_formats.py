@@ -9,8 +9,8 @@ import adam_cases
 import pytest
 import torch
 
-from chunkc.kernels import adam_cpu, reference
-from chunkc.kernels.adam_cpu_math import AdamPass, adam_pass, rounding_words
+from chunkc.kernels import elementwise_cpu, reference
+from chunkc.kernels.cpu_pass import UpdatePass, rounding_words, update_pass
 from chunkc.kernels.formats import QUANT_BLOCK, GradScale, Run, rounding_key
 from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS, compile_pass
 from chunkc.kernels.hyper import AdamHyper, scalar_table
@@ -41,8 +41,8 @@ def test_has_the_reference_s_bits(name):
     runs = [Run(0, 203, 0), Run(768, 1040, 1), Run(1280, 3583, 1), Run(3584, 4000, 0)]
     for step, first_element in ((1, 0), (2, 5 << 32), (3, (1 << 32) - 2048)):
         options = {"scale": ONE_SCALE, "key": key_of(name, step), "first_element": first_element}
-        reference.adam_chunk_update(fmt, expected, runs, ADAMW, **options)
-        adam_cpu.adam_chunk_update(fmt, slots, runs, ADAMW, **options)
+        reference.chunk_update(fmt, expected, runs, ADAMW, **options)
+        elementwise_cpu.chunk_update(fmt, slots, runs, ADAMW, **options)
         assert adam_cases.same_bits(slots, expected), f"step {step}"
     assert not adam_cases.same_bits(slots, adam_cases.make_slots(fmt, 4000, seed=1))
 
@@ -58,8 +58,8 @@ def test_l2_and_long_runs(name):
     scalars = scalar_table(adam_cases.HYPERS)
     for step, group in ((1, 1), (2, 0)):
         options = {"key": key_of(name, step)}
-        reference.adam_chunk_update(fmt, expected, [Run(0, num_elements, group)], scalars, **options)
-        adam_cpu.adam_chunk_update(fmt, slots, [Run(0, num_elements, group)], scalars, **options)
+        reference.chunk_update(fmt, expected, [Run(0, num_elements, group)], scalars, **options)
+        elementwise_cpu.chunk_update(fmt, slots, [Run(0, num_elements, group)], scalars, **options)
         assert adam_cases.same_bits(slots, expected), f"step {step}"
 
 
@@ -69,7 +69,7 @@ def test_found_inf_changes_nothing(name):
     for found_inf in (1.0, float("nan")):
         scale = replace(ONE_SCALE, found_inf=torch.tensor(found_inf))
         run = Run(0, 1000, 0)
-        adam_cpu.adam_chunk_update(FORMATS[name], slots, [run], ADAMW, scale=scale, key=key_of(name))
+        elementwise_cpu.chunk_update(FORMATS[name], slots, [run], ADAMW, scale=scale, key=key_of(name))
         assert adam_cases.same_bits(slots, adam_cases.make_slots(FORMATS[name], 1000))
 
 
@@ -79,11 +79,11 @@ def test_tiles_do_not_change_a_bit(name):
     whole = adam_cases.with_special_values(adam_cases.make_slots(fmt, 5000))
     tiles = adam_cases.on(whole, "cpu")
     options = {"scale": ONE_SCALE, "key": key_of(name)}
-    adam_cpu.adam_chunk_update(fmt, whole, [Run(0, 5000, 0)], ADAMW, **options)
+    elementwise_cpu.chunk_update(fmt, whole, [Run(0, 5000, 0)], ADAMW, **options)
     cuts = [0, 512, 768, 3328, 5000] if fmt.quantised else [0, 1, 18, 500, 1536, 3001, 5000]
     for begin, end in itertools.pairwise(cuts):
         run, part = Run(0, end - begin, 0), tiles.part(begin, end)
-        adam_cpu.adam_chunk_update(fmt, part, [run], ADAMW, first_element=begin, **options)
+        elementwise_cpu.chunk_update(fmt, part, [run], ADAMW, first_element=begin, **options)
     assert adam_cases.same_bits(whole, tiles)
 
 
@@ -96,7 +96,7 @@ def test_gradient_may_lie_in_the_parameter(name):
     shared = replace(shared, grad=shared.param)
     for slots in (apart, shared):
         options = {"scale": ONE_SCALE, "key": key_of(name)}
-        adam_cpu.adam_chunk_update(fmt, slots, [Run(0, 3000, 0)], ADAMW, **options)
+        elementwise_cpu.chunk_update(fmt, slots, [Run(0, 3000, 0)], ADAMW, **options)
     assert adam_cases.same_bits(shared, replace(apart, grad=apart.param))
 
 
@@ -105,13 +105,13 @@ def test_nothing_is_allocated(name):
     fmt = FORMATS[name]
     slots = adam_cases.make_slots(fmt, 3001)
     options = {"scale": ONE_SCALE, "key": key_of(name)}
-    adam_cpu.adam_chunk_update(fmt, slots, [Run(0, 3001, 0)], ADAMW, **options)
+    elementwise_cpu.chunk_update(fmt, slots, [Run(0, 3001, 0)], ADAMW, **options)
     cpu_allocator.install()
     before = adam_cases.on(slots, "cpu")
     # The quantising pass has room for one number of each block.
     room_nbytes = 2 * 64 * -(-3001 // QUANT_BLOCK) if fmt.quantised else 0
     with cpu_allocator.hard_limit(cpu_allocator.current_nbytes() + room_nbytes):
-        adam_cpu.adam_chunk_update(fmt, slots, [Run(0, 3001, 0)], ADAMW, **options)
+        elementwise_cpu.chunk_update(fmt, slots, [Run(0, 3001, 0)], ADAMW, **options)
     assert not adam_cases.same_bits(slots, before)
 
 
@@ -124,7 +124,7 @@ def stores_of(code: str) -> list[str]:
 def test_the_code_is_vectorised(name):
     """Every store is a vector's, arithmetic is on vectors, there is one loop, and no memory but the arguments'."""
     fmt = FORMATS[name]
-    code = adam_pass(AdamPass(fmt, l2=False, scaled=True, parallel=False)).source_code
+    code = update_pass(UpdatePass(fmt, l2=False, scaled=True, parallel=False)).source_code
     kernel = code[code.index("extern") : code.index("class Runner")]
     num_stored = 4 if fmt.master else 3
     assert len(stores_of(code)) in (num_stored, 2 * num_stored)  # in whole vectors, and at the end
@@ -133,7 +133,7 @@ def test_the_code_is_vectorised(name):
     assert kernel.count("for(int64_t x0") == 1
     assert "empty_strided_cpu(" not in code[code.index("def call") : code.index("def get_args")]
     assert "omp parallel" not in kernel
-    assert "omp parallel" in adam_pass(AdamPass(fmt, l2=False, scaled=True, parallel=True)).source_code
+    assert "omp parallel" in update_pass(UpdatePass(fmt, l2=False, scaled=True, parallel=True)).source_code
 
 
 def test_code_that_is_not_vectorised_is_found():
@@ -183,19 +183,19 @@ def test_unsuitable_arguments_are_refused():
     slots = adam_cases.make_slots(fmt, 10)
     meta = adam_cases.on(slots, "meta")
     with pytest.raises(ValueError, match="on the CPU"):
-        adam_cpu.adam_chunk_update(fmt, meta, [Run(0, 10, 0)], ADAMW.to("meta"))
+        elementwise_cpu.chunk_update(fmt, meta, [Run(0, 10, 0)], ADAMW.to("meta"))
     with pytest.raises(ValueError, match="runs must be"):
-        adam_cpu.adam_chunk_update(fmt, slots, [Run(0, 11, 0)], ADAMW)
+        elementwise_cpu.chunk_update(fmt, slots, [Run(0, 11, 0)], ADAMW)
     with pytest.raises(ValueError, match="key"):
-        adam_cpu.adam_chunk_update(fmt, slots, [Run(0, 10, 0)], ADAMW, key=rounding_key(0, 1, 0))
+        elementwise_cpu.chunk_update(fmt, slots, [Run(0, 10, 0)], ADAMW, key=rounding_key(0, 1, 0))
 
 
 def test_warming_up_compiles_all():
     fmt = FORMATS["fp32"]
-    adam_cpu.warm_up_format(fmt, scaled=True)
-    num_passes = adam_pass.cache_info().currsize
+    elementwise_cpu.warm_up_format(fmt, scaled=True)
+    num_passes = update_pass.cache_info().currsize
     slots = adam_cases.make_slots(fmt, SERIAL_NUM_ELEMENTS)
     runs = [Run(0, SERIAL_NUM_ELEMENTS, 0)]
-    adam_cpu.adam_chunk_update(fmt, slots, runs, scalar_table([AdamHyper(lr=0.1)]), scale=ONE_SCALE)
-    adam_cpu.adam_chunk_update(fmt, slots, [Run(0, 5, 0)], ADAMW, scale=ONE_SCALE)
-    assert adam_pass.cache_info().currsize == num_passes
+    elementwise_cpu.chunk_update(fmt, slots, runs, scalar_table([AdamHyper(lr=0.1)]), scale=ONE_SCALE)
+    elementwise_cpu.chunk_update(fmt, slots, [Run(0, 5, 0)], ADAMW, scale=ONE_SCALE)
+    assert update_pass.cache_info().currsize == num_passes

@@ -17,7 +17,7 @@ import torch
 
 from chunkc.ir.chunks import ALIGNMENT_NBYTES
 from chunkc.ir.errors import UnsupportedError
-from chunkc.kernels import adam_triton
+from chunkc.kernels import elementwise_triton
 from chunkc.kernels.formats import QUANT_BLOCK, GradScale, Run, rounding_key
 from chunkc.kernels.hyper import scalar_table
 
@@ -86,13 +86,13 @@ def test_on_gpu_past_32_bits() -> None:
         whole[begin:end] = part.cuda()
     key = rounding_key(0, 1, 0)
     adam_cases.triton_update(fmt, slots, [Run(begin, end, 0)], SCALARS, key=key)
-    adam_cases.reference.adam_chunk_update(fmt, expected, [Run(0, 4000, 0)], SCALARS, key=key, first_element=begin)
+    adam_cases.reference.chunk_update(fmt, expected, [Run(0, 4000, 0)], SCALARS, key=key, first_element=begin)
     assert adam_cases.same_bits(slots.part(begin, end), expected)
     assert not slots.param[:4096].any()
 
 
 def rows_of(name: str, *runs: Run) -> list[list[int]]:
-    return adam_triton.work_table(runs, FORMATS[name]).rows.tolist()
+    return elementwise_triton.work_table(runs, FORMATS[name]).rows.tolist()
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp32-int8-moments"])
@@ -107,12 +107,12 @@ def test_rows_cover_runs_once_and_only_ends_are_ragged(name: str) -> None:
     elements = [(element, group) for begin, end, group in rows for element in range(begin, end)]
     assert elements == [(element, run.group) for run in runs for element in range(run.begin, run.end)]
     for begin, end, _ in rows:
-        ragged = (begin | end) % adam_triton.UNIT != 0
-        assert end - begin <= (adam_triton.RAGGED_BLOCK if ragged else adam_triton.BLOCK)
+        ragged = (begin | end) % elementwise_triton.UNIT != 0
+        assert end - begin <= (elementwise_triton.RAGGED_BLOCK if ragged else elementwise_triton.BLOCK)
         if align > 1:
             assert begin % QUANT_BLOCK == 0
         elif ragged:
-            assert end - begin < adam_triton.UNIT
+            assert end - begin < elementwise_triton.UNIT
     assert len({tuple(row[:2]) for row in rows}) == len(rows)
 
 
@@ -128,7 +128,7 @@ def test_a_chunk_is_one_table_of_full_rows() -> None:
 
 def test_tensors_in_chunks_begin_where_vectors_do() -> None:
     """So that only the ends of tensors can be ragged, whatever their dtype."""
-    assert ALIGNMENT_NBYTES // 4 % adam_triton.UNIT == 0
+    assert ALIGNMENT_NBYTES // 4 % elementwise_triton.UNIT == 0
 
 
 def test_rows_of_huge_offsets() -> None:
@@ -141,40 +141,40 @@ def test_rows_of_huge_offsets() -> None:
 
 def test_arguments_are_checked() -> None:
     fmt = FORMATS["fp32"]
-    slots, work = adam_cases.make_slots(fmt, 100), adam_triton.work_table([Run(0, 100, 2)], fmt)
-    adam_triton.launch_arguments(fmt, slots, work, SCALARS)
+    slots, work = adam_cases.make_slots(fmt, 100), elementwise_triton.work_table([Run(0, 100, 2)], fmt)
+    elementwise_triton.launch_arguments(fmt, slots, work, SCALARS)
     with pytest.raises(ValueError, match="work table is for 100 elements and 3 groups"):
-        adam_triton.launch_arguments(fmt, slots.part(0, 99), work, SCALARS)
+        elementwise_triton.launch_arguments(fmt, slots.part(0, 99), work, SCALARS)
     with pytest.raises(ValueError, match="the scalars 2"):
-        adam_triton.launch_arguments(fmt, slots, work, SCALARS[:2])
+        elementwise_triton.launch_arguments(fmt, slots, work, SCALARS[:2])
     with pytest.raises(ValueError, match="on meta, param on cpu"):
-        adam_triton.launch_arguments(fmt, slots, work.to("meta"), SCALARS)
+        elementwise_triton.launch_arguments(fmt, slots, work.to("meta"), SCALARS)
     with pytest.raises(ValueError, match="found_inf"):
-        adam_triton.launch_arguments(fmt, slots, work, SCALARS, scale=GradScale(found_inf=torch.zeros(1)))
+        elementwise_triton.launch_arguments(fmt, slots, work, SCALARS, scale=GradScale(found_inf=torch.zeros(1)))
     with pytest.raises(ValueError, match="exp_avg must be contiguous"):
-        adam_triton.launch_arguments(fmt, replace(slots, exp_avg=torch.zeros(200)[::2]), work, SCALARS)
+        elementwise_triton.launch_arguments(fmt, replace(slots, exp_avg=torch.zeros(200)[::2]), work, SCALARS)
     quantised = FORMATS["fp32-int8-moments"]
     with pytest.raises(ValueError, match="not made for int8 moments"):
-        adam_triton.launch_arguments(quantised, adam_cases.make_slots(quantised, 100), work, SCALARS)
+        elementwise_triton.launch_arguments(quantised, adam_cases.make_slots(quantised, 100), work, SCALARS)
 
 
 @needs_triton
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted")
 def test_cpu_tensors_are_refused_when_compiled() -> None:
     fmt = FORMATS["fp32"]
-    slots, work = adam_cases.make_slots(fmt, 100), adam_triton.work_table([Run(0, 100, 0)], fmt)
+    slots, work = adam_cases.make_slots(fmt, 100), elementwise_triton.work_table([Run(0, 100, 0)], fmt)
     with pytest.raises(UnsupportedError, match="on the CPU use"):
-        adam_triton.adam_update(fmt, slots, work, SCALARS)
+        elementwise_triton.update(fmt, slots, work, SCALARS)
 
 
 def test_importing_needs_no_triton() -> None:
-    code = "import sys; sys.modules['triton'] = None; import chunkc.kernels.adam_triton"
+    code = "import sys; sys.modules['triton'] = None; import chunkc.kernels.elementwise_triton"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_without_triton_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     fmt = FORMATS["fp32"]
-    slots, work = adam_cases.make_slots(fmt, 100), adam_triton.work_table([Run(0, 100, 0)], fmt)
+    slots, work = adam_cases.make_slots(fmt, 100), elementwise_triton.work_table([Run(0, 100, 0)], fmt)
     with pytest.raises(UnsupportedError, match="pip install"):
-        adam_triton.adam_update(fmt, slots, work, SCALARS)
+        elementwise_triton.update(fmt, slots, work, SCALARS)

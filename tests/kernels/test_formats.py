@@ -14,8 +14,8 @@ from chunkc.kernels.formats import (
     GradScale,
     RoundingKey,
     Run,
-    check_adam_update,
     check_runs,
+    check_update,
     rounding_key,
 )
 from chunkc.kernels.hyper import scalar_table
@@ -55,7 +55,7 @@ def test_formats_that_make_no_sense(arguments: dict, message: str) -> None:
 def test_good_slots_pass(name: str) -> None:
     fmt = adam_cases.FORMATS[name]
     key = KEY if fmt.stochastic else None
-    check_adam_update(fmt, adam_cases.make_slots(fmt, 1000), SCALARS, GradScale(*torch.ones(3).unbind()), key, 256)
+    check_update(fmt, adam_cases.make_slots(fmt, 1000), SCALARS, GradScale(*torch.ones(3).unbind()), key, 256)
 
 
 def test_wrong_slots_are_refused() -> None:
@@ -74,19 +74,19 @@ def test_wrong_slots_are_refused() -> None:
         ({"exp_avg_sq_scale": None}, "exp_avg_sq_scale is missing"),
     ]:
         with pytest.raises(ValueError, match=message):
-            check_adam_update(fmt, replace(slots, **change), SCALARS, NO_SCALE, None, 0)
+            check_update(fmt, replace(slots, **change), SCALARS, NO_SCALE, None, 0)
     for scalars in (SCALARS[:, :8], SCALARS.double(), torch.tensor(1.0)):
         with pytest.raises(ValueError, match=r"scalars must be contiguous torch\.float32"):
-            check_adam_update(fmt, slots, scalars, NO_SCALE, None, 0)
+            check_update(fmt, slots, scalars, NO_SCALE, None, 0)
     with pytest.raises(ValueError, match="clip must be contiguous"):
-        check_adam_update(fmt, slots, SCALARS, GradScale(clip=torch.ones(1)), None, 0)
+        check_update(fmt, slots, SCALARS, GradScale(clip=torch.ones(1)), None, 0)
     with pytest.raises(ValueError, match="a rounding key is needed for rounding='stochastic'"):
-        check_adam_update(fmt, slots, SCALARS, NO_SCALE, KEY, 0)
+        check_update(fmt, slots, SCALARS, NO_SCALE, KEY, 0)
     with pytest.raises(ValueError, match="begin at multiples of 256"):
-        check_adam_update(fmt, slots, SCALARS, NO_SCALE, None, 128)
+        check_update(fmt, slots, SCALARS, NO_SCALE, None, 128)
     plain = adam_cases.FORMATS["fp32"]
     with pytest.raises(ValueError, match="master is not wanted"):
-        check_adam_update(plain, replace(adam_cases.make_slots(plain, 1000), master=flat), SCALARS, NO_SCALE, None, 0)
+        check_update(plain, replace(adam_cases.make_slots(plain, 1000), master=flat), SCALARS, NO_SCALE, None, 0)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompil
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.kernels import fused_pass
-from chunkc.kernels.adam_cpu_loop import has_loop, library
+from chunkc.kernels.cpu_loop import has_loop, library
 from chunkc.kernels.formats import AdamFormat
 from chunkc.kernels.fused_pass import a_compiler_needed, compile_pass
 

@@ -12,14 +12,15 @@ from torch import Tensor
 
 from chunkc.kernels import lamb_cpu, lamb_reference
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run
-from chunkc.kernels.lamb_formats import ROW, LambHyper, lamb_table, lamb_work, new_partials
+from chunkc.kernels.hyper import scalar_table
+from chunkc.kernels.lamb_formats import ROW, LambHyper, lamb_work, new_partials
 from chunkc.runtime import cpu_allocator
 
 FP32, BF16 = torch.float32, torch.bfloat16
 FORMATS = {"fp32": AdamFormat(FP32, FP32), "bf16-master": AdamFormat(BF16, BF16, master=True)}
 ADAPTED = LambHyper(lr=1e-2, weight_decay=0.1, step=3)
 PLAIN = LambHyper(lr=1e-2, step=3, adapt=False)
-SCALARS = lamb_table([ADAPTED, PLAIN])
+SCALARS = scalar_table([ADAPTED, PLAIN])
 NUM_ELEMENTS = 5 * ROW + 300
 TENSORS = [Run(0, 100, 0), Run(128, 4 * ROW + 5, 0), Run(4 * ROW + 16, 4 * ROW + 21, 1), Run(5 * ROW, 5 * ROW + 300, 0)]
 kernels = pytest.mark.parametrize("kernel", [lamb_reference, lamb_cpu], ids=["reference", "cpu"])
@@ -94,7 +95,7 @@ def test_follows_the_paper(fmt, kernel):
         slots.grad.copy_(make_slots(fmt, seed=step).grad)
         slots.grad[parts[2]] = 0
         expected.step([slots.grad[part] for part in parts], [hypers[run.group] for run in tensors])
-        lamb_cases.update(kernel, fmt, slots, work, lamb_table(hypers))
+        lamb_cases.update(kernel, fmt, slots, work, scalar_table(hypers))
     for part, value, exp_avg in zip(parts, expected.values, expected.exp_avgs, strict=True):
         torch.testing.assert_close(target_of(slots)[part], value.float(), rtol=0, atol=2e-6)
         torch.testing.assert_close(slots.exp_avg[part], exp_avg.float(), rtol=0, atol=1e-6)

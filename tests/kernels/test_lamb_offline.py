@@ -11,9 +11,10 @@ import torch
 from offline import TARGETS, compile_offline, spilled, vector_accesses
 
 from chunkc.kernels import lamb_triton
-from chunkc.kernels.adam_triton import BLOCK, NUM_THREADS, launch_options
+from chunkc.kernels.elementwise_triton import BLOCK, NUM_THREADS, launch_options
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run
-from chunkc.kernels.lamb_formats import ROW, LambHyper, lamb_table, lamb_work, new_partials
+from chunkc.kernels.hyper import scalar_table
+from chunkc.kernels.lamb_formats import ROW, LambHyper, lamb_work, new_partials
 
 triton = pytest.importorskip("triton")
 
@@ -22,7 +23,7 @@ if triton.knobs.runtime.interpret:
 
 FP32, BF16 = torch.float32, torch.bfloat16
 FORMATS = {"fp32": AdamFormat(FP32, FP32), "bf16-master": AdamFormat(BF16, BF16, master=True)}
-SCALARS = lamb_table([LambHyper(1e-2, weight_decay=0.1, step=3)])
+SCALARS = scalar_table([LambHyper(1e-2, weight_decay=0.1, step=3)])
 
 
 @pytest.fixture(autouse=True)

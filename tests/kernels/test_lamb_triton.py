@@ -24,7 +24,8 @@ from torch import Tensor
 from chunkc.ir.errors import UnsupportedError
 from chunkc.kernels import lamb_reference, lamb_triton
 from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale, Run
-from chunkc.kernels.lamb_formats import ROW, LambHyper, lamb_table, lamb_work, new_partials
+from chunkc.kernels.hyper import scalar_table
+from chunkc.kernels.lamb_formats import ROW, LambHyper, lamb_work, new_partials
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 FORMATS = {
@@ -32,7 +33,7 @@ FORMATS = {
     "bf16-master": AdamFormat(BF16, BF16, master=True),
     "fp16-master": AdamFormat(FP16, FP32, master=True),
 }
-SCALARS = lamb_table(
+SCALARS = scalar_table(
     [LambHyper(1e-2, weight_decay=0.1, step=3), LambHyper(1e-2, beta1=0.4, step=2, adapt=False, maximize=True)]
 )
 NUM_ELEMENTS = 2 * ROW + 4000

@@ -22,7 +22,7 @@ def key_of(fmt: AdamFormat, step: int = 1, seed: int = 0):
 
 def update(fmt: AdamFormat, slots: AdamSlots, runs: list[Run] | None = None, **options: object) -> AdamSlots:
     runs = [Run(0, slots.param.numel(), 0)] if runs is None else runs
-    reference.adam_chunk_update(fmt, slots, runs, SCALARS, **{"key": key_of(fmt), **options})
+    reference.chunk_update(fmt, slots, runs, SCALARS, **{"key": key_of(fmt), **options})
     return slots
 
 
@@ -42,7 +42,7 @@ def test_follows_torch(name: str, decoupled: bool) -> None:
         optimizer.step()
         scalars = scalar_table([AdamHyper(lr=1e-3, weight_decay=0.1, step=step, decoupled=decoupled)])
         scale = GradScale(torch.tensor(0.25), torch.tensor(2.0))
-        reference.adam_chunk_update(fmt, slots, [Run(0, 1003, 0)], scalars, scale=scale)
+        reference.chunk_update(fmt, slots, [Run(0, 1003, 0)], scalars, scale=scale)
         assert torch.equal(slots.param, adam_cases.target_of(fmt, slots).to(fmt.param_dtype))
     state = optimizer.state[theirs]
     torch.testing.assert_close(adam_cases.target_of(fmt, slots), theirs.detach(), rtol=0, atol=1e-6)
@@ -99,7 +99,7 @@ def test_small_updates_add_up() -> None:
         tensor.fill_(value)
     for step in range(1, 201):
         scalars = scalar_table([AdamHyper(lr=1e-5, step=step)])
-        reference.adam_chunk_update(fmt, slots, [Run(0, 4096, 0)], scalars, key=key_of(fmt, step))
+        reference.chunk_update(fmt, slots, [Run(0, 4096, 0)], scalars, key=key_of(fmt, step))
     assert torch.tensor(1.0 - 1e-5).bfloat16() == 1.0
     assert slots.param.double().mean().item() == pytest.approx(1.0 - 200 * 1e-5, abs=2e-4)
 
@@ -134,5 +134,5 @@ def train(fmt: AdamFormat, num_steps: int = 150) -> tuple[float, float]:
         slots.grad.copy_(weights.grad)
         losses.append(loss.item())
         scalars = scalar_table([AdamHyper(lr=1e-2, step=step)])
-        reference.adam_chunk_update(fmt, slots, [Run(0, num_elements, 0)], scalars, key=key_of(fmt, step))
+        reference.chunk_update(fmt, slots, [Run(0, num_elements, 0)], scalars, key=key_of(fmt, step))
     return losses[0], losses[-1]

@@ -10,7 +10,7 @@ import adam_cases
 import pytest
 import torch
 
-from chunkc.kernels import adam_cpu, adam_cpu_loop, reference
+from chunkc.kernels import adam_cpu, cpu_loop, elementwise_cpu, reference
 from chunkc.kernels.formats import AdamFormat, AdamSlots, Run
 from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS
 from chunkc.kernels.hyper import AdamHyper, scalar_table
@@ -76,7 +76,7 @@ def test_any_lower_bits_leave_any_parameter_what_it_is(lower):
     assert near.max() <= (1 if lower == 0x8000 else 0)
 
 
-@pytest.mark.parametrize("update", [reference.adam_chunk_update, adam_cpu.adam_chunk_update])
+@pytest.mark.parametrize("update", [reference.chunk_update, elementwise_cpu.chunk_update])
 def test_follows_full_masters_but_for_ties(update):
     """200 steps on equal gradients: masters one place apart where a tie was, so copies differ almost nowhere."""
     num_elements, steps = 1 << 15, 200
@@ -114,11 +114,11 @@ def test_the_single_run_has_the_reference_s_bits(grad_dtype, decoupled):
     expected.grad.copy_(every)
     slots = adam_cases.on(expected, "cpu")
     hyper = AdamHyper(lr=1e-2, weight_decay=0.1, step=3, decoupled=decoupled)
-    reference.adam_chunk_update(fmt, expected, [Run(0, 1 << 16, 0)], scalar_table([hyper]))
+    reference.chunk_update(fmt, expected, [Run(0, 1 << 16, 0)], scalar_table([hyper]))
     adam_cpu.adam_update(slots.param, slots.grad, slots.exp_avg, slots.exp_avg_sq, slots.master, hyper)
     assert adam_cases.same_bits(slots, expected)
     plain = adam_cases.make_slots(fmt, 100)
-    reference.adam_update(plain.param, plain.grad, plain.exp_avg, plain.exp_avg_sq, plain.master, hyper)
+    adam_cases.adam_update(plain.param, plain.grad, plain.exp_avg, plain.exp_avg_sq, plain.master, hyper)
     follows = adam_cases.make_slots(fmt, 100)
     adam_cpu.adam_update(follows.param, follows.grad, follows.exp_avg, follows.exp_avg_sq, follows.master, hyper)
     torch.testing.assert_close(
@@ -133,7 +133,7 @@ def test_bits_do_not_depend_on_the_number_of_threads():
     try:
         for num_threads, slots in ((1, one), (2, two)):
             torch.set_num_threads(num_threads)
-            adam_cpu.adam_chunk_update(SPLIT, slots, [Run(0, num_elements, 0)], scalar_table(adam_cases.HYPERS))
+            elementwise_cpu.chunk_update(SPLIT, slots, [Run(0, num_elements, 0)], scalar_table(adam_cases.HYPERS))
     finally:
         torch.set_num_threads(threads)
     assert adam_cases.same_bits(one, two)
@@ -142,9 +142,9 @@ def test_bits_do_not_depend_on_the_number_of_threads():
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump is not installed")
 @pytest.mark.parametrize("fmt", [SPLIT, FULL], ids=["split", "whole"])
 def test_the_loop_is_vectorised_and_nothing_is_contracted(fmt: AdamFormat):
-    adam_cpu_loop.loop_pass(fmt, l2=False, scaled=False, parallel=True)
+    cpu_loop.loop_pass(fmt, l2=False, scaled=False, parallel=True)
     code = subprocess.run(
-        ["objdump", "-d", adam_cpu_loop.library(fmt, l2=False, scaled=False)._name],
+        ["objdump", "-d", cpu_loop.library(fmt, l2=False, scaled=False)._name],
         check=True, capture_output=True, text=True,
     ).stdout  # fmt: skip
     assert re.search(r"\bv?sqrtps\b|\bfsqrt\s+[vz]\d", code)

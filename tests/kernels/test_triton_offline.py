@@ -13,7 +13,7 @@ import pytest
 import torch
 from offline import TARGETS, compile_offline, spilled, vector_accesses
 
-from chunkc.kernels import adam_triton
+from chunkc.kernels import elementwise_triton
 from chunkc.kernels.formats import AdamFormat, GradScale, Run, rounding_key
 from chunkc.kernels.hyper import scalar_table
 
@@ -30,7 +30,7 @@ VARIANTS = [
     for target in TARGETS
 ]
 VECTOR_NBYTES = 16
-NUM_ELEMENTS_PER_THREAD = adam_triton.BLOCK // adam_triton.NUM_THREADS
+NUM_ELEMENTS_PER_THREAD = elementwise_triton.BLOCK // elementwise_triton.NUM_THREADS
 
 
 @pytest.fixture(autouse=True)
@@ -47,17 +47,17 @@ def compiled(name: str, target: str, offset: int = 0, fused: bool = False) -> An
     if offset:
         flat = {field: getattr(slots, field) for field in ("param", "grad", "exp_avg", "exp_avg_sq", "master")}
         slots = replace(slots, **{k: None if t is None else torch.cat([t, t])[offset:][:4096] for k, t in flat.items()})
-    arguments = adam_triton.launch_arguments(
+    arguments = elementwise_triton.launch_arguments(
         fmt,
         slots,
-        adam_triton.work_table([Run(0, 4096, 0)], fmt),
+        elementwise_triton.work_table([Run(0, 4096, 0)], fmt),
         scalar_table(adam_cases.HYPERS),
         scale=GradScale(*torch.ones(3).unbind()),
         key=rounding_key(0, 1, 0) if fmt.stochastic else None,
         first_element=offset,
     )
     backend, _, warp_size = TARGETS[target]
-    options = adam_triton.launch_options(backend, warp_size) | ({"enable_fp_fusion": True} if fused else {})
+    options = elementwise_triton.launch_options(backend, warp_size) | ({"enable_fp_fusion": True} if fused else {})
     return compile_offline(adam_kernel, arguments, target, options)
 
 
@@ -100,8 +100,8 @@ def test_lost_alignment_of_rows_loses_the_vectors(monkeypatch: pytest.MonkeyPatc
 
 
 def test_too_few_registers_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    options = adam_triton.launch_options("cuda", 32) | {"maxnreg": 32}
-    monkeypatch.setattr(adam_triton, "launch_options", lambda *_: options)
+    options = elementwise_triton.launch_options("cuda", 32) | {"maxnreg": 32}
+    monkeypatch.setattr(elementwise_triton, "launch_options", lambda *_: options)
     assert any(spilled(compiled("fp32", "sm_90"), tmp_path).values())
 
 

@@ -9,19 +9,22 @@ import torch
 
 from chunkc.ir.states import num_entries
 from chunkc.kernels import reference
-from chunkc.kernels.adam_triton import WorkTable
+from chunkc.kernels.elementwise_triton import WorkTable
 from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, Run
 from chunkc.kernels.hyper import AdamHyper
-from chunkc.optim import AdamW, device_adam
-from chunkc.optim.adam_rule import AdamRule, Place, adam_slots, update_on_cpu
-from chunkc.optim.device_adam import TABLE_NBYTES, DeviceAdam
+from chunkc.optim import AdamW, elementwise, on_device
+from chunkc.optim.adam import AdamRule
+from chunkc.optim.elementwise import ByTriton, update_on_cpu
+from chunkc.optim.formats import Formats
+from chunkc.optim.on_device import TABLE_NBYTES
+from chunkc.optim.rule import Place
 
 CPU = torch.device("cpu")
-PLAIN = AdamRule.of(torch.float32, None, False, 0)
+PLAIN = AdamRule(Formats.of(torch.float32, None, False, 0))
 HYPER = AdamHyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3, decoupled=True)
 
 
-def slots_of(rule: AdamRule, dtype: torch.dtype, numel: int, device: str = "cpu") -> AdamSlots:
+def slots_of(rule: AdamRule, dtype: torch.dtype, numel: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Random data, and states as before the first step."""
     generator = torch.Generator().manual_seed(0)
     param, grad = (
@@ -30,9 +33,9 @@ def slots_of(rule: AdamRule, dtype: torch.dtype, numel: int, device: str = "cpu"
     )
     states = {
         kind: torch.zeros(num_entries(kind, numel), dtype=of_kind, device=device)
-        for kind, of_kind in rule.states.dtypes(dtype).items()
+        for kind, of_kind in rule.states(()).dtypes(dtype).items()
     }
-    return adam_slots({"param": param, "grad": grad, **states})
+    return {"param": param, "grad": grad, **states}
 
 
 def by_reference(
@@ -42,7 +45,7 @@ def by_reference(
     runs = [Run(*row) for row in work.rows.tolist()]
     if fmt.quantised:  # which updates whole blocks
         runs = [Run(runs[0].begin, runs[-1].end, 0)]
-    reference.adam_chunk_update(fmt, slots, runs, scalars, key=key, **rest)
+    reference.chunk_update(fmt, slots, runs, scalars, key=key, **rest)
 
 
 @pytest.mark.parametrize(
@@ -50,28 +53,27 @@ def by_reference(
     [
         (PLAIN, torch.float32),
         (PLAIN, torch.bfloat16),
-        (AdamRule.of("int8", None, False, 0), torch.float32),
-        (AdamRule.of(torch.bfloat16, None, True, 7), torch.bfloat16),
+        (AdamRule(Formats.of("int8", None, False, 0)), torch.float32),
+        (AdamRule(Formats.of(torch.bfloat16, None, True, 7)), torch.bfloat16),
     ],
     ids=["fp32", "split", "int8", "stochastic"],
 )
 def test_pieces_have_the_bits_of_the_whole(rule: AdamRule, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_adam, "adam_update", by_reference)
-    monkeypatch.setattr(device_adam, "PIECE_NUM_ELEMENTS", 1024)
+    monkeypatch.setattr(elementwise.elementwise_triton, "update", by_reference)
+    monkeypatch.setattr(elementwise, "PIECE_NUM_ELEMENTS", 1024)
     numel, place = 3000, Place(5, 256)
     in_pieces, whole = slots_of(rule, dtype, numel), slots_of(rule, dtype, numel)
-    adam = DeviceAdam(CPU)
-    adam.update(rule, in_pieces, [(0, numel, HYPER)], NO_SCALE, place)
+    adam = ByTriton(rule, CPU)
+    adam.update(in_pieces, [(0, numel, HYPER)], NO_SCALE, place)
     update_on_cpu(rule, whole, [(0, numel, HYPER)], NO_SCALE, place)
-    for name in ("param", "exp_avg", "exp_avg_sq", "master", "exp_avg_scale", "exp_avg_sq_scale"):
-        got, wanted = getattr(in_pieces, name), getattr(whole, name)
-        assert (got is None and wanted is None) or torch.equal(got, wanted), name
+    for kind, wanted in whole.items():
+        assert torch.equal(in_pieces[kind], wanted), kind
     assert len(adam.tables) == 2  # equal pieces share one
 
 
 def test_a_part_of_a_tensor_is_updated_as_its_clone_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_adam, "adam_update", by_reference)
-    monkeypatch.setattr(device_adam, "computes_by_triton", lambda device: True)
+    monkeypatch.setattr(elementwise.elementwise_triton, "update", by_reference)
+    monkeypatch.setattr(on_device, "computes_by_triton", lambda device: True)
     base = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     before, part = base.clone(), torch.nn.Parameter(base[:, :3])
     twin = torch.nn.Parameter(part.detach().clone())
@@ -84,11 +86,13 @@ def test_a_part_of_a_tensor_is_updated_as_its_clone_is(monkeypatch: pytest.Monke
 
 def test_a_large_tensor_that_stays_takes_no_large_table(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(device_adam, "adam_update", lambda fmt, slots, work, *rest, **more: seen.append(work))
+    monkeypatch.setattr(
+        elementwise.elementwise_triton, "update", lambda fmt, slots, work, *rest, **more: seen.append(work)
+    )
     numel = 1 << 28
-    adam = DeviceAdam(CPU)
+    adam = ByTriton(PLAIN, CPU)
     slots = slots_of(PLAIN, torch.float32, numel, "meta")
-    adam.update(PLAIN, slots, [(0, numel, HYPER)], NO_SCALE, Place(0, 0))
+    adam.update(slots, [(0, numel, HYPER)], NO_SCALE, Place(0, 0))
     assert sum(int((work.rows[:, 1] - work.rows[:, 0]).sum()) for work in seen) == numel
     assert adam.tables.size <= TABLE_NBYTES
     assert max(work.rows.nbytes for work in seen) <= TABLE_NBYTES // 4
@@ -98,9 +102,9 @@ def test_a_table_that_does_not_get_to_the_device_is_not_kept(monkeypatch: pytest
     def refuse(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         raise torch.OutOfMemoryError("no room")
 
-    adam, fmt = DeviceAdam(CPU), PLAIN.format(torch.float32, torch.float32)
+    adam, fmt = ByTriton(PLAIN, CPU), PLAIN.format(torch.float32, torch.float32, ("exp_avg", "exp_avg_sq"))
     with monkeypatch.context() as patched:
-        patched.setattr(device_adam, "upload", refuse)
+        patched.setattr(elementwise, "upload", refuse)
         with pytest.raises(torch.OutOfMemoryError):
             adam.table_of([Run(0, 64, 0)], fmt)
     assert (len(adam.tables), adam.tables.size) == (0, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -11,6 +11,8 @@ from harness import session_of
 from plain_modules import Stack
 
 import chunkc
+from chunkc.declared import declared_states
+from chunkc.ir.states import DEFAULT_STATES
 from chunkc.optim.group_runs import Task, flat_home, runs_of
 from chunkc.optim.states import initialise
 from chunkc.session import Session
@@ -28,12 +30,20 @@ class Steps:
     def states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         return self.states.setdefault(parameter, {})
 
+    def dtypes_of(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
+        return (declared_states(parameter) or DEFAULT_STATES).dtypes(parameter.dtype)
+
+    def begin_states(self, state: Mapping[str, Any], kinds: Iterable[str]) -> None:
+        pass
+
     def begin_update_of(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         self.begun.append(parameter)
 
-    def next_hyper(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
-        self.states[parameter]["step"].add_(1)
+    def hyper_at(self, group: Mapping[str, Any], step: int) -> Any:
         return group["lr"]
+
+    def next_hyper(self, parameter: torch.Tensor, at: Callable[[int], Any]) -> Any:
+        return at(int(self.states[parameter]["step"].add_(1)))
 
 
 def placed() -> tuple[Session, Stack]:

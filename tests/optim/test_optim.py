@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import adam_cases
 import pytest
 import torch
 from optim_models import (
@@ -29,7 +30,6 @@ from optim_models import (
 
 import chunkc
 from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, MASTER, MASTER_LOW
-from chunkc.kernels import reference
 from chunkc.kernels.hyper import AdamHyper
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -150,7 +150,7 @@ def test_bf16_parameters_have_fp32_masters(mode: str, name: str, masters: str) -
         backward(call, step, torch.bfloat16)
         hyper = AdamHyper(**settings, step=step + 1, decoupled=name == "AdamW")
         for n, p in model.named_parameters():
-            reference.adam_update(flat[n], p.grad.detach().clone().flatten(), *wide[n], hyper)
+            adam_cases.adam_update(flat[n], p.grad.detach().clone().flatten(), *wide[n], hyper)
         optimizer.step()
         optimizer.zero_grad()
         saved = optimizer.state_dict()["state"]

@@ -19,9 +19,10 @@ from overlap_cases import Subject, subject
 from torch import Tensor, nn
 
 import chunkc
-from chunkc.kernels.formats import AdamSlots, GradScale
-from chunkc.optim import adam_groups, adam_rule
-from chunkc.optim.adam_rule import AdamRule, Place, Runs, clipped
+from chunkc.kernels.formats import GradScale
+from chunkc.optim import elementwise
+from chunkc.optim.elementwise import ElementwiseRule, clipped, update_on_cpu
+from chunkc.optim.rule import Place, Runs
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -35,14 +36,20 @@ class Halves:
     def __init__(self) -> None:
         self.half_done, self.going_on = threading.Event(), threading.Event()
 
-    def __call__(self, rule: AdamRule, slots: AdamSlots, runs: Runs, scale: GradScale, place: Place) -> None:
-        numel = slots.param.numel()
+    def __call__(
+        self, rule: ElementwiseRule, flat: dict[str, Tensor], runs: Runs, scale: GradScale, place: Place
+    ) -> None:
+        numel = flat["param"].numel()
         half = numel // 2
-        adam_rule.update_on_cpu(rule, slots.part(0, half), clipped(runs, 0, half), scale, place)
+        update_on_cpu(rule, part(flat, 0, half), clipped(runs, 0, half), scale, place)
         self.half_done.set()
         assert self.going_on.wait(LONG_S), "nobody said so"
         later = Place(place.chunk, place.first_element + half)
-        adam_rule.update_on_cpu(rule, slots.part(half, numel), clipped(runs, half, numel), scale, later)
+        update_on_cpu(rule, part(flat, half, numel), clipped(runs, half, numel), scale, later)
+
+
+def part(flat: dict[str, Tensor], begin: int, end: int) -> dict[str, Tensor]:
+    return {kind: tensor[begin:end] for kind, tensor in flat.items()}
 
 
 def deepcopy(model: nn.Module) -> Tensor:
@@ -70,7 +77,7 @@ def copied(made: Subject, ways: list[Callable[[nn.Module], Tensor]], patch: pyte
     made.optimizer.synchronize()
     before = array(made.model.get_parameter(WEIGHT)).ravel()
     halves = Halves()
-    patch.setattr(adam_groups, "update_on_cpu", halves)
+    patch.setattr(elementwise, "update_on_cpu", halves)
     made.backward(1)
     made.optimizer.step()
     assert halves.half_done.wait(LONG_S)

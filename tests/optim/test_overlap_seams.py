@@ -34,7 +34,7 @@ def test_a_step_without_room_may_be_tried_again(monkeypatch: pytest.MonkeyPatch)
                 raise chunkc.HomeError("no room")
 
             with monkeypatch.context() as patch:
-                patch.setattr(made.optimizer, "_prepare", no_room)
+                patch.setattr("chunkc.optim.step._prepare", no_room)
                 with pytest.raises(chunkc.HomeError):
                     made.optimizer.step()
         made.optimizer.step()

@@ -26,7 +26,7 @@ from torch import nn
 
 import chunkc
 from chunkc.ir.states import MASTER, MASTER_LOW
-from chunkc.optim import adam_rule
+from chunkc.optim import elementwise
 from chunkc.runtime import cpu_allocator
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -185,7 +185,7 @@ def test_an_update_that_fails_leaves_no_stale_lower_bits(monkeypatch: pytest.Mon
     model, call, optimizer = trained("adopted")
     backward(call, 2, BF16)
     calls = []
-    update = adam_rule.adam_chunk_update
+    update = elementwise.chunk_update
 
     def failing(*args: Any, **kwargs: Any) -> None:
         calls.append(1)
@@ -194,7 +194,7 @@ def test_an_update_that_fails_leaves_no_stale_lower_bits(monkeypatch: pytest.Mon
         update(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(adam_rule, "adam_chunk_update", failing)
+        patch.setattr(elementwise, "chunk_update", failing)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     for p, master in zip(model.parameters(), masters(optimizer), strict=True):

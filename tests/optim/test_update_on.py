@@ -92,7 +92,7 @@ def test_copies_and_pickles_keep_it() -> None:
     torch.save(optimizer, buffer)
     buffer.seek(0)
     for other in (copy.deepcopy(optimizer), torch.load(buffer, weights_only=False)):
-        assert other._overlap.update_on == "cpu"
+        assert other.overlap.update_on == "cpu"
         other.param_groups[0]["params"][0].grad = torch.ones(2)
         other.step()
     assert "update_on" not in optimizer.state_dict()["param_groups"][0]

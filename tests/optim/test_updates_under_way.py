@@ -93,7 +93,7 @@ def without_arrival(patch: pytest.MonkeyPatch, made: Subject) -> None:
 
 
 def without_the_step_s_wait(patch: pytest.MonkeyPatch, made: Subject) -> None:
-    patch.setattr(made.optimizer._under_way, "end_step", lambda session, at_home: None)
+    patch.setattr(made.optimizer.under_way, "end_step", lambda session, at_home: None)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_copies_and_pickles_keep_the_mode() -> None:
     torch.save(optimizer, buffer)
     buffer.seek(0)
     for other in (copy.deepcopy(optimizer), torch.load(buffer, weights_only=False)):
-        assert other._overlap.mode == "both"
+        assert other.overlap.mode == "both"
         other.param_groups[0]["params"][0].grad = torch.ones(2)
         other.step()
         assert len(other.state) == 1
@@ -197,8 +197,8 @@ def test_a_failed_update_is_named_at_the_next_fetch(monkeypatch: pytest.MonkeyPa
     made.optimizer.synchronize()
     made.backward(1)
     with monkeypatch.context() as patch:
-        patch.setattr("chunkc.optim.adam_rule.adam_chunk_update", lambda *args, **options: 1 / 0)
-        patch.setattr(made.optimizer, "_in_place", lambda *args: None)
+        patch.setattr("chunkc.optim.elementwise.chunk_update", lambda *args, **options: 1 / 0)
+        patch.setattr("chunkc.optim.chunked_optimizer.update_in_place", lambda *args: None)
         made.optimizer.step()
         with pytest.raises(chunkc.StreamError, match=r"chunk param:0 \(layers.0.weight.*division by zero"):
             made.backward(2)

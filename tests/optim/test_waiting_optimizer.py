@@ -88,7 +88,7 @@ class Door:
 
     name: str
     act: Callable[[Gated], list[Any]]
-    leave_out: tuple[str, ...] = ("optimizer._under_way.finish",)
+    leave_out: tuple[str, ...] = ("optimizer.under_way.finish",)
     overlap: str = "forward"
 
     def __str__(self) -> str:
@@ -172,7 +172,7 @@ DOORS = [
     Door("pickle", pickle),
     Door("zero_grad(set_to_none=False)", zero_grad),
     # Either of the two is enough on a CPU; `fill` waits for nothing where a device has what is loaded.
-    Door("load_state_dict", load, ("optimizer._under_way.finish", "store.await_home")),
+    Door("load_state_dict", load, ("optimizer.under_way.finish", "store.await_home")),
     Door("another step", another_step, ("store.updates.wait",)),
     Door("another backward's update", another_backward_s_update, ("store.updates.wait",), "both"),
     Door("end of a step with what is not compiled", what_is_not_compiled_reads, ("store.updates.wait",)),
@@ -224,8 +224,8 @@ def test_a_failed_update_is_told_before_anything_is_loaded(made: Gated) -> None:
     made.begin("forward")
     saved = copy.deepcopy(made.optimizer.state_dict())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("chunkc.optim.adam_rule.adam_chunk_update", lambda *args, **options: 1 / 0)
-        patch.setattr(made.optimizer, "_in_place", lambda *args: None)
+        patch.setattr("chunkc.optim.elementwise.chunk_update", lambda *args, **options: 1 / 0)
+        patch.setattr("chunkc.optim.chunked_optimizer.update_in_place", lambda *args: None)
         made.optimizer.step()
         before = dict(made.states())
         with pytest.raises(chunkc.StreamError, match="division by zero"):

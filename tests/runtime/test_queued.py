@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from zoo import Case, floats
 
 import chunkc
-from chunkc.optim.update import GroupUpdate, PreparedUpdate
+from chunkc.optim.rule import TileUpdate
+from chunkc.optim.update import PreparedUpdate
 from chunkc.runtime.cuda import CudaTier
 from chunkc.runtime.pinned import PinnedHome
 from chunkc.runtime.staging import StagedDiskHome
@@ -130,9 +131,9 @@ def enqueue_updates(patch: pytest.MonkeyPatch) -> None:
     """The optimizer's kernels are Python here: they must not run ahead with the host."""
     run = PreparedUpdate.run
 
-    def enqueuing(step: PreparedUpdate, updates: Mapping[int, GroupUpdate]) -> None:
+    def enqueuing(step: PreparedUpdate, updates: Mapping[int, TileUpdate]) -> None:
         enqueue = step.session.store.tier.enqueue
-        run(step, {i: GroupUpdate(u.group, functools.partial(enqueue, u.update)) for i, u in updates.items()})
+        run(step, {i: functools.partial(enqueue, u) for i, u in updates.items()})
 
     patch.setattr(PreparedUpdate, "run", enqueuing)
 

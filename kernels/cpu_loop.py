@@ -1,4 +1,4 @@
-"""The CPU pass of Adam and AdamW for bf16 parameters with masters, whole or split, as one loop in C++.
+"""The CPU pass for bf16 parameters with masters, whole or split, as one loop in C++.
 
 Inductor does not vectorise 16-bit integers, and reinterprets bits element by element: for split masters (see
 `chunkc.kernels.split`) its pass would be four times slower than this loop, which the compiler vectorises, and for whole
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor.codecache import CppCodeCache
 
-from chunkc.kernels.formats import AdamFormat
+from chunkc.kernels.formats import UpdateFormat
 from chunkc.kernels.fused_pass import Pass, a_compiler_needed
 
 _OPTIONS: dict[str, Any] = {
@@ -77,14 +77,11 @@ static inline void store(float* place, float x) { *place = x; }
 static inline void store(uint16_t* place, float x) { *place = rounded(x); }
 
 extern "C" void update(
-    uint16_t* param, const $grad* grad, $moment* exp_avg, $moment* exp_avg_sq, $master* master, const float* scalars,
+    uint16_t* param, const $grad* grad, $places$master* master, const float* scalars,
     const float* unscale, const float* clip, int64_t num_elements, int num_threads) {
-  const float grad_sign = scalars[0], decay = scalars[1], l2 = scalars[2], lerp_weight = scalars[3];
-  const float beta2 = scalars[4], one_minus_beta2 = scalars[5], bias_correction2_sqrt = scalars[6];
-  const float eps = scalars[7], neg_step_size = scalars[8];
+  const float $scalars;
   const float factor = $scaled ? *unscale : 1.0f, second_factor = $scaled ? *clip : 1.0f;
-  const float coefficient = lerp_weight < 0.5f ? lerp_weight : lerp_weight - 1.0f;
-  const uint32_t near = lerp_weight < 0.5f ? 0xFFFFFFFFu : 0u;  // bits, since of a flag gcc makes no vector
+$before
   #pragma omp parallel for simd schedule(static) num_threads(num_threads) if(parallel: num_threads > 1)
   for (int64_t i = 0; i < num_elements; ++i) {
     float wide = $widen_grad(grad[i]);
@@ -92,14 +89,9 @@ extern "C" void update(
     wide = wide * grad_sign;
     $read_master
     if ($l2) wide = wide + target * l2;
-    const float old_avg = $widen_moment(exp_avg[i]);
-    const float base = as_float((as_bits(old_avg) & near) | (as_bits(wide) & ~near));
-    const float new_avg = base + coefficient * (wide - old_avg);
-    const float new_avg_sq = $widen_moment(exp_avg_sq[i]) * beta2 + one_minus_beta2 * wide * wide;
-    const float denom = std::sqrt(new_avg_sq) / bias_correction2_sqrt + eps;
-    const float new_target = target * decay + neg_step_size * new_avg / denom;
-    store(&exp_avg[i], new_avg);
-    store(&exp_avg_sq[i], new_avg_sq);
+$old_moments
+$inside
+$new_moments
     param[i] = rounded(new_target);
     $write_master
   }
@@ -107,23 +99,24 @@ extern "C" void update(
 """)
 
 
-def has_loop(fmt: AdamFormat) -> bool:
+def has_loop(fmt: UpdateFormat) -> bool:
     """Whether this is the pass for a format."""
     rounds_to_nearest = fmt.param_dtype is torch.bfloat16 and fmt.master and not fmt.stochastic
     return rounds_to_nearest and not fmt.quantised
 
 
 @functools.cache
-def loop_pass(fmt: AdamFormat, *, l2: bool, scaled: bool, parallel: bool) -> Pass:
-    """The compiled pass over [param, grad, exp_avg, exp_avg_sq, master, scalars] and, where scaled, two 0-dim factors.
+def loop_pass(fmt: UpdateFormat, *, l2: bool, scaled: bool, parallel: bool) -> Pass:
+    """The compiled pass over [param, grad, moments, master, scalars] and, where scaled, two 0-dim factors.
 
     `grad` may share `param`'s memory: it is read first. Empties its list.
     """
     update = library(fmt, l2=l2, scaled=scaled).update
+    num_pointers = len(update.argtypes) - 2
 
     def run(tensors: list[Tensor]) -> None:
         pointers = [tensor.data_ptr() for tensor in tensors]
-        pointers += [0] * (8 - len(pointers))
+        pointers += [0] * (num_pointers - len(pointers))
         update(*pointers, tensors[0].numel(), torch.get_num_threads() if parallel else 1)
         tensors.clear()
 
@@ -131,7 +124,7 @@ def loop_pass(fmt: AdamFormat, *, l2: bool, scaled: bool, parallel: bool) -> Pas
 
 
 @functools.cache
-def library(fmt: AdamFormat, *, l2: bool, scaled: bool) -> ctypes.CDLL:
+def library(fmt: UpdateFormat, *, l2: bool, scaled: bool) -> ctypes.CDLL:
     """The loop for a format, compiled and loaded: a library with the function `update`.
 
     Raises:
@@ -139,11 +132,16 @@ def library(fmt: AdamFormat, *, l2: bool, scaled: bool) -> ctypes.CDLL:
     """
     grad, widen_grad = _TYPES[fmt.grad_dtype]
     moment, widen_moment = _TYPES[fmt.moment_dtype]
-    names = {"grad": grad, "widen_grad": widen_grad, "moment": moment, "widen_moment": widen_moment}
+    names = {"grad": grad, "widen_grad": widen_grad}
     names |= _SPLIT_MASTER if fmt.split else _WHOLE_MASTER
+    names["places"] = "".join(f"{moment}* {kind}, " for kind in fmt.kinds)
+    names["scalars"] = ", ".join(f"{name} = scalars[{i}]" for i, name in enumerate(fmt.scalars._fields))
+    names["old_moments"] = "\n".join(f"    const float old_{kind} = {widen_moment}({kind}[i]);" for kind in fmt.kinds)
+    names["new_moments"] = "\n".join(f"    store(&{kind}[i], new_{kind});" for kind in fmt.kinds)
+    names["before"], names["inside"] = fmt.loop
     source = _SOURCE.substitute(names, l2=str(l2).lower(), scaled=str(scaled).lower())
     with inductor_config.patch(_OPTIONS), a_compiler_needed():
         loaded: ctypes.CDLL = CppCodeCache.load(source, extra_flags=_FLAGS)
-    loaded.update.argtypes = [*[ctypes.c_void_p] * 8, ctypes.c_int64, ctypes.c_int]
+    loaded.update.argtypes = [*[ctypes.c_void_p] * (6 + len(fmt.kinds)), ctypes.c_int64, ctypes.c_int]
     loaded.update.restype = None
     return loaded

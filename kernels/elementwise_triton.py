@@ -1,4 +1,4 @@
-"""Adam and AdamW in Triton: one launch per tile of a chunk group, whatever the number of tensors in it.
+"""Elementwise updates in Triton: one launch per tile of a chunk group, whatever the number of tensors in it.
 
 Which elements a program updates, and with whose hyper-parameters, is in a work table made once per layout on the host.
 Importing this needs no Triton; updating does. With `TRITON_INTERPRET=1` set before Triton is first imported the same
@@ -8,6 +8,7 @@ code runs on CPU tensors, slowly: for tests.
 from __future__ import annotations
 
 import functools
+import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,16 +17,17 @@ import torch
 from torch import Tensor
 
 from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.states import MASTER, scale_of
 from chunkc.kernels.formats import (
     NO_SCALE,
     QUANT_BLOCK,
-    AdamFormat,
-    AdamSlots,
     GradScale,
     RoundingKey,
     Run,
-    check_adam_update,
+    Slots,
+    UpdateFormat,
     check_runs,
+    check_update,
     mark_written,
 )
 from chunkc.kernels.quant import codebook, midpoints
@@ -47,7 +49,7 @@ class WorkTable:
         rows: int64 `[num_programs, 3]`, begin and end in elements of the tile.
         num_elements: the tile has at least so many.
         num_groups: the scalars have at least so many rows.
-        run_alignment: runs begin at multiples of this (`AdamFormat.run_alignment`).
+        run_alignment: runs begin at multiples of this (`UpdateFormat.run_alignment`).
     """
 
     rows: Tensor
@@ -60,7 +62,7 @@ class WorkTable:
         return replace(self, rows=self.rows.to(device))
 
 
-def work_table(runs: Sequence[Run], fmt: AdamFormat) -> WorkTable:
+def work_table(runs: Sequence[Run], fmt: UpdateFormat) -> WorkTable:
     """Cut runs into the rows of a launch, on the CPU.
 
     Rows that begin and end at multiples of 16 elements are loaded as vectors; only the ends of runs that do not are
@@ -77,7 +79,7 @@ def work_table(runs: Sequence[Run], fmt: AdamFormat) -> WorkTable:
     return WorkTable(rows, num_elements, num_groups, fmt.run_alignment)
 
 
-def _rows_of_run(run: Run, fmt: AdamFormat) -> list[Tensor]:
+def _rows_of_run(run: Run, fmt: UpdateFormat) -> list[Tensor]:
     unit = QUANT_BLOCK if fmt.quantised and run.end % UNIT else UNIT
     begin = min(-(-run.begin // UNIT) * UNIT, run.end)
     end = max(run.end // unit * unit, begin)
@@ -94,9 +96,9 @@ def _rows_of_span(begin: int, end: int, block: int, group: int) -> Tensor:
 
 @torch.no_grad()
 @torch.compiler.disable
-def adam_update(
-    fmt: AdamFormat,
-    slots: AdamSlots,
+def update(
+    fmt: UpdateFormat,
+    slots: Slots,
     work: WorkTable,
     scalars: Tensor,
     *,
@@ -104,14 +106,14 @@ def adam_update(
     key: RoundingKey | None = None,
     first_element: int = 0,
 ) -> None:
-    """One Adam or AdamW update of a tile of a chunk group, in place, in one launch on the current stream.
+    """One update of a tile of a chunk group, in place, in one launch on the current stream.
 
-    Computes what `chunkc.kernels.reference.adam_chunk_update` does, to the bit. Waits for nothing and allocates nothing
+    Computes what `chunkc.kernels.reference.chunk_update` does, to the bit. Waits for nothing and allocates nothing
     but, once per device, 4 KiB of tables for 8-bit moments. Elements outside the work table's runs stay as they are.
 
     Args:
         work: from `work_table`, on the slots' device.
-        scalars: `[num_groups, 9]` fp32 on the slots' device, see `chunkc.kernels.hyper.scalar_table`.
+        scalars: `[num_groups, num_scalars]` fp32 on the slots' device, see `chunkc.kernels.hyper.scalar_table`.
         scale, key, first_element: as for the reference.
 
     Raises:
@@ -121,17 +123,16 @@ def adam_update(
     arguments = launch_arguments(fmt, slots, work, scalars, scale=scale, key=key, first_element=first_element)
     num_programs = len(work.rows)
     if num_programs:
-        require_triton(slots.param.device, "chunkc.kernels.adam_cpu")
-        from chunkc.kernels.adam_triton_kernel import adam_kernel
-
+        require_triton(slots.param.device, "chunkc.kernels.elementwise_cpu")
+        kernel = pkgutil.resolve_name(fmt.triton_kernel)
         with torch.cuda.device_of(slots.param):
-            adam_kernel[(num_programs,)](**arguments, **launch_options_on(slots.param.device))
+            kernel[(num_programs,)](**arguments, **launch_options_on(slots.param.device))
         mark_written(slots)
 
 
 def launch_arguments(
-    fmt: AdamFormat,
-    slots: AdamSlots,
+    fmt: UpdateFormat,
+    slots: Slots,
     work: WorkTable,
     scalars: Tensor,
     *,
@@ -139,12 +140,12 @@ def launch_arguments(
     key: RoundingKey | None = None,
     first_element: int = 0,
 ) -> dict[str, Any]:
-    """The checked arguments of the kernel, by name, as `adam_update` launches it.
+    """The checked arguments of the kernel, by name, as `update` launches it.
 
     Raises:
         ValueError: a tensor does not fit the format or the work table.
     """
-    check_adam_update(fmt, slots, scalars, scale, key, first_element)
+    check_update(fmt, slots, scalars, scale, key, first_element)
     if work.num_elements > slots.param.numel() or work.num_groups > len(scalars):
         raise ValueError(
             f"the work table is for {work.num_elements} elements and {work.num_groups} groups, the slots have "
@@ -157,11 +158,7 @@ def launch_arguments(
     return {
         "param": slots.param.detach(),
         "grad": slots.grad,
-        "exp_avg": slots.exp_avg,
-        "exp_avg_sq": slots.exp_avg_sq,
-        "master": slots.master,
-        "exp_avg_scale": slots.exp_avg_scale,
-        "exp_avg_sq_scale": slots.exp_avg_sq_scale,
+        **{kind: slots[kind] for kind in (*fmt.kinds, MASTER, *map(scale_of, fmt.kinds))},
         "code_tables": _code_tables(slots.param.device) if fmt.quantised else None,
         "work": work.rows,
         "scalars": scalars,

@@ -1,0 +1,203 @@
+"""The updates of rules that change each element by itself: tiles of chunk groups, and tensors where they are.
+
+On a GPU by Triton; on the CPU by one pass over memory for each run of elements.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from chunkc.ir.chunks import GRAD, PARAM
+from chunkc.ir.plan import Tile
+from chunkc.ir.states import FLOAT32, StateFormat
+from chunkc.kernels import elementwise_triton
+from chunkc.kernels.elementwise_cpu import chunk_update, prepare, warm_up_format
+from chunkc.kernels.elementwise_triton import WorkTable, work_table
+from chunkc.kernels.formats import NO_SCALE, GradScale, RoundingKey, Run, Slots, UpdateFormat, rounding_key
+from chunkc.kernels.hyper import scalar_table
+from chunkc.optim.formats import Formats
+from chunkc.optim.on_device import TABLE_NBYTES, StepScalars, upload
+from chunkc.optim.rule import Groups, Place, Rule, Runs, Staying, TileUpdate, Updater
+from chunkc.optim.states import put_back
+from chunkc.recent import Recent
+
+PIECE_NUM_ELEMENTS = 1 << 24
+"""Elements that are updated with one table: it is then a fifth of `TABLE_NBYTES` whatever a tensor's size."""
+
+
+@dataclass(frozen=True)
+class ElementwiseRule(Rule):
+    """A rule that changes each element by itself, in any format that its kernels have."""
+
+    formats: Formats
+
+    @abstractmethod
+    def kernel(self, kinds: Iterable[str]) -> type[UpdateFormat]:
+        """What updates parameters that have these kinds of states."""
+
+    def states(self, groups: Groups) -> StateFormat:
+        return self.formats.states
+
+    def format(self, param_dtype: torch.dtype, grad_dtype: torch.dtype, kinds: Iterable[str]) -> UpdateFormat:
+        """What kernels update for parameters of a dtype that have these kinds of states.
+
+        Raises:
+            OptionsError: there is no such kernel; says what there is.
+        """
+        return self.formats.of_kernel(self.kernel(kinds), param_dtype, grad_dtype, tuple(kinds))
+
+    def slots(self, flat: Mapping[str, torch.Tensor]) -> tuple[UpdateFormat, Slots]:
+        """What kernels take of flat tensors by kind."""
+        fmt = self.format(flat[PARAM].dtype, flat[GRAD].dtype, [kind for kind in flat if kind not in (PARAM, GRAD)])
+        return fmt, fmt.slots.of(flat)
+
+    @property
+    def must_know_steps(self) -> bool:
+        return self.formats.stochastic
+
+    def check_dtype(self, dtype: torch.dtype, title: str) -> None:
+        super().check_dtype(dtype, title)
+        self.format(dtype, dtype, self.states(()).dtypes(dtype))
+
+    def updater(self, device: torch.device, *, by_triton: bool) -> Updater:
+        return ByTriton(self, device) if by_triton else OnCpu(self)
+
+
+class Elementwise(Updater):
+    """What both have in common: a run of elements is updated wherever it lies."""
+
+    def __init__(self, rule: ElementwiseRule) -> None:
+        self.rule = rule
+
+    @abstractmethod
+    def update(self, flat: Mapping[str, torch.Tensor], runs: Runs, scale: GradScale, place: Place) -> None:
+        """Update runs of elements of flat tensors by kind."""
+
+    def of_group(self, index: int, runs: Runs, tiles: Sequence[tuple[int, int]], scale: GradScale) -> TileUpdate:
+        def update(flat: Mapping[str, torch.Tensor], tile: Tile) -> None:
+            self.update(flat, clipped(runs, tile.begin, tile.end), scale, Place(index, tile.begin))
+
+        return update
+
+    def of_tensors(self, tensors: Iterable[Staying], scale: GradScale) -> None:
+        for tensor in tensors:
+            flats = tensor.flats()
+            self.update(flats, [(0, tensor.parameter.numel(), tensor.hyper)], scale, tensor.place)
+            put_back(flats[PARAM], tensor.parameter)
+
+    def compile_ahead(self, flat: Mapping[str, torch.Tensor], runs: Runs, scale: GradScale) -> None:
+        fmt, _ = self.rule.slots(flat)
+        for l2 in {hyper.scalars().l2 != 0 for _, _, hyper in runs}:
+            warm_up_format(fmt, l2=l2, scaled=scale.unscale is not None or scale.clip is not None)
+
+
+class OnCpu(Elementwise):
+    """Updates by the CPU's threads."""
+
+    def update(self, flat: Mapping[str, torch.Tensor], runs: Runs, scale: GradScale, place: Place) -> None:
+        update_on_cpu(self.rule, flat, runs, scale, place)
+
+    def of_tensors(self, tensors: Iterable[Staying], scale: GradScale) -> None:
+        formats = self.rule.formats
+        if scale is not NO_SCALE or formats.stochastic or formats.states.moments != FLOAT32:
+            super().of_tensors(tensors, scale)
+            return
+        # The quick way: a model may have many small parameters.
+        updates: dict[Any, Callable[[list[torch.Tensor]], None]] = {}
+        written: list[torch.Tensor] = []
+        for tensor in tensors:
+            flats = tensor.flats()
+            key = (tensor.hyper, flats[PARAM].dtype, flats[GRAD].dtype, *tensor.states)
+            fmt = self.rule.format(flats[PARAM].dtype, flats[GRAD].dtype, tensor.states)
+            if key not in updates:
+                updates[key] = prepare(fmt, tensor.hyper)
+            masters = [flats[kind] for kind in tensor.states if kind not in fmt.kinds]
+            updates[key]([flats[PARAM], flats[GRAD], *[flats[kind] for kind in fmt.kinds], *masters])
+            written += [tensor.parameter, *tensor.states.values()]
+            put_back(flats[PARAM], tensor.parameter)
+        torch.autograd.graph.increment_version(written)
+
+
+class ByTriton(Elementwise):
+    """Updates on a GPU: any number of tiles and tensors in a step, in the current stream's order.
+
+    Attributes:
+        tables: of work on the device, by their runs; the allocator uses the memory of those that went again in the
+            stream's order.
+    """
+
+    def __init__(self, rule: ElementwiseRule, device: torch.device) -> None:
+        super().__init__(rule)
+        self.device = device
+        self.tables: Recent[tuple[Run, ...], WorkTable] = Recent(TABLE_NBYTES, lambda table: table.rows.nbytes)
+        self._scalars = StepScalars(device)
+
+    def begin_step(self) -> None:
+        self._scalars = StepScalars(self.device)
+
+    def of_group(self, index: int, runs: Runs, tiles: Sequence[tuple[int, int]], scale: GradScale) -> TileUpdate:
+        for _, _, hyper in runs:  # before the first tile: one table of scalars for all that is to come
+            self._scalars.row(hyper)
+        return super().of_group(index, runs, tiles, scale)
+
+    def table_of(self, runs: Sequence[Run], fmt: UpdateFormat) -> WorkTable:
+        """The table of work for these runs, made on the first call."""
+        key = tuple(runs)
+        found = self.tables.find(key)
+        if found is None:
+            made = work_table(key, fmt)
+            found = self.tables.keep(key, replace(made, rows=upload(made.rows, self.device)))
+        return found
+
+    def update(self, flat: Mapping[str, torch.Tensor], runs: Runs, scale: GradScale, place: Place) -> None:
+        """Update runs of elements, in one launch; in as many as steps if rounding depends on them.
+
+        What has more elements than `PIECE_NUM_ELEMENTS`, such as a large parameter that stays, goes piece by piece.
+        """
+        fmt, slots = self.rule.slots(flat)
+        numel = slots.param.numel()
+        for begin in range(0, numel, PIECE_NUM_ELEMENTS):
+            end = min(begin + PIECE_NUM_ELEMENTS, numel)
+            part = slots if end - begin == numel else slots.part(begin, end)
+            at = Place(place.chunk, place.first_element + begin)
+            for of_step, key in launches(self.rule, fmt, clipped(runs, begin, end), at):
+                rows = [Run(begin, end, self._scalars.row(hyper)) for begin, end, hyper in of_step]
+                if rows:
+                    work, table = self.table_of(rows, fmt), self._scalars.table()
+                    first = at.first_element if key is not None else 0
+                    elementwise_triton.update(fmt, part, work, table, scale=scale, key=key, first_element=first)
+
+
+def update_on_cpu(
+    rule: ElementwiseRule, flat: Mapping[str, torch.Tensor], runs: Runs, scale: GradScale, place: Place
+) -> None:
+    """Update runs of elements of flat tensors, on the CPU's threads."""
+    fmt, slots = rule.slots(flat)
+    for part, key in launches(rule, fmt, runs, place):
+        hypers = list(dict.fromkeys(hyper for _, _, hyper in part))
+        rows = {hyper: row for row, hyper in enumerate(hypers)}
+        in_rows = [Run(begin, end, rows[hyper]) for begin, end, hyper in part]
+        if in_rows:
+            first = place.first_element if key is not None else 0
+            chunk_update(fmt, slots, in_rows, scalar_table(hypers), scale=scale, key=key, first_element=first)
+
+
+def launches(
+    rule: ElementwiseRule, fmt: UpdateFormat, runs: Runs, place: Place
+) -> Iterator[tuple[Runs, RoundingKey | None]]:
+    """Runs that one launch may update; with stochastic rounding those of one step, which is part of the key."""
+    if not fmt.stochastic:
+        yield runs, None
+        return
+    for step in dict.fromkeys(hyper.step for _, _, hyper in runs):
+        yield [run for run in runs if run[2].step == step], rounding_key(rule.formats.seed, step, place.chunk)
+
+
+def clipped(runs: Runs, at: int, until: int) -> Runs:
+    """The part of the runs in the elements `[at, until)`, counted from `at`."""
+    return [(max(b - at, 0), min(e, until) - at, hyper) for b, e, hyper in runs if e > at and b < until]

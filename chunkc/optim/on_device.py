@@ -1,0 +1,52 @@
+"""What updates on a GPU need besides kernels: tables of work that stay there, and scalars that are sent at each step.
+
+A table of work says who updates what; it depends on a tile's runs alone. Scalars change with every step; they are a few
+hundred bytes, copied from pinned memory behind the host's back. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from chunkc.kernels.hyper import scalar_table
+from chunkc.optim.doubts import decided
+
+TABLE_NBYTES = 2 << 20
+"""Tables of work that are kept on a device, in bytes: those used last (`machines.devices.TABLES_NBYTES` has room)."""
+
+
+def computes_by_triton(device: torch.device) -> bool:
+    """Whether updates on a device are Triton's; on the CPU they are passes that Inductor or a C++ compiler made."""
+    return device.type == "cuda"
+
+
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A CPU tensor on the device, by a copy that nobody waits for: torch keeps pinned memory until it is done."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class StepScalars:
+    """The hyper-parameters of one step of an optimizer, as rows of one table on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rows: dict[Any, int] = {}
+        self._table: torch.Tensor | None = None
+
+    def row(self, hyper: Any) -> int:
+        """The row of these hyper-parameters, which may be in doubt; a new one if need be."""
+        found = self._rows.get(hyper)
+        if found is None:
+            found = self._rows[hyper] = len(self._rows)
+            self._table = None
+        return found
+
+    def table(self) -> torch.Tensor:
+        """All rows so far, `[num_rows, num_scalars]` fp32."""
+        if self._table is None:
+            self._table = decided(list(self._rows), scalar_table, lambda table: upload(table, self._device))
+        return self._table

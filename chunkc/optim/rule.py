@@ -1,0 +1,156 @@
+"""What one optimizer of `chunkc.optim` has that another has not: its rule, and the rule's updates on one device.
+
+Everything else is `chunked_optimizer`'s: parameter groups, states at home or beside a parameter, the step, its plan,
+what updates run beside, `state_dict`. A new rule is a `Rule` and an `Updater` (`elementwise` has the one of all rules
+that change each element by itself), kernels, and a class with a constructor.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.plan import Tile
+from chunkc.ir.states import MOMENTS, StateFormat
+from chunkc.kernels.formats import GradScale
+from chunkc.kernels.hyper import GRAD_DTYPES
+from chunkc.optim.states import flats_of
+from chunkc.optim.values import flag, number, pair
+
+Groups = Sequence[Mapping[str, Any]]
+"""Parameter groups, as `torch.optim` has them."""
+
+Runs = Sequence[tuple[int, int, Any]]
+"""Elements `[begin, end)` of a group with their hyper-parameters, in order."""
+
+TileUpdate = Callable[[Mapping[str, torch.Tensor], Tile], None]
+"""The update of a tile of a chunk group, or of one stage of it, in place.
+
+It takes the tile's elements as flat tensors, those of the kinds that the stage needs, by kind.
+"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which elements a flat tensor has.
+
+    Attributes:
+        chunk: the index of the chunk group; for a parameter that is in none, -1 less its number in the optimizer.
+        first_element: of the group.
+    """
+
+    chunk: int
+    first_element: int
+
+
+@dataclass(frozen=True, eq=False)
+class Staying:
+    """A parameter to be updated where it is, with its hyper-parameters and its states by kind."""
+
+    parameter: torch.Tensor
+    hyper: Any
+    states: Mapping[str, torch.Tensor]
+    place: Place
+
+    def flats(self) -> dict[str, torch.Tensor]:
+        """All that the update needs, as flat tensors; afterwards `put_back` the parameter's."""
+        return flats_of(self.parameter, self.states)
+
+
+class Updater(ABC):
+    """A rule's updates on one device, and what is kept there from step to step."""
+
+    def begin_step(self) -> None:
+        """Forget the former step's hyper-parameters."""
+        return
+
+    @abstractmethod
+    def of_group(self, index: int, runs: Runs, tiles: Sequence[tuple[int, int]], scale: GradScale) -> TileUpdate:
+        """The update of a chunk group, tile by tile; the tiles are ranges of its elements."""
+
+    @abstractmethod
+    def of_tensors(self, tensors: Iterable[Staying], scale: GradScale) -> None:
+        """Update parameters that do not move. Each is made ready when the iterable comes to it."""
+
+    @abstractmethod
+    def compile_ahead(self, flat: Mapping[str, torch.Tensor], runs: Runs, scale: GradScale) -> None:
+        """Compile whatever an update of a group on the CPU may run: for these flat tensors by kind."""
+
+
+class Rule(ABC):
+    """How elements change. A frozen record: it has no parameters and no tensors.
+
+    Attributes:
+        num_stages: of an update (see `chunkc.ir.updates`). Of two, the first takes norms of whole tensors, and the
+            runs of a group are its tensors.
+        moments: all kinds of states that there may be besides masters and the moments' scales.
+        optional: hyper-parameters that a saved parameter group may lack.
+    """
+
+    num_stages: ClassVar[int] = 1
+    moments: ClassVar[tuple[str, ...]] = MOMENTS
+    optional: ClassVar[tuple[str, ...]] = ("maximize",)
+
+    @abstractmethod
+    def states(self, groups: Groups) -> StateFormat:
+        """In what form states are kept of parameters in these groups."""
+
+    def idle(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Kinds of states that parameters of a group need not have, though others' have them."""
+        return ()
+
+    def loaded(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A parameter's saved state, which may be `torch.optim`'s, as this rule keeps it.
+
+        Raises:
+            OptionsError: something is missing.
+        """
+        missing = [kind for kind in ("step", *self.moments) if kind not in state]
+        if missing:
+            raise OptionsError(f"it lacks {', '.join(missing)}")
+        return dict(state)
+
+    @abstractmethod
+    def hyper(self, group: Mapping[str, Any], step: int) -> Any:
+        """The hyper-parameters of one update, hashable.
+
+        Raises:
+            ValueError: one is out of range, or no number.
+        """
+
+    @abstractmethod
+    def updater(self, device: torch.device, *, by_triton: bool) -> Updater:
+        """The updates on a device, with nothing kept yet."""
+
+    @property
+    def must_know_steps(self) -> bool:
+        """Whether the host needs the number of a step before its update, as random bits do that depend on it."""
+        return False
+
+    def check_dtype(self, dtype: torch.dtype, title: str) -> None:
+        """Refuse parameters that have no kernel.
+
+        Args:
+            title: the optimizer's, for people.
+
+        Raises:
+            OptionsError, UnsupportedError: there is none with these options, or none at all.
+        """
+        if dtype not in GRAD_DTYPES:
+            raise UnsupportedError(f"{title} updates fp32, bf16 and fp16, not {dtype}")
+
+    def gradient_apart(self, gradient: torch.Tensor, hyper: Any) -> torch.Tensor:
+        """What the rule reads of a gradient that is the parameter's own memory, of which this is a copy."""
+        return gradient
+
+
+def adam_hyper(group: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """What the hyper-parameters of Adam and of LAMB have in common, by name."""
+    beta1, beta2 = pair(group, "betas")
+    found = {name: number(group, name) for name in ("lr", "eps", "weight_decay")}
+    return found | {"beta1": beta1, "beta2": beta2, "step": step, "maximize": flag(group, "maximize")}

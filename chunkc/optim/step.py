@@ -1,0 +1,171 @@
+"""One step of a chunked optimizer: what is due, where each chunk group is updated, room for it all, and the updates.
+
+Whatever may fail for want of room fails before anything is updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from chunkc.ir.plan import Tile
+from chunkc.kernels.formats import GradScale
+from chunkc.optim.grad_scale import is_skipped, on_the_cpu
+from chunkc.optim.group_runs import Due, Task, due_of, flat_home, runs_of
+from chunkc.optim.overlap_mode import NONE
+from chunkc.optim.rule import Place, Runs, Staying
+from chunkc.optim.states import place_in_group
+from chunkc.optim.update import PreparedUpdate, ResidentsLeft, prepare_updates
+from chunkc.optim.update_on import groups_at_home
+from chunkc.reconcile import gradients_of_several, reconcile
+from chunkc.session import Session, managing
+
+if TYPE_CHECKING:
+    from chunkc.optim.chunked_optimizer import ChunkedOptimizer
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A session's part of a step: what is due, the groups that the CPU updates at home, the others' plan."""
+
+    session: Session
+    by_group: Mapping[int, Sequence[Task]]
+    at_home: frozenset[int]
+    in_slots: PreparedUpdate | None
+
+
+def take_over_changes(parameters: Sequence[torch.Tensor]) -> None:
+    """Take over what the user has changed of parameters at home (see `chunkc.reconcile`)."""
+    names: dict[Session, list[str]] = {}
+    for parameter in parameters:
+        if (hit := managing(parameter)) is not None:
+            names.setdefault(hit[0], []).append(hit[1])
+    for session, of_session in names.items():
+        reconcile(session, of_session)
+        gradients_of_several(session, of_session)
+
+
+def prepare_step(optimizer: ChunkedOptimizer) -> tuple[Due, list[Prepared]]:
+    """What is updated and how, once residents have left that had to make room for it.
+
+    Raises:
+        BudgetError, HomeError, OptionsError, UnsupportedError: see `ChunkedOptimizer.step`.
+    """
+    while True:
+        due = due_of(optimizer)
+        begun = optimizer.in_backward.collect(optimizer, due.chunked)
+        try:
+            return due, [
+                _prepare(optimizer, session, by_group, begun.get(session, frozenset()))
+                for session, by_group in due.chunked.items()
+            ]
+        except ResidentsLeft:
+            continue
+
+
+def _prepare(
+    optimizer: ChunkedOptimizer, session: Session, by_group: Mapping[int, list[Task]], begun: frozenset[int]
+) -> Prepared:
+    """Groups that have `begun` count: where a group is updated does not depend on when."""
+    groups, num_stages = session.store.layout.groups, optimizer.rule.num_stages
+    session.unfreeze({t.name for index in by_group if not groups[index].trainable for t in by_group[index]})
+    optimizer.lay_out([task.parameter for tasks in by_group.values() for task in tasks])
+    home = groups_at_home(session, sorted({*by_group, *begun}), optimizer.overlap.update_on, num_stages)
+    if optimizer.overlap.beside_backward:
+        optimizer.in_backward.prepare(optimizer, session, home)
+    for index in sorted(by_group):
+        session.store.updates.wait(index)
+        session.keep_states_of(optimizer, index, [task.name for task in by_group[index]])
+    for index in sorted(home - begun):
+        session.store.reserve_states(index)
+    in_slots = [index for index in by_group if index not in home]
+    planned = prepare_updates(session, in_slots, num_stages=num_stages) if in_slots else None
+    return Prepared(session, by_group, home - begun, planned)
+
+
+def update_chunks(optimizer: ChunkedOptimizer, prepared: Prepared, scale: GradScale) -> None:
+    """Update a session's groups: the device's are only enqueued where it can run on, then the CPU does its own.
+
+    The CPU begins when all that was computed before the step has arrived at home.
+    """
+    session, home, overlaps = prepared.session, prepared.at_home, optimizer.overlap.mode != NONE
+    store = session.store
+    runs = {index: group_runs(optimizer, session, index, tasks) for index, tasks in prepared.by_group.items()}
+    marks: list[Any] = []
+    if home:
+        store.release_slots()
+        for index in sorted(home):
+            store.collect_gradients(index)
+        marks += store.tier.mark()
+    if overlaps:
+        optimizer.under_way.submit(optimizer, session, {index: runs[index] for index in home}, scale, marks)
+    if prepared.in_slots is not None:
+        updater, tiles = optimizer.updater(store.tier.device), prepared.in_slots.tiles
+        ranges = {i: [(t.begin, t.end) for t in tiles if t.group == i and t.stage == 0] for i in runs if i not in home}
+        prepared.in_slots.run({i: updater.of_group(i, runs[i], ranges[i], scale) for i in ranges})
+    if overlaps:
+        optimizer.under_way.end_step(session, home)
+        return
+    for mark in marks:
+        mark.wait()
+    if home and not is_skipped(scale := on_the_cpu(scale)):
+        for index in sorted(home):
+            at_home(optimizer, session, index, runs[index], scale)()
+
+
+def group_runs(optimizer: ChunkedOptimizer, session: Session, index: int, tasks: Sequence[Task]) -> Runs:
+    """The elements of a chunk group to update."""
+    return runs_of(session, index, tasks, merged=optimizer.rule.num_stages == 1)
+
+
+def at_home(
+    optimizer: ChunkedOptimizer, session: Session, index: int, runs: Runs, scale: GradScale
+) -> Callable[[], None]:
+    """The update of a group in home memory, by the CPU; home must be as all computation leaves it when it runs."""
+    numel, num_stages = session.store.layout.groups[index].numel, optimizer.rule.num_stages
+    update = optimizer.updater(_CPU, by_triton=False).of_group(index, runs, [(0, numel)], scale)
+    home = flat_home(session, index)
+
+    def run() -> None:
+        for stage in range(num_stages):
+            update(home, Tile(index, 0, numel, stage, num_stages))
+
+    return run
+
+
+def job_of(
+    optimizer: ChunkedOptimizer, session: Session, index: int, runs: Runs, scale: GradScale
+) -> Callable[[], None]:
+    """The same for any thread. Whatever it needs is compiled here: Inductor may not be safe on others."""
+    optimizer.updater(_CPU, by_triton=False).compile_ahead(flat_home(session, index), runs, scale)
+    return at_home(optimizer, session, index, runs, scale)
+
+
+def update_in_place(optimizer: ChunkedOptimizer, tasks: Sequence[tuple[torch.Tensor, int]], scale: GradScale) -> None:
+    """Update parameters that do not move, given with the index of their parameter group."""
+    groups = optimizer.param_groups
+    states = [optimizer.state_on_tier(parameter, groups[index]) for parameter, index in tasks]
+    numbers = {p: number for number, p in enumerate(p for group in groups for p in group["params"])}
+    known: dict[tuple[int, int], Any] = {}
+
+    def hyper_at(index: int, step: int) -> Any:
+        if (index, step) not in known:
+            known[index, step] = optimizer.hyper_at(groups[index], step)
+        return known[index, step]
+
+    def staying(device: torch.device) -> Iterator[Staying]:
+        for (parameter, index), state in zip(tasks, states, strict=True):
+            if parameter.device == device:
+                hyper = optimizer.next_hyper(parameter, partial(hyper_at, index))
+                place = Place(*(place_in_group(parameter) or (-1 - numbers[parameter], 0)))
+                kinds = {kind: value for kind, value in state.items() if kind != "step"}
+                yield Staying(parameter, hyper, kinds, place)
+
+    for device in dict.fromkeys(parameter.device for parameter, _ in tasks):
+        optimizer.updater(device).of_tensors(staying(device), scale)

@@ -1,0 +1,62 @@
+"""Adam's arithmetic: in plain PyTorch, which is also what Inductor compiles, and in C++.
+
+Each operation is one fp32 operation, rounded by itself, in the same order in all of them and in Triton
+(`chunkc.kernels.adam_triton_kernel`), so their bits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LOOP = (
+    """
+  const float coefficient = lerp_weight < 0.5f ? lerp_weight : lerp_weight - 1.0f;
+  const uint32_t near = lerp_weight < 0.5f ? 0xFFFFFFFFu : 0u;  // bits, since of a flag gcc makes no vector
+""",
+    """
+    const float base = as_float((as_bits(old_exp_avg) & near) | (as_bits(wide) & ~near));
+    const float new_exp_avg = base + coefficient * (wide - old_exp_avg);
+    const float new_exp_avg_sq = old_exp_avg_sq * beta2 + one_minus_beta2 * wide * wide;
+    const float denom = std::sqrt(new_exp_avg_sq) / bias_correction2_sqrt + eps;
+    const float new_target = target * decay + neg_step_size * new_exp_avg / denom;
+""",
+)
+"""Before the loop over elements, and in it."""
+
+
+def new_values(
+    wide: Tensor,
+    target: Tensor,
+    moments: Sequence[Tensor],
+    scalars: Any,
+    *,
+    l2: bool,
+    root: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The update itself, see `chunkc.kernels.formats.UpdateFormat.values`."""
+    wide = wide * scalars.grad_sign
+    if l2:
+        wide = wide + target * scalars.l2
+    decayed = target * scalars.decay
+    new_avg, new_avg_sq = new_moments(wide, moments[0], moments[1], scalars)
+    denom = root(new_avg_sq) / scalars.bias_correction2_sqrt + scalars.eps
+    return decayed + scalars.neg_step_size * new_avg / denom, (new_avg, new_avg_sq)
+
+
+def new_moments(wide: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Any) -> tuple[Tensor, Tensor]:
+    """The moments of Adam and of LAMB after an fp32 gradient (scaled, of the right sign)."""
+    # Tensor.lerp_: from the nearer end, so that a weight of 1 gives the gradient itself.
+    near = torch.as_tensor(scalars.lerp_weight < 0.5, device=wide.device)
+    base = torch.where(near, exp_avg, wide)
+    coefficient = torch.where(near, scalars.lerp_weight, scalars.lerp_weight - 1)
+    new_avg = base + coefficient * (wide - exp_avg)
+    return new_avg, exp_avg_sq * scalars.beta2 + scalars.one_minus_beta2 * wide * wide
+
+
+def exact_root(values: Tensor) -> Tensor:
+    """Square roots to nearest, in double precision: torch's vectorised fp32 root on the CPU is not always."""
+    return values.to(torch.float64).sqrt().to(torch.float32)
