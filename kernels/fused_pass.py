@@ -81,13 +81,23 @@ def compile_pass(
             tensor = host_empty((num_rows, *row), dtype)
             inputs.append(fake_mode.from_tensor(tensor, symbolic_context=one_length))
         inputs += [fake_mode.from_tensor(host_empty(shape, dtype), static_shapes=True) for dtype, shape in tables]
+        # The length is an input of the graph, as AOTAutograd makes it: PyTorch 2.14 reads it off no tensor where sizes
+        # are not asserted.
+        length = inputs[0].shape[0]
         with fake_mode, enable_python_dispatcher():
-            graph = make_fx(function, decomposition_table=select_decomp_table())(*inputs)
+            graph = make_fx(
+                lambda _, *tensors: function(*tensors), decomposition_table=select_decomp_table()
+            )(length, *inputs)
         options = _INDUCTOR_OPTIONS | (_PARALLEL_OPTIONS if parallel else _SERIAL_OPTIONS)
         with inductor_config.patch(options), a_compiler_needed():
-            compiled = compile_fx_inner(graph, inputs)
+            compiled = compile_fx_inner(graph, [length, *inputs])
     assert not shape_env.guards, f"the pass holds for some lengths only: {shape_env.guards}"
-    return compiled
+
+    def run(tensors: list[Tensor]) -> Any:
+        tensors.insert(0, tensors[0].shape[0])  # type: ignore[arg-type]
+        return compiled(tensors)
+
+    return run
 
 
 @contextlib.contextmanager

@@ -233,6 +233,7 @@ def _wrapper_namespace(tracker: _StorageTracker) -> dict[str, Any]:
         "reinterpret_tensor": reinterpret_tensor,
         "extern_kernels": _ExternKernels(tracker),
         "assert_size_stride": nothing,
+        "assert_size_stride_grouped": nothing,
         "assert_alignment": nothing,
         "inductor_ops": torch.ops.inductor,
         **(cuda_names() if tracker.on_cuda else {}),
