@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from chunkc.backward_kinds import COMPILED_AUTOGRAD, in_compiled_autograd
+from chunkc.backward_kinds import COMPILED_AUTOGRAD
 from chunkc.caller import runs_inside_the_compiled_call
 from chunkc.compilation import NotForAnyShapes, compile_graph
 from chunkc.ir.errors import ChunkcError, OptionsError, UnsupportedError
@@ -27,6 +25,8 @@ from chunkc.logs import logger
 from chunkc.options import parse_options
 from chunkc.passes.codegen import prepare_compiler
 from chunkc.passes.graphs import placeholders
+from chunkc.torch_private.dynamo import in_compiled_autograd
+from chunkc.torch_private.fake import DataDependentOutputException, TracingContext, detect_fake_mode, tracing
 from chunkc.update_graphs import is_between_calls
 from chunkc.user_names import GraphNames
 from chunkc.variants import Variant, Variants

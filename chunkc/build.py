@@ -29,6 +29,7 @@ from chunkc.passes.program import backward_program, forward_program
 from chunkc.passes.segments import Piece, Segment, SegmentTable, cut, extract, home_views
 from chunkc.passes.shapes import AS_TRACED, Shapes
 from chunkc.progress import Show
+from chunkc.torch_private.engine import without_autocast
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Builder:
             UnsupportedError: an operator's inner memory is a guess, and that is refused.
         """
         # Autocast is in the graph since it was captured; here it would cast what compilers trace, and make up sizes.
-        with torch._C._DisableAutocast(), torch.no_grad():
+        with without_autocast(), torch.no_grad():
             return self._described(whole, estimated, shapes)
 
     def _described(self, whole: bool, estimated: bool, shapes: Shapes) -> Captured:

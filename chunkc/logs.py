@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from torch import fx
-from torch._logging import trace_structured
 
 from chunkc.capture import Capture
 from chunkc.captured import Captured
@@ -14,6 +13,7 @@ from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.estimates import EstimatedOperator, how_to_declare, not_known
 from chunkc.ir.plan import Plan
 from chunkc.ir.units import format_nbytes
+from chunkc.torch_private.engine import trace_structured
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkc.kernels.adam_cpu_loop import has_loop, loop_pass
 from chunkc.kernels.adam_cpu_math import AdamPass, adam_pass, rounding_words
@@ -33,6 +32,7 @@ from chunkc.kernels.formats import (
 from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS, Pass, host_empty, host_tensor
 from chunkc.kernels.hyper import GRAD_DTYPES, LOW_PRECISION, AdamHyper, AdamScalars, check_adam_run
 from chunkc.kernels.quant_cpu import bucket_table, quantise_pass, value_table
+from chunkc.torch_private.fake import disable_current_modes
 
 _NUM_CACHED_HYPERS = 256
 _PIECE_NUM_BLOCKS = 256  # 64K elements per thread: with new moments in fp32 beside them, they stay in its cache
@@ -137,7 +137,7 @@ def adam_chunk_update(
     checked = checked_runs(fmt, slots, runs, scalars, scale, key, first_element)
     if not slots.param.is_cpu:
         raise ValueError(f"adam_cpu needs tensors on the CPU, got {slots.param.device}")
-    with _disable_current_modes():
+    with disable_current_modes():
         if scale.found_inf is not None and scale.found_inf.item() != 0:
             return
         for run in _cut_where_low_bits_wrap(checked, first_element):

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor import config as inductor_config
-from torch._inductor.codecache import CppCodeCache
 
 from chunkc.kernels.formats import AdamFormat
 from chunkc.kernels.fused_pass import Pass, a_compiler_needed
+from chunkc.torch_private.inductor import CppCodeCache, patched
 
 _OPTIONS: dict[str, Any] = {
     "cpp.enable_floating_point_contract_flag": "off",
@@ -142,7 +141,7 @@ def library(fmt: AdamFormat, *, l2: bool, scaled: bool) -> ctypes.CDLL:
     names = {"grad": grad, "widen_grad": widen_grad, "moment": moment, "widen_moment": widen_moment}
     names |= _SPLIT_MASTER if fmt.split else _WHOLE_MASTER
     source = _SOURCE.substitute(names, l2=str(l2).lower(), scaled=str(scaled).lower())
-    with inductor_config.patch(_OPTIONS), a_compiler_needed():
+    with patched(_OPTIONS), a_compiler_needed():
         loaded: ctypes.CDLL = CppCodeCache.load(source, extra_flags=_FLAGS)
     loaded.update.argtypes = [*[ctypes.c_void_p] * 8, ctypes.c_int64, ctypes.c_int]
     loaded.update.restype = None

@@ -11,21 +11,16 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.cpu_vec_isa import pick_vec_isa
-from torch._inductor.exc import InvalidCxxCompiler
 from torch.compiler import config as compiler_config
 
 from chunkc.ir.errors import ChunkcError, UnsupportedError
 from chunkc.ir.program import SegmentMemory
-from chunkc.passes.alias_check import CheckedOnce, is_custom
+from chunkc.passes.alias_check import CheckedOnce
 from chunkc.passes.graphs import is_compute, op_name, output_node, placeholders, returned
 from chunkc.passes.inductor.cuda import steady_inductor
 from chunkc.passes.inductor.kernels_ahead import (
     CompiledBefore,
     compiles_side_by_side,
-    precompile_header,
     started_kernels,
 )
 from chunkc.passes.inductor.memory import inductor_memory
@@ -34,6 +29,15 @@ from chunkc.passes.origins import origins
 from chunkc.passes.segment_memory import eager_memory
 from chunkc.passes.segments import Segment, canonical_text
 from chunkc.passes.shapes import AS_TRACED, Shapes, symbol_values
+from chunkc.torch_private.aot import is_custom
+from chunkc.torch_private.inductor import (
+    InvalidCxxCompiler,
+    compile_fx_inner,
+    own_output_strides,
+    pick_vec_isa,
+    precompile_header,
+    source_of,
+)
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """Takes a list of inputs, which it empties, and returns the outputs."""
@@ -94,10 +98,10 @@ def compile_segment(segment: Segment, codegen: str, num_threads: int, shapes: Sh
     _require_compiler()
     prepare_compiler().join()
     inputs = segment.example_inputs
-    with _own_output_strides(), steady_inductor(inputs), _cached_by_sizes(inputs), _failures_named(segment):
+    with own_output_strides(), steady_inductor(inputs), _cached_by_sizes(inputs), _failures_named(segment):
         compiled = compile_fx_inner(segment.module, inputs)
-    source = getattr(compiled, "source_code", None)
-    if not source:
+    source = source_of(compiled)
+    if source is None:
         raise UnsupportedError(
             "this version of Inductor keeps no source of its wrappers, so their memory cannot be read off; "
             'compile with options={"codegen": "eager"}'
@@ -208,20 +212,6 @@ def _memory_of(segment: Segment, wrapper: WrapperSource, num_threads: int, shape
     memory = inductor_memory(wrapper.source, segment.example_inputs, num_threads, shapes, wrapper.made_by)
     assert len(memory.outputs) == sum(node is not None for node in returned(segment.module.graph))
     return memory
-
-
-@contextmanager
-def _own_output_strides() -> Iterator[None]:
-    """Keep a segment's output strides away from the tracing context, which expects those of the whole graph."""
-    context = TracingContext.try_get()
-    if context is None:
-        yield
-        return
-    former, context.output_strides = context.output_strides, None
-    try:
-        yield
-    finally:
-        context.output_strides = former
 
 
 def _cached_by_sizes(inputs: Sequence[object]) -> AbstractContextManager[Any]:

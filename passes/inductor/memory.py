@@ -14,11 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import MemoryStep, SegmentMemory
@@ -30,6 +27,8 @@ from chunkc.passes.segment_memory import NO_SCRATCH, Scratch, call_scratch
 from chunkc.passes.segment_storages import number_storages
 from chunkc.passes.shapes import AS_TRACED, Shapes
 from chunkc.passes.symbols import Size, shape_env_of, size_of
+from chunkc.torch_private.fake import FakeTensorMode, TorchDispatchMode
+from chunkc.torch_private.sizes import depends_on_data
 
 ALLOCATION = "allocation"
 
@@ -97,7 +96,7 @@ def _known(nbytes: int | torch.SymInt, shapes: Shapes) -> Size:
         UnsupportedError: it depends on data.
     """
     size = size_of(shapes.known(nbytes))
-    if not isinstance(size, int) and any(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in size.free_symbols):
+    if not isinstance(size, int) and depends_on_data(size):
         raise UnsupportedError(
             f"a compiled segment allocates {size} bytes, which depends on the values of tensors; "
             "chunkc plans sizes that shapes decide: compute it in a function under torch.compiler.disable"
