@@ -13,7 +13,7 @@ from chunkc.capture import Capture
 from chunkc.captured import Captured, profile
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import UnsupportedError
-from chunkc.ir.estimates import how_to_declare, not_known
+from chunkc.ir.estimates import how_to_avoid, not_known
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.program import PhaseProgram
 from chunkc.passes.codegen import (
@@ -158,8 +158,8 @@ class Builder:
         unknown = captured.unknown_operators if self.strict and (not estimated or self.estimate_is_exact) else ()
         if unknown:
             raise UnsupportedError(
-                f"{not_known(unknown[0])}, which strict=True refuses; declare it with "
-                f"{how_to_declare(unknown[0].operator)}, or use another formulation"
+                f"{not_known(unknown[0])}, which strict=True refuses; {how_to_avoid(unknown[0])}, or use another "
+                "formulation"
             )
         return captured
 

@@ -27,6 +27,7 @@ from chunkc.torch_private.aot import (
 )
 from chunkc.torch_private.engine import without_autocast
 from chunkc.torch_private.inductor import prepare_joint_graph
+from chunkc.torch_private.versions import warn_if_newer
 
 Boxed = Callable[[list[Any]], list[Any]]
 
@@ -90,6 +91,7 @@ def capture_graph(
     Raises:
         UnsupportedError: the graph changes inputs that share memory.
     """
+    warn_if_newer()
     capture = Capture()
 
     def prepare(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:

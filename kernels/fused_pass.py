@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from chunkc.torch_private.inductor import (
     compile_fx_inner,
     patched,
     select_decomp_table,
+    source_of,
 )
 
 SERIAL_NUM_ELEMENTS = 1 << 15
@@ -60,13 +62,26 @@ Pass = Callable[[list[Tensor]], Any]
 """A compiled pass: takes a list of tensors and empties it."""
 
 
+@dataclass(frozen=True)
+class FusedPass:
+    """A pass that Inductor compiled. `source_code`: its wrapper, with the kernel."""
+
+    compiled: Callable[[list[Any]], Any]
+    source_code: str
+
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        arguments = [tensors[0].shape[0], *tensors]
+        tensors.clear()
+        return self.compiled(arguments)
+
+
 def compile_pass(
     function: Callable[..., Any],
     runs: Sequence[tuple[torch.dtype, tuple[int, ...]]],
     tables: Sequence[tuple[torch.dtype, tuple[int, ...]]],
     *,
     parallel: bool,
-) -> Pass:
+) -> FusedPass:
     """Compile `function(*runs, *tables)`, which mutates its arguments, for seconds.
 
     Args:
@@ -99,12 +114,7 @@ def compile_pass(
         with patched(options), a_compiler_needed():
             compiled = compile_fx_inner(graph, [length, *inputs])
     assert not shape_env.guards, f"the pass holds for some lengths only: {shape_env.guards}"
-
-    def run(tensors: list[Tensor]) -> Any:
-        tensors.insert(0, tensors[0].shape[0])  # type: ignore[arg-type]
-        return compiled(tensors)
-
-    return run
+    return FusedPass(compiled, source_of(compiled))
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from torch import fx
 from torch.compiler import config as compiler_config
 
 from chunkc.ir.errors import ChunkcError, UnsupportedError
+from chunkc.ir.estimates import unread_wrapper
 from chunkc.ir.program import SegmentMemory
 from chunkc.passes.alias_check import CheckedOnce
 from chunkc.passes.graphs import is_compute, op_name, output_node, placeholders, returned
@@ -24,9 +25,10 @@ from chunkc.passes.inductor.kernels_ahead import (
     started_kernels,
 )
 from chunkc.passes.inductor.memory import inductor_memory
+from chunkc.passes.inductor.wrapper_reader import UnreadableWrapper
 from chunkc.passes.inductor.wrapper_source import WrapperSource, wrapper_of
 from chunkc.passes.origins import origins
-from chunkc.passes.segment_memory import eager_memory
+from chunkc.passes.segment_memory import bounded_memory, eager_memory
 from chunkc.passes.segments import Segment, canonical_text
 from chunkc.passes.shapes import AS_TRACED, Shapes, symbol_values
 from chunkc.torch_private.aot import is_custom
@@ -90,8 +92,8 @@ def compile_segment(segment: Segment, codegen: str, num_threads: int, shapes: Sh
     """Compile by Inductor, or for `codegen="eager"` into a plain walk over the graph.
 
     Raises:
-        UnsupportedError: Inductor cannot compile the segment, or generated something whose memory cannot be read off,
-            or there is no C++ compiler.
+        UnsupportedError: Inductor cannot compile the segment, a size in it depends on data, or there is no C++
+            compiler.
     """
     if _runs_node_by_node(segment, codegen):
         return CompiledSegment(EagerSegment(segment.module), eager_memory(segment.module.graph, num_threads, shapes))
@@ -100,13 +102,7 @@ def compile_segment(segment: Segment, codegen: str, num_threads: int, shapes: Sh
     inputs = segment.example_inputs
     with own_output_strides(), steady_inductor(inputs), _cached_by_sizes(inputs), _failures_named(segment):
         compiled = compile_fx_inner(segment.module, inputs)
-    source = source_of(compiled)
-    if source is None:
-        raise UnsupportedError(
-            "this version of Inductor keeps no source of its wrappers, so their memory cannot be read off; "
-            'compile with options={"codegen": "eager"}'
-        )
-    wrapper = WrapperSource(source, {})
+    wrapper = WrapperSource(source_of(compiled), {})
     run = CheckedOnce(compiled) if any(is_custom(node) for node in segment.module.graph.nodes) else compiled
     return CompiledSegment(run, _memory_of(segment, wrapper, num_threads, shapes), wrapper)
 
@@ -161,7 +157,7 @@ def describe_segment(
         wrapper: the segment's wrapper, where it was generated before: of symbolic sizes, it is the same for all.
 
     Raises:
-        UnsupportedError: Inductor would generate something whose memory cannot be read off, or what vector
+        UnsupportedError: Inductor cannot compile the segment, a size in it depends on data, or what vector
             instructions it may use is not known yet and there is no C++ compiler to ask.
     """
     if _runs_node_by_node(segment, codegen):
@@ -209,7 +205,10 @@ def _runs_node_by_node(segment: Segment, codegen: str) -> bool:
 
 
 def _memory_of(segment: Segment, wrapper: WrapperSource, num_threads: int, shapes: Shapes) -> SegmentMemory:
-    memory = inductor_memory(wrapper.source, segment.example_inputs, num_threads, shapes, wrapper.made_by)
+    try:
+        memory = inductor_memory(wrapper.source, segment.example_inputs, num_threads, shapes, wrapper.made_by)
+    except UnreadableWrapper as error:
+        memory = bounded_memory(segment.module.graph, num_threads, unread_wrapper(str(error)), shapes)
     assert len(memory.outputs) == sum(node is not None for node in returned(segment.module.graph))
     return memory
 

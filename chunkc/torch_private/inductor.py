@@ -75,9 +75,9 @@ def own_output_strides() -> Iterator[None]:
         context.output_strides = former
 
 
-def source_of(compiled: object) -> str | None:
-    """The wrapper of what `compile_fx_inner` made; None where Inductor keeps none."""
-    return getattr(compiled, "source_code", None) or None
+def source_of(compiled: object) -> str:
+    """The wrapper of what `compile_fx_inner` made; "" where Inductor keeps none."""
+    return getattr(compiled, "source_code", None) or ""
 
 
 def generate_wrapper(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[str, dict[str, set[str]]]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
+
+logger = logging.getLogger(__name__)
 
 CHECKED = ("2.11", "2.12", "2.13", "2.14")
 """Each is tested in an environment of its own by `make test-versions`, whose script reads this line."""
@@ -21,6 +26,14 @@ def newer_than_checked(version: str = torch.__version__) -> str | None:
         f"chunkc was checked on PyTorch {CHECKED[0]} to {CHECKED[-1]}, and this is {version}: what it cannot read off "
         f"Inductor's code it reckons from the graph. {how_to_install()} is safe"
     )
+
+
+@functools.cache
+def warn_if_newer() -> None:
+    """One warning in a process, on a PyTorch that nobody has checked yet."""
+    text = newer_than_checked()
+    if text is not None:
+        logger.warning(text)
 
 
 def lacks(error: Exception, version: str = torch.__version__) -> ImportError:

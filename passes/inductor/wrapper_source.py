@@ -15,11 +15,13 @@ from torch import fx
 from chunkc.passes.graphs import is_compute
 from chunkc.passes.segments import Segment
 from chunkc.torch_private.inductor import generate_wrapper
+from chunkc.torch_private.versions import newer_than_checked
 
 
 @dataclass(frozen=True)
 class WrapperSource:
-    """A wrapper's text, and which of the segment's operations makes each buffer that it names, where that is known.
+    """A wrapper's text ("" where it cannot be had), and which of the segment's operations makes each buffer that it
+    names, where that is known.
 
     Inductor replaces some operations; a buffer of such a one counts as made by the last of its operands' operations.
     """
@@ -36,7 +38,12 @@ def wrapper_of(segment: Segment) -> WrapperSource:
     unless Inductor knows them already.
     """
     module = fx.GraphModule(segment.module, copy.deepcopy(segment.module.graph))
-    source, nodes_of = generate_wrapper(module, segment.example_inputs)
+    try:
+        source, nodes_of = generate_wrapper(module, segment.example_inputs)
+    except (AttributeError, TypeError):  # Inductor's steps are called otherwise in a version that nobody checked
+        if newer_than_checked() is None:
+            raise
+        return WrapperSource("", {})
     operations = [node.name for node in segment.module.graph.nodes if is_compute(node)]
     position = {name: index for index, name in enumerate(operations)}
     found = {buffer: [position[name] for name in names if name in position] for buffer, names in nodes_of.items()}
