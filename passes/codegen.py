@@ -39,6 +39,7 @@ from chunkc.torch_private.inductor import (
     pick_vec_isa,
     precompile_header,
     source_of,
+    with_sizes_bound,
 )
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
@@ -100,7 +101,7 @@ def compile_segment(segment: Segment, codegen: str, num_threads: int, shapes: Sh
     _require_compiler()
     prepare_compiler().join()
     inputs = segment.example_inputs
-    with own_output_strides(), steady_inductor(inputs), _cached_by_sizes(inputs), _failures_named(segment):
+    with own_output_strides(), _configured(inputs), _cached_by_sizes(inputs), _failures_named(segment):
         compiled = compile_fx_inner(segment.module, inputs)
     wrapper = WrapperSource(source_of(compiled), {})
     run = CheckedOnce(compiled) if any(is_custom(node) for node in segment.module.graph.nodes) else compiled
@@ -144,7 +145,7 @@ def generated_wrapper(segment: Segment, codegen: str) -> WrapperSource | None:
     if _runs_node_by_node(segment, codegen):
         return None
     _require_compiler()
-    with steady_inductor(segment.example_inputs), _failures_named(segment):
+    with _configured(segment.example_inputs), _failures_named(segment):
         return wrapper_of(segment)
 
 
@@ -186,6 +187,13 @@ def _failures_named(segment: Segment) -> Iterator[None]:
             f"Inductor cannot compile {', '.join(modules) or 'the model'} ({', '.join(operators)}): "
             f'{type(error).__name__}: {reason}; compile with options={{"codegen": "eager"}}'
         ) from error
+
+
+@contextmanager
+def _configured(inputs: Sequence[object]) -> Iterator[None]:
+    """What the user has set for Inductor counts inside, but for what bits, memory or symbolic sizes depend on."""
+    with steady_inductor(inputs), with_sizes_bound(inputs):
+        yield
 
 
 def _require_compiler() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch._dynamo.utils import preserve_rng_state
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import CppCodeCache, CppPythonBindingsCodeCache
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.compile_fx import (
     _recursive_post_grad_passes,
     _recursive_record_original_output_strides,
@@ -59,6 +60,18 @@ def prepare_joint_graph(joint: fx.GraphModule, example_inputs: Sequence[Any]) ->
     """What Inductor does to a graph before it is partitioned; without it random numbers cannot be compiled."""
     with V.set_fake_mode(detect_fake_mode(example_inputs)):
         joint_graph_passes(joint)
+
+
+def with_sizes_bound(inputs: Sequence[object]) -> AbstractContextManager[Any]:
+    """Code that is generated inside reads symbolic sizes off its inputs.
+
+    From PyTorch 2.14 on it reads them only to assert them, where no input is the size itself, and uses them all the
+    same. So there they are asserted, whatever the user has set.
+    """
+    is_symbolic = any(isinstance(n, torch.SymInt) for t in inputs if isinstance(t, torch.Tensor) for n in t.shape)
+    if is_symbolic and hasattr(PythonWrapperCodegen, "bind_input_symbol"):
+        return config.patch(size_asserts=True)
+    return nullcontext()
 
 
 @contextmanager
