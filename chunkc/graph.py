@@ -26,7 +26,7 @@ from chunkc.reconcile import gradients_of_several, reconcile
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
 from chunkc.session import Session
 from chunkc.steps import INPUTS, SizedStep, Steps
-from chunkc.torch_private.engine import hooks_of, tensor_use_count
+from chunkc.torch_private.engine import KEEPS_TANGENTS, hooks_of, tensor_use_count
 
 
 @dataclass(frozen=True)
@@ -312,6 +312,8 @@ def _kept_tangents(captured: Captured, arguments: list[Any]) -> frozenset[str]:
     """Gradients of outputs that stay with whoever gave them, as in `out.backward(g)`: autograd lets go of its own,
     so that those have one reference, the one that `arguments` owns."""
     assert captured.backward is not None
+    if KEEPS_TANGENTS:
+        return frozenset()  # the program holds them all
     given = dict(zip(captured.backward.inputs, arguments))
     tangents = {name: given[name] for name in captured.tangents}
     return frozenset(

@@ -10,7 +10,11 @@ import torch
 from torch._logging import trace_structured
 from torch.autograd.graph import Node
 
-__all__ = ["trace_structured"]
+__all__ = ["KEEPS_TANGENTS", "trace_structured"]
+
+KEEPS_TANGENTS = not hasattr(torch.autograd.Function, "boxed_grads_call")
+"""Whether a compiled backward's caller keeps the gradients it gives until the backward returns. AOTAutograd does up to
+PyTorch 2.12; from 2.13 on it asks autograd for them in a list, which it empties."""
 
 
 def without_autocast() -> AbstractContextManager[Any]:
