@@ -40,9 +40,9 @@ fi
 make_environment() { # make_environment FOLDER VERSION
     [ -e "$1/.stamp" ] && return
     "${PYTHON:-python3}" -m venv --clear "$1" &&
-        "$1/bin/python" -m pip install --quiet "setuptools>=77" wheel &&
-        "$1/bin/python" -m pip install --quiet "torch==$2.*" &&
-        "$1/bin/python" -m pip install --quiet --no-build-isolation -e ".[dev]" &&
+        "$1/bin/python" -m pip install -qq "setuptools>=77" wheel &&
+        "$1/bin/python" -m pip install -qq "torch==$2.*" &&
+        "$1/bin/python" -m pip install -qq --no-build-isolation -e ".[dev]" &&
         touch "$1/.stamp"
 }
 
