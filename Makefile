@@ -3,6 +3,7 @@
 ## make test      the quick tests; ARGS="tests/test_options.py" picks some
 ## make test-second  the tests of the second tier, which take longer; CI runs them too
 ## make test-all  all tests, with the slow ones
+## make test-versions  a part of the tests on every PyTorch that is supported; ARGS="2.14" picks some
 ## make lint      ruff, check and format
 ## make types     mypy
 ## make bench     the measurements of docs/results.md; ARGS="fits" picks some
@@ -23,7 +24,7 @@ endif
 # GNU make predefines CXX; torch's compiler reads the environment's, else its own default.
 COMPILER := $(if $(filter default,$(origin CXX)),$(DEFAULT_CXX),$(CXX))
 
-.PHONY: help setup check demo test test-second test-all lint types bench page
+.PHONY: help setup check demo test test-second test-all test-versions lint types bench page
 .DEFAULT_GOAL := help
 
 help:
@@ -62,6 +63,9 @@ test-second: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-versions: | check
+	PYTHON=$(PYTHON) tests/versions.sh $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo import convert_frame
-from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from chunkc.backward_kinds import COMPILED_AUTOGRAD, in_compiled_autograd
+from chunkc import recompile_limit
+from chunkc.backward_kinds import COMPILED_AUTOGRAD
 from chunkc.caller import runs_inside_the_compiled_call
 from chunkc.capture import detached
 from chunkc.compilation import NotForAnyShapes, compile_graph
@@ -28,7 +26,8 @@ from chunkc.logs import logger
 from chunkc.options import parse_options
 from chunkc.passes.codegen import prepare_compiler
 from chunkc.passes.graphs import placeholders
-from chunkc.recompile_limit import refuse_beyond_recompile_limit
+from chunkc.torch_private.dynamo import at_recompile_limit, compile_lock, in_compiled_autograd
+from chunkc.torch_private.fake import DataDependentOutputException, TracingContext, detect_fake_mode, tracing
 from chunkc.update_graphs import is_between_calls
 from chunkc.user_names import GraphNames
 from chunkc.variants import Variant, Variants
@@ -51,7 +50,7 @@ def chunkc(
         return _compiled(gm, example_inputs, options, mode)
 
 
-COMPILING = convert_frame.compile_lock
+COMPILING = compile_lock
 """Held while a graph is compiled, by Dynamo too. For other parameters of a known graph that happens outside of Dynamo,
 and the tracer replaces `nn.Module.__call__` meanwhile, for all threads: guards must not be built then."""
 
@@ -188,4 +187,4 @@ def _as_traced(value: Any, argument: Any) -> Any:
     return detached(value).requires_grad_(argument.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
-refuse_beyond_recompile_limit(chunkc)
+at_recompile_limit(chunkc, recompile_limit.refuse)

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._dynamo import compiled_autograd
 from torch.autograd.graph import Node
 
 from chunkc.ir.errors import UnsupportedError
+from chunkc.torch_private.dynamo import in_compiled_autograd
+from chunkc.torch_private.engine import current_graph_task, current_node, will_execute
 
 MAX_BACKWARDS = 64
 """Backwards that are remembered as making a graph of their own: more than ever run inside each other."""
@@ -28,11 +29,6 @@ COMPILED_AUTOGRAD = (
     "compiled autograd would run the backward of a model compiled by chunkc without its plan; turn it off "
     "(torch._dynamo.config.compiled_autograd = False) for this model"
 )
-
-
-def in_compiled_autograd() -> bool:
-    """Whether compiled autograd runs, or lets a backend compile, a backward now."""
-    return compiled_autograd.in_compiled_autograd_region
 
 
 class GradModes:
@@ -57,7 +53,7 @@ class GradModes:
         if in_compiled_autograd():
             raise UnsupportedError(COMPILED_AUTOGRAD)
         if torch.is_grad_enabled():
-            self._with_graph.append(torch._C._current_graph_task_id())
+            self._with_graph.append(current_graph_task())
 
     def refuse_graph(self) -> None:
         """To be called in a compiled backward.
@@ -65,7 +61,7 @@ class GradModes:
         Raises:
             UnsupportedError: it makes a graph of its own.
         """
-        if torch.is_grad_enabled() or torch._C._current_graph_task_id() in self._with_graph:
+        if torch.is_grad_enabled() or current_graph_task() in self._with_graph:
             raise UnsupportedError(
                 "gradients that a model compiled by chunkc makes cannot be differentiated again, so "
                 "backward(create_graph=True) and torch.autograd.grad(create_graph=True) do not work through it; "
@@ -79,7 +75,7 @@ def accumulators(parameters: Mapping[str, torch.Tensor]) -> dict[str, Node]:
     Raises:
         UnsupportedError: it leaves some of them out, as `torch.autograd.grad` and `backward(inputs=...)` do.
     """
-    running = torch._C._current_autograd_node()
+    running = current_node()
     names = {id(parameter): name for name, parameter in parameters.items()}
     found = {}
     for node, _ in running.next_functions if running is not None and names else ():
@@ -105,7 +101,7 @@ def _some(names: Sequence[str]) -> str:
 def _is_accumulated(node: Node) -> bool:
     """Whether the backward that runs now will add to the leaf's `.grad`."""
     try:
-        return torch._C._will_engine_execute_node(node)
+        return will_execute(node)
     except RuntimeError:  # "a leaf node was passed ... but we are currently running autograd.grad()"
         return False
 

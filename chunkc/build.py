@@ -13,7 +13,7 @@ from chunkc.capture import Capture
 from chunkc.captured import Captured, profile
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import UnsupportedError
-from chunkc.ir.estimates import how_to_declare, not_known
+from chunkc.ir.estimates import how_to_avoid, not_known
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.program import PhaseProgram
 from chunkc.passes.codegen import (
@@ -29,6 +29,7 @@ from chunkc.passes.program import backward_program, forward_program
 from chunkc.passes.segments import Piece, Segment, SegmentTable, cut, extract, home_views
 from chunkc.passes.shapes import AS_TRACED, Shapes
 from chunkc.progress import Show
+from chunkc.torch_private.engine import without_autocast
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Builder:
             UnsupportedError: an operator's inner memory is a guess, and that is refused.
         """
         # Autocast is in the graph since it was captured; here it would cast what compilers trace, and make up sizes.
-        with torch._C._DisableAutocast(), torch.no_grad():
+        with without_autocast(), torch.no_grad():
             return self._described(whole, estimated, shapes)
 
     def _described(self, whole: bool, estimated: bool, shapes: Shapes) -> Captured:
@@ -157,8 +158,8 @@ class Builder:
         unknown = captured.unknown_operators if self.strict and (not estimated or self.estimate_is_exact) else ()
         if unknown:
             raise UnsupportedError(
-                f"{not_known(unknown[0])}, which strict=True refuses; declare it with "
-                f"{how_to_declare(unknown[0].operator)}, or use another formulation"
+                f"{not_known(unknown[0])}, which strict=True refuses; {how_to_avoid(unknown[0])}, or use another "
+                "formulation"
             )
         return captured
 

@@ -10,7 +10,8 @@ from types import FrameType
 
 import torch
 from torch import nn
-from torch._dynamo import convert_frame, eval_frame
+
+from chunkc.torch_private.dynamo import CONVERTS_FRAMES, EVALUATES_FRAMES
 
 _TORCH = str(Path(torch.__file__).parent)
 _MODULES = str(Path(nn.__file__).parent / "modules")
@@ -27,9 +28,9 @@ def called_modules() -> Iterator[nn.Module]:
 def runs_inside_the_compiled_call() -> bool:
     """Whether code that Dynamo runs as it stands calls what it compiles now, inside what the user has compiled."""
     calls: set[int] = set()
-    for frame in dropwhile(lambda frame: frame.f_code.co_filename != convert_frame.__file__, _frames()):
+    for frame in dropwhile(lambda frame: frame.f_code.co_filename != CONVERTS_FRAMES, _frames()):
         path = frame.f_code.co_filename
-        if path == eval_frame.__file__:
+        if path == EVALUATES_FRAMES:
             break
         if any(frame.f_code is code for code in _CALLS):  # code that Dynamo has made may have no hash
             calls.add(id(frame.f_locals["self"]))

@@ -9,21 +9,25 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch import config as functorch_config
-from torch._functorch.aot_autograd import aot_module_simplified
-from torch._guards import TracingContext, detect_fake_mode
-from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-from torch._inductor.virtualized import V
-from torch._prims.rng_prims import run_and_save_rng_state
 from torch.utils import _pytree as pytree
 
 from chunkc.decompositions import decompositions
 from chunkc.ir.errors import UnsupportedError
-from chunkc.passes.alias_check import outside_alias_check
 from chunkc.passes.graphs import placeholders, returned
 from chunkc.passes.inductor.cuda import steady_inductor
 from chunkc.passes.partition import partition
 from chunkc.passes.segments import clone_parameter_views, materialise_returned_placeholders
+from chunkc.torch_private.aot import (
+    aot_module_simplified,
+    forbid_donation,
+    marked_as_boxed,
+    outside_alias_check,
+    random_states_as_values,
+    run_and_save_rng_state,
+)
+from chunkc.torch_private.engine import without_autocast
+from chunkc.torch_private.inductor import prepare_joint_graph
+from chunkc.torch_private.versions import warn_if_newer
 
 Boxed = Callable[[list[Any]], list[Any]]
 
@@ -87,13 +91,13 @@ def capture_graph(
     Raises:
         UnsupportedError: the graph changes inputs that share memory.
     """
+    warn_if_newer()
     capture = Capture()
 
     def prepare(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-        """What Inductor does to a graph before it is partitioned; without it random numbers cannot be compiled."""
         if codegen == "inductor":
-            with V.set_fake_mode(detect_fake_mode(example_inputs)), steady_inductor(pytree.tree_leaves(example_inputs)):
-                joint_graph_passes(gm)
+            with steady_inductor(pytree.tree_leaves(example_inputs)):
+                prepare_joint_graph(gm, example_inputs)
 
     def partition_fn(joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
         capture.num_user_outputs = kwargs["num_fwd_outputs"]
@@ -104,10 +108,7 @@ def capture_graph(
 
     def forward_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         capture.forward = gm
-        context = TracingContext.try_get()
-        if context is not None and context.fw_metadata is not None:
-            capture.num_new_buffers = context.fw_metadata.num_mutated_inp_runtime_indices
-            context.fw_metadata.bw_donated_idxs = []  # nothing is overwritten, so a graph may be retained
+        capture.num_new_buffers = forbid_donation()
         return boxed(run_forward)
 
     def inference_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -118,8 +119,7 @@ def capture_graph(
     def backward_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         return boxed(run_backward)
 
-    # States of random generators are values as on a CPU: on CUDA they would else be inputs that nobody gave.
-    with functorch_config.patch(graphsafe_rng_functionalization=False):
+    with random_states_as_values():
         call = aot_module_simplified(
             gm,
             inputs,
@@ -168,11 +168,10 @@ def boxed(function: Boxed) -> Boxed:
 
     @torch.compiler.disable
     def call(arguments: list[Any]) -> list[Any]:
-        with outside_alias_check(), torch._C._DisableAutocast():
+        with outside_alias_check(), without_autocast():
             return function(arguments)
 
-    call._boxed_call = True
-    return call
+    return marked_as_boxed(call)
 
 
 def detached(traced: torch.Tensor) -> torch.Tensor:

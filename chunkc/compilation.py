@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from chunkc.build import Builder
 from chunkc.capture import Capture, capture_graph, unique_name
@@ -31,6 +30,7 @@ from chunkc.reconcile import end_where_laid_out_otherwise, note_shared_memory, r
 from chunkc.session import DEFAULTS, Session, owner, session_for
 from chunkc.steps import INPUTS, SizedStep, StaticSteps, Steps, SymbolicSteps
 from chunkc.templates import Templates, input_symbols
+from chunkc.torch_private.fake import FakeTensor
 from chunkc.user_names import GraphNames, UserNames
 
 

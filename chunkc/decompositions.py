@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._decomp import get_decompositions
-from torch._inductor.decomposition import select_decomp_table
 
 from chunkc.passes.layouts import OPERANDS_ALIKE
 from chunkc.passes.segments import RUN_BY_ATEN
+from chunkc.torch_private.aot import get_decompositions
+from chunkc.torch_private.engine import without_autocast
+from chunkc.torch_private.inductor import select_decomp_table
 
 aten = torch.ops.aten
 
@@ -95,7 +96,7 @@ def transformer_encoder_layer(
     def norm_2(x: Tensor) -> Tensor:
         return F.layer_norm(x, (embed_dim,), norm_weight_2, norm_bias_2, eps)
 
-    with torch._C._DisableAutocast():  # it would reach into what was one operator
+    with without_autocast():  # it would reach into what was one operator
         if norm_first:
             x = source + attention(norm_1(source))
             return x + feed_forward(norm_2(x))

@@ -26,6 +26,7 @@ from chunkc.reconcile import gradients_of_several, reconcile
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
 from chunkc.session import Session
 from chunkc.steps import INPUTS, SizedStep, Steps
+from chunkc.torch_private.engine import KEEPS_TANGENTS, hooks_of, tensor_use_count
 
 
 @dataclass(frozen=True)
@@ -279,7 +280,7 @@ class CompiledGraph:
         """Parameters whose gradients autograd must see: a hook wants them, or they add to a tensor of several."""
         store = self.session.store
         sunk = [name for _, _, name in self._sunk()]
-        hooked = frozenset(name for name in sunk if store.parameter(name)._backward_hooks)
+        hooked = frozenset(name for name in sunk if hooks_of(store.parameter(name)))
         return hooked | gradients_of_several(self.session, sunk)
 
     def _hooked_nodes(self) -> frozenset[str]:
@@ -311,10 +312,10 @@ def _kept_tangents(captured: Captured, arguments: list[Any]) -> frozenset[str]:
     """Gradients of outputs that stay with whoever gave them, as in `out.backward(g)`: autograd lets go of its own,
     so that those have one reference, the one that `arguments` owns."""
     assert captured.backward is not None
+    if KEEPS_TANGENTS:
+        return frozenset()  # the program holds them all
     given = dict(zip(captured.backward.inputs, arguments))
     tangents = {name: given[name] for name in captured.tangents}
     return frozenset(
-        name
-        for name, value in tangents.items()
-        if isinstance(value, torch.Tensor) and value._use_count() > 1  # type: ignore[attr-defined]
+        name for name, value in tangents.items() if isinstance(value, torch.Tensor) and tensor_use_count(value) > 1
     )

@@ -6,14 +6,14 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from torch import fx
-from torch._logging import trace_structured
 
 from chunkc.capture import Capture
 from chunkc.captured import Captured
 from chunkc.ir.chunks import ChunkLayout
-from chunkc.ir.estimates import EstimatedOperator, how_to_declare, not_known
+from chunkc.ir.estimates import EstimatedOperator, how_to_avoid, not_known, reckoned_with
 from chunkc.ir.plan import Plan
 from chunkc.ir.units import format_nbytes
+from chunkc.torch_private.engine import trace_structured
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +49,12 @@ def warn_of_estimates(operators: Iterable[EstimatedOperator]) -> None:
     """One warning for each operator whose inner memory is a guess."""
     for operator in operators:
         logger.warning(
-            "%s: plans reckon with what it reads and returns once more (%s in its largest call), and what it takes "
-            'beyond that is not under the budget; say it with %s, or refuse it with options={"strict": True}',
+            "%s: plans reckon with %s (%s in its largest call), and what it takes "
+            'beyond that is not under the budget; %s, or refuse it with options={"strict": True}',
             not_known(operator),
+            reckoned_with(operator),
             format_nbytes(operator.nbytes),
-            how_to_declare(operator.operator),
+            how_to_avoid(operator),
         )
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from chunkc.ir.strides import is_dense
+from chunkc.torch_private.engine import storage_use_count
 
 
 def can_move(parameter: nn.Parameter) -> bool:
@@ -27,7 +28,7 @@ def shares_memory(parameter: torch.Tensor) -> bool:
         return False
     storage = parameter.untyped_storage()
     own = 2  # the tensor's, and this object's
-    return torch._C._storage_Use_Count(storage._cdata) > own or is_shared_memory(parameter)
+    return storage_use_count(storage) > own or is_shared_memory(parameter)
 
 
 def is_shared_memory(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,6 @@ import sympy
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
-from torch.utils._sympy.numbers import int_oo
 
 from chunkc.build import Builder
 from chunkc.capture import Capture
@@ -29,6 +28,7 @@ from chunkc.passes.graphs import placeholders
 from chunkc.passes.profile import call_steps
 from chunkc.passes.shapes import SymbolicShapes, symbol_values
 from chunkc.passes.symbols import region, size_of
+from chunkc.torch_private.sizes import int_oo
 
 MAX_TEMPLATES = 32
 """Regions of one structure that are kept described; the one that was not used for longest goes."""

@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from chunkc.caller import called_modules
 from chunkc.passes.graphs import placeholders, source_path
+from chunkc.torch_private.dynamo import source_name
 
 _WRAPPER = "_orig_mod"
 """What `torch.compile` calls the module that it wraps: no part of a name that the user gave."""
@@ -64,7 +65,7 @@ class GraphNames:
     """The names in one of Dynamo's graphs. It is compiled anew for blocks that look alike, with each one's names."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
-        self._inputs = [(_reached(_source(node)), node.name) for node in placeholders(gm.graph)]
+        self._inputs = [(_reached(source_name(node)), node.name) for node in placeholders(gm.graph)]
         self._modules = [(node, _module(node)) for node in _nodes(gm)]
 
     def take(self, inputs: Sequence[Any], user: UserNames) -> list[str]:
@@ -90,11 +91,6 @@ def _nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             yield from (node for node in module.graph.nodes if node.op not in ("placeholder", "output"))
-
-
-def _source(node: fx.Node) -> str:
-    name = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
-    return name() if callable(name) else name
 
 
 def _module(node: fx.Node) -> tuple[dict[str, Any], _Reached | None]:

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor import config as inductor_config
-from torch._inductor.codecache import CppCodeCache
 
 from chunkc.kernels.formats import UpdateFormat
 from chunkc.kernels.fused_pass import Pass, a_compiler_needed
+from chunkc.torch_private.inductor import CppCodeCache, patched
 
 _OPTIONS: dict[str, Any] = {
     "cpp.enable_floating_point_contract_flag": "off",
@@ -140,7 +139,7 @@ def library(fmt: UpdateFormat, *, l2: bool, scaled: bool) -> ctypes.CDLL:
     names["new_moments"] = "\n".join(f"    store(&{kind}[i], new_{kind});" for kind in fmt.kinds)
     names["before"], names["inside"] = fmt.loop
     source = _SOURCE.substitute(names, l2=str(l2).lower(), scaled=str(scaled).lower())
-    with inductor_config.patch(_OPTIONS), a_compiler_needed():
+    with patched(_OPTIONS), a_compiler_needed():
         loaded: ctypes.CDLL = CppCodeCache.load(source, extra_flags=_FLAGS)
     loaded.update.argtypes = [*[ctypes.c_void_p] * (6 + len(fmt.kinds)), ctypes.c_int64, ctypes.c_int]
     loaded.update.restype = None

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkc.ir.chunks import GRAD, PARAM
 from chunkc.ir.states import UNSIGNED, is_scale, scale_of
@@ -35,6 +34,7 @@ from chunkc.kernels.formats import (
 )
 from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS, Pass, host_empty, host_tensor
 from chunkc.kernels.quant_cpu import bucket_table, quantise_pass, value_table
+from chunkc.torch_private.fake import disable_current_modes
 
 _NUM_CACHED_HYPERS = 256
 _PIECE_NUM_BLOCKS = 256  # 64K elements per thread: with new moments in fp32 beside them, they stay in its cache
@@ -90,7 +90,7 @@ def chunk_update(
     checked = checked_runs(fmt, slots, runs, scalars, scale, key, first_element)
     if not slots.param.is_cpu:
         raise ValueError(f"updates on the CPU need tensors on the CPU, got {slots.param.device}")
-    with _disable_current_modes():
+    with disable_current_modes():
         if scale.found_inf is not None and scale.found_inf.item() != 0:
             return
         for run in _cut_where_low_bits_wrap(checked, first_element):

@@ -14,23 +14,32 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import TracingContext, tracing
-from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
-from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.utils._python_dispatch import _disable_current_modes
 
 from chunkc.ir.errors import UnsupportedError
+from chunkc.torch_private.fake import (
+    FakeTensorMode,
+    TracingContext,
+    disable_current_modes,
+    enable_python_dispatcher,
+    tracing,
+)
+from chunkc.torch_private.inductor import (
+    CppCompileError,
+    InductorError,
+    InvalidCxxCompiler,
+    compile_fx_inner,
+    patched,
+    select_decomp_table,
+    source_of,
+)
 
 SERIAL_NUM_ELEMENTS = 1 << 15
 """Shorter runs are not worth waking threads for; torch's own grain size."""
@@ -53,13 +62,26 @@ Pass = Callable[[list[Tensor]], Any]
 """A compiled pass: takes a list of tensors and empties it."""
 
 
+@dataclass(frozen=True)
+class FusedPass:
+    """A pass that Inductor compiled. `source_code`: its wrapper, with the kernel."""
+
+    compiled: Callable[[list[Any]], Any]
+    source_code: str
+
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        arguments = [tensors[0].shape[0], *tensors]
+        tensors.clear()
+        return self.compiled(arguments)
+
+
 def compile_pass(
     function: Callable[..., Any],
     runs: Sequence[tuple[torch.dtype, tuple[int, ...]]],
     tables: Sequence[tuple[torch.dtype, tuple[int, ...]]],
     *,
     parallel: bool,
-) -> Pass:
+) -> FusedPass:
     """Compile `function(*runs, *tables)`, which mutates its arguments, for seconds.
 
     Args:
@@ -72,7 +94,7 @@ def compile_pass(
     """
     shape_env = ShapeEnv()
     fake_mode = FakeTensorMode(shape_env=shape_env)
-    with _disable_current_modes(), torch.no_grad(), tracing(TracingContext(fake_mode)):
+    with disable_current_modes(), torch.no_grad(), tracing(TracingContext(fake_mode)):
         num_rows = _HINT_NUM_ELEMENTS // max(math.prod(row) for _, row in runs)
         inputs = []
         for dtype, row in runs:
@@ -81,13 +103,18 @@ def compile_pass(
             tensor = host_empty((num_rows, *row), dtype)
             inputs.append(fake_mode.from_tensor(tensor, symbolic_context=one_length))
         inputs += [fake_mode.from_tensor(host_empty(shape, dtype), static_shapes=True) for dtype, shape in tables]
+        # The length is an input of the graph, as AOTAutograd makes it: PyTorch 2.14 reads it off no tensor where sizes
+        # are not asserted.
+        length = inputs[0].shape[0]
         with fake_mode, enable_python_dispatcher():
-            graph = make_fx(function, decomposition_table=select_decomp_table())(*inputs)
+            graph = make_fx(lambda _, *tensors: function(*tensors), decomposition_table=select_decomp_table())(
+                length, *inputs
+            )
         options = _INDUCTOR_OPTIONS | (_PARALLEL_OPTIONS if parallel else _SERIAL_OPTIONS)
-        with inductor_config.patch(options), a_compiler_needed():
-            compiled = compile_fx_inner(graph, inputs)
+        with patched(options), a_compiler_needed():
+            compiled = compile_fx_inner(graph, [length, *inputs])
     assert not shape_env.guards, f"the pass holds for some lengths only: {shape_env.guards}"
-    return compiled
+    return FusedPass(compiled, source_of(compiled))
 
 
 @contextlib.contextmanager
@@ -110,7 +137,7 @@ def a_compiler_needed() -> Iterator[None]:
 
 def host_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """An uninitialised tensor in numpy's memory: not charged to a limited CPU allocator, no page touched."""
-    with _disable_current_modes():
+    with disable_current_modes():
         num_elements = math.prod(shape)
         flat = torch.from_numpy(np.empty(max(num_elements, 1) * dtype.itemsize, dtype=np.uint8)).view(dtype)
         return flat[:num_elements].view(tuple(shape))
@@ -118,5 +145,5 @@ def host_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def host_tensor(values: Any, dtype: Any) -> Tensor:
     """`values` as a tensor in numpy's memory. `dtype` is numpy's."""
-    with _disable_current_modes():
+    with disable_current_modes():
         return torch.from_numpy(np.array(values, dtype=dtype))

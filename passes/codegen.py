@@ -11,29 +11,36 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.cpu_vec_isa import pick_vec_isa
-from torch._inductor.exc import InvalidCxxCompiler
 from torch.compiler import config as compiler_config
 
 from chunkc.ir.errors import ChunkcError, UnsupportedError
+from chunkc.ir.estimates import unread_wrapper
 from chunkc.ir.program import SegmentMemory
-from chunkc.passes.alias_check import CheckedOnce, is_custom
+from chunkc.passes.alias_check import CheckedOnce
 from chunkc.passes.graphs import is_compute, op_name, output_node, placeholders, returned
 from chunkc.passes.inductor.cuda import steady_inductor
 from chunkc.passes.inductor.kernels_ahead import (
     CompiledBefore,
     compiles_side_by_side,
-    precompile_header,
     started_kernels,
 )
 from chunkc.passes.inductor.memory import inductor_memory
+from chunkc.passes.inductor.wrapper_reader import UnreadableWrapper
 from chunkc.passes.inductor.wrapper_source import WrapperSource, wrapper_of
 from chunkc.passes.origins import origins
-from chunkc.passes.segment_memory import eager_memory
+from chunkc.passes.segment_memory import bounded_memory, eager_memory
 from chunkc.passes.segments import Segment, canonical_text
 from chunkc.passes.shapes import AS_TRACED, Shapes, symbol_values
+from chunkc.torch_private.aot import is_custom
+from chunkc.torch_private.inductor import (
+    InvalidCxxCompiler,
+    compile_fx_inner,
+    own_output_strides,
+    pick_vec_isa,
+    precompile_header,
+    source_of,
+    with_sizes_bound,
+)
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """Takes a list of inputs, which it empties, and returns the outputs."""
@@ -86,23 +93,17 @@ def compile_segment(segment: Segment, codegen: str, num_threads: int, shapes: Sh
     """Compile by Inductor, or for `codegen="eager"` into a plain walk over the graph.
 
     Raises:
-        UnsupportedError: Inductor cannot compile the segment, or generated something whose memory cannot be read off,
-            or there is no C++ compiler.
+        UnsupportedError: Inductor cannot compile the segment, a size in it depends on data, or there is no C++
+            compiler.
     """
     if _runs_node_by_node(segment, codegen):
         return CompiledSegment(EagerSegment(segment.module), eager_memory(segment.module.graph, num_threads, shapes))
     _require_compiler()
     prepare_compiler().join()
     inputs = segment.example_inputs
-    with _own_output_strides(), steady_inductor(inputs), _cached_by_sizes(inputs), _failures_named(segment):
+    with own_output_strides(), _configured(inputs), _cached_by_sizes(inputs), _failures_named(segment):
         compiled = compile_fx_inner(segment.module, inputs)
-    source = getattr(compiled, "source_code", None)
-    if not source:
-        raise UnsupportedError(
-            "this version of Inductor keeps no source of its wrappers, so their memory cannot be read off; "
-            'compile with options={"codegen": "eager"}'
-        )
-    wrapper = WrapperSource(source, {})
+    wrapper = WrapperSource(source_of(compiled), {})
     run = CheckedOnce(compiled) if any(is_custom(node) for node in segment.module.graph.nodes) else compiled
     return CompiledSegment(run, _memory_of(segment, wrapper, num_threads, shapes), wrapper)
 
@@ -144,7 +145,7 @@ def generated_wrapper(segment: Segment, codegen: str) -> WrapperSource | None:
     if _runs_node_by_node(segment, codegen):
         return None
     _require_compiler()
-    with steady_inductor(segment.example_inputs), _failures_named(segment):
+    with _configured(segment.example_inputs), _failures_named(segment):
         return wrapper_of(segment)
 
 
@@ -157,7 +158,7 @@ def describe_segment(
         wrapper: the segment's wrapper, where it was generated before: of symbolic sizes, it is the same for all.
 
     Raises:
-        UnsupportedError: Inductor would generate something whose memory cannot be read off, or what vector
+        UnsupportedError: Inductor cannot compile the segment, a size in it depends on data, or what vector
             instructions it may use is not known yet and there is no C++ compiler to ask.
     """
     if _runs_node_by_node(segment, codegen):
@@ -188,6 +189,13 @@ def _failures_named(segment: Segment) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def _configured(inputs: Sequence[object]) -> Iterator[None]:
+    """What the user has set for Inductor counts inside, but for what bits, memory or symbolic sizes depend on."""
+    with steady_inductor(inputs), with_sizes_bound(inputs):
+        yield
+
+
 def _require_compiler() -> None:
     find_vector_isa().join()
     try:
@@ -205,23 +213,12 @@ def _runs_node_by_node(segment: Segment, codegen: str) -> bool:
 
 
 def _memory_of(segment: Segment, wrapper: WrapperSource, num_threads: int, shapes: Shapes) -> SegmentMemory:
-    memory = inductor_memory(wrapper.source, segment.example_inputs, num_threads, shapes, wrapper.made_by)
+    try:
+        memory = inductor_memory(wrapper.source, segment.example_inputs, num_threads, shapes, wrapper.made_by)
+    except UnreadableWrapper as error:
+        memory = bounded_memory(segment.module.graph, num_threads, unread_wrapper(str(error)), shapes)
     assert len(memory.outputs) == sum(node is not None for node in returned(segment.module.graph))
     return memory
-
-
-@contextmanager
-def _own_output_strides() -> Iterator[None]:
-    """Keep a segment's output strides away from the tracing context, which expects those of the whole graph."""
-    context = TracingContext.try_get()
-    if context is None:
-        yield
-        return
-    former, context.output_strides = context.output_strides, None
-    try:
-        yield
-    finally:
-        context.output_strides = former
 
 
 def _cached_by_sizes(inputs: Sequence[object]) -> AbstractContextManager[Any]:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import sympy
-from torch.utils._sympy.printers import PythonPrinter
 
 from chunkc.passes.symbols import Size
+from chunkc.torch_private.sizes import PythonPrinter
 
 Values = Mapping[sympy.Symbol, int]
 """What every symbol stands for."""

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
 from chunkc.passes.graphs import is_compute, is_view_of, placeholders, storage_keys
 from chunkc.passes.shapes import numbers_first
+from chunkc.torch_private.aot import min_cut_rematerialization_partition
 
 aten = torch.ops.aten
 _CASTS = {

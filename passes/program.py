@@ -16,6 +16,7 @@ from chunkc.passes.cost import cost_s
 from chunkc.passes.graphs import module_path, placeholders, returned, storage_key, tensors_of
 from chunkc.passes.segments import Piece
 from chunkc.passes.shapes import AS_TRACED, Shapes
+from chunkc.torch_private.engine import KEEPS_TANGENTS
 
 
 def forward_program(
@@ -77,7 +78,11 @@ def backward_program(
             storages[storage] = forward.storages[storage]
     held = set(forward.held) | {forward_storages[value] for value in forward.results}
     tangents = [node for node in placeholders(graph)[len(saved) :] if node.name not in parameters]
-    held |= {inputs[node.name] for node in tangents if all(t.numel() == 1 for t in shapes.of(tensors_of(node)))}
+    held |= {
+        inputs[node.name]
+        for node in tangents
+        if KEEPS_TANGENTS or all(t.numel() == 1 for t in shapes.of(tensors_of(node)))
+    }
     for storage in held - set(storages):
         storages[storage] = forward.storages[storage]
     nodes = returned(graph)

@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from chunkc.passes.attention_cuda import Capability, attention_kernel, may_take_cudnn
 from chunkc.passes.graphs import output_node, placeholders, storage_key
 from chunkc.passes.segment_storages import value_of
+from chunkc.torch_private.fake import FakeTensorMode, detect_fake_mode
 
 aten = torch.ops.aten
 

@@ -67,6 +67,29 @@ def eager_memory(graph: fx.Graph, num_threads: int, shapes: Shapes = AS_TRACED) 
     return SegmentMemory(tuple(steps) or (MemoryStep("sizes", "", 0),), released, outputs, nbytes_of)
 
 
+def bounded_memory(graph: fx.Graph, num_threads: int, unread: str, shapes: Shapes = AS_TRACED) -> SegmentMemory:
+    """Memory of a segment whose compiled code cannot be read: all that the graph makes, at once, and its inputs until
+    the end. In whatever order the code computes, and whatever it fuses, it needs no more of the graph's values.
+
+    Args:
+        unread: what could not be read, from `estimates.unread_wrapper`: each moment is an estimate of that name.
+
+    Raises:
+        UnsupportedError: a higher-order operator's memory is not known.
+    """
+    memory = eager_memory(graph, num_threads, shapes)
+    storages = graph_storages(graph, shapes)
+    inputs = [storages.of[node][0] for node in placeholders(graph) if storages.of[node]]
+    outside = {*inputs, *storages.constants}
+    made = torch.sym_sum([nbytes for storage, nbytes in enumerate(storages.nbytes) if storage not in outside])
+    steps = []
+    for step, node in zip(memory.steps, _operations(graph)[0]):
+        nbytes = shapes.known(torch.sym_sum([made, _scratch(node, num_threads, shapes).nbytes]))
+        steps.append(replace(step, nbytes=nbytes, estimate=Estimate(unread, nbytes)))
+    released = (len(steps),) * len(memory.input_released)
+    return replace(memory, steps=tuple(steps) or memory.steps, input_released=released)
+
+
 def _operations(graph: fx.Graph) -> tuple[list[fx.Node], dict[fx.Node, int]]:
     """What runs, in order; and for each node the step at which it does.
 

@@ -16,8 +16,6 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch._dynamo.source import LocalSource
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
 
@@ -25,6 +23,7 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.passes.cuda_memory import rounded_nbytes
 from chunkc.passes.graphs import storage_nbytes
 from chunkc.passes.symbols import Size, size_of
+from chunkc.torch_private.fake import FakeTensorMode, LocalSource
 
 _ASKS_FOR_SIZES = frozenset(
     getattr(torch.ops.aten, name).default

@@ -7,9 +7,10 @@ from typing import TypeAlias
 
 import sympy
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
+
+from chunkc.torch_private.fake import FakeTensor
 
 Size: TypeAlias = int | sympy.Expr
 """A number, or an expression in the symbols of the graph's `ShapeEnv`."""

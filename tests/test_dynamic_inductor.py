@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator
 
@@ -105,3 +106,13 @@ def test_a_shape_that_does_not_fit_raises_and_changes_nothing() -> None:
         call(rows((8, 96)))
     assert error.value.minimum_nbytes > 1_900_000
     assert torch.equal(call(rows((8, 9))).detach(), before)
+
+
+def test_sizes_are_known_where_nobody_asserts_them() -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    plain = Blocks()
+    call = torch.compile(copy.deepcopy(plain), backend="chunkc", options={"codegen": "inductor"})
+    with torch._inductor.config.patch(size_asserts=False):
+        for shape in SHAPES[:2]:
+            torch.testing.assert_close(call(rows(shape)), plain(rows(shape)))

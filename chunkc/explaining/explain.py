@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 
 from chunkc.declared import state_format_of
 from chunkc.explaining.cuda_offline import overhead_on, planned_on, storages_on
@@ -47,6 +46,7 @@ from chunkc.optim.overlap_mode import NONE
 from chunkc.optim.update_on import DEVICE
 from chunkc.options import Options, parse_options, resolve_budget
 from chunkc.templates import input_symbols
+from chunkc.torch_private.dynamo import unwrapped
 
 IN_SLOTS = Updates()
 
@@ -126,7 +126,7 @@ def explain(
 
 def _class_of(model: nn.Module) -> str:
     """The name of the user's class, also of a compiled model."""
-    return type(model._orig_mod if isinstance(model, OptimizedModule) else model).__name__
+    return type(unwrapped(model)).__name__
 
 
 def minimum_budget(

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.eval_frame import OptimizedModule, remove_from_cache
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from chunkc.capture import Capture, capture_graph, unique_name
@@ -35,6 +33,16 @@ from chunkc.movable import is_chunkable
 from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs import placeholders
 from chunkc.session import owner, spec_of
+from chunkc.torch_private.dynamo import (
+    OptimizedModule,
+    is_marked_dynamic,
+    mark_alike,
+    patched,
+    remove_from_cache,
+    source_name,
+    unwrapped,
+)
+from chunkc.torch_private.fake import FakeTensor, FakeTensorMode
 from chunkc.user_names import GraphNames, UserNames, without_wrapper
 from chunkc.variants import Variants
 
@@ -111,8 +119,7 @@ def capture_offline(
     """
     if codegen == "inductor":
         find_vector_isa()
-    if isinstance(model, OptimizedModule):
-        model = model._orig_mod
+    model = unwrapped(model)
     mode = _mode_of([*_tensors(model), *pytree.tree_leaves((tuple(args), dict(kwargs)))])
     fake_model, names = _fake_copy(model, mode)
     named = {without_wrapper(name): parameter for name, parameter in model.named_parameters()}
@@ -120,7 +127,7 @@ def capture_offline(
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (tuple(args), dict(kwargs)))
     states = {name: state_format_of(parameter) for name, parameter in named.items()}
     recorder = _Recorder(codegen, fake_model, names, staying, states)
-    patched = torch._dynamo.config.patch(
+    many_recompiles = patched(
         recompile_limit=NUM_RECOMPILES,
         accumulated_recompile_limit=NUM_RECOMPILES,
         fake_tensor_cache_enabled=True,
@@ -134,7 +141,7 @@ def capture_offline(
             return module_that_raises(fake_model, lambda: fake_model(*fake_args, **fake_kwargs))
 
     try:
-        with _default_device(), mode, patched, torch.random.fork_rng():
+        with _default_device(), mode, many_recompiles, torch.random.fork_rng():
             compiled(*fake_args, **fake_kwargs)
             found = recorder.step()
             if len(found.calls) > 1:  # what happens between graphs is that of a step in which nothing is traced
@@ -258,9 +265,7 @@ def _backward(output: Any) -> None:
 
 def has_dynamic_dimensions(arguments: Any) -> bool:
     """Whether a dimension of any tensor among the arguments is marked as dynamic."""
-    marks = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices")
-    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
-    return any(getattr(tensor, mark, None) for tensor in tensors for mark in marks)
+    return any(is_marked_dynamic(leaf) for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
 
 
 def _owns_its_storage(tensor: Tensor) -> bool:
@@ -272,11 +277,10 @@ def _owns_its_storage(tensor: Tensor) -> bool:
 def _sizes(gm: fx.GraphModule) -> dict[str, str]:
     found: dict[str, str] = {}
     for node in placeholders(gm.graph):
-        value, source = node.meta.get("example_value"), getattr(node.meta.get("grapharg"), "source", None)
+        value = node.meta.get("example_value")
         for dim, length in enumerate(value.shape if isinstance(value, Tensor) else ()):
             if isinstance(length, torch.SymInt):
-                name = source.name() if callable(source.name) else source.name
-                name = re.sub(r"^L\['(?:kwargs'\]\['(\w+)|(args))'\]", r"\1\2", name)
+                name = re.sub(r"^L\['(?:kwargs'\]\['(\w+)|(args))'\]", r"\1\2", source_name(node))
                 found.setdefault(str(length), f"dimension {dim} of {name}, {length.node.hint:,} here")
     return found
 
@@ -343,10 +347,7 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
         fake = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad
         )
-    for dim in getattr(tensor, "_dynamo_dynamic_indices", ()):
-        torch._dynamo.mark_dynamic(fake, dim)
-    for dim in getattr(tensor, "_dynamo_weak_dynamic_indices", ()):
-        torch._dynamo.maybe_mark_dynamic(fake, dim)
+    mark_alike(fake, tensor)
     return fake
 
 
@@ -367,6 +368,6 @@ def _fake_copy(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, dict[
     except (TypeError, RuntimeError) as error:
         raise UnsupportedError(f"{type(model).__name__} cannot be copied to be explained: {error}") from error
     for module in list(copied.modules()):  # a part that is compiled by itself would call what it was copied from
-        parts = {name: part._orig_mod for name, part in module._modules.items() if isinstance(part, OptimizedModule)}
+        parts = {name: unwrapped(part) for name, part in module._modules.items() if isinstance(part, OptimizedModule)}
         module._modules.update(parts)
     return copied, {id(parameter): name for name, parameter in copied.named_parameters()}

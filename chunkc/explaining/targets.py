@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from chunkc.explaining.blame import is_own_fault
 from chunkc.ir.documents import parse_json, read_text
 from chunkc.ir.errors import ChunkcError, OptionsError
 from chunkc.ir.text import message_of
 from chunkc.models import find_model
+from chunkc.torch_private.fake import FakeTensorMode
 
 DEFAULT_IMAGE_SIZE = 224
 """Pixels of an image's edge where a configuration names none, as ImageNet's models have it."""

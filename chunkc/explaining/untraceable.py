@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from chunkc.explaining.blame import is_own_fault
 from chunkc.ir.errors import ChunkcError, UnsupportedError
+from chunkc.torch_private.dynamo import BackendCompilerFailed, TorchDynamoException
+from chunkc.torch_private.fake import DataDependentOutputException, DynamicOutputShapeException
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _OF_TRACING = (*_NEEDS_VALUES, ConstraintViolationError, TorchDynamoException)

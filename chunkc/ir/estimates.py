@@ -10,7 +10,7 @@ from chunkc.ir.program import PhaseProgram, SegmentMemory
 
 @dataclass(frozen=True)
 class EstimatedOperator:
-    """An operator ("aten::name") that chunkc has no rule for.
+    """An operator ("aten::name") that chunkc has no rule for, or code of Inductor's (`unread_wrapper`).
 
     `module`: the user's module of its first call, or, where that is not known, of most of the segment. `nbytes`: the
     most that one of its calls is reckoned to take inside.
@@ -44,12 +44,32 @@ def largest_of_each(calls: Iterable[EstimatedOperator]) -> tuple[EstimatedOperat
     return tuple(found.values())
 
 
+_UNREAD = "Inductor's code, which "
+
+
+def unread_wrapper(reason: str) -> str:
+    """What stands for an operator's name where it is code that Inductor generated whose memory cannot be read off.
+
+    `reason`: what the code does that nobody knows, as in "uses new_helper".
+    """
+    return f"{_UNREAD}{reason}"
+
+
 def not_known(operator: EstimatedOperator) -> str:
     """What is to be said of it."""
     where = f" (in {operator.module})" if operator.module else ""
     return f"chunkc does not know how much memory {operator.operator}{where} takes inside"
 
 
-def how_to_declare(name: str) -> str:
-    """What makes an operator known."""
-    return f'chunkc.declare_scratch("{name}", function)'
+def reckoned_with(operator: EstimatedOperator) -> str:
+    """What plans take for it."""
+    if operator.operator.startswith(_UNREAD):
+        return "all values of its graph at once"
+    return "what it reads and returns once more"
+
+
+def how_to_avoid(operator: EstimatedOperator) -> str:
+    """What makes it no guess any more."""
+    if operator.operator.startswith(_UNREAD):
+        return 'compile with options={"codegen": "eager"}'
+    return f'say it with chunkc.declare_scratch("{operator.operator}", function)'

@@ -20,7 +20,8 @@ class Origin:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Scratch bytes of an operator ("aten::name") that no rule is known for: a guess from its operands and results."""
+    """Bytes that are a guess. Of an operator ("aten::name") that no rule is known for, its scratch: from its operands
+    and results. Of Inductor's code that cannot be read (`estimates.unread_wrapper`), all bytes: from its graph."""
 
     operator: str
     nbytes: int

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch._inductor import config
+
+from chunkc.torch_private.inductor import patched
 
 _STEADY: dict[str, Any] = {
     "deterministic": True,
@@ -26,4 +27,4 @@ _STEADY: dict[str, Any] = {
 def steady_inductor(tensors: Iterable[object]) -> contextlib.AbstractContextManager[Any]:
     """Inductor's options inside the block, if any of the tensors is on a CUDA device."""
     on_cuda = any(isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda" for tensor in tensors)
-    return config.patch(_STEADY) if on_cuda else contextlib.nullcontext()
+    return patched(_STEADY) if on_cuda else contextlib.nullcontext()

@@ -16,11 +16,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
-from torch._inductor.async_compile import AsyncCompile, get_compile_threads
-from torch._inductor.codecache import CppPythonBindingsCodeCache
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from chunkc.passes.inductor.wrapper_reader import compilations
+from chunkc.torch_private.inductor import begin_kernel, cache_dir, get_compile_threads, on_compile_thread
 
 
 def compiles_side_by_side() -> bool:
@@ -44,27 +42,18 @@ def started_kernels() -> Iterator[Callable[[str], None]]:
                 compile_kernel()
 
     def submit(compile_kernel: Callable[[], None]) -> object:
-        return AsyncCompile.submit(lambda: compile_ahead(compile_kernel))
+        return on_compile_thread(lambda: compile_ahead(compile_kernel))
 
     def start(source: str) -> None:
         for call in compilations(source):
             if call.compiler == "cpp_pybinding":
                 types, code = map(ast.literal_eval, call.arguments)
-                CppPythonBindingsCodeCache.load_pybinding_async(types, code, submit_fn=submit)
+                begin_kernel(types, code, submit)
 
     try:
         yield start
     finally:
         is_over.set()
-
-
-def precompile_header() -> None:
-    """Let Inductor compile, or check, the header that every C++ kernel includes, as it would for the first kernel.
-
-    Once on a machine this takes as long as several kernels. Where it fails, the first kernel's compilation says why.
-    """
-    with suppress(Exception):
-        CppPythonBindingsCodeCache.load_pybinding_async([], 'extern "C" void kernel() {}')
 
 
 class CompiledBefore:

@@ -14,22 +14,22 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.errors import ChunkcError, UnsupportedError
 from chunkc.ir.program import MemoryStep, SegmentMemory
 from chunkc.passes.cuda_memory import rounded_nbytes
 from chunkc.passes.graphs import storage_key
 from chunkc.passes.inductor.wrapper_cuda import Kernel, computes_on_cuda, cuda_names
-from chunkc.passes.inductor.wrapper_reader import AT, DATA, ParsedWrapper, sizes_namespace
+from chunkc.passes.inductor.wrapper_reader import AT, DATA, ParsedWrapper, UnreadableWrapper, sizes_namespace
 from chunkc.passes.segment_memory import NO_SCRATCH, Scratch, call_scratch
 from chunkc.passes.segment_storages import number_storages
 from chunkc.passes.shapes import AS_TRACED, Shapes
 from chunkc.passes.symbols import Size, shape_env_of, size_of
+from chunkc.torch_private.fake import FakeTensorMode, TorchDispatchMode
+from chunkc.torch_private.sizes import depends_on_data
+from chunkc.torch_private.wrappers import CHECKS, SAME_TENSOR
 
 ALLOCATION = "allocation"
 
@@ -49,7 +49,8 @@ def inductor_memory(
         made_by: names of buffers in the source -> which of the segment's operations makes them, as far as it is known.
 
     Raises:
-        UnsupportedError: the wrapper uses something this reader does not know, or a size depends on data.
+        UnreadableWrapper: the wrapper does something this reader does not know.
+        UnsupportedError: a size depends on data, or an operator does not say what it returns.
     """
     wrapper = ParsedWrapper.parse(source, made_by)
     on_cuda = computes_on_cuda(wrapper.call_source, example_inputs)
@@ -79,7 +80,7 @@ def inductor_memory(
         namespace.update({name: Kernel(name, tracker.step) for name in wrapper.kernels})
         call = wrapper.call(namespace)
         tracker.step("start")
-        outputs = [value for value in call(args) if value is not None]
+        outputs = [value for value in _replayed(call, args) if value is not None]
         keys = [storage_key(t) if isinstance(t, torch.Tensor) else None for t in outputs]
         size = {storage_key(t): tracker.nbytes(t) for t in outputs if isinstance(t, torch.Tensor)}
         held = [None if k in tracker.input_released else key for k, key in enumerate(input_keys)]
@@ -90,6 +91,21 @@ def inductor_memory(
     return SegmentMemory(steps, released, numbers, storages).with_sizes(lambda nbytes: _known(nbytes, shapes))
 
 
+def _replayed(call: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+    """What the wrapper's function returns.
+
+    Raises:
+        UnreadableWrapper: it calls something otherwise than this reader expects.
+    """
+    try:
+        return call(args)
+    except (ChunkcError, UnreadableWrapper):
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), "")
+        raise UnreadableWrapper(f"calls something in a new way ({type(error).__name__}: {reason})") from error
+
+
 def _known(nbytes: int | torch.SymInt, shapes: Shapes) -> Size:
     """A number of bytes as `shapes` keeps it.
 
@@ -97,7 +113,7 @@ def _known(nbytes: int | torch.SymInt, shapes: Shapes) -> Size:
         UnsupportedError: it depends on data.
     """
     size = size_of(shapes.known(nbytes))
-    if not isinstance(size, int) and any(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in size.free_symbols):
+    if not isinstance(size, int) and depends_on_data(size):
         raise UnsupportedError(
             f"a compiled segment allocates {size} bytes, which depends on the values of tensors; "
             "chunkc plans sizes that shapes decide: compute it in a function under torch.compiler.disable"
@@ -199,10 +215,7 @@ class _ExternKernels:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         packet = getattr(torch.ops.aten, name, None)
         if packet is None:
-            raise UnsupportedError(
-                f"Inductor calls extern_kernels.{name}, whose memory chunkc does not know; "
-                'compile with options={"codegen": "eager"}'
-            )
+            raise UnreadableWrapper(f"calls extern_kernels.{name}")
 
         def call(*args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> Any:
             if out is None:
@@ -224,6 +237,9 @@ def _wrapper_namespace(tracker: _StorageTracker) -> dict[str, Any]:
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
+    def itself(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
     return {
         "torch": torch,
         "aten": torch.ops.aten,
@@ -232,8 +248,8 @@ def _wrapper_namespace(tracker: _StorageTracker) -> dict[str, Any]:
         "empty_strided_cpu": empty_strided_cpu,
         "reinterpret_tensor": reinterpret_tensor,
         "extern_kernels": _ExternKernels(tracker),
-        "assert_size_stride": nothing,
-        "assert_alignment": nothing,
+        **dict.fromkeys(CHECKS, nothing),
+        **dict.fromkeys(SAME_TENSOR, itself),
         "inductor_ops": torch.ops.inductor,
         **(cuda_names() if tracker.on_cuda else {}),
     }

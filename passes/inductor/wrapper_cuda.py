@@ -1,7 +1,6 @@
 """Names that Inductor's wrappers for CUDA use, as stand-ins that need no GPU: tensors are fake ones on the CPU.
 
-What wrappers of PyTorch 2.11 to 2.13 call: `torch/_inductor/codegen/wrapper.py` and
-`torch/_inductor/codegen/cuda/device_op_overrides.py`.
+What wrappers call is in `torch/_inductor/codegen/wrapper.py` and `torch/_inductor/codegen/cuda/device_op_overrides.py`.
 """
 
 from __future__ import annotations
@@ -63,14 +62,10 @@ def cuda_names() -> dict[str, Any]:
             'inputs on the device, or compile with options={"codegen": "eager"}'
         )
 
-    def copy_if_misaligned(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor  # PyTorch 2.13 asks before a kernel first reads an input; all that chunks and allocators give is
-
     return {
         "torch": _Torch(),
         "device": device,
         "empty_strided_cuda": empty_strided_cuda,
         "empty_strided_cpu_pinned": no_pinned_memory,
-        "copy_if_misaligned": copy_if_misaligned,
         "get_raw_stream": lambda index: 0,
     }

@@ -1,7 +1,7 @@
 """Reads the source of a wrapper that Inductor generated, and makes of its `call` a function that can be replayed.
 
 The form of a wrapper, and of what it says about sizes (`s27 = arg1_1_size[0]`, `u0 = buf0.item()`), is that of
-`torch/_inductor/codegen/wrapper.py` in PyTorch 2.11 to 2.13.
+`torch/_inductor/codegen/wrapper.py` in the versions of PyTorch that chunkc was checked on.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-from chunkc.ir.errors import UnsupportedError
-
 DATA = "__read_from_data"
 """The replay calls this for a number that a wrapper reads out of a tensor."""
 
@@ -25,6 +23,10 @@ AT = "_chunkc_at"
 """The replay calls this before every statement, with the position of the operation that the statement is."""
 
 _BUILTINS = frozenset({"None", "True", "False", "bool", "range", "len", "abs"})
+
+
+class UnreadableWrapper(Exception):
+    """A wrapper does something that this reader does not know. The text says what, for `unread_wrapper`."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class ParsedWrapper:
         """`made_by`: names of buffers -> the positions of the operations that make them.
 
         Raises:
-            UnsupportedError: there is no `call`.
+            UnreadableWrapper: there is no `call`.
         """
         module = ast.parse(source)
         function = _Symbols().visit(_call_function(module))
@@ -60,7 +62,7 @@ class ParsedWrapper:
         """The function, with the names of `namespace` around it.
 
         Raises:
-            UnsupportedError: it reads a name that nobody has said anything about.
+            UnreadableWrapper: it reads a name that nobody has said anything about.
         """
         _refuse_unknown_names(self.function, namespace)
         exec(compile(ast.Module([self.function], []), "<inductor wrapper>", "exec"), namespace)
@@ -132,9 +134,7 @@ def _call_function(module: ast.Module) -> ast.FunctionDef:
         if isinstance(node, ast.FunctionDef) and node.name == "call":
             node.args.args = [arg for arg in node.args.args if arg.arg != "self"]
             return node
-    raise UnsupportedError(
-        'Inductor generated a wrapper without a `call` function; compile with options={"codegen": "eager"}'
-    )
+    raise UnreadableWrapper("has no function `call`")
 
 
 def _compilations(module: ast.Module) -> Iterator[Compilation]:
@@ -155,7 +155,4 @@ def _refuse_unknown_names(function: ast.FunctionDef, known: Mapping[str, Any]) -
     read = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     unknown = sorted(read - bound - set(known) - _BUILTINS)
     if unknown:
-        raise UnsupportedError(
-            f"Inductor's wrapper uses {', '.join(unknown)}, whose memory chunkc does not know; "
-            'compile with options={"codegen": "eager"}'
-        )
+        raise UnreadableWrapper(f"uses {', '.join(unknown)}")

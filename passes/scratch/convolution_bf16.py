@@ -34,6 +34,7 @@ from chunkc.passes.scratch.onednn_convolution import (
     by_blocks,
     padded,
 )
+from chunkc.torch_private.engine import multiplies_bfloat16, multiplies_tiles
 
 _ITEMSIZE, _SUM_ITEMSIZE = 2, 4
 _MAX_EDGE = 7
@@ -52,8 +53,8 @@ _CLOSE = 1_000_000
 def has_known_kernels(c: Convolution) -> bool:
     """Whether a convolution, or its backward, runs kernels that are known here."""
     known = c.input.dtype == torch.bfloat16 and c.input.dim() == 4 and c.groups == 1 and not c.transposed
-    known &= torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.cpu._is_avx512_bf16_supported()
-    if not known or torch.cpu._is_amx_tile_supported():
+    known &= torch.backends.cpu.get_cpu_capability() == "AVX512" and multiplies_bfloat16()
+    if not known or multiplies_tiles():
         return False
     edges = tuple(c.weight.shape[2:])
     inside = all(k <= _MAX_EDGE and p <= k // 2 for k, p in zip(edges, c.padding, strict=True))

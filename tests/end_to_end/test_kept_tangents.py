@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import chunkc
 from chunkc.runtime import cpu_allocator
+from chunkc.torch_private.engine import KEEPS_TANGENTS
 
 BATCH, WIDTH = 64, 1024
 OUTPUT_NBYTES = 4 * BATCH * WIDTH
@@ -78,5 +79,6 @@ def test_autograds_own_gradient_is_let_go() -> None:
     assert measured - predicted == LOSS_NBYTES
 
 
+@pytest.mark.skipif(KEEPS_TANGENTS, reason="up to PyTorch 2.12, AOTAutograd holds every gradient that it gives")
 def test_a_given_gradient_is_held_throughout() -> None:
     assert _peaks(_backward_with_gradient)[0] - _peaks(_backward_of_sum)[0] == OUTPUT_NBYTES

@@ -241,7 +241,11 @@ def test_parts_compiled_apart() -> None:
             optimizer.zero_grad()
 
     named = [error.minimum_nbytes for error in refusals(train_pair)]
-    assert len(named) == 3  # Dynamo runs `nn.Sequential` as it stands: one for each block
+    is_whole = torch.__version__ >= (
+        2,
+        14,
+    )  # before, Dynamo runs an `nn.Sequential` that is compiled in place as it stands
+    assert len(named) == (2 if is_whole else 3)  # one for each of the two, or for each block
     assert named == sorted(named)
     torch.manual_seed(0)
     whole = Pair()

@@ -10,12 +10,12 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import Estimate, MemoryStep, SegmentMemory
 from chunkc.passes.codegen import CompiledSegment, compile_segment
 from chunkc.passes.graphs import placeholders
 from chunkc.passes.inductor.memory import inductor_memory
-from chunkc.passes.segment_memory import eager_memory
+from chunkc.passes.inductor.wrapper_reader import UnreadableWrapper
+from chunkc.passes.segment_memory import bounded_memory, eager_memory
 from chunkc.passes.segment_storages import graph_storages
 from chunkc.passes.segments import SegmentTable, cut, extract
 from chunkc.runtime import cpu_allocator
@@ -239,14 +239,38 @@ def test_a_wrapper_is_replayed_line_by_line() -> None:
         ("workspace_pool.take(buf1)", "workspace_pool"),
     ],
 )
-def test_what_is_not_known_is_refused(line: str, name: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf'{name}.*codegen": "eager"'):
+def test_what_is_not_known_is_not_read(line: str, name: str) -> None:
+    with pytest.raises(UnreadableWrapper, match=name):
         replay(line)
 
 
-def test_a_wrapper_without_a_call_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r'without a `call`.*codegen": "eager"'):
-        inductor_memory("x = 1", [], 1)
+def test_what_is_called_in_a_new_way_is_not_read() -> None:
+    with pytest.raises(UnreadableWrapper, match=r"new way.*TypeError.*layout"):
+        replay("buf3 = empty_strided_cpu((8, 8), (8, 1), torch.float32, layout=torch.strided)")
+
+
+@pytest.mark.parametrize("line", ["assert_size_stride_grouped((buf1, buf1), ((8, 8), (8, 8)), ((8, 1), (8, 1)), 'x')"])
+def test_what_only_looks_takes_nothing(line: str) -> None:
+    assert replay(line) == replay()
+
+
+def test_a_wrapper_without_a_call_is_not_read() -> None:
+    for source in ("x = 1", ""):
+        with pytest.raises(UnreadableWrapper, match="no function `call`"):
+            inductor_memory(source, [], 1)
+
+
+def test_the_bound_of_an_unread_wrapper_holds_all_values_at_once() -> None:
+    """A chain of four: read off, one or two values are alive at a time."""
+    args = [torch.randn(8, 8)]
+    gm = trace(lambda x: (x.sin().mm(x).cos().mm(x),), *args)
+    eager, bound = eager_memory(gm.graph, 1), bounded_memory(gm.graph, 1, "Inductor's code, which uses x")
+    assert [step.op for step in bound.steps] == [step.op for step in eager.steps]
+    assert {step.nbytes for step in bound.steps} == {4 * 256}
+    assert max(step.nbytes for step in eager.steps) == 2 * 256
+    assert all(step.estimate == Estimate("Inductor's code, which uses x", 4 * 256) for step in bound.steps)
+    assert bound.input_released == (4,)
+    assert (bound.outputs, bound.storage_nbytes) == (eager.outputs, eager.storage_nbytes)
 
 
 def test_a_method_is_read_like_a_function() -> None:

@@ -1,0 +1,76 @@
+"""AOTAutograd: what it traces, how it partitions and decomposes, and its check of custom operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch._dynamo  # before the others: these modules import each other in a circle
+from torch import fx
+from torch._decomp import get_decompositions
+from torch._functorch import config
+from torch._functorch._aot_autograd import runtime_wrappers
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._library.utils import is_builtin
+from torch._prims.rng_prims import run_and_save_rng_state
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+
+from chunkc.torch_private.fake import TracingContext
+
+__all__ = [
+    "ALIAS_CHECK",
+    "aot_module_simplified",
+    "get_decompositions",
+    "min_cut_rematerialization_partition",
+    "run_and_save_rng_state",
+]
+
+ALIAS_CHECK: type[AbstractContextManager[Any]] | None = getattr(
+    runtime_wrappers, "_AnalyzeCustomOpInputOutputMode", None
+)
+"""The dispatch mode that looks whether a custom operator returns memory it was given; None where there is no such check
+(in none of the versions checked, but it has a switch)."""
+
+
+def outside_alias_check() -> AbstractContextManager[Any]:
+    """Leaves the alias check's mode where it is the innermost one."""
+    if ALIAS_CHECK is not None and isinstance(_get_current_dispatch_mode(), ALIAS_CHECK):
+        return _pop_mode_temporarily()
+    return nullcontext()
+
+
+def checks_aliases() -> bool:
+    """Whether AOTAutograd is told to check custom operators."""
+    return ALIAS_CHECK is not None and getattr(config, "check_custom_op_aliasing", False)
+
+
+def is_custom(node: fx.Node) -> bool:
+    """Whether a node runs an operator that is not PyTorch's own."""
+    return isinstance(node.target, torch._ops.OpOverload) and not is_builtin(node.target)
+
+
+def random_states_as_values() -> AbstractContextManager[Any]:
+    """States of random generators are values inside as on a CPU: on CUDA they would else be inputs that nobody gave."""
+    return config.patch(graphsafe_rng_functionalization=False)
+
+
+def forbid_donation() -> int:
+    """To be called while the forward is compiled: the backward overwrites nothing, so a graph may be retained.
+
+    Returns:
+        How many of the forward's outputs, the first ones, are new values of buffers.
+    """
+    context = TracingContext.try_get()
+    if context is None or context.fw_metadata is None:
+        return 0
+    context.fw_metadata.bw_donated_idxs = []
+    return context.fw_metadata.num_mutated_inp_runtime_indices
+
+
+def marked_as_boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """The function, which AOTAutograd now knows to take one list that it may empty."""
+    function._boxed_call = True  # type: ignore[attr-defined]
+    return function

@@ -1,0 +1,101 @@
+"""Dynamo: what it compiles, its marks and errors, and where it stands on Python's stack."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo import compiled_autograd, config, convert_frame, eval_frame
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.eval_frame import OptimizedModule, remove_from_cache
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+
+__all__ = [
+    "CONVERTS_FRAMES",
+    "EVALUATES_FRAMES",
+    "BackendCompilerFailed",
+    "OptimizedModule",
+    "TorchDynamoException",
+    "compile_lock",
+    "remove_from_cache",
+]
+
+CONVERTS_FRAMES = convert_frame.__file__
+"""The file of the code that compiles a frame: the innermost frames of a backend's stack lie above it."""
+
+EVALUATES_FRAMES = eval_frame.__file__
+"""The file of what `torch.compile` returns."""
+
+_MARKS = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices")
+
+
+def patched(**options: Any) -> AbstractContextManager[Any]:
+    """Dynamo's options inside."""
+    return config.patch(**options)
+
+
+def in_compiled_autograd() -> bool:
+    """Whether compiled autograd runs, or lets a backend compile, a backward now."""
+    return compiled_autograd.in_compiled_autograd_region
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The module that `torch.compile` was given, or the module itself."""
+    return model._orig_mod if isinstance(model, OptimizedModule) else model
+
+
+def is_marked_dynamic(tensor: torch.Tensor) -> bool:
+    """Whether `mark_dynamic` or `maybe_mark_dynamic` marked one of its dimensions."""
+    return any(getattr(tensor, mark, None) for mark in _MARKS)
+
+
+def mark_alike(tensor: torch.Tensor, like: torch.Tensor) -> None:
+    """Mark the same dimensions as dynamic."""
+    for dim in getattr(like, "_dynamo_dynamic_indices", ()):
+        torch._dynamo.mark_dynamic(tensor, dim)
+    for dim in getattr(like, "_dynamo_weak_dynamic_indices", ()):
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def source_name(node: fx.Node) -> str:
+    """How the frame reaches an input of Dynamo's graph, such as "L['self']._modules['up']"; "" where it is not known.
+
+    Of some sources it is a method, of others an attribute.
+    """
+    name = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
+    return name() if callable(name) else name
+
+
+def at_recompile_limit(backend: Callable[..., Any], refuse: Callable[[CodeType, str, int, str | None], None]) -> None:
+    """Call `refuse` where Dynamo compiles a function no more that it would have compiled by `backend`.
+
+    There is no hook for that which nested compilations survive, so the function that decides it is wrapped.
+
+    Args:
+        refuse: gets the function's code, the name of the option that is the limit, its value, and why the function
+            would have been compiled again, if that is known. Where it raises, the call of the function does.
+    """
+    judge = convert_frame.exceeds_recompile_limit
+
+    @functools.wraps(judge)
+    def exceeds(*args: Any) -> tuple[bool, str]:
+        exceeded, limit = judge(*args)
+        asking = sys._getframe(1).f_locals
+        if exceeded and _is(asking.get("compiler_fn"), backend):
+            refuse(asking["code"], limit, getattr(config, limit), asking.get("recompile_reason"))
+        return exceeded, limit
+
+    convert_frame.exceeds_recompile_limit = exceeds
+
+
+def _is(compiler: Any, backend: Callable[..., Any]) -> bool:
+    """Whether Dynamo's compiler is this backend, below the wrappers of `torch.compile`."""
+    while hasattr(compiler, "_torchdynamo_orig_backend"):
+        compiler = compiler._torchdynamo_orig_backend
+    return getattr(compiler, "compiler_fn", compiler) is backend

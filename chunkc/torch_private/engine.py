@@ -1,0 +1,66 @@
+"""Functions of `torch._C` and private attributes of tensors: autograd's engine, autocast, storages, processors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._logging import trace_structured
+from torch.autograd.graph import Node
+
+__all__ = ["KEEPS_TANGENTS", "trace_structured"]
+
+KEEPS_TANGENTS = not hasattr(torch.autograd.Function, "boxed_grads_call")
+"""Whether a compiled backward's caller keeps the gradients it gives until the backward returns. AOTAutograd does up to
+PyTorch 2.12; from 2.13 on it asks autograd for them in a list, which it empties."""
+
+
+def without_autocast() -> AbstractContextManager[Any]:
+    """No casts inside, whatever region it is in."""
+    return torch._C._DisableAutocast()
+
+
+def current_graph_task() -> int:
+    """A number of the backward that this thread runs now; -1 where it runs none."""
+    return torch._C._current_graph_task_id()
+
+
+def current_node() -> Node | None:
+    """The node whose function this thread runs now."""
+    return torch._C._current_autograd_node()
+
+
+def will_execute(node: Node) -> bool:
+    """Whether the backward that runs now will come to a node.
+
+    Raises:
+        RuntimeError: it is a leaf's, and `torch.autograd.grad` runs.
+    """
+    return torch._C._will_engine_execute_node(node)
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """How many hold a storage: a tensor that was asked for it, and the object that was given, are two."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def tensor_use_count(tensor: torch.Tensor) -> int:
+    """How many hold a tensor in C++; Python's object counts as one."""
+    return tensor._use_count()  # type: ignore[attr-defined]
+
+
+def hooks_of(tensor: torch.Tensor) -> Mapping[int, Any] | None:
+    """The hooks that `Tensor.register_hook` registered; None or empty where there are none."""
+    return tensor._backward_hooks
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 with AVX-512."""
+    return torch.cpu._is_avx512_bf16_supported()
+
+
+def multiplies_tiles() -> bool:
+    """Whether the processor has AMX."""
+    return torch.cpu._is_amx_tile_supported()

@@ -1,0 +1,29 @@
+"""Tensors without data, and the contexts that they are traced in."""
+
+from __future__ import annotations
+
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import LocalSource
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "LocalSource",
+    "TorchDispatchMode",
+    "TracingContext",
+    "detect_fake_mode",
+    "disable_current_modes",
+    "enable_python_dispatcher",
+    "tracing",
+]

@@ -1,0 +1,154 @@
+"""Inductor: how it is configured, compiles a graph, and generates a wrapper without compiling."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.utils import preserve_rng_state
+from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+from torch._inductor.codecache import CppCodeCache, CppPythonBindingsCodeCache
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch._inductor.compile_fx import (
+    _recursive_post_grad_passes,
+    _recursive_record_original_output_strides,
+    compile_fx_inner,
+    fake_tensor_prop,
+    maybe_disable_comprehensive_padding,
+)
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.debug import DebugContext
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.fx_passes.post_grad import view_to_reshape
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.utils import shape_env_from_inputs
+from torch._inductor.virtualized import V
+
+from chunkc.torch_private.fake import TracingContext, detect_fake_mode, disable_current_modes
+
+__all__ = [
+    "CppCodeCache",
+    "CppCompileError",
+    "InductorError",
+    "InvalidCxxCompiler",
+    "cache_dir",
+    "compile_fx_inner",
+    "get_compile_threads",
+    "pick_vec_isa",
+    "select_decomp_table",
+]
+
+MIN_RECURSION_LIMIT = 2000
+"""Depth of the Python stack that Inductor makes room for."""
+
+
+def patched(options: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """Inductor's options inside."""
+    return config.patch(dict(options))
+
+
+def prepare_joint_graph(joint: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """What Inductor does to a graph before it is partitioned; without it random numbers cannot be compiled."""
+    with V.set_fake_mode(detect_fake_mode(example_inputs)):
+        joint_graph_passes(joint)
+
+
+def with_sizes_bound(inputs: Sequence[object]) -> AbstractContextManager[Any]:
+    """Code that is generated inside reads symbolic sizes off its inputs.
+
+    From PyTorch 2.14 on it reads them only to assert them, where no input is the size itself, and uses them all the
+    same. So there they are asserted, whatever the user has set.
+    """
+    is_symbolic = any(isinstance(n, torch.SymInt) for t in inputs if isinstance(t, torch.Tensor) for n in t.shape)
+    if is_symbolic and hasattr(PythonWrapperCodegen, "bind_input_symbol"):
+        return config.patch(size_asserts=True)
+    return nullcontext()
+
+
+@contextmanager
+def own_output_strides() -> Iterator[None]:
+    """Keep a segment's output strides away from the tracing context, which expects those of the whole graph."""
+    context = TracingContext.try_get()
+    if context is None:
+        yield
+        return
+    former, context.output_strides = context.output_strides, None
+    try:
+        yield
+    finally:
+        context.output_strides = former
+
+
+def source_of(compiled: object) -> str:
+    """The wrapper of what `compile_fx_inner` made; "" where Inductor keeps none."""
+    return getattr(compiled, "source_code", None) or ""
+
+
+def generate_wrapper(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[str, dict[str, set[str]]]:
+    """The Python wrapper that `compile_fx_inner` generates for the CPU; no kernel is compiled, and `module` is changed.
+
+    The steps, and the modes they run in, are those of `_InProcessFxCompile.codegen_and_compile` in
+    `torch/_inductor/compile_fx.py`, the same in all versions checked, less what only GPUs and the ahead-of-time
+    compiler need.
+
+    Returns:
+        The source, and the names of its buffers -> names of the nodes that each one comes from.
+    """
+    with _surroundings():
+        shape_env = shape_env_from_inputs(inputs)
+        view_to_reshape(module)
+        with torch.no_grad():
+            fake_mode = fake_tensor_prop(module, inputs)
+        _recursive_record_original_output_strides(module)
+        with V.set_fake_mode(fake_mode):
+            _recursive_post_grad_passes(module, is_inference=False)
+        with V.set_fake_mode(fake_mode), maybe_disable_comprehensive_padding(inputs):
+            lowering = GraphLowering(
+                module, example_inputs=inputs, shape_env=shape_env, inputs_to_check=[], **_decompositions()
+            )
+            lowering.freeze_runtime_asserts()
+            with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
+                lowering.run(*inputs)
+                wrapper, _ = lowering.codegen()
+    return wrapper.value, {b.get_name(): {node.name for node in b.origins} for b in lowering.buffers}
+
+
+def _decompositions() -> dict[str, Any]:
+    """From PyTorch 2.12 on, a lowering is told where to find them."""
+    known = "get_decomp_fn" in inspect.signature(GraphLowering.__init__).parameters
+    return {"get_decomp_fn": select_decomp_table} if known else {}
+
+
+@contextmanager
+def _surroundings() -> Iterator[None]:
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), MIN_RECURSION_LIMIT))
+    with disable_current_modes(), DebugContext(), preserve_rng_state():
+        yield
+
+
+def begin_kernel(types: Any, code: Any, submit: Callable[[Callable[[], None]], object]) -> None:
+    """Let Inductor compile a C++ kernel of a wrapper (`async_compile.cpp_pybinding(types, code)`), by `submit`."""
+    CppPythonBindingsCodeCache.load_pybinding_async(types, code, submit_fn=submit)
+
+
+def on_compile_thread(task: Callable[[], None]) -> object:
+    """Run on one of the threads that Inductor compiles on."""
+    return AsyncCompile.submit(task)
+
+
+def precompile_header() -> None:
+    """Let Inductor compile, or check, the header that every C++ kernel includes, as it would for the first kernel.
+
+    Once on a machine this takes as long as several kernels. Where it fails, the first kernel's compilation says why.
+    """
+    with suppress(Exception):
+        CppPythonBindingsCodeCache.load_pybinding_async([], 'extern "C" void kernel() {}')

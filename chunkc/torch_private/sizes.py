@@ -1,0 +1,15 @@
+"""PyTorch's own parts of sympy expressions."""
+
+from __future__ import annotations
+
+import sympy
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+__all__ = ["PythonPrinter", "depends_on_data", "int_oo"]
+
+
+def depends_on_data(expression: sympy.Expr) -> bool:
+    """Whether a size has a symbol that stands for a number read out of a tensor."""
+    return any(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in expression.free_symbols)

@@ -1,0 +1,54 @@
+"""The versions of PyTorch that chunkc was checked on, and what is said on others."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+CHECKED = ("2.11", "2.12", "2.13", "2.14")
+"""Each is tested in an environment of its own by `make test-versions`, whose script reads this line."""
+
+
+def is_newer(version: str) -> bool:
+    """Whether a version such as "2.15.0+cpu" is newer than all that were checked."""
+    return _numbers(version) > max(map(_numbers, CHECKED))
+
+
+def newer_than_checked(version: str = torch.__version__) -> str | None:
+    """What to warn of on a PyTorch that nobody has checked yet; None where there is nothing to say."""
+    if not is_newer(version):
+        return None
+    return (
+        f"chunkc was checked on PyTorch {CHECKED[0]} to {CHECKED[-1]}, and this is {version}: what it cannot read off "
+        f"Inductor's code it reckons from the graph. {how_to_install()} is safe"
+    )
+
+
+@functools.cache
+def warn_if_newer() -> None:
+    """One warning in a process, on a PyTorch that nobody has checked yet."""
+    text = newer_than_checked()
+    if text is not None:
+        logger.warning(text)
+
+
+def lacks(error: Exception, version: str = torch.__version__) -> ImportError:
+    """The error where PyTorch lacks something that chunkc imports."""
+    return ImportError(
+        f"PyTorch {version} lacks what chunkc needs ({error}); chunkc was checked on {CHECKED[0]} to {CHECKED[-1]}: "
+        + how_to_install()
+    )
+
+
+def how_to_install() -> str:
+    """The command that installs the newest PyTorch that was checked."""
+    return f'pip install "torch=={CHECKED[-1]}.*"'
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)

@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# A representative part of the tests on every PyTorch that chunkc was checked on, each in an environment of its own.
+#
+#   tests/versions.sh [VERSION...]      (default: all of CHECKED in chunkc/torch_private/versions.py)
+#
+# Environments are made once, under .versions/, and kept; remove a folder there to have it made anew. Which build of
+# PyTorch is installed is up to pip's settings: a build for CPUs takes 1 GB, one with CUDA's libraries 6 GB. No GPU is
+# needed. PYTHON names the interpreter. Goes on after a version that fails, prints a table, and exits with 1 if any did.
+# A test that is rightly different on a version says so itself, where it is skipped.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+export PYTHONSAFEPATH=1 OMP_WAIT_POLICY=PASSIVE
+
+TESTS=(
+    tests/test_torch_private.py
+    # bits under every budget, bytes as predicted, in eager code and with Inductor
+    tests/end_to_end/test_bit_identity.py tests/end_to_end/test_prediction.py
+    tests/end_to_end/test_prediction_inductor.py tests/passes/test_segment_memory.py tests/passes/scratch
+    # what Inductor generates, and what is made of code that nobody can read
+    tests/passes/inductor tests/kernels/test_fused_pass.py tests/end_to_end/test_unread_wrappers.py
+    tests/end_to_end/test_unknown_operators.py
+    # what Dynamo and AOTAutograd hand over
+    tests/test_backend.py tests/test_backward_kinds.py tests/test_caller.py tests/test_capture.py
+    tests/test_decompositions.py tests/test_user_names.py tests/test_compiled_steps.py
+    tests/end_to_end/test_several_graphs.py tests/end_to_end/test_autocast.py tests/end_to_end/test_user_actions.py
+    # sizes in symbols
+    tests/test_dynamic_shapes.py tests/test_dynamic_inductor.py
+    # optimizers
+    tests/optim/test_optim.py tests/optim/test_lamb.py tests/optim/test_overlap_seams.py tests/kernels/test_adam_cpu.py
+    tests/kernels/test_adam_cpu_formats.py
+    # explanations; the texts under tests/golden depend on no version
+    tests/formats/test_golden.py tests/explaining/test_explain.py tests/explaining/test_offline.py
+)
+
+versions=("$@")
+if [ ${#versions[@]} = 0 ]; then
+    read -ra versions <<<"$(sed -n 's/^CHECKED = (\(.*\))$/\1/p' chunkc/torch_private/versions.py | tr -d '",')"
+fi
+
+make_environment() { # make_environment FOLDER VERSION
+    [ -e "$1/.stamp" ] && return
+    "${PYTHON:-python3}" -m venv --clear "$1" &&
+        "$1/bin/python" -m pip install -qq "setuptools>=77" wheel &&
+        "$1/bin/python" -m pip install -qq "torch==$2.*" &&
+        "$1/bin/python" -m pip install -qq --no-build-isolation -e ".[dev]" &&
+        touch "$1/.stamp"
+}
+
+table=() failed=0
+for version in "${versions[@]}"; do
+    folder=$PWD/.versions/$version
+    mkdir -p "$folder"
+    start=$SECONDS found="" result="not installed"
+    echo "== PyTorch $version"
+    if make_environment "$folder" "$version"; then
+        found=$("$folder/bin/python" -c 'import torch; print(torch.__version__)')
+        TORCHINDUCTOR_CACHE_DIR=$folder/inductor TORCH_EXTENSIONS_DIR=$folder/extensions \
+            "$folder/bin/python" -m pytest -q -n 2 --dist loadfile --show-capture=no --tb=short -p no:cacheprovider \
+            -m "not slow and not second_tier" "${TESTS[@]}" 2>&1 | tee "$folder/log.txt"
+        status=${PIPESTATUS[0]}
+        result=$(tail -n 1 "$folder/log.txt")
+    else
+        status=1
+    fi
+    [ "$status" = 0 ] || failed=1
+    mark=$([ "$status" = 0 ] && echo green || echo RED)
+    table+=("$(printf '%-8s %-14s %-6s %5d s  %s' "$version" "$found" "$mark" $((SECONDS - start)) "$result")")
+done
+echo
+printf '%-8s %-14s %-6s %7s  %s\n' version torch "" time "pytest said"
+printf '%s\n' "${table[@]}"
+exit "$failed"
