@@ -91,7 +91,7 @@ def at_recompile_limit(backend: Callable[..., Any], refuse: Callable[[CodeType, 
             refuse(asking["code"], limit, getattr(config, limit), asking.get("recompile_reason"))
         return exceeded, limit
 
-    convert_frame.exceeds_recompile_limit = exceeds
+    convert_frame.exceeds_recompile_limit = exceeds  # type: ignore[assignment]
 
 
 def _is(compiler: Any, backend: Callable[..., Any]) -> bool:
