@@ -19,6 +19,7 @@ from chunkc.ir.errors import UnsupportedError
 
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 _PAGEABLE_MEMORY_ACCESS = 88  # CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS
+_CAN_USE_HOST_POINTER = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _DLPACK_CUDA = 2  # kDLCUDA
 
 _capsule_address = ctypes.pythonapi.PyCapsule_GetPointer
@@ -151,6 +152,11 @@ class TorchGpu:
             raise UnsupportedError(
                 f"{self.device} cannot address pinned host memory in place; make it the only device that the process "
                 "sees (CUDA_VISIBLE_DEVICES), or train on the CPU"
+            )
+        if not self._driver_says(_CAN_USE_HOST_POINTER):
+            raise UnsupportedError(
+                f"{self.device} has addresses of its own for pinned host memory, as its driver says "
+                "(under Windows' WSL, for one): train on Linux itself, or on the CPU"
             )
         return flat
 

@@ -1,5 +1,6 @@
-"""What a reduction takes on a CUDA device where blocks share an output: `Reduce.cuh`, `setReduceConfig`, PyTorch 2.11 to
-2.13 (`aten/src/ATen/native/cuda/`).
+"""What a reduction takes on a CUDA device where blocks share an output.
+
+As `setReduceConfig` has it, in `aten/src/ATen/native/cuda/Reduce.cuh` of PyTorch 2.11 to 2.13.
 
     threads:  32 to 512 in a block, over outputs where those are next to each other in memory, else over inputs
     blocks:   share an output where each thread still has 256 values, and the device has room for more blocks

@@ -38,14 +38,17 @@ int nvmlDeviceGetMemoryInfo(size_t device, unsigned long long *total_free_used) 
     return total_free_used[2] = 0, 0;
 }
 
+#define NOBODY(name)                                                                                                   \
+    int name(size_t device, unsigned *num, void *found) { return (void)device, (void)found, *num = 0, 0; }
+NOBODY(nvmlDeviceGetComputeRunningProcesses)
+NOBODY(nvmlDeviceGetComputeRunningProcesses_v2)
+NOBODY(nvmlDeviceGetComputeRunningProcesses_v3)
+
 int nvmlSystemGetCudaDriverVersion_v2(int *version) { return *version = 13000, 0; }
 int nvmlSystemGetDriverVersion(char *text, unsigned nbytes) { return snprintf(text, nbytes, "580.00"), 0; }
 
 #define REFUSED(name)                                                                                                  \
     int name(void) { return NOT_SUPPORTED; }
-REFUSED(nvmlDeviceGetComputeRunningProcesses)
-REFUSED(nvmlDeviceGetComputeRunningProcesses_v2)
-REFUSED(nvmlDeviceGetComputeRunningProcesses_v3)
 REFUSED(nvmlDeviceGetNvLinkRemoteDeviceType)
 REFUSED(nvmlDeviceGetNvLinkRemotePciInfo_v2)
 

@@ -1,4 +1,4 @@
-"""Operators that the CPU does not have as CUDA does: attention's fused kernels, dropout with its mask, softmax of halves.
+"""Operators that the CPU does not have as CUDA does: fused attention, dropout with its mask, softmax of halves.
 
 Each takes CPU tensors and returns what its CUDA operator returns; None for what nobody reads.
 """
@@ -72,26 +72,26 @@ def _backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Ten
     return grad_query.to(query.dtype), _summed(grad_key, key), _summed(grad_value, value), grad_scores
 
 
-def flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None,  # noqa: ANN
+def flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None,
           generator=None):  # fmt: skip
     out, logsumexp = _forward(query, key, value, None, dropout_p, is_causal, scale, generator)
     state = torch.tensor([generator.initial_seed(), 0], dtype=torch.int64).view(torch.uint64)
     return out, logsumexp, None, None, None, None, state, None, None
 
 
-def flash_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,  # noqa: ANN
+def flash_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
                    is_causal, philox_seed, philox_offset, *, scale=None, **_):  # fmt: skip
     seed = int(philox_seed.view(torch.int64)[0]) if dropout_p else 0
     return _backward(grad_out, query, key, value, None, out, logsumexp, dropout_p, is_causal, seed, scale)[:3]
 
 
-def efficient(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None,  # noqa: ANN
+def efficient(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None,
               generator=None):  # fmt: skip
     out, logsumexp = _forward(query, key, value, attn_bias, dropout_p, is_causal, scale, generator)
     return out, logsumexp if compute_log_sumexp else None, None, None
 
 
-def efficient_backward(grad_out, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset,  # noqa: ANN
+def efficient_backward(grad_out, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset,
                        dropout_p, grad_input_mask, is_causal=False, *, scale=None, **_):  # fmt: skip
     seed = combined(int(philox_seed), int(philox_offset)) if dropout_p else 0
     *grads, grad_scores = _backward(
