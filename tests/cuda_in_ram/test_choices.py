@@ -85,3 +85,20 @@ except chunkc.UnsupportedError as error:
     print("BF16" in str(error), "codegen" in str(error))
 """
     assert on_a_device("capability=75", script).split() == ["True", "True"]
+
+
+def test_an_automatic_budget_does_not_count_parameters_twice() -> None:
+    """A model that is on the device has what it takes there for itself."""
+    script = """
+import torch
+from harness import session_of
+
+linear = torch.nn.Linear(8192, 8192, bias=False, device="cuda")
+total = torch.cuda.mem_get_info()[1]
+compiled = torch.compile(linear, backend="chunkc", options={"memory_budget": "auto", "codegen": "eager"})
+compiled(torch.zeros(1, 8192, device="cuda")).sum().backward()
+print(session_of(linear).budget_nbytes / total)
+"""
+    tests = str(Path(__file__).parents[1])
+    found = on_a_device("memory=0x40000000", f"import sys; sys.path.append({tests!r}); import conftest\n{script}")
+    assert 0.85 < float(found) < 0.9, "256 MiB of 1 GiB would be missing"
