@@ -10,7 +10,7 @@ from pathlib import Path
 import cuda_in_ram
 import pytest
 import torch
-from gpt import SMALL, train
+from device_gpt import SMALL, train
 
 import chunkc
 
@@ -78,7 +78,7 @@ def test_bf16_with_inductor_on_a_device_that_lacks_it_is_an_error_that_says_what
     """Inductor asks Dynamo to skip such a frame: the model would run without plan or budget."""
     script = """
 import chunkc, torch
-from gpt import SMALL, train
+from device_gpt import SMALL, train
 try:
     train(SMALL, torch.bfloat16, 1 << 34, codegen="inductor", steps=1)
 except chunkc.UnsupportedError as error:

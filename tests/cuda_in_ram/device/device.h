@@ -26,7 +26,8 @@ struct settings {
     long fail_launch;   // so many launches from now on, one fails and leaves the device broken (sticky); 0: none
     long fail_malloc;   // so many allocations from now on, one says that memory is out; 0: none
     long fail_register; // so many registrations of host memory from now on, one is refused; 0: none
-    long drop_wait;     // so many waits for events from now on, one is not made, and its event comes late; 0: none
+    long drop_wait;     // from so many waits for events on, the first with something to wait for is not made, and its
+                        // event comes late; 0: none
     int attributes[NUM_ATTRIBUTES]; // `attribute.91=0`; -1: what such a device says
 };
 extern struct settings settings HIDDEN;

@@ -444,8 +444,11 @@ EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, u
     // Whether the event has come by now is chance: waits are counted all the same, but for those within a stream.
     if (record && record->place.stream && record->place.stream != index) {
         counts.waits++;
-        if (falls_due(&settings.drop_wait))
-            streams[record->place.stream].extra_us += is_done(record->place) ? 0 : DROPPED_WAIT_US;
+        bool is_due = falls_due(&settings.drop_wait);
+        if (is_due && is_done(record->place))
+            settings.drop_wait = 1; // nothing to wait for: the next one then
+        else if (is_due)
+            streams[record->place.stream].extra_us += DROPPED_WAIT_US;
         else if (!is_done(record->place))
             give_work(index, NULL, NULL, &record->place);
     }
