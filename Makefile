@@ -4,6 +4,7 @@
 ## make test-second  the tests of the second tier, which take longer; CI runs them too
 ## make test-all  all tests, with the slow ones
 ## make test-versions  a part of the tests on every PyTorch that is supported; ARGS="2.14" picks some
+## make test-cuda  the CUDA path on a GPU made of RAM, in an environment of its own (5 GB); see docs/cuda.md
 ## make lint      ruff, check and format
 ## make types     mypy
 ## make bench     the measurements of docs/results.md; ARGS="fits" picks some
@@ -15,6 +16,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 ARGS ?=
 TORCH := torch==2.13.0
+CUDA_VENV ?= .venv-cuda
+CUDA_BIN := $(CUDA_VENV)/bin
+ON_DEVICE := $(CUDA_BIN)/python tests/cuda_in_ram/run.py
 
 ifeq ($(shell uname -s),Darwin)
 DEFAULT_CXX := clang++
@@ -24,7 +28,7 @@ endif
 # GNU make predefines CXX; torch's compiler reads the environment's, else its own default.
 COMPILER := $(if $(filter default,$(origin CXX)),$(DEFAULT_CXX),$(CXX))
 
-.PHONY: help setup check demo test test-second test-all test-versions lint types bench page
+.PHONY: help setup check demo test test-second test-all test-versions test-cuda lint types bench page
 .DEFAULT_GOAL := help
 
 help:
@@ -66,6 +70,19 @@ test-all: $(STAMP)
 
 test-versions: | check
 	PYTHON=$(PYTHON) tests/versions.sh $(ARGS)
+
+# `===` takes the build that the registry has under the plain version: on Linux, CUDA's.
+$(CUDA_VENV)/.stamp: pyproject.toml | check
+	$(PYTHON) -m venv $(CUDA_VENV)
+	PIP_FIND_LINKS= $(CUDA_BIN)/python -m pip install "setuptools>=77" wheel "$(subst ==,===,$(TORCH))" numpy
+	PIP_FIND_LINKS= $(CUDA_BIN)/python -m pip install --no-build-isolation -e ".[dev]"
+	@touch $@
+
+# Memory, with kernels that do nothing; then bits, with kernels that compute, on streams that are late.
+test-cuda: export PYTHONSAFEPATH := 1
+test-cuda: $(CUDA_VENV)/.stamp
+	$(ON_DEVICE) $(CUDA_BIN)/python -m pytest tests/cuda_in_ram tests/gpu/test_scratch.py $(ARGS)
+	$(ON_DEVICE) --arithmetic $(CUDA_BIN)/python -m pytest tests/cuda_in_ram $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

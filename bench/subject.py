@@ -36,6 +36,7 @@ from subject_process import Unavailable
 import chunkc
 from chunkc.runtime import cpu_allocator
 from chunkc.runtime.cuda import memory_limit
+from chunkc.runtime.gpu import largest_nbytes, reset_largest_nbytes
 
 Reply = Callable[[dict[str, Any]], None]
 
@@ -185,14 +186,14 @@ def _cpu_limit(spec: SubjectSpec) -> AbstractContextManager[Any]:
 
 def _reset_peak(device: str) -> None:
     if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+        reset_largest_nbytes(torch.device("cuda", torch.cuda.current_device()))
     elif cpu_allocator.is_installed():
         cpu_allocator.reset_peak()
 
 
 def _device_peak_nbytes(device: str) -> int | None:
     if device == "cuda":
-        return torch.cuda.max_memory_allocated()
+        return largest_nbytes(torch.device("cuda", torch.cuda.current_device()))
     return cpu_allocator.peak_nbytes() if cpu_allocator.is_installed() else None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -82,14 +82,23 @@ class Session:
             none. Plans made before do not count.
     """
 
-    def __init__(self, options: Options, source: object = None, device: torch.device = _CPU) -> None:
+    def __init__(
+        self, options: Options, source: object = None, device: torch.device = _CPU, *, present_nbytes: int = 0
+    ) -> None:
+        """Open the session's tier and homes.
+
+        Args:
+            present_nbytes: what its parameters take on the device already: theirs to use, so not taken from a budget
+                of "auto".
+        """
         self.options = options
         self.options_source = source
         self.device = device
         self.hardware: Hardware = hardware_of(device)
         self.granule_nbytes = granule_of(device)
         self.overhead_nbytes = overhead_of(device)
-        self.budget_nbytes = resolve_budget(options.memory_budget, *memory_of(device))
+        total_nbytes, available_nbytes = memory_of(device)
+        self.budget_nbytes = resolve_budget(options.memory_budget, total_nbytes, available_nbytes + present_nbytes)
         tier, arena = open_compute(device, options.home, options.disk_holds_everything(device.type))
         layout = replace(EMPTY_LAYOUT, overhead_nbytes=self.overhead_nbytes)
         self.store = ChunkStore(layout, arena, tier, options.debug)
@@ -360,6 +369,7 @@ def session_for(
     Raises:
         UnsupportedError: the parameters belong to several sessions.
     """
+    parameters = list(parameters)
     found = sessions_of(parameters)
     if len(found) > 1:
         raise UnsupportedError(
@@ -370,9 +380,15 @@ def session_for(
     if session is None:
         session = next((s for s in _sessions if _serves(s, source, device)), None)
     if session is None:
-        session = Session(options, source, device)
+        session = Session(options, source, device, present_nbytes=_present_nbytes(parameters, device))
         _sessions.add(session)
     return session
+
+
+def _present_nbytes(parameters: Sequence[nn.Parameter], device: torch.device) -> int:
+    """Bytes that parameters take on a GPU already. RAM has what is not free counted elsewhere."""
+    storages = [p.untyped_storage() for p in parameters if p.device == device and device.type == "cuda"]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _serves(session: Session, source: object, device: torch.device) -> bool:

@@ -19,10 +19,29 @@ from chunkc.ir.errors import UnsupportedError
 
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 _PAGEABLE_MEMORY_ACCESS = 88  # CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS
+_CAN_USE_HOST_POINTER = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _DLPACK_CUDA = 2  # kDLCUDA
 
 _capsule_address = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_address.restype, _capsule_address.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+
+_largest_nbytes: dict[torch.device, int] = {}
+"""Per device the largest of the peaks that `TorchGpu.reset_peak` has reset since `reset_largest_nbytes`."""
+
+
+def largest_nbytes(device: torch.device) -> int:
+    """The most that torch's allocator has given out on the device since `reset_largest_nbytes`, or the process's start.
+
+    `torch.cuda.max_memory_allocated()` says the same until chunkc measures moments of a step: each resets the peak.
+    """
+    return max(_largest_nbytes.get(device, 0), torch.cuda.max_memory_allocated(device))
+
+
+def reset_largest_nbytes(device: torch.device) -> None:
+    """Let `largest_nbytes`, and torch's own peak, begin anew."""
+    torch.cuda.reset_peak_memory_stats(device)
+    _largest_nbytes.pop(device, None)
 
 
 class Gpu(Protocol):
@@ -152,6 +171,11 @@ class TorchGpu:
                 f"{self.device} cannot address pinned host memory in place; make it the only device that the process "
                 "sees (CUDA_VISIBLE_DEVICES), or train on the CPU"
             )
+        if not self._driver_says(_CAN_USE_HOST_POINTER):
+            raise UnsupportedError(
+                f"{self.device} has addresses of its own for pinned host memory, as its driver says "
+                "(under Windows' WSL, for one): train on Linux itself, or on the CPU"
+            )
         return flat
 
     def cannot_view_pageable(self) -> str | None:
@@ -184,7 +208,9 @@ class TorchGpu:
         return (stats["all"]["current"], stats["all"]["peak"]) if stats else (0, 0)
 
     def reset_peak(self) -> None:
+        before_nbytes = self.allocated_nbytes()[1]
         torch.cuda.reset_peak_memory_stats(self.device)
+        _largest_nbytes[self.device] = max(_largest_nbytes.get(self.device, 0), before_nbytes)
 
     def _forget_last_error(self) -> None:
         """Clear the thread's last CUDA error: a failed call leaves it for the next kernel launch to find.

@@ -45,6 +45,7 @@ _HELPERS = (
     "cuda_path_subjects",
     "runtime/store_cases",
     "runtime/update_cases",
+    "cuda_in_ram/device_gpt",
 )
 """In the order in which they import each other."""
 

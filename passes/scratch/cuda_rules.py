@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from chunkc.passes.scratch.cuda_reduction import MULTIPROCESSORS, reduces_fastest, reduction_nbytes
+
 MAX_SPLITS = 128
 """FlashAttention splits keys into at most so many parts (`num_splits_heuristic`, `flash_api.cpp`)."""
 
-MULTIPROCESSORS = 160
-"""More than any device has that these kernels know (H100: 132, B200: 148)."""
-
 CONVOLUTION_NBYTES = 1 << 30
 """The most that is set aside for one convolution's workspace (see `convolution`)."""
+
+_SUMS = ("sum", "nansum", "mean", "norm", "linalg_vector_norm", "logsumexp", "mse_loss", "smooth_l1_loss", "huber_loss")
+_EXTREMES = ("amax", "amin", "all", "any")
 
 _ROWS_MULTIPLE = 128
 _MIB = 1 << 20
@@ -30,6 +32,7 @@ class Call:
     """One call of an operator: its tensors in the order of its arguments, by name, and its results."""
 
     def __init__(self, target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], outputs: object) -> None:
+        self.name = target._schema.name.removeprefix("aten::")
         names = [argument.name for argument in target._schema.arguments]
         self.arguments: dict[str, Any] = dict(zip(names, args)) | kwargs
         self.inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -46,22 +49,33 @@ def nothing(call: Call) -> list[int]:
 
 
 def reduction(call: Call) -> list[int]:
-    """`Reduce.cuh`, `setReduceConfig`: partial results and semaphores where a reduction is split over blocks.
+    """`Reduce.cuh`: see `cuda_reduction`. Copies of operands with gaps come first."""
+    source = max(call.inputs, key=Tensor.numel)
+    num_outputs = max(1, max((tensor.numel() for tensor in call.outputs), default=1))
+    given = call.arguments.get("dim")
+    dims = [] if given is None else [given] if isinstance(given, int) else list(given)
+    parts = reduction_nbytes(
+        num_outputs,
+        max(1, source.numel()) // num_outputs,
+        over_fastest=reduces_fastest(source, dims),
+        itemsize=_accumulator_nbytes(call),
+    )
+    return [*parts, *(_nbytes(tensor) for tensor in call.inputs if not _is_dense(tensor))]
 
-    Partial results are one accumulator (at most 8 bytes; 16 for an index beside a value) per output and block. Blocks
-    that share an output get 16 elements per thread at least and 256 at most.
-    """
-    numel_in = max((tensor.numel() for tensor in call.inputs), default=0)
-    numel_out = max((tensor.numel() for tensor in call.outputs), default=0)
-    elements_per_output = numel_in // max(1, numel_out)
-    blocks_per_output = max(1, min(1024, elements_per_output // 16), elements_per_output // 4096)
-    copies = [_nbytes(tensor) for tensor in call.inputs if not _is_dense(tensor)]
-    return [16 * numel_out * blocks_per_output, 4 * numel_out, *copies]
+
+def _accumulator_nbytes(call: Call) -> int:
+    """Bytes of what a reduction adds up in: 4 for sums of floating point numbers; more for pairs and for variances."""
+    itemsize = max(tensor.itemsize for tensor in (*call.inputs, *call.outputs))
+    if call.name in _SUMS:
+        return max(4, itemsize)
+    return itemsize if call.name in _EXTREMES else 4 * max(4, itemsize)
 
 
 def loss(call: Call) -> list[int]:
-    """`ATen/native/Loss.cpp`: a loss that is reduced is computed unreduced first."""
-    return [max(_nbytes(tensor) for tensor in call.inputs), *reduction(call), *contiguous(call)]
+    """`ATen/native/Loss.cpp`: a loss that is reduced is computed unreduced first. `ReduceOps.cpp`: logsumexp keeps the
+    differences from the largest, and those."""
+    results = [_nbytes(tensor) for tensor in call.outputs]
+    return [max(_nbytes(tensor) for tensor in call.inputs), *results, *reduction(call), *contiguous(call)]
 
 
 def contiguous(call: Call) -> list[int]:
@@ -79,7 +93,7 @@ def layer_norm_backward(call: Call) -> list[int]:
     rows, summing = 64, []
     if num_rows > 65_536:
         rows = max(rows, min(-(-num_rows // 32), 32_768 // -(-width // 32)))
-        summing = [16 * width * max(1, rows // 16), 4 * width]
+        summing = [*reduction_nbytes(width, rows, over_fastest=False, itemsize=4), 4 * width]
     return [*contiguous(call), *(4 * rows * width for _ in range(2)), *summing]
 
 
@@ -226,7 +240,8 @@ def flash_forward(call: Call) -> list[int]:
 
 def flash_backward(call: Call) -> list[int]:
     """`mha_bwd`: fp32 sums of the query's gradient (once per block of keys where deterministic), row sums of
-    `grad * out`, gradients of keys and values per query head where heads are shared, and copies as in the forward."""
+    `grad * out`, gradients of keys and values per query head where heads are shared, copies as in the forward, and of
+    `grad_out` and `out` where heads do not come behind rows in memory (`attention_backward.cu`)."""
     query, key = call.tensor("query"), call.tensor("key")
     batch, heads, _, width = query.shape
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -235,8 +250,12 @@ def flash_backward(call: Call) -> list[int]:
     row_sums = batch * heads * _rows(query, 2) * 4
     expanded = 2 * batch * heads * key.shape[2] * _padded(width) * key.itemsize if key.shape[1] != heads else 0
     names = ("grad_out", "query", "key", "value", "out")
-    copies = _padded_operands(call, names) if width % 8 or not _last_dense(call) else [_nbytes(call.tensor("grad_out"))]
-    return [dq_sum, row_sums, expanded, *copies, *copies[1:4], 64]
+    if width % 8 or not _last_dense(call):
+        copies = _padded_operands(call, names)
+        return [dq_sum, row_sums, expanded, *copies, *copies[1:4]]
+    given = [call.tensor(name) for name in ("grad_out", "out")]
+    copies = [_nbytes(tensor) for tensor in given if not tensor.transpose(1, 2).is_contiguous()]
+    return [dq_sum, row_sums, expanded, *copies]
 
 
 def efficient_forward(call: Call) -> list[int]:

@@ -6,11 +6,15 @@ two blocks, as in these tests, the order does not matter.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
+
+from chunkc.kernels import adam_triton
 
 for _name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
     os.environ.setdefault(_name, "expandable_segments:True")
@@ -22,3 +26,13 @@ def without_cudnn_attention() -> Iterator[None]:
     torch.backends.cuda.enable_cudnn_sdp(False)
     yield
     torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@pytest.fixture(autouse=True)
+def blocks_for_an_interpreter() -> Iterator[None]:
+    """On the GPU made of RAM with arithmetic (`tests/cuda_in_ram`) Triton is interpreted, block by block."""
+    if importlib.util.find_spec("cuda_in_ram") is None or "CUDA_IN_RAM_ARITHMETIC" not in os.environ:
+        yield
+        return
+    with mock.patch.object(adam_triton, "BLOCK", 1 << 20):
+        yield

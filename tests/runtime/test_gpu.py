@@ -43,9 +43,13 @@ def test_memory_that_torch_would_copy_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch, "as_tensor", lambda *_, **__: other)
     gpu = object.__new__(TorchGpu)
     gpu.device = torch.device("cuda:1")
+    monkeypatch.setattr(gpu, "_driver_says", lambda attribute: True)
     assert gpu.view(other.data_ptr(), 16, None) is other
     with pytest.raises(UnsupportedError, match=r"cuda:1 cannot address .* in place.*CUDA_VISIBLE_DEVICES"):
         gpu.view(other.data_ptr() + 1, 15, None)
+    monkeypatch.setattr(gpu, "_driver_says", lambda attribute: attribute != 91)
+    with pytest.raises(UnsupportedError, match="addresses of its own"):
+        gpu.view(other.data_ptr(), 16, None)
 
 
 @pytest.fixture

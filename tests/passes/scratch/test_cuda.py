@@ -97,8 +97,9 @@ def layer_norm_backward(rows: int, width: int) -> int:
 
 def test_a_layer_norm_s_backward_sums_many_rows_in_two_passes() -> None:
     assert layer_norm_backward(4096, 1024) == 2 * 4 * 64 * 1024
+    second_pass = 4 * 1024 * 16 * 32 * 4 + 512  # 16 blocks of 4 rows of 32 threads with 4 columns each share an output
     sums = 2 * 4 * (32_768 // 32) * 1024
-    assert sums < layer_norm_backward(131_072, 1024) < 2 * sums
+    assert layer_norm_backward(131_072, 1024) == sums + second_pass + 4 * 1024
 
 
 def test_reductions_keep_a_partial_result_per_block() -> None:
@@ -107,6 +108,15 @@ def test_reductions_keep_a_partial_result_per_block() -> None:
 
     assert of(1 << 30) > of(1 << 20) > 0
     assert of(1 << 30) < 8 * MIB
+
+
+def test_a_sum_over_rows_keeps_a_result_per_thread_and_vector() -> None:
+    """A bias's gradient: 16 blocks of 4 rows of 32 threads with 4 columns each share 2,048 outputs."""
+    given = meta(1024, 2048, dtype=torch.bfloat16)
+    out = meta(2048, dtype=torch.bfloat16)
+    assert cuda_scratch_nbytes(aten.sum.dim_IntList, (given, [0]), {}, out) == 4 * 2048 * 16 * 32 * 4 + 512
+    columns = meta(1024, dtype=torch.bfloat16)
+    assert cuda_scratch_nbytes(aten.sum.dim_IntList, (given, [1]), {}, columns) == 0
 
 
 def test_what_is_set_aside_for_a_convolution_grows_with_it_up_to_a_limit() -> None:

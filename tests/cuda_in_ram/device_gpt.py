@@ -1,0 +1,89 @@
+"""A GPT in which every operator of a usual one is, and how it trains on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import chunkc
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first_norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.first_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.second_norm(x))))
+
+
+class GPT(nn.Module):
+    """Returns its loss; tokens int64 [batch, sequence]."""
+
+    def __init__(self, *, width: int, layers: int, heads: int, vocab: int, sequence: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(sequence, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+SMALL = {"width": 64, "layers": 3, "heads": 2, "vocab": 256, "sequence": 32}
+MEDIUM = {"width": 512, "layers": 6, "heads": 8, "vocab": 8192, "sequence": 256}
+
+
+@dataclass(frozen=True)
+class Trained:
+    losses: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...]
+    report: chunkc.Report
+
+
+def train(
+    shape: dict[str, int], dtype: torch.dtype, budget_nbytes: int, *, batch: int = 2, steps: int = 3,
+    codegen: str = "eager", home: str = "cpu", **optimizer_options: Any,
+) -> Trained:  # fmt: skip
+    """Train a placed GPT; same seed, same weights and batches."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = chunkc.place(GPT(**shape).to(dtype), device="cuda", home=home)
+    options = {"memory_budget": budget_nbytes, "codegen": codegen, "whole_graph": "never"}
+    compiled = torch.compile(model, backend="chunkc", options=options)
+    optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-2, **optimizer_options)
+    losses = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(shape["vocab"], (batch, shape["sequence"]), generator=generator).to("cuda")
+        loss = compiled(tokens)
+        loss.backward()
+        losses.append(loss.detach().cpu().clone())
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    weights = tuple(p.detach().cpu().clone() for p in model.parameters())
+    return Trained(tuple(losses), weights, chunkc.report(model))
+
+
+def smallest_budget(shape: dict[str, int], dtype: torch.dtype, *, batch: int = 2, codegen: str = "eager") -> int:
+    """What `BudgetError` says that works; bytes."""
+    try:
+        train(shape, dtype, 4096, batch=batch, steps=1, codegen=codegen)
+    except chunkc.BudgetError as error:
+        return error.minimum_nbytes
+    raise AssertionError("trains in 4 KiB")

@@ -1,0 +1,46 @@
+"""Triton kernels on the GPU made of RAM: by Triton's interpreter, in stream order.
+
+`TRITON_INTERPRET=1` makes `triton.jit` an interpreted function, which would copy whole storages to the host and back.
+Here its arguments are the device's bytes themselves, and it runs where a launch would.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+_one_at_a_time = threading.Lock()  # the interpreter patches Triton's language while it runs
+
+
+def install(launch: Callable[[Callable[[], None]], None], alias: Callable[[Tensor], Tensor]) -> None:
+    """Run interpreted kernels by `launch`, on tensors by `alias`."""
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    executor = interpreter.GridExecutor
+    run_at_once = executor.__call__
+
+    def on_host(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(on_host, value))
+        return alias(value) if isinstance(value, Tensor) and value.is_cuda else value
+
+    def initialised(self: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return args, kwargs
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        host_args, host_kwargs = on_host(args), {name: on_host(value) for name, value in kwargs.items()}
+
+        def work() -> None:
+            with _one_at_a_time:
+                run_at_once(self, *host_args, **host_kwargs)
+
+        launch(work)
+
+    executor._init_args_hst = initialised
+    executor._restore_args_dev = lambda self, *_: None
+    executor.__call__ = call
