@@ -53,11 +53,16 @@ def prepare(fmt: UpdateFormat, hyper: Any) -> Callable[[list[Tensor]], None]:
     scalars = _scalars(hyper)
     l2 = hyper.scalars().l2 != 0
 
+    passes: dict[bool, Pass] = {}
+
     def update(tensors: list[Tensor]) -> None:
         num_elements = tensors[0].numel()
+        parallel = num_elements >= SERIAL_NUM_ELEMENTS
         if num_elements:
+            if parallel not in passes:
+                passes[parallel] = _pass_of(UpdatePass(fmt, l2=l2, scaled=False, parallel=parallel))
             tensors.append(scalars)
-            _pass_of(UpdatePass(fmt, l2=l2, scaled=False, parallel=num_elements >= SERIAL_NUM_ELEMENTS))(tensors)
+            passes[parallel](tensors)
 
     return update
 

@@ -28,7 +28,7 @@ from chunkc.optim.loading import LoadedState, checked_state_dict, load, prepared
 from chunkc.optim.overlap_mode import NONE, OverlapMode
 from chunkc.optim.rule import Rule, Updater
 from chunkc.optim.split_masters import NotedContents, put_masters_together
-from chunkc.optim.states import Dtypes, made_on_tier
+from chunkc.optim.states import Dtypes, is_kept, made_on_tier
 from chunkc.optim.step import prepare_step, take_over_changes, update_chunks, update_in_place
 from chunkc.optim.update_on import DEVICE
 from chunkc.optim.updates_under_way import UpdatesUnderWay
@@ -134,8 +134,9 @@ class ChunkedOptimizer(Optimizer):
     def state_on_tier(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """The state of a parameter that does not move, made on its first update, which begins."""
         dtypes, state = self.dtypes_of(parameter, group), self.states_of(parameter)
-        self.begin_states(state, dtypes)
-        made_on_tier(state, parameter, dtypes)
+        if not is_kept(state, parameter, dtypes):
+            self.begin_states(state, dtypes)
+            made_on_tier(state, parameter, dtypes)
         self.begin_update_of(parameter, state)
         return state
 

@@ -108,16 +108,17 @@ class OnCpu(Elementwise):
             super().of_tensors(tensors, scale)
             return
         # The quick way: a model may have many small parameters.
-        updates: dict[Any, Callable[[list[torch.Tensor]], None]] = {}
+        updates: dict[Any, tuple[Any, list[str], Callable[[list[torch.Tensor]], None]]] = {}
         written: list[torch.Tensor] = []
         for tensor in tensors:
             flats = tensor.flats()
-            key = (tensor.hyper, flats[PARAM].dtype, flats[GRAD].dtype, *tensor.states)
-            fmt = self.rule.format(flats[PARAM].dtype, flats[GRAD].dtype, tensor.states)
+            key = (id(tensor.hyper), flats[PARAM].dtype, flats[GRAD].dtype, *tensor.states)
             if key not in updates:
-                updates[key] = prepare(fmt, tensor.hyper)
-            masters = [flats[kind] for kind in tensor.states if kind not in fmt.kinds]
-            updates[key]([flats[PARAM], flats[GRAD], *[flats[kind] for kind in fmt.kinds], *masters])
+                fmt = self.rule.format(flats[PARAM].dtype, flats[GRAD].dtype, tensor.states)
+                order = [PARAM, GRAD, *fmt.kinds, *(kind for kind in tensor.states if kind not in fmt.kinds)]
+                updates[key] = tensor.hyper, order, prepare(fmt, tensor.hyper)
+            _, order, update = updates[key]
+            update([flats[kind] for kind in order])
             written += [tensor.parameter, *tensor.states.values()]
             put_back(flats[PARAM], tensor.parameter)
         torch.autograd.graph.increment_version(written)

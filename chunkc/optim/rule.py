@@ -19,7 +19,7 @@ from chunkc.ir.plan import Tile
 from chunkc.ir.states import MOMENTS, StateFormat
 from chunkc.kernels.formats import GradScale
 from chunkc.kernels.hyper import GRAD_DTYPES
-from chunkc.optim.states import flats_of
+from chunkc.optim.states import flats_of, place_in_group
 from chunkc.optim.values import flag, number, pair
 
 Groups = Sequence[Mapping[str, Any]]
@@ -50,12 +50,16 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Staying:
-    """A parameter to be updated where it is, with its hyper-parameters and its states by kind."""
+    """A parameter to be updated where it is, with its hyper-parameters, its states by kind, and its number."""
 
     parameter: torch.Tensor
     hyper: Any
     states: Mapping[str, torch.Tensor]
-    place: Place
+    number: int
+
+    @property
+    def place(self) -> Place:
+        return Place(*(place_in_group(self.parameter) or (-1 - self.number, 0)))
 
     def flats(self) -> dict[str, torch.Tensor]:
         """All that the update needs, as flat tensors; afterwards `put_back` the parameter's."""

@@ -42,21 +42,20 @@ def initialise(kind: str, state: torch.Tensor, parameter: torch.Tensor) -> None:
 
 def is_kept(state: Mapping[str, Any], parameter: torch.Tensor, dtypes: Dtypes) -> bool:
     """Whether a state is there in these kinds and dtypes, dense in the parameter's order."""
-    return (
-        len(state) == 1 + len(dtypes)
-        and all(kind in state and state[kind].dtype == dtype for kind, dtype in dtypes.items())
-        and all(
-            state[kind].shape == parameter.shape and state[kind].stride() == dense_strides(parameter)
-            for kind in dtypes
-            if not is_scale(kind)
-        )
-    )
+    if len(state) != 1 + len(dtypes):
+        return False
+    shape, strides = parameter.shape, dense_strides(parameter)
+    for kind, dtype in dtypes.items():
+        found = state.get(kind)
+        if found is None or found.dtype != dtype:
+            return False
+        if not is_scale(kind) and (found.shape != shape or found.stride() != strides):
+            return False
+    return True
 
 
 def made_on_tier(state: dict[str, Any], parameter: torch.Tensor, dtypes: Dtypes) -> dict[str, Any]:
     """The state of a parameter that does not move, in place: made on its first update, converted where it differs."""
-    if is_kept(state, parameter, dtypes):
-        return state
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
     sources = converted(state, parameter, dtypes) if any(kind in state for kind in dtypes) else {}

@@ -17,8 +17,7 @@ from chunkc.kernels.formats import GradScale
 from chunkc.optim.grad_scale import is_skipped, on_the_cpu
 from chunkc.optim.group_runs import Due, Task, due_of, flat_home, runs_of
 from chunkc.optim.overlap_mode import NONE
-from chunkc.optim.rule import Place, Runs, Staying
-from chunkc.optim.states import place_in_group
+from chunkc.optim.rule import Runs, Staying
 from chunkc.optim.update import PreparedUpdate, ResidentsLeft, prepare_updates
 from chunkc.optim.update_on import groups_at_home
 from chunkc.reconcile import gradients_of_several, reconcile
@@ -163,9 +162,8 @@ def update_in_place(optimizer: ChunkedOptimizer, tasks: Sequence[tuple[torch.Ten
         for (parameter, index), state in zip(tasks, states, strict=True):
             if parameter.device == device:
                 hyper = optimizer.next_hyper(parameter, partial(hyper_at, index))
-                place = Place(*(place_in_group(parameter) or (-1 - numbers[parameter], 0)))
                 kinds = {kind: value for kind, value in state.items() if kind != "step"}
-                yield Staying(parameter, hyper, kinds, place)
+                yield Staying(parameter, hyper, kinds, numbers[parameter])
 
     for device in dict.fromkeys(parameter.device for parameter, _ in tasks):
         optimizer.updater(device).of_tensors(staying(device), scale)
