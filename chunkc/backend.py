@@ -1,7 +1,7 @@
 """`torch.compile(model, backend="chunkc")`: what Dynamo calls, with the way that a graph goes.
 
 Dynamo's graph goes through AOTAutograd to a joint graph, is partitioned, laid into chunks, cut into segments, compiled
-and measured on paper. If the budget is large enough, parameters move home, and the step is planned and verified.
+and measured on paper. If the budget is large enough, the step is planned and verified; only then do parameters move.
 """
 
 from __future__ import annotations

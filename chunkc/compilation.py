@@ -1,5 +1,5 @@
-"""One graph from Dynamo to a callable: trace, lay out, cut, compile, choose residents; then parameters move, and the
-plan is made and verified. A budget in which nothing fits is refused before parameters move."""
+"""One graph from Dynamo to a callable: trace, lay out, cut, compile, choose residents, plan and verify; then parameters
+move. A compilation that fails leaves them as they were."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chunkc.build import Builder
 from chunkc.capture import Capture, capture_graph, unique_name
 from chunkc.captured import Captured, residents_with
 from chunkc.garbage import no_automatic_collection
-from chunkc.graph import CompiledGraph
+from chunkc.graph import CompiledGraph, planned_step
 from chunkc.ir.errors import BudgetError, UnsupportedError
 from chunkc.known_needs import Held, needs_of_step
 from chunkc.live_values import storages_nbytes
@@ -28,7 +28,7 @@ from chunkc.passes.graphs import placeholders, without_tied_placeholders
 from chunkc.progress import Show, compilation_progress
 from chunkc.reconcile import end_where_laid_out_otherwise, note_shared_memory, reconcile
 from chunkc.session import DEFAULTS, Session, owner, session_for
-from chunkc.steps import INPUTS, SizedStep, StaticSteps, Steps, SymbolicSteps
+from chunkc.steps import INPUTS, StaticSteps, Steps, SymbolicSteps
 from chunkc.templates import Templates, input_symbols
 from chunkc.torch_private.fake import FakeTensor
 from chunkc.user_names import GraphNames, UserNames
@@ -231,12 +231,11 @@ def _build(
             captured, session.trained, layout, _held_now(session, captured, inputs if arguments is None else arguments)
         )
         raise session.known.named(error, layout, needs, session.num_graphs + 1) from None
+    planned_step(session, layout, resident, captured)  # verified before anything moves
     place(session, layout, named, resident)
     session.own(named)
     session.unplanned = False
-    compiled = CompiledGraph(session, steps, captured)
-    compiled.plan(SizedStep(captured), 0)
-    return compiled
+    return CompiledGraph(session, steps, captured)
 
 
 def _held_now(session: Session, captured: Captured, inputs: Sequence[Any]) -> Held:

@@ -14,6 +14,7 @@ from torch import fx
 
 from chunkc.backward_kinds import GradModes, NodeHooks, accumulators
 from chunkc.captured import Captured, fitting_form, plan_step, planned_with_room, profile, rewrite, verify
+from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.plan import Plan, Position
 from chunkc.ir.program import BACKWARD, FORWARD
@@ -64,6 +65,41 @@ class Around:
     def seen_by(self, captured: Captured) -> Captured:
         """The captured graph in these surroundings."""
         return captured.returning(self.hooked).holding(self.kept_tangents)
+
+
+def planned_step(
+    session: Session,
+    layout: ChunkLayout,
+    resident: frozenset[int],
+    captured: Captured,
+    held_nbytes: int = 0,
+    around: Around = Around(),
+) -> PlannedStep:
+    """The verified plan of a step with this layout and these residents, whether parameters are there yet or not.
+
+    Raises:
+        BudgetError: there is none within the session's budget.
+        VerificationError: a bug in the planner; nothing has run.
+    """
+    captured = around.seen_by(captured)
+    plan = plan_step(
+        captured,
+        layout,
+        budget_nbytes=session.budget_nbytes,
+        resident=resident,
+        hardware=session.hardware,
+        held_nbytes=held_nbytes,
+        cold_backward=around.cold_backward,
+    )
+    graphs = rewrite(captured, plan, layout, settling=session.early.wanted)
+    if session.options.verify:
+        verify(captured, plan, graphs, layout, held_nbytes=held_nbytes)
+    log_plan(plan, graphs)
+    runs = {name: segment.run for name, segment in captured.segments.items()}
+    phases = {name: PlannedPhase(graph, lower(graph.graph, runs)) for name, graph in graphs.items()}
+    step = profile(captured, layout)
+    needs = {FORWARD: Needs.of(step.forward, layout), BACKWARD: Needs.of(step.backward, layout)}
+    return PlannedStep(plan, phases, needs, held_nbytes)
 
 
 @dataclass
@@ -129,8 +165,10 @@ class CompiledGraph:
         )
 
         def planned(held_nbytes: int) -> PlannedStep:
-            found = step.plans.find((held_nbytes, *key))
-            return found or step.plans.keep((held_nbytes, *key), self._planned(step.captured, held_nbytes, around))
+            if (found := step.plans.find((held_nbytes, *key))) is not None:
+                return found
+            found = planned_step(session, layout, session.store.resident, step.captured, held_nbytes, around)
+            return step.plans.keep((held_nbytes, *key), found)
 
         found = step.plans.find((held_nbytes, *key))
         if found is None:
@@ -179,28 +217,6 @@ class CompiledGraph:
         )
         stay(session, resident)
         step.become(captured)
-
-    def _planned(self, captured: Captured, held_nbytes: int, around: Around) -> PlannedStep:
-        session = self.session
-        layout, captured = session.store.layout, around.seen_by(captured)
-        plan = plan_step(
-            captured,
-            layout,
-            budget_nbytes=session.budget_nbytes,
-            resident=session.store.resident,
-            hardware=session.hardware,
-            held_nbytes=held_nbytes,
-            cold_backward=around.cold_backward,
-        )
-        graphs = rewrite(captured, plan, layout, settling=session.early.wanted)
-        if session.options.verify:
-            verify(captured, plan, graphs, layout, held_nbytes=held_nbytes)
-        log_plan(plan, graphs)
-        runs = {name: segment.run for name, segment in captured.segments.items()}
-        phases = {name: PlannedPhase(graph, lower(graph.graph, runs)) for name, graph in graphs.items()}
-        step = profile(captured, layout)
-        needs = {FORWARD: Needs.of(step.forward, layout), BACKWARD: Needs.of(step.backward, layout)}
-        return PlannedStep(plan, phases, needs, held_nbytes)
 
     # --- running ---
 

@@ -113,6 +113,24 @@ def test_a_budget_error_leaves_the_model_as_it_was(is_placed: bool) -> None:
     assert len(gradients(model)) == 2 * LAYERS
 
 
+def test_a_plan_that_the_verifier_refuses_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise chunkc.VerificationError(["slot: one too many"])
+
+    model = build()
+    before, where = weights(model), [p.data_ptr() for p in model.parameters()]
+    call = compiled(model, memory_budget=1 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr("chunkc.graph.verify", refuse)
+        with pytest.raises(chunkc.VerificationError):
+            call(batch())
+    assert [p.data_ptr() for p in model.parameters()] == where
+    assert all(owner(p) is None for p in model.parameters())
+    call(batch()).backward()
+    assert len(gradients(model)) == 2 * LAYERS
+    assert not differences(weights(model), before)
+
+
 def test_an_unwritable_home_is_a_home_error() -> None:
     model = build()
     before = weights(model)
