@@ -8,7 +8,7 @@ from dataclasses import replace
 from chunkc.explaining.offline import OfflineGraph
 from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.hardware import Hardware
-from chunkc.machines.devices import TABLES_NBYTES, capability_of
+from chunkc.machines.devices import TABLES_NBYTES
 from chunkc.passes.cuda_memory import GRANULE_NBYTES, rounded_nbytes, workspaces_nbytes
 from chunkc.passes.retarget_cuda import on_cuda
 
@@ -26,7 +26,7 @@ def planned_on(graph: OfflineGraph, hardware: Hardware, codegen: str) -> Offline
     capture = graph.capture
     if codegen == "eager":
         assert capture.forward is not None
-        forward, backward = on_cuda(capture.forward, capture.backward, capability_of(hardware))
+        forward, backward = on_cuda(capture.forward, capture.backward, hardware.capability)
         capture = replace(capture, forward=forward, backward=backward)
     return replace(graph, capture=capture, movable=_rounded(graph.movable), fixed=_rounded(graph.fixed))
 
@@ -43,7 +43,7 @@ def overhead_on(hardware: Hardware) -> int:
     """
     if hardware.kind != "cuda":
         return 0
-    return workspaces_nbytes(capability_of(hardware) or _RECENT) + rounded_nbytes(TABLES_NBYTES)
+    return workspaces_nbytes(hardware.capability or _RECENT) + rounded_nbytes(TABLES_NBYTES)
 
 
 def _rounded(specs: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:

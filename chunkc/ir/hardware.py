@@ -39,6 +39,8 @@ class Hardware:
         host_memory_nbytes: RAM of the machine.
         cpu_update_bytes_per_s: memory traffic of optimizer updates on the CPU, all cores.
         disk_read_bytes_per_s, disk_write_bytes_per_s: the medium behind a disk home, without the page cache.
+        capability: compute capability of a CUDA device, major and minor, which decides some of its kernels; None: not
+            known.
         source: where the figures come from.
     """
 
@@ -60,6 +62,7 @@ class Hardware:
     cpu_update_bytes_per_s: float | None = None
     disk_read_bytes_per_s: float | None = None
     disk_write_bytes_per_s: float | None = None
+    capability: tuple[int, int] | None = None
     source: str = ""
 
     def __post_init__(self) -> None:

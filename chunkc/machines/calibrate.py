@@ -140,6 +140,7 @@ def calibrate(
         cpu_update_bytes_per_s=update,
         disk_read_bytes_per_s=disk_read,
         disk_write_bytes_per_s=disk_write,
+        capability=torch.cuda.get_device_capability(where) if is_cuda else None,
         source=f"measured by chunkc calibrate with {torch.get_num_threads()} CPU threads, torch {torch.__version__}",
     )
 

@@ -93,6 +93,7 @@ class Datasheet:
             cpu_update_bytes_per_s=self.host_bandwidth * 1e9 * e.cpu_update,
             disk_read_bytes_per_s=self.disk[0] * 1e9 * e.disk,
             disk_write_bytes_per_s=self.disk[1] * 1e9 * e.disk,
+            capability=self.capability,
             source=self.source,
         )
 

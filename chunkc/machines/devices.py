@@ -73,7 +73,8 @@ def hardware_of(device: torch.device) -> Hardware:
     if device.type != "cuda":
         return CPU
     properties = torch.cuda.get_device_properties(device)
-    return hardware_by_name(properties.name, properties.total_memory, default_hardware_path())
+    found = hardware_by_name(properties.name, properties.total_memory, default_hardware_path())
+    return replace(found, capability=(properties.major, properties.minor))
 
 
 def hardware_by_name(name: str, memory_nbytes: int, measured: Path) -> Hardware:
@@ -113,13 +114,6 @@ def preset_by_name(name: str, memory_nbytes: int) -> str | None:
         if re.search(pattern, text, re.IGNORECASE) and memory_nbytes > 0.9 * DATASHEETS[known].memory_nbytes:
             return known
     return None
-
-
-def capability_of(hardware: Hardware) -> tuple[int, int] | None:
-    """Compute capability of hardware's devices, by a preset's name or the driver's; None where neither is known."""
-    name = re.sub(r"^\d+x", "", hardware.name)
-    known = name if name in DATASHEETS else preset_by_name(name, hardware.device_memory_nbytes or 0)
-    return None if known is None else DATASHEETS[known].capability
 
 
 def granule_of(device: torch.device) -> int:

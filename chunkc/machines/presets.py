@@ -138,6 +138,8 @@ def save_hardware(hardware: Hardware, path: Path) -> None:
         OptionsError: the file cannot be written.
     """
     stated = {key: value for key, value in asdict(hardware).items() if value is not None}
+    if hardware.capability is not None:
+        stated["capability"] = "{}.{}".format(*hardware.capability)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(stated, indent=2) + "\n")
@@ -167,6 +169,14 @@ def _figure(value: object, units: Mapping[str, int]) -> float:
 def _size(value: object) -> int:
     """Whole bytes. A context may be 0."""
     return 0 if type(value) is int and value == 0 else int(_figure(value, BYTE_UNITS))
+
+
+def _capability(value: object) -> tuple[int, int]:
+    """Compute capability in the text form of NVIDIA's tables, such as "8.6"."""
+    match = re.fullmatch(r"([0-9]{1,2})\.([0-9])", value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError("no compute capability")
+    return int(match[1]), int(match[2])
 
 
 _Text = Annotated[str, Field(strict=True, min_length=1)]
@@ -200,6 +210,7 @@ class _HardwareFile(BaseModel):
     cpu_update_bytes_per_s: _Rate = 1
     disk_read_bytes_per_s: _Rate = 1
     disk_write_bytes_per_s: _Rate = 1
+    capability: Annotated[tuple[int, int], BeforeValidator(_capability)] = (0, 0)
 
 
 _REQUIRED = tuple(field.name for field in fields(Hardware) if field.default is MISSING)
@@ -208,6 +219,7 @@ _ALLOWED = {
     "name": "a text",
     "source": "a text",
     "kind": '"cpu" or "cuda"',
+    "capability": 'a text such as "8.6"',
     "num_devices": f"a whole number from 1 to {MAX_NUM_DEVICES:,}",
 }
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
 from torch import Tensor
 
 MULTIPROCESSORS = 160
@@ -37,38 +38,47 @@ def reduction_nbytes(
         itemsize: bytes of an accumulator.
         vector: outputs that a thread takes at once, where it may.
     """
-    vector = 1 if over_fastest or num_outputs % vector else vector
+    if over_fastest or (not _is_symbol(num_outputs) and num_outputs % vector):
+        vector = 1
     along, across = (inputs_per_output, num_outputs) if over_fastest else (num_outputs // vector, inputs_per_output)
     width, height = _block(along, across, _MAX_THREADS // vector)
     step_input, step_output = (width, 1) if over_fastest else (1, width)
-    if -(-inputs_per_output // step_input) < min(height * 16, _MAX_VALUES):
+    if not _is_symbol(inputs_per_output) and -(-inputs_per_output // step_input) < min(height * 16, _MAX_VALUES):
         return []
     step_input *= height
     values_per_thread = -(-inputs_per_output // step_input)
     num_blocks = -(-(num_outputs // vector) // step_output)
     room = MULTIPROCESSORS * (_THREADS_PER_MULTIPROCESSOR // (width * height))
-    if values_per_thread < _MAX_VALUES or num_blocks > room:
-        return []
-    sharing = max(
-        min(-(-room // num_blocks), -(-values_per_thread // _MIN_VALUES)), -(-values_per_thread // _MAX_VALUES)
-    )
-    if sharing <= 1:
-        return []
+    most = torch.sym_min(-(-room // num_blocks), -(-values_per_thread // _MIN_VALUES))
+    sharing = torch.sym_max(most, -(-values_per_thread // _MAX_VALUES))
     per_output = 1 if over_fastest else width * vector
-    return [itemsize * num_outputs * sharing * per_output, 4 * num_blocks]
+    nbytes = [itemsize * num_outputs * sharing * per_output, 4 * num_blocks]
+    if _is_symbol(values_per_thread) or _is_symbol(num_blocks):
+        is_shared = torch.sym_min(values_per_thread // _MAX_VALUES, 1)
+        return [part * is_shared for part in nbytes]
+    return [] if values_per_thread < _MAX_VALUES or num_blocks > room or sharing <= 1 else nbytes
+
+
+def _is_symbol(size: int | torch.SymInt) -> bool:
+    return isinstance(size, torch.SymInt)
 
 
 def reduces_fastest(tensor: Tensor, dims: Collection[int]) -> bool:
     """Whether a reduction of these dimensions (all, if there are none) is over the elements next to each other."""
     reduced = {dim % max(1, tensor.dim()) for dim in dims} or set(range(tensor.dim()))
-    strides = [(stride, dim in reduced) for dim, stride in enumerate(tensor.stride()) if tensor.shape[dim] > 1]
+    strides = [
+        (stride, dim in reduced)
+        for dim, stride in enumerate(tensor.stride())
+        if _is_symbol(tensor.shape[dim]) or tensor.shape[dim] > 1
+    ]
     kept = [stride for stride, is_reduced in strides if not is_reduced]
     return not kept or min((stride for stride, is_reduced in strides if is_reduced), default=0) < min(kept)
 
 
 def _block(along: int, across: int, max_threads: int) -> tuple[int, int]:
-    """Width and height of a block of threads: `set_block_dimension`."""
-    along, across = (_power(min(size, max_threads)) for size in (along, across))
+    """Width and height of a block of threads: `set_block_dimension`. Where an output is shared, a size that is a symbol
+    is larger than a block; elsewhere it does not matter."""
+    along, across = (max_threads if _is_symbol(size) else _power(min(size, max_threads)) for size in (along, across))
     height = min(across, max_threads // min(along, _WARP))
     return min(along, max_threads // height), height
 

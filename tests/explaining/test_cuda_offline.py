@@ -20,14 +20,13 @@ LIBRARIES = "others"
 """The kind of content that libraries' workspaces are."""
 
 
-def explained(hardware: str, *, checkpointed: bool, name: str = "") -> Explanation:
+def explained(hardware: str, *, checkpointed: bool, **changes: object) -> Explanation:
     spec = MODELS["gpt2-small"]
     small = replace(spec, config=replace(spec.config, num_layers=2))  # type: ignore[call-arg]
     with torch.device("meta"):
         model = small.build(activation_checkpointing=checkpointed, dtype=torch.bfloat16)
         args, kwargs = small.example(2, 64)
-    machine = load_hardware(hardware)
-    machine = replace(machine, name=name or machine.name)
+    machine = replace(load_hardware(hardware), **changes)  # type: ignore[arg-type]
     return chunkc.explain(model, *args, hardware=machine, memory_budget="1GiB", **kwargs)
 
 
@@ -58,9 +57,9 @@ def test_a_hopper_computes_attention_by_cudnn_and_the_rest_as_an_ampere(checkpoi
 
 
 def test_hardware_that_does_not_say_what_it_is_takes_what_most_devices_take() -> None:
-    unknown = explained("h100", checkpointed=False, name="my workstation")
+    unknown = explained("h100", checkpointed=False, capability=None)
     assert bytes_of(unknown) == bytes_of(explained("a100-80g", checkpointed=False))
-    assert overhead_on(replace(load_hardware("a100-80g"), name="unknown")) == overhead_on(load_hardware("h100"))
+    assert overhead_on(replace(load_hardware("a100-80g"), capability=None)) == overhead_on(load_hardware("h100"))
 
 
 class Attention(nn.Module):

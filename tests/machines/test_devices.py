@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from torch import nn
 
 import chunkc
 from chunkc.machines.devices import (
-    capability_of,
     device_of,
     hardware_by_name,
     memory_of,
@@ -59,15 +59,27 @@ def test_presets_by_the_driver_s_name(name: str, gib: float, expected: str | Non
     ],
 )
 def test_capabilities_of_presets(names: str, expected: tuple[int, int] | None) -> None:
-    assert {capability_of(load_hardware(name)) for name in names.split()} == {expected}
+    assert {load_hardware(name).capability for name in names.split()} == {expected}
 
 
-def test_capabilities_of_measured_machines_and_of_files() -> None:
-    measured = replace(preset("rtx3090"), name="NVIDIA H100 80GB HBM3", device_memory_nbytes=int(79.2 * GIB))
-    assert capability_of(measured) == (9, 0)
-    assert capability_of(replace(measured, name="Tesla T4")) is None
-    assert capability_of(replace(preset("h100"), name="my workstation")) is None
-    assert capability_of(replace(preset("h100"), host_memory_nbytes=GIB)) == (9, 0)
+def test_a_capability_survives_a_new_name_and_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    mine = replace(preset("rtx3090"), name="my workstation")
+    save_hardware(mine, path)
+    assert load_hardware(str(path)) == mine
+    assert mine.capability == (8, 6)
+    path.write_text('{"based_on": "2xh100", "name": "the cluster"}')
+    assert load_hardware(str(path)).capability == (9, 0)
+    path.write_text('{"based_on": "h100", "capability": "12.0"}')
+    assert load_hardware(str(path)).capability == (12, 0)
+
+
+@pytest.mark.parametrize("written", ["8.6.1", 8.6, "Hopper", [9, 0], "", True, None])
+def test_a_wrong_capability_is_named(tmp_path: Path, written: object) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"based_on": "h100", "capability": written}))
+    with pytest.raises(chunkc.OptionsError, match=r"capability is .* allowed: a text such as"):
+        load_hardware(str(path))
 
 
 def test_a_preset_with_the_device_s_own_memory(tmp_path: Path) -> None:
