@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from chunkc.torch_private.versions import CHECKED, is_newer, lacks, newer_than_checked
+from chunkc.torch_private.versions import CHECKED, WHOLE, is_newer, lacks, newer_than_checked
 
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -159,7 +159,7 @@ def test_a_newer_version_is_told_apart(version: str) -> None:
     text = newer_than_checked(version)
     assert text is not None
     assert f"2.11 to {CHECKED[-1]}, and this is {version}" in text
-    assert f'pip install "torch=={CHECKED[-1]}.*"' in text
+    assert f'pip install "torch=={WHOLE}.*"' in text
     assert version in str(lacks(ImportError("cannot import name 'x'"), version))
 
 

@@ -12,6 +12,9 @@ logger = logging.getLogger(__name__)
 CHECKED = ("2.11", "2.12", "2.13", "2.14")
 """Each is tested in an environment of its own by `make test-versions`, whose script reads this line."""
 
+WHOLE = "2.13"
+"""The one on which all tests run; `docs/limits.md` says what is known of the others."""
+
 
 def is_newer(version: str) -> bool:
     """Whether a version such as "2.15.0+cpu" is newer than all that were checked."""
@@ -45,8 +48,8 @@ def lacks(error: Exception, version: str = torch.__version__) -> ImportError:
 
 
 def how_to_install() -> str:
-    """The command that installs the newest PyTorch that was checked."""
-    return f'pip install "torch=={CHECKED[-1]}.*"'
+    """The command that installs the PyTorch on which all tests run."""
+    return f'pip install "torch=={WHOLE}.*"'
 
 
 def _numbers(version: str) -> tuple[int, int]:
