@@ -26,7 +26,12 @@ from chunkc.logs import logger
 from chunkc.options import parse_options
 from chunkc.passes.codegen import prepare_compiler
 from chunkc.passes.graphs import placeholders
-from chunkc.torch_private.dynamo import at_recompile_limit, compile_lock, in_compiled_autograd
+from chunkc.torch_private.dynamo import (
+    TensorifyScalarRestartAnalysis,
+    at_recompile_limit,
+    compile_lock,
+    in_compiled_autograd,
+)
 from chunkc.torch_private.fake import DataDependentOutputException, TracingContext, detect_fake_mode, tracing
 from chunkc.update_graphs import is_between_calls
 from chunkc.user_names import GraphNames
@@ -155,7 +160,8 @@ def _compile_in_symbols(
         variants.for_any_shapes = None
         logger.warning(_BY_SHAPE, error.__cause__)
         return variants.compile(arguments)
-    except DataDependentOutputException as error:  # AOTAutograd, inside of Dynamo, would have made Dynamo begin again
+    except (DataDependentOutputException, TensorifyScalarRestartAnalysis) as error:
+        # AOTAutograd, inside of Dynamo, would have made Dynamo begin again
         raise UnsupportedError(
             "the first call failed before it was known which of the model's numbers are constants; call "
             "torch._dynamo.reset(), and the model again"

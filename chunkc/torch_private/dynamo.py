@@ -14,13 +14,14 @@ from torch import fx
 from torch._dynamo import compiled_autograd, config, convert_frame, eval_frame
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import OptimizedModule, remove_from_cache
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnalysis, TorchDynamoException
 
 __all__ = [
     "CONVERTS_FRAMES",
     "EVALUATES_FRAMES",
     "BackendCompilerFailed",
     "OptimizedModule",
+    "TensorifyScalarRestartAnalysis",
     "TorchDynamoException",
     "compile_lock",
     "remove_from_cache",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from device_gpt import SMALL, Trained, smallest_budget, train
 
-from chunkc.kernels import adam_triton
+from chunkc.kernels import elementwise_triton
 
 pytestmark = pytest.mark.arithmetic
 
@@ -21,7 +21,7 @@ HUGE = 1 << 34
 @pytest.fixture(autouse=True)
 def large_blocks() -> Iterator[None]:
     """Triton's interpreter takes its time per block."""
-    with mock.patch.object(adam_triton, "BLOCK", 1 << 16):
+    with mock.patch.object(elementwise_triton, "BLOCK", 1 << 16):
         yield
 
 

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from chunkc.kernels import adam_triton
+from chunkc.kernels import elementwise_triton
 
 for _name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
     os.environ.setdefault(_name, "expandable_segments:True")
@@ -34,5 +34,5 @@ def blocks_for_an_interpreter() -> Iterator[None]:
     if importlib.util.find_spec("cuda_in_ram") is None or "CUDA_IN_RAM_ARITHMETIC" not in os.environ:
         yield
         return
-    with mock.patch.object(adam_triton, "BLOCK", 1 << 20):
+    with mock.patch.object(elementwise_triton, "BLOCK", 1 << 20):
         yield
