@@ -135,10 +135,13 @@ class ChunkStore(ChunkSlots):
         parameter = self.parameter(name)
         self.fill(PARAM, name, data, parameter)
         self._set_data(name, parameter, data)
-        if parameter.grad is not None and name not in self.left_to_autograd:
-            grad = self.home_view(GRAD, name) if grad_kind else self._tier_tensor(self._slices[name][1])
-            self.fill(GRAD, name, grad, parameter.grad)
-            parameter.grad = grad
+        former = parameter.grad
+        if former is not None and name not in self.left_to_autograd:
+            if grad_kind:
+                self.fill(GRAD, name, self._hand_out(name, parameter), former)
+            else:
+                parameter.grad = self._tier_tensor(self._slices[name][1])
+                self.fill(GRAD, name, parameter.grad, former)
 
     def _set_data(self, name: str, parameter: nn.Parameter, data: torch.Tensor) -> None:
         parameter.data = data

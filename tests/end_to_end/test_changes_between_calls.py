@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness import HUGE, adamw, array, differences, gradients, session_of, weights
+from harness import HUGE, adamw, array, compile_case, differences, gradients, session_of, weights
 from scripts import (
     CASE,
     assert_close,
@@ -327,6 +327,20 @@ def test_views_of_a_gradient_keep_their_values(view: str, home: str) -> None:
         assert differences(before, {n: g.reshape(before[n].shape) for n, g in gradients(model).items()})
         assert not differences(before, {name: array(torch.as_tensor(value)) for name, value in kept.items()})
         optimizer.zero_grad()
+
+
+def test_views_of_a_gradient_that_moved_home_keep_their_values() -> None:
+    """The gradient is the user's own tensor when its parameter moves home, at the first call."""
+    model, compiled = compile_case(CASE, memory_budget=small_budget(room=1.5), place=False, whole_graph="never")
+    parameter, other = two_alike(model)
+    parameter.grad = torch.full_like(parameter, 0.25)
+    loss = compiled(**CASE.batch(0))
+    kept = parameter.grad.detach()
+    model.zero_grad()
+    other.grad = torch.full_like(other, 0.5)
+    loss.backward()
+    assert (kept == 0.25).all()
+    assert parameter.grad.data_ptr() != kept.data_ptr()
 
 
 def test_views_of_a_gradient_follow_accumulation() -> None:
