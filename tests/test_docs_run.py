@@ -21,6 +21,7 @@ PAGES = (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *DOCS)
 def run(program: str, folder: Path) -> str:
     """Standard output of a Python program, which ends well."""
     environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
+    environment.pop("PYTHONSAFEPATH", None)  # `from train import build`, as where a user starts Python
     done = subprocess.run([sys.executable, program], cwd=folder, env=environment, text=True, capture_output=True)
     assert done.returncode == 0, f"{program}: {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
