@@ -135,13 +135,12 @@ class ChunkStore(ChunkSlots):
         parameter = self.parameter(name)
         self.fill(PARAM, name, data, parameter)
         self._set_data(name, parameter, data)
-        former = parameter.grad
-        if former is not None and name not in self.left_to_autograd:
+        if parameter.grad is not None and name not in self.left_to_autograd:
+            grad = self.home_view(GRAD, name) if grad_kind else self._tier_tensor(self._slices[name][1])
+            self.fill(GRAD, name, grad, parameter.grad)  # may fail: `.grad` is the former one until then
+            parameter.grad = grad
             if grad_kind:
-                self.fill(GRAD, name, self._hand_out(name, parameter), former)
-            else:
-                parameter.grad = self._tier_tensor(self._slices[name][1])
-                self.fill(GRAD, name, parameter.grad, former)
+                self._handed_out[name] = HandedOut.of(grad)
 
     def _set_data(self, name: str, parameter: nn.Parameter, data: torch.Tensor) -> None:
         parameter.data = data
