@@ -20,11 +20,13 @@ from metrics import Metric, Row, Section, flat, one
 from rates import RatesSpec, measure
 from specs import CHUNKC
 
+from chunkc.ir.links import TO_DEVICE, TO_HOME
+
 
 def run(context: Context) -> Iterator[Section]:
     """Measure; yields the machine's rates, then a section per case."""
-    size = replace(budget.SMALL, cases=budget.SMALL.cases[:1]) if context.is_small else budget.FULL
-    size = replace(size, num_rounds=min(2, size.num_rounds))
+    size = budget.small(context.device) if context.is_small else budget.FULL
+    size = replace(size, cases=size.cases[:1] if context.is_small else size.cases, num_rounds=min(2, size.num_rounds))
     cases = [case for case in size.cases if context.wants_case(case.name)]
     progress = Progress(context.show, 1 + len(cases) * (1 + size.num_rounds))
     with context.code_cache() as cache:
@@ -50,8 +52,11 @@ def rates_section(hardware: least_step_time.Hardware) -> Section:
     rates = {
         "matrix products": ("flops_per_s", hardware.flops_per_s),
         "memory": ("nbytes_per_s", hardware.memory_bytes_per_s),
-        "to device": ("nbytes_per_s", hardware.to_device_bytes_per_s),
-        "to home": ("nbytes_per_s", hardware.to_home_bytes_per_s),
+        **{
+            link.name.replace("_", " "): ("nbytes_per_s", link.bytes_per_s)
+            for link in hardware.links
+            if link.name in (TO_DEVICE, TO_HOME)
+        },
         "both at once": ("nbytes_per_s", hardware.both_links_bytes_per_s),
         "CPU update": ("nbytes_per_s", hardware.cpu_update_bytes_per_s),
     }

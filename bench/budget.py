@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import least_step_time
 from context import Context, Progress
 from families import ModelChoice, Sizes, sizes
+from least_budget import least_budget_nbytes
 from machine import available_ram_nbytes, gpu_nbytes
 from metrics import Metric, Row, Section, flat, one, paired_ratios, setting_of
 from rates import RatesSpec, measure
@@ -36,6 +37,7 @@ from subject_process import (
 )
 
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.links import TO_DEVICE, TO_HOME
 
 SYSTEMS = (CHUNKC, FSDP2, DEEPSPEED, TORCHAO, CHECKPOINTING, PLAIN)
 GB = 10**9
@@ -97,18 +99,14 @@ FULL = Size(
     num_rounds=4,
     num_steps=3,
 )
-SMALL = Size(
-    tuple(
-        Case(ModelChoice(name, 64, "float32"), 2, budget_mib * MIB, is_checkpointed, systems)
-        for name, budget_mib, is_checkpointed, systems in (
-            ("tiny-3", 6, True, SYSTEMS),
-            ("hf-tiny", 24, False, (CHUNKC, PLAIN)),
-        )
-    ),
-    num_rounds=1,
-    num_steps=2,
-    codegen="eager",
-)
+
+
+def small(device: str) -> Size:
+    """For rehearsals: a model with little more than it needs there at least, and one that fits."""
+    tight, roomy = (ModelChoice(name, 64, "float32") for name in ("tiny-3", "hf-tiny"))
+    tight_nbytes = limit_for(device, least_budget_nbytes(tight, 2, device, "eager") + 2 * MIB)
+    cases = (Case(tight, 2, tight_nbytes), Case(roomy, 2, GB, is_checkpointed=False, systems=(CHUNKC, PLAIN)))
+    return Size(cases, num_rounds=1, num_steps=2, codegen="eager")
 
 
 @dataclass
@@ -125,7 +123,7 @@ class Outcome:
 
 def run(context: Context) -> Iterator[Section]:
     """Measure; yields each case's section as soon as it is there."""
-    size = SMALL if context.is_small else FULL
+    size = small(context.device) if context.is_small else FULL
     cases = [case for case in size.cases if context.wants_case(case.name)]
     num_parts = sum(len(_systems(context, case)) for case in cases) * (1 + size.num_rounds)
     progress = Progress(context.show, 1 + num_parts)
@@ -264,6 +262,11 @@ def plan_budget(device: str, limit_nbytes: int) -> int:
     return limit_nbytes - (max(64 * MIB, limit_nbytes // 32) if device == "cuda" else 0)
 
 
+def limit_for(device: str, budget_nbytes: int) -> int:
+    """A limit of which `plan_budget` makes `budget_nbytes`, or a little more."""
+    return budget_nbytes + (max(64 * MIB, budget_nbytes // 31 + 1) if device == "cuda" else 0)
+
+
 def host_forecast(system: str, num_parameters: int) -> str:
     """Why a run would not fit into RAM; "" if it would, as far as can be told."""
     needed = HOST_NBYTES_PER_PARAMETER[system] * num_parameters
@@ -362,7 +365,10 @@ def _link_metrics(turns: Sequence[Turn], hardware: Hardware) -> dict[str, Metric
     """Per step: bytes each way, and the part of the step that the links, at their measured rates, were busy."""
     pairs = [(turn.counters["to_device_nbytes"], turn.counters["to_home_nbytes"]) for turn in turns]
     means_s = [sum(turn.step_s) / len(turn.step_s) for turn in turns]
-    use = [hardware.link_seconds(*pair) / mean_s for pair, mean_s in zip(pairs, means_s, strict=True)]
+    use = [
+        hardware.link_seconds(dict(zip((TO_DEVICE, TO_HOME), pair))) / mean_s
+        for pair, mean_s in zip(pairs, means_s, strict=True)
+    ]
     return {
         "moved in": Metric("nbytes", tuple(pair[0] for pair in pairs)),
         "moved out": Metric("nbytes", tuple(pair[1] for pair in pairs)),

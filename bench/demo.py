@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -75,9 +75,9 @@ class RunFailed(Exception):
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; `fraction` is a Fraction, `data` and `out` are paths."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=_steps, default=30, help="of each run (default 30, at least 3)")
+    parser.add_argument("--steps", type=steps_of, default=30, help="of each run (default 30, at least 3)")
     parser.add_argument("--size", choices=SIZES, default="small", help="of the model (default small: 22M)")
-    parser.add_argument("--fraction", type=_fraction, default=Fraction(1, 3), help="of plain memory (1/3)")
+    parser.add_argument("--fraction", type=fraction_of, default=Fraction(1, 3), help="of plain memory (1/3)")
     parser.add_argument("--data", type=Path, help="a file to train on (default: Python's standard library)")
     parser.add_argument("--home", default="disk", help='"disk", "disk:DIR" or "cpu" (default disk)')
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="a folder (default runs/demo)")
@@ -89,14 +89,14 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parsed
 
 
-def _steps(text: str) -> int:
+def steps_of(text: str) -> int:
     steps = int(text)
     if steps <= NUM_WARM_STEPS:
         raise argparse.ArgumentTypeError(f"at least {NUM_WARM_STEPS + 1}, not {text}")
     return steps
 
 
-def _fraction(text: str) -> Fraction:
+def fraction_of(text: str) -> Fraction:
     try:
         fraction = Fraction(text)
     except ZeroDivisionError:
@@ -106,26 +106,35 @@ def _fraction(text: str) -> Fraction:
     return fraction
 
 
-def run_in_process(spec: RunSpec, log: TextIO, on_event: Callable[[dict[str, Any]], None]) -> RunResult:
-    """Train in a fresh Python; its standard error goes to `log`, each event to `on_event` as it comes.
+def events_of(spec: RunSpec, log: TextIO) -> Iterator[dict[str, Any]]:
+    """Train in a fresh Python; its standard error goes to `log`. Gives each event as it comes.
 
-    Raises RunFailed where the process fails or stops before its last line.
+    Raises RunFailed where the process fails, or ends without saying that it has ended or was stopped.
     """
     command = [sys.executable, str(Path(__file__).with_name("one_run.py")), spec.to_json()]
     log_start = log.tell()
-    events: list[dict[str, Any]] = []
+    last = ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:
-                events.append(json.loads(line))
-                on_event(events[-1])
+                event = json.loads(line)
+                last = event["event"]
+                yield event
         except BaseException:
             process.kill()  # on Ctrl-C, say: wait for nothing
             raise
-    if process.returncode != 0 or not events or events[-1]["event"] != "end":
+    if process.returncode != 0 or last not in ("end", "stopped"):
         said = Path(log.name).read_bytes()[log_start:].decode(errors="replace").strip()
         raise RunFailed(f"the run ended with exit code {process.returncode}:\n{said[-3000:]}")
+
+
+def run_in_process(spec: RunSpec, log: TextIO, on_event: Callable[[dict[str, Any]], None]) -> RunResult:
+    """Train in a fresh Python (see `events_of`); each event goes to `on_event` as it comes."""
+    events: list[dict[str, Any]] = []
+    for event in events_of(spec, log):
+        events.append(event)
+        on_event(event)
     steps = [event for event in events if event["event"] == "step"]
     return RunResult(
         num_parameters=events[0]["num_parameters"],
@@ -176,11 +185,8 @@ def judge(summary: dict[str, Any]) -> dict[str, bool]:
     }
 
 
-def train_three(args: argparse.Namespace, console: Console, log: TextIO) -> tuple[RunResult, RunResult, RunResult, int]:
-    """The three runs under a progress bar: plain, limited, unlimited; and the budget in bytes."""
-    config, batch_size = SIZES[args.size]
-    data = None if args.data is None else str(args.data.resolve())
-    plain_spec = RunSpec("plain", config, batch_size, args.steps, args.seed, args.lr, data=data, home=args.home)
+def progress_of_runs(console: Console) -> Progress:
+    """A bar for each run: its name, steps, time and a note."""
     columns = (
         TextColumn("{task.description:<24}"),
         BarColumn(),
@@ -188,7 +194,15 @@ def train_three(args: argparse.Namespace, console: Console, log: TextIO) -> tupl
         TimeElapsedColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=console) as progress:
+    return Progress(*columns, console=console)
+
+
+def train_three(args: argparse.Namespace, console: Console, log: TextIO) -> tuple[RunResult, RunResult, RunResult, int]:
+    """The three runs under a progress bar: plain, limited, unlimited; and the budget in bytes."""
+    config, batch_size = SIZES[args.size]
+    data = None if args.data is None else str(args.data.resolve())
+    plain_spec = RunSpec("plain", config, batch_size, args.steps, args.seed, args.lr, data=data, home=args.home)
+    with progress_of_runs(console) as progress:
         names = ("plain torch.compile", "chunkc under the budget", "chunkc, no limit")
         tasks = [progress.add_task(name, total=args.steps, start=False, note="") for name in names]
 

@@ -69,10 +69,14 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (2 * config.num_layers) ** 0.5)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.logits(x).flatten(0, 1), y.flatten())
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """What follows each token of x: float32 [batch, length, vocabulary]."""
         h = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
             h = block(h)
-        return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
+        return self.head(self.norm(h))
 
 
 def _initialise(module: nn.Module) -> None:

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from families import ModelChoice, Sizes
 
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.links import TO_DEVICE, TO_HOME
 from chunkc.ir.states import DEFAULT_STATES
 from chunkc.ir.updates import update_traffic
 
@@ -71,7 +72,8 @@ def lower_bound(
         inwards = item_nbytes * (moving + again) + on_device * moving * state_nbytes
         outwards = moving * (on_device * (state_nbytes + item_nbytes) + (1 - on_device) * item_nbytes)
         cpu_s = 0.0 if cpu_rate is None else (1 - on_device) * moving * update_nbytes / cpu_rate
-        return Bound(compute_s, hardware.link_seconds(inwards, outwards), cpu_s, inwards, outwards)
+        link_s = hardware.link_seconds({TO_DEVICE: inwards, TO_HOME: outwards})
+        return Bound(compute_s, link_s, cpu_s, inwards, outwards)
 
     if device == "cpu" or cpu_rate is None:
         return split(1.0)

@@ -15,7 +15,9 @@
 #   python3 -m pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
 #       --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
 #       -d .whl pydantic pydantic-core==VERSION annotated-types typing-inspection typing-extensions
-# Other systems are measured where they are installed. Without a GPU every step is rehearsed on the CPU, in small form.
+# Other systems are measured where they are installed. Without a GPU every step is rehearsed on the CPU, in small form;
+# with SMALL=1 on the GPU, which is how it is rehearsed on the GPU made of RAM (docs/cuda.md).
+# A GPU's kernels are compiled by Triton, which needs a C compiler and Python's headers: one is compiled first.
 # Under ${OUT:-bench/results/gpu}, few files, as they come: log.txt with all that the steps print, a JSON per suite,
 # results.md, table.txt. A step cut short leaves what it wrote. Ends with a table of step, seconds and exit code (124 or
 # 137: out of time; "-": not begun), and always exits 0.
@@ -164,18 +166,26 @@ import chunkc
 print("chunkc from", chunkc.__file__)
 torch._dynamo.lookup_backend("chunkc")
 END
+    local code=$?
+    if ((code == 0)) && [[ $device == cuda ]]; then
+        "$PYTHON" bench/one_kernel.py
+        code=$?
+    fi
+    return "$code"
 }
 export -f environment
 
 device=cpu form=(--small --device cpu)
 if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
     device=cuda form=(--device cuda)
+    [[ -n ${SMALL:-} ]] && form=(--small --device cuda)
     # Blocks split exactly and freed pages given back, where the driver can; see `passes/cuda_memory.py`.
     if PYTORCH_ALLOC_CONF=expandable_segments:True "$PYTHON" -c \
         'import torch; torch.ones(1 << 26, device="cuda").sum().item()' >>"$out/log.txt" 2>&1; then
         export PYTORCH_ALLOC_CONF=expandable_segments:True
     fi
 fi
+export device
 echo "device: $device"
 
 bench() { # NAME PERCENT SUITE ARGUMENTS...
@@ -183,8 +193,8 @@ bench() { # NAME PERCENT SUITE ARGUMENTS...
     shift 3
     step "$name" "$percent" "$PYTHON" bench/run.py "$suite" "${form[@]}" --out "$out/$name.json" --time-limit @limit "$@"
 }
-pick() { # the second argument with a GPU, else the first
-    if [[ $device == cuda ]]; then echo "$2"; else echo "$1"; fi
+pick() { # the second argument with a GPU, else, and in small form, the first
+    if [[ $device == cuda && -z ${SMALL:-} ]]; then echo "$2"; else echo "$1"; fi
 }
 
 wants() { [[ $part == all || $part == "$1" ]]; }
@@ -211,7 +221,7 @@ if wants first; then
     bench adam 14 adam
 fi
 if wants second; then
-    bench budget 34 budget --case "$(pick 'tiny-3@6MiB' 'llama3-8b@6GB')" --systems chunkc
+    bench budget 34 budget --case "$(pick 'tiny-3@*' 'llama3-8b@6GB')" --systems chunkc
     bench prediction 20 prediction
     bench fits 20 fits
 fi

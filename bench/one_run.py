@@ -2,20 +2,24 @@
 
     python one_run.py '{"mode": "plain", ...}'        # the fields of RunSpec
 
-Each line on standard output is an object with "event": "begin" (num_parameters), "step" (step, loss, step_s)
-or "end" (measured_peak_nbytes, and for chunkc's runs what `_report` returns). Whatever else is printed in
-this process goes to standard error.
+Each line on standard output is an object with "event": "begin" (num_parameters, and the step from which a run
+with checkpoints goes on), "step" (step, loss, step_s), "stopped" (step; on Ctrl-C, with checkpoints) or "end"
+(measured_peak_nbytes, and for chunkc's runs what `_report` returns). Whatever else is printed in this process goes to
+standard error.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +41,9 @@ class RunSpec:
     """What to train and how. `data` is a file, or None for the standard library's sources.
 
     Mode "plain" is Inductor with `torch.optim.AdamW`; "chunkc" has its model data at `home` and keeps to
-    `memory_budget_nbytes`, to which the allocator holds it if `is_limited`.
+    `memory_budget_nbytes`, to which the allocator holds it if `is_limited`. With a folder of `checkpoints`, it goes on
+    from the latest one, saves one every `save_every` steps, at the end and on Ctrl-C; and the learning rate rises to
+    `lr` and falls to nothing over the steps.
     """
 
     mode: Literal["plain", "chunkc"]
@@ -50,6 +56,8 @@ class RunSpec:
     home: str = "disk"
     memory_budget_nbytes: int = 0
     is_limited: bool = False
+    checkpoints: str | None = None
+    save_every: int = 50
 
     def to_json(self) -> str:
         """The command line argument of this script."""
@@ -71,12 +79,12 @@ def run(spec: RunSpec, emit: Emit) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.manual_seed(spec.seed)
     model: torch.nn.Module = GPT(spec.model)
-    emit({"event": "begin", "num_parameters": num_parameters(model)})
+    begin = {"event": "begin", "num_parameters": num_parameters(model)}
     if spec.mode == "plain":
         compiled = torch.compile(model)
         optimizer = _adamw(torch.optim.AdamW, model, spec)
-        _train(compiled, optimizer, spec, emit)
-        emit({"event": "end", "measured_peak_nbytes": cpu_allocator.peak_nbytes()})
+        if _train(model, compiled, optimizer, spec, emit, begin):
+            emit({"event": "end", "measured_peak_nbytes": cpu_allocator.peak_nbytes()})
         return
     model = chunkc.place(model, home=spec.home)
     cpu_allocator.reset_peak()
@@ -88,15 +96,23 @@ def run(spec: RunSpec, emit: Emit) -> None:
         }
         compiled = torch.compile(model, backend="chunkc", options=options)
         optimizer = _adamw(chunkc.optim.AdamW, model, spec)
-        _train(compiled, optimizer, spec, emit)
-        emit({"event": "end", "measured_peak_nbytes": cpu_allocator.peak_nbytes(), **_report(compiled)})
+        if _train(model, compiled, optimizer, spec, emit, begin):
+            emit({"event": "end", "measured_peak_nbytes": cpu_allocator.peak_nbytes(), **_report(compiled)})
 
 
 def _adamw(kind: Any, model: torch.nn.Module, spec: RunSpec) -> torch.optim.Optimizer:
     return kind(model.parameters(), lr=spec.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
 
-def _train(model: Any, optimizer: torch.optim.Optimizer, spec: RunSpec, emit: Emit) -> None:
+def _train(
+    model: torch.nn.Module,
+    compiled: Any,
+    optimizer: torch.optim.Optimizer,
+    spec: RunSpec,
+    emit: Emit,
+    begin: dict[str, Any],
+) -> bool:
+    """Emit `begin`, train and emit steps; whether all of them are done."""
     text = stdlib_text() if spec.data is None else file_text(Path(spec.data))
     crops = batches(
         text,
@@ -105,14 +121,54 @@ def _train(model: Any, optimizer: torch.optim.Optimizer, spec: RunSpec, emit: Em
         length=spec.model.length,
         seed=spec.seed,
     )
-    for step, (x, y) in enumerate(crops):
-        start_s = time.perf_counter()
-        loss = model(x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        step_s = time.perf_counter() - start_s
-        emit({"event": "step", "step": step, "loss": loss.item(), "step_s": step_s})
+    if spec.checkpoints is None:
+        emit(begin)
+        for step, (x, y) in enumerate(crops):
+            emit(_step(compiled, optimizer, step, x, y))
+        return True
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, spec.lr, total_steps=spec.num_steps + 1, pct_start=0.1, cycle_momentum=False
+    )
+    with _interrupts() as interrupted, _checkpoint(spec, model, optimizer, scheduler) as ck:
+        first = ck.load_latest() or 0
+        emit(begin | {"step": first})
+        for step, (x, y) in islice(enumerate(crops), first, None):
+            emit(_step(compiled, optimizer, step, x, y))
+            scheduler.step()
+            is_last = interrupted.is_set() or step + 1 == spec.num_steps
+            if is_last or (step + 1) % spec.save_every == 0:
+                ck.save(step + 1)
+            if interrupted.is_set():
+                ck.wait()
+                emit({"event": "stopped", "step": step + 1})
+                return False
+    return True
+
+
+def _checkpoint(spec: RunSpec, model: torch.nn.Module, optimizer: Any, scheduler: Any) -> chunkc.Checkpoint:
+    assert spec.checkpoints is not None
+    return chunkc.Checkpoint(spec.checkpoints, model=model, optimizer=optimizer, scheduler=scheduler, keep=2)
+
+
+def _step(compiled: Any, optimizer: Any, step: int, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+    start_s = time.perf_counter()
+    loss = compiled(x, y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    step_s = time.perf_counter() - start_s
+    return {"event": "step", "step": step, "loss": loss.item(), "step_s": step_s}
+
+
+@contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """Inside, Ctrl-C is noted, and the step ends first."""
+    interrupted = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda number, frame: interrupted.set())
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _report(compiled: Any) -> dict[str, Any]:

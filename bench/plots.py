@@ -17,6 +17,7 @@ METRICS = {
     "budget": (("tokens/s", 1, "tokens per second"),),
     "bound": (("of bound", 100, "% of the bound"),),
     "scale": (("parameters", 1e-9, "billion parameters"),),
+    "checkpoint": (("to no saving", 100, "% of the time without saving"),),
     "prediction": (("measured to plan", 100, "% of the plan, measured"),),
 }
 _COLUMNS = 3

@@ -18,9 +18,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import budget
-import machine
 from context import Context, Progress
 from families import ModelChoice, construct
+from least_budget import hardware_here
 from metrics import Metric, Row, Section, one, setting_of
 from specs import CHUNKC, SubjectSpec
 from subject_process import DoesNotFit, OutOfMemory, SubjectFailed, SubjectProcess, Unavailable, first_line
@@ -29,8 +29,7 @@ import chunkc
 from chunkc.explaining.cuda_offline import overhead_on
 from chunkc.ir.errors import ChunkcError
 from chunkc.ir.hardware import Hardware
-from chunkc.machines.devices import hardware_by_name
-from chunkc.machines.presets import default_hardware_path, load_hardware
+from chunkc.machines.presets import load_hardware
 
 PHASES = ("forward", "backward", "update")
 STAND_IN = "h200"
@@ -59,15 +58,16 @@ FULL = tuple(
     for codegen in ("eager", "inductor")
     for name, length, batch_size, number in (("gpt-1b", 1024, 4, 12), ("llama3-1b", 2048, 1, 6))
 )
-SMALL = tuple(
-    Case(ModelChoice(name, 64, "float32"), 2, number * budget.MIB, "eager")
-    for name, number in (("tiny-3", 6), ("hf-tiny", 24))
-)
+
+
+def small(device: str) -> tuple[Case, ...]:
+    """For rehearsals: those of the suite `budget`."""
+    return tuple(Case(of.model, of.batch_size, of.budget_nbytes, "eager") for of in budget.small(device).cases)
 
 
 def run(context: Context) -> Iterator[Section]:
     """Measure; yields each case's section as soon as it is there."""
-    cases = [case for case in (SMALL if context.is_small else FULL) if context.wants_case(case.name)]
+    cases = [case for case in (small(context.device) if context.is_small else FULL) if context.wants_case(case.name)]
     progress = Progress(context.show, max(1, 3 * len(cases)))
     with context.code_cache() as cache:
         for case in cases:
@@ -78,7 +78,7 @@ def run(context: Context) -> Iterator[Section]:
 
 def _section(context: Context, case: Case, cache: Path, progress: Progress) -> Section:
     is_cuda = context.device == "cuda"
-    gpu = _gpu() if is_cuda else load_hardware(STAND_IN)
+    gpu = hardware_here("cuda") if is_cuda else load_hardware(STAND_IN)
     libraries = overhead_on(gpu)
     # The GPU's plans get room for its libraries on top, so that all plans have the same bytes for the model.
     progress(f"{case.name}: planning from CPU fakes")
@@ -110,12 +110,6 @@ def _section(context: Context, case: Case, cache: Path, progress: Progress) -> S
         libraries_nbytes=libraries,
     )
     return Section(case.name, setting, rows)
-
-
-def _gpu() -> Hardware:
-    """The GPU that is there, by the driver's name."""
-    found = machine.hardware()
-    return hardware_by_name(found["gpu"], found["gpu_memory_nbytes"], default_hardware_path())
 
 
 def metrics_of(on_cpu: int | None, on_gpu: int | None, planned: int | None, measured: int | None) -> dict[str, Metric]:

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from subject_process import Process, Timeout
 
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.links import LinkSpec
 from chunkc.machines.calibrate import MIB, Sizes, calibrate
 
 _SMALL = Sizes(
@@ -51,7 +52,8 @@ def measure(spec: RatesSpec, cache: Path, *, timeout_s: Timeout) -> Hardware:
         SubjectFailed: the process failed.
     """
     with Process(spec, cache, timeout_s=timeout_s) as process:
-        return Hardware(**process.ready)
+        links = tuple(LinkSpec(**link) for link in process.ready["links"])
+        return Hardware(**process.ready | {"links": links})
 
 
 def _main() -> None:

@@ -10,6 +10,7 @@ Suites (all, where none is named):
     budget  models under budgets of 6 to 32 GB beside other systems that offload
     bound   the same models: how much of what the machine could do is reached
     scale   the largest model that trains under a budget
+    checkpoint   what saving a checkpoint every 50 steps costs
     prediction   bytes planned from CPU and from CUDA fakes beside measured ones
 
 `--small` rehearses a suite on a tiny model. Results go to bench/results/SUITE-DATE.json, rewritten after every
@@ -37,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import adam
 import bound
 import budget
+import checkpoint
 import disk
 import fits
 import machine
@@ -60,6 +62,7 @@ SUITES: Mapping[str, Suite] = {
     "bound": bound.run,
     "scale": scale.run,
     "prediction": prediction.run,
+    "checkpoint": checkpoint.run,
 }
 
 

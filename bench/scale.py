@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import budget
 from context import Context, Progress
 from families import TINY, ModelChoice, is_patrickstar, sizes
+from least_budget import least_budget_nbytes
 from machine import available_ram_nbytes, gpu_nbytes
 from metrics import Metric, Row, Section, one
 from specs import CHECKPOINTING, CHUNKC, PLAIN, SubjectSpec
@@ -92,7 +93,10 @@ def bisect(num_models: int, fits: Callable[[int], bool]) -> int:
 def _size(context: Context) -> Size:
     if context.is_small:
         family = tuple(ModelChoice(name, 32, "float32") for name in list(TINY)[:3])
-        return Size({"4 MiB": 4 * budget.MIB}, family, batch_size=1, codegen="eager", systems=(CHUNKC, PLAIN))
+        least_nbytes = least_budget_nbytes(family[-1], 1, context.device, "eager")
+        limit_nbytes = budget.limit_for(context.device, least_nbytes + budget.MIB)
+        budgets = {f"{limit_nbytes / budget.MIB:.1f} MiB": limit_nbytes}
+        return Size(budgets, family, batch_size=1, codegen="eager", systems=(CHUNKC, PLAIN))
     total = gpu_nbytes() if context.device == "cuda" else available_ram_nbytes()
     assert total is not None, "a CUDA device has a size"
     budgets = {f"{number} GB": number * budget.GB for number in (6, 24, 32)}

@@ -37,6 +37,7 @@ class SubjectSpec:
         limit_nbytes: no byte of the compute tier above it (on a CPU, if metered); None: no limit.
         is_checkpointed: systems that offload run each block again in the backward.
         codegen: of the peers: "inductor" or "eager", as chunkc's option of that name.
+        save_every: so many steps, a checkpoint is saved, of which the latest is kept; 0: none is.
     """
 
     SCRIPT: ClassVar[str] = "subject.py"
@@ -52,6 +53,7 @@ class SubjectSpec:
     is_checkpointed: bool = False
     codegen: str = "inductor"
     seed: int = 0
+    save_every: int = 0
 
     def to_json(self) -> str:
         """The command line argument of the script."""

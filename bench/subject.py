@@ -18,6 +18,7 @@ import json
 import os
 import resource
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -36,7 +37,6 @@ from subject_process import Unavailable
 import chunkc
 from chunkc.runtime import cpu_allocator
 from chunkc.runtime.cuda import memory_limit
-from chunkc.runtime.gpu import largest_nbytes, reset_largest_nbytes
 
 Reply = Callable[[dict[str, Any]], None]
 
@@ -48,6 +48,11 @@ class Trainer:
         self.spec = spec
         torch.manual_seed(spec.seed)
         self.trainee = systems.make(spec)
+        self._num_steps = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="chunkc-bench-checkpoints-")
+        self._checkpoint = chunkc.Checkpoint(
+            self._folder.name, model=self.trainee.model, optimizer=self.trainee.optimizer, keep=1
+        )
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Endless pairs (x, y), int64 [batch, length]. Nothing of them is kept: it would be measured."""
@@ -62,18 +67,26 @@ class Trainer:
         return x.clone().to(self.spec.device), y.clone().to(self.spec.device)
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
-        """One training step: seconds of forward with backward, of the optimizer, of both; and the loss."""
+        """One training step: seconds of forward with backward, of the optimizer, of all; and the loss.
+
+        A checkpoint that is due is saved in the midst of so many steps, so that none of a turn's goes on in the next.
+        """
         self._wait()
         start_s = time.perf_counter()
         loss = self.trainee.forward(x, y)
         self.trainee.backward(loss)
         middle_s = time.perf_counter()
         self.trainee.update()
+        updated_s = time.perf_counter()
+        self._num_steps += 1
+        period = self.spec.save_every
+        if period and self._num_steps % period == period // 2:
+            self._checkpoint.save(self._num_steps)
         self._wait()
         end_s = time.perf_counter()
         return {
             "forward_backward_s": middle_s - start_s,
-            "optimizer_s": end_s - middle_s,
+            "optimizer_s": updated_s - middle_s if period else end_s - middle_s,
             "step_s": end_s - start_s,
             "loss": loss.item(),
         }
@@ -186,14 +199,14 @@ def _cpu_limit(spec: SubjectSpec) -> AbstractContextManager[Any]:
 
 def _reset_peak(device: str) -> None:
     if device == "cuda":
-        reset_largest_nbytes(torch.device("cuda", torch.cuda.current_device()))
+        torch.cuda.reset_peak_memory_stats()
     elif cpu_allocator.is_installed():
         cpu_allocator.reset_peak()
 
 
 def _device_peak_nbytes(device: str) -> int | None:
     if device == "cuda":
-        return largest_nbytes(torch.device("cuda", torch.cuda.current_device()))
+        return torch.cuda.max_memory_allocated()
     return cpu_allocator.peak_nbytes() if cpu_allocator.is_installed() else None
 
 

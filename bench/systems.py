@@ -32,12 +32,14 @@ ADAM: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_d
 
 @dataclass(frozen=True)
 class Trainee:
-    """A model with all that a step takes. `model` owns the parameters; chunkc's is asked for reports."""
+    """A model with all that a step takes. `model` owns the parameters; chunkc's is asked for reports. A system that
+    keeps states in other ways than an optimizer's has none."""
 
     model: nn.Module
     forward: Callable[[Tensor, Tensor], Tensor]
     backward: Callable[[Tensor], None]
     update: Callable[[], None]
+    optimizer: torch.optim.Optimizer | None = None
 
 
 def make(spec: SubjectSpec) -> Trainee:
@@ -172,7 +174,7 @@ def _trainee(
         optimizer.step()
         optimizer.zero_grad()
 
-    return Trainee(model, run, torch.Tensor.backward, update)
+    return Trainee(model, run, torch.Tensor.backward, update, optimizer)
 
 
 def _compiled(model: nn.Module, spec: SubjectSpec) -> Any:

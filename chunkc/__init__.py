@@ -4,12 +4,21 @@ model = torch.compile(model, backend="chunkc", options={"memory_budget": "6GiB"}
 optimizer = chunkc.optim.AdamW(model.parameters(), lr=3e-4)
 """
 
-from chunkc import optim
+from chunkc import checkpoint, optim
+from chunkc.checkpoint.training import Checkpoint
+from chunkc.distribute import distribute
+from chunkc.engine import initialize_engine
 from chunkc.explaining.explain import explain
+from chunkc.files.load import load
+from chunkc.files.save import save
+from chunkc.init import init
 from chunkc.ir.errors import (
     BudgetError,
+    CheckpointError,
     ChunkcError,
     ChunkStateError,
+    DistributedError,
+    FileError,
     HomeError,
     OptionsError,
     StreamError,
@@ -24,19 +33,29 @@ from chunkc.report import Report, report
 
 __all__ = [
     "BudgetError",
+    "Checkpoint",
+    "CheckpointError",
     "ChunkStateError",
     "ChunkcError",
+    "DistributedError",
     "Explanation",
+    "FileError",
     "HomeError",
     "OptionsError",
     "Report",
     "StreamError",
     "UnsupportedError",
     "VerificationError",
+    "checkpoint",
     "declare_scratch",
+    "distribute",
     "explain",
+    "init",
+    "initialize_engine",
+    "load",
     "optim",
     "place",
     "report",
+    "save",
     "synchronize",
 ]

@@ -7,6 +7,7 @@ and measured on paper. If the budget is large enough, the step is planned and ve
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -36,6 +37,7 @@ from chunkc.torch_private.fake import DataDependentOutputException, TracingConte
 from chunkc.update_graphs import is_between_calls
 from chunkc.user_names import GraphNames
 from chunkc.variants import Variant, Variants
+from chunkc.whole_parameters import with_whole_parameters
 
 
 def chunkc(
@@ -66,7 +68,7 @@ def _compiled(
     try:
         if mode is not None:
             raise OptionsError(f'mode={mode!r} is for the backend "inductor"; chunkc takes options={{...}}')
-        settings = parse_options(options)
+        settings = parse_options(options, os.environ)
     except OptionsError as error:
         return _raising(error)
     if in_compiled_autograd():
@@ -76,7 +78,12 @@ def _compiled(
         return gm.forward
     if settings.codegen == "inductor":
         prepare_compiler()
-    names, is_part = GraphNames(gm), _is_part(gm)
+    is_part = _is_part(gm)
+    try:
+        gm = with_whole_parameters(gm, example_inputs)
+    except UnsupportedError as error:
+        return _raising(error)
+    names = GraphNames(gm)
 
     def compile_for(inputs: Sequence[Any], arguments: Sequence[Any] | None = None) -> Callable[..., Any]:
         return compile_graph(gm, inputs, names, settings, options, arguments, is_part=is_part)

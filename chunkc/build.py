@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from chunkc.capture import Capture
-from chunkc.captured import Captured, profile
+from chunkc.captured import Captured
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.estimates import how_to_avoid, not_known
@@ -24,10 +24,10 @@ from chunkc.passes.codegen import (
     kernels_started,
 )
 from chunkc.passes.graphs import placeholders, returned
-from chunkc.passes.planning import fixed_nbytes
 from chunkc.passes.program import backward_program, forward_program
 from chunkc.passes.segments import Piece, Segment, SegmentTable, cut, extract, home_views
 from chunkc.passes.shapes import AS_TRACED, Shapes
+from chunkc.policy import fits_whole
 from chunkc.progress import Show
 from chunkc.torch_private.engine import without_autocast
 
@@ -73,11 +73,11 @@ class Builder:
             described: (whole, estimated) -> the step so; by default with the sizes that were traced.
         """
         described = described or self.described
-        if self.may_be_whole and self._staying_nbytes <= self.budget_nbytes:
+        if self.may_be_whole and fits_whole(self.layout, self.budget_nbytes):
             estimate = described(True, True)
-            if self._fits(estimate):
+            if fits_whole(self.layout, self.budget_nbytes, estimate):
                 whole = estimate if self.estimate_is_exact else described(True, False)
-                if self._fits(whole):
+                if fits_whole(self.layout, self.budget_nbytes, whole):
                     return whole
         return described(False, False)
 
@@ -85,18 +85,6 @@ class Builder:
     def estimate_is_exact(self) -> bool:
         """Whether an estimate is the description itself."""
         return not self.compiled and self.codegen == "eager"
-
-    def _fits(self, captured: Captured) -> bool:
-        """Whether all model data can stay on the compute tier."""
-        fixed = self._staying_nbytes
-        return all(
-            fixed + position.non_model_nbytes <= self.budget_nbytes for position in profile(captured, self.layout).all
-        )
-
-    @property
-    def _staying_nbytes(self) -> int:
-        """All model data, on the compute tier."""
-        return fixed_nbytes(self.layout, frozenset(group.index for group in self.layout.groups))
 
     def _structure(self, whole: bool) -> Structure:
         if whole not in self._structures:

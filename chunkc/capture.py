@@ -89,7 +89,7 @@ def capture_graph(
         What Dynamo is to call, and the graphs. Parameters' views are copied to their readers in them.
 
     Raises:
-        UnsupportedError: the graph changes inputs that share memory.
+        UnsupportedError: the graph changes inputs that share memory, or has an operator with an effect of its own.
     """
     warn_if_newer()
     capture = Capture()
@@ -182,10 +182,27 @@ def detached(traced: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def _refuse_effects(graph: fx.Graph) -> None:
+    """AOTAutograd keeps the order of operators that act on nothing in the graph, by tokens that are inputs of it.
+
+    Raises:
+        UnsupportedError: there is such an operator.
+    """
+    for node in graph.nodes:
+        if getattr(node.target, "__name__", "") == "with_effects":
+            raise UnsupportedError(
+                f"{node.args[1]} has an effect beside its outputs, which no plan keeps in order. If it is a check of "
+                "torch.linalg, call the function that leaves it out (torch.linalg.solve_ex, inv_ex, cholesky_ex), or "
+                'parametrizations.orthogonal with orthogonal_map="matrix_exp"; else keep it out of the graph with '
+                "torch.compiler.disable"
+            )
+
+
 def _name_parameters(capture: Capture, names: Sequence[str | None]) -> None:
     """Note which placeholders and gradients belong to which parameters, and copy parameters' views to their readers."""
     forward, backward = capture.forward, capture.backward
     assert forward is not None
+    _refuse_effects(forward.graph)
     primals = placeholders(forward.graph)
     if len(primals) != len(names):
         raise UnsupportedError("the model changes inputs that share memory; pass copies of them")

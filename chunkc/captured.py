@@ -1,34 +1,21 @@
-"""What compilation made of a graph, and pure functions from it to residents, a plan, a rewritten graph and a verdict.
-
-The backend and `chunkc explain` both come this way: what is explained is what runs.
-"""
+"""What compilation made of a graph, before any plan, and what it needs at each of its operations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
 
-from torch import fx, nn
+from torch import nn
 
 from chunkc.ir.chunks import ChunkLayout
-from chunkc.ir.errors import BudgetError, VerificationError
 from chunkc.ir.estimates import EstimatedOperator, unknown_operators
-from chunkc.ir.hardware import Hardware
-from chunkc.ir.plan import Plan, Position
-from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram, SegmentMemory
-from chunkc.ir.verify import verify_phase
+from chunkc.ir.plan import Position
+from chunkc.ir.program import PhaseProgram, SegmentMemory
+from chunkc.options import Activations
+from chunkc.passes.activations import Saved, candidates, leaving
 from chunkc.passes.codegen import CompiledSegment
-from chunkc.passes.insert import insert_events
-from chunkc.passes.planning import (
-    StepProfile,
-    check_minimum,
-    choose_resident,
-    plan_phases,
-    staying_beside,
-)
+from chunkc.passes.planning import StepProfile
 from chunkc.passes.profile import positions
 from chunkc.passes.update_planning import smallest_tiles, update_positions
 
@@ -38,21 +25,50 @@ ROOM_FOR_LOSS = 3
 LARGEST_NUMBER_NBYTES = 512
 """Of one number: no allocator gives more for it."""
 
-HELD_GRANULES = 256
-"""Plans are made for what others hold rounded up to this part of the budget, where that fits."""
 
-Made = TypeVar("Made")
+@dataclass(frozen=True)
+class Places:
+    """Where in a forward's inputs and outputs the values are that take memory of their own, parameters left out.
+
+    `saved` are those that only the backward gets, the largest first.
+    """
+
+    inputs: tuple[int, ...]
+    user_outputs: tuple[int, ...]
+    saved: tuple[int, ...]
+
+    @staticmethod
+    def of(program: PhaseProgram) -> Places:
+        storage_of = program.value_storages()
+        seen = set(program.inputs.values())
+        user_outputs: list[int] = []
+        saved: dict[int, int] = {}  # with its bytes
+        for position, name in enumerate(program.outputs):
+            if position < program.num_new_buffers or name is None or storage_of[name] in seen:
+                continue
+            seen.add(storage_of[name])
+            if position < program.num_user_outputs:
+                user_outputs.append(position)
+            else:
+                saved[position] = program.storages[storage_of[name]]
+        inputs = tuple(i for i, name in enumerate(program.inputs) if name not in program.parameters)
+        return Places(inputs, tuple(user_outputs), tuple(sorted(saved, key=saved.__getitem__, reverse=True)))
 
 
 @dataclass(frozen=True)
 class Captured:
-    """What compilation made of a graph, before any plan."""
+    """What compilation made of a graph, before any plan.
+
+    Attributes:
+        absent: the storages that are at home between forward and backward.
+    """
 
     forward: PhaseProgram
     backward: PhaseProgram | None
     segments: Mapping[str, CompiledSegment]
     modules: Mapping[str, nn.Module]
     whole: bool
+    absent: tuple[Saved, ...] = ()
 
     @property
     def unknown_operators(self) -> tuple[EstimatedOperator, ...]:
@@ -80,6 +96,38 @@ class Captured:
             return self
         return replace(self, backward=self.backward.holding(tangents))
 
+    @cached_property
+    def may_leave(self) -> tuple[Saved, ...]:
+        """Storages that may be at home between forward and backward. A graph that is compiled whole keeps all: it reads
+        them at its very first operation."""
+        return () if self.whole else candidates(self.forward, self.backward)
+
+    def leaving(self, storages: frozenset[str]) -> Captured:
+        """The same graph, where these storages are at home between forward and backward."""
+        if not storages:
+            return self
+        known: dict[frozenset[str], Captured] = self.__dict__.setdefault("_leaving", {})
+        if storages not in known:
+            assert self.backward is not None
+            known.clear()
+            forward, backward = leaving(self.forward, storages), leaving(self.backward, storages)
+            absent = tuple(one for one in self.may_leave if one.storage in storages)
+            known[storages] = replace(self, forward=forward, backward=backward, absent=absent)
+        return known[storages]
+
+    @cached_property
+    def may_stand(self) -> tuple[int, ...]:
+        """Where among the backward's inputs something may stand for a value at home."""
+        storages = {one.storage for one in self.may_leave}
+        inputs = self.backward.inputs.values() if self.backward is not None else ()
+        return tuple(place for place, storage in enumerate(inputs) if storage in storages)
+
+    def leanest(self, activations: Activations) -> Captured:
+        """The same graph where it needs the least: with all at home between the phases that may be."""
+        if activations == "keep":
+            return self
+        return self.leaving(frozenset(one.storage for one in self.may_leave))
+
     @property
     def tangents(self) -> tuple[str, ...]:
         """The backward's inputs that are gradients of the forward's outputs; the others were saved for it."""
@@ -94,6 +142,10 @@ class Captured:
     def programs(self) -> Mapping[str, PhaseProgram]:
         """The phases there are, by name."""
         return {p.phase: p for p in (self.forward, self.backward) if p is not None}
+
+    @cached_property
+    def places(self) -> Places:
+        return Places.of(self.forward)
 
     @cached_property
     def trained(self) -> frozenset[str]:
@@ -146,29 +198,19 @@ class Captured:
         return sum(self.forward.storages[storage] for storage in storages)
 
 
-def planned_with_room(planned: Callable[[int], Made], held_nbytes: int, budget_nbytes: int) -> tuple[Made, int]:
-    """What is planned beside others' values, with room for a little more of them where there is such a plan: who keeps
-    a little more at every step, such as losses, does not wait for a new plan each time.
-
-    Args:
-        planned: a plan, or what is made of one, beside so many bytes.
-
-    Returns:
-        What is planned, and the bytes it has room for beyond `held_nbytes`.
-
-    Raises:
-        BudgetError: nothing fits beside `held_nbytes`.
-    """
-    granule = max(1, budget_nbytes // HELD_GRANULES)
-    wider_nbytes = -(-held_nbytes // granule) * granule
-    if wider_nbytes != held_nbytes:
-        with suppress(BudgetError):
-            return planned(wider_nbytes), wider_nbytes - held_nbytes
-    return planned(held_nbytes), 0
-
-
 def profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
-    """Positions of every phase. In the forward, the previous call's outputs are still the caller's."""
+    """Positions of every phase. In the forward, the previous call's outputs are still the caller's.
+
+    The latest is kept with the captured graph: decisions and plans ask for the same one.
+    """
+    known = captured.__dict__.get("_profile")
+    if known is None or known[0] is not layout:
+        known = captured.__dict__["_profile"] = layout, _profile(captured, layout)
+    found: StepProfile = known[1]
+    return found
+
+
+def _profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
     group_of = layout.group_of()
     memories = captured.memories
     forward: tuple[Position, ...] = tuple(
@@ -182,127 +224,3 @@ def profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
     update = update_positions(layout, smallest_tiles(layout, trained), captured.caller_nbytes)
     boundary_nbytes = captured.between_nbytes + ROOM_FOR_LOSS * captured.output_nbytes
     return StepProfile(forward, backward, update, boundary_nbytes)
-
-
-def residents_with(
-    captured: Captured, layout: ChunkLayout, budget_nbytes: int, resident: frozenset[int], num_known: int
-) -> tuple[frozenset[int], int]:
-    """The groups that stay once a graph is compiled, and the smallest budget for the graph by itself.
-
-    Args:
-        resident: of the layout's first `num_known` groups, those that stay so far; later ones are new, and any may.
-
-    Raises:
-        BudgetError: there is no plan within the budget.
-    """
-    needs = profile(captured, layout).all
-    allowed = resident | frozenset(range(num_known, len(layout.groups)))
-    all_may_stay = len(allowed) == len(layout.groups)
-    minimum = check_minimum(needs, layout, budget_nbytes, 0, all_may_stay=all_may_stay)
-    return choose_resident(needs, layout, budget_nbytes, allowed), minimum
-
-
-def fitting_form(
-    forms: Iterable[Captured],
-    needs: Callable[[Captured], Sequence[Position]],
-    layout: ChunkLayout,
-    budget_nbytes: int,
-    held_nbytes: int,
-    resident: frozenset[int],
-) -> tuple[Captured, frozenset[int]]:
-    """The first of a graph's forms that fits beside `held_nbytes`, and those residents that may stay then.
-
-    Args:
-        needs: the positions of a form.
-
-    Raises:
-        BudgetError: none fits even where no group stays; of the form that needs the least.
-    """
-    refused: list[BudgetError] = []
-    for captured in forms:
-        try:
-            return captured, staying_beside(needs(captured), layout, budget_nbytes, held_nbytes, resident)[0]
-        except BudgetError as error:
-            refused.append(error)
-    try:
-        raise min(refused, key=lambda error: error.minimum_nbytes)
-    finally:
-        refused.clear()  # an error keeps this frame, and would keep itself
-
-
-def plan_step(
-    captured: Captured,
-    layout: ChunkLayout,
-    *,
-    budget_nbytes: int,
-    resident: frozenset[int],
-    hardware: Hardware,
-    held_nbytes: int = 0,
-    cold_backward: bool = False,
-) -> Plan:
-    """The plan of forward and backward; with `cold_backward` of the backward alone, which finds no chunk in a slot.
-
-    Raises:
-        BudgetError: there is none within the budget.
-    """
-    step = profile(captured, layout)
-    phases = [] if cold_backward else [(FORWARD, step.forward)]
-    if captured.backward is not None:  # which may have nothing to compute, as that of an addition alone
-        phases.append((BACKWARD, step.backward))
-    return plan_phases(
-        phases,
-        layout,
-        budget_nbytes=budget_nbytes,
-        resident=resident,
-        hardware=hardware,
-        held_nbytes=held_nbytes,
-        boundary_nbytes=step.boundary_nbytes,
-    )
-
-
-def rewrite(
-    captured: Captured, plan: Plan, layout: ChunkLayout, *, settling: bool = False
-) -> dict[str, fx.GraphModule]:
-    """Phase -> its graph with the plan's chunk nodes; with `settling`, the backward says when groups are settled."""
-    return {
-        phase.phase: insert_events(
-            captured.programs[phase.phase],
-            phase,
-            captured.modules,
-            group_of=layout.group_of(),
-            resident=plan.resident,
-            layout=layout if settling and phase.phase == BACKWARD else None,
-        )
-        for phase in plan.phases
-    }
-
-
-def verify(
-    captured: Captured, plan: Plan, graphs: Mapping[str, fx.GraphModule], layout: ChunkLayout, *, held_nbytes: int = 0
-) -> None:
-    """Check the rewritten graphs, independently of how they came about.
-
-    Raises:
-        VerificationError: a bug in the planner; nothing has run.
-    """
-    present: frozenset[str] = frozenset()
-    for phase in plan.phases:
-        program = captured.programs[phase.phase]
-        elsewhere = program.held - set(program.inputs.values())  # held by the caller, not passed in
-        extra = sum(program.storages[storage] for storage in elsewhere)
-        extra += captured.output_nbytes if phase.phase == FORWARD else 0
-        kept = plan.kept if phase is not plan.phases[-1] else frozenset[str]()
-        violations = verify_phase(
-            graphs[phase.phase].graph,
-            layout=layout,
-            memories=captured.memories,
-            resident=plan.resident,
-            held_nbytes=held_nbytes + extra,
-            budget_nbytes=plan.budget_nbytes,
-            present=present,
-            kept=kept,
-            gradients={name for call in program.calls for _, name in call.gradients},
-        )
-        if violations:
-            raise VerificationError(violations)
-        present = kept

@@ -118,6 +118,12 @@ def _add_explain_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--chunk-size", default="auto", metavar="SIZE", help='bytes, "4MiB" or "auto"')
     codegen_help = "who compiles the segments; default: eager, which takes other bytes than training's inductor"
     command.add_argument("--codegen", choices=["eager", "inductor"], default="eager", help=codegen_help)
+    command.add_argument(
+        "--activations",
+        choices=("auto", "keep", "offload"),
+        default="keep",
+        help="what becomes of the values that the forward saves; default: keep",
+    )
     command.add_argument("--strict", action="store_true", help="refuse operators whose inner memory is a guess")
     _add_optimizer_arguments(command.add_argument_group("the optimizer of chunkc.optim, by its own arguments"))
     command.add_argument("--largest", choices=["batch_size", "seq_len"], help="the largest that fits")
@@ -234,6 +240,7 @@ def _explain(options: argparse.Namespace) -> int:
         "disk_holds": options.disk_holds,
         "chunk_size": _size(options.chunk_size),
         "codegen": options.codegen,
+        "activations": options.activations,
         "strict": options.strict,
     }
     choice = OptimizerChoice(

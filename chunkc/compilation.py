@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -13,25 +14,31 @@ from torch import fx, nn
 
 from chunkc.build import Builder
 from chunkc.capture import Capture, capture_graph, unique_name
-from chunkc.captured import Captured, residents_with
+from chunkc.captured import Captured
 from chunkc.garbage import no_automatic_collection
-from chunkc.graph import CompiledGraph, planned_step
+from chunkc.graph import CompiledGraph, PlannedStep, plan_key, planned_step
+from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError, UnsupportedError
 from chunkc.known_needs import Held, needs_of_step
-from chunkc.live_values import storages_nbytes
 from chunkc.logs import log_build, log_capture, warn_of_estimates
 from chunkc.machines.devices import device_of
-from chunkc.movable import can_move
+from chunkc.movable import can_move, refuse_staying
 from chunkc.moving import place
 from chunkc.options import Options
 from chunkc.passes.graphs import placeholders, without_tied_placeholders
+from chunkc.policy import GraphCaptured, decide
 from chunkc.progress import Show, compilation_progress
+from chunkc.ranks import Facts, join, meeting, transport_of
+from chunkc.readers import await_readers
 from chunkc.reconcile import end_where_laid_out_otherwise, note_shared_memory, reconcile
-from chunkc.session import DEFAULTS, Session, owner, session_for
-from chunkc.steps import INPUTS, StaticSteps, Steps, SymbolicSteps
+from chunkc.runtime.parts import part_of
+from chunkc.session import DEFAULTS, Session, owner
+from chunkc.session_lookup import session_for
+from chunkc.steps import INPUTS, SizedStep, StaticSteps, Steps, SymbolicSteps
 from chunkc.templates import Templates, input_symbols
 from chunkc.torch_private.fake import FakeTensor
 from chunkc.user_names import GraphNames, UserNames
+from chunkc.whole_parameters import as_traced
 
 
 class NotForAnyShapes(Exception):
@@ -75,14 +82,16 @@ def compile_graph(
         )
         return _taking(positions, call)
     names = graph_names.take(inputs, UserNames.of_caller())
-    parameters = [value if isinstance(value, nn.Parameter) else None for value in inputs]
+    parameters = [part_of(value) if isinstance(value, nn.Parameter) else None for value in inputs]
     device = _compute_device(parameters, inputs, names)
     owned = [p for p in parameters if p is not None]
     end_where_laid_out_otherwise(owned)
+    transport = transport_of({n: p for n, p in zip(names, parameters, strict=True) if p is not None})
     session = session_for(owned, options, source, device)
+    join(session, transport)
     session.known.has_parts |= is_part
-    with session.entered(), _configured(session, options, source):
-        graph, call = _compile_in(session, gm, inputs, parameters, names, options, arguments)
+    with meeting(transport) as compare, session.entered(), _configured(session, options, source):
+        graph, call = _compile_in(session, gm, inputs, parameters, names, options, arguments, compare)
     is_symbolic = isinstance(graph.steps, SymbolicSteps)
 
     def run(*args: Any) -> Any:
@@ -109,12 +118,12 @@ def _taking(positions: Sequence[int], call: Callable[..., Any]) -> Callable[...,
 @contextmanager
 def _configured(session: Session, options: Options, source: Mapping[str, Any] | None) -> Iterator[None]:
     """The session has these options from now on, unless what is compiled inside fails."""
-    former = session.options, session.options_source, session.budget_nbytes, session.store.debug
+    former = session.terms
     session.configure(options, DEFAULTS if source is None else source)
     try:
         yield
     except BaseException:
-        session.options, session.options_source, session.budget_nbytes, session.store.debug = former
+        session.agree(former)
         raise
 
 
@@ -126,8 +135,10 @@ def _compile_in(
     names: Sequence[str],
     options: Options,
     arguments: Sequence[Any] | None,
+    compare: Callable[[Facts], None],
 ) -> tuple[CompiledGraph, Callable[..., Any]]:
-    """As `compile_graph`: what Dynamo is to call, and the graph that it runs."""
+    """As `compile_graph`: what Dynamo is to call, and the graph that it runs. `compare`: see `ranks.meeting`."""
+    await_readers(p for p in parameters if p is not None)  # while they read, parameters are somebody else's, too
     reconcile(session, [hit[1] for p in parameters if p is not None and (hit := owner(p)) is not None])
     parameter_names = _name_parameters(session, parameters, names)
     compiled: list[CompiledGraph] = []
@@ -135,7 +146,7 @@ def _compile_in(
         show("tracing", 0, None)
         call, capture = capture_graph(
             gm,
-            inputs,
+            as_traced(inputs),
             parameter_names,
             codegen=options.codegen,
             run_forward=lambda arguments: compiled[0].forward(arguments),
@@ -143,7 +154,7 @@ def _compile_in(
         )
         named = {name: p for name, p in zip(parameter_names, parameters) if name is not None and p is not None}
         log_capture(capture)
-        compiled.append(_build(session, capture, options, named, gm, show, inputs, arguments))
+        compiled.append(_build(session, capture, options, named, gm, show, inputs, arguments, compare))
     return compiled[0], call
 
 
@@ -200,9 +211,11 @@ def _build(
     show: Show,
     inputs: Sequence[Any],
     arguments: Sequence[Any] | None,
+    compare: Callable[[Facts], None],
 ) -> CompiledGraph:
     in_order = capture.order_of_use()
     note_shared_memory({name: named[name] for name in in_order if owner(named[name]) is None})
+    refuse_staying(named)
     movable = [session.spec_of(name, named[name]) for name in in_order if can_move(named[name])]
     fixed = [session.spec_of(name, named[name]) for name in in_order if not can_move(named[name])]
     session.unfreeze({spec.name for spec in (*movable, *fixed) if spec.trainable})
@@ -215,27 +228,42 @@ def _build(
         layout,
         session.budget_nbytes,
         session.hardware,
-        may_be_whole=options.whole_graph == "auto" and not fused_for_any_sizes,
+        may_be_whole=options.may_be_whole and not fused_for_any_sizes,
         strict=options.strict,
         show=show,
     )
-    steps, captured = _steps(builder, gm, session.all_may_stay(), arguments)
-    log_build(captured, layout)
-    warn_of_estimates(session.note_estimates(captured.unknown_operators))
+    steps, step = _steps(builder, gm, session.situation.may_be_whole, arguments)
+    log_build(step.captured, layout)
+    warn_of_estimates(session.note_estimates(step.captured.unknown_operators))
     show("planning", 0, None)
-    num_known = 0 if session.unplanned else len(session.store.layout.groups)
     try:
-        resident, _ = residents_with(captured, layout, session.budget_nbytes, session.store.resident, num_known)
+        decision = decide(session.situation, GraphCaptured(step.captured, layout))
     except BudgetError as error:
-        needs = needs_of_step(
-            captured, session.trained, layout, _held_now(session, captured, inputs if arguments is None else arguments)
-        )
+        held = _held_now(session, step.captured, inputs if arguments is None else arguments)
+        needs = needs_of_step(step.captured.leanest(options.activations), session.trained, layout, held)
         raise session.known.named(error, layout, needs, session.num_graphs + 1) from None
-    planned_step(session, layout, resident, captured)  # verified before anything moves
-    place(session, layout, named, resident)
+    planned = planned_step(session, step.captured, decision.request)  # verified before anything moves
+    compare(facts_of(capture, layout, session, planned))
+    place(session, layout, named, decision.situation.resident)
     session.own(named)
-    session.unplanned = False
-    return CompiledGraph(session, steps, captured)
+    session.num_graphs, session.trained = decision.situation.num_graphs, decision.situation.trained
+    step.plans.keep(plan_key(session, decision.request.key), planned)
+    return CompiledGraph(session, steps, step.captured)
+
+
+def facts_of(capture: Capture, layout: ChunkLayout, session: Session, planned: PlannedStep) -> Facts:
+    """What ranks that train one model have in common where a graph is compiled."""
+    graphs = [graph.code for graph in (capture.forward, capture.backward) if graph is not None]
+    whole = [(g.index, [(s.spec.name, s.spec.shards, s.slot_offset) for s in g.slices]) for g in layout.groups]
+    in_common = [(index, [(name, shards and shards.shape, at) for name, shards, at in of]) for index, of in whole]
+    return {
+        "the versions of PyTorch and chunkc": f"{torch.__version__} {version('chunkc')}",
+        "the options": repr(session.options),
+        "the budget in bytes": str(session.budget_nbytes),
+        "the code of the model": "\n".join(graphs),
+        "the layout of parameters": repr(in_common),
+        "the plan": str(planned.plan),
+    }
 
 
 def _held_now(session: Session, captured: Captured, inputs: Sequence[Any]) -> Held:
@@ -243,22 +271,22 @@ def _held_now(session: Session, captured: Captured, inputs: Sequence[Any]) -> He
     tensors = [v for v in inputs if isinstance(v, torch.Tensor) and not isinstance(v, nn.Parameter)]
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
         return Held(0, 0)
-    return Held.around(captured, session.live.nbytes(leaving_out=tensors), storages_nbytes(tensors))
+    return session.live.beside_forward(captured, tensors)
 
 
 def _steps(
     builder: Builder, gm: fx.GraphModule, may_be_whole: bool, arguments: Sequence[Any] | None
-) -> tuple[Steps, Captured]:
+) -> tuple[Steps, SizedStep]:
     """The graph at any sizes it serves, and at those of a call's arguments, or as it was traced."""
     if not input_symbols(builder.capture):
         captured = builder.build() if may_be_whole else builder.described(whole=False)
-        return StaticSteps(captured, partial(builder.described, whole=False)), captured
+        static = StaticSteps(captured, builder)
+        return static, static.step
     try:
-        templates = Templates(builder)
         inputs = [node.meta.get("example_value") for node in placeholders(gm.graph)]
-        steps = SymbolicSteps(templates, builder.capture, inputs)
+        steps = SymbolicSteps(Templates(builder), builder.capture, inputs)
     except UnsupportedError as error:
         raise NotForAnyShapes from error
     if arguments is None:
-        return steps, templates.at(templates.traced, may_be_whole=may_be_whole)
-    return steps, steps.at(INPUTS, arguments, may_be_whole=may_be_whole).captured
+        return steps, steps.as_traced(may_be_whole=may_be_whole)
+    return steps, steps.at(INPUTS, arguments, may_be_whole=may_be_whole)

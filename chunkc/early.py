@@ -1,18 +1,20 @@
 """Updates that begin during the backward, as the graphs of a session see them: which groups, and who must not run then.
 
 A compiled backward says when a group is settled at home: its gradients are complete and on their way, and nothing of
-it is read from home again. Whoever wants to update the group may begin then. From then to that optimizer's `step()` no
-graph that uses the group may run: it would compute with parameters of two steps.
+it is read from home again. Whoever wants to update the group at home may begin then. A group that is updated in slots
+is asked for before the backward begins, since its update is part of the backward's plan. From its update to that
+optimizer's `step()` no graph that uses the group may run: it would compute with parameters of two steps.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Container
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.plan import Tile
 
 if TYPE_CHECKING:
     from chunkc.session import Session
@@ -23,6 +25,15 @@ class Starter(Protocol):
 
     def begin_update(self, session: Session, group: int) -> bool:
         """Begin a settled group's update, if it is this optimizer's and may begin; whether it did."""
+
+    def stages_in_slots(self, session: Session, group: int) -> int:
+        """The stages of a group's update, if the next backward may make it in slots; 0 if it may not."""
+
+    def make_ready(self, session: Session, group: int) -> None:
+        """A backward is about to run that updates this group in slots."""
+
+    def update(self, session: Session, tile: Tile, tiles: Sequence[Tile]) -> None:
+        """Update a tile of a group in slots, where `tiles` are all of them."""
 
     def begun_in(self, session: Session) -> Container[int]:
         """Groups of a session whose updates have begun during a backward since the last step."""
@@ -38,6 +49,7 @@ class EarlyUpdates:
 
     def __init__(self) -> None:
         self._in_flight: weakref.WeakKeyDictionary[Starter, Counter[int]] = weakref.WeakKeyDictionary()
+        self._in_slots: dict[int, weakref.ref[Starter]] = {}
 
     @property
     def wanted(self) -> bool:
@@ -61,8 +73,14 @@ class EarlyUpdates:
             in_flight.update(groups)
 
     def enter_backward(self, session: Session, groups: Collection[int]) -> None:
-        """A graph that uses these groups is about to run the backward of one of its forwards; raises as above."""
+        """A graph that uses these groups is about to run the backward of one of its forwards.
+
+        Raises:
+            UnsupportedError: as above, or it would add to gradients that were used up.
+        """
         self._refuse(session, groups, "backward")
+        for group in groups:
+            session.store.check_not_used_up(group)
         for in_flight in self._in_flight.values():
             for group in groups:
                 if in_flight[group] > 0:
@@ -73,6 +91,31 @@ class EarlyUpdates:
         for starter, in_flight in list(self._in_flight.items()):
             if in_flight[group] == 0:
                 starter.begin_update(session, group)
+
+    def updates_in_slots(self, session: Session, groups: Collection[int]) -> tuple[tuple[int, int], ...]:
+        """(group, stages of its update) of those groups that a graph's backward may update in slots: none is to come
+        that uses them. Asked in its forward, which does not count yet, and before the backward."""
+        found: dict[int, int] = {}
+        self._in_slots.clear()
+        for starter, in_flight in list(self._in_flight.items()):
+            for group in sorted(groups):
+                if in_flight[group] == 0 and (num_stages := starter.stages_in_slots(session, group)):
+                    found[group], self._in_slots[group] = num_stages, weakref.ref(starter)
+        return tuple(sorted(found.items()))
+
+    def updating(self, session: Session, tiles: Collection[Tile]) -> Callable[[Tile], None]:
+        """What updates these tiles of groups, which the latest `updates_in_slots` has named."""
+        by_group: dict[int, list[Tile]] = {}
+        for tile in tiles:
+            by_group.setdefault(tile.group, []).append(tile)
+        starters = {group: starter for group in by_group if (starter := self._in_slots[group]()) is not None}
+        for group, starter in starters.items():
+            starter.make_ready(session, group)
+
+        def update(tile: Tile) -> None:
+            starters[tile.group].update(session, tile, by_group[tile.group])
+
+        return update
 
     def stepped(self, starter: Starter) -> None:
         """An optimizer has ended its step: for it, no forward before this counts any more."""

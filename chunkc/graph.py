@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,21 +13,33 @@ import torch
 from torch import fx
 
 from chunkc.backward_kinds import GradModes, NodeHooks, accumulators
-from chunkc.captured import Captured, fitting_form, plan_step, planned_with_room, profile, rewrite, verify
-from chunkc.ir.chunks import ChunkLayout
-from chunkc.ir.errors import BudgetError
-from chunkc.ir.plan import Plan, Position
+from chunkc.captured import Captured, profile
+from chunkc.ir.errors import BudgetError, UnsupportedError
+from chunkc.ir.plan import Plan
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.known_needs import Held, Needs, NotedNeeds, needs_of_step, update_needs
-from chunkc.live_values import storages_nbytes
 from chunkc.logs import log_plan
 from chunkc.moving import stay
-from chunkc.passes.planning import staying_beside
-from chunkc.reconcile import gradients_of_several, reconcile
+from chunkc.plans import step_plan
+from chunkc.policy import (
+    ALONE,
+    Around,
+    Forms,
+    Key,
+    PhaseCalled,
+    SizesCalled,
+    StepDecision,
+    StepRequest,
+    decide,
+)
+from chunkc.ranks import agree, largest
+from chunkc.reconcile import gradients_left_to_autograd, reconcile
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
+from chunkc.runtime.parts import leaf_of
+from chunkc.runtime.saved import SavedValues, saved_values
 from chunkc.session import Session
 from chunkc.steps import INPUTS, SizedStep, Steps
-from chunkc.torch_private.engine import KEEPS_TANGENTS, hooks_of, tensor_use_count
+from chunkc.torch_private.engine import KEEPS_TANGENTS, hooks_of, keeps_graph, tensor_use_count
 
 
 @dataclass(frozen=True)
@@ -40,66 +52,37 @@ class PlannedPhase:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step under one plan, beside `held_nbytes` of others' values; `needs`: of each phase, without these."""
+    """A step under the plan that was asked for, beside `held_nbytes` of others' values; `needs`: of each phase, without
+    these."""
 
+    request: StepRequest
     plan: Plan
     phases: Mapping[str, PlannedPhase]
     needs: Mapping[str, Needs]
     held_nbytes: int
 
 
-@dataclass(frozen=True)
-class Around:
-    """What of a phase's surroundings its plan depends on, beside the bytes that others hold.
-
-    Attributes:
-        cold_backward: the backward finds none of its chunks in a slot.
-        hooked: parameters whose gradients are returned to autograd.
-        kept_tangents: gradients of outputs that the caller keeps.
-    """
-
-    cold_backward: bool = False
-    hooked: frozenset[str] = frozenset()
-    kept_tangents: frozenset[str] = frozenset()
-
-    def seen_by(self, captured: Captured) -> Captured:
-        """The captured graph in these surroundings."""
-        return captured.returning(self.hooked).holding(self.kept_tangents)
-
-
-def planned_step(
-    session: Session,
-    layout: ChunkLayout,
-    resident: frozenset[int],
-    captured: Captured,
-    held_nbytes: int = 0,
-    around: Around = Around(),
-) -> PlannedStep:
-    """The verified plan of a step with this layout and these residents, whether parameters are there yet or not.
+def planned_step(session: Session, captured: Captured, request: StepRequest) -> PlannedStep:
+    """The verified plan of a step that was asked for, whether parameters are there yet or not.
 
     Raises:
-        BudgetError: there is none within the session's budget.
         VerificationError: a bug in the planner; nothing has run.
     """
-    captured = around.seen_by(captured)
-    plan = plan_step(
-        captured,
-        layout,
-        budget_nbytes=session.budget_nbytes,
-        resident=resident,
-        hardware=session.hardware,
-        held_nbytes=held_nbytes,
-        cold_backward=around.cold_backward,
-    )
-    graphs = rewrite(captured, plan, layout, settling=session.early.wanted)
-    if session.options.verify:
-        verify(captured, plan, graphs, layout, held_nbytes=held_nbytes)
-    log_plan(plan, graphs)
+    options, settling = session.options, session.early.wanted
+    made = step_plan(captured, request, session.hardware, settling=settling, verified=options.verify)
+    log_plan(made.plan, made.graphs)
     runs = {name: segment.run for name, segment in captured.segments.items()}
-    phases = {name: PlannedPhase(graph, lower(graph.graph, runs)) for name, graph in graphs.items()}
-    step = profile(captured, layout)
+    phases = {name: PlannedPhase(graph, lower(graph.graph, runs)) for name, graph in made.graphs.items()}
+    layout = request.situation.layout
+    leanest = replace(request.around, absent=None).seen_by(captured.leanest(options.activations))
+    step = profile(leanest, layout)
     needs = {FORWARD: Needs.of(step.forward, layout), BACKWARD: Needs.of(step.backward, layout)}
-    return PlannedStep(plan, phases, needs, held_nbytes)
+    return PlannedStep(request, made.plan, phases, needs, request.held_nbytes)
+
+
+def plan_key(session: Session, key: Key) -> Key:
+    """What finds a step's plan again, of a request with this key."""
+    return *key, session.early.wanted
 
 
 @dataclass
@@ -113,11 +96,10 @@ class CompiledGraph:
 
     def __post_init__(self) -> None:
         self._has_run = False
+        self.number = self.session.num_graphs
         self.grad_modes = GradModes()
         self._node_hooks = NodeHooks()
-        self.session.num_graphs += 1
-        self.session.trained |= self.captured.trained
-        self._noted_update = NotedNeeds(whole=False)
+        self._noted_update = NotedNeeds()
         layout = self.session.store.layout
         self.session.known.note(self._noted_update, update_needs(self.captured, self.captured.trained, layout))
         used = {name for program in self.captured.programs.values() for name in program.parameters.values()}
@@ -136,94 +118,133 @@ class CompiledGraph:
             self._admit(inputs)
 
     def _admit(self, inputs: Sequence[Any]) -> None:
-        step = self._step(INPUTS, inputs)
-        if step.admitted != self.session.store.resident:
-            session, layout = self.session, self.session.store.layout
-            positions = profile(step.captured, layout).all
+        session, step = self.session, self._step(INPUTS, inputs)
+        if step.admitted != session.store.resident:
             try:
-                resident, _ = staying_beside(positions, layout, session.budget_nbytes, 0, session.store.resident)
+                decision = decide(session.situation, SizesCalled(step.captured))
             except BudgetError as error:
                 raise self._named(error, step, Held(0, 0)) from None
-            stay(session, resident)
+            stay(session, decision.situation.resident)
             step.admitted = session.store.resident
 
     def _step(self, where: str, arguments: Sequence[Any]) -> SizedStep:
-        return self.steps.at(where, arguments, may_be_whole=self.session.all_may_stay())
+        return self.steps.at(where, arguments, may_be_whole=self.session.situation.may_be_whole)
 
-    def plan(self, step: SizedStep, held_nbytes: int, around: Around = Around()) -> PlannedStep:
-        """The verified plan beside `held_nbytes` of others' values.
-
-        Raises:
-            BudgetError: there is none within the budget.
-            VerificationError: a bug in the planner; nothing has run.
-        """
-        session = self.session
-        layout = session.store.layout
-        key = (
-            *(session.budget_nbytes, around, session.early.wanted, session.store.resident),
-            *(len(layout.groups), len(layout.small), len(session.trained), session.num_restatements),
-        )
-
-        def planned(held_nbytes: int) -> PlannedStep:
-            if (found := step.plans.find((held_nbytes, *key))) is not None:
-                return found
-            found = planned_step(session, layout, session.store.resident, step.captured, held_nbytes, around)
-            return step.plans.keep((held_nbytes, *key), found)
-
-        found = step.plans.find((held_nbytes, *key))
-        if found is None:
-            wider, spare_nbytes = planned_with_room(planned, held_nbytes, session.budget_nbytes)
-            found = replace(wider, plan=wider.plan.beside_less(spare_nbytes), held_nbytes=held_nbytes)
-            step.plans.keep((held_nbytes, *key), found)
-        return found
-
-    def _plan_beside(
-        self, step: SizedStep, held_nbytes: Callable[[], int], around: Around, held: Callable[[], Held] | None = None
+    def _planned(
+        self,
+        phase: str,
+        step: SizedStep,
+        beside: Callable[[], int],
+        around: Around,
+        held: Callable[[], Held] | None = None,
     ) -> PlannedStep:
-        """`plan` beside what is held now. Before it refuses, values that only cycles of garbage keep are collected, and
-        residents move home for good; a graph that is whole may have to be in segments from then on.
+        """The verified plan of a phase that runs beside what is held now.
 
         `held`: what an error knows of both phases, by default that they are beside the same.
+
+        Raises:
+            BudgetError: there is none within the budget, whoever leaves.
+            VerificationError: a bug in the planner; nothing has run.
         """
-        before_nbytes = held_nbytes()
+        session, beside = self.session, self._of_all_ranks(phase, step, beside, around)
+        held_nbytes = beside()
+        asked = StepRequest(session.situation, held_nbytes, around=around)
+        found: PlannedStep | None = step.plans.find(plan_key(session, asked.key))
+        if found is not None:
+            return found
+        decision = self._decided(step, held_nbytes, beside, around, held)
+        stay(session, decision.situation.resident)
+        step.become(decision.captured)
+        request = decision.request
+        found = step.plans.find(plan_key(session, request.key))
+        if found is None:
+            found = step.plans.keep(plan_key(session, request.key), planned_step(session, step.captured, request))
+            if session.transport is not None:
+                agree(session.transport, {"the plan": str(found.plan)})
+        exact = replace(request, held_nbytes=request.held_nbytes - request.spare_nbytes, spare_nbytes=0)
+        if request.spare_nbytes:
+            plan = found.plan.beside_less(request.spare_nbytes)
+            found = replace(found, request=request, plan=plan, held_nbytes=exact.held_nbytes)
+            step.plans.keep(plan_key(session, exact.key), found)
+        if around.absent is None:  # so that this is found again without a decision
+            undecided = replace(exact, around=around)
+            step.plans.keep(plan_key(session, undecided.key), found)
+        return found
+
+    def _until_nobody_leaves(self, plan: Callable[[], PlannedStep]) -> PlannedStep:
+        """A plan beside which no resident had to leave: a gradient that stays behind, as somebody has it, is another
+        thing that a phase runs beside."""
+        while True:
+            resident = self.session.store.resident
+            planned = plan()
+            if self.session.store.resident == resident:
+                return planned
+
+    def _of_all_ranks(
+        self, phase: str, step: SizedStep, beside: Callable[[], int], around: Around
+    ) -> Callable[[], int]:
+        """What is held beside a phase on any rank: they plan alike, and none begins a phase that others do not."""
+        session, transport = self.session, self.session.transport
+        if transport is None:
+            return beside
+        if around.hooked:
+            raise UnsupportedError(
+                f"somebody looks at the gradient of {min(around.hooked)} on its way (a hook, or a tensor that is kept "
+                "of an earlier .grad), and this rank has a part of it only: remove hooks of distributed parameters, "
+                "and read .grad after backward()"
+            )
+        needs = profile(step.captured, session.store.layout).passes
+        facts = {
+            "the phase": f"{phase} of graph {self.number}, {around.cold_backward}, {sorted(around.kept_inputs)}",
+            "the sizes of its inputs": str(sum(position.non_model_nbytes for position in needs)),
+        }
+        return lambda: largest(transport, beside(), facts)
+
+    def _decided(
+        self,
+        step: SizedStep,
+        held_nbytes: int,
+        beside: Callable[[], int],
+        around: Around,
+        held: Callable[[], Held] | None,
+    ) -> StepDecision:
+        """Where somebody would have to leave, or the graph to be cut, values that only cycles of garbage keep are
+        collected first."""
+        situation = self.session.situation
+        with suppress(BudgetError):
+            decision = decide(situation, PhaseCalled(Forms(step.captured), held_nbytes, around))
+            if decision.situation is situation:
+                return decision
+        gc.collect()
         try:
-            return self.plan(step, before_nbytes, around)
-        except BudgetError:
-            gc.collect()
-        if held_nbytes() < before_nbytes:
-            with suppress(BudgetError):
-                return self.plan(step, held_nbytes(), around)
-        try:
-            self._make_room(step, held_nbytes(), around)
+            return decide(situation, PhaseCalled(step.forms, beside(), around))
         except BudgetError as error:
-            known = Held(held_nbytes(), held_nbytes()) if held is None else held()
+            known = Held(beside(), beside()) if held is None else held()
             raise self._named(error, step, known, around) from None
-        return self.plan(step, held_nbytes(), around)
 
-    def _named(self, error: BudgetError, step: SizedStep, held: Held, around: Around = Around()) -> BudgetError:
+    def _named(self, error: BudgetError, step: SizedStep, held: Held, around: Around = ALONE) -> BudgetError:
         """The error to raise, with all that is known of the smallest budget."""
-        session, (*_, in_segments) = self.session, step.forms
-        needs = needs_of_step(around.seen_by(in_segments), session.trained, session.store.layout, held)
-        return session.known.named(error, session.store.layout, needs, session.num_graphs)
-
-    def _make_room(self, step: SizedStep, held_nbytes: int, around: Around) -> None:
-        session, layout = self.session, self.session.store.layout
-
-        def needs(captured: Captured) -> Sequence[Position]:
-            return profile(around.seen_by(captured), layout).passes
-
-        captured, resident = fitting_form(
-            step.forms, needs, layout, session.budget_nbytes, held_nbytes, session.store.resident
-        )
-        stay(session, resident)
-        step.become(captured)
+        situation, (*_, in_segments) = self.session.situation, step.forms
+        seen = around.seen_by(in_segments.leanest(situation.activations) if around.absent is None else in_segments)
+        needs = needs_of_step(seen, situation.trained, situation.layout, held)
+        return self.session.known.named(error, situation.layout, needs, situation.num_graphs)
 
     # --- running ---
 
     def forward(self, arguments: list[Any]) -> list[Any]:
         """The forward as AOTAutograd calls it: `arguments` is emptied."""
-        with self.session.entered():
+        with self.session.entered(), self._together():
             return self._forward(arguments)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Where this rank fails inside, others do not wait for it. Where a budget is too small, it is so for all."""
+        try:
+            yield
+        except BaseException as error:
+            if self.session.transport is not None and not isinstance(error, BudgetError):
+                self.session.transport.give_up(error)
+            raise
 
     def _forward(self, arguments: list[Any]) -> list[Any]:
         if not self._has_run:  # Dynamo's frames keep each other, the first batch and copies of random states alive
@@ -233,22 +254,23 @@ class CompiledGraph:
         session.early.enter_forward(session, self._groups)
         session.store.release_slots()
         reconcile(session, self._names)
-        inputs = [arguments[position] for position in step.positions.inputs]
-        given_nbytes = storages_nbytes(inputs)
+        inputs = [arguments[place] for place in step.captured.places.inputs]
 
         def held() -> Held:
-            return Held.around(step.captured, session.live.nbytes(leaving_out=inputs), given_nbytes)
+            return session.live.beside_forward(step.captured, inputs)
 
-        around = Around(hooked=self._hooked())
-        planned = self._plan_beside(step, lambda: held().forward_nbytes, around, held)
+        undecided = None if session.options.activations != "keep" else frozenset[str]()
+
+        def plan() -> PlannedStep:
+            around = replace(self._around(self._hooked()), absent=undecided)
+            return self._planned(FORWARD, step, lambda: held().forward_nbytes, around, held)
+
+        planned = self._until_nobody_leaves(plan)
         self.captured = captured = step.captured
-        at = step.positions
-        outputs = self._run(FORWARD, step, planned, arguments)
-        session.live.watch(inputs)
-        session.live.watch(outputs[position] for position in at.user_outputs)
-        if at.saved:  # saved values live and die together: one stands for all
-            session.live.watch([outputs[at.saved[0]]], captured.saved_nbytes)
-        session.update_held_nbytes = captured.caller_nbytes
+        absent = planned.request.around.absent
+        saved = SavedValues(session.saved_room) if absent else None
+        outputs = self._run(FORWARD, step, planned, arguments, saved)
+        session.live.forward_ran(captured.leaving(absent or frozenset()), inputs, outputs)
         if captured.backward is None:
             session.store.release_slots()
         else:
@@ -257,47 +279,58 @@ class CompiledGraph:
 
     def backward(self, arguments: list[Any]) -> list[Any]:
         """The backward as AOTAutograd calls it: sunk gradients are in `.grad` when it returns, None stands for them."""
-        with self.session.entered():
+        with self.session.entered(), self._together():
             return self._backward(arguments)
 
     def _backward(self, arguments: list[Any]) -> list[Any]:
         session, store = self.session, self.session.store
         step = self._step(BACKWARD, arguments)
         assert step.captured.backward is not None
-        hooked = self._hooked() | self._hooked_nodes()
+        hooked_nodes = self._hooked_nodes()
         session.early.enter_backward(session, self._groups)
         if reconcile(session, self._names):
             store.release_slots()  # what was kept there is not what the user has
-        around = Around(hooked=hooked, kept_tangents=_kept_tangents(step.captured, arguments))
+        saved = saved_values(arguments[place] for place in step.captured.may_stand)
+        absent = frozenset() if saved is None else saved.storages
 
         def others_nbytes() -> int:
-            return session.live.nbytes() - step.captured.between_nbytes
+            return session.live.beside_backward(step.captured.leaving(absent))
 
         def held_nbytes() -> int:
             return max(0, others_nbytes())
 
-        planned = self._plan_beside(step, held_nbytes, around)
-        if planned.plan.begins_cold(store.present):
-            store.release_slots()
-            planned = self._plan_beside(step, held_nbytes, replace(around, cold_backward=True))
-        # Of a model in one graph it is the caller who lets go of outputs: the prediction is for one who does not.
-        gone_nbytes = max(0, -others_nbytes()) if session.num_graphs > 1 else 0
-        session.live.watch(arguments[-len(step.captured.tangents) :])  # in this run the program counts them
-        outputs = self._run(BACKWARD, step, planned, arguments, gone_nbytes=gone_nbytes)
-        if around.hooked:
-            # Autograd will keep these as `.grad`, on the compute tier, until the next backward takes them home.
-            session.live.watch(outputs[position] for position, _, name in self._sunk() if name in around.hooked)
+        def plan() -> PlannedStep:
+            kept_inputs = _kept_inputs(step.captured, arguments)
+            around = replace(self._around(self._hooked() | hooked_nodes), kept_inputs=kept_inputs, absent=absent)
+            planned = self._planned(BACKWARD, step, held_nbytes, around)
+            if (found := around.finding(planned.plan, store.present)) != around:
+                store.release_slots()
+                planned = self._planned(BACKWARD, step, held_nbytes, found)
+            return planned
+
+        planned = self._until_nobody_leaves(plan)
+        hooked = planned.request.around.hooked
+        gone_nbytes = session.situation.gone_nbytes(others_nbytes())
+        session.live.backward_begins(step.captured, arguments)
+        outputs = self._run(BACKWARD, step, planned, arguments, saved, gone_nbytes=gone_nbytes)
+        if hooked:
+            # Autograd will keep these as `.grad`, on the compute tier, until the next phase takes them home.
+            session.live.watch(outputs[position] for position, _, name in self._sunk() if name in hooked)
         return outputs
 
     def _sunk(self) -> tuple[tuple[int, str, str], ...]:
         return self.captured.backward.gradient_outputs if self.captured.backward is not None else ()
 
+    def _around(self, hooked: frozenset[str]) -> Around:
+        """The surroundings of a phase, where the gradients of these parameters are returned."""
+        return Around(hooked=hooked, updates=self.session.early.updates_in_slots(self.session, self._groups))
+
     def _hooked(self) -> frozenset[str]:
         """Parameters whose gradients autograd must see: a hook wants them, or they add to a tensor of several."""
         store = self.session.store
         sunk = [name for _, _, name in self._sunk()]
-        hooked = frozenset(name for name in sunk if hooks_of(store.parameter(name)))
-        return hooked | gradients_of_several(self.session, sunk)
+        hooked = frozenset(name for name in sunk if hooks_of(leaf_of(store.parameter(name))))
+        return hooked | gradients_left_to_autograd(self.session, sunk)
 
     def _hooked_nodes(self) -> frozenset[str]:
         """Of the backward that runs now: parameters whose gradients a hook of the node behind them wants.
@@ -307,27 +340,42 @@ class CompiledGraph:
         """
         self.grad_modes.refuse_graph()
         store = self.session.store
-        return self._node_hooks.hooked(accumulators({name: store.parameter(name) for _, _, name in self._sunk()}))
+        return self._node_hooks.hooked(accumulators({n: leaf_of(store.parameter(n)) for _, _, n in self._sunk()}))
 
     def _run(
-        self, phase: str, step: SizedStep, planned: PlannedStep, arguments: list[Any], *, gone_nbytes: int = 0
+        self,
+        phase: str,
+        step: SizedStep,
+        planned: PlannedStep,
+        arguments: list[Any],
+        saved: SavedValues | None,
+        *,
+        gone_nbytes: int = 0,
     ) -> list[Any]:
         """Run a phase; `gone_nbytes`: what others hold is so much less than nothing, as values of its own are gone."""
         session = self.session
         session.known.note(step.noted, planned.needs[phase].beside(planned.held_nbytes))
+        step.noted.ran(phase, planned.request.around, planned.held_nbytes)
         measurement = Measurement()
         session.store.tier.lap_peak_nbytes()
         plan = planned.plan.beginning_with(session.staying_gradients()).beside_less(gone_nbytes)
-        run = Run(session.store, measurement, settled=partial(session.early.settled, session))
+        tiles = next(part.tiles for part in planned.plan.phases if part.phase == phase)
+        update = session.early.updating(session, tiles.values()) if tiles else None
+        run = Run(session.store, measurement, update, partial(session.early.settled, session), saved)
         outputs = planned.phases[phase].executable(arguments, run)
-        session.record(phase, plan, measurement)
+        session.records.note(phase, plan, measurement)
         return outputs
 
 
-def _kept_tangents(captured: Captured, arguments: list[Any]) -> frozenset[str]:
-    """Gradients of outputs that stay with whoever gave them, as in `out.backward(g)`: autograd lets go of its own,
-    so that those have one reference, the one that `arguments` owns."""
+def _kept_inputs(captured: Captured, arguments: list[Any]) -> frozenset[str]:
+    """Saved values that autograd keeps for another backward (`retain_graph=True`); else gradients of outputs that stay
+    with whoever gave them, as in `out.backward(g)`: autograd lets go of its own, so that those have one reference, the
+    one that `arguments` owns."""
     assert captured.backward is not None
+    if keeps_graph():
+        named = zip(captured.backward.inputs, arguments)
+        chunked = captured.backward.parameters
+        return frozenset(name for name, value in named if isinstance(value, torch.Tensor) and name not in chunked)
     if KEEPS_TANGENTS:
         return frozenset()  # the program holds them all
     given = dict(zip(captured.backward.inputs, arguments))

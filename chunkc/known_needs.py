@@ -7,15 +7,17 @@ have saved, and brings parameters that stay on the compute tier in all of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from chunkc.captured import Captured, profile
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.plan import Position
+from chunkc.ir.program import FORWARD
 from chunkc.passes.planning import everything, fixed_nbytes, needed_nbytes
 from chunkc.passes.update_planning import smallest_tiles, update_positions
+from chunkc.policy import Around
 
 
 @dataclass(frozen=True)
@@ -79,15 +81,32 @@ class Held:
 
 
 class NotedNeeds:
-    """The most that a step has needed so far.
+    """The most that a step has needed so far in the form that it has, and what it would have needed in segments.
 
     Attributes:
-        whole: the step is not cut into segments, and would need less in another form.
+        whole: the step is not cut into segments, and may need less so.
     """
 
-    def __init__(self, *, whole: bool) -> None:
+    def __init__(self, in_segments: Callable[[], Captured] | None = None) -> None:
+        """`in_segments`: of a step that is whole: describes it cut into segments."""
         self.most = Needs()
-        self.whole = whole
+        self.whole = in_segments is not None
+        self._in_segments = in_segments
+        self._runs: dict[tuple[str, Around], int] = {}
+
+    def ran(self, phase: str, around: Around, held_nbytes: int) -> None:
+        """A phase has run in these surroundings, beside so many bytes of others' values."""
+        self._runs[phase, around] = max(held_nbytes, self._runs.get((phase, around), 0))
+
+    def least(self, layout: ChunkLayout) -> Needs:
+        """The most that the runs need in whichever form takes less: a step is whole only where nothing moves."""
+        if self._in_segments is None:
+            return self.most
+        cut, needs = self._in_segments(), Needs()
+        for (phase, around), held_nbytes in self._runs.items():
+            step = profile(around.seen_by(cut), layout)
+            needs |= Needs.of(step.forward if phase == FORWARD else step.backward, layout, held_nbytes)
+        return Needs(needs.moving_nbytes, min(needs.staying_nbytes, self.most.staying_nbytes))
 
 
 class KnownNeeds:
@@ -110,7 +129,7 @@ class KnownNeeds:
         """The smallest budget that works for all that is known, and no less than an error has named."""
         known = Needs()
         for noted in self._noted:
-            known |= noted.most
+            known |= noted.least(layout)
         return max(self._named_nbytes, known.minimum_nbytes(layout) if known != Needs() else 0)
 
     def named(self, error: BudgetError, layout: ChunkLayout, needs: Needs, num_graphs: int) -> BudgetError:

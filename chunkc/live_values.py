@@ -1,43 +1,95 @@
-"""Values of earlier calls: watched for as long as somebody holds them."""
+"""Values of earlier calls, and how many bytes of them others hold beside a run: counted here for both who ask.
+
+Training watches storages without keeping them alive; `explain` knows from a step on fake tensors which are alive when
+(`explaining.held`). What is watched, and what counts beside which phase, is the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from chunkc.captured import Captured
+from chunkc.known_needs import Held
 from chunkc.passes.cuda_memory import rounded_nbytes
 
-
-def storages_nbytes(values: Iterable[object]) -> int:
-    """Bytes of the storages of the tensors among `values`, each storage once."""
-    storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+V = TypeVar("V")
 
 
-@dataclass
-class LiveValues:
-    """Storages that calls returned, saved or were given, watched without keeping them alive.
+class HeldValues(ABC, Generic[V]):
+    """Values that calls returned, saved or were given."""
+
+    def __init__(self) -> None:
+        self._caller_nbytes = 0
+
+    @abstractmethod
+    def watch(self, values: Iterable[V], nbytes: int | None = None) -> None:
+        """Watch the storages of those values that have one; with `nbytes`, let each stand for so many bytes."""
+
+    @abstractmethod
+    def nbytes(self, leaving_out: Sequence[V] = ()) -> int:
+        """Bytes of those still alive, without the storages of `leaving_out`."""
+
+    @abstractmethod
+    def given_nbytes(self, values: Sequence[V]) -> int:
+        """Bytes of the values' storages, each storage once."""
+
+    def beside_forward(self, captured: Captured, inputs: Sequence[V]) -> Held:
+        """What others hold beside a graph that is about to run its forward with these inputs."""
+        return Held.around(captured, self.nbytes(leaving_out=inputs), self.given_nbytes(inputs))
+
+    def forward_ran(self, captured: Captured, inputs: Sequence[V], outputs: Sequence[V]) -> None:
+        """Watch what a forward was given, and of what it returned all that takes memory."""
+        places = captured.places
+        self.watch(inputs)
+        self.watch(outputs[place] for place in places.user_outputs)
+        saved = [outputs[place] for place in places.saved if outputs[place] is not None]
+        self.watch(saved[:1], captured.saved_nbytes)  # they live and die together: one stands for all
+        self._caller_nbytes = captured.caller_nbytes
+
+    def beside_backward(self, captured: Captured) -> int:
+        """What others hold beside a graph that is about to run its backward; below zero where values of its own are
+        gone, by so many bytes."""
+        return self.nbytes() - captured.between_nbytes
+
+    def backward_begins(self, captured: Captured, arguments: Sequence[V]) -> None:
+        """Watch the gradients that a backward is given: in this run the program counts them."""
+        self.watch(arguments[len(arguments) - len(captured.tangents) :])
+
+    def beside_update(self) -> int:
+        """What others hold beside the optimizer's step: no less than the caller does of the latest forward."""
+        return max(self._caller_nbytes, self.nbytes())
+
+
+class LiveValues(HeldValues[object]):
+    """Real tensors' storages, watched without keeping them alive.
 
     Args:
         granule_nbytes: the allocator gives each a multiple of this.
     """
 
-    granule_nbytes: int = 1
-    _watched: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
+    def __init__(self, granule_nbytes: int = 1) -> None:
+        super().__init__()
+        self.granule_nbytes = granule_nbytes
+        self._watched: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def watch(self, tensors: Iterable[object], nbytes: int | None = None) -> None:
-        """Watch tensors' storages; with `nbytes`, let each stand for so many bytes."""
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
+    def watch(self, values: Iterable[object], nbytes: int | None = None) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
                 taken_nbytes = rounded_nbytes(storage.nbytes(), self.granule_nbytes) if nbytes is None else nbytes
                 self._watched[storage.data_ptr()] = StorageWeakRef(storage), taken_nbytes
 
-    def nbytes(self, leaving_out: Iterable[object] = ()) -> int:
-        """Bytes of those still alive, without the storages of `leaving_out`."""
+    def nbytes(self, leaving_out: Sequence[object] = ()) -> int:
         self._watched = {key: (ref, n) for key, (ref, n) in self._watched.items() if not ref.expired()}
         skipped = {t.untyped_storage().data_ptr() for t in leaving_out if isinstance(t, torch.Tensor)}
         return sum(n for key, (_, n) in self._watched.items() if key not in skipped)
+
+    def given_nbytes(self, values: Sequence[object]) -> int:
+        storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        return sum(rounded_nbytes(nbytes, self.granule_nbytes) for nbytes in sizes.values())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import nn
 
+from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.strides import is_dense
+from chunkc.runtime.parts import Part
 from chunkc.torch_private.engine import storage_use_count
 
 
@@ -13,18 +17,37 @@ def can_move(parameter: nn.Parameter) -> bool:
     """Whether a parameter can live in a chunk: a dense tensor in memory that fills its own storage, and is nobody
     else's (see `shares_memory`)."""
     return (
-        type(parameter) is nn.Parameter
+        type(parameter) in (nn.Parameter, Part)
         and parameter.device.type in ("cpu", "cuda")
-        and is_chunkable(parameter)
+        and (is_chunkable(parameter) or (isinstance(parameter, Part) and parameter.numel() == 0))
         and parameter.untyped_storage().nbytes() == parameter.nbytes
         and not shares_memory(parameter)
     )
 
 
+def refuse_staying(named: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters that are cut over ranks and cannot live in chunks, which alone are gathered.
+
+    Raises:
+        UnsupportedError: there is one.
+    """
+    for name, parameter in named.items():
+        if isinstance(parameter, Part) and not can_move(parameter):
+            raise UnsupportedError(
+                f"this rank's part of {name} shares its memory with other tensors (an earlier state_dict, say) or is "
+                "no dense floating-point tensor: delete the others before the first call"
+            )
+
+
+def will_move(parameter: nn.Parameter) -> bool:
+    """As `can_move`, of a parameter on the meta device, once it has memory."""
+    return type(parameter) is nn.Parameter and parameter.is_meta and is_chunkable(parameter)
+
+
 def shares_memory(parameter: torch.Tensor) -> bool:
     """Whether others have the parameter's memory, and would not follow it home: tensors over the same storage, such as
     an earlier `state_dict`, or other processes."""
-    if type(parameter) is not nn.Parameter or parameter.device.type not in ("cpu", "cuda"):
+    if type(parameter) not in (nn.Parameter, Part) or parameter.device.type not in ("cpu", "cuda"):
         return False
     storage = parameter.untyped_storage()
     own = 2  # the tensor's, and this object's
@@ -49,6 +72,12 @@ def is_shared_memory(tensor: torch.Tensor) -> bool:
     except OSError:
         pass
     return True
+
+
+def present_nbytes(parameters: Sequence[torch.Tensor], device: torch.device) -> int:
+    """Bytes that parameters take on a GPU already. RAM has what is not free counted elsewhere."""
+    storages = [p.untyped_storage() for p in parameters if p.device == device and device.type == "cuda"]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def is_chunkable(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 from chunkc.declared import StateKeeper, declared
-from chunkc.ir.chunks import ChunkGroup, ChunkLayout, chunk_name
+from chunkc.ir.chunks import Chunk, ChunkGroup, ChunkLayout
+from chunkc.movable import shares_memory
+from chunkc.readers import await_readers
+from chunkc.runtime.nursery import nursery_of
 from chunkc.session import Session
 
 Kept = Mapping[str, tuple[StateKeeper, dict[str, Any]]]
@@ -22,27 +25,35 @@ def place(
 ) -> None:
     """`ChunkStore.place`; the states of residents that leave go home with them.
 
+    New parameters that stay on the compute tier leave the home that they were built in (`chunkc.init`).
+
     Raises:
         HomeError, StreamError: see there; nothing has moved.
     """
     store = session.store
+    await_readers([*parameters.values(), *store.parameters().values()])
     leaving = [layout.groups[index] for index in sorted(store.resident - resident)]
     states = {group: kept for group in leaving if (kept := _kept(session, group))}
-    wanted = {chunk_name(kind, group.index): group.nbytes(kind) for group in states for kind in group.state_kinds}
+    wanted = {Chunk(kind, group.index): group.nbytes(kind) for group in states for kind in group.state_kinds}
     store.arena.reserve(wanted)
     try:
         store.place(layout, parameters, resident)
     except BaseException:
         store.arena.free(list(wanted))
         raise
+    on_cpu = store.tier.device.type == "cpu"
+    for name, parameter in parameters.items():
+        if store.is_managed(name) or nursery_of(parameter) is None:
+            continue
+        if not (on_cpu and shares_memory(parameter)):
+            parameter.data = torch.empty_like(parameter, device=store.tier.device).copy_(parameter)
     for group, kept in states.items():
         for name, (keeper, state) in kept.items():
-            session.keep_states_of(keeper, group.index, [name])
+            session.keepers.keep(keeper, group.index, [name])
             store.reserve_states(group.index)
             for kind in group.state_kinds:
-                home = store.home_view(kind, name)
-                store.fill(kind, name, home, state[kind])
-                state[kind] = home
+                store.write(kind, name, state[kind])
+                state[kind] = store.home_view(kind, name)
 
 
 def _kept(session: Session, group: ChunkGroup) -> Kept:

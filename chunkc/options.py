@@ -1,27 +1,36 @@
 """What `torch.compile(..., backend="chunkc", options={...})` accepts, and what a budget means in bytes.
 
 `parse_options` turns the dictionary into one frozen `Options`; its mistakes become one `OptionsError` of one
-line. Nothing here looks at the machine.
+line. Environment variables stand in for options that are not given. Nothing here looks at the machine.
 """
 
 from __future__ import annotations
 
 import difflib
-import os
 import re
+from collections.abc import Mapping
 from fractions import Fraction
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
+from chunkc.ir.chunks import DiskHolds
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.text import short
 from chunkc.ir.units import NUMBER, parse_nbytes
 
+Activations = Literal["auto", "keep", "offload"]
+"""What becomes of the values that a forward saves for its backward."""
+
 MIN_CHUNK_NBYTES = 4 * 1024
 AUTO_BUDGET = Fraction(9, 10)
 """The part of the available memory that `memory_budget="auto"` takes."""
+
+VARIABLES: Mapping[str, str] = MappingProxyType({"memory_budget": "CHUNKC_MEMORY_BUDGET", "home": "CHUNKC_HOME"})
+"""Environment variables by the option that each stands in for. One that is empty counts as not set."""
+
+_NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 _PERCENT = re.compile(rf"{NUMBER}\s*%")
 
@@ -31,6 +40,7 @@ _ALLOWED = {
     "home": '"cpu", "disk" or "disk:DIR"',
     "disk_holds": '"auto", "states" or "everything"',
     "chunk_size": 'an int of bytes or a size such as "4MiB" (at least 4 KiB), or "auto"',
+    "activations": '"auto", "keep" or "offload"',
     "codegen": '"inductor" or "eager"',
     "whole_graph": '"auto" or "never"',
     "strict": "True or False",
@@ -45,10 +55,12 @@ class Options(BaseModel):
     Attributes:
         memory_budget: bytes (> 0), "auto", or a percentage of the compute tier such as "80%":
             `resolve_budget` makes bytes of it.
-        home: "cpu", "disk" or "disk:DIR"; `home_kind` and `home_directory` take it apart.
+        home: "cpu", "disk" or "disk:DIR"; `home_kind` says which.
         disk_holds: what of the model data a disk home holds, the rest being in RAM: `disk_holds_everything` makes
             a choice of "auto".
         chunk_size: bytes (>= 4096) or "auto".
+        activations: what becomes of the values that a forward saves for its backward. "keep": they stay; "offload":
+            all that can be go home in between; "auto": as many as the budget needs, none where all fit.
         codegen: who compiles the segments.
         whole_graph: "auto" compiles the graph whole where all fits; "never" always cuts it into segments.
         strict: refuse operators whose inner memory nobody has stated, instead of guessing it.
@@ -62,6 +74,7 @@ class Options(BaseModel):
     home: str = "cpu"
     disk_holds: Literal["auto", "states", "everything"] = "auto"
     chunk_size: int | Literal["auto"] = "auto"
+    activations: Activations = "keep"
     codegen: Literal["inductor", "eager"] = "inductor"
     whole_graph: Literal["auto", "never"] = "auto"
     strict: bool = False
@@ -101,6 +114,26 @@ class Options(BaseModel):
         """Where model data lives when it is not on the compute tier."""
         return "cpu" if self.home == "cpu" else "disk"
 
+    @property
+    def may_be_whole(self) -> bool:
+        """Whether a graph may be compiled whole: it would save all that it has, and read that at once."""
+        return self.whole_graph == "auto" and self.activations != "offload"
+
+    def at_home(self, home: str, disk_holds: str, source: Mapping[str, object]) -> Options:
+        """The same for parameters that live at a home already, unless the user's own options ask for another one.
+
+        Raises:
+            OptionsError: they do.
+        """
+        present = {"home": home, "disk_holds": disk_holds}
+        for option, value in present.items():
+            if option in source and source[option] != value:
+                raise OptionsError(
+                    f"{option} is {source[option]!r}, but the model's parameters already live where it is {value!r}; "
+                    f"give init(), place() and torch.compile() the same {option}"
+                )
+        return self.model_copy(update=present)
+
     def disk_holds_everything(self, device: str) -> bool:
         """Whether a disk home holds parameters and gradients too, not only optimizer states.
 
@@ -110,32 +143,39 @@ class Options(BaseModel):
         """
         return self.disk_holds == "everything" or (self.disk_holds == "auto" and device == "cpu")
 
-    @property
-    def home_directory(self) -> Path | None:
-        """The directory of `"disk:DIR"` (`~` expanded), which need not exist; None where none was named."""
-        _, _, directory = self.home.partition(":")
-        return Path(os.path.expanduser(directory)) if directory else None
+    def on_disk(self, device: str) -> DiskHolds:
+        """What has its home on a disk, where a device of that type computes."""
+        if self.home_kind == "cpu":
+            return "nothing"
+        return "everything" if self.disk_holds_everything(device) else "states"
 
 
-def parse_options(options: dict[str, Any] | None) -> Options:
+def parse_options(options: dict[str, Any] | None, environment: Mapping[str, str] = _NO_VARIABLES) -> Options:
     """Check the `options` of `torch.compile`; None means all defaults.
 
+    Args:
+        environment: where `VARIABLES` are looked up, for options that are not given.
+
     Raises:
-        OptionsError: one line that names each bad key, the value given and what is allowed.
+        OptionsError: one line that names each bad key or variable, the value given and what is allowed.
     """
-    if options is None:
-        return Options()
+    options = {} if options is None else options
     if not isinstance(options, dict):
         raise OptionsError(f"options must be a dict, not {_show(options)}; its keys are {_allowed_keys()}")
     unknown = [key for key in options if key not in Options.model_fields]
     if unknown:
         raise OptionsError("; ".join(_unknown_key(key) for key in unknown))
+    variables = {key: name for key, name in VARIABLES.items() if key not in options and environment.get(name)}
+    settings = {key: _from_text(environment[name]) for key, name in variables.items()} | options
     try:
-        return Options.model_validate(options)
+        return Options.model_validate(settings)
     except ValidationError as error:
         # A union reports one error per member: name each key once.
         keys = dict.fromkeys(str(detail["loc"][0]) for detail in error.errors())
-        lines = [f"option {key!r} is {_show(options[key])}; allowed: {_ALLOWED[key]}" for key in keys]
+        names = {
+            key: f"environment variable {variables[key]}" if key in variables else f"option {key!r}" for key in keys
+        }
+        lines = [f"{names[key]} is {_show(settings[key])}; allowed: {_ALLOWED[key]}" for key in keys]
     raise OptionsError("; ".join(lines))
 
 
@@ -173,9 +213,14 @@ def parse_size(text: str, name: str) -> int:
         OptionsError: `text` is no size.
     """
     try:
-        return _size_nbytes(text if not text.isdigit() else int(text), at_least=1)
+        return _size_nbytes(_from_text(text), at_least=1)
     except ValueError:
         raise OptionsError(f'{name} is {_show(text)}; allowed: bytes, or a size such as "6GiB" or "6GB"') from None
+
+
+def _from_text(text: str) -> int | str:
+    """A value where only text can be given: digits are a number."""
+    return int(text) if text.isascii() and text.isdigit() else text
 
 
 def _size_nbytes(value: object, *, at_least: int) -> int:

@@ -7,7 +7,8 @@ graph, each backward and each step of an optimizer begins with `reconcile`:
   home, and it is a home view again. Who has views of the former data keeps its bytes (`ChunkStore.take_over`).
 - *The new data is in memory that others share* (processes, other parameters): refused.
 - *Another dtype, shape or device*: compared with the layout. A compilation lays the model out anew; a step refuses.
-- *One tensor is `.grad` of several parameters*: autograd adds to it, not chunkc.
+- *One tensor is `.grad` of several parameters, or the user's own*: autograd adds to it, not chunkc, and its room is
+  taken from the budget.
 - *A parameter was frozen since the forward*: it gets no gradient (`ChunkStore.sink`).
 - *Views are kept of a former gradient*: its storage lives. They keep its bytes (`ChunkStore.collect_gradients`).
 - *A parameter was written between forward and backward*: autograd refuses, by version counters.
@@ -28,7 +29,7 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.units import format_nbytes
 from chunkc.logs import logger
 from chunkc.movable import is_shared_memory, shares_memory
-from chunkc.runtime.gradients import of_several
+from chunkc.readers import await_readers
 from chunkc.session import Session, owner
 
 
@@ -43,6 +44,7 @@ def reconcile(session: Session, names: Iterable[str]) -> bool:
     replaced = store.replaced(names)
     if not replaced:
         return False
+    await_readers(p for name in replaced for p in store.beside(name).values())  # they have views
     for name in replaced:
         _check_replacement(session, name)
     _check_views(session, frozenset(replaced))
@@ -115,7 +117,7 @@ def end_where_laid_out_otherwise(parameters: Iterable[torch.Tensor]) -> None:
         if hit is None:
             continue
         session, name = hit
-        spec = session.store.layout.specs().get(name) or {s.name: s for s in session.store.layout.small}.get(name)
+        spec = session.store.layout.specs().get(name)
         now = (tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype)
         if spec is not None and now != (spec.shape, spec.stride, spec.dtype):
             logger.info("%s is %s now: the model is laid out anew", name, _described(now[2], now[0], parameter.device))
@@ -138,11 +140,14 @@ def note_shared_memory(named: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def gradients_of_several(session: Session, names: Collection[str]) -> frozenset[str]:
-    """Those of the parameters whose `.grad` lies in the memory of another parameter's `.grad`.
+def gradients_left_to_autograd(session: Session, names: Collection[str]) -> frozenset[str]:
+    """Those of the parameters whose `.grad` PyTorch has to add to, since others have that very tensor.
 
-    PyTorch adds to such a tensor in place, once for each; so autograd has to. They are noted for the chunk store.
+    Own gradients that nobody else has go home at once. What stays on the compute tier is counted from now on.
+
+    Raises:
+        HomeError: there is no room for another home of gradients that somebody has views of.
     """
-    store = session.store
-    store.left_to_autograd = of_several(store.parameters()) if store.has_foreign_gradients() else frozenset()
-    return store.left_to_autograd & frozenset(names)
+    left = session.store.leave_to_autograd()
+    session.live.watch(session.store.take_gradients_home())
+    return left & frozenset(names)

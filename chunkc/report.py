@@ -20,7 +20,8 @@ class Report:
     Attributes:
         memory_budget_nbytes, predicted_peak_nbytes: of the compute tier.
         measured_peak_nbytes: None where nothing meters the tier (on a CPU: `chunkc.runtime.cpu_allocator.install`).
-        minimum_budget_nbytes: the smallest budget that every graph compiled so far can work with.
+        minimum_budget_nbytes: the smallest budget that every graph compiled so far can work with, in segments where
+            that takes less; an upper bound of it for a graph that Inductor has compiled whole.
         home_nbytes: bytes at home.
         chunk_size_nbytes, num_chunks: chunks of parameters; gradients and states have as many again.
         num_resident_chunks: those that never leave the compute tier.
@@ -31,6 +32,8 @@ class Report:
         moments: (label, predicted bytes, measured bytes or None) of the latest step.
         plan_text: the latest plans, printed.
         estimates: operators whose inner memory is a guess, each with the most that plans reckon with.
+        num_allocator_retries: how often a GPU's allocator gave back what it had cached to find room, so far: each one
+            halts computation; a smaller budget leaves it more.
         overhead_nbytes: the part of every prediction that no plan moves: workspaces of libraries on a GPU.
     """
 
@@ -48,6 +51,7 @@ class Report:
     plan_text: str
     overhead_nbytes: int = 0
     num_instructions: int = 0
+    num_allocator_retries: int = 0
     estimates: tuple[EstimatedOperator, ...] = ()
 
     def __str__(self) -> str:
@@ -58,6 +62,7 @@ class Report:
             ("predicted peak", format_nbytes(self.predicted_peak_nbytes)),
             ("measured peak", "not metered" if measured is None else format_nbytes(measured)),
             *([("for libraries", format_nbytes(self.overhead_nbytes))] if self.overhead_nbytes else []),
+            *([("allocator retries", str(self.num_allocator_retries))] if self.num_allocator_retries else []),
             *(("guessed inside", f"{e.operator}, {format_nbytes(e.nbytes)}") for e in self.estimates),
             ("at home", format_nbytes(self.home_nbytes)),
             (
@@ -81,7 +86,7 @@ def report(model: nn.Module) -> Report:
         raise ChunkcError(
             "no parameter of this model was placed or compiled by chunkc: compilation happens at the first call, and "
             "leaves out what Dynamo leaves to eager PyTorch (TORCH_LOGS=graph_breaks names it, "
-            "torch.compile(fullgraph=True) refuses it)"
+            "torch.compile(fullgraph=True) refuses it) and, in place, modules whose class is one of torch.nn's own"
             if not sessions
             else "parameters of this model belong to several compiled models; ask for them one by one"
         )
@@ -92,14 +97,14 @@ def _report(session: Session) -> Report:
     store = session.store
     moments: list[tuple[str, int, int | None]] = []
     plans: dict[str, None] = {}
-    for phase, record in session.records.items():
+    for phase, record in session.records.latest.items():
         planned = {m.name: m.nbytes for part in record.plan.phases if part.phase == phase for m in part.moments}
         moments += [(name, planned[name], measured) for name, measured in record.measurement.peaks if name in planned]
         plans[str(record.plan)] = None
     return Report(
         memory_budget_nbytes=session.budget_nbytes,
-        predicted_peak_nbytes=session.predicted_peak_nbytes,
-        measured_peak_nbytes=session.peak_nbytes,
+        predicted_peak_nbytes=session.records.predicted_peak_nbytes,
+        measured_peak_nbytes=session.records.peak_nbytes,
         minimum_budget_nbytes=session.minimum_nbytes,
         home_nbytes=store.arena.nbytes,
         chunk_size_nbytes=store.layout.chunk_nbytes,
@@ -107,15 +112,16 @@ def _report(session: Session) -> Report:
         num_resident_chunks=len(store.resident),
         traffic_nbytes={"to_device": store.traffic.to_device_nbytes, "to_home": store.traffic.to_home_nbytes},
         time_s={
-            "compute": session.compute_s,
-            "host": session.host_s,
+            "compute": session.records.compute_s,
+            "host": session.records.host_s,
             "wait": store.traffic.wait_s,
-            "to_device": store.tier.to_device.busy_s,
-            "to_home": store.tier.to_home.busy_s,
+            "to_device": store.tier.links.busy_s(inward=True),
+            "to_home": store.tier.links.busy_s(inward=False),
         },
         moments=tuple(moments),
         plan_text="\n".join(plans),
         overhead_nbytes=session.overhead_nbytes,
-        num_instructions=session.num_instructions,
+        num_instructions=session.records.num_instructions,
+        num_allocator_retries=store.tier.num_retries(),
         estimates=session.estimates,
     )

@@ -1,4 +1,4 @@
-"""One session per model: its chunk store, its budget, and the values of earlier calls that are still alive.
+"""One session per model: the handle that ties its graphs together.
 
 Sessions are found by the parameters they own, or by the options they were compiled with. The registries below are
 the only state of this kind that lives in a module, beside that of `chunkc.declared`; they hold parameters and sessions
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -26,18 +26,23 @@ from chunkc.ir.chunks import ChunkLayout, ParamSpec
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.estimates import EstimatedOperator, largest_of_each
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.plan import Plan, Tile
 from chunkc.ir.states import StateFormat
 from chunkc.known_needs import KnownNeeds
 from chunkc.live_values import LiveValues
 from chunkc.machines.devices import granule_of, hardware_of, memory_of, overhead_of
 from chunkc.options import Options, resolve_budget
 from chunkc.passes.layout import EMPTY_LAYOUT, extended, restated, unfrozen
-from chunkc.passes.planning import everything
+from chunkc.plans import UpdatePlan
+from chunkc.policy import Key, Situation
 from chunkc.recent import Recent
-from chunkc.runtime.executor import Executable, Measurement
+from chunkc.records import Records
+from chunkc.runtime.executor import Executable
 from chunkc.runtime.open_compute import open_compute
+from chunkc.runtime.parts import Part, part_of
+from chunkc.runtime.saved import SavedRoom
 from chunkc.runtime.store import ChunkStore
+from chunkc.runtime.transport import Transport
+from chunkc.state_keepers import StateKeepers
 
 DEFAULTS: Mapping[str, object] = MappingProxyType({})
 """Stands for the options of a model that was compiled without any."""
@@ -49,37 +54,40 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Record:
-    """The latest run of a phase: by which plan, and what was measured."""
+class Terms:
+    """What the user asked for, and the budget in bytes that it comes to.
 
-    plan: Plan
-    measurement: Measurement
+    `source`: the options as they were given. Their identity ties the graphs of one model together.
+    """
+
+    options: Options
+    source: object
+    budget_nbytes: int
 
 
 class Session:
     """What all graphs compiled for one model share.
 
+    Each attribute but the first few is a small thing with one job; the session is the handle that ties them together.
+
     Attributes:
         device: where the model computes.
-        budget_nbytes: the limit for the compute tier, in bytes.
+        hardware: what the planner takes it for.
         granule_nbytes: the compute tier's allocator gives multiples of this.
         overhead_nbytes: what libraries and tables keep on the compute tier, inside the budget.
+        terms: options and budget.
+        store: where chunks are: the layout, who stays, homes and slots.
+        saved_room: where saved values are that are at home between forward and backward.
+        num_graphs, trained: as of a `Situation`.
         live: values of earlier calls.
-        records: the latest run of each phase, by phase name.
-        peak_nbytes: the largest measured bytes of any run, None where nothing meters the compute tier.
-        predicted_peak_nbytes: the largest predicted bytes of any phase that ran.
-        trained: parameters whose gradients some graph compiled so far makes.
-        num_graphs: that were compiled so far.
-        unplanned: whether no graph has been compiled yet, so that any group may still become resident.
+        records: what runs have measured.
         known: what is known of the smallest budget.
-        update_plans: the latest plans of the optimizer's step, by what they depend on.
+        update_plans: the latest plans of the optimizer's step, by what was asked for.
+        keepers: whose states are at home.
         early: updates that begin during the backward.
-        update_held_nbytes: what the caller still holds of the latest forward when the optimizer steps.
+        estimates: operators of every graph so far whose inner memory is a guess.
         is_over: whether it has ended: everything was given back, and what was compiled for it refuses.
         number: the sessions' own, in the order in which they were made.
-        estimates: operators of every graph so far whose inner memory is a guess.
-        num_restatements: how often groups have got other data: states in other formats, or gradients where there were
-            none. Plans made before do not count.
     """
 
     def __init__(
@@ -91,39 +99,53 @@ class Session:
             present_nbytes: what its parameters take on the device already: theirs to use, so not taken from a budget
                 of "auto".
         """
-        self.options = options
-        self.options_source = source
         self.device = device
         self.hardware: Hardware = hardware_of(device)
         self.granule_nbytes = granule_of(device)
         self.overhead_nbytes = overhead_of(device)
         total_nbytes, available_nbytes = memory_of(device)
-        self.budget_nbytes = resolve_budget(options.memory_budget, total_nbytes, available_nbytes + present_nbytes)
+        budget_nbytes = resolve_budget(options.memory_budget, total_nbytes, available_nbytes + present_nbytes)
+        self.terms = Terms(options, source, budget_nbytes)
         tier, arena = open_compute(device, options.home, options.disk_holds_everything(device.type))
-        layout = replace(EMPTY_LAYOUT, overhead_nbytes=self.overhead_nbytes)
+        layout = replace(EMPTY_LAYOUT, overhead_nbytes=self.overhead_nbytes, disk_holds=options.on_disk(device.type))
         self.store = ChunkStore(layout, arena, tier, options.debug)
-        self.live = LiveValues(self.granule_nbytes)
-        self.records: dict[str, Record] = {}
-        self.peak_nbytes: int | None = None
-        self.predicted_peak_nbytes = 0
-        self.known = KnownNeeds()
-        self.compute_s = self.host_s = 0.0
-        self.num_instructions = 0
-        self.update_held_nbytes = 0
-        self.update_plans: Recent[tuple, tuple[Executable, Plan, tuple[Tile, ...]]] = Recent(MAX_UPDATE_PLANS)
-        self.num_restatements = 0
-        self.unplanned = True
+        self.saved_room = SavedRoom(arena.home)
         self.num_graphs = 0
-        self.estimates: tuple[EstimatedOperator, ...] = ()
         self.trained: frozenset[str] = frozenset()
+        self.live = LiveValues(self.granule_nbytes)
+        self.records = Records()
+        self.known = KnownNeeds()
+        self.update_plans: Recent[Key, tuple[UpdatePlan, Executable]] = Recent(MAX_UPDATE_PLANS)
+        self.keepers = StateKeepers(self.store)
         self.early = EarlyUpdates()
-        self._keepers: dict[str, weakref.ref[object]] = {}
+        self.estimates: tuple[EstimatedOperator, ...] = ()
         self._lock = threading.RLock()
         self._num_entered = 0
         self._alive: set[WeakIdentity] = set()
         self._had_parameters = False
         self.is_over = False
         self.number = next(_numbers)
+
+    @property
+    def options(self) -> Options:
+        return self.terms.options
+
+    @property
+    def budget_nbytes(self) -> int:
+        """The limit for the compute tier, in bytes."""
+        return self.terms.budget_nbytes
+
+    @property
+    def situation(self) -> Situation:
+        """What the model has come to, for `policy.decide`."""
+        return Situation(
+            self.terms.budget_nbytes,
+            self.store.layout,
+            self.store.resident,
+            self.num_graphs,
+            self.trained,
+            self.options.activations,
+        )
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -158,6 +180,7 @@ class Session:
                 del _owners[parameter]
         self._alive.clear()
         self.update_plans.clear()
+        self.saved_room.close()
         self.store.close()
 
     def _lost(self, reference: WeakIdentity) -> None:
@@ -179,18 +202,20 @@ class Session:
         Raises:
             OptionsError: they ask for another home.
         """
-        if source is self.options_source:
+        if source is self.terms.source:
             return
-        present = {"home": self.options.home, "disk_holds": self.options.disk_holds}
-        for option, value in present.items():
-            if option in source and source[option] != value:
-                raise OptionsError(
-                    f"{option} is {source[option]!r}, but the model's parameters already live where it is {value!r}; "
-                    f"give place() and torch.compile() the same {option}"
-                )
-        self.options, self.options_source = options.model_copy(update=present), source
-        self.budget_nbytes = resolve_budget(options.memory_budget, *memory_of(self.device))
-        self.store.debug = options.debug
+        budget_nbytes = resolve_budget(options.memory_budget, *memory_of(self.device))
+        self.agree(Terms(options.at_home(self.options.home, self.options.disk_holds, source), source, budget_nbytes))
+
+    def agree(self, terms: Terms) -> None:
+        """These terms count from now on."""
+        self.terms = terms
+        self.store.debug = terms.options.debug
+
+    @property
+    def transport(self) -> Transport | None:
+        """By which the ranks meet that train this model; None: one process does."""
+        return self.store.transport
 
     def extend_layout(self, specs: Iterable[ParamSpec], fixed: Iterable[ParamSpec] = ()) -> ChunkLayout:
         """The layout with room for parameters it does not know yet, given in order of use. Moves nothing.
@@ -205,7 +230,8 @@ class Session:
         return replace(spec_of(name, parameter), granule_nbytes=self.granule_nbytes, states=state_format_of(parameter))
 
     def restate(self) -> None:
-        """Lay out states in the formats that the parameters' optimizers declare by now (see `declare_states`).
+        """Lay out states in the formats that the parameters' optimizers declare by now (see `declare_states`). To be
+        called where this session is entered.
 
         States at home that have another format are their optimizer's from then on, and no longer in a chunk.
 
@@ -219,26 +245,8 @@ class Session:
         if layout != store.layout:
             for old, new in zip(store.layout.groups, layout.groups, strict=True):
                 if old.states != new.states:
-                    store.leave_states(old.index)
-                    for of_group in old.slices:
-                        self._keepers.pop(of_group.spec.name, None)
+                    self.keepers.leave(old.index)
             store.restate(layout)
-            self.num_restatements += 1
-
-    def has_states_of(self, optimizer: object, names: Iterable[str]) -> bool:
-        """Whether chunks have room for this optimizer's states of these parameters, and not for another's."""
-        return all(name in self._keepers and self._keepers[name]() is optimizer for name in names)
-
-    def keep_states_of(self, optimizer: object, group: int, names: Collection[str]) -> None:
-        """From now on the states of these parameters of a group, at home, are those of this optimizer.
-
-        If others' were there, they stay with who has views of them, as the states of two optimizers in PyTorch do.
-        """
-        if self.has_states_of(optimizer, names):
-            return
-        if any(name in self._keepers and self._keepers[name]() is not optimizer for name in names):
-            self.store.leave_states(group)
-        self._keepers.update(dict.fromkeys(names, weakref.ref(optimizer)))
 
     def unfreeze(self, names: Collection[str]) -> None:
         """Make room at home for the gradients of parameters that were frozen when they were laid out, if there are any.
@@ -249,7 +257,6 @@ class Session:
         layout = unfrozen(self.store.layout, names)
         if layout != self.store.layout:
             self.store.place(layout, {}, self.store.resident)
-            self.num_restatements += 1
 
     def staying_gradients(self) -> frozenset[str]:
         """Parameters that have a gradient now which stays on the compute tier."""
@@ -262,22 +269,6 @@ class Session:
     def minimum_nbytes(self) -> int:
         """The smallest budget that every graph compiled so far can work with, beside what was held in its runs."""
         return self.known.minimum_nbytes(self.store.layout)
-
-    def all_may_stay(self) -> bool:
-        """Whether no group has been sent home already by another graph's plan."""
-        return self.unplanned or self.store.resident == everything(self.store.layout)
-
-    def record(self, phase: str, plan: Plan, measurement: Measurement) -> None:
-        """Keep what a run measured."""
-        self.records[phase] = Record(plan, measurement)
-        predicted = [moment.nbytes for moment in plan.moments if moment.phase == phase]
-        self.predicted_peak_nbytes = max([self.predicted_peak_nbytes, *predicted])
-        self.compute_s += measurement.compute_s
-        self.host_s += measurement.host_s
-        self.num_instructions += measurement.num_instructions
-        readings = [nbytes for _, nbytes in measurement.peaks if nbytes is not None]
-        if readings:
-            self.peak_nbytes = max(self.peak_nbytes or 0, measurement.between_nbytes, *readings)
 
     def note_estimates(self, calls: Iterable[EstimatedOperator]) -> tuple[EstimatedOperator, ...]:
         """Keep which operators' inner memory is a guess; returns those that are new."""
@@ -301,12 +292,12 @@ class Session:
 
 _numbers = itertools.count()
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+OPEN: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def owner(parameter: torch.Tensor) -> tuple[Session, str] | None:
     """The session that owns a parameter, and the parameter's name in it."""
-    return _owners.get(parameter)
+    return _owners.get(part_of(parameter))
 
 
 def owned_parameters() -> list[torch.Tensor]:
@@ -340,61 +331,26 @@ def lay_out_states(
     num_stages: int = 1,
     keeper: weakref.ref[StateKeeper] | None = None,
 ) -> None:
-    """As `declare_states`; layouts made before follow.
+    """As `declare_states`; layouts made before follow. Waits for phases that other threads run.
 
     Raises:
         OptionsError: they cannot (see `Session.restate`); nothing has changed.
     """
-    before = [declared(p) for p in parameters]
-    declare_states(parameters, states, num_stages, keeper)
-    try:
-        for session in sessions_of(parameters):
-            session.restate()
-    except OptionsError:
-        for parameter, former in zip(parameters, before, strict=True):
-            declare_states([parameter], *(former or (None,)))
-        raise
-
-
-def session_for(
-    parameters: Iterable[nn.Parameter],
-    options: Options,
-    source: Mapping[str, object] | None,
-    device: torch.device = _CPU,
-) -> Session:
-    """The session of a graph being compiled: its parameters' own, else that of the same options object, else new.
-
-    All models compiled without options are one to the budget, which is the device's.
-
-    Raises:
-        UnsupportedError: the parameters belong to several sessions.
-    """
-    parameters = list(parameters)
-    found = sessions_of(parameters)
-    if len(found) > 1:
-        raise UnsupportedError(
-            "the graph uses parameters of models that were compiled or placed apart; compile them as one model"
-        )
-    session = next(iter(found), None)
-    source = DEFAULTS if source is None else source
-    if session is None:
-        session = next((s for s in _sessions if _serves(s, source, device)), None)
-    if session is None:
-        session = Session(options, source, device, present_nbytes=_present_nbytes(parameters, device))
-        _sessions.add(session)
-    return session
-
-
-def _present_nbytes(parameters: Sequence[nn.Parameter], device: torch.device) -> int:
-    """Bytes that parameters take on a GPU already. RAM has what is not free counted elsewhere."""
-    storages = [p.untyped_storage() for p in parameters if p.device == device and device.type == "cuda"]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def _serves(session: Session, source: object, device: torch.device) -> bool:
-    return session.options_source is source and session.device == device and not session.is_over
+    sessions = sessions_of(parameters)
+    with all_entered(sessions):
+        before = [declared(p) for p in parameters]
+        declare_states(parameters, states, num_stages, keeper)
+        try:
+            for session in sessions:
+                session.restate()
+        except OptionsError:
+            for parameter, former in zip(parameters, before, strict=True):
+                declare_states([parameter], *(former or (None,)))
+            raise
 
 
 def spec_of(name: str, parameter: nn.Parameter) -> ParamSpec:
     """What the planner needs to know of a parameter."""
-    return ParamSpec(name, tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype, parameter.requires_grad)
+    shards = parameter.shards if isinstance(parameter, Part) else None
+    layout = tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype
+    return ParamSpec(name, *layout, parameter.requires_grad, shards=shards)

@@ -6,21 +6,23 @@ sizes is bytes, and so plans.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
+from functools import cache, partial
 from typing import Any, Protocol
 
 import sympy
 import torch
 from torch import Tensor
 
+from chunkc.build import Builder
 from chunkc.capture import Capture
 from chunkc.captured import Captured
 from chunkc.ir.errors import UnsupportedError
-from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram
+from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.known_needs import NotedNeeds
 from chunkc.passes.graphs import placeholders
+from chunkc.policy import Forms
 from chunkc.recent import Recent
 from chunkc.templates import Templates, input_symbols
 
@@ -34,72 +36,37 @@ MAX_PLANS = 32
 """Plans of one step that are kept, beside whatever else is held; the one that was not used for longest goes."""
 
 
-@dataclass(frozen=True)
-class Positions:
-    """Where in a forward's inputs and outputs the values are that take memory of their own, parameters left out.
-
-    `saved` are those that only the backward gets, the largest first.
-    """
-
-    inputs: tuple[int, ...]
-    user_outputs: tuple[int, ...]
-    saved: tuple[int, ...]
-
-    @staticmethod
-    def of(program: PhaseProgram) -> Positions:
-        storage_of = program.value_storages()
-        seen = set(program.inputs.values())
-        user_outputs: list[int] = []
-        saved: dict[int, int] = {}  # with its bytes
-        for position, name in enumerate(program.outputs):
-            if position < program.num_new_buffers or name is None or storage_of[name] in seen:
-                continue
-            seen.add(storage_of[name])
-            if position < program.num_user_outputs:
-                user_outputs.append(position)
-            else:
-                saved[position] = program.storages[storage_of[name]]
-        inputs = tuple(i for i, name in enumerate(program.inputs) if name not in program.parameters)
-        return Positions(inputs, tuple(user_outputs), tuple(sorted(saved, key=saved.__getitem__, reverse=True)))
-
-
 @dataclass
 class SizedStep:
     """A captured step at one set of sizes, and what was made of it.
 
     Attributes:
-        in_segments: of a step that is whole: makes the same one in segments.
+        described_in_segments: of a step that is whole: what it would need in segments. Compiles nothing, so that where
+            Inductor compiles, these are upper bounds.
         plans: by what they depend on.
         admitted: the residents beside which it was found to fit.
-        noted: the most that it has needed in this form.
+        noted: the most that it has needed.
     """
 
-    captured: Captured
-    in_segments: Callable[[], Captured] | None = None
+    forms: Forms
+    described_in_segments: InitVar[Callable[[], Captured] | None] = None
     plans: Recent[tuple, Any] = field(default_factory=lambda: Recent(MAX_PLANS))
     admitted: frozenset[int] | None = None
 
-    def __post_init__(self) -> None:
-        self.noted = NotedNeeds(whole=self.captured.whole)
-
-    @cached_property
-    def positions(self) -> Positions:
-        return Positions.of(self.captured.forward)
+    def __post_init__(self, described_in_segments: Callable[[], Captured] | None) -> None:
+        self.noted = NotedNeeds(described_in_segments)
 
     @property
-    def forms(self) -> Iterator[Captured]:
-        """The step as it is, and after that, if it is whole, in segments."""
-        yield self.captured
-        if self.in_segments is not None:
-            yield self.in_segments()
+    def captured(self) -> Captured:
+        """As it is now."""
+        return self.forms.captured
 
     def become(self, captured: Captured) -> None:
         """From now on the step has this one of its forms."""
         if captured is not self.captured:
-            self.captured, self.in_segments, self.admitted = captured, None, None
+            self.forms, self.admitted = Forms(captured), None
             self.plans = Recent(MAX_PLANS)
-            self.noted = NotedNeeds(whole=captured.whole)
-            self.__dict__.pop("positions", None)
+            self.noted = NotedNeeds()
 
 
 class Steps(Protocol):
@@ -113,11 +80,15 @@ class Steps(Protocol):
 class StaticSteps:
     """A graph of static shapes."""
 
-    def __init__(self, captured: Captured, in_segments: Callable[[], Captured]) -> None:
-        self._step = SizedStep(captured, in_segments if captured.whole else None)
+    def __init__(self, captured: Captured, builder: Builder) -> None:
+        if captured.whole:
+            described = cache(partial(builder.described, whole=False, estimated=True))
+            self.step = SizedStep(Forms(captured, partial(builder.described, whole=False)), described)
+        else:
+            self.step = SizedStep(Forms(captured))
 
     def at(self, where: str, arguments: Sequence[Any], *, may_be_whole: bool) -> SizedStep:
-        return self._step
+        return self.step
 
 
 class SymbolicSteps:
@@ -147,13 +118,24 @@ class SymbolicSteps:
             UnsupportedError: an operator's memory is not known at these sizes.
         """
         values = {**self._readers[where].read(arguments), **self._constant}
-        key = tuple(values.values())
-        known = self._steps.find(key)
+        known = self._steps.find(tuple(values.values()))
         if known is None or (where == INPUTS and known.captured.whole and not may_be_whole):
-            captured = self._templates.at(values, may_be_whole=may_be_whole)
-            in_segments = partial(self._templates.at, values, may_be_whole=False) if captured.whole else None
-            known = self._steps.keep(key, SizedStep(captured, in_segments))
+            return self._described(values, may_be_whole)
         return known
+
+    def as_traced(self, *, may_be_whole: bool) -> SizedStep:
+        """The step at the sizes it was traced at."""
+        traced = {symbol: n for symbol, n in self._templates.traced.items() if symbol not in self._constant}
+        return self._described({**traced, **self._constant}, may_be_whole)
+
+    def _described(self, values: Mapping[sympy.Symbol, int], may_be_whole: bool) -> SizedStep:
+        captured = self._templates.at(values, may_be_whole=may_be_whole)
+        step = SizedStep(Forms(captured))
+        if captured.whole:
+            templates = self._templates
+            described = cache(lambda: templates.template(values, whole=False, estimated=True).at(values))
+            step = SizedStep(Forms(captured, partial(templates.at, values, may_be_whole=False)), described)
+        return self._steps.keep(tuple(values.values()), step)
 
 
 class SizeReader:

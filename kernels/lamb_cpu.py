@@ -18,7 +18,7 @@ from chunkc.kernels.lamb_host import apply_stage, moments_stage
 from chunkc.kernels.lamb_reference import lamb_direction, lamb_new_moments
 
 _ONE = host_tensor(1.0, np.float32)
-_ADAPT = LambScalars._fields.index("adapt")
+_LIMITS = slice(LambScalars._fields.index("adapt"), LambScalars._fields.index("max_coeff") + 1)
 _SCALARS = (torch.float32, (len(LambScalars._fields),))
 
 
@@ -94,20 +94,22 @@ def _skip(slots: AdamSlots, scale: GradScale) -> bool:
 
 def _apply_arguments(slots: AdamSlots, piece: LambPiece, scalars: Tensor, partials: Tensor) -> list[Tensor]:
     row = scalars[piece.group]
-    ratio = host_tensor(_trust_ratio(partials, piece, adapt=row[_ADAPT].item() != 0), np.float32)
+    ratio = host_tensor(_trust_ratio(partials, piece, *row[_LIMITS].tolist()), np.float32)
     tensors = [slots.param.detach(), slots.exp_avg, slots.exp_avg_sq, slots.master]
     parts = [tensor[piece.begin : piece.end] for tensor in tensors if tensor is not None]
     return [*parts, row, ratio]
 
 
-def _trust_ratio(partials: Tensor, piece: LambPiece, *, adapt: bool) -> float:
+def _trust_ratio(partials: Tensor, piece: LambPiece, adapt: float, least: float, most: float) -> float:
     """`chunkc.kernels.lamb_reference.trust_ratio` to the bit, in none of torch's memory."""
     if not adapt:
         return 1.0
     wide = host_empty((2, piece.last_partial - piece.first_partial), torch.float64)
     wide.copy_(partials[:, piece.first_partial : piece.last_partial])
     of_params, of_updates = torch.sum(wide, 1, out=host_empty((2,), torch.float64)).sqrt_().tolist()
-    return of_params / of_updates if of_params != 0 and of_updates != 0 else 1.0
+    if of_params == 0 or of_updates == 0:
+        return 1.0
+    return min(max(of_params / of_updates, least), most)
 
 
 @functools.cache

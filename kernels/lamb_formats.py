@@ -9,6 +9,7 @@ changes the parameters. Nothing is added atomically: the bits of a run are the s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -39,6 +40,8 @@ class LambScalars(NamedTuple):
     eps: float
     neg_lr: float
     adapt: float  # 0 for a trust ratio of 1, else 1
+    min_coeff: float  # limits of the trust ratio
+    max_coeff: float
 
     @classmethod
     def of(cls, row: Tensor) -> LambScalars:
@@ -54,6 +57,7 @@ class LambHyper:
     Args:
         step: the number of this update, from 1.
         adapt: without, the trust ratio is 1 (usual for biases and norms, which have no weight decay).
+        min_coeff, max_coeff: limits of the trust ratio, in fp32. The paper's phi is the identity, which has none.
 
     Raises:
         ValueError: a value is out of range, or `step` is under 1.
@@ -67,9 +71,13 @@ class LambHyper:
     step: int = 1
     adapt: bool = True
     maximize: bool = False
+    min_coeff: float = 0.0
+    max_coeff: float = math.inf
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        if not 0 <= self.min_coeff <= self.max_coeff:
+            raise ValueError(f"min_coeff and max_coeff must be in order from 0, got {self.min_coeff}, {self.max_coeff}")
 
     def scalars(self) -> LambScalars:
         """The derived scalars, in double precision."""
@@ -84,6 +92,8 @@ class LambHyper:
             eps=self.eps,
             neg_lr=-self.lr,
             adapt=float(self.adapt),
+            min_coeff=self.min_coeff,
+            max_coeff=self.max_coeff,
         )
 
 

@@ -63,10 +63,10 @@ def lamb_apply(
 ) -> None:
     """Stage 2: w = w - lr * ratio * u, with u as in stage 1 from the new moments. Gradients are not read.
 
-    A tensor's trust ratio is norm(w) / norm(u) (the paper's, phi the identity), and 1 where either norm is 0 or its
-    group does not adapt. So are apex' FusedLAMB with `use_nvlamb=True` and torch_optimizer's Lamb, but that the latter
-    limits norm(w) to 10 and by default leaves out the bias corrections, and apex limits the norm of all gradients
-    (`GradScale.clip` here).
+    A tensor's trust ratio is norm(w) / norm(u) (the paper's, phi the identity), within its group's limits, and 1 where
+    either norm is 0 or its group does not adapt. Without limits, so are apex' FusedLAMB with `use_nvlamb=True` and
+    torch_optimizer's Lamb, but that the latter limits norm(w) to 10 and by default leaves out the bias corrections, and
+    apex limits the norm of all gradients (`GradScale.clip` here). DeepSpeed's FusedLamb has the limits.
 
     Args:
         slots: `grad` is not read.
@@ -102,7 +102,8 @@ def trust_ratio(partials: Tensor, piece: LambPiece, scalars: LambScalars) -> Ten
     """0-dim fp32."""
     norms = partials[:, piece.first_partial : piece.last_partial].double().sum(1).sqrt()
     usable = (norms != 0).all() & (torch.as_tensor(scalars.adapt, device=partials.device) != 0)
-    return torch.where(usable, norms[0] / norms[1], 1.0).to(torch.float32)
+    ratio = (norms[0] / norms[1]).to(torch.float32).clamp(scalars.min_coeff, scalars.max_coeff)
+    return torch.where(usable, ratio, 1.0)
 
 
 def _store(place: Tensor, value: Tensor, scale: GradScale) -> None:

@@ -109,7 +109,10 @@ def lamb_apply_kernel(
         param_norm = tl.sqrt_rn(of_params)
         update_norm = tl.sqrt_rn(of_updates)
         adapted = (param_norm != 0) & (update_norm != 0) & (tl.load(group + 9) != 0)
-        ratio = tl.where(adapted, tl.div_rn(param_norm, tl.where(adapted, update_norm, 1.0)), 1.0)
+        ratio = tl.div_rn(param_norm, tl.where(adapted, update_norm, 1.0))
+        ratio = tl.maximum(ratio, tl.load(group + 10), propagate_nan=tl.PropagateNan.ALL)
+        ratio = tl.minimum(ratio, tl.load(group + 11), propagate_nan=tl.PropagateNan.ALL)
+        ratio = tl.where(adapted, ratio, 1.0)
         step_size = tl.load(group + 8) * ratio
         rest = begin
         if begin % _UNIT == 0:

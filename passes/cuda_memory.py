@@ -2,10 +2,11 @@
 
 Sources: `c10/core/AllocatorConfig.h` and `c10/cuda/CUDACachingAllocator.cpp` (`round_size`, `should_split`),
 `aten/src/ATen/cuda/CublasHandlePool.cpp` (`parseChosenWorkspaceSize`) and `aten/src/ATen/cuda/CUDABlas.cpp`
-(`_parseChosenWorkspaceSize`) of PyTorch 2.11 to 2.13.
+(`_parseChosenWorkspaceSize`) of PyTorch 2.11 to 2.13. Where cuBLASLt has a workspace of its own is as the GPU made of
+RAM showed it with 2.13 (`tests/cuda_in_ram`).
 
-Plans reckon with expandable segments (`PYTORCH_ALLOC_CONF=expandable_segments:True`, which `bench/on_gpu.sh` and the
-tests on a GPU set; without it a session warns): every block is what was asked for, rounded to 512 bytes; what one chunk
+Plans reckon with expandable segments (`PYTORCH_ALLOC_CONF=expandable_segments:True`, which a session switches on, or
+warns where the user has decided otherwise): every block is what was asked for, rounded to 512 bytes; what one chunk
 gives back serves activations of any size at once, as all large blocks lie in one range of addresses; and pages that lie
 free are given back when memory runs short. What remains is that the driver gives pages of 2 MiB (small blocks) and
 20 MiB (large ones), so that torch reserves somewhat more than it hands out: a limit on what is reserved
@@ -15,6 +16,9 @@ free are given back when memory runs short. What remains is that the driver give
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+
+import torch
 
 GRANULE_NBYTES = 512
 """Every block is a multiple of this."""
@@ -53,13 +57,26 @@ def cublaslt_workspace_nbytes(config: str | None = None) -> int:
     return (int(config) if config is not None and config.isdigit() else _LT_DEFAULT_KIB) * _KIB
 
 
-def workspaces_nbytes(
-    capability: tuple[int, int], cublas_config: str | None = None, cublaslt_config: str | None = None
-) -> int:
+def shares_workspaces(environment: Mapping[str, str]) -> bool:
+    """Whether cuBLASLt works in cuBLAS's workspace: from PyTorch 2.13 on, unless the environment says otherwise."""
+    said = environment.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE")
+    return said == "1" if said in ("0", "1") else hasattr(torch.backends.cuda, "cublas_workspace_size")
+
+
+def workspaces_nbytes(blas_nbytes: int, lt_nbytes: int, *, shared: bool = False) -> int:
     """Bytes that libraries keep on the device for one compute stream and two threads: the user's and autograd's.
 
     Each thread has a cuBLAS handle of its own, and each handle a workspace per stream.
+
+    Args:
+        blas_nbytes, lt_nbytes: of a workspace of cuBLAS's and of cuBLASLt's.
+        shared: cuBLASLt has none of its own (see `shares_workspaces`).
     """
     num_handles = 2
-    blas = cublas_workspace_nbytes(capability, cublas_config)
-    return num_handles * (rounded_nbytes(blas) + rounded_nbytes(cublaslt_workspace_nbytes(cublaslt_config)))
+    own_nbytes = 0 if shared and blas_nbytes else rounded_nbytes(lt_nbytes)
+    return num_handles * (rounded_nbytes(blas_nbytes) + own_nbytes)
+
+
+def default_workspaces_nbytes(capability: tuple[int, int]) -> int:
+    """`workspaces_nbytes` on a device that is not there: of every PyTorch, in an environment that says nothing."""
+    return workspaces_nbytes(cublas_workspace_nbytes(capability), cublaslt_workspace_nbytes())

@@ -74,6 +74,9 @@ def op_name(node: fx.Node) -> str:
     return str(getattr(target, "__name__", target))
 
 
+_VIA_DICT = re.compile(r"\.__dict__\['(_modules|_parameters|_buffers)'\]")
+"""How Dynamo reads a module's part where its class has a `__getattr__` of its own."""
+
 _ATTRIBUTE = re.compile(r"\.?_(?:modules|parameters|buffers)\['([^']+)'\]|\.(\w+)|\[(\d+)\]")
 
 
@@ -83,6 +86,7 @@ def source_path(source: str) -> tuple[str, str]:
 
     `L['self']._modules['h']._modules['0']._parameters['weight']` is `h.0.weight` of `L['self']`.
     """
+    source = _VIA_DICT.sub(r".\1", source)
     head = re.match(r"^[LG]\['[^']*'\]", source)
     variable = head[0] if head else ""
     parts = [a or b or c for a, b, c in _ATTRIBUTE.findall(source[len(variable) :])]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from torch import fx, nn
 
 from chunkc.ir import chunk_ops
-from chunkc.ir.chunks import GRAD, PARAM, ChunkLayout, chunk_name
-from chunkc.ir.plan import Event, PhasePlan, Tile
+from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkLayout
+from chunkc.ir.items import SavedStorage
+from chunkc.ir.plan import LEAVE, OFFLOAD, RELOAD, Event, PhasePlan, Tile
 from chunkc.ir.program import PhaseProgram
 
 
@@ -26,7 +28,7 @@ def insert_events(
     """Build the rewritten graph of one phase; with a `layout`, saying when its groups are settled at home.
 
     Placeholders carry `meta["storage"] = (name, bytes, held)`, for the verifier. A gradient is owned by its sink when
-    the program hands it over.
+    the program hands it over. Values that are at home between the phases are replaced by what stands for them.
     """
     graph = fx.Graph()
     values: dict[str, fx.Node] = {}
@@ -36,23 +38,32 @@ def insert_events(
         node.meta["parameter"] = program.parameters.get(value)
         values[value] = node
     settled = {} if layout is None else settled_after(program, plan, layout)
-    for at, (call, stop) in enumerate(zip(program.calls, plan.stops)):
-        _events(graph, stop, at, settled)
+    saved = _Saved(graph, program, values)
+    calls = iter(program.calls)
+    for at, stop in enumerate(plan.stops[:-1]):
+        _events(graph, stop, at, settled, saved)
+        if at in plan.tiles:
+            graph.call_function(chunk_ops.update, _arguments(plan.tiles[at]))
+            continue
+        call = next(calls)
         args = [values[value] for value in call.inputs]
         for position, name in call.parameters:
             group = group_of.get(name)
             if group is not None and group not in resident:
-                args[position] = graph.call_function(chunk_ops.parameter, (chunk_name(PARAM, group), name))
+                args[position] = _node(graph, chunk_ops.parameter, Chunk(PARAM, group), name)
         result = graph.call_module(call.segment, tuple(args))
         result.meta["call"] = call.name
         for index, value in enumerate(call.outputs):
             values[value] = graph.call_function(operator.getitem, (result, index))
         for value, name in call.gradients:
             group = group_of.get(name)
-            chunk = None if group is None or group in resident else chunk_name(GRAD, group)
-            graph.call_function(chunk_ops.sink, (name, chunk, values[value], value in program.handed_over))
-    _events(graph, plan.stops[-1], len(plan.stops) - 1, settled)
-    graph.output(tuple(None if value is None else values[value] for value in program.outputs))
+            chunk = None if group is None or group in resident else Chunk(GRAD, group)
+            _node(graph, chunk_ops.sink, name, chunk, values[value], value in program.handed_over)
+    _events(graph, plan.stops[-1], len(plan.stops) - 1, settled, saved)
+    outputs = [None if value is None else values[value] for value in program.outputs]
+    for position, (storage, index) in program.stand_ins.items():
+        outputs[position] = graph.call_function(operator.getitem, (saved.left[storage], index))
+    graph.output(tuple(outputs))
     root = nn.Module()
     for call in program.calls:
         if not hasattr(root, call.segment):
@@ -60,7 +71,7 @@ def insert_events(
     return fx.GraphModule(root, graph, f"chunkc_{program.phase}")
 
 
-def insert_update_events(plan: PhasePlan, tiles: Sequence[Tile]) -> fx.GraphModule:
+def insert_update_events(plan: PhasePlan, tiles: Sequence[Tile]) -> fx.Graph:
     """The optimizer's step over `tiles`, one fused update each, with the events of `plan`."""
     graph = fx.Graph()
     for tile, stop in zip(tiles, plan.stops):
@@ -68,7 +79,7 @@ def insert_update_events(plan: PhasePlan, tiles: Sequence[Tile]) -> fx.GraphModu
         graph.call_function(chunk_ops.update, _arguments(tile))
     _events(graph, plan.stops[-1])
     graph.output(())
-    return fx.GraphModule(nn.Module(), graph, "chunkc_update")
+    return graph
 
 
 def _arguments(tile: Tile) -> tuple[int, ...]:
@@ -76,24 +87,67 @@ def _arguments(tile: Tile) -> tuple[int, ...]:
     return elements if tile.num_stages == 1 else (*elements, tile.stage, tile.num_stages)
 
 
+def _node(graph: fx.Graph, target: Callable[..., None], *arguments: Any) -> fx.Node:
+    """A chunk node; chunks are no arguments that FX has a type for."""
+    return graph.call_function(target, arguments)
+
+
 def settled_after(program: PhaseProgram, plan: PhasePlan, layout: ChunkLayout) -> dict[tuple[int, int], int]:
     """Where groups are settled: after which event of which stop, which group.
 
     That is the last event that starts a copy of the group's parameters or gradients, either way. Only groups count
-    all of whose gradients are sunk by this program.
+    all of whose gradients are sunk by this program, and that the phase does not update itself.
     """
     sunk = {name for call in program.calls for _, name in call.gradients}
     return {
         where: index
         for index, where in plan.last_copies().items()
-        if layout.groups[index].trainable and all(s.spec.name in sunk for s in layout.groups[index].slices)
+        if index not in plan.updated
+        and layout.groups[index].trainable
+        and all(s.spec.name in sunk for s in layout.groups[index].slices)
     }
 
 
+class _Saved:
+    """Nodes of the storages that are at home between the phases.
+
+    Attributes:
+        left: storage -> the node that gives it up.
+    """
+
+    def __init__(self, graph: fx.Graph, program: PhaseProgram, values: dict[str, fx.Node]) -> None:
+        self._graph, self._program, self._values = graph, program, values
+        self._reloaded: dict[str, fx.Node] = {}
+        self.left: dict[str, fx.Node] = {}
+
+    def insert(self, event: Event) -> None:
+        storage, graph, values = str(event.item), self._graph, self._values
+        names = self._program.copied[storage]
+        held, target = tuple(values[name] for name in names), chunk_ops.EVENT_TARGETS[event.kind]
+        if event.kind == OFFLOAD:
+            graph.call_function(target, (storage, event.link, event.nbytes, *held))
+        elif event.kind == LEAVE:
+            self.left[storage] = graph.call_function(target, (storage, event.link, *held))
+        elif event.kind == RELOAD:
+            self._reloaded[storage] = graph.call_function(target, (storage, event.link, event.nbytes, *held))
+        else:
+            arrived = graph.call_function(target, (storage, event.link, self._reloaded[storage]))
+            for index, name in enumerate(names):
+                values[name] = graph.call_function(operator.getitem, (arrived, index))
+
+
 def _events(
-    graph: fx.Graph, stop: Sequence[Event], at: int = 0, settled: Mapping[tuple[int, int], int] = MappingProxyType({})
+    graph: fx.Graph,
+    stop: Sequence[Event],
+    at: int = 0,
+    settled: Mapping[tuple[int, int], int] = MappingProxyType({}),
+    saved: _Saved | None = None,
 ) -> None:
     for position, event in enumerate(stop):
-        graph.call_function(chunk_ops.EVENT_TARGETS[event.kind], (event.chunk,))
+        if isinstance(event.item, SavedStorage):
+            assert saved is not None, "an update has no saved values"
+            saved.insert(event)
+            continue
+        _node(graph, chunk_ops.EVENT_TARGETS[event.kind], event.item, *((event.link,) if event.link else ()))
         if (at, position) in settled:
             graph.call_function(chunk_ops.settle, (settled[at, position],))

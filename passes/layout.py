@@ -40,12 +40,12 @@ def blocks_in_order(specs: Iterable[ParamSpec]) -> list[list[ParamSpec]]:
 
 def auto_chunk_nbytes(specs: Sequence[ParamSpec]) -> int:
     """One repeated block per chunk; without repetition, a sixteenth of the model but no less than a tensor."""
-    total = sum(spec.home_nbytes for spec in specs)
+    total = sum(spec.whole_nbytes for spec in specs)
     repeated = [block for block in blocks_in_order(specs) if block_of(block[0].name)[1]]
     if repeated:
         wanted = max(max(_room(block) for block in repeated), total // 64)
     else:
-        wanted = max(max((spec.home_nbytes for spec in specs), default=0), total // 16)
+        wanted = max(max((spec.whole_nbytes for spec in specs), default=0), total // 16)
     return max(4096, -(-wanted // 4096) * 4096)
 
 
@@ -55,18 +55,20 @@ def lay_out(
     """Lay parameters, given in order of use, into chunks of `chunk_nbytes` (None: chosen from the model alone).
 
     A tensor larger than a chunk gets a chunk of its own size. Frozen and trainable parameters, dtypes, and formats of
-    states never share a chunk. With `extending`, its groups stay as they are and the new ones come after them.
+    states never share a chunk. What is cut over ranks goes by its whole size, and is never small. With `extending`, its
+    groups stay as they are and the new ones come after them.
     """
     if chunk_nbytes is None:
         chunk_nbytes = extending.chunk_nbytes if extending else auto_chunk_nbytes(specs)
-    small = [spec for spec in specs if spec.home_nbytes * SMALL_SHARE <= chunk_nbytes]
-    large = [spec for spec in specs if spec.home_nbytes * SMALL_SHARE > chunk_nbytes]
+    is_small = [spec.shards is None and spec.home_nbytes * SMALL_SHARE <= chunk_nbytes for spec in specs]
+    small = [spec for spec, stays in zip(specs, is_small) if stays]
+    large = [spec for spec, stays in zip(specs, is_small) if not stays]
     bins: list[list[ParamSpec]] = []
-    open_bin: dict[tuple, int] = {}  # (dtype, trainable, states) -> index of the bin that may still take more
+    open_bin: dict[tuple, int] = {}  # (dtype, trainable, states, not cut) -> index of the bin that may still take more
     for block in blocks_in_order(large):
         by_class: dict[tuple, list[ParamSpec]] = {}
         for spec in block:
-            by_class.setdefault((spec.dtype, spec.trainable, spec.states), []).append(spec)
+            by_class.setdefault((spec.dtype, spec.trainable, spec.states, spec.shards is None), []).append(spec)
         for key, members in by_class.items():
             whole = _room(members) <= chunk_nbytes
             if key in open_bin and whole and _room([*bins[open_bin[key]], *members]) <= chunk_nbytes:
@@ -99,7 +101,9 @@ def extended(
     new = [spec for spec in specs if spec.name not in known]
     wider = lay_out(new, chunk_nbytes, extending=layout if layout.chunk_nbytes else None) if new else layout
     staying = tuple(spec for spec in fixed if spec.name not in known)
-    return replace(wider, small=(*wider.small, *staying), overhead_nbytes=layout.overhead_nbytes)
+    version = layout.version + 1 if new or staying else layout.version
+    kept = {"overhead_nbytes": layout.overhead_nbytes, "disk_holds": layout.disk_holds, "version": version}
+    return replace(wider, small=(*wider.small, *staying), **kept)  # type: ignore[arg-type]
 
 
 def restated(layout: ChunkLayout, states: Mapping[str, StateFormat]) -> ChunkLayout:
@@ -135,7 +139,7 @@ def restated(layout: ChunkLayout, states: Mapping[str, StateFormat]) -> ChunkLay
         slices = tuple(replace(s, spec=replace(s.spec, states=wanted)) for s in group.slices)
         groups.append(replace(group, slices=slices, states=wanted))
     small = tuple(replace(spec, states=states.get(spec.name, spec.states)) for spec in layout.small)
-    return replace(layout, groups=tuple(groups), small=small)
+    return _changed(layout, groups, small)
 
 
 def unfrozen(layout: ChunkLayout, names: Collection[str]) -> ChunkLayout:
@@ -152,7 +156,13 @@ def unfrozen(layout: ChunkLayout, names: Collection[str]) -> ChunkLayout:
         slices = tuple(replace(s, spec=trained(s.spec)) for s in group.slices)
         trainable = group.trainable or any(s.spec.trainable for s in slices)
         groups.append(replace(group, slices=slices, trainable=trainable))
-    return replace(layout, groups=tuple(groups), small=tuple(map(trained, layout.small)))
+    return _changed(layout, groups, tuple(map(trained, layout.small)))
+
+
+def _changed(layout: ChunkLayout, groups: Sequence[ChunkGroup], small: tuple[ParamSpec, ...]) -> ChunkLayout:
+    """The layout with these groups and small parameters: as it was, or its next version."""
+    found = replace(layout, groups=tuple(groups), small=small)
+    return layout if found == layout else replace(found, version=layout.version + 1)
 
 
 _EARLIER = (
@@ -160,19 +170,25 @@ _EARLIER = (
 )
 
 
-def _aligned(spec: ParamSpec) -> int:
-    """Elements of the parameter, rounded up to where the next one may begin."""
+def _aligned(spec: ParamSpec, numel: int) -> int:
+    """So many elements of the parameter, rounded up to where the next one may begin."""
     unit = max(ALIGNMENT_NBYTES // spec.dtype.itemsize, spec.states.alignment)
-    return -(-spec.numel // unit) * unit
+    return -(-numel // unit) * unit
 
 
 def _room(specs: Iterable[ParamSpec]) -> int:
-    return sum(_aligned(spec) * spec.dtype.itemsize for spec in specs)
+    return sum(_aligned(spec, spec.whole_numel) * spec.dtype.itemsize for spec in specs)
 
 
 def _group(index: int, specs: Sequence[ParamSpec]) -> ChunkGroup:
-    slices, offset = [], 0
+    slices, offset, slot_offset, exchange_numel = [], 0, 0, 0
     for spec in specs:
-        slices.append(TensorSlice(spec, offset))
-        offset += _aligned(spec)
-    return ChunkGroup(index, specs[0].dtype, specs[0].trainable, offset, tuple(slices), specs[0].states)
+        slices.append(TensorSlice(spec, offset, slot_offset if spec.shards is not None else 0))
+        offset += _aligned(spec, spec.numel)
+        if spec.shards is not None:
+            slot_offset += _aligned(spec, spec.shards.numel)
+            exchange_numel += (spec.shards.num_ranks - 1) * spec.shards.largest_numel
+    first = specs[0]
+    return ChunkGroup(
+        index, first.dtype, first.trainable, offset, tuple(slices), first.states, slot_offset, exchange_numel
+    )

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from chunkc.ir.chunks import STEP_NBYTES, ChunkLayout, split_chunk_name
+from chunkc.ir.chunks import GRAD, PARAM, STEP_NBYTES, Chunk, ChunkLayout
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.items import Copy, Item, ItemId, MovedId, SavedStorage
 from chunkc.ir.plan import EVICT, PREFETCH, Event, Moment, PhasePlan, Plan, Position, gradients_at
+from chunkc.ir.program import BACKWARD, FORWARD
+from chunkc.passes.activations import Saved, choose, copies
 from chunkc.passes.schedule import required_nbytes, schedule
 
 BETWEEN = "between"
@@ -48,19 +51,28 @@ def small_nbytes(layout: ChunkLayout) -> int:
     return counters + sum(spec.nbytes + spec.training_nbytes for spec in layout.small)
 
 
-def chunk_sizes(layout: ChunkLayout, positions: Sequence[Position]) -> dict[str, int]:
+def chunk_items(layout: ChunkLayout, positions: Sequence[Position]) -> dict[MovedId, Item]:
+    """Every chunk, or part of one, that the positions need."""
+    found: dict[MovedId, Item] = {}
+    for chunk, nbytes in chunk_sizes(layout, positions).items():
+        back, home = layout.links_of_chunk(chunk)
+        found[chunk] = Item(nbytes, Copy(back), Copy(home))
+    return found
+
+
+def chunk_sizes(layout: ChunkLayout, positions: Sequence[Position]) -> dict[ItemId, int]:
     """Bytes of every chunk, or part of one, that the positions need."""
-    chunks = dict.fromkeys(chunk for position in positions for chunk in position.chunks)
+    chunks = dict.fromkeys(chunk for position in positions for chunk in position.items)
     return {chunk: layout.chunk_nbytes_of(chunk) for chunk in chunks}
 
 
 def _tightest(positions: Sequence[Position]) -> list[Position]:
     """Of positions that need the same chunks the one with the most bytes beside them: where it fits, all of them do."""
-    found: dict[frozenset[str], Position] = {}
+    found: dict[frozenset[ItemId], Position] = {}
     for position in positions:
-        known = found.setdefault(position.chunks, position)
+        known = found.setdefault(position.items, position)
         if position.non_model_nbytes > known.non_model_nbytes:
-            found[position.chunks] = position
+            found[position.items] = position
     return list(found.values())
 
 
@@ -104,8 +116,8 @@ class StayingData:
 def _moving(position: Position, resident: frozenset[int]) -> Position:
     """The position without the chunks of resident groups."""
 
-    def keep(chunks: frozenset[str]) -> frozenset[str]:
-        return frozenset(chunk for chunk in chunks if split_chunk_name(chunk)[1] not in resident)
+    def keep(chunks: frozenset[ItemId]) -> frozenset[ItemId]:
+        return frozenset(chunk for chunk in chunks if chunk.group not in resident)
 
     return replace(position, reads=keep(position.reads), writes=keep(position.writes))
 
@@ -123,7 +135,7 @@ def choose_resident(
     """
     sizes = chunk_sizes(layout, positions)
     needs = [
-        (position.non_model_nbytes, [(split_chunk_name(chunk)[1], sizes[chunk]) for chunk in position.chunks])
+        (position.non_model_nbytes, [(chunk.group, sizes[chunk]) for chunk in position.items])
         for position in _tightest(positions)
     ]
 
@@ -143,6 +155,24 @@ def choose_resident(
         if group.index in allowed and fits(wider, with_it):
             resident, fixed = wider, with_it
     return resident
+
+
+def choose_leaving(
+    saved: Sequence[Saved], kept: StepProfile, least: StepProfile, layout: ChunkLayout, budget_nbytes: int
+) -> frozenset[str]:
+    """Saved storages that go home so that every call has room where all chunks move, and copies too if possible.
+
+    Args:
+        saved: those that may leave.
+        kept, least: the step where none leaves, and where all do.
+    """
+    sizes = chunk_sizes(layout, kept.passes)
+    free_nbytes = budget_nbytes - fixed_nbytes(layout, frozenset())
+    rooms = [free_nbytes - required_nbytes(position, sizes) for position in kept.passes]
+    slack = SLACK_CHUNKS * max(sizes.values(), default=0)
+    if any(position.non_model_nbytes + slack > room for position, room in zip(least.passes, rooms, strict=True)):
+        slack = 0
+    return choose(saved, kept.forward, kept.backward, [room - slack for room in rooms])
 
 
 def staying_beside(
@@ -203,10 +233,7 @@ def check_minimum(
             ("parameters on the compute tier, with gradients and optimizer states", fixed - layout.overhead_nbytes),
             ("workspaces of libraries, and the allocator's rounding of them", layout.overhead_nbytes),
             ("values of earlier calls that are still held", held_nbytes),
-            *(
-                (f"chunk {chunk} ({layout.groups[split_chunk_name(chunk)[1]].title})", sizes[chunk])
-                for chunk in sorted(moving.chunks)
-            ),
+            *((f"chunk {chunk} ({layout.groups[chunk.group].title})", sizes[chunk]) for chunk in sorted(moving.items)),
         ]
         raise BudgetError(
             minimum_nbytes=minimum,
@@ -227,12 +254,14 @@ def plan_phases(
     hardware: Hardware,
     held_nbytes: int = 0,
     boundary_nbytes: int = 0,
+    saved: Sequence[Saved] = (),
 ) -> Plan:
     """Plan phases that follow each other; chunks may stay in their slots from one to the next.
 
     Args:
         held_nbytes: bytes on the compute tier that belong to others: values of earlier calls still in flight.
         boundary_nbytes: non-model bytes while user code runs between the phases.
+        saved: storages that are at home between the forward and the backward.
 
     Raises:
         BudgetError: no plan fits; its `minimum_nbytes` holds for this `resident`.
@@ -247,13 +276,19 @@ def plan_phases(
         barriers.append(len(line))
         spans.append((name, len(line), len(line) + len(phase)))
         line += [_moving(position, resident) for position in phase]
-    calls = [position for position in line if position.phase != BETWEEN]
+    calls = [position for position in line if position.phase != BETWEEN and position.tile is None]
+    used_up = {Chunk(GRAD, position.tile.group) for position in line if position.tile is not None}
     minimum = check_minimum(calls, layout, budget_nbytes, held_nbytes, resident)
     capacity = [max(0, budget_nbytes - fixed - held_nbytes - position.non_model_nbytes) for position in line]
-    stops, occupancy = schedule(line, chunk_sizes(layout, line), capacity, hardware, barriers)
+    items = chunk_items(layout, line)
+    ways = [Copy(link) for link in layout.links_of(PARAM)]
+    items |= {SavedStorage(one.storage): Item(one.nbytes, *ways) for one in saved}
+    calls_of = {name: [at for at in range(begin, end) if line[at].tile is None] for name, begin, end in spans}
+    around = copies(saved, calls_of.get(FORWARD), calls_of[BACKWARD]) if saved else []
+    stops, occupancy = schedule(line, items, capacity, hardware, barriers, around, used_up)
     staying = StayingData.of(layout, resident)
     gradients = gradients_at(line, staying.gradients)
-    planned, kept = [], frozenset[str]()
+    planned, kept = [], frozenset[ItemId]()
     for index, (name, begin, end) in enumerate(spans):
         moments = tuple(
             Moment(
@@ -273,7 +308,8 @@ def plan_phases(
         )
         # The stop before "between", and the one after it, both belong to the end of the earlier phase.
         tail = stops[end]
-        planned.append(PhasePlan(name, (*stops[begin:end], tail), moments))
+        tiles = {at: tile for at, position in enumerate(line[begin:end]) if (tile := position.tile) is not None}
+        planned.append(PhasePlan(name, (*stops[begin:end], tail), moments, tiles))
         if index + 1 < len(spans):
             kept = _present_after([*stops[: end + 1]])
     return Plan(budget_nbytes, minimum, resident, tuple(planned), kept, staying.gradients)
@@ -284,12 +320,12 @@ def _between(non_model_nbytes: int) -> Position:
     return Position(BETWEEN, BETWEEN, non_model_nbytes, "user code", "", frozenset(), frozenset(), 0.0)
 
 
-def _present_after(stops: Sequence[tuple[Event, ...]]) -> frozenset[str]:
-    present: set[str] = set()
+def _present_after(stops: Sequence[tuple[Event, ...]]) -> frozenset[ItemId]:
+    present: set[ItemId] = set()
     for stop in stops:
         for event in stop:
-            if event.kind == PREFETCH:
-                present.add(event.chunk)
-            elif event.kind == EVICT:
-                present.remove(event.chunk)
+            if event.kind == PREFETCH and isinstance(event.item, Chunk):
+                present.add(event.item)
+            elif event.kind == EVICT and isinstance(event.item, Chunk):
+                present.remove(event.item)
     return frozenset(present)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from chunkc.ir.chunks import GRAD, PARAM, chunk_name
+from chunkc.ir.chunks import GRAD, PARAM, Chunk
 from chunkc.ir.plan import Position
-from chunkc.ir.program import PhaseProgram, SegmentMemory
+from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram, SegmentMemory
 
 
 def last_holds(program: PhaseProgram) -> dict[str, int]:
@@ -49,18 +49,24 @@ def call_steps(program: PhaseProgram, memories: Mapping[str, SegmentMemory]) -> 
     """For each call the bytes at every one of its operations.
 
     Held storages (inputs, buffers, what the caller keeps) count throughout; a value that nobody needs after the call
-    is given up inside it, at the operation that lets it go.
+    is given up inside it, at the operation that lets it go. A storage that is copied home is held to the end of the
+    forward's last call that holds it, and in the backward from its first call on.
     """
     last = last_holds(program)
     storage_of = program.value_storages()
     nbytes_of = program.storages
     live = {storage for storage in program.inputs.values() if last.get(storage, -1) >= 0} | program.held
+    live -= program.copied.keys()
     for index, call in enumerate(program.calls):
         memory = memories[call.segment]
         live = {storage for storage in live if last[storage] >= index}
+        if program.copied and program.phase == BACKWARD:
+            live |= program.copied.keys() & {storage_of[value] for value in call.inputs}
         released: dict[str, int] = {}  # donated storage -> first step without it
         for position, value in enumerate(call.inputs):
             storage = storage_of[value]
+            if program.phase == FORWARD and storage in program.copied:
+                continue
             if last[storage] == index and storage in live:
                 released[storage] = max(released.get(storage, 0), memory.input_released[position])
         kept = frozenset(live.difference(released))
@@ -77,6 +83,18 @@ def call_steps(program: PhaseProgram, memories: Mapping[str, SegmentMemory]) -> 
         live |= set(call.output_storages)
 
 
+def left_nbytes(program: PhaseProgram) -> list[int]:
+    """Non-model bytes that are alive once each call is over and its gradients are sunk."""
+    last, storage_of = last_holds(program), program.value_storages()
+    live = (set(program.inputs.values()) | program.held) - program.copied.keys()
+    found = []
+    for index, call in enumerate(program.calls):
+        live |= {storage_of[value] for value in (*call.inputs, *call.outputs)}
+        live = {storage for storage in live if last.get(storage, -1) > index}
+        found.append(sum(program.storages[storage] for storage in live))
+    return found
+
+
 def positions(
     program: PhaseProgram,
     memories: Mapping[str, SegmentMemory],
@@ -85,7 +103,7 @@ def positions(
 ) -> tuple[Position, ...]:
     """One `Position` per call, with the bytes of its fullest operation."""
     found = []
-    for call, steps in zip(program.calls, call_steps(program, memories)):
+    for call, steps, left in zip(program.calls, call_steps(program, memories), left_nbytes(program)):
         peak = max(steps, key=lambda step: step.nbytes)
         found.append(
             Position(
@@ -94,10 +112,11 @@ def positions(
                 non_model_nbytes=peak.nbytes,
                 op=peak.op,
                 module=peak.module,
-                reads=frozenset(chunk_name(PARAM, group_of[p]) for _, p in call.parameters if p in group_of),
-                writes=frozenset(chunk_name(GRAD, group_of[p]) for _, p in call.gradients if p in group_of),
+                reads=frozenset(Chunk(PARAM, group_of[p]) for _, p in call.parameters if p in group_of),
+                writes=frozenset(Chunk(GRAD, group_of[p]) for _, p in call.gradients if p in group_of),
                 cost_s=call.cost_s,
                 sunk=tuple((name, value in program.handed_over) for value, name in call.gradients),
+                left_nbytes=left,
             )
         )
     return tuple(found)

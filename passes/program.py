@@ -48,7 +48,16 @@ def forward_program(
         outputs,
         num_user_outputs,
         num_new_buffers=num_new_buffers,
+        plain=frozenset(node.name for node in returned(graph) if node is not None and _is_plain(node)),
     )
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether a value is a strided tensor without a conjugate or negative bit."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    return not (value.is_quantized or value.is_complex() or value.is_neg())
 
 
 def backward_program(

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from chunkc.passes.graphs import storage_key
 from chunkc.passes.scratch.cpu import corrects_outputs, output_nbytes
+from chunkc.passes.scratch.cuda import corrects_cuda_outputs, cuda_output_nbytes
 from chunkc.passes.shapes import AS_TRACED, Shapes
 from chunkc.passes.symbols import Size
 
@@ -161,10 +162,13 @@ def _declared(node: fx.Node, trees: dict[fx.Node, Any]) -> dict[int, int]:
 
 def _output_nbytes(node: fx.Node, value: Any, shapes: Shapes) -> dict[int, int]:
     """Position among the returned tensors -> bytes, where the operator's storage is not as its fake tensor says."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not corrects_outputs(node.target):
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return {}
+    on_cuda = any(leaf.device.type == "cuda" for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    if not (corrects_cuda_outputs if on_cuda else corrects_outputs)(node.target):
         return {}
     args, kwargs, value = shapes.of((*fx.map_arg((node.args, dict(node.kwargs)), value_of), value))
-    return output_nbytes(node.target, args, dict(kwargs), value)
+    return (cuda_output_nbytes if on_cuda else output_nbytes)(node.target, args, dict(kwargs), value)
 
 
 def number_storages(

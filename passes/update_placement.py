@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from chunkc.ir.chunks import ChunkGroup
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.links import TO_DEVICE, TO_HOME
 from chunkc.ir.updates import update_stages, update_traffic
 
 
@@ -26,7 +27,7 @@ def device_update_s(groups: Sequence[ChunkGroup], hardware: Hardware, num_stages
     inwards = sum(group.nbytes(kind) for group, stage in stages for kind in stage.kinds)
     outwards = sum(group.nbytes(kind) for group, stage in stages for kind in stage.writes)
     memory_s = sum(group_update_nbytes(group, num_stages) for group in groups) / hardware.memory_bytes_per_s
-    return max(hardware.link_seconds(inwards, outwards), memory_s)
+    return max(hardware.link_seconds({TO_DEVICE: inwards, TO_HOME: outwards}), memory_s)
 
 
 def cpu_update_s(groups: Sequence[ChunkGroup], hardware: Hardware, num_stages: int = 1) -> float | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from chunkc.ir.chunks import GRAD, ChunkLayout, chunk_name
+from chunkc.ir.chunks import GRAD, Chunk, ChunkGroup, ChunkLayout
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Plan, Position, Tile
 from chunkc.ir.program import UPDATE
@@ -32,13 +33,18 @@ def update_tiles(
     tiles = []
     for index in groups:
         group = layout.groups[index]
-        fitting = capacity_nbytes // (group.update_nbytes_per_element * TILES_AT_ONCE)
-        largest = max(MAX_TILE_NUMEL, -(-group.numel // MAX_NUM_TILES))
-        numel = max(MIN_TILE_NUMEL, min(largest, fitting) // MIN_TILE_NUMEL * MIN_TILE_NUMEL)
+        numel = tile_numel(group, capacity_nbytes)
         parts = [(at, min(at + numel, group.numel)) for at in range(0, group.numel, numel)]
         for stage in range(num_stages):
             tiles += [Tile(index, *part, stage, num_stages) for part in (reversed(parts) if stage else parts)]
     return tuple(tiles)
+
+
+def tile_numel(group: ChunkGroup, capacity_nbytes: int) -> int:
+    """Elements of a tile, such that `TILES_AT_ONCE` fit where that is possible."""
+    fitting = capacity_nbytes // (group.update_nbytes_per_element * TILES_AT_ONCE)
+    largest = max(MAX_TILE_NUMEL, -(-group.numel // MAX_NUM_TILES))
+    return max(MIN_TILE_NUMEL, min(largest, fitting) // MIN_TILE_NUMEL * MIN_TILE_NUMEL)
 
 
 def smallest_tiles(layout: ChunkLayout, groups: Sequence[int], num_stages: int = 1) -> tuple[Tile, ...]:
@@ -62,7 +68,7 @@ def update_positions(
         group = layout.groups[tile.group]
         stage = update_stages(group.update_kinds, tile.num_stages)[tile.stage]
         reads, writes = (
-            frozenset(chunk_name(kind, tile.group, (tile.begin, tile.end)) for kind in kinds)
+            frozenset(Chunk(kind, tile.group, (tile.begin, tile.end)) for kind in kinds)
             for kinds in (stage.reads, stage.writes)
         )
         found.append(
@@ -81,16 +87,19 @@ def update_positions(
 
 
 def _pace_s(layout: ChunkLayout, tile: Tile, hardware: Hardware) -> float:
-    """Seconds from one tile to the next: the memory reads and writes it, the link brings one and takes one away.
+    """Seconds from one tile to the next: the memory reads and writes it, links bring one and take one away.
 
     By its memory's time alone, tiles behind a slow link would be fetched all at once: they would fill the budget, and
     none would come sooner. Of two stages each has half of the link's time: the second may find in slots what it needs.
     """
     group, part = layout.groups[tile.group], (tile.begin, tile.end)
-    sizes = {kind: layout.chunk_nbytes_of(chunk_name(kind, tile.group, part)) for kind in group.update_kinds}
-    inwards = sum(sizes.values())
+    copied: Counter[str] = Counter()
+    for kind in group.update_kinds:
+        nbytes, (back, home) = layout.chunk_nbytes_of(Chunk(kind, tile.group, part)), layout.links_of(kind)
+        copied[back] += nbytes
+        copied[home] += 0 if kind == GRAD else nbytes
     memory_s = tile_traffic(group, tile).nbytes / hardware.update_bytes_per_s
-    return max(memory_s, hardware.link_seconds(inwards, inwards - sizes[GRAD]) / tile.num_stages)
+    return max(memory_s, hardware.link_seconds(copied) / tile.num_stages)
 
 
 def check_update(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 
+from chunkc.ir.chunks import Chunk
 from chunkc.ir.errors import ChunkStateError
 
 
@@ -28,7 +29,7 @@ _ALLOWED = {
 }
 
 
-def advance(chunk: str, current: ChunkState, new: ChunkState) -> ChunkState:
+def advance(chunk: Chunk, current: ChunkState, new: ChunkState) -> ChunkState:
     """`new`, if a chunk may go there from `current`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A CUDA device as the compute tier: one stream per direction, ordered by events. See `runtime.tier` for the order.
+"""A CUDA device as the compute tier: one stream per link, ordered by events. See `runtime.tier` for the order.
 
 Kernels queue by themselves on the current stream, the compute stream, so `enqueue` just calls. Slots come from torch's
 caching allocator on that stream; as the store gives a slot back only after the compute stream waits for its last
@@ -23,8 +23,8 @@ import torch
 from chunkc.ir.errors import OptionsError
 from chunkc.runtime.arena import Launch
 from chunkc.runtime.gpu import Gpu, TorchGpu
-from chunkc.runtime.streams import Event, WorkerStream
-from chunkc.runtime.tier import AT_ONCE
+from chunkc.runtime.streams import JobMark, WorkerStream
+from chunkc.runtime.tier import AT_ONCE, Links
 
 
 class CudaMark:
@@ -36,7 +36,7 @@ class CudaMark:
 
     def __init__(self, end: Any, begin: Any = None) -> None:
         self.begin, self.end = begin, end
-        self.launched: Event | None = None
+        self.launched: JobMark | None = None
 
     def done(self) -> bool:
         return (self.launched is None or self.launched.done()) and self.end.query()
@@ -61,7 +61,7 @@ class CudaMark:
 
 
 class CudaLink:
-    """Copies of one direction: launched by the caller, or, where they block, by a thread. Neither delays the other."""
+    """Copies over one link: launched by the caller, or, where they block, by a thread. Neither delays the other."""
 
     def __init__(self, gpu: Gpu, name: str) -> None:
         self._gpu = gpu
@@ -77,7 +77,7 @@ class CudaLink:
         self._account()
         return self._busy_s
 
-    def submit(self, job: Callable[[], None], *, after: Sequence[CudaMark | Event] = ()) -> CudaMark:
+    def submit(self, job: Callable[[], None], *, after: Sequence[CudaMark | JobMark] = ()) -> CudaMark:
         """Queue a copy, to start once all of `after` is over. Never blocks.
 
         Args:
@@ -116,7 +116,7 @@ class CudaLink:
         """End the thread behind what it has to copy. Never blocks."""
         self._worker.end_soon()
 
-    def _run_blocking(self, job: Callable[[], None], after: Sequence[CudaMark | Event], mark: CudaMark) -> None:
+    def _run_blocking(self, job: Callable[[], None], after: Sequence[CudaMark | JobMark], mark: CudaMark) -> None:
         """On the worker thread, which touches home itself, or comes after a host thread, and so waits itself."""
         for earlier in after:
             earlier.wait()
@@ -152,8 +152,8 @@ class CudaTier:
     def __init__(self, gpu: Gpu | None = None, *, meter: bool = True) -> None:
         self._gpu = TorchGpu() if gpu is None else gpu
         self._meter = meter
-        self.to_device = CudaLink(self._gpu, "to_device")
-        self.to_home = CudaLink(self._gpu, "to_home")
+        self.links = Links(partial(CudaLink, self._gpu))
+        self._retries_before = self._gpu.num_retries()
 
     @property
     def device(self) -> torch.device:
@@ -176,30 +176,27 @@ class CudaTier:
     def materialise(self) -> None:
         """Nothing to do: tensors exist from the launch of their kernels on."""
 
-    def measured_nbytes(self) -> int | None:
-        """Bytes that torch's allocator has given out on the device."""
-        return self._gpu.allocated_nbytes()[0] if self._meter else None
-
     def lap_peak_nbytes(self) -> int | None:
         """The most that torch's allocator had given out since the last call of this.
 
-        Memory is given out and back as the host runs ahead, so a lap of the host's is the right one.
+        Memory is given out and back as the host runs ahead, so a lap of the host's is the right one. Nobody else's
+        peaks are reset (`torch_private.cuda_allocator`).
         """
-        if not self._meter:
-            return None
-        peak_nbytes = self._gpu.allocated_nbytes()[1]
-        self._gpu.reset_peak()
-        return peak_nbytes
+        return self._gpu.lap_peak_nbytes() if self._meter else None
+
+    def num_retries(self) -> int:
+        """As `Tier.num_retries`, since the tier was made."""
+        now = self._gpu.num_retries()
+        self._retries_before = min(self._retries_before, now)  # a user may have reset the allocator's count
+        return now - self._retries_before
 
     def drain(self) -> None:
         """Block the host until every copy has ended."""
-        self.to_device.drain()
-        self.to_home.drain()
+        self.links.drain()
 
     def end_soon(self) -> None:
         """End the threads that copy, behind what they have to copy."""
-        self.to_device.end_soon()
-        self.to_home.end_soon()
+        self.links.end_soon()
 
 
 @contextlib.contextmanager

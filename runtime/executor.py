@@ -18,8 +18,11 @@ import torch
 from torch import fx
 
 from chunkc.ir import chunk_ops
+from chunkc.ir.chunks import Chunk
 from chunkc.ir.errors import ChunkcError
 from chunkc.ir.plan import Tile
+from chunkc.runtime.saved import SavedValues
+from chunkc.runtime.saved_instructions import SAVED_OPS, lower_saved
 from chunkc.runtime.store import ChunkStore
 from chunkc.runtime.tier import Tier
 
@@ -69,16 +72,19 @@ class Run:
     store: ChunkStore
     measurement: Measurement
     update: Callable[[Tile], None] | None = None
+    """Of the optimizer: updates a tile in slots."""
     settled: Callable[[int], None] | None = None
+    saved: SavedValues | None = None
 
 
 @dataclass(frozen=True)
 class _Event:
-    method: str
-    chunk: str
+    do: Callable[[ChunkStore, Chunk, str], None]
+    chunk: Chunk
+    link: str = ""
 
     def __call__(self, registers: Registers, run: Run) -> None:
-        getattr(run.store, self.method)(self.chunk)
+        self.do(run.store, self.chunk, self.link)
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ class _Settle:
 
 @dataclass(frozen=True)
 class _Parameter:
-    chunk: str
+    chunk: Chunk
     name: str
     target: int
 
@@ -107,7 +113,7 @@ class _Call:
     arguments: tuple[int, ...]
     cleared: tuple[int, ...]
     targets: tuple[tuple[int, int], ...]  # (register, output)
-    chunks: tuple[str, ...]
+    chunks: tuple[Chunk, ...]
 
     def __call__(self, registers: Registers, run: Run) -> None:
         store, measurement = run.store, run.measurement
@@ -135,7 +141,7 @@ class _Call:
 @dataclass(frozen=True)
 class _Sink:
     name: str
-    chunk: str | None
+    chunk: Chunk | None
     source: int
     owned: bool
     last: bool
@@ -164,7 +170,28 @@ class _Update:
         run.measurement.end(f"update.{self.tile}", run.store.tier)
 
 
-_EVENTS = {target: name for name, target in chunk_ops.EVENT_TARGETS.items()}
+def _prefetch(store: ChunkStore, chunk: Chunk, link: str) -> None:
+    store.prefetch(chunk, link)
+
+
+def _wait(store: ChunkStore, chunk: Chunk, link: str) -> None:
+    store.wait(chunk)  # whose slot knows the copy
+
+
+def _write_back(store: ChunkStore, chunk: Chunk, link: str) -> None:
+    store.write_back(chunk, link)
+
+
+def _evict(store: ChunkStore, chunk: Chunk, link: str) -> None:
+    store.evict(chunk)
+
+
+_EVENTS: Mapping[object, Callable[[ChunkStore, Chunk, str], None]] = {
+    chunk_ops.prefetch: _prefetch,
+    chunk_ops.wait: _wait,
+    chunk_ops.write_back: _write_back,
+    chunk_ops.evict: _evict,
+}
 
 
 @dataclass(frozen=True)
@@ -200,6 +227,8 @@ class Executable:
                     call(registers, run)
                 run.store.tier.materialise()
         except BaseException as error:
+            if run.saved is not None:
+                run.saved.settle()  # copies read registers
             registers.clear()
             try:
                 run.store.release_slots()
@@ -241,7 +270,7 @@ def lower(graph: fx.Graph, segments: Mapping[str, Segment]) -> Executable:
                     arguments=tuple(register[a] for a in args),
                     cleared=tuple(register[a] for a in dict.fromkeys(args) if last_reader[a] is node),
                     targets=tuple((register[u], u.args[1]) for u in node.users if u in last_reader),
-                    chunks=tuple(dict.fromkeys(str(chunk_of[a]) for a in args if a in chunk_of)),
+                    chunks=tuple(dict.fromkeys(chunk_of[a] for a in args if a in chunk_of)),
                 )
             )
         elif node.op == "call_function" and node.target in _EVENTS:
@@ -253,6 +282,8 @@ def lower(graph: fx.Graph, segments: Mapping[str, Segment]) -> Executable:
             name, chunk, source, owned = args
             last = last_reader[source] is node
             instructions.append(_Sink(name, chunk, register[source], bool(owned) and last, last))
+        elif node.target in SAVED_OPS:
+            instructions.append(lower_saved(node, register, last_reader))
         elif node.target is chunk_ops.settle:
             instructions.append(_Settle(*args))
         elif node.target is chunk_ops.update:
@@ -270,4 +301,4 @@ def lower(graph: fx.Graph, segments: Mapping[str, Segment]) -> Executable:
 
 
 def _has_value(node: fx.Node) -> bool:
-    return node.op == "placeholder" or node.target in (operator.getitem, chunk_ops.parameter)
+    return node.op == "placeholder" or node.target in (operator.getitem, chunk_ops.parameter, chunk_ops.reload)

@@ -7,8 +7,6 @@ loader. So tensors over it, in the child, raise at any use; and its pages become
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,6 +16,7 @@ import torch
 from torch import nn
 
 from chunkc.ir.errors import UnsupportedError
+from chunkc.runtime.maps import make_private_in_child
 
 
 def _refuse(
@@ -38,7 +37,6 @@ class _ParentsParameter(nn.Parameter):
 
 
 _tensors: dict[int, weakref.ref[torch.Tensor]] = {}
-_mappings: weakref.WeakKeyDictionary[object, tuple[int, int, int]] = weakref.WeakKeyDictionary()
 
 
 def refuse_in_forks(tensor: torch.Tensor) -> None:
@@ -47,26 +45,12 @@ def refuse_in_forks(tensor: torch.Tensor) -> None:
     _tensors[key] = weakref.ref(tensor, lambda _: _tensors.pop(key, None))
 
 
-def make_private_in_forks(owner: object, address: int, nbytes: int, fd: int) -> None:
-    """While `owner` lives, a child of `os.fork` gets this shared map of a file as a private one."""
-    _mappings[owner] = address, nbytes, fd
-
-
 def _after_fork_in_child() -> None:
     for reference in list(_tensors.values()):
         tensor = reference()
         if tensor is not None:
             tensor.__class__ = _ParentsParameter if isinstance(tensor, nn.Parameter) else _ParentsTensor
-    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
-    for address, nbytes, fd in _mappings.values():
-        if _mmap(address, nbytes, protection, flags, fd, 0) != address:
-            os._exit(1)  # never with the parent's memory at hand
+    make_private_in_child()
 
 
-_MAP_FIXED = 0x10
-_mmap = ctypes.CDLL(None, use_errno=True).mmap
-_mmap.restype = ctypes.c_void_p
-_mmap.argtypes = (
-    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
-)  # fmt: skip
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.utils import dlpack
 
 from chunkc.ir.errors import UnsupportedError
+from chunkc.torch_private import cuda_allocator
 
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 _PAGEABLE_MEMORY_ACCESS = 88  # CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS
@@ -26,22 +29,18 @@ _capsule_address = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_address.restype, _capsule_address.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
 
-_largest_nbytes: dict[torch.device, int] = {}
-"""Per device the largest of the peaks that `TorchGpu.reset_peak` has reset since `reset_largest_nbytes`."""
+def has_kernels_for(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
+    """Whether a build of torch runs on a device: by machine code of its generation that is no newer, or by PTX.
 
-
-def largest_nbytes(device: torch.device) -> int:
-    """The most that torch's allocator has given out on the device since `reset_largest_nbytes`, or the process's start.
-
-    `torch.cuda.max_memory_allocated()` says the same until chunkc measures moments of a step: each resets the peak.
+    Args:
+        built_for: as `torch.cuda.get_arch_list()` says, such as `["sm_80", "compute_90"]`; what names no compute
+            capability, as on AMD's devices, refuses nothing.
     """
-    return max(_largest_nbytes.get(device, 0), torch.cuda.max_memory_allocated(device))
-
-
-def reset_largest_nbytes(device: torch.device) -> None:
-    """Let `largest_nbytes`, and torch's own peak, begin anew."""
-    torch.cuda.reset_peak_memory_stats(device)
-    _largest_nbytes.pop(device, None)
+    found = [re.fullmatch(r"(sm|compute)_([0-9]+)([0-9])[af]?", name) for name in built_for]
+    known = [(match[1], (int(match[2]), int(match[3]))) for match in found if match is not None]
+    return not known or any(
+        built <= capability and (kind == "compute" or built[0] == capability[0]) for kind, built in known
+    )
 
 
 class Gpu(Protocol):
@@ -86,10 +85,11 @@ class Gpu(Protocol):
     def view_pageable(self, host: torch.UntypedStorage) -> torch.Tensor:
         """A flat uint8 tensor of the device's over host memory that is not pinned, which its storage keeps alive."""
 
-    def allocated_nbytes(self) -> tuple[int, int]:
-        """Bytes allocated now, and at most since `reset_peak`."""
+    def lap_peak_nbytes(self) -> int:
+        """Bytes allocated at most since the last call of this."""
 
-    def reset_peak(self) -> None: ...
+    def num_retries(self) -> int:
+        """How often the allocator has given back what it had cached, to try again."""
 
 
 class _HostMemory:
@@ -124,12 +124,23 @@ class TorchGpu:
 
     Args:
         index: of the device; the current one by default.
+
+    Raises:
+        UnsupportedError: there is none, or this torch has no kernels for it.
     """
 
     def __init__(self, index: int | None = None) -> None:
         if not torch.cuda.is_available():
             raise UnsupportedError("there is no CUDA device that this torch can use")
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        capability, built_for = torch.cuda.get_device_capability(self.device), torch.cuda.get_arch_list()
+        if not has_kernels_for(capability, built_for):
+            raise UnsupportedError(
+                f"{torch.cuda.get_device_name(self.device)} has compute capability {capability[0]}.{capability[1]}, "
+                f"and PyTorch {torch.__version__} no kernels for it (but for {', '.join(built_for)}): install a build "
+                "of PyTorch for an older CUDA (those for CUDA 13 begin at 7.5; those for CUDA 12.6 have Volta's 7.0), "
+                "or train on the CPU"
+            )
 
     def new_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.device)
@@ -202,15 +213,11 @@ class TorchGpu:
         failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, handle)
         return not failed and value.value == 1
 
-    def allocated_nbytes(self) -> tuple[int, int]:
-        # Not memory_stats(): it flattens and sorts some 200 names, at every moment of a step.
-        stats = torch.cuda.memory_stats_as_nested_dict(self.device).get("allocated_bytes")
-        return (stats["all"]["current"], stats["all"]["peak"]) if stats else (0, 0)
+    def lap_peak_nbytes(self) -> int:
+        return cuda_allocator.lap_peak_nbytes(self.device.index)
 
-    def reset_peak(self) -> None:
-        before_nbytes = self.allocated_nbytes()[1]
-        torch.cuda.reset_peak_memory_stats(self.device)
-        _largest_nbytes[self.device] = max(_largest_nbytes.get(self.device, 0), before_nbytes)
+    def num_retries(self) -> int:
+        return torch.cuda.memory_stats_as_nested_dict(self.device).get("num_alloc_retries", 0)
 
     def _forget_last_error(self) -> None:
         """Clear the thread's last CUDA error: a failed call leaves it for the next kernel launch to find.

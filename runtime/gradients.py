@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from chunkc.ir.strides import is_dense
+from chunkc.runtime.used_gradients import UsedGradient, gradient_of
+from chunkc.torch_private.engine import storage_use_count
 
 
 def store_first(target: torch.Tensor, take: Callable[[], torch.Tensor]) -> None:
@@ -61,9 +65,43 @@ def of_several(parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
     """Those of the parameters whose `.grad` lies in another one's memory: PyTorch adds to it for each."""
     by_storage: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
-        if parameter.grad is not None and parameter.grad.layout is torch.strided:
-            by_storage.setdefault(parameter.grad.untyped_storage().data_ptr(), []).append(name)
+        gradient = gradient_of(parameter)
+        if gradient is not None and gradient.layout is torch.strided:
+            by_storage.setdefault(gradient.untyped_storage().data_ptr(), []).append(name)
     return frozenset(name for names in by_storage.values() if len(names) > 1 for name in names)
+
+
+def is_one_of_several(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether some of the parameters have one tensor as their `.grad`; `of_several` says which, and takes longer."""
+    grads = [grad for p in parameters if (grad := gradient_of(p)) is not None and grad.layout is torch.strided]
+    return len({grad.data_ptr() for grad in grads}) < len(grads)
+
+
+def is_viewed(grad: torch.Tensor) -> bool:
+    """Whether other tensors, or arrays, lie in a gradient's memory."""
+    own = 2  # the tensor's, and this object's
+    return storage_use_count(grad.untyped_storage()) > own
+
+
+def is_held(parameter: nn.Parameter) -> bool:
+    """Whether others have the tensor that is a parameter's `.grad`, or views of it, and expect PyTorch to add to it."""
+    has_more = _references(parameter) > _references_unheld()
+    if isinstance(parameter.grad, UsedGradient):
+        return False
+    return parameter.grad is not None and (has_more or is_viewed(parameter.grad))
+
+
+def _references(parameter: nn.Parameter) -> int:
+    grad = parameter.grad
+    return sys.getrefcount(grad)
+
+
+@cache
+def _references_unheld() -> int:
+    """What `_references` counts where nobody else has the gradient."""
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    return _references(parameter)
 
 
 @dataclass(frozen=True)

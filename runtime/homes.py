@@ -22,12 +22,14 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from chunkc.ir.errors import HomeError, OptionsError
 from chunkc.ir.units import format_nbytes
-from chunkc.runtime.forks import make_private_in_forks, refuse_in_forks
+from chunkc.runtime.forks import refuse_in_forks
+from chunkc.runtime.maps import Mapping, NamelessFile, home_error, map_memory
 
 
 @dataclass(frozen=True)
@@ -38,33 +40,13 @@ class Region:
     nbytes: int
 
 
-class _File:
-    """An open file; closed by `close`, or with the last user of this object: never under a running copy."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self.close = weakref.finalize(self, os.close, fd)
-        self.close.atexit = False  # a daemon thread may still be copying then
-
-
-class Mapping:
-    """The memory of one region, and the file behind it if there is one."""
-
-    def __init__(self, memory: mmap.mmap, file: _File | None) -> None:
-        self.memory = memory
-        self.address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        self.file = file
-
-
 class Home(abc.ABC):
     """Memory in regions. Any number of threads may `read` and `write`; who overlaps must order himself.
 
     Attributes:
-        shares_regions: regions are dear, so chunks should share them.
         is_shared_with_forks: a child of `os.fork` would share the memory. Its home views refuse there.
     """
 
-    shares_regions = True
     is_shared_with_forks = False
 
     def __init__(self) -> None:
@@ -76,6 +58,10 @@ class Home(abc.ABC):
     def bytes(self, region: Region) -> torch.Tensor:
         """A region's bytes as a flat CPU tensor, for the host to read and write. The region must not be freed."""
         return Home.tensor(self, region, torch.uint8, (region.nbytes,), (1,), 0)
+
+    def memory(self, region: Region) -> Any:
+        """What a region's home views keep alive: a buffer that can be referred to weakly."""
+        return self._find(region, 0, 0).memory
 
     def only_launches(self, region: Region) -> bool:
         """Whether `read` and `write` return at once and the current CUDA stream copies. Else they block."""
@@ -183,17 +169,8 @@ class MemoryHome(Home):
         return Mapping(map_memory(nbytes), None)
 
 
-def map_memory(nbytes: int) -> mmap.mmap:
-    """Anonymous, private memory, zeroed. Raises HomeError."""
-    try:
-        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        message = f"cannot map {format_nbytes(nbytes)} of memory as a home: {error.strerror}"
-        raise _home_error(message, error) from error
-
-
 class DiskHome(Home):
-    """Home memory in files without a name: nothing is left behind, however the process ends.
+    """Home memory in a file without a name: nothing is left behind, however the process ends.
 
     Home views are shared maps of the file, coherent with `read` and `write` through the page cache. A child of
     `os.fork` cannot have a snapshot of them, so they refuse there (see `runtime.forks`). Space is reserved at
@@ -215,9 +192,10 @@ class DiskHome(Home):
             try:
                 directory = tempfile.gettempdir()
             except FileNotFoundError as error:
-                raise _home_error(f"no directory for a disk home: {error.strerror}", error) from error
+                raise home_error(f"no directory for a disk home: {error.strerror}", error) from error
         self.directory = os.path.abspath(os.path.expanduser(directory))
-        os.close(_open_nameless(self.directory))
+        NamelessFile(self.directory)
+        self._file: Callable[[], NamelessFile | None] = lambda: None
 
     def read(self, region: Region, offset_nbytes: int, destination: torch.Tensor) -> None:
         self._transfer(os.preadv, "read", region, offset_nbytes, destination)
@@ -240,7 +218,7 @@ class DiskHome(Home):
         left = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
         try:
             while left:
-                moved_nbytes = call(mapping.file.fd, [left], offset_nbytes)
+                moved_nbytes = call(mapping.file.fd, [left], mapping.offset + offset_nbytes)
                 if moved_nbytes == 0:
                     raise OSError(errno.EIO, "the file has ended early")
                 left = left[moved_nbytes:]
@@ -248,23 +226,23 @@ class DiskHome(Home):
         except OSError as error:
             what = f"{format_nbytes(nbytes)} of a disk home in {self.directory}"
             message = f"cannot {verb} {what}: {error.strerror}"
-            raise _home_error(message, error) from error
+            raise home_error(message, error) from error
 
     def _map(self, nbytes: int) -> Mapping:
-        file = _File(_open_nameless(self.directory))
+        file = self._file() or NamelessFile(self.directory)
         try:
-            os.posix_fallocate(file.fd, 0, nbytes)
-            mapping = Mapping(mmap.mmap(file.fd, nbytes), file)
-            make_private_in_forks(mapping, mapping.address, nbytes, file.fd)
-            return mapping
+            mapping = file.map(nbytes)
         except OSError as error:
-            file.close()  # gives back what was reserved; the traceback would keep it
             disk = os.statvfs(self.directory)
             message = (
                 f"cannot reserve {format_nbytes(nbytes)} for a disk home in {self.directory}, where "
                 f"{format_nbytes(disk.f_bavail * disk.f_frsize)} are free: {error.strerror}"
             )
-            raise _home_error(message, error) from error
+            if self._file() is None:
+                file.close()  # the traceback would keep it
+            raise home_error(message, error) from error
+        self._file = weakref.ref(file)
+        return mapping
 
 
 def open_home(spec: str) -> Home:
@@ -282,33 +260,6 @@ def open_home(spec: str) -> Home:
     raise OptionsError(f'home is "cpu", "disk" or "disk:DIR", not {spec!r}')
 
 
-# How kernels and file systems refuse O_TMPFILE.
-_NO_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
-
-
-def _open_nameless(directory: str) -> int:
-    """A descriptor of a new empty file in `directory` that has no name, or lost it at once."""
-    try:
-        try:
-            return os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600)
-        except OSError as error:
-            if error.errno not in _NO_NAMELESS_FILES:
-                raise
-        fd, path = tempfile.mkstemp(prefix="chunkc-", dir=directory)
-        os.unlink(path)
-        return fd
-    except OSError as error:
-        if not os.path.exists(directory):
-            problem = "it does not exist"
-        elif not os.path.isdir(directory):
-            problem = "it is not a directory"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            problem = f"it is not writable ({error.strerror})"
-        else:
-            problem = str(error.strerror)
-        raise _home_error(f"cannot make a home in the directory {directory}: {problem}", error) from error
-
-
 def home_view_span(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset_nbytes: int) -> int:
     """Elements from a home view's first to its last. Raises ValueError if they would not be aligned."""
     if offset_nbytes % dtype.itemsize:
@@ -320,9 +271,3 @@ def _copied_nbytes(tensor: torch.Tensor) -> int:
     assert tensor.device.type == "cpu", "homes copy CPU tensors"
     assert tensor.is_contiguous(), "homes copy contiguous tensors"
     return tensor.numel() * tensor.itemsize
-
-
-def _home_error(message: str, cause: OSError) -> HomeError:
-    error = HomeError(message)
-    error.errno = cause.errno
-    return error

@@ -15,20 +15,34 @@ from chunkc.runtime.gpu import TorchGpu
 from chunkc.runtime.homes import open_home
 from chunkc.runtime.staging import open_arena
 from chunkc.runtime.tier import CpuTier, Tier
+from chunkc.torch_private.cuda_allocator import use_expandable_segments
 
 logger = logging.getLogger(__name__)
 
 
-def splits_exactly(environment: Mapping[str, str]) -> bool:
-    """Whether torch's CUDA allocator splits large blocks exactly, as plans reckon: only with expandable segments.
+def split_exactly(environment: Mapping[str, str]) -> None:
+    """Let torch's CUDA allocator split large blocks exactly, as plans reckon: only expandable segments do.
 
-    Otherwise a block may keep 1 MiB or less that is left over (`should_split`, see `passes.cuda_memory`).
+    Otherwise a block may keep 1 MiB or less that is left over (`should_split`, see `passes.cuda_memory`), and memory
+    that is free lies in pieces. Users who have decided otherwise are warned.
 
     Args:
-        environment: of the process; the newer name of the variable goes before the older one.
+        environment: of the process; as in PyTorch 2.13 (`CUDAAllocatorConfig.h`), the older name of the variable goes
+            before the newer one.
     """
-    config = environment.get("PYTORCH_ALLOC_CONF", environment.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    return "expandable_segments:true" in config.replace(" ", "").lower()
+    config = environment.get("PYTORCH_CUDA_ALLOC_CONF", environment.get("PYTORCH_ALLOC_CONF", ""))
+    words = config.replace(" ", "").lower()
+    if "expandable_segments:true" in words:
+        return
+    if "expandable_segments" in words or "backend:" in words:
+        logger.warning(
+            "torch's allocator may keep up to 1 MiB beyond each large block, which no plan counts: take "
+            "expandable_segments:False, or the other backend, out of PYTORCH_ALLOC_CONF (it is %r)",
+            config,
+        )
+        return
+    use_expandable_segments()
+    logger.info("torch's CUDA allocator: expandable segments from now on; PYTORCH_ALLOC_CONF does not say otherwise")
 
 
 def open_compute(device: torch.device, home: str, disk_holds_everything: bool) -> tuple[Tier, Arena]:
@@ -48,10 +62,6 @@ def open_compute(device: torch.device, home: str, disk_holds_everything: bool) -
         return CpuTier(), Arena(opened) if disk_holds_everything else Arena(open_home("cpu"), opened)
     if device.type == "cuda":
         gpu = TorchGpu(device.index)
-        if not splits_exactly(os.environ):
-            logger.warning(
-                "torch's allocator may keep up to 1 MiB beyond each large block, which no plan counts: set "
-                "PYTORCH_ALLOC_CONF=expandable_segments:True before the first CUDA call"
-            )
+        split_exactly(os.environ)
         return CudaTier(gpu), open_arena(home, gpu, disk_holds_everything)
     raise UnsupportedError(f"device is {str(device)!r}; chunkc computes on the CPU and on CUDA devices")

@@ -7,34 +7,43 @@
         home.read(region, 4096, slot)                                     # returns at once
 
 Each region is a memory map of its own, pinned by itself (cudaHostRegister): torch's caching host allocator would round
-up to powers of two. Chunks do not share regions, since CUDA refuses a copy across two pinned ranges, and since a
-limit of lockable memory should show between two chunks.
+up to powers of two.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import logging
 import mmap
+import os
 import resource
+import time
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
 from chunkc.ir.errors import HomeError
 from chunkc.ir.units import format_nbytes
 from chunkc.runtime.gpu import Gpu
-from chunkc.runtime.homes import Home, Mapping, Region, home_view_span, map_memory
+from chunkc.runtime.homes import Home, Region, home_view_span
+from chunkc.runtime.maps import Mapping, map_memory
 
 logger = logging.getLogger(__name__)
+
+_BEFORE_TORCH_S_OWN = 1
+"""A priority of `torch.serialization.register_package`: torch asks about CUDA's storages at 20."""
 
 
 class _PinnedMapping(Mapping):
     """The memory of one region; `bytes` is all of it as a CPU tensor. Unpinned when its last user is gone."""
 
     def __init__(self, memory: mmap.mmap, nbytes: int) -> None:
-        super().__init__(memory, None)
+        super().__init__(memory)
         self.nbytes = nbytes
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.unpin: weakref.finalize | None = None
@@ -50,13 +59,12 @@ class PinnedHome(Home):
             states. A device that can read it, see `Gpu.view_pageable`, has views of it, and needs no leave.
     """
 
-    shares_regions = False
-
     def __init__(self, gpu: Gpu, *, allow_unpinned: bool = False) -> None:
         super().__init__()
         self._gpu = gpu
         self._allow_unpinned = allow_unpinned
         self._warned = False
+        self._noted_nbytes, self._pinning_s = 0, 0.0
         self._pinned: dict[int, int] = {}  # nbytes by address; finalizers pop from it, in any thread
 
     @property
@@ -76,6 +84,7 @@ class PinnedHome(Home):
         """A home view as `Home.tensor`, but of the GPU's; a CPU tensor where that cannot be."""
         nbytes = home_view_span(dtype, shape, stride, offset_nbytes) * dtype.itemsize
         mapping = self._find_pinned(region, offset_nbytes, nbytes)
+        saved_as_cpu(mapping)
         if nbytes and mapping.unpin is not None:
             flat = self._gpu.view(mapping.address + offset_nbytes, nbytes, mapping)
             return reshaped(flat, dtype, shape, stride)
@@ -121,11 +130,15 @@ class PinnedHome(Home):
         # A fork would copy all pinned pages there and then (Linux 5.10 on): no child gets them, as none can use CUDA.
         _advise(memory, "MADV_DONTFORK")
         mapping = _PinnedMapping(memory, nbytes)
+        began_s = time.perf_counter()
+        populate(mapping.address, nbytes)
         problem = self._gpu.pin(mapping.address, nbytes)
         if problem is None:
             self._pinned[mapping.address] = nbytes
             mapping.unpin = weakref.finalize(mapping, _unpin, self._gpu, self._pinned, mapping.address)
             mapping.unpin.atexit = False  # the process's end does it
+            _alive.add(mapping)
+            self._note(nbytes, time.perf_counter() - began_s)
         elif not self._allow_unpinned and self._gpu.cannot_view_pageable() is not None:
             raise HomeError(
                 f"cannot pin {format_nbytes(nbytes)} of host memory beside the {format_nbytes(self.pinned_nbytes)} "
@@ -143,6 +156,51 @@ class PinnedHome(Home):
             )
         return mapping
 
+    def _note(self, nbytes: int, seconds: float) -> None:
+        """Log how pinning goes on, at every few GiB."""
+        before, self._noted_nbytes = self._noted_nbytes, self._noted_nbytes + nbytes
+        self._pinning_s += seconds
+        if before // _LOG_EVERY_NBYTES != self._noted_nbytes // _LOG_EVERY_NBYTES:
+            logger.info(
+                "pinned %s of host memory so far, in %.1f s", format_nbytes(self._noted_nbytes), self._pinning_s
+            )
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Let the kernel find pages for a map, by several threads: it zeroes them, which is most of what pinning takes.
+
+    Without effect before Linux 5.14: pinning then does it, on one thread.
+    """
+    pieces = [(address + begin, min(_PIECE_NBYTES, nbytes - begin)) for begin in range(0, nbytes, _PIECE_NBYTES)]
+    if len(pieces) == 1:
+        return  # pinning does it as fast
+    with ThreadPoolExecutor(min(len(pieces), _MAX_THREADS, torch.get_num_threads())) as pool:
+        for address, size in pieces:
+            pool.submit(_madvise, address, size, _MADV_POPULATE_WRITE)
+
+
+_MADV_POPULATE_WRITE = 23
+_PIECE_NBYTES = 64 << 20
+_MAX_THREADS = 8
+_LOG_EVERY_NBYTES = 4 << 30
+_madvise = ctypes.CDLL(None).madvise  # not mmap.madvise, which keeps the interpreter
+_madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+
+_alive: weakref.WeakSet[_PinnedMapping] = weakref.WeakSet()
+_kept_in_child: list[_PinnedMapping] = []
+
+
+def _after_fork_in_child() -> None:
+    """A child of `os.fork` has none of this memory: to unmap it there could take what lies at its address by then, and
+    to unpin it needs CUDA, which no child can use."""
+    _kept_in_child.extend(_alive)
+    for mapping in _kept_in_child:
+        if mapping.unpin is not None:
+            mapping.unpin.detach()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
 
 def _advise(memory: mmap.mmap, name: str) -> None:
     """Advise the kernel on a map; a system that does not know the advice declines it."""
@@ -150,6 +208,27 @@ def _advise(memory: mmap.mmap, name: str) -> None:
     if advice is not None:
         with contextlib.suppress(OSError):
             memory.madvise(advice)
+
+
+def saved_as_cpu(mapping: Mapping) -> None:
+    """`torch.save` calls views of this memory the CPU's, so that a plain `torch.load` does not fill the device."""
+    _register_tagger()
+    _viewed.add(mapping)
+
+
+_viewed: weakref.WeakSet[Mapping] = weakref.WeakSet()
+
+
+@functools.cache
+def _register_tagger() -> None:
+    torch.serialization.register_package(_BEFORE_TORCH_S_OWN, _location, lambda storage, location: None)
+
+
+def _location(storage: Any) -> str | None:
+    """Where `torch.load` is to put a storage, of any of torch's classes; None leaves it to others."""
+    address = storage.data_ptr() if storage.device.type == "cuda" else 0
+    is_home = address and any(m.address <= address < m.address + len(m.memory) for m in list(_viewed))
+    return "cpu" if is_home else None
 
 
 def on_device(gpu: Gpu, view: torch.Tensor) -> torch.Tensor:

@@ -8,27 +8,35 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
-from chunkc.ir.chunks import ChunkLayout, chunk_name, chunk_part, split_chunk_name
-from chunkc.ir.errors import ChunkcError, ChunkStateError, HomeError, StreamError
+from chunkc.ir.chunks import GRAD, Chunk, ChunkLayout
+from chunkc.ir.errors import ChunkcError, ChunkStateError, DistributedError, HomeError, StreamError
 from chunkc.ir.states import num_entries
 from chunkc.runtime.arena import Arena
 from chunkc.runtime.chunk_states import ChunkState, advance
+from chunkc.runtime.exchange import gather, scatter_sums
 from chunkc.runtime.tier import Mark, Tier
+from chunkc.runtime.transport import Transport
 from chunkc.runtime.updates import HomeUpdates
 
 
 @dataclass
 class Slot:
-    """A chunk's room on the compute tier and what is happening to it."""
+    """A chunk's room on the compute tier and what is happening to it.
+
+    `adds`: of gradients that all ranks have computed, those that are in the slot, and whether home has one to add to.
+    """
 
     state: ChunkState = ChunkState.FREE
     buffer: torch.Tensor | None = None
     copy: Mark | None = None
     dirty: bool = False
+    adds: dict[str, bool] = field(default_factory=dict)
 
 
 class SpareSlots:
@@ -62,7 +70,7 @@ class Traffic:
     wait_s: float = 0.0
 
 
-def _fill_with_nan(buffer: torch.Tensor) -> None:
+def fill_with_nan(buffer: torch.Tensor) -> None:
     """Make a read of what is not there show."""
     buffer.view(torch.uint8).fill_(0xFF)  # NaN in every floating dtype
 
@@ -74,46 +82,71 @@ class ChunkSlots(ABC):
     Args:
         layout: groups of parameters; may be extended, never changed.
         debug: fill every slot with NaN when it is taken and when it is given back.
+        transport: by which ranks meet whose parameters are cut over them; None where none are.
     """
 
     layout: ChunkLayout
     arena: Arena
     tier: Tier
     debug: bool = False
+    transport: Transport | None = None
     traffic: Traffic = field(default_factory=Traffic)
     updates: HomeUpdates = field(default_factory=HomeUpdates)
-    _slots: dict[str, Slot] = field(default_factory=dict)
+    _slots: dict[Chunk, Slot] = field(default_factory=dict)
     _spare: SpareSlots = field(default_factory=SpareSlots)
 
-    def slot(self, chunk: str) -> Slot:
+    def slot(self, chunk: Chunk) -> Slot:
         found = self._slots.get(chunk)
         if found is None:
             found = self._slots[chunk] = Slot()
         return found
 
     @property
-    def present(self) -> frozenset[str]:
+    def present(self) -> frozenset[Chunk]:
         """Chunks that have a slot now."""
         return frozenset(chunk for chunk, slot in self._slots.items() if slot.state is not ChunkState.FREE)
 
-    def prefetch(self, chunk: str) -> None:
-        """Take a slot and start to fill it from home. A gradient chunk without gradients has nothing to read."""
-        kind, group_index = split_chunk_name(chunk)
+    def prefetch(self, chunk: Chunk, link: str | None = None) -> None:
+        """Take a slot and start to fill it from home. A gradient chunk without gradients has nothing to read.
+
+        Args:
+            link: on which the copy queues; None: the one that leads from the chunk's home.
+        """
+        kind, group_index = chunk.kind, chunk.group
         group, slot = self.layout.groups[group_index], self.slot(chunk)
         state = advance(chunk, slot.state, ChunkState.PREFETCHING)
         needs_data = self._has_data_at_home(chunk)
         self.updates.note_use(group_index)
-        begin, end = chunk_part(chunk) or (0, group.numel)
-        slot.buffer = buffer = self._spare.take(self.tier, num_entries(kind, end - begin), group.kind_dtype(kind))
+        numel = num_entries(kind, group.slot_numel(chunk))
+        slot.buffer = buffer = self._spare.take(self.tier, numel, group.kind_dtype(kind))
         if self.debug:
-            self.tier.enqueue(_fill_with_nan, buffer)
-        slot.state, slot.copy, slot.dirty = state, None, False
-        if needs_data:
-            job = self.arena.reader(*self._whole(chunk), buffer)
-            slot.copy = self.tier.to_device.submit(job, after=(*self.tier.mark(), *self.updates.before(group_index)))
+            self.tier.enqueue(fill_with_nan, buffer)
+        slot.state, slot.copy, slot.dirty, slot.adds = state, None, False, {}
+        is_gathered = group.is_gathered(chunk)
+        if needs_data and not (is_gathered and kind == GRAD):  # home has a part of it, to which a part is added there
+            job = self._gather(chunk, buffer) if is_gathered else self.arena.reader(*self._whole(chunk), buffer)
+            queue = self.tier.links[link or self.layout.links_of_chunk(chunk)[0]]
+            slot.copy = queue.submit(job, after=(*self.tier.mark(), *self.updates.before(group_index)))
             self.traffic.to_device_nbytes += buffer.nbytes
 
-    def wait(self, chunk: str) -> None:
+    def _gather(self, chunk: Chunk, buffer: torch.Tensor) -> Callable[[], None]:
+        """A job that fills a slot with all ranks' parts of a chunk."""
+        assert self.transport is not None
+        return partial(gather, self.layout.groups[chunk.group], self._flat_home(chunk), buffer, self.transport)
+
+    def _scatter(self, chunk: Chunk, slot: Slot) -> Callable[[], None]:
+        """A job that writes this rank's part of the mean of all ranks' gradients home."""
+        assert self.transport is not None
+        assert slot.buffer is not None
+        group, adds = self.layout.groups[chunk.group], slot.adds
+        slot.adds = {}
+        return partial(scatter_sums, group, slot.buffer, self._flat_home(chunk), adds, self.transport)
+
+    def _flat_home(self, chunk: Chunk) -> torch.Tensor:
+        group = self.layout.groups[chunk.group]
+        return self.arena.host_view(chunk, group.kind_dtype(chunk.kind), group.numel)
+
+    def wait(self, chunk: Chunk) -> None:
         """What is computed from now on finds the copy under way, in or out, done; the chunk can be read."""
         slot = self.slot(chunk)
         if slot.copy is not None:
@@ -124,7 +157,7 @@ class ChunkSlots(ABC):
         if slot.state in (ChunkState.PREFETCHING, ChunkState.EVICTING):
             slot.state = advance(chunk, slot.state, ChunkState.HOLD)
 
-    def await_home(self, chunk: str) -> None:
+    def await_home(self, chunk: Chunk) -> None:
         """Block the host until the chunk's home is as all that was enqueued so far leaves it.
 
         For a host that reads or writes home memory itself, as an update on CPU threads does.
@@ -132,7 +165,7 @@ class ChunkSlots(ABC):
         Raises:
             StreamError, HomeError: the chunk's copy, or its update, failed.
         """
-        self.updates.wait(split_chunk_name(chunk)[1])
+        self.updates.wait(chunk.group)
         slot = self._slots.get(chunk)
         if slot is not None and slot.copy is not None and slot.state is ChunkState.EVICTING:
             slot.copy.wait()
@@ -142,23 +175,28 @@ class ChunkSlots(ABC):
 
     def home_marks(self, group: int) -> list[Mark]:
         """When all that was enqueued so far, and every copy of the group's chunks under way, is over."""
-        slots = [self._slots.get(chunk_name(kind, group)) for kind in self.layout.groups[group].update_kinds]
+        slots = [self._slots.get(Chunk(kind, group)) for kind in self.layout.groups[group].update_kinds]
         return [*self.tier.mark(), *(slot.copy for slot in slots if slot is not None and slot.copy is not None)]
 
-    def write_back(self, chunk: str) -> None:
-        """Start to copy a dirty slot home; nothing moves if it is clean."""
+    def write_back(self, chunk: Chunk, link: str | None = None) -> None:
+        """Start to copy a dirty slot home; nothing moves if it is clean.
+
+        Args:
+            link: on which the copy queues; None: the one that leads to the chunk's home.
+        """
         slot = self.slot(chunk)
         slot.state = advance(chunk, slot.state, ChunkState.EVICTING)
         buffer = slot.buffer
         assert buffer is not None
         if slot.dirty:
-            job = self.arena.writer(*self._whole(chunk), buffer)
-            updates = self.updates.before(split_chunk_name(chunk)[1])
-            slot.copy = self.tier.to_home.submit(job, after=(*self.tier.mark(), *updates))
+            is_gathered = self.layout.groups[chunk.group].is_gathered(chunk)
+            job = self._scatter(chunk, slot) if is_gathered else self.arena.writer(*self._whole(chunk), buffer)
+            queue = self.tier.links[link or self.layout.links_of_chunk(chunk)[1]]
+            slot.copy = queue.submit(job, after=(*self.tier.mark(), *self.updates.before(chunk.group)))
             self.traffic.to_home_nbytes += buffer.nbytes
             slot.dirty = False
 
-    def evict(self, chunk: str) -> None:
+    def evict(self, chunk: Chunk) -> None:
         """Give the slot back. Its data must be at home by now."""
         slot = self.slot(chunk)
         if slot.dirty:
@@ -166,30 +204,30 @@ class ChunkSlots(ABC):
         slot.state = advance(chunk, slot.state, ChunkState.FREE)
         assert slot.buffer is not None
         if self.debug:
-            self.tier.enqueue(_fill_with_nan, slot.buffer)
+            self.tier.enqueue(fill_with_nan, slot.buffer)
         self._spare.give(slot.buffer)
         slot.buffer = slot.copy = None
-        if chunk_part(chunk) is not None:
+        if chunk.part is not None:
             del self._slots[chunk]
 
     def drop_spare_slots(self) -> None:
         """Give the tier back what evicted chunks left and no prefetch has taken since."""
         self._spare.drop()
 
-    def _whole(self, chunk: str) -> tuple[str, int]:
-        """The whole chunk that a name is of, and where in it the name's bytes begin."""
-        kind, index = split_chunk_name(chunk)
-        begin, _ = chunk_part(chunk) or (0, 0)
-        return chunk_name(kind, index), num_entries(kind, begin) * self.layout.groups[index].kind_dtype(kind).itemsize
+    def _whole(self, chunk: Chunk) -> tuple[Chunk, int]:
+        """The whole chunk that this is, or is a part of, and where in it its bytes begin."""
+        begin, _ = chunk.part or (0, 0)
+        itemsize = self.layout.groups[chunk.group].kind_dtype(chunk.kind).itemsize
+        return chunk.whole, num_entries(chunk.kind, begin) * itemsize
 
-    def begin_compute(self, chunk: str) -> torch.Tensor:
+    def begin_compute(self, chunk: Chunk) -> torch.Tensor:
         """The slot's flat buffer, for the computation that starts now."""
         slot = self.slot(chunk)
         slot.state = advance(chunk, slot.state, ChunkState.COMPUTE)
         assert slot.buffer is not None
         return slot.buffer
 
-    def end_compute(self, chunk: str, *, wrote: bool = False) -> None:
+    def end_compute(self, chunk: Chunk, *, wrote: bool = False) -> None:
         slot = self.slot(chunk)
         slot.state = advance(chunk, slot.state, ChunkState.HOLD)
         slot.dirty |= wrote
@@ -209,6 +247,7 @@ class ChunkSlots(ABC):
                 if slot.state is ChunkState.COMPUTE:
                     slot.state = advance(chunk, slot.state, ChunkState.HOLD)
                 if slot.dirty:
+                    self._refuse_exchange(chunk)
                     self.write_back(chunk)
                     self.wait(chunk)
                 self.evict(chunk)
@@ -219,16 +258,21 @@ class ChunkSlots(ABC):
         if problem is not None:
             raise problem
 
-    def _lose(self, chunk: str) -> None:
+    def _refuse_exchange(self, chunk: Chunk) -> None:
+        """Where a plan is given up, no other rank comes to exchange what it has left."""
+        if self.layout.groups[chunk.group].is_gathered(chunk):
+            raise DistributedError(f"chunk {chunk} was left before the ranks had exchanged it: its gradients are lost")
+
+    def _lose(self, chunk: Chunk) -> None:
         """Forget a slot whose copy failed."""
         slot = self._slots.pop(chunk)
         if slot.dirty or slot.state is ChunkState.EVICTING:
             self._never_got_home(chunk)
 
     @abstractmethod
-    def _has_data_at_home(self, chunk: str) -> bool:
+    def _has_data_at_home(self, chunk: Chunk) -> bool:
         """Whether there is anything to read for a chunk about to be fetched, once home is as its user wants it."""
 
     @abstractmethod
-    def _never_got_home(self, chunk: str) -> None:
+    def _never_got_home(self, chunk: Chunk) -> None:
         """A chunk's slot is lost, and with it what home does not have."""

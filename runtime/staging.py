@@ -21,7 +21,7 @@ from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.runtime.arena import Arena
 from chunkc.runtime.gpu import Gpu
 from chunkc.runtime.homes import DiskHome, Region
-from chunkc.runtime.pinned import PinnedHome, flat_bytes, on_device
+from chunkc.runtime.pinned import PinnedHome, flat_bytes, on_device, saved_as_cpu
 
 
 def open_arena(home: str, gpu: Gpu, disk_holds_everything: bool = False) -> Arena:
@@ -90,7 +90,10 @@ class StagedDiskHome(DiskHome):
     ) -> torch.Tensor:
         """A home view as `Home.tensor`, or the same on the device."""
         view = super().tensor(region, dtype, shape, stride, offset_nbytes)
-        return on_device(self._gpu, view) if self._views_on_device else view
+        if not self._views_on_device:
+            return view
+        saved_as_cpu(self._find(region, 0, 0))
+        return on_device(self._gpu, view)
 
     def read(self, region: Region, offset_nbytes: int, destination: torch.Tensor) -> None:
         """Fill `destination`, a contiguous device tensor, with the region's bytes.

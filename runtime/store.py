@@ -14,133 +14,123 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from chunkc.ir.chunks import (
-    GRAD,
-    PARAM,
-    ChunkGroup,
-    ChunkLayout,
-    TensorSlice,
-    chunk_name,
-    split_chunk_name,
-)
-from chunkc.ir.errors import ChunkStateError, UnsupportedError
-from chunkc.ir.states import MASTER_LOW, is_scale, num_entries
-from chunkc.runtime.chunk_states import ChunkState
+from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout
+from chunkc.ir.states import MASTER_LOW
 from chunkc.runtime.forks import refuse_in_forks
-from chunkc.runtime.gradients import NOTHING, HandedOut, accumulate, add_later, of_several, store_first
-from chunkc.runtime.slots import ChunkSlots
+from chunkc.runtime.gradients import (
+    NOTHING,
+    HandedOut,
+    accumulate,
+    add_later,
+    is_held,
+    is_one_of_several,
+    is_viewed,
+    of_several,
+    store_first,
+)
+from chunkc.runtime.places import ChunkPlaces
+from chunkc.runtime.used_gradients import UsedGradient, gradient_of, used_up
 
 
 @dataclass
-class ChunkStore(ChunkSlots):
+class ChunkStore(ChunkPlaces):
     """Owns homes and slots of one model's chunks. Holds parameters weakly: the model's life is its user's.
 
     Attributes:
-        resident: groups that stay on the compute tier.
-        left_to_autograd: parameters whose `.grad` is one tensor with another's: it stays the tensor that it is.
+        left_to_autograd: parameters whose `.grad` stays the tensor that it is (see `leave_to_autograd`).
     """
 
-    resident: frozenset[int] = frozenset()
     left_to_autograd: frozenset[str] = frozenset()
-    _parameters: dict[str, weakref.ref[nn.Parameter]] = field(default_factory=dict)
     _addresses: dict[str, int] = field(default_factory=dict)
     _home_storages: dict[str, StorageWeakRef] = field(default_factory=dict)
-    _slices: dict[str, tuple[ChunkGroup, TensorSlice]] = field(default_factory=dict)
     _handed_out: dict[str, HandedOut] = field(default_factory=dict)
 
     # --- parameters and their homes ---
 
-    def parameter(self, name: str) -> nn.Parameter:
-        """The parameter of that name.
+    def reserve(self, layout: ChunkLayout, resident: frozenset[int]) -> None:
+        """Take over a layout, once room at home is reserved for all that moves there. Moves nothing.
+
+        `layout` extends the present one; a group may have become trainable. Until it is bound, a parameter is what it
+        was, and where it was.
 
         Raises:
-            UnsupportedError: the model it belonged to is gone.
-        """
-        parameter = self._parameters[name]()
-        if parameter is None:
-            raise UnsupportedError(
-                f"parameter {name} no longer exists, but code compiled for it still runs; keep the model alive, or "
-                "compile the new one"
-            )
-        return parameter
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Every parameter that still exists, by name."""
-        return {name: p for name, ref in self._parameters.items() if (p := ref()) is not None}
-
-    def is_managed(self, name: str) -> bool:
-        """Whether the parameter's home is on the home tier (it is neither small nor resident)."""
-        found = self._slices.get(name)
-        return found is not None and found[0].index not in self.resident
-
-    def group_index(self, name: str) -> int:
-        return self._slices[name][0].index
-
-    def place(self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], resident: frozenset[int]) -> None:
-        """Extend the layout by new parameters and move every group to where `resident` says.
-
-        A parameter whose name was another's, which is gone, takes its place. A group may have become trainable.
-        Room at home is reserved for all groups before the first parameter moves.
-
-        Raises:
-            HomeError: the home tier has no room. No parameter was moved.
-            StreamError: an update at home had failed. No parameter was moved.
+            HomeError: the home tier has no room. Nothing has changed.
+            StreamError: an update at home had failed. Nothing has changed.
         """
         self.updates.finish()
-        former = dict(self._parameters)
-        self._parameters.update({name: weakref.ref(p) for name, p in parameters.items()})
-        slices = {s.spec.name: (group, s) for group in layout.groups for s in group.slices}
-        new = [g for g in layout.groups if g.index >= len(self.layout.groups)]
-        leaving = [layout.groups[i] for i in sorted(self.resident - resident)]
-        to_home = [g for g in (*new, *leaving) if g.index not in resident]
+        to_home, _ = self._leaving(layout, resident)
         unfrozen = [new for old, new in zip(self.layout.groups, layout.groups) if new.trainable and not old.trainable]
-        to_tier = [layout.groups[i] for i in sorted(resident - self.resident) if i < len(self.layout.groups)]
         wanted = {
-            chunk_name(kind, group.index): group.nbytes(kind)
+            Chunk(kind, group.index): group.nbytes(kind)
             for group in to_home
             for kind in ((PARAM, GRAD) if group.trainable else (PARAM,))
         }
-        wanted |= {chunk_name(GRAD, g.index): g.nbytes(GRAD) for g in unfrozen if g.index not in resident}
-        try:
-            self.arena.reserve(wanted)
-        except BaseException:
-            self._parameters = former
-            raise
+        wanted |= {Chunk(GRAD, g.index): g.nbytes(GRAD) for g in unfrozen if g.index not in resident}
+        self.arena.reserve(wanted)
+        slices = {s.spec.name: (group, s) for group in layout.groups for s in group.slices}
         self.layout, self._slices, self.resident = layout, slices, resident
-        self.left_to_autograd = of_several(self.parameters())
-        for group in to_home:
-            self._move(group, lambda s: self.home_view(PARAM, s.spec.name), GRAD)
-        for group in to_tier:
-            self._move(group, self._tier_tensor, None)
-            self.arena.free([name for name in self.arena.chunks if split_chunk_name(name)[1] == group.index])
-        for name, parameter in parameters.items():
-            if name in former and former[name]() is not parameter and self.is_managed(name):
-                self._move_tensor(name, self.home_view(PARAM, name), GRAD)
 
-    def restate(self, layout: ChunkLayout) -> None:
-        """Take over a layout that differs in what states are kept; none may be at home yet where it does."""
-        for old, new in zip(self.layout.groups, layout.groups, strict=True):
-            assert old.states == new.states or not self._states_at_home(old), "states are at home"
-        self.layout = layout
-        self._slices = {s.spec.name: (group, s) for group in layout.groups for s in group.slices}
-
-    def _move(self, group: ChunkGroup, target: Callable[[TensorSlice], torch.Tensor], grad_kind: str | None) -> None:
-        for tensor_slice in group.slices:
-            name = tensor_slice.spec.name
-            if self._parameters[name]() is not None:
-                self._move_tensor(name, target(tensor_slice), grad_kind)
+    def _leaving(self, layout: ChunkLayout, resident: frozenset[int]) -> tuple[list[ChunkGroup], list[ChunkGroup]]:
+        """The groups that have to go home, and those that have to come to the compute tier for good."""
+        num_known = len(self.layout.groups)
+        new = [group for group in layout.groups[num_known:] if group.index not in resident]
+        to_tier = [layout.groups[index] for index in sorted(resident - self.resident) if index < num_known]
+        return [*new, *(layout.groups[index] for index in sorted(self.resident - resident))], to_tier
 
     @torch.no_grad()
-    def _move_tensor(self, name: str, data: torch.Tensor, grad_kind: str | None) -> None:
-        parameter = self.parameter(name)
-        self.fill(PARAM, name, data, parameter)
-        self._set_data(name, parameter, data)
-        if parameter.grad is not None and name not in self.left_to_autograd:
-            grad = self.home_view(GRAD, name) if grad_kind else self._tier_tensor(self._slices[name][1])
-            self.fill(GRAD, name, grad, parameter.grad)  # may fail: `.grad` is the former one until then
-            parameter.grad = grad
-            if grad_kind:
-                self._handed_out[name] = HandedOut.of(grad)
+    def bind(self, name: str, parameter: nn.Parameter) -> None:
+        """Make a parameter's place, in a layout that is reserved, its data.
+
+        At home that is the home view, with what was written there: zeros, if nothing was. On the compute tier it is
+        memory of its own, with the values that the parameter has; one in no chunk stays where it is.
+        """
+        self._parameters[name] = weakref.ref(parameter)
+        if name in self._slices:
+            at_home = self.is_managed(name)
+            self._set_data(name, parameter, self.home_view(PARAM, name) if at_home else self._on_tier(name, parameter))
+
+    def place(self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], resident: frozenset[int]) -> None:
+        """Extend the layout by new parameters and move every group to where `resident` says, tensor by tensor.
+
+        A parameter whose name was another's, which is gone, takes its place. Each tensor's former memory is given back
+        before the next one moves.
+
+        Raises:
+            HomeError, StreamError: as `reserve`. No parameter was moved.
+        """
+        to_home, to_tier = self._leaving(layout, resident)
+        self.reserve(layout, resident)
+        former = dict(self._parameters)
+        self._parameters.update({name: weakref.ref(p) for name, p in parameters.items()})
+        from_home = {name: p for group in to_tier for name, p in self._parameters_of(group.index).items()}
+        held = {name for name, p in from_home.items() if is_held(p)}
+        self.left_to_autograd = self.leave_to_autograd() | of_several(self.parameters()) | held
+        for name in from_home:
+            self._handed_out.pop(name, None)
+        for group in (*to_home, *to_tier):
+            for name, parameter in self._parameters_of(group.index).items():
+                self._move(name, parameter)
+        for group in to_tier:
+            self.arena.free([name for name in self.arena.chunks if name.group == group.index])
+        for name, parameter in parameters.items():
+            if name in former and former[name]() is not parameter and self.is_managed(name):
+                self._move(name, parameter)
+
+    @torch.no_grad()
+    def _move(self, name: str, parameter: nn.Parameter) -> None:
+        """Move values and gradient to the parameter's place. If a copy fails, each is the former one until then."""
+        is_managed = self.is_managed(name)
+        if is_managed:
+            self.write(PARAM, name, parameter)
+        self.bind(name, parameter)
+        gradient = gradient_of(parameter)
+        if gradient is None or name in self.left_to_autograd:
+            return
+        if is_managed:
+            self.write(GRAD, name, gradient)
+            self._hand_out(name, parameter)
+        else:
+            parameter.grad = self._on_tier(name, gradient)
 
     def _set_data(self, name: str, parameter: nn.Parameter, data: torch.Tensor) -> None:
         parameter.data = data
@@ -164,10 +154,6 @@ class ChunkStore(ChunkSlots):
         """Whether somebody has views of the home of a parameter whose data was replaced."""
         return not self._home_storages[name].expired()
 
-    def beside(self, name: str) -> dict[str, nn.Parameter]:
-        """The parameters that share a chunk with this one and still exist, itself included."""
-        return self._parameters_of(self.group_index(name))
-
     @torch.no_grad()
     def take_over(self, names: Iterable[str]) -> None:
         """Bring the values of parameters home whose data was replaced; they are home views again.
@@ -181,74 +167,17 @@ class ChunkStore(ChunkSlots):
         for name in names:
             by_group.setdefault(self.group_index(name), []).append(name)
         for index, of_group in by_group.items():
-            self.await_home(chunk_name(PARAM, index))
+            changed = frozenset(of_group)
+            self.await_home(Chunk(PARAM, index))
             if any(self.is_viewed(name) for name in of_group):
-                self.arena.replace(chunk_name(PARAM, index), self.layout.groups[index].nbytes(PARAM))
+                self.arena.replace(Chunk(PARAM, index), self.layout.groups[index].nbytes(PARAM))
                 of_group = list(self._parameters_of(index))
             for name in of_group:
-                parameter, view = self.parameter(name), self.home_view(PARAM, name)
-                self.fill(PARAM, name, view, parameter.data)
-                self._set_data(name, parameter, view)
-                if chunk_name(MASTER_LOW, index) in self.arena:  # lower bits of other contents
+                parameter = self.parameter(name)
+                self.write(PARAM, name, parameter.data)
+                self.bind(name, parameter)
+                if name in changed and Chunk(MASTER_LOW, index) in self.arena:  # lower bits of other contents
                     self.home_view(MASTER_LOW, name).zero_()
-
-    def fill(self, kind: str, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a tensor into its new place: what the host has, the host copies home, past the device."""
-        group, where = self._slices[name]
-        if source.device.type == "cpu" and group.index not in self.resident:
-            self.await_home(chunk_name(kind, group.index))
-            chunk, numel = chunk_name(kind, group.index), num_entries(kind, group.numel)
-            host = self.arena.host_view(chunk, group.kind_dtype(kind), numel)
-            target = host[group.entries(kind, where)].as_strided(target.shape, target.stride())
-        target.copy_(source)
-
-    def _tier_tensor(self, tensor_slice: TensorSlice) -> torch.Tensor:
-        spec = tensor_slice.spec
-        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self.tier.device)
-
-    def reserve_states(self, group: int) -> None:
-        """Reserve home room, all zeros, for the optimizer states of a group, and of all others at the same time.
-
-        Raises:
-            HomeError: the home tier has no room.
-        """
-        of_group = self.layout.groups[group]
-        if len(self._states_at_home(of_group)) == len(of_group.state_kinds):
-            return
-        groups = [g for g in self.layout.groups if g.trainable and g.index not in self.resident]
-        self.arena.reserve(
-            {
-                chunk: g.nbytes(kind)
-                for g in groups
-                for kind in g.update_kinds
-                if (chunk := chunk_name(kind, g.index)) not in self.arena
-            }
-        )
-
-    def leave_states(self, group: int) -> None:
-        """Leave a group's states at home to who has views of them; room for others has to be reserved."""
-        self.arena.free(self._states_at_home(self.layout.groups[group]))
-
-    def _states_at_home(self, group: ChunkGroup) -> list[str]:
-        """The chunks of a group's states that have room at home."""
-        chunks = [chunk_name(kind, group.index) for kind in group.state_kinds]
-        return [chunk for chunk in chunks if chunk in self.arena]
-
-    def home_view(self, kind: str, name: str) -> torch.Tensor:
-        """A tensor over a parameter's bytes (or its gradient's, or a state's) at home; its storage is its own."""
-        group, where = self._slices[name]
-        dtype, entries = group.kind_dtype(kind), group.entries(kind, where)
-        shape, stride = where.spec.shape, where.spec.stride
-        if is_scale(kind):
-            shape, stride = (entries.stop - entries.start,), (1,)
-        return self.arena.view(chunk_name(kind, group.index), dtype, shape, stride, entries.start * dtype.itemsize)
-
-    def parameter_view(self, chunk: str, name: str) -> torch.Tensor:
-        """The parameter in its slot, which must hold it."""
-        slot, (_, where) = self.slot(chunk), self._slices[name]
-        if slot.buffer is None or slot.state not in (ChunkState.HOLD, ChunkState.COMPUTE):
-            raise ChunkStateError(f"{name} is read from chunk {chunk}, which is {slot.state.value}")
-        return slot.buffer.as_strided(where.spec.shape, where.spec.stride, where.offset)
 
     def close(self) -> None:
         """Give back all slots and homes as they are, and end the threads once nothing is under way."""
@@ -260,13 +189,13 @@ class ChunkStore(ChunkSlots):
 
     # --- gradients ---
 
-    def _has_data_at_home(self, chunk: str) -> bool:
-        kind, group = split_chunk_name(chunk)
+    def _has_data_at_home(self, chunk: Chunk) -> bool:
+        kind, group = chunk.kind, chunk.group
         return kind != GRAD or self.collect_gradients(group)
 
-    def _never_got_home(self, chunk: str) -> None:
+    def _never_got_home(self, chunk: Chunk) -> None:
         """A reader must find no gradient rather than one that never got home."""
-        kind, group = split_chunk_name(chunk)
+        kind, group = chunk.kind, chunk.group
         if kind != GRAD:
             return
         for tensor_slice in self.layout.groups[group].slices:
@@ -286,17 +215,14 @@ class ChunkStore(ChunkSlots):
         """
         parameters = self._parameters_of(index)
         if any(self._is_kept_elsewhere(name, parameter) for name, parameter in parameters.items()):
-            self._leave_gradients(index)
+            self.left_to_autograd |= self._leave_gradients(index)
         found = False
         for name, parameter in parameters.items():
-            grad = parameter.grad
+            grad = gradient_of(parameter)
             if grad is None:
                 continue
             found = True
-            if (
-                grad is not self._handed_out.get(name, NOTHING).view()
-                or grad.data_ptr() != self._handed_out[name].address
-            ):
+            if self._is_foreign(name, grad):
                 self.updates.wait(index)
                 left = name in self.left_to_autograd
                 home = self.home_view(GRAD, name) if left else self._hand_out(name, parameter)
@@ -304,40 +230,90 @@ class ChunkStore(ChunkSlots):
                 self.tier.enqueue(home.copy_, source)
         return found
 
-    def _parameters_of(self, index: int) -> dict[str, nn.Parameter]:
-        """The parameters of a group that still exist, by name."""
-        names = [tensor_slice.spec.name for tensor_slice in self.layout.groups[index].slices]
-        return {name: p for name in names if (p := self._parameters[name]()) is not None}
+    def take_gradients_home(self) -> list[torch.Tensor]:
+        """Collect the user's own gradients, and a hook's, that need not stay where they are: it frees their room.
+
+        Returns:
+            The gradients that still do not lie at home, and take room on the compute tier.
+
+        Raises:
+            HomeError: see `collect_gradients`.
+        """
+        off_home = self._gradients_off_home()
+        for index in sorted({self.group_index(name) for name in off_home.keys() - self.left_to_autograd}):
+            if Chunk(GRAD, index) in self.arena:
+                self.collect_gradients(index)
+        return list(self._gradients_off_home().values()) if off_home else []
 
     def _is_kept_elsewhere(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether somebody has views of what was handed out as the parameter's gradient and is not `.grad` now."""
         handed = self._handed_out.get(name, NOTHING)
         if handed.is_gone():
             return False
-        grad = parameter.grad
+        grad = gradient_of(parameter)
         return grad is None or grad.untyped_storage().data_ptr() != handed.address
 
-    def _leave_gradients(self, index: int) -> None:
-        """Leave a group's gradients at home to who has views of them; those that are still `.grad` move to new room."""
-        chunk = chunk_name(GRAD, index)
+    def _leave_gradients(self, index: int) -> set[str]:
+        """Leave a group's gradients at home to who has views of them; those that are still `.grad` move to new room.
+
+        Returns:
+            The parameters whose `.grad` did not move, since somebody has views of it.
+        """
+        chunk = Chunk(GRAD, index)
         self.await_home(chunk)
         self.arena.replace(chunk, self.layout.groups[index].nbytes(GRAD))
+        left = set()
         for name, parameter in self._parameters_of(index).items():
-            handed = self._handed_out.pop(name, NOTHING)
-            grad = parameter.grad
-            if grad is not None and grad is handed.view() and grad.data_ptr() == handed.address:
+            grad = gradient_of(parameter)
+            is_foreign = self._is_foreign(name, grad)
+            self._handed_out.pop(name, None)
+            if grad is None or is_foreign:
+                continue
+            if is_viewed(grad):
+                left.add(name)
+            else:
                 view = self.home_view(GRAD, name)
                 view.copy_(grad)
                 grad.data = view
                 self._handed_out[name] = HandedOut.of(grad)
+        return left
 
-    def has_foreign_gradients(self) -> bool:
-        """Whether some gradient of a managed parameter is not the home view that was handed out."""
-        return any(
-            p.grad is not None and p.grad is not self._handed_out.get(name, NOTHING).view()
-            for name, p in self.parameters().items()
-            if self.is_managed(name)
-        )
+    def leave_to_autograd(self) -> frozenset[str]:
+        """Note the parameters whose `.grad` has to stay the tensor that it is, so that autograd has to add to it.
+
+        It is one tensor with another parameter's, so that the order of additions is PyTorch's wherever the parameters
+        are; or it is the user's own, and the user still has it or views of it. What was handed out becomes such a
+        gradient where the user has views of it, and the chunk is to get another home.
+
+        Raises:
+            HomeError: there is no room for another home.
+        """
+        parameters = self.parameters()
+        changed = {n: p for n, p in parameters.items() if self.is_managed(n) and self._is_foreign(n, gradient_of(p))}
+        staying = [p for name, p in parameters.items() if not self.is_managed(name)]
+        left = {name for name, parameter in changed.items() if is_held(parameter)}
+        if any(gradient_of(parameter) is not None for parameter in changed.values()) or is_one_of_several(staying):
+            left |= of_several(parameters)
+        for index in {self.group_index(name) for name, p in changed.items() if self._is_kept_elsewhere(name, p)}:
+            left |= self._leave_gradients(index)
+        self.left_to_autograd = frozenset(left)
+        return self.left_to_autograd
+
+    def _gradients_off_home(self) -> dict[str, torch.Tensor]:
+        """Gradients of parameters at home that lie elsewhere, such as what a hook returned, by name."""
+        found = {}
+        for name, parameter in self.parameters().items():
+            grad, handed = gradient_of(parameter), self._handed_out.get(name, NOTHING)
+            if grad is None or not self.is_managed(name) or not self._is_foreign(name, grad):
+                continue
+            if grad.untyped_storage().data_ptr() != handed.address:
+                found[name] = grad
+        return found
+
+    def _is_foreign(self, name: str, grad: torch.Tensor | None) -> bool:
+        """Whether a parameter's `.grad` is not the home view that was handed out."""
+        handed = self._handed_out.get(name, NOTHING)
+        return grad is None or grad is not handed.view() or grad.data_ptr() != handed.address
 
     def _hand_out(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
         view = self.home_view(GRAD, name)
@@ -345,7 +321,28 @@ class ChunkStore(ChunkSlots):
         self._handed_out[name] = HandedOut.of(view)
         return view
 
-    def sink(self, name: str, chunk: str | None, take: Callable[[], torch.Tensor], *, owned: bool) -> None:
+    def check_not_used_up(self, group: int) -> None:
+        """Refuse to add to gradients of a group that an update in a backward has used up.
+
+        Raises:
+            UnsupportedError: it has; says what to do.
+        """
+        for name, parameter in self._parameters_of(group).items():
+            if isinstance(parameter.grad, UsedGradient):
+                raise used_up(name)
+
+    def use_up_gradients(self, group: int, gradients: Mapping[str, UsedGradient]) -> None:
+        """An update in the backward reads a group's gradients in their slot, and nobody will again.
+
+        Args:
+            gradients: what stands for them from now on, by parameter.
+        """
+        self.slot(Chunk(GRAD, group)).dirty = False
+        for name, gradient in gradients.items():
+            self.parameter(name).grad = gradient
+            self._handed_out.pop(name, None)
+
+    def sink(self, name: str, chunk: Chunk | None, take: Callable[[], torch.Tensor], *, owned: bool) -> None:
         """Take a complete gradient: into the slot of `chunk`, or, for a resident, straight into `.grad`.
 
         As autograd's AccumulateGrad: the first gradient is stored, later ones are added. Which of the two, the host
@@ -363,7 +360,12 @@ class ChunkStore(ChunkSlots):
         slot = self.slot(chunk)
         target = self.parameter_view(chunk, name)
         slot.dirty = True
-        if parameter.grad is None:
+        if self.layout.groups[chunk.group].is_gathered(chunk) and name not in slot.adds:
+            slot.adds[name] = parameter.grad is not None
+            self.tier.enqueue(store_first, target, take)
+            if parameter.grad is None:
+                self._hand_out(name, parameter)
+        elif parameter.grad is None:
             self.tier.enqueue(store_first, target, take)
             self._hand_out(name, parameter)
         else:

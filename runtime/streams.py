@@ -32,7 +32,7 @@ class Awaited(Protocol):
         """Block the calling thread until it is over; raise what went wrong."""
 
 
-class Event:
+class JobMark:
     """Marks the end of one job of a stream. Made by `WorkerStream.submit` only."""
 
     def __init__(
@@ -126,7 +126,7 @@ class _Ledger:
 
     def __init__(self) -> None:
         self.busy_s = 0.0
-        self.failed: deque[Event] = deque()
+        self.failed: deque[JobMark] = deque()
 
 
 class _Worker:
@@ -137,12 +137,12 @@ class _Worker:
     """
 
     def __init__(self, name: str, ledger: _Ledger, delay: Callable[[], float] | None) -> None:
-        self.jobs: deque[Event] = deque()
+        self.jobs: deque[JobMark] = deque()
         self.wakes: SimpleQueue[bool] = SimpleQueue()
         arguments = (self.jobs, self.wakes, ledger, delay)
         self.thread = threading.Thread(target=_work, args=arguments, name=f"chunkc-{name}", daemon=True)
 
-    def put(self, event: Event) -> None:
+    def put(self, event: JobMark) -> None:
         self.jobs.append(event)
         self.wakes.put(True)
 
@@ -153,7 +153,7 @@ class _Worker:
             self.thread.join(POLL_S)
 
 
-def _work(jobs: deque[Event], wakes: SimpleQueue[bool], ledger: _Ledger, delay: Callable[[], float] | None) -> None:
+def _work(jobs: deque[JobMark], wakes: SimpleQueue[bool], ledger: _Ledger, delay: Callable[[], float] | None) -> None:
     while wakes.get():
         while jobs:
             jobs[0]._run(ledger, delay)
@@ -186,7 +186,7 @@ class WorkerStream:
         """Seconds that this stream's jobs have run in all."""
         return self._ledger.busy_s
 
-    def submit(self, job: Callable[[], None], *, after: Sequence[Awaited] = ()) -> Event:
+    def submit(self, job: Callable[[], None], *, after: Sequence[Awaited] = ()) -> JobMark:
         """Queue a job, to run behind all earlier ones and once everything of `after` is done. Never blocks.
 
         A job that raises spoils its own event and those submitted `after` it, which do not run and raise the
@@ -202,15 +202,15 @@ class WorkerStream:
             while self._ledger.failed and self._ledger.failed[0]._reported:
                 self._ledger.failed.popleft()
             worker = self._living_worker()
-            event = Event(self.name, worker.thread, job, after)
+            event = JobMark(self.name, worker.thread, job, after)
             worker.put(event)
         return event
 
     def drain(self) -> None:
-        """Wait for every job submitted so far, then raise the first error that no `Event.wait` has raised.
+        """Wait for every job submitted so far, then raise the first error that no `JobMark.wait` has raised.
 
         Raises:
-            HomeError, StreamError: as `Event.wait`.
+            HomeError, StreamError: as `JobMark.wait`.
         """
         self._refuse_fork()
         with self._lock:
@@ -218,7 +218,7 @@ class WorkerStream:
             if worker is not None and worker.thread is threading.current_thread():
                 raise StreamError(f"a job of stream '{self.name}' drains its own stream")
             if worker is not None and worker.thread.is_alive() and not self._closed:
-                marker = Event(self.name, worker.thread, _nothing, ())
+                marker = JobMark(self.name, worker.thread, _nothing, ())
                 worker.put(marker)
         if marker is not None:
             while not marker.done():

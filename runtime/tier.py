@@ -25,8 +25,9 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from chunkc.ir.links import INWARD, ROUTES
 from chunkc.runtime import cpu_allocator
-from chunkc.runtime.streams import Event, WorkerStream
+from chunkc.runtime.streams import JobMark, WorkerStream
 
 
 class Mark(Protocol):
@@ -39,18 +40,37 @@ class Mark(Protocol):
         """Block the host until it is over; raise what a failed copy raised (HomeError, StreamError)."""
 
 
-class Link(Protocol):
-    """Copies of one direction, in the order they were submitted."""
+class Links:
+    """A tier's links by name, each made with its first copy.
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds that copies have taken in all, as far as they have ended."""
+    Args:
+        make: opens the link of that name.
+    """
 
-    def submit(self, job: Callable[[], None], *, after: Sequence[Any] = ()) -> Any:
-        """Queue a copy, to start once every `Mark` of `after` is over. Returns its own; never blocks."""
+    def __init__(self, make: Callable[[str], Any]) -> None:
+        self._make = make
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        """The link of that name (see `chunkc.ir.links`): copies in the order in which they are submitted to it."""
+        if name not in self._made:
+            assert name in ROUTES, name
+            self._made[name] = self._make(name)
+        return self._made[name]
+
+    def busy_s(self, *, inward: bool) -> float:
+        """Seconds that copies to the device, or else home, have taken in all, as far as they have ended."""
+        return sum((link.busy_s for name, link in self._made.items() if (name in INWARD) == inward), 0.0)
 
     def drain(self) -> None:
         """Block the host until every copy has ended; raise the first error nobody has been told of."""
+        for link in self._made.values():
+            link.drain()
+
+    def end_soon(self) -> None:
+        """End the threads that copy, behind what they have to copy. Never blocks."""
+        for link in self._made.values():
+            link.end_soon()
 
 
 class Tier(Protocol):
@@ -60,10 +80,7 @@ class Tier(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def to_device(self) -> Link: ...
-
-    @property
-    def to_home(self) -> Link: ...
+    def links(self) -> Links: ...
 
     def allocate_slot(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat, uninitialised buffer of the compute stream's; its memory may still be in use by what it ran."""
@@ -87,11 +104,12 @@ class Tier(Protocol):
     def materialise(self) -> None:
         """Block until enqueued computation has made its values as objects; their bytes may still be on the way."""
 
-    def measured_nbytes(self) -> int | None:
-        """Bytes in use on the tier, or None where nothing meters it."""
-
     def lap_peak_nbytes(self) -> int | None:
         """The peak in bytes since the last call of this, or None where nothing meters the tier."""
+
+    def num_retries(self) -> int:
+        """How often the tier's allocator found no room, gave back all that it had cached, and tried again. Each time
+        computation waits. 0 where an allocator caches nothing."""
 
     def drain(self) -> None:
         """Block the host until every copy has ended."""
@@ -115,38 +133,34 @@ class CpuTier:
     enqueue: ClassVar[Callable[..., None]] = staticmethod(AT_ONCE)  # the host computes, now
 
     def __init__(self, *, delay: Callable[[], float] | None = None) -> None:
-        self.to_device = WorkerStream("to_device", delay=delay)
-        self.to_home = WorkerStream("to_home", delay=delay)
+        self.links = Links(lambda name: WorkerStream(name, delay=delay))
 
     def allocate_slot(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat, uninitialised buffer."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
-    def mark(self) -> tuple[Event, ...]:
+    def mark(self) -> tuple[JobMark, ...]:
         """Nothing to wait for: what the host has computed is there."""
         return ()
 
-    def hold_for(self, mark: Event) -> None:
+    def hold_for(self, mark: JobMark) -> None:
         """The host computes, so the host waits."""
         mark.wait()
 
     def materialise(self) -> None:
         """Nothing to do: what the host has computed is there."""
 
-    def measured_nbytes(self) -> int | None:
-        """Bytes in use on the tier, or None where nothing meters it (see `runtime.cpu_allocator`)."""
-        return cpu_allocator.current_nbytes() if cpu_allocator.is_installed() else None
-
     def lap_peak_nbytes(self) -> int | None:
-        """The peak since the last call of this, or None where nothing meters the tier."""
+        """The peak since the last call of this, or None where nothing meters the tier (see `runtime.cpu_allocator`)."""
         return cpu_allocator.lap_peak_if_installed()
+
+    def num_retries(self) -> int:
+        return 0
 
     def drain(self) -> None:
         """Wait for every copy."""
-        self.to_device.drain()
-        self.to_home.drain()
+        self.links.drain()
 
     def end_soon(self) -> None:
         """End the threads that copy, behind what they have to copy."""
-        self.to_device.end_soon()
-        self.to_home.end_soon()
+        self.links.end_soon()

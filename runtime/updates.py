@@ -1,7 +1,7 @@
 """Updates of chunk groups in home memory, by the CPU, behind the back of whoever asked for them.
 
     store.updates.begin(3, job, label="...", after=marks)       # returns at once
-    store.tier.to_device.submit(read, after=[*mark, *store.updates.before(3)])
+    store.tier.links["to_device"].submit(read, after=[*mark, *store.updates.before(3)])
 
 One worker thread runs them in the order in which they were asked for. Until one has ended nobody may read or write
 its group at home: copies are submitted `before` it has ended and so start after it; a host asks `wait`.
@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from chunkc.ir.errors import HomeError, StreamError
-from chunkc.runtime.streams import Event, WorkerStream
+from chunkc.runtime.streams import JobMark, WorkerStream
 from chunkc.runtime.tier import Mark
 
 logger = logging.getLogger(__name__)
@@ -36,9 +36,9 @@ class HomeUpdate:
         self._label = label
         self._after = tuple(after)
         self._problem: StreamError | None = None
-        self.event: Event | None = None
+        self.event: JobMark | None = None
 
-    def submitted(self, stream: WorkerStream) -> Event:
+    def submitted(self, stream: WorkerStream) -> JobMark:
         """The end of the update, which is submitted now unless it is known to have been.
 
         Raises:
@@ -111,7 +111,7 @@ class HomeUpdates:
         """Whether an update that was to be entered has begun, or has ended already."""
         return self._pending.get(group) is update or update.event is not None
 
-    def before(self, group: int) -> tuple[Event, ...]:
+    def before(self, group: int) -> tuple[JobMark, ...]:
         """What a copy of the group's home has to wait for; nothing where no update is under way."""
         update = self._pending.get(group)
         if update is None:

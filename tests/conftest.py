@@ -16,7 +16,9 @@ import torch
 
 _HELPERS = (
     "plain_modules",
+    "chunk_names",
     "ladder_modules",
+    "built_modules",
     "zoo",
     "harness",
     "scripts",
@@ -25,8 +27,10 @@ _HELPERS = (
     "ladder",
     "operator_calls",
     "operator_calls_2",
+    "files/larger_than_memory",
     "optim/optim_models",
     "optim/overlap_cases",
+    "engine/engine_cases",
     "formats/synthetic",
     "end_to_end/fault_cases",
     "ir/verify_cases",
@@ -41,11 +45,14 @@ _HELPERS = (
     "runtime/executor_cases",
     "runtime/fake_gpu",
     "runtime/late_tiers",
+    "runtime/missing_waits",
     "runtime/queued_tier",
     "cuda_path_subjects",
     "runtime/store_cases",
     "runtime/update_cases",
     "cuda_in_ram/device_gpt",
+    "integrations/loops",
+    "checkpoint/checkpoint_runs",
 )
 """In the order in which they import each other."""
 

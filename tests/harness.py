@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo import CASES, Case
+from zoo import LADDER, Case
 
 import chunkc
 import chunkc.backend
@@ -104,7 +104,7 @@ class Result:
 def array(tensor: Tensor) -> np.ndarray:
     """A copy of the tensor's bits in memory that torch does not know of."""
     tensor = tensor.detach()
-    return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy().copy()
+    return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).cpu().numpy().copy()
 
 
 def home_of(parameter: Tensor) -> tuple[Session, str]:
@@ -158,7 +158,7 @@ def assert_same_training(result: Result, reference: Result) -> None:
 
 def compile_case(
     case: Case, *, memory_budget: int, home: str = "cpu", codegen: str = "eager", seed: int = 0,
-    place: bool = True, backend: Any = "chunkc", **options: Any,
+    place: bool = True, device: str = "cpu", backend: Any = "chunkc", **options: Any,
 ) -> tuple[nn.Module, nn.Module]:  # fmt: skip
     """The model, placed in its home unless `place` is false, and the same model compiled by chunkc."""
     torch._dynamo.reset()
@@ -166,7 +166,7 @@ def compile_case(
     model = case.build(seed)
     if place:
         sizes = {"chunk_size": options["chunk_size"]} if "chunk_size" in options else {}
-        model = chunkc.place(model, home=home, **sizes)
+        model = chunkc.place(model, device=device, home=home, **sizes)
     options |= {"memory_budget": memory_budget, "home": home, "codegen": codegen}
     return model, torch.compile(model, backend=backend, options=options)
 
@@ -252,14 +252,14 @@ def in_a_small_budget(run: Callable[[int], _T]) -> _T:
 @functools.cache
 def everything_fits(name: str, codegen: str = "eager", steps: int = 3) -> Result:
     """What every budget and home must reproduce: all resident, with the segments of a small budget."""
-    case = CASES[name]
+    case = LADDER[name]
     return train(case, memory_budget=HUGE, codegen=codegen, steps=steps, limit=False, whole_graph="never")
 
 
 @functools.cache
 def minimum_nbytes(name: str, home: str = "cpu", codegen: str = "eager") -> int:
     """The smallest budget, in bytes, that `BudgetError` says works for a model of the zoo."""
-    case = CASES[name]
+    case = LADDER[name]
     nbytes = refuse(case, memory_budget=TINY, home=home, codegen=codegen).minimum_nbytes
     for _ in range(20 if case.num_graphs > 1 else 0):  # graphs are planned one by one: a later one may need more
         try:

@@ -17,9 +17,13 @@ from zoo import Batch
 from chunkc.passes.scratch.exceptions import EXCEPTIONS
 
 
-def rungs(names: Iterable[str], quick: Collection[str]) -> list[Any]:
-    """Parameters of a test: the default run climbs those in `quick`; the rest is slow."""
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def rungs(names: Iterable[str], quick: Collection[str], second_tier: Collection[str] = ()) -> list[Any]:
+    """Parameters of a test: the default run climbs `quick`, CI `second_tier` as well; the rest is slow."""
+
+    def marks(name: str) -> Any:
+        return pytest.mark.second_tier if name in second_tier else pytest.mark.slow
+
+    return [name if name in quick else pytest.param(name, marks=marks(name)) for name in names]
 
 
 def is_exception(moment: Moment) -> bool:

@@ -29,7 +29,11 @@ class Way(NamedTuple):
         return "-".join(self)
 
 
-WAYS = [Way(), pytest.param(Way("disk", "inductor"), marks=pytest.mark.second_tier)]
+WAYS = [
+    Way(),
+    pytest.param(Way("disk"), marks=pytest.mark.second_tier),
+    pytest.param(Way("disk", "inductor"), marks=pytest.mark.slow),
+]
 
 _way = Way()
 
@@ -110,3 +114,19 @@ def train_steps(call: Callable[..., Tensor], optimizer: Optimizer, steps: range)
         optimizer.step()
         optimizer.zero_grad()
     return losses
+
+
+def two_alike(model: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
+    """Two large parameters of one shape."""
+    shape = None
+    for parameter in model.parameters():
+        if parameter.dim() == 2 and parameter.numel() > 4096:
+            if shape is not None and shape.shape == parameter.shape:
+                return shape, parameter
+            shape = shape if shape is not None else parameter
+    raise AssertionError("no two parameters are alike")
+
+
+def weight_of(model: nn.Module) -> nn.Parameter:
+    """A parameter that lives in a chunk under a small budget."""
+    return max(model.parameters(), key=lambda p: p.numel())

@@ -46,6 +46,7 @@ def forward_calls(model: nn.Module) -> list[str]:
 # ---------------------------------------------------------------- the name
 
 
+@pytest.mark.second_tier
 def test_the_name_is_enough(tmp_path: Path) -> None:
     script = """
 import sys, torch
@@ -121,7 +122,7 @@ def test_a_plan_that_the_verifier_refuses_leaves_the_model_as_it_was(monkeypatch
     before, where = weights(model), [p.data_ptr() for p in model.parameters()]
     call = compiled(model, memory_budget=1 << 20)
     with monkeypatch.context() as patch:
-        patch.setattr("chunkc.graph.verify", refuse)
+        patch.setattr("chunkc.plans.verify", refuse)
         with pytest.raises(chunkc.VerificationError):
             call(batch())
     assert [p.data_ptr() for p in model.parameters()] == where

@@ -213,6 +213,7 @@ def test_every_format_goes_to_a_file(format: str, here: Path, capsys: pytest.Cap
         assert run(capsys, *arguments) == (0, text, "")
 
 
+@pytest.mark.second_tier
 def test_the_largest_batch(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("explain", "tiny.py:build", *FITS, "--hardware", "cpu")
     code, out, err = run(capsys, *arguments, "--largest", "batch_size", "--format", "json")
@@ -277,6 +278,7 @@ def test_help_names_models_and_hardware(capsys: pytest.CaptureFixture[str]) -> N
         assert word in out
 
 
+@pytest.mark.second_tier
 def test_as_a_process(here: Path) -> None:
     """What the terminal gets: the answer, nothing else, and the exit code; also for code that PyTorch warns about."""
     command = [sys.executable, "-m", "chunkc", "explain"]

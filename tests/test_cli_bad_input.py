@@ -250,7 +250,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *(found for key, item in inner for found in places(item, (*path, key)))]
 
 
-@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_spoilt_explanation_is_compared_or_refused(data: st.DataObject, folder: Path) -> None:
     path = folder / "good.json"
@@ -289,6 +289,7 @@ def test_any_hardware_file_is_read_or_refused(content: bytes, ending: str, folde
         load_hardware(str(folder / f"any.{ending}"))
 
 
+@pytest.mark.second_tier
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
 def test_a_full_disk_is_said(here: Path) -> None:
     with open("/dev/full", "w") as full:

@@ -62,12 +62,14 @@ def test_one_capture(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert not any("traced for itself" in note for note in notes)
 
 
+@pytest.mark.second_tier
 def test_every_size_for_itself(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     notes, planned = answer(capsys, "grows", monkeypatch)
     assert len(planned) > 3
     assert "every size was traced for itself: the model's own tensors depend on this size" in notes
 
 
+@pytest.mark.second_tier
 def test_the_answer_is_checked(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture in symbols that says something else than captures of the very sizes is not believed."""
     right, _ = answer(capsys, "build", monkeypatch)

@@ -89,6 +89,7 @@ def test_what_cannot_be_written_is_said_before_any_work(
         assert capsys.readouterr() == ("", f"chunkc: cannot write {name}: {says}\n")
 
 
+@pytest.mark.second_tier
 def test_a_reader_that_leaves_is_no_traceback(here: Path) -> None:
     command = [sys.executable, "-m", "chunkc", "explain", "train.py:build", "--format", "json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=here)

@@ -22,7 +22,7 @@ from chunkc.formats.json_ import VERSION
 from chunkc.ir import explanation as explanations
 from chunkc.ir.estimates import EstimatedOperator
 from chunkc.machines.presets import _HardwareFile
-from chunkc.options import Options
+from chunkc.options import VARIABLES, Options
 
 README = ROOT / "README.md"
 TEXTS = {path.name: path.read_text() for path in PAGES}
@@ -69,8 +69,8 @@ def test_links_and_anchors_resolve(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_pages_name_are_there(page: Path) -> None:
-    """What stands in backticks and looks like a path from the root."""
-    for name in named(prose(page.read_text())):
+    """What stands in backticks and looks like a path from the root, and is no scalar of a log."""
+    for name in set(named(prose(page.read_text()))).difference(first_column("loops.md", "scalar")):
         if re.fullmatch(r"(bench|chunkc|passes|runtime|kernels|tests|docs|\.ci)/[\w./-]+", name):
             path = ROOT / name
             assert path.exists() or path.with_suffix(".py").exists() or list(path.parent.glob(f"{path.name}*")), name
@@ -78,13 +78,14 @@ def test_files_that_pages_name_are_there(page: Path) -> None:
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_what_is_not_run_says_why_and_makes_sense(block: Block) -> None:
-    assert block.language in ("python", "sh", "text", "json", "yaml", "")
+    assert block.language in ("python", "sh", "text", "json", "yaml", "diff", "")
     assert block.not_run in (None, *REASONS)
     if block.language == "python":
         tree = ast.parse(block.text)
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "chunkc":
-                assert hasattr(chunkc, node.attr), ast.unparse(node)
+                is_module = (ROOT / "chunkc" / f"{node.attr}.py").exists()
+                assert is_module or hasattr(chunkc, node.attr), ast.unparse(node)
     for command in block.commands if block.language == "sh" else ():
         check_command(shlex.split(command))
 
@@ -224,6 +225,7 @@ PARTS = {
     "chunks": explanations.Chunks,
     "traffic_nbytes": explanations.Traffic,
     "step_time_s": explanations.StepTime,
+    "host": explanations.HostNeeds,
     "moments": explanations.ExplainedMoment,
     "events": explanations.TimedEvent,
     "estimates": EstimatedOperator,
@@ -240,6 +242,27 @@ def test_keys_of_the_json() -> None:
         assert {field.name for field in dataclasses.fields(part)} <= set(named(table[key])), key
     records = {key for key, kind in keys.items() if re.search(r"\b(?!None|Mapping)[A-Z]", kind)}
     assert records == set(PARTS)
+
+
+def test_environment_variables() -> None:
+    found = [(named(row[0])[0], named(row[1])[0]) for row in rows(TEXTS["loops.md"], "environment variable")]
+    assert found == [(variable, option) for option, variable in VARIABLES.items()]
+
+
+def test_scalars_and_arguments_of_other_libraries_loops() -> None:
+    read = ast.parse((ROOT / "chunkc" / "scalars.py").read_text())
+    names = {n.value for n in ast.walk(read) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    assert set(first_column("loops.md", "scalar")) == {name for name in names if re.fullmatch(r"chunkc/\w+", name)}
+    tree = ast.parse((ROOT / "chunkc" / "transformers.py").read_text())
+    (arguments,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "ChunkcArguments")
+    fields = {n.target.id for n in arguments.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    assert set(first_column("loops.md", "argument")) == fields
+
+
+def test_diffs_change_three_lines_at_most() -> None:
+    for block in (block for block in blocks(TEXTS["loops.md"]) if block.language == "diff"):
+        lines = block.text.splitlines()
+        assert max(sum(line.startswith(sign) for line in lines) for sign in "+-") <= 3
 
 
 def test_keys_of_hardware_files() -> None:

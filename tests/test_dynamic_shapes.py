@@ -75,7 +75,7 @@ def test_new_shapes_are_planned_and_not_compiled(
         counted(monkeypatch, compilation, "capture_graph"),
         counted(monkeypatch, codegen, "EagerSegment"),
     )
-    plans = counted(monkeypatch, graph, "plan_step")
+    plans = counted(monkeypatch, graph, "step_plan")
     model, plain = two_models()
     options = {"codegen": "eager", "memory_budget": budget, "whole_graph": whole_graph}
     call = torch.compile(model, backend="chunkc", options=options)
@@ -140,6 +140,7 @@ def test_residents_make_room_for_a_larger_shape() -> None:
     assert residents[0] == residents[1] > residents[2] == residents[3]
 
 
+@pytest.mark.second_tier
 def test_old_shapes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "MAX_SIZES", 2)
     model, plain = two_models()
@@ -181,6 +182,7 @@ def test_every_operation_to_the_byte_at_every_shape(name: str, lengths: bool, wh
             assert len(curve.moments) > 5
 
 
+@pytest.mark.second_tier
 def test_a_graph_whose_sizes_cannot_be_read_is_compiled_by_shape(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -201,6 +203,7 @@ def test_a_graph_whose_sizes_cannot_be_read_is_compiled_by_shape(
     assert "s0 cannot be read off" in warnings[0]
 
 
+@pytest.mark.second_tier
 def test_views_of_other_tensors_are_compiled_by_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a view's storage takes, its sizes do not say: predicted for each shape, never guessed."""
     warnings: list[str] = []
@@ -306,6 +309,7 @@ class Tokens(Blocks):
         return super().forward(torch.cat([self.token.expand(len(x), -1, -1), x], dim=1))
 
 
+@pytest.mark.second_tier
 def test_views_of_parameters_have_sizes_in_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
     captures = counted(monkeypatch, compilation, "capture_graph")
     model, plain = Tokens(), Tokens()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +13,13 @@ from overlap_cases import Subject, case, minimum_nbytes, subject
 
 import chunkc
 from chunkc.early import EarlyUpdates
+from chunkc.ir.chunks import Chunk
+from chunkc.ir.plan import Tile
 
 pytestmark = pytest.mark.timeout(120)
 
 
-SESSION: Any = None
+SESSION: Any = SimpleNamespace(store=SimpleNamespace(check_not_used_up=lambda group: None))
 
 
 class Starter:
@@ -30,6 +34,15 @@ class Starter:
 
     def begun_in(self, session: Any) -> list[int]:
         return []
+
+    def stages_in_slots(self, session: Any, group: int) -> int:
+        return 2 if group == 7 else 0
+
+    def make_ready(self, session: Any, group: int) -> None:
+        self.begun.append(group)
+
+    def update(self, session: Any, tile: Tile, tiles: Sequence[Tile]) -> None:
+        self.begun.append(tile.begin)
 
 
 @pytest.fixture
@@ -69,6 +82,22 @@ def test_an_optimizer_that_is_gone_is_not_counted_for(pair: tuple[EarlyUpdates, 
     run_forward(early, 0)
     run_backward(early, 0)
     assert first.begun == [0]
+
+
+def test_a_group_is_updated_in_slots_once_no_other_backward_is_to_come(
+    pair: tuple[EarlyUpdates, Starter, Starter],
+) -> None:
+    early, first, second = pair
+    assert early.updates_in_slots(SESSION, [3, 7]) == ((7, 2),)  # asked in the forward
+    run_forward(early, 7)
+    run_forward(early, 7)
+    early.enter_backward(SESSION, [7])
+    assert early.updates_in_slots(SESSION, [3, 7]) == ()
+    early.enter_backward(SESSION, [7])
+    assert early.updates_in_slots(SESSION, [3, 7]) == ((7, 2),)
+    tile = Tile(7, 64, 128, 0, 2)
+    early.updating(SESSION, [tile])(tile)
+    assert sorted([first.begun, second.begun]) == [[], [7, 64]]
 
 
 def under_way(models: list[torch.nn.Module]) -> list[int]:
@@ -116,7 +145,7 @@ def fail_once(made: Subject, patch: pytest.MonkeyPatch) -> None:
     """The next chunk that is fetched is not."""
     fetch = made.store.prefetch
 
-    def fail(chunk: str) -> None:
+    def fail(chunk: Chunk, link: str) -> None:
         patch.setattr(made.store, "prefetch", fetch)
         raise chunkc.HomeError("the disk is gone")
 

@@ -6,13 +6,19 @@ import gc
 
 import pytest
 import torch
+from verify_cases import LAYOUT as STEP_LAYOUT
+from verify_cases import MEMORIES, MODULES, backward_program, forward_program
 
-from chunkc.ir.chunks import ChunkLayout, ParamSpec
+from chunkc.captured import Captured, profile
+from chunkc.ir.chunks import Chunk, ChunkLayout, ParamSpec
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.plan import Position
+from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.known_needs import KnownNeeds, Needs, NotedNeeds
+from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.layout import EMPTY_LAYOUT, extended
 from chunkc.passes.planning import check_minimum
+from chunkc.policy import ALONE
 
 
 def spec(name: str, numel: int) -> ParamSpec:
@@ -26,20 +32,25 @@ def laid_out(*specs: ParamSpec, before: ChunkLayout = EMPTY_LAYOUT) -> ChunkLayo
 LAYOUT = laid_out(spec("a.weight", 1024), spec("b.weight", 1024), spec("a.bias", 8))
 
 
-def position(nbytes: int, *chunks: str) -> Position:
-    return Position("forward.0", "forward", nbytes, "aten.mm", "a", frozenset(chunks), frozenset(), 0.0)
+def position(nbytes: int, *groups: int) -> Position:
+    chunks = frozenset(Chunk("param", group) for group in groups)
+    return Position("forward.0", "forward", nbytes, "aten.mm", "a", chunks, frozenset(), 0.0)
 
 
-POSITIONS = (position(100, "param:0"), position(50, "param:0", "param:1"), position(3000))
+POSITIONS = (position(100, 0), position(50, 0, 1), position(3000))
 
 
 def refused(nbytes: int) -> BudgetError:
     return BudgetError(minimum_nbytes=nbytes, budget_nbytes=1, moment="aten.mm", module="a", contents=[])
 
 
+def never_described() -> Captured:
+    raise AssertionError("an error takes no time to describe another form")
+
+
 @pytest.mark.parametrize("held_nbytes", [0, 1000])
 def test_the_minimum_of_one_graph_is_the_planners(held_nbytes: int) -> None:
-    known, noted = KnownNeeds(), NotedNeeds(whole=False)
+    known, noted = KnownNeeds(), NotedNeeds()
     assert known.minimum_nbytes(LAYOUT) == 0
     known.note(noted, Needs.of(POSITIONS, LAYOUT).beside(held_nbytes))
     wanted = check_minimum(POSITIONS, LAYOUT, 1 << 40, held_nbytes, all_may_stay=True)
@@ -50,14 +61,14 @@ def test_the_minimum_of_one_graph_is_the_planners(held_nbytes: int) -> None:
 
 def test_what_stays_for_good_counts_in_every_graph() -> None:
     """Also what a later graph has brought."""
-    known, noted = KnownNeeds(), NotedNeeds(whole=False)
+    known, noted = KnownNeeds(), NotedNeeds()
     known.note(noted, Needs.of(POSITIONS, LAYOUT))
     wider = laid_out(spec("c.bias", 8), before=LAYOUT)
     assert known.minimum_nbytes(wider) - known.minimum_nbytes(LAYOUT) == 8 * 4 * 4 + 4  # with gradient, states, step
 
 
 def test_an_error_names_all_that_is_known_and_no_less_than_one_before() -> None:
-    known, noted = KnownNeeds(), NotedNeeds(whole=False)
+    known, noted = KnownNeeds(), NotedNeeds()
     known.note(noted, Needs.of(POSITIONS, LAYOUT, 5000))
     most = known.minimum_nbytes(LAYOUT)
     first = known.named(refused(10), LAYOUT, Needs(), num_graphs=1)
@@ -78,16 +89,35 @@ def test_a_first_graph_that_is_a_part_says_so() -> None:
 
 def test_a_whole_graph_may_need_less_than_all_its_chunks_at_once() -> None:
     """An error does not name them: cut into segments, the graph would do with fewer."""
-    whole, cut = (position(50, "param:0", "param:1"),), (position(50, "param:0"), position(50, "param:1"))
+    whole, cut = (
+        (position(50, 0, 1),),
+        (position(50, 0), position(50, 1)),
+    )
     for is_whole, positions in ((True, whole), (False, cut)):
-        known, noted = KnownNeeds(), NotedNeeds(whole=is_whole)
+        known, noted = KnownNeeds(), NotedNeeds(never_described if is_whole else None)
         known.note(noted, Needs.of(positions, LAYOUT))
         error = known.named(refused(1), LAYOUT, Needs.of(cut, LAYOUT), num_graphs=1)
         assert error.minimum_nbytes == check_minimum(cut, LAYOUT, 1 << 40, 0)
 
 
+def test_a_whole_step_would_need_less_in_segments() -> None:
+    """Each phase beside the most that was held in it, whatever the whole form took."""
+    segments = {name: CompiledSegment(MODULES[name], memory) for name, memory in MEMORIES.items()}
+    cut = Captured(forward_program(), backward_program(), segments, MODULES, whole=False)
+    step = profile(cut, STEP_LAYOUT)
+    known, noted = KnownNeeds(), NotedNeeds(lambda: cut)
+    known.note(noted, Needs(1 << 40, 1 << 40))
+    for phase, held_nbytes in ((FORWARD, 5), (FORWARD, 0), (BACKWARD, 1000), (BACKWARD, 7)):
+        noted.ran(phase, ALONE, held_nbytes)
+    needs = Needs.of(step.forward, STEP_LAYOUT, 5) | Needs.of(step.backward, STEP_LAYOUT, 1000)
+    assert known.minimum_nbytes(STEP_LAYOUT) == needs.minimum_nbytes(STEP_LAYOUT)
+    known.note(unbounded := NotedNeeds(lambda: cut), Needs(1 << 40, 1))
+    unbounded.ran(BACKWARD, ALONE, 1000)
+    assert unbounded.least(STEP_LAYOUT).staying_nbytes == 1, "whole it may need less, too"
+
+
 def test_a_step_that_is_gone_is_forgotten() -> None:
-    known, noted = KnownNeeds(), NotedNeeds(whole=False)
+    known, noted = KnownNeeds(), NotedNeeds()
     known.note(noted, Needs.of(POSITIONS, LAYOUT))
     del noted
     gc.collect()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import chunkc
-from chunkc import backend, captured, graph, session, steps, variants
+from chunkc import backend, graph, policy, session, steps, variants
+from chunkc.build import Builder
 from chunkc.runtime import cpu_allocator
 
 WIDTH = 64
@@ -51,13 +54,13 @@ def test_outputs_that_are_kept_neither_fill_memory_with_plans_nor_make_a_new_one
 ) -> None:
     """A loop that keeps every output has other bytes held at every step."""
     made: list[int] = []
-    plan_step = graph.plan_step
+    step_plan = graph.step_plan
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        made.append(kwargs["held_nbytes"])
-        return plan_step(*args, **kwargs)
+    def counted(of: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        made.append(request.held_nbytes)
+        return step_plan(of, request, *args, **kwargs)
 
-    monkeypatch.setattr(graph, "plan_step", counted)
+    monkeypatch.setattr(graph, "step_plan", counted)
     monkeypatch.setattr(steps, "MAX_PLANS", 5)
     monkeypatch.setattr(session, "MAX_UPDATE_PLANS", 4)
     model = build()
@@ -74,8 +77,8 @@ def test_outputs_that_are_kept_neither_fill_memory_with_plans_nor_make_a_new_one
             (found,) = made_graphs
             assert len(found.steps.at("forward", (), may_be_whole=True).plans) <= 5
             assert len(session_of(model).update_plans) <= 4
-            assert session_of(model).predicted_peak_nbytes <= budget
-    assert len(set(made)) <= 2 + 2 * (NUM_STEPS * outputs[0].nbytes * captured.HELD_GRANULES // budget)
+            assert session_of(model).records.predicted_peak_nbytes <= budget
+    assert len(set(made)) <= 2 + 2 * (NUM_STEPS * outputs[0].nbytes * policy.HELD_GRANULES // budget)
 
 
 def test_variants_by_shape_are_forgotten_but_not_those_of_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +130,7 @@ def test_the_whole_storage_of_an_input_counts(dynamic: bool) -> None:
         call(rows(num_rows)).sum().backward()
     large = rows(3000)
     call(large[:5]).sum().backward()
-    records = session_of(model).records
+    records = session_of(model).records.latest
     for phase in ("forward", "backward"):
         predicted = {m.name: m.nbytes for m in records[phase].plan.moments}
         for name, nbytes in records[phase].measurement.peaks:
@@ -143,13 +146,13 @@ def test_the_whole_storage_of_an_input_counts(dynamic: bool) -> None:
 def test_kept_gradients_of_outputs_of_several_shapes(last_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two forwards of different shapes in flight, then their backwards in either order, with gradients kept outside."""
     kept: list[frozenset[str]] = []
-    kept_tangents = graph._kept_tangents
+    kept_inputs = graph._kept_inputs
 
     def noted(*args: Any) -> frozenset[str]:
-        kept.append(kept_tangents(*args))
+        kept.append(kept_inputs(*args))
         return kept[-1]
 
-    monkeypatch.setattr(graph, "_kept_tangents", noted)
+    monkeypatch.setattr(graph, "_kept_inputs", noted)
     model, plain = build(), build()
     hooked: list[Tensor] = []
     for module in (model, plain):
@@ -241,12 +244,28 @@ def test_outputs_that_only_a_cycle_keeps_are_collected_before_a_budget_is_too_sm
     call(rows(64)).sum().backward()
     held: list[Any] = [call(rows(64)).detach() for _ in range(10)]
     found = session_of(model)
-    found.budget_nbytes = 1
+    found.agree(replace(found.terms, budget_nbytes=1))
     with pytest.raises(chunkc.BudgetError) as refused:
         call(rows(64))
-    found.budget_nbytes = refused.value.minimum_nbytes - 1  # even if all residents left
+    too_small = refused.value.minimum_nbytes - 1  # even if all residents left
+    found.agree(replace(found.terms, budget_nbytes=too_small))
     with pytest.raises(chunkc.BudgetError):
         call(rows(64))
     held.append(held)
     del held
     call(rows(64)).sum().backward()
+
+
+def test_a_whole_graph_is_not_cut_for_the_room_of_what_only_a_cycle_keeps(no_collection: None) -> None:
+    model = build()
+    call = compiled(model)
+    call(rows(64)).sum().backward()
+    found = session_of(model)
+    peak_nbytes = chunkc.report(model).predicted_peak_nbytes
+    held: list[Any] = [torch.zeros(1 << 20)]
+    found.live.watch(held)
+    found.agree(replace(found.terms, budget_nbytes=peak_nbytes + 1024))
+    held.append(held)
+    del held
+    with mock.patch.object(Builder, "_described", side_effect=AssertionError("cut")):
+        call(rows(64)).sum().backward()

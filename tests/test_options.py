@@ -10,7 +10,18 @@ from chunkc.ir.errors import OptionsError
 from chunkc.options import Options, parse_options, resolve_budget
 
 GIB = 2**30
-KEYS = ("memory_budget", "home", "disk_holds", "chunk_size", "codegen", "whole_graph", "strict", "verify", "debug")
+KEYS = (
+    "memory_budget",
+    "home",
+    "disk_holds",
+    "chunk_size",
+    "activations",
+    "codegen",
+    "whole_graph",
+    "strict",
+    "verify",
+    "debug",
+)
 
 
 def test_defaults():
@@ -19,6 +30,7 @@ def test_defaults():
         "home": "cpu",
         "disk_holds": "auto",
         "chunk_size": "auto",
+        "activations": "keep",
         "codegen": "inductor",
         "whole_graph": "auto",
         "strict": False,
@@ -71,18 +83,9 @@ def test_chunk_size():
     assert parse_options({"chunk_size": "4MiB"}).chunk_size == 4 * 2**20
 
 
-def test_home(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert (parse_options({"home": "cpu"}).home_kind, parse_options({"home": "cpu"}).home_directory) == (
-        "cpu",
-        None,
-    )
-    assert (parse_options({"home": "disk"}).home_kind, parse_options({"home": "disk"}).home_directory) == (
-        "disk",
-        None,
-    )
-    named = parse_options({"home": "disk:~/a:b"})
-    assert (named.home_kind, named.home_directory) == ("disk", Path("/home/somebody/a:b"))
+@pytest.mark.parametrize(("home", "kind"), [("cpu", "cpu"), ("disk", "disk"), ("disk:~/a:b", "disk")])
+def test_home(home: str, kind: str) -> None:
+    assert parse_options({"home": home}).home_kind == kind
 
 
 BAD = [
@@ -113,6 +116,7 @@ BAD = [
     *(("chunk_size", value) for value in ("80%", 4095, "4kB", True, 4096.0, "big", None)),
     *(("home", value) for value in ("gpu", "disk:", "disk: ", "cpu:x", "disk:a\0b", "", 3, None, Path("disk"))),
     *(("codegen", value) for value in ("Inductor", "", None, True)),
+    *(("activations", value) for value in ("always", True, None)),
     *(("whole_graph", value) for value in ("always", True, None)),
     *(("verify", value) for value in (1, 0, "yes", "true", None)),
     *(("debug", value) for value in (1, "False", None)),
@@ -197,3 +201,35 @@ def test_resolve_budget():
 def test_a_budget_of_nothing_is_an_error(budget: str, total: int, available: int):
     with pytest.raises(OptionsError, match="leaves no memory"):
         resolve_budget(budget, total, available)
+
+
+# --- environment variables ---
+
+
+def test_variables_stand_in_for_options_that_are_not_given():
+    environment = {"CHUNKC_MEMORY_BUDGET": "6GiB", "CHUNKC_HOME": "disk:/var/tmp", "CHUNKC_DEBUG": "1"}
+    options = parse_options({"chunk_size": 4096}, environment)
+    assert (options.memory_budget, options.home, options.chunk_size) == (6 * GIB, "disk:/var/tmp", 4096)
+    assert parse_options(None, environment) == parse_options({}, environment)
+    assert options.debug is False
+
+
+@pytest.mark.parametrize(("text", "budget"), [("1048576", 2**20), ("80%", "80%"), ("auto", "auto"), ("", "auto")])
+def test_a_budget_as_text(text: str, budget: int | str):
+    assert parse_options(None, {"CHUNKC_MEMORY_BUDGET": text}).memory_budget == budget
+
+
+def test_variables_lose_against_options_even_where_they_make_no_sense():
+    environment = {"CHUNKC_MEMORY_BUDGET": "lots", "CHUNKC_HOME": "tape"}
+    options = parse_options({"memory_budget": "1GiB", "home": "cpu"}, environment)
+    assert (options.memory_budget, options.home) == (GIB, "cpu")
+
+
+def test_mistakes_name_the_variable_and_options_by_their_own_names():
+    with pytest.raises(OptionsError) as caught:
+        parse_options({"chunk_size": 3}, {"CHUNKC_MEMORY_BUDGET": "lots", "CHUNKC_HOME": "tape"})
+    text = str(caught.value)
+    assert "environment variable CHUNKC_MEMORY_BUDGET is 'lots'; allowed: a positive int" in text
+    assert "environment variable CHUNKC_HOME is 'tape'; allowed: \"cpu\"" in text
+    assert "option 'chunk_size' is 3 (int)" in text
+    assert "\n" not in text

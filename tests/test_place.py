@@ -239,7 +239,7 @@ def test_meta_parameters_are_refused() -> None:
     model = build()
     model.second = nn.Linear(WIDTH, WIDTH, device="meta")
     where = pointers(model)
-    with pytest.raises(chunkc.UnsupportedError, match=r"second\.weight is on meta"):
+    with pytest.raises(chunkc.UnsupportedError, match=r"second\.weight is on the meta device"):
         chunkc.place(model)
     assert pointers(model) == where
 
@@ -251,3 +251,30 @@ def test_a_model_without_large_parameters() -> None:
     call = compiled(model)
     call(torch.ones(2, 3)).sum().backward()
     assert torch.equal(model.bias.grad, torch.full((3,), 2.0))
+
+
+def test_environment_variables_stand_in_for_home_and_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHUNKC_HOME", f"disk:{tmp_path}")
+    monkeypatch.setenv("CHUNKC_MEMORY_BUDGET", "2MiB")
+
+    def session_of(model: nn.Module) -> Any:
+        found = owner(model.first.weight)
+        assert found is not None
+        return found[0]
+
+    placed = chunkc.place(build())
+    assert session_of(placed).options.home == f"disk:{tmp_path}"
+    assert session_of(chunkc.place(build(), home="cpu")).options.home == "cpu"
+
+    model = build()
+    model.compile(backend="chunkc", options={"codegen": "eager"})
+    model(batch()).backward()
+    assert session_of(model).options.home == f"disk:{tmp_path}"
+    assert chunkc.report(model).memory_budget_nbytes == 2 * 2**20
+
+    monkeypatch.setenv("CHUNKC_MEMORY_BUDGET", "lots")
+    torch._dynamo.reset()
+    model = build()
+    model.compile(backend="chunkc", options={"codegen": "eager"})
+    with pytest.raises(chunkc.OptionsError, match="CHUNKC_MEMORY_BUDGET is 'lots'"):
+        model(batch())

@@ -85,6 +85,7 @@ def test_an_error_takes_the_line_away() -> None:
     os.close(terminal)
 
 
+@pytest.mark.second_tier
 def test_training_shows_it_on_a_terminal(tmp_path: Path) -> None:
     terminal, end = pty.openpty()
     command = [sys.executable, "-P", "-c", SCRIPT, "0"]
@@ -98,6 +99,7 @@ def test_training_shows_it_on_a_terminal(tmp_path: Path) -> None:
     assert "chunkc: " in written
 
 
+@pytest.mark.second_tier
 def test_training_shows_nothing_elsewhere() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", SCRIPT, "0"], capture_output=True, check=True)
     assert (done.stdout, done.stderr) == (b"trained\n", b"")

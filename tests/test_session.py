@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
-from harness import HUGE, compile_case, session_of
+from harness import HUGE, compile_case, counted, session_of
 from overlap_cases import case
 
+import chunkc
+from chunkc import graph
+from chunkc.declared import declared_states
 from chunkc.live_values import LiveValues
 
 GRANULE = 512
@@ -42,3 +47,32 @@ def test_outputs_that_are_kept_count_in_the_blocks_of_the_session_s_device(
         for step in range(3):
             kept.append(compiled(**case().batch(step)))
             assert session.live.nbytes() == len(kept) * max(4, granule_nbytes)
+
+
+def test_the_plan_that_is_verified_before_anything_moves_is_the_first_call_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = counted(monkeypatch, graph, "step_plan")
+    _, compiled = compile_case(case(), memory_budget=HUGE, place=False)
+    with torch.no_grad():
+        compiled(**case().batch(0))
+        assert made.calls == 1
+        compiled(**case().batch(1))
+    assert made.calls == 1
+
+
+def test_an_optimizer_that_is_made_waits_for_a_phase_of_another_thread() -> None:
+    """Its states make the layout another one, by which a phase must end as it began."""
+    model, compiled = compile_case(case(), memory_budget=HUGE)
+    with torch.no_grad():
+        compiled(**case().batch(0))
+    session = session_of(model)
+    options = {"master_weights": False, "moments_dtype": torch.bfloat16}
+    making = threading.Thread(target=lambda: chunkc.optim.AdamW(model.parameters(), **options))
+    with session.entered():
+        before = session.store.layout
+        making.start()
+        making.join(timeout=0.5)
+        assert making.is_alive()
+        assert session.store.layout is before
+        assert declared_states(next(model.parameters())) is None
+    making.join()
+    assert session.store.layout.version != before.version

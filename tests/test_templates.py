@@ -51,7 +51,7 @@ def builder(name: str, sizes: tuple[int, int], *, dynamic: bool = False, whole: 
     options = parse_options({"codegen": "eager", "whole_graph": "auto" if whole else "never"})
     cpu, inputs = load_hardware("cpu"), batch(name, sizes, dynamic=dynamic)
     step = step_on(cpu, LADDER[name].build(), (), inputs, options, dynamic=dynamic)
-    builder = Replay(step, options, training_in(cpu, step.graphs), Updates()).stages[0].builder
+    builder = Replay(step, options, training_in(cpu, step.graphs), Updates()).graphs[0].builder
     builder.budget_nbytes = HUGE
     return builder
 

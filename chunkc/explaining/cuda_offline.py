@@ -9,7 +9,7 @@ from chunkc.explaining.offline import OfflineGraph
 from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.hardware import Hardware
 from chunkc.machines.devices import TABLES_NBYTES
-from chunkc.passes.cuda_memory import GRANULE_NBYTES, rounded_nbytes, workspaces_nbytes
+from chunkc.passes.cuda_memory import GRANULE_NBYTES, default_workspaces_nbytes, rounded_nbytes
 from chunkc.passes.retarget_cuda import on_cuda
 
 _RECENT = (9, 0)
@@ -43,7 +43,7 @@ def overhead_on(hardware: Hardware) -> int:
     """
     if hardware.kind != "cuda":
         return 0
-    return workspaces_nbytes(hardware.capability or _RECENT) + rounded_nbytes(TABLES_NBYTES)
+    return default_workspaces_nbytes(hardware.capability or _RECENT) + rounded_nbytes(TABLES_NBYTES)
 
 
 def _rounded(specs: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:

@@ -15,8 +15,9 @@ from torch import nn
 
 from chunkc.declared import state_format_of
 from chunkc.explaining.cuda_offline import overhead_on, planned_on, storages_on
+from chunkc.explaining.host import host_needs
 from chunkc.explaining.measured import measured_side
-from chunkc.explaining.moments import StepPlans, explained_moments, peak_of
+from chunkc.explaining.moments import StepPlans, explained_moments, peak_of, saved_at_home
 from chunkc.explaining.offline import (
     OfflineGraph,
     OfflineStep,
@@ -28,7 +29,7 @@ from chunkc.explaining.optimizer_choice import ADAMW, OptimizerChoice
 from chunkc.explaining.replay import Replay
 from chunkc.explaining.updates import Updates
 from chunkc.garbage import no_automatic_collection
-from chunkc.ir.chunks import ChunkLayout, is_state
+from chunkc.ir.chunks import PARAM, ChunkLayout
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.estimates import largest_of_each
 from chunkc.ir.explanation import (
@@ -38,13 +39,14 @@ from chunkc.ir.explanation import (
 )
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.program import FORWARD
-from chunkc.ir.simulate import STAYING, in_ram, simulate, step_time, traffic
+from chunkc.ir.simulate import STAYING, simulate, step_time, traffic
 from chunkc.ir.states import StateFormat
 from chunkc.ir.units import format_nbytes
 from chunkc.machines.presets import load_hardware
 from chunkc.optim.overlap_mode import NONE
 from chunkc.optim.update_on import DEVICE
 from chunkc.options import Options, parse_options, resolve_budget
+from chunkc.passes.planning import everything
 from chunkc.templates import input_symbols
 from chunkc.torch_private.dynamo import unwrapped
 
@@ -67,6 +69,7 @@ def explain(
     chunk_size: int | str | None = None,
     codegen: str | None = None,
     whole_graph: str | None = None,
+    activations: str | None = None,
     strict: bool | None = None,
     update_on: str = DEVICE,
     overlap: str = NONE,
@@ -86,9 +89,9 @@ def explain(
         memory_budget: of one device, as in `torch.compile`'s options; "auto": 90 % of what the hardware's device
             has beside the driver's context.
         hardware: a preset's name (`"rtx3090"`, `"8xv100-32g"`), a file, or a `Hardware`.
-        home, disk_holds, chunk_size, codegen, whole_graph, strict: as in `torch.compile`'s options, but that codegen is
-            "eager" by default. Of a model that chunkc has compiled, all these are its own by default, and what its
-            latest step measured is put beside what is predicted.
+        home, disk_holds, chunk_size, codegen, whole_graph, activations, strict: as in `torch.compile`'s options, but
+            that codegen is "eager" by default. Of a model that chunkc has compiled, all these are its own by default,
+            and what its latest step measured is put beside what is predicted.
         optimizer: of `chunkc.optim`: "adamw", "adam", "lamb" or "sgd". None: the model's own, or else AdamW.
         update_on, overlap, moments_dtype, master_weights, stochastic_rounding, momentum: as the optimizer will have
             them; None is its own default. Where a format or a momentum is given, it counts for all parameters, whatever
@@ -105,7 +108,7 @@ def explain(
     """
     own, own_hardware, measured = measured_side(model)
     asked = {"memory_budget": memory_budget, "home": home, "disk_holds": disk_holds, "chunk_size": chunk_size}
-    asked |= {"codegen": codegen, "whole_graph": whole_graph, "strict": strict}
+    asked |= {"codegen": codegen, "whole_graph": whole_graph, "strict": strict, "activations": activations}
     given = {key: value for key, value in asked.items() if value is not None}
     options = parse_options({"codegen": "eager", **own, **given})
     formats = (moments_dtype, master_weights, stochastic_rounding)
@@ -135,6 +138,7 @@ def minimum_budget(
     hardware: str | Hardware = "cpu",
     chunk_size: int | str = "auto",
     codegen: str = "eager",
+    activations: str = "keep",
     strict: bool = False,
     memory_budget: int | str = "auto",
     home: str = "cpu",
@@ -145,7 +149,7 @@ def minimum_budget(
     """The smallest budget, in bytes, in which `model(*args, **kwargs)` trains; arguments as for `explain`, those of the
     optimizer together."""
     asked = {"memory_budget": memory_budget, "home": home, "disk_holds": disk_holds, "chunk_size": chunk_size}
-    options = parse_options({**asked, "codegen": codegen, "strict": strict})
+    options = parse_options({**asked, "codegen": codegen, "strict": strict, "activations": activations})
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     chosen = choice.of(model)
     step = step_on(machine, model, args, kwargs, options, state_format_of=chosen.state_format_of)
@@ -240,27 +244,31 @@ def explain_step(
     """Explain one captured step."""
     budget = budget_of(options, hardware)
     replay = Replay(captured, options, hardware, updates)
-    settled, layout = replay.fitting(budget), replay.layout
-    step = replay.planned(settled)
-    on_disk = _on_disk(options, hardware)
-    events = _events(step, hardware, updates, on_disk)
-    moments = tuple(explained_moments(step, events, replay.expressions(settled)))
+    rehearsed, layout = replay.fitting(budget), replay.layout
+    step = replay.planned(rehearsed)
+    events = _events(step, hardware, updates)
+    at_home = saved_at_home(step)
+    expressions = () if at_home else replay.expressions(rehearsed)  # which are of a step that keeps all
+    moments = tuple(explained_moments(step, events, expressions))
+    leaving_nbytes = sum(at_home.values())
     host = hardware.host_memory_nbytes
     overhead = hardware.context_nbytes
     found = Explanation(
         model=name,
         hardware=hardware.name,
         codegen=options.codegen,
-        fits=settled.budget_nbytes == budget,
+        fits=rehearsed.budget_nbytes == budget,
         host_fits=True,
         num_parameters=sum(spec.numel for spec in layout.specs().values()),
         memory_budget_nbytes=budget,
-        minimum_budget_nbytes=replay.minimum_nbytes(settled),
+        minimum_budget_nbytes=replay.minimum_nbytes(rehearsed),
         predicted_peak_nbytes=max((m.nbytes for phase in step.phases for m in phase.moments), default=0),
         non_model_peak_nbytes=max((m.non_model_nbytes for run in step.runs for m in run.planned.moments), default=0),
         overhead_nbytes=overhead,
-        home_nbytes=_home_nbytes(layout, step.resident),
-        disk_nbytes=_home_nbytes(layout, step.resident, on_disk),
+        home_nbytes=_home_nbytes(layout, step.resident) + leaving_nbytes,
+        disk_nbytes=_home_nbytes(layout, step.resident, layout.is_on_disk)
+        + (leaving_nbytes if layout.is_on_disk(PARAM) else 0),
+        saved_at_home=at_home,
         device_memory_nbytes=hardware.device_memory_nbytes,
         host_memory_nbytes=host,
         peak=peak_of(step),
@@ -278,26 +286,25 @@ def explain_step(
         plan_text="".join(map(str, step.plans)),
         device_is_host=hardware.kind == "cpu",
         activation_checkpointing=any(graph.checkpointed for graph in captured.graphs),
-        estimates=largest_of_each(call for found in settled.captured for call in found.unknown_operators),
+        estimates=largest_of_each(call for found in rehearsed.captured for call in found.unknown_operators),
     )
-    return replace(found, host_fits=host is None or found.host_needs_nbytes <= host)
+    needs = host_needs(
+        layout,
+        step.resident,
+        training_nbytes=found.host_needs_nbytes,
+        home_nbytes=found.home_nbytes - found.disk_nbytes,
+        device_is_host=found.device_is_host,
+    )
+    return replace(found, host=needs, host_fits=host is None or found.host_needs_nbytes <= host)
 
 
-def _on_disk(options: Options, hardware: Hardware) -> Callable[[str], bool]:
-    """Which kinds of chunks have their home on a disk."""
-    if options.home_kind == "cpu":
-        return in_ram
-    return (lambda kind: True) if options.disk_holds_everything(hardware.kind) else is_state
-
-
-def _events(
-    step: StepPlans, hardware: Hardware, updates: Updates, on_disk: Callable[[str], bool]
-) -> tuple[TimedEvent, ...]:
+def _events(step: StepPlans, hardware: Hardware, updates: Updates) -> tuple[TimedEvent, ...]:
     costs = {name: cost_s for run in step.runs for name, cost_s in run.costs_s().items()}
     nbytes = updates.nbytes(step)
     rate = hardware.update_bytes_per_s
-    for moment in step.update.moments if step.update else ():
-        costs[moment.name] = nbytes[moment.name] / rate
+    updates_in_slots = [*(name for run in step.runs for name in run.updates)]
+    updates_in_slots += [moment.name for moment in (step.update.moments if step.update else ())]
+    costs |= {name: nbytes[name] / rate for name in updates_in_slots}
     return simulate(
         step.phases,
         costs,
@@ -305,7 +312,6 @@ def _events(
         staying_update_s=nbytes[STAYING] / rate,
         at_home=updates.simulated(step.at_home, step.layout, hardware),
         update_nbytes=nbytes,
-        on_disk=on_disk,
     )
 
 
@@ -322,7 +328,7 @@ def _home_nbytes(
 
 
 def _notes(step: StepPlans, options: Options, hardware: Hardware) -> Iterator[str]:
-    if all(run.captured.whole for run in step.runs):
+    if step.resident == everything(step.layout) and all(run.captured.whole for run in step.runs):
         yield "everything fits: the graph is compiled whole and nothing moves"
     num_forwards = sum(run.phase == FORWARD for run in step.runs)
     if num_forwards > 1:

@@ -33,7 +33,7 @@ def measured_side(model: nn.Module) -> tuple[dict[str, Any], Hardware | None, Me
         "whole_graph": options.whole_graph,
         "strict": options.strict,
     }
-    if not session.records:
+    if not session.records.latest:
         return own, session.hardware, None
     found = report(model)
     moments = tuple((name, nbytes) for name, _, nbytes in found.moments)
@@ -44,11 +44,11 @@ def measured_side(model: nn.Module) -> tuple[dict[str, Any], Hardware | None, Me
 def _calls(session: Session) -> Iterator[TimedEvent]:
     """When the calls of the latest step ran, from the beginning of its forward; none where the host runs ahead of the
     device, as times on the host say nothing of the device's then."""
-    forward = session.records.get(FORWARD)
+    forward = session.records.latest.get(FORWARD)
     if session.device.type != "cpu" or forward is None or not forward.measurement.spans_s:
         return
     origin_s = forward.measurement.spans_s[0][0]
-    for phase, record in session.records.items():
+    for phase, record in session.records.latest.items():
         kind = "update" if phase == UPDATE else "call"
         modules = {moment.name: moment.module for moment in record.plan.moments}
         measurement = record.measurement

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from chunkc.captured import Captured
-from chunkc.ir.chunks import ChunkLayout, split_chunk_name
+from chunkc.ir.chunks import Chunk, ChunkLayout
 from chunkc.ir.explanation import ExplainedMoment, Peak, TimedEvent
+from chunkc.ir.items import ItemId
 from chunkc.ir.plan import EVICT, PREFETCH, Moment, PhasePlan, Plan, Tile
 from chunkc.ir.program import FORWARD, PhaseProgram
 from chunkc.passes.profile import call_steps
@@ -33,7 +34,7 @@ class PlannedRun:
     captured: Captured
     plan: Plan
     graph: fx.GraphModule
-    present: frozenset[str] = frozenset()
+    present: frozenset[ItemId] = frozenset()
     gone: frozenset[str] = frozenset()
 
     @property
@@ -45,13 +46,25 @@ class PlannedRun:
         return next(phase for phase in self.plan.phases if phase.phase == self.phase)
 
     @property
+    def calls(self) -> tuple[Moment, ...]:
+        """The moments of the program's calls."""
+        planned = self.planned
+        return tuple(moment for at, moment in enumerate(planned.moments) if at not in planned.tiles)
+
+    @property
+    def updates(self) -> dict[str, Tile]:
+        """What is updated in it, by the name of the moment."""
+        planned = self.planned
+        return {planned.moments[at].name: tile for at, tile in planned.tiles.items()}
+
+    @property
     def returned_before_nbytes(self) -> int:
         """Outputs of the call before, which the caller may hold."""
         return self.captured.output_nbytes if self.phase == FORWARD else 0
 
     def costs_s(self) -> dict[str, float]:
         """Seconds of arithmetic, by the moment's name."""
-        return {m.name: call.cost_s for m, call in zip(self.planned.moments, self.program.calls, strict=True)}
+        return {m.name: call.cost_s for m, call in zip(self.calls, self.program.calls, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -90,11 +103,27 @@ def explained_moments(
     """
     in_symbols = iter(expressions)
     spans = {event.name: event for event in events if event.kind in ("call", "update")}
+
+    def of_update(moment: Moment) -> ExplainedMoment:
+        return ExplainedMoment(
+            call=moment.name,
+            phase=moment.phase,
+            op=moment.op,
+            module=moment.module,
+            source="",
+            start_s=spans[moment.name].start_s,
+            contents=_contents(moment, moment.non_model_nbytes, 0),
+        )
+
     for run in step.runs:
         gone_nbytes = sum(run.program.storages[storage] for storage in run.gone)
         extra = run.returned_before_nbytes - gone_nbytes
-        for moment, steps in zip(run.planned.moments, call_steps(run.program, run.captured.memories), strict=True):
-            span = spans[moment.name]
+        operations = call_steps(run.program, run.captured.memories)
+        for at_call, moment in enumerate(run.planned.moments):
+            if at_call in run.planned.tiles:
+                yield of_update(moment)
+                continue
+            steps, span = next(operations), spans[moment.name]
             for index, at in enumerate(steps):
                 share = (span.end_s - span.start_s) * index / len(steps)
                 yield ExplainedMoment(
@@ -108,15 +137,7 @@ def explained_moments(
                     expression=next(in_symbols, None),
                 )
     for moment in step.update.moments if step.update else ():
-        yield ExplainedMoment(
-            call=moment.name,
-            phase=moment.phase,
-            op=moment.op,
-            module=moment.module,
-            source="",
-            start_s=spans[moment.name].start_s,
-            contents=_contents(moment, moment.non_model_nbytes, 0),
-        )
+        yield of_update(moment)
 
 
 def _contents(moment: Moment, activations: int, temporaries: int) -> dict[str, int]:
@@ -152,14 +173,17 @@ def peak_of(step: StepPlans) -> Peak:
     add("gradients", "", peak.gradient_nbytes)
     add("optimizer states", "", peak.state_nbytes)
     add("others", "", peak.other_nbytes)
+    in_slots_nbytes = 0
     for chunk in _slots_at(step, peak):
-        group = step.layout.groups[split_chunk_name(chunk)[1]]
+        group = step.layout.groups[chunk.group]
         add("slots", group.slices[0].spec.name.rpartition(".")[0], step.layout.chunk_nbytes_of(chunk))
+        in_slots_nbytes += step.layout.chunk_nbytes_of(chunk)
+    add("activations", "on their way", peak.slot_nbytes - in_slots_nbytes)
     run = next((run for run in step.runs if peak in run.planned.moments), None)
-    if run is None:
+    if run is None or peak.name in run.updates:
         add("activations", "", peak.non_model_nbytes)
         return Peak(peak.name, peak.op, peak.module, _largest_first(contents))
-    index, program = run.planned.moments.index(peak), run.program
+    index, program = run.calls.index(peak), run.program
     steps = next(found for i, found in enumerate(call_steps(program, run.captured.memories)) if i == index)
     fullest = max(steps, key=lambda at: at.nbytes)
     makers = _makers(run.captured)
@@ -184,17 +208,28 @@ def _makers(captured: Captured) -> dict[str, str]:
     return found
 
 
-def _slots_at(step: StepPlans, peak: Moment) -> list[str]:
+def saved_at_home(step: StepPlans) -> dict[str, int]:
+    """Bytes of saved values that go home between forward and backward, by the module whose call made them."""
+    found: dict[str, int] = {}
+    for run in step.runs:
+        makers = _makers(run.captured) if run.phase == FORWARD else {}
+        for one in run.captured.absent if run.phase == FORWARD else ():
+            module = makers.get(one.storage, "the model")
+            found[module] = found.get(module, 0) + one.nbytes
+    return found
+
+
+def _slots_at(step: StepPlans, peak: Moment) -> list[ItemId]:
     """Chunks that have a slot at a moment."""
     starts = [*(run.present for run in step.runs), *([frozenset()] if step.update else [])]
     for phase, start in zip(step.phases, starts, strict=True):
-        present: set[str] = set(start)
+        present: set[ItemId] = set(start)
         for index, stop in enumerate(phase.stops):
             for event in stop:
-                if event.kind == PREFETCH:
-                    present.add(event.chunk)
-                elif event.kind == EVICT:
-                    present.discard(event.chunk)
+                if event.kind == PREFETCH and isinstance(event.item, Chunk):
+                    present.add(event.item)
+                elif event.kind == EVICT and isinstance(event.item, Chunk):
+                    present.discard(event.item)
             if index < len(phase.moments) and phase.moments[index] is peak:
                 return sorted(present)
     return []

@@ -76,7 +76,7 @@ class OfflineStep:
         graphs: in the order in which they are compiled.
         calls: the forwards, and after them the backwards where there are several, in order.
         storage_nbytes: bytes of each storage that the calls number.
-        alive: storages that are alive at its end.
+        alive: storages that are alive when the optimizer steps.
     """
 
     graphs: tuple[OfflineGraph, ...]
@@ -149,7 +149,8 @@ def capture_offline(
     except Exception as error:
         what = told(error, module)
         if isinstance(what, NeedsValuesError) and recorder.log.calls:
-            raise PartlyCapturedError(str(what), recorder.step()) from error
+            before = replace(recorder.step(), alive=frozenset())  # its optimizer's step is not known
+            raise PartlyCapturedError(str(what), before) from error
         if what is error:
             raise
         raise what from (error if isinstance(what, UnsupportedError) else None)

@@ -1,33 +1,28 @@
-"""A training step on paper: its graphs described, laid out and planned in the order in which training comes to them.
-
-What one graph holds while another runs is what was alive in the step on fake tensors (`offline`), counted as a session
-counts it when the model trains (`graph`, `session`).
-"""
+"""A training step on paper: its graphs described and laid out, rehearsed under a budget, and planned."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from torch import fx
-
 from chunkc.build import Builder
-from chunkc.captured import Captured, plan_step, planned_with_room, rewrite, verify
+from chunkc.captured import Captured
 from chunkc.explaining.cuda_offline import overhead_on
-from chunkc.explaining.held import Run
 from chunkc.explaining.moments import PlannedRun, StepPlans
 from chunkc.explaining.offline import OfflineStep
-from chunkc.explaining.settling import Settled, Stage, Training, settle
+from chunkc.explaining.rehearsal import PaperGraph, PaperRun, Rehearsed, Training, rehearse
 from chunkc.explaining.updates import Updates
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.items import ItemId
 from chunkc.ir.plan import Plan, Tile
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.options import Options
 from chunkc.passes.layout import EMPTY_LAYOUT, extended
+from chunkc.plans import StepPlan, step_plan, update_plan
+from chunkc.policy import Forms, Key, PhaseCalled, StepRequest, decide
 
-Plans = dict[tuple[int, int, bool], tuple[Plan, Mapping[str, fx.GraphModule]]]
-"""(graph, held bytes, whether cold) -> the plan, and the graphs it makes."""
+Plans = dict[tuple[int, Key], StepPlan]
+"""(graph, what was asked for) -> its plan."""
 
 
 class Replay:
@@ -35,9 +30,9 @@ class Replay:
 
     def __init__(self, step: OfflineStep, options: Options, hardware: Hardware, updates: Updates) -> None:
         self._step, self._hardware = step, hardware
-        self.stages: list[Stage] = []
+        self.graphs: list[PaperGraph] = []
         chunk_nbytes = options.chunk_size if isinstance(options.chunk_size, int) else None
-        layout = replace(EMPTY_LAYOUT, overhead_nbytes=overhead_on(hardware))
+        layout = replace(EMPTY_LAYOUT, overhead_nbytes=overhead_on(hardware), disk_holds=options.on_disk(hardware.kind))
         for graph in step.graphs:
             layout = extended(layout, graph.movable, graph.fixed, chunk_nbytes)
             builder = Builder(
@@ -46,103 +41,83 @@ class Replay:
                 layout,
                 budget_nbytes=0,
                 hardware=hardware,
-                may_be_whole=options.whole_graph == "auto",
+                may_be_whole=options.may_be_whole,
                 compiled=False,
                 strict=options.strict,
             )
-            self.stages.append(Stage(builder))
+            self.graphs.append(PaperGraph(builder))
         self.layout = layout
-        self.training = Training(self.stages, step, updates, options.home, hardware)
+        self.training = Training(self.graphs, step, updates, options.home, hardware, options.activations)
 
-    def fitting(self, budget_nbytes: int) -> Settled:
-        """How the graphs settle under a budget, or, where training would refuse it, under the next that it takes."""
+    def fitting(self, budget_nbytes: int) -> Rehearsed:
+        """The training under a budget, or, where it would refuse that, under the next that it takes."""
         while True:
             try:
-                return settle(self.training, budget_nbytes)
+                return rehearse(self.training, budget_nbytes)
             except BudgetError as error:
                 budget_nbytes = error.minimum_nbytes
 
-    def expressions(self, settled: Settled) -> tuple[str, ...]:
+    def expressions(self, rehearsed: Rehearsed) -> tuple[str, ...]:
         """Every moment's bytes in the symbols of a graph that was traced so; nothing where there are none."""
-        return self.stages[0].expressions(settled.captured[0])
+        return self.graphs[0].expressions(rehearsed.captured[0])
 
-    def minimum_nbytes(self, settled: Settled) -> int:
-        """The smallest budget that works, if it works as settled."""
-        if len(self._step.calls) == 1:
-            return min(settled.minimum_nbytes, settled.budget_nbytes)
-        return min(self.fitting(1).budget_nbytes, settled.budget_nbytes)
+    def minimum_nbytes(self, rehearsed: Rehearsed) -> int:
+        """The smallest budget that works, in whichever form the graphs have there, if the rehearsed one does."""
+        return min(self.fitting(1).budget_nbytes, rehearsed.budget_nbytes)
 
-    def planned(self, settled: Settled) -> StepPlans:
+    def planned(self, rehearsed: Rehearsed) -> StepPlans:
         """The verified plans of a step."""
         several = len(self._step.calls) > 1
         runs: list[PlannedRun] = []
         plans: Plans = {}
-        present, gradients = frozenset[str](), set[str]()
-        for run in settled.runs:
-            captured = settled.captured[run.graph]
+        present, gradients = frozenset[ItemId](), set[str]()
+        for run in rehearsed.runs:
+            request = run.request
+            captured = rehearsed.captured[run.graph].leaving(request.around.absent or frozenset())
             if run.phase == FORWARD:
+                present = frozenset[ItemId]()
+            found = self._plan(rehearsed.captured[run.graph], run.graph, request, plans)
+            if run.phase == BACKWARD and (around := request.around.finding(found.plan, present)) != request.around:
                 present = frozenset()
-            plan, graphs = self._plan(settled, run, plans, cold=False)
-            if run.phase == BACKWARD and plan.begins_cold(present):
-                present = frozenset()
-                plan, graphs = self._plan(settled, run, plans, cold=True)
+                held_nbytes = request.held_nbytes - request.spare_nbytes
+                forms = Forms(rehearsed.captured[run.graph])
+                request = decide(rehearsed.situation, PhaseCalled(forms, held_nbytes, around)).request
+                found = self._plan(rehearsed.captured[run.graph], run.graph, request, plans)
             name = f"{run.phase}.{run.number}" if several else run.phase
-            graph = graphs[run.phase]
-            plan = plan.beginning_with(gradients).beside_less(run.held_nbytes - run.others_nbytes)
+            plan = found.plan.beside_less(request.spare_nbytes).beginning_with(gradients).beside_less(run.gone_nbytes)
             if several:
                 plan = _of_one_run(plan, run, name, captured)
-            runs.append(PlannedRun(name, run.phase, captured, plan, graph, present, run.gone))
-            present = plan.kept if run.phase == FORWARD else frozenset()
+            runs.append(PlannedRun(name, run.phase, captured, plan, found.graphs[run.phase], present, run.gone))
+            present = plan.kept if run.phase == FORWARD else frozenset[ItemId]()
             gradients |= captured.trained if run.phase == BACKWARD else frozenset()
-        return StepPlans(tuple(runs), self.layout, settled.resident, *self._update(settled))
+        return StepPlans(tuple(runs), self.layout, rehearsed.situation.resident, *self._update(rehearsed))
 
-    def _update(self, settled: Settled) -> tuple[Plan | None, frozenset[int], tuple[Tile, ...]]:
+    def _update(self, rehearsed: Rehearsed) -> tuple[Plan | None, frozenset[int], tuple[Tile, ...]]:
         """The plan of the optimizer's step, the groups that the CPU updates at home, and the tiles of the others."""
-        if all(captured.backward is None for captured in settled.captured):
+        if all(captured.backward is None for captured in rehearsed.captured):
             return None, frozenset(), ()
-        captured, layout, resident, budget = settled.captured, self.layout, settled.resident, settled.budget_nbytes
-        in_slots, at_home = self.training.updated(captured, layout, resident)
-        plan, tiles = self.training.planned_update(captured, layout, resident, in_slots, budget)
-        return plan, at_home, tiles
+        found = update_plan(rehearsed.update, self._hardware)
+        return found.plan, rehearsed.at_home, found.tiles
 
-    def _plan(
-        self, settled: Settled, run: Run, plans: Plans, *, cold: bool
-    ) -> tuple[Plan, Mapping[str, fx.GraphModule]]:
-        """A run's plan and rewritten graphs, with room for a little more held where there is such a plan."""
-        captured = settled.captured[run.graph]
-
-        def planned(held_nbytes: int) -> tuple[Plan, Mapping[str, fx.GraphModule]]:
-            key = run.graph, held_nbytes, cold
-            if key not in plans:
-                plan = plan_step(
-                    captured,
-                    self.layout,
-                    budget_nbytes=settled.budget_nbytes,
-                    resident=settled.resident,
-                    hardware=self._hardware,
-                    held_nbytes=held_nbytes,
-                    cold_backward=cold,
-                )
-                graphs = rewrite(captured, plan, self.layout)
-                verify(captured, plan, graphs, self.layout, held_nbytes=held_nbytes)
-                plans[key] = plan, graphs
-            return plans[key]
-
-        (plan, graphs), spare_nbytes = planned_with_room(planned, run.held_nbytes, settled.budget_nbytes)
-        return plan.beside_less(spare_nbytes), graphs
+    def _plan(self, captured: Captured, graph: int, request: StepRequest, plans: Plans) -> StepPlan:
+        """A graph's plan that was asked for."""
+        key = graph, request.key
+        if key not in plans:
+            plans[key] = step_plan(captured, request, self._hardware)
+        return plans[key]
 
 
-def _of_one_run(plan: Plan, run: Run, name: str, captured: Captured) -> Plan:
+def _of_one_run(plan: Plan, run: PaperRun, name: str, captured: Captured) -> Plan:
     """The part of a graph's plan that is one run's, with calls named after it, and without what is gone by then."""
     gone_nbytes = sum(captured.forward.storages[storage] for storage in run.gone)
     (phase,) = (phase for phase in plan.phases if phase.phase == run.phase)
     moments = tuple(
         replace(
             moment,
-            name=f"{name}{moment.name.removeprefix(run.phase)}",
+            name=moment.name if at in phase.tiles else f"{name}{moment.name.removeprefix(run.phase)}",
             other_nbytes=moment.other_nbytes + gone_nbytes,
             non_model_nbytes=moment.non_model_nbytes - gone_nbytes,
         )
-        for moment in phase.moments
+        for at, moment in enumerate(phase.moments)
     )
     return replace(plan, phases=(replace(phase, moments=moments),))

@@ -17,16 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from chunkc.captured import profile
 from chunkc.explaining.explain import budget_of, step_on, training_in
 from chunkc.explaining.optimizer_choice import ADAMW, OptimizerChoice
 from chunkc.explaining.replay import Replay
 from chunkc.explaining.updates import Updates
 from chunkc.ir.chunks import ChunkLayout
-from chunkc.ir.errors import BudgetError, UnsupportedError
+from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.hardware import Hardware
-from chunkc.options import Options
-from chunkc.passes.planning import check_minimum
+from chunkc.options import Activations, Options
+from chunkc.policy import smallest_budget
 from chunkc.templates import OtherGraphError, Templates
 
 TRACED_SIZE = 6
@@ -56,20 +55,23 @@ class SizedCapture:
 
     templates: Templates
     layout: ChunkLayout
-    budget_nbytes: int
     lines: Mapping[sympy.Symbol, Line]
+    activations: Activations = "keep"
 
     def minimum_nbytes(self, size: int) -> int | None:
-        """The smallest budget that works, in bytes; None where the captured graph is not that of this size."""
+        """The smallest budget that works, in bytes; None where the captured graph is not that of this size.
+
+        In segments a graph takes the least. Where that is beyond the budget, it may still fit whole.
+        """
         values = {symbol: line.at(size) for symbol, line in self.lines.items()}
+        budget_nbytes = self.templates.builder.budget_nbytes
         try:
-            positions = profile(self.templates.at(values), self.layout).all
+            in_segments = self.templates.at(values, may_be_whole=False)
+            needed_nbytes = smallest_budget(in_segments.leanest(self.activations), self.layout)
+            fits_whole = needed_nbytes > budget_nbytes and self.templates.at(values).whole
         except OtherGraphError:
             return None
-        try:
-            return check_minimum(positions, self.layout, self.budget_nbytes, 0, all_may_stay=True)
-        except BudgetError as error:
-            return error.minimum_nbytes
+        return budget_nbytes if fits_whole else needed_nbytes
 
 
 class Scaling:
@@ -123,14 +125,13 @@ def _capture(
     chosen = choice.of(model)
     step = step_on(hardware, model, args, kwargs, options, dynamic=True, state_format_of=chosen.state_format_of)
     training = training_in(hardware, step.graphs)
-    stage = Replay(step, options, training, Updates.of(choice, chosen)).stages[0]
-    budget = stage.builder.budget_nbytes = budget_of(options, hardware)
-    templates = stage.templates
+    graph = Replay(step, options, training, Updates.of(choice, chosen)).graphs[0]
+    graph.builder.budget_nbytes = budget_of(options, hardware)
+    templates = graph.templates
     if templates is None or len(step.calls) > 1 or set(templates.traced.values()) != lines.keys():
         raise UnsupportedError("the model's code takes other branches at other sizes, or makes symbols of its own")
-    return SizedCapture(
-        templates, stage.layout, budget, {symbol: lines[length] for symbol, length in templates.traced.items()}
-    )
+    lines_of = {symbol: lines[length] for symbol, length in templates.traced.items()}
+    return SizedCapture(templates, graph.layout, lines_of, options.activations)
 
 
 def _layouts(model: nn.Module) -> list[tuple[torch.Size, torch.dtype]]:

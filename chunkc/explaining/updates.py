@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from chunkc.explaining.moments import StepPlans
 from chunkc.explaining.optimizer_choice import Optimizer, OptimizerChoice
-from chunkc.ir.chunks import PARAM, ChunkGroup, ChunkLayout, ParamSpec, chunk_name
+from chunkc.ir.chunks import PARAM, Chunk, ChunkGroup, ChunkLayout, ParamSpec
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.simulate import STAYING, HomeUpdateTimes
@@ -40,6 +40,11 @@ class Updates:
     def __post_init__(self) -> None:
         OverlapMode(self.overlap, self.update_on)
 
+    @property
+    def beside_backward(self) -> bool:
+        """Whether backwards update."""
+        return OverlapMode(self.overlap, self.update_on).beside_backward
+
     def at_home(self, groups: list[ChunkGroup], home: str, hardware: Hardware) -> frozenset[int]:
         """Which of the groups the CPU updates at home.
 
@@ -58,9 +63,11 @@ class Updates:
 
     def nbytes(self, step: StepPlans) -> dict[str, int]:
         """Bytes that each update reads and writes where it happens, by the name of its event."""
-        found = {chunk_name(PARAM, index): self._of_group(step.layout.groups[index]) for index in sorted(step.at_home)}
-        for moment, tile in zip(step.update.moments if step.update else (), step.tiles, strict=True):
-            found[moment.name] = tile_traffic(step.layout.groups[tile.group], tile).nbytes
+        found = {str(Chunk(PARAM, index)): self._of_group(step.layout.groups[index]) for index in sorted(step.at_home)}
+        tiles = {name: tile for run in step.runs for name, tile in run.updates.items()}
+        tiles |= {m.name: tile for m, tile in zip(step.update.moments if step.update else (), step.tiles, strict=True)}
+        for name, tile in tiles.items():
+            found[name] = tile_traffic(step.layout.groups[tile.group], tile).nbytes
         found[STAYING] = sum(
             stage.nbytes
             for spec in staying_specs(step)
@@ -83,6 +90,8 @@ class Updates:
 
     def notes(self, step: StepPlans, hardware: Hardware) -> Iterator[str]:
         """What was assumed."""
+        if in_backward := {tile.group for run in step.runs for tile in run.updates.values()}:
+            yield f"the backward updates {len(in_backward)} of {len(step.layout.groups)} chunks in slots"
         if step.at_home:
             yield f"the CPU updates {len(step.at_home)} of {len(step.layout.groups)} chunks at home"
         if step.at_home and self.overlap != NONE and hardware.kind != "cuda":

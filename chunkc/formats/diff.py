@@ -9,7 +9,7 @@ from chunkc.formats.fold import fold_names
 from chunkc.formats.units import share, short_nbytes, short_seconds
 from chunkc.ir.explanation import Explanation
 
-_COPIES = ("prefetch", "write_back")
+_COPIES = ("prefetch", "write_back", "reload", "offload")
 
 _NBYTES: tuple[tuple[str, Callable[[Explanation], int]], ...] = (
     ("budget", lambda e: e.memory_budget_nbytes),

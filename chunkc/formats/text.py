@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -14,7 +15,7 @@ from rich.text import Text
 from chunkc.formats.advice import advice
 from chunkc.formats.fold import Folded, by_kind, fold, kind_of
 from chunkc.formats.units import share, short_nbytes, short_seconds
-from chunkc.ir.explanation import Explanation
+from chunkc.ir.explanation import Explanation, HostNeeds
 from chunkc.ir.text import printable
 
 WIDTH = 110
@@ -79,6 +80,10 @@ def _tables(explanation: Explanation) -> Iterator[tuple[str, Table]]:
     if explanation.estimates:
         yield "guessed: what these operators take inside", _estimates(explanation)
     yield "home", _home(explanation)
+    if explanation.saved_at_home:
+        yield "saved values that go home between forward and backward", _saved(explanation)
+    if explanation.host is not None:
+        yield "host memory, at most", _host(explanation.host, explanation.host_memory_nbytes)
     yield "chunks and traffic", _chunks(explanation)
     yield "step time, predicted", _time(explanation)
     if explanation.measured is not None:
@@ -165,6 +170,23 @@ def _home(explanation: Explanation) -> Table:
         )
     if memory is not None:
         rows.append(_bytes("host has", memory))
+    return _table(("", "", "bytes", ""), rows, right=(1, 2))
+
+
+def _saved(explanation: Explanation) -> Table:
+    """By module, largest first; the smallest as one line."""
+    total = sum(explanation.saved_at_home.values())
+    lines = fold(dict(sorted(explanation.saved_at_home.items(), key=lambda item: -item[1])))
+    rows: list[Row] = [_part("all", total, total)]
+    rows += [_part(f"  {line}", line.nbytes, total) for line in lines[:MAX_LINES]]
+    if smaller := [line.nbytes for line in lines[MAX_LINES:]]:
+        rows.append(_part(f"  {len(smaller)} smaller", sum(smaller), total))
+    return _table(("", "", "bytes", ""), rows, right=(1, 2, 3))
+
+
+def _host(needs: HostNeeds, memory: int | None) -> Table:
+    """Each stage of the model's life, in order."""
+    rows = [_bytes(stage, nbytes, of=memory, name="host") for stage, nbytes in dataclasses.asdict(needs).items()]
     return _table(("", "", "bytes", ""), rows, right=(1, 2))
 
 

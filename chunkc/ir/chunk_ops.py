@@ -1,16 +1,25 @@
 """The chunk nodes of a rewritten FX graph. They are targets only: the runtime lowers them, nothing calls them.
 
-%prefetch   = prefetch("param:3")                      take a slot, start to fill it from home
-%wait       = wait("param:3")                          the copy, either way, is done
+%prefetch   = prefetch("param:3", "to_device")         take a slot, start to fill it from home over that link
+%wait       = wait("param:3", "to_device")             the copy on that link is done
 %p          = parameter("param:3", "h.2.mlp.weight")   a view of the slot
 %sink       = sink("h.2.mlp.weight", "grad:3", %g, True)   a gradient into its slot (None: resident, into
                                                        `p.grad`); True: nothing else reads its storage
-%write_back = write_back("grad:3")                     start to copy the slot home
+%write_back = write_back("grad:3", "to_home")          start to copy the slot home over that link
 %evict      = evict("param:3")                         give the slot back
 %settle     = settle(3)                                group 3 is settled: its gradients are complete and on their way
                                                        home, and the phase reads and writes nothing of it there again
 %update     = update(3, 0, 65536)                      one fused optimizer pass over these elements of group 3
 %update_1   = update(3, 0, 65536, 1, 2)                the second stage of two
+
+Of a storage that the forward saves, in the forward and in the backward:
+
+%offload    = offload("forward.3:0", "to_home", 512, %a, %b)  start to copy its 512 bytes home; %a and %b lie in it
+%leave      = leave("forward.3:0", "to_home", %a, %b)         that copy is done; what holds the storage is given up
+%getitem    = getitem(%leave, 1)                              what stands for %b until the backward
+%reload     = reload("forward.3:0", "to_device", 512, %a, %b) take 512 bytes, start to fill them
+%arrive     = arrive("forward.3:0", "to_device", %reload)     that copy is done
+%getitem_1  = getitem(%arrive, 1)                             the value that %b stands for
 """
 
 from __future__ import annotations
@@ -18,34 +27,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn
 
-from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK
+from chunkc.ir.chunks import Chunk
+from chunkc.ir.plan import ARRIVE, EVICT, LEAVE, OFFLOAD, PREFETCH, RELOAD, WAIT, WRITE_BACK
 
 
 def _never_called(name: str) -> NoReturn:
     raise AssertionError(f"{name} is lowered by the runtime and never called")
 
 
-def prefetch(chunk: str) -> None:
+def prefetch(chunk: Chunk, link: str) -> None:
     _never_called("prefetch")
 
 
-def wait(chunk: str) -> None:
+def wait(chunk: Chunk, link: str) -> None:
     _never_called("wait")
 
 
-def evict(chunk: str) -> None:
+def evict(chunk: Chunk) -> None:
     _never_called("evict")
 
 
-def write_back(chunk: str) -> None:
+def write_back(chunk: Chunk, link: str) -> None:
     _never_called("write_back")
 
 
-def parameter(chunk: str, name: str) -> None:
+def parameter(chunk: Chunk, name: str) -> None:
     _never_called("parameter")
 
 
-def sink(parameter_name: str, chunk: str | None, gradient: object, owned: bool) -> None:
+def sink(parameter_name: str, chunk: Chunk | None, gradient: object, owned: bool) -> None:
     _never_called("sink")
 
 
@@ -57,9 +67,29 @@ def update(group: int, begin: int, end: int, stage: int = 0, num_stages: int = 1
     _never_called("update")
 
 
-EVENT_TARGETS: dict[str, Callable[[str], None]] = {
+def offload(storage: str, link: str, nbytes: int, *values: object) -> None:
+    _never_called("offload")
+
+
+def leave(storage: str, link: str, *values: object) -> None:
+    _never_called("leave")
+
+
+def reload(storage: str, link: str, nbytes: int, *stand_ins: object) -> None:
+    _never_called("reload")
+
+
+def arrive(storage: str, link: str, reloaded: object) -> None:
+    _never_called("arrive")
+
+
+EVENT_TARGETS: dict[str, Callable[..., None]] = {
     PREFETCH: prefetch,
     WAIT: wait,
     EVICT: evict,
     WRITE_BACK: write_back,
+    OFFLOAD: offload,
+    LEAVE: leave,
+    RELOAD: reload,
+    ARRIVE: arrive,
 }

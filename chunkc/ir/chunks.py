@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
 
 import torch
 
+from chunkc.ir.links import FROM_DISK, GATHER, SCATTER, TO_DEVICE, TO_DISK, TO_HOME
+from chunkc.ir.shards import Shards
 from chunkc.ir.states import DEFAULT_STATES, ELEMENTS_PER_SCALE, INT8, StateFormat, num_entries
 
 STEP_NBYTES = 4
@@ -19,23 +22,52 @@ ALIGNMENT_NBYTES = 256
 
 PARAM, GRAD = "param", "grad"
 
-NAMES_KEPT = 1 << 14
-"""Chunks' names that are remembered as what they say: every event of a step asks."""
+DiskHolds = Literal["nothing", "states", "everything"]
 
 
-def chunk_name(kind: str, group: int, part: tuple[int, int] | None = None) -> str:
-    """The stable name of a chunk, as plans and graphs print it: `param:3`, or of a part of it: `param:3[0:65536]`.
+@dataclass(frozen=True)
+class Chunk:
+    """The identity of a chunk, or of a part of one. Plans and graphs print it as `param:3` or `param:3[0:65536]`.
 
-    A part is a range of elements; optimizer updates move chunks part by part.
+    Attributes:
+        kind: `PARAM`, `GRAD`, or a kind of optimizer state.
+        group: index of the chunk's group in its layout.
+        part: a range of elements; None for the whole chunk. Optimizer updates move chunks part by part.
     """
-    return f"{kind}:{group}" if part is None else f"{kind}:{group}[{part[0]}:{part[1]}]"
 
+    kind: str
+    group: int
+    part: tuple[int, int] | None = None
 
-@lru_cache(maxsize=NAMES_KEPT)
-def split_chunk_name(name: str) -> tuple[str, int]:
-    """Kind and group of a chunk's (or a part's) name."""
-    kind, _, group = name.partition("[")[0].partition(":")
-    return kind, int(group)
+    @property
+    def whole(self) -> Chunk:
+        """The chunk that this is, or is a part of."""
+        return self if self.part is None else Chunk(self.kind, self.group)
+
+    @cached_property
+    def _name(self) -> str:
+        return f"{self.kind}:{self.group}" + ("" if self.part is None else f"[{self.part[0]}:{self.part[1]}]")
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.group, self.part))
+
+    def __str__(self) -> str:
+        return self._name
+
+    def __repr__(self) -> str:
+        """As text in quotes: FX prints the arguments of chunk nodes as Python."""
+        return repr(self._name)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __lt__(self, other: object) -> bool:
+        """By name, so that plans do not depend on the order of sets."""
+        return self._name < str(other)
+
+    def __reduce__(self) -> tuple[type[Chunk], tuple[str, int, tuple[int, int] | None]]:
+        return Chunk, (self.kind, self.group, self.part)  # without the hash, which is this process's
 
 
 def is_state(kind: str) -> bool:
@@ -43,21 +75,13 @@ def is_state(kind: str) -> bool:
     return kind not in (PARAM, GRAD)
 
 
-@lru_cache(maxsize=NAMES_KEPT)
-def chunk_part(name: str) -> tuple[int, int] | None:
-    """The range of elements a name stands for; None for the whole chunk."""
-    _, bracket, part = name.partition("[")
-    if not bracket:
-        return None
-    begin, _, end = part.rstrip("]").partition(":")
-    return int(begin), int(end)
-
-
 @dataclass(frozen=True)
 class ParamSpec:
     """A parameter as the planner sees it: its name and its dense layout.
 
     Attributes:
+        shape, stride: as this process has it. Of a parameter that is cut over ranks that is this rank's part.
+        shards: how it is cut over ranks; None: this process has all of it.
         states: in what form its optimizer keeps states for it.
         granule_nbytes: the compute tier's allocator gives tensors multiples of this. Every `nbytes` of the parameter is
             of the compute tier; at home it takes no more than its elements.
@@ -70,6 +94,17 @@ class ParamSpec:
     trainable: bool
     granule_nbytes: int = 1
     states: StateFormat = DEFAULT_STATES
+    shards: Shards | None = None
+
+    @property
+    def whole_numel(self) -> int:
+        """Elements that computation reads: of all ranks' parts."""
+        return self.numel if self.shards is None else self.shards.numel
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of these elements, which are the same on all ranks: what layouts go by."""
+        return self.whole_numel * self.dtype.itemsize
 
     @property
     def numel(self) -> int:
@@ -84,7 +119,7 @@ class ParamSpec:
 
     @property
     def home_nbytes(self) -> int:
-        """Bytes of the elements alone: what the parameter takes at home, and what layouts go by."""
+        """Bytes of the elements alone: what the parameter takes at home."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -112,10 +147,14 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Where one parameter (and its gradient, and its states) lies in its group's chunks, in elements."""
+    """Where one parameter (and its gradient, and its states) lies in its group's chunks, in elements.
+
+    `slot_offset`: of a parameter that is cut over ranks, where it lies whole in slots of the group (see `ChunkGroup`).
+    """
 
     spec: ParamSpec
     offset: int
+    slot_offset: int = 0
 
     @property
     def end(self) -> int:
@@ -127,6 +166,10 @@ class ChunkGroup:
     """Parameters that share chunks: one chunk per kind of data, all laid out alike.
 
     `numel` is the room of each chunk in elements, gaps for alignment included.
+
+    Of a group that is cut over ranks, chunks at home hold this rank's parts. Computation needs parameters and gradients
+    whole, in slots of `gathered_numel` elements. A gradient's slot has `exchange_numel` more: room for what other ranks
+    computed for this rank's part. Optimizer states, and parts of chunks, are as at home.
     """
 
     index: int
@@ -135,6 +178,24 @@ class ChunkGroup:
     numel: int
     slices: tuple[TensorSlice, ...]
     states: StateFormat = DEFAULT_STATES
+    gathered_numel: int = 0
+    exchange_numel: int = 0
+
+    @cached_property
+    def is_cut(self) -> bool:
+        """Whether it is cut over ranks."""
+        return any(s.spec.shards is not None for s in self.slices)
+
+    def slot_numel(self, chunk: Chunk) -> int:
+        """Elements of the slot of one of its chunks, or of a part of one."""
+        if self.is_gathered(chunk):
+            return self.gathered_numel + (self.exchange_numel if chunk.kind == GRAD else 0)
+        begin, end = chunk.part or (0, self.numel)
+        return end - begin
+
+    def is_gathered(self, chunk: Chunk) -> bool:
+        """Whether the slot of one of its chunks holds all ranks' parts."""
+        return self.is_cut and chunk.part is None and not is_state(chunk.kind)
 
     def kind_dtype(self, kind: str) -> torch.dtype:
         """Gradients have the parameters' dtype; states that of their format."""
@@ -185,12 +246,16 @@ class ChunkLayout:
 
     Attributes:
         overhead_nbytes: what else stays on the compute tier whatever is planned: workspaces of libraries.
+        disk_holds: which chunks have their home on a disk; the others' is RAM.
+        version: of one model's layouts a later one has another. Says nothing of layouts of different models.
     """
 
     chunk_nbytes: int
     groups: tuple[ChunkGroup, ...]
     small: tuple[ParamSpec, ...]
     overhead_nbytes: int = 0
+    disk_holds: DiskHolds = "nothing"
+    version: int = field(default=0, compare=False)
 
     def group_of(self) -> dict[str, int]:
         return {s.spec.name: group.index for group in self.groups for s in group.slices}
@@ -209,11 +274,26 @@ class ChunkLayout:
         """Every parameter by name."""
         return {spec.name: spec for spec in (*self.small, *(s.spec for group in self.groups for s in group.slices))}
 
-    def chunk_nbytes_of(self, chunk: str) -> int:
+    def is_on_disk(self, kind: str) -> bool:
+        """Whether chunks of this kind have their home on a disk."""
+        return self.disk_holds == "everything" or (self.disk_holds == "states" and is_state(kind))
+
+    def links_of(self, kind: str) -> tuple[str, str]:
+        """The links that chunks of this kind come by and leave by."""
+        return (FROM_DISK, TO_DISK) if self.is_on_disk(kind) else (TO_DEVICE, TO_HOME)
+
+    def links_of_chunk(self, chunk: Chunk) -> tuple[str, str]:
+        """The links that a chunk, or a part of one, comes by and leaves by."""
+        return (GATHER, SCATTER) if self.groups[chunk.group].is_gathered(chunk) else self.links_of(chunk.kind)
+
+    @cached_property
+    def cut(self) -> frozenset[int]:
+        """Groups that are cut over ranks: whole, they are on the compute tier for as long as they have a slot."""
+        return frozenset(group.index for group in self.groups if group.is_cut)
+
+    def chunk_nbytes_of(self, chunk: Chunk) -> int:
         """Bytes of the slot of a chunk, or of a part of one."""
-        kind, index = split_chunk_name(chunk)
-        group = self.groups[index]
-        begin, end = chunk_part(chunk) or (0, group.numel)
+        group = self.groups[chunk.group]
         granule_nbytes = group.slices[0].spec.granule_nbytes if group.slices else 1
-        nbytes = num_entries(kind, end - begin) * group.kind_dtype(kind).itemsize
+        nbytes = num_entries(chunk.kind, group.slot_numel(chunk)) * group.kind_dtype(chunk.kind).itemsize
         return -(-nbytes // granule_nbytes) * granule_nbytes

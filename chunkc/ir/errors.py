@@ -19,6 +19,10 @@ class UnsupportedError(ChunkcError):
     """The model does something that chunkc cannot plan for; the message says what to do instead."""
 
 
+class FileError(ChunkcError):
+    """A file of weights cannot be read or written, or is not what it should be."""
+
+
 class BudgetError(ChunkcError):
     """No plan fits the memory budget. Raised before anything is allocated or moved.
 
@@ -94,12 +98,20 @@ def _rebuild_home_error(args: tuple, errno: int | None) -> HomeError:
     return error
 
 
+class CheckpointError(ChunkcError):
+    """A checkpoint cannot be saved or loaded: the medium, damage, another process, a model that it is not of."""
+
+
 class ChunkStateError(ChunkcError):
     """An illegal chunk transition: a bug in a plan or in the runtime, never the user's fault."""
 
 
 class StreamError(ChunkcError):
     """A stream's worker thread died or a copy failed; the original error is the `__cause__`."""
+
+
+class DistributedError(StreamError):
+    """Ranks that train one model differ, or one of them is gone or does not come: no rank can go on."""
 
 
 class VerificationError(ChunkcError):

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.estimates import EstimatedOperator
+from chunkc.ir.links import TO_DEVICE, TO_HOME
 
-COMPUTE, TO_DEVICE, TO_HOME = "compute", "to_device", "to_home"
+COMPUTE = "compute"
 STREAMS = (COMPUTE, TO_DEVICE, TO_HOME)
+"""The streams of every step; the disk's links and updates by the CPU have theirs where there are any."""
+
 AT_HOME = "at_home"
 """The stream of updates by the CPU, where there are any."""
 
@@ -29,10 +32,10 @@ class TimedEvent:
     """Something that takes time on a stream of the predicted step.
 
     Attributes:
-        stream: of `STREAMS`, or `AT_HOME`.
+        stream: of `STREAMS`, another link (see `chunkc.ir.links`), or `AT_HOME`.
         kind: `call` (a segment), `update` (the optimizer's, of a part of a chunk group), `prefetch`, `write_back`,
-            or `stall` (the computation waits for a copy).
-        name: the call, or the chunk that moves (or is waited for).
+            `reload` and `offload` (of saved storages), or `stall` (the computation waits for a copy).
+        name: the call, or the chunk or storage that moves (or is waited for).
         start_s, end_s: seconds from the beginning of the step.
         nbytes: copied; of an update, what it reads and writes where it happens; else 0.
         phase: `forward`, `backward` or `update`.
@@ -104,7 +107,7 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes copied in one step."""
+    """Bytes copied in one step, over all links of each direction."""
 
     to_device: int
     to_home: int
@@ -114,9 +117,10 @@ class Traffic:
 class StepTime:
     """Predicted seconds of one step.
 
-    `compute` is forward and backward arithmetic, `optimizer` the updates'; the two links are busy for `to_device` and
-    `to_home` beside them; `stall` is time in which the computation waits for a copy. `total` is compute, optimizer and
-    stall. Updates by the CPU count where they are waited for: in `optimizer` at the step's end, in `stall` by a copy.
+    `compute` is forward and backward arithmetic, `optimizer` the updates'; the links of the two directions are busy for
+    `to_device` and `to_home` beside them, a disk's included; `stall` is time in which the computation waits for a copy.
+    `total` is compute, optimizer and stall. Updates by the CPU count where they are waited for: in `optimizer` at the
+    step's end, in `stall` by a copy.
     """
 
     total: float
@@ -125,6 +129,25 @@ class StepTime:
     to_home: float
     optimizer: float
     stall: float
+
+
+@dataclass(frozen=True)
+class HostNeeds:
+    """The most bytes of the host's memory that a model takes beside the process itself, at each stage of its life.
+
+    Attributes:
+        building: inside `chunkc.init`.
+        loading: `chunkc.load`, before the first step.
+        training: a step; where the device is the host, with the predicted peak.
+        saving: `chunkc.save`, between steps.
+        resuming: a training checkpoint, read chunk by chunk.
+    """
+
+    building: int
+    loading: int
+    training: int
+    saving: int
+    resuming: int
 
 
 @dataclass(frozen=True)
@@ -157,9 +180,11 @@ class Explanation:
         home_nbytes: on the home tier: parameters, gradients, optimizer states of every chunk that is not resident.
         disk_nbytes: of these on disk.
         estimates: operators whose inner memory is a guess, each with the most that the plan reckons with.
+        host: the host's memory at each stage from building to resuming; None in what older versions wrote.
         notes: assumptions and limits, one sentence each.
         graphs: phase -> the FX graph with its chunk nodes as readable code.
         plan_text: the plan, printed.
+        saved_at_home: bytes of saved values that go home between forward and backward, by module.
     """
 
     model: str
@@ -190,6 +215,8 @@ class Explanation:
     device_is_host: bool = False
     activation_checkpointing: bool = False
     estimates: tuple[EstimatedOperator, ...] = ()
+    host: HostNeeds | None = None
+    saved_at_home: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def host_needs_nbytes(self) -> int:

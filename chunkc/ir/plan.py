@@ -5,57 +5,41 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from chunkc.ir.chunks import split_chunk_name
+from chunkc.ir.chunks import Chunk
+from chunkc.ir.items import ItemId, MovedId
 from chunkc.ir.program import UPDATE
 
 PREFETCH, WAIT, EVICT, WRITE_BACK = "prefetch", "wait", "evict", "write_back"
+"""What happens to a chunk."""
+
+OFFLOAD, LEAVE, RELOAD, ARRIVE = "offload", "leave", "reload", "arrive"
+"""What happens to a storage that a forward saves for its backward."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happens to a chunk between two calls.
+    """Something that happens to an item between two calls.
 
     prefetch: take a slot and start to fill it from home (a gradient chunk is only read when it holds gradients).
-    wait: hold the computation until the chunk's copy, either way, is done.
+    wait: hold the computation until the item's copy on that link is done.
     write_back: start to copy the slot home.
     evict: give the slot back.
+    offload: start to copy a saved storage home.
+    leave: hold the computation until that copy is done, and give the storage back.
+    reload: take room for it in the backward, and start to fill it from home.
+    arrive: hold the computation until that copy is done.
+
+    Attributes:
+        link: on which the copy queues (see `chunkc.ir.links`); empty where none is meant.
     """
 
     kind: str
-    chunk: str
+    item: MovedId
     nbytes: int
+    link: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kind}({self.chunk})"
-
-
-@dataclass(frozen=True)
-class Position:
-    """One call as the scheduler sees it.
-
-    Attributes:
-        non_model_nbytes: activations, temporaries and held inputs at the call's own peak.
-        op, module: the operation at that peak and the user's module it belongs to.
-        reads, writes: chunks that must be in slots during the call; written ones become dirty.
-        cost_s: estimated seconds of arithmetic, to place copies against; of an update also those of its own copies,
-            where these take longer.
-        sunk: (parameter, whether the gradient may stay in the call's own storage) for each complete gradient that the
-            call yields.
-    """
-
-    name: str
-    phase: str
-    non_model_nbytes: int
-    op: str
-    module: str
-    reads: frozenset[str]
-    writes: frozenset[str]
-    cost_s: float
-    sunk: tuple[tuple[str, bool], ...] = ()
-
-    @property
-    def chunks(self) -> frozenset[str]:
-        return self.reads | self.writes
+        return f"{self.kind}({self.item}, {self.link})" if self.link else f"{self.kind}({self.item})"
 
 
 @dataclass(frozen=True)
@@ -77,6 +61,39 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class Position:
+    """One call as the scheduler sees it.
+
+    Attributes:
+        non_model_nbytes: activations, temporaries and held inputs at the call's own peak.
+        op, module: the operation at that peak and the user's module it belongs to.
+        reads, writes: items that must be in slots during the call; written ones become dirty.
+        cost_s: estimated seconds of arithmetic, to place copies against; of an update also those of its own copies,
+            where these take longer.
+        sunk: (parameter, whether the gradient may stay in the call's own storage) for each complete gradient that the
+            call yields.
+        left_nbytes: activations and held inputs once the call is over.
+        tile: what is updated, where this is no call but a part of an update that belongs to a backward.
+    """
+
+    name: str
+    phase: str
+    non_model_nbytes: int
+    op: str
+    module: str
+    reads: frozenset[ItemId]
+    writes: frozenset[ItemId]
+    cost_s: float
+    sunk: tuple[tuple[str, bool], ...] = ()
+    left_nbytes: int = 0
+    tile: Tile | None = None
+
+    @property
+    def items(self) -> frozenset[ItemId]:
+        return self.reads | self.writes
+
+
+@dataclass(frozen=True)
 class Moment:
     """Predicted bytes on the compute tier at one position, by what they are.
 
@@ -85,7 +102,7 @@ class Moment:
             the moment they are complete.
         other_nbytes: values of other calls that are still held.
         non_model_nbytes: activations, temporaries and held inputs.
-        slot_nbytes: chunks, present or on their way.
+        slot_nbytes: chunks, present or on their way, and saved storages on their way.
         sunk: gradients that it yields, as of a `Position`.
     """
 
@@ -131,19 +148,29 @@ def gradients_at(
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """Events before each call, and (last entry) after the last one."""
+    """Events before each call, and (last entry) after the last one.
+
+    Attributes:
+        tiles: of a backward, which of its moments are updates, and of what (see `passes.early_updates`).
+    """
 
     phase: str
     stops: tuple[tuple[Event, ...], ...]
     moments: tuple[Moment, ...]
+    tiles: Mapping[int, Tile] = field(default_factory=dict)
+
+    @property
+    def updated(self) -> frozenset[int]:
+        """Groups that a backward updates."""
+        return frozenset(tile.group for tile in self.tiles.values())
 
     def last_copies(self) -> dict[int, tuple[int, int]]:
         """Group -> stop, and place in it, of the last event that starts a copy of one of its chunks, either way."""
         found: dict[int, tuple[int, int]] = {}
         for at, stop in enumerate(self.stops):
             for place, event in enumerate(stop):
-                if event.kind in (PREFETCH, WRITE_BACK):
-                    found[split_chunk_name(event.chunk)[1]] = (at, place)
+                if event.kind in (PREFETCH, WRITE_BACK) and isinstance(event.item, Chunk):
+                    found[event.item.group] = (at, place)
         return found
 
 
@@ -156,7 +183,7 @@ class Plan:
         minimum_nbytes: the smallest budget for which there is a plan.
         resident: groups whose parameters, gradients and states never leave the compute tier.
         phases: forward, then backward where there is one; or the optimizer's update.
-        kept: chunks left in their slots from the forward to the backward.
+        kept: items left in their slots from the forward to the backward.
         gradients: bytes of every gradient that stays on the compute tier, by parameter. The moments are those of a
             step that begins without gradients, after the optimizer has made its states; see `beginning_with`.
     """
@@ -165,7 +192,7 @@ class Plan:
     minimum_nbytes: int
     resident: frozenset[int]
     phases: tuple[PhasePlan, ...]
-    kept: frozenset[str]
+    kept: frozenset[ItemId]
     gradients: Mapping[str, int] = field(default_factory=dict)
 
     def beginning_with(self, present: Collection[str]) -> Plan:
@@ -190,7 +217,7 @@ class Plan:
         )
         return replace(self, minimum_nbytes=self.minimum_nbytes - nbytes, phases=phases)
 
-    def begins_cold(self, present: Collection[str]) -> bool:
+    def begins_cold(self, present: Collection[ItemId]) -> bool:
         """Whether a backward that finds these chunks in slots cannot run by this plan: its forward left others."""
         return present != self.kept or len(self.phases) < 2
 

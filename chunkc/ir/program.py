@@ -121,6 +121,11 @@ class PhaseProgram:
         num_new_buffers: how many of the user's outputs, the first ones, are new values of buffers: AOTAutograd copies
             them into the buffers and drops them.
         fitting: gradients that are laid out as their parameters, with no unseen bytes behind them.
+        plain: outputs that size, stride, offset and dtype describe fully, given their storage's bytes.
+        copied: storage -> the values in it that are saved, for storages that are at home between forward and backward:
+            a forward's outputs are None there.
+        stand_ins: position among a forward's outputs -> (storage, which of its saved values), where something stands
+            for a value at home.
     """
 
     phase: str
@@ -134,6 +139,9 @@ class PhaseProgram:
     gradient_outputs: tuple[tuple[int, str, str], ...] = ()
     fitting: frozenset[str] = frozenset()
     num_new_buffers: int = 0
+    plain: frozenset[str] = frozenset()
+    copied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stand_ins: Mapping[int, tuple[str, int]] = field(default_factory=dict)
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -177,10 +185,10 @@ class PhaseProgram:
         )
 
     def holding(self, values: frozenset[str]) -> PhaseProgram:
-        """The program beside a caller that keeps these of its inputs."""
+        """The program beside a caller that keeps these of its inputs; of those at home, what stands for them."""
         if not values:
             return self
-        return replace(self, held=self.held | {self.inputs[value] for value in values})
+        return replace(self, held=self.held | ({self.inputs[value] for value in values} - self.copied.keys()))
 
     def returning(self, parameters: frozenset[str]) -> PhaseProgram:
         """The program that returns these parameters' gradients to autograd, for hooks on them, and sinks the others."""

@@ -8,15 +8,17 @@ stream of their own; copies of a group at home come after its update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
-from chunkc.ir.chunks import GRAD, PARAM, chunk_name, split_chunk_name
-from chunkc.ir.explanation import AT_HOME, COMPUTE, TO_DEVICE, TO_HOME, StepTime, TimedEvent, Traffic
+from chunkc.ir.chunks import GRAD, PARAM, Chunk
+from chunkc.ir.explanation import AT_HOME, COMPUTE, StepTime, TimedEvent, Traffic
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.plan import PREFETCH, WAIT, WRITE_BACK, PhasePlan
+from chunkc.ir.items import MovedId
+from chunkc.ir.links import INWARD, ROUTES
+from chunkc.ir.plan import ARRIVE, LEAVE, OFFLOAD, PREFETCH, RELOAD, WAIT, WRITE_BACK, Event, PhasePlan
 from chunkc.ir.program import BACKWARD, UPDATE
 
 STAYING = "update of what stays"
@@ -44,11 +46,6 @@ class HomeUpdateTimes:
 NONE_AT_HOME = HomeUpdateTimes()
 
 
-def in_ram(kind: str) -> bool:
-    """No chunk's home is on a disk."""
-    return False
-
-
 def simulate(
     phases: Sequence[PhasePlan],
     costs_s: Mapping[str, float],
@@ -57,7 +54,6 @@ def simulate(
     staying_update_s: float = 0.0,
     at_home: HomeUpdateTimes = NONE_AT_HOME,
     update_nbytes: Mapping[str, int] = MappingProxyType({}),
-    on_disk: Callable[[str], bool] = in_ram,
 ) -> tuple[TimedEvent, ...]:
     """What happens on each stream in one step that begins without gradients, in order of time.
 
@@ -68,9 +64,8 @@ def simulate(
         at_home: updates by the CPU. Where they go on beside the next forward, the step is one that follows another:
             what the former left to do comes first.
         update_nbytes: what each update reads and writes, by its event's name.
-        on_disk: whether chunks of a kind have their home on a disk: copies of them are no faster than it.
     """
-    replay = partial(_replay, phases, costs_s, hardware, staying_update_s, at_home, on_disk)
+    replay = partial(_replay, phases, costs_s, hardware, staying_update_s, at_home)
     events, left_s = replay({})
     if left_s:
         events, _ = replay(left_s)
@@ -85,7 +80,6 @@ def _replay(
     hardware: Hardware,
     staying_update_s: float,
     at_home: HomeUpdateTimes,
-    on_disk: Callable[[str], bool],
     left_s: Mapping[int, float],
 ) -> tuple[tuple[TimedEvent, ...], dict[int, float]]:
     """One step's events, and what it leaves to the next: groups whose updates end so long after it.
@@ -95,26 +89,26 @@ def _replay(
     """
     found: list[TimedEvent] = []
     now = 0.0
-    free = {TO_DEVICE: 0.0, TO_HOME: 0.0, AT_HOME: max(left_s.values(), default=0.0)}
-    done: dict[str, float] = {}  # chunk -> when its latest copy is done
+    free = {**dict.fromkeys(ROUTES, 0.0), AT_HOME: max(left_s.values(), default=0.0)}
+    done: dict[MovedId, float] = {}  # item -> when its latest copy is done
     written: set[int] = set()  # groups whose gradients are at home
     updated = dict(left_s)  # group -> when the latest update at home ends
     needed: dict[int, None] = {}  # groups in the order of their first fetch
     to_do = dict(at_home.seconds)
-    link = {TO_DEVICE: hardware.to_device_bytes_per_s, TO_HOME: hardware.to_home_bytes_per_s}
-    disk = {TO_DEVICE: hardware.disk_read_bytes_per_s, TO_HOME: hardware.disk_write_bytes_per_s}
-    behind_disk = {stream: min(rate, disk[stream] or rate) for stream, rate in link.items()}
 
-    def copy(kind: str, stream: str, chunk: str, nbytes: int, phase: str) -> None:
-        of, group = split_chunk_name(chunk)
-        start = max(now, free[stream], updated.get(group, 0.0))
-        free[stream] = done[chunk] = start + nbytes / (behind_disk if on_disk(of) else link)[stream]
-        found.append(TimedEvent(stream, kind, chunk, start, done[chunk], nbytes, phase, ""))
+    def copy(event: Event, phase: str) -> None:
+        at_rest = updated.get(event.item.group, 0.0) if isinstance(event.item, Chunk) else 0.0
+        name, start = str(event.item), max(now, free[event.link], at_rest)
+        free[event.link] = done[event.item] = start + hardware.copy_s(event.link, event.nbytes)
+        found.append(TimedEvent(event.link, event.kind, name, start, done[event.item], event.nbytes, phase, ""))
 
     def update_at_home(group: int, ready: float, phase: str) -> None:
         start = max(ready, free[AT_HOME])
         free[AT_HOME] = updated[group] = start + to_do.pop(group)
-        found.append(TimedEvent(AT_HOME, "update", chunk_name(PARAM, group), start, updated[group], 0, phase, ""))
+        found.append(TimedEvent(AT_HOME, "update", str(Chunk(PARAM, group)), start, updated[group], 0, phase, ""))
+
+    def home_free() -> float:
+        return max(free[link] for link in ROUTES if link not in INWARD)
 
     for phase in phases:
         last = {where: group for group, where in phase.last_copies().items()}
@@ -125,27 +119,31 @@ def _replay(
         if phase.phase == UPDATE:
             order = {group: at for at, group in enumerate(needed)}
             for group in sorted(to_do, key=lambda group: (order.get(group, len(order)), group)):
-                update_at_home(group, max(now, free[TO_HOME]), UPDATE)
+                update_at_home(group, max(now, home_free()), UPDATE)
         for index, stop in enumerate(phase.stops):
             for place, event in enumerate(stop):
-                kind, group = split_chunk_name(event.chunk)
+                if event.kind in (WAIT, LEAVE, ARRIVE) and done.get(event.item, 0.0) > now:
+                    end = done[event.item]
+                    found.append(TimedEvent(COMPUTE, "stall", str(event.item), now, end, 0, phase.phase, ""))
+                    now = end
+                if not isinstance(event.item, Chunk):
+                    if event.kind in (OFFLOAD, RELOAD):
+                        copy(event, phase.phase)
+                    continue
+                kind, group = event.item.kind, event.item.group
                 if event.kind == PREFETCH and (kind != GRAD or group in written):
-                    copy(PREFETCH, TO_DEVICE, event.chunk, event.nbytes, phase.phase)
+                    copy(event, phase.phase)
                     needed.setdefault(group)
                 elif event.kind == WRITE_BACK:
-                    copy(WRITE_BACK, TO_HOME, event.chunk, event.nbytes, phase.phase)
+                    copy(event, phase.phase)
                     written |= {group} if kind == GRAD else set()
-                elif event.kind == WAIT and done.get(event.chunk, 0.0) > now:
-                    end = done[event.chunk]
-                    found.append(TimedEvent(COMPUTE, "stall", event.chunk, now, end, 0, phase.phase, ""))
-                    now = end
                 if at_home.beside_backward and phase.phase == BACKWARD and (index, place) in last and group in to_do:
-                    ready = max(done.get(chunk_name(kind, group), 0.0) for kind in (PARAM, GRAD))
+                    ready = max(done.get(Chunk(kind, group), 0.0) for kind in (PARAM, GRAD))
                     update_at_home(group, max(now, ready), phase.phase)
             if index < len(phase.moments):
                 moment = phase.moments[index]
                 end = now + costs_s[moment.name]
-                kind = "update" if phase.phase == UPDATE else "call"
+                kind = "update" if phase.phase == UPDATE or index in phase.tiles else "call"
                 found.append(TimedEvent(COMPUTE, kind, moment.name, now, end, 0, phase.phase, moment.module))
                 now = end
     if not at_home.beside_forward and free[AT_HOME] > now:
@@ -158,20 +156,21 @@ def _replay(
 def step_time(events: Sequence[TimedEvent]) -> StepTime:
     """The seconds of a simulated step, by where they went."""
 
-    def busy(stream: str, *kinds: str) -> float:
-        return sum(e.end_s - e.start_s for e in events if e.stream == stream and e.kind in kinds)
+    def busy(*kinds: str, streams: Collection[str] = (COMPUTE,)) -> float:
+        return sum(e.end_s - e.start_s for e in events if e.stream in streams and e.kind in kinds)
 
     return StepTime(
         total=max((event.end_s for event in events if event.stream == COMPUTE), default=0.0),
-        compute=busy(COMPUTE, "call"),
-        to_device=busy(TO_DEVICE, PREFETCH),
-        to_home=busy(TO_HOME, WRITE_BACK),
-        optimizer=busy(COMPUTE, "update"),
-        stall=busy(COMPUTE, "stall"),
+        compute=busy("call"),
+        to_device=busy(PREFETCH, RELOAD, streams=ROUTES),
+        to_home=busy(WRITE_BACK, OFFLOAD, streams=ROUTES),
+        optimizer=busy("update"),
+        stall=busy("stall"),
     )
 
 
 def traffic(events: Sequence[TimedEvent]) -> Traffic:
     """The bytes that a simulated step copies, each way."""
-    sums = {stream: sum(e.nbytes for e in events if e.stream == stream) for stream in (TO_DEVICE, TO_HOME)}
-    return Traffic(sums[TO_DEVICE], sums[TO_HOME])
+    copies = [event for event in events if event.stream in ROUTES]
+    inwards = sum(event.nbytes for event in copies if event.stream in INWARD)
+    return Traffic(inwards, sum(event.nbytes for event in copies) - inwards)

@@ -2,8 +2,8 @@
 
 It shares no code with the planner. It adds up itself what stays on the compute tier, walks the graph in order and
 keeps, per chunk, what a device would: the slot (each time a chunk gets one, a new generation), whether the data in it
-is ready, which copy is under way, whether it is newer than home. Bytes are counted by reference counts over storages,
-not by lifetimes.
+is ready, which copy is under way on which link, whether it is newer than home. Copies on one link come in order, but
+nobody knows when: only a wait makes data ready. Bytes are counted by reference counts over storages, not by lifetimes.
 
 Rules, by the words their violations begin with:
     read      a parameter is read from the chunk it lies in, while that is in the same slot with its data ready
@@ -11,24 +11,32 @@ Rules, by the words their violations begin with:
     slot      a slot is given back only when no copy to or from it is under way
     dirty     a slot with data newer than home is not given back before it was written back
     state     no event makes sense twice: no prefetch of a present chunk, no wait or evict of an absent one
+    overlap   no element of a chunk has two slots at once, as part of the whole or of two parts
+    link      a copy goes by a link of its chunk's home; a wait names the link of a copy that is under way
+    update    in a backward a group is updated after its last gradient; no gradient, or fetch or read of it, comes later
     home      of a settled group all gradients are at home or on their way, and no copy starts either way
     budget    bytes never exceed the budget
     end       the phase ends with exactly the chunks it should, clean and quiet
+
+One more rule, `saved`, is in `verify_saved`.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
-from chunkc.ir.chunks import GRAD, PARAM, STEP_NBYTES, ChunkLayout, ParamSpec, chunk_name, split_chunk_name
+from chunkc.ir import chunk_ops, links
+from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkLayout
 from chunkc.ir.program import SegmentMemory
-from chunkc.ir.states import num_entries
 from chunkc.ir.updates import update_stages
+from chunkc.ir.verify_saved import SavedStorages
+from chunkc.ir.verify_staying import nbytes_that_stay
 
 
 @dataclass
@@ -36,6 +44,7 @@ class _Slot:
     generation: int
     ready: bool = False
     copying: str = ""  # "", "in" or "out"
+    link: str = ""  # of that copy
     dirty: bool = False
 
 
@@ -47,17 +56,18 @@ class _Checker:
         memories: Mapping[str, SegmentMemory],
         staying_nbytes: int,
         budget_nbytes: int,
-        present: Collection[str],
+        present: Collection[Chunk],
+        at_home: Collection[str],
     ) -> None:
         self.graph, self.layout, self.memories = graph, layout, memories
         self.staying_nbytes, self.budget_nbytes = staying_nbytes, budget_nbytes
         self.violations: list[str] = []
         self.generations = 0
-        self.slots: dict[str, _Slot] = {}
+        self.slots: dict[Chunk, _Slot] = {}
         for chunk in present:
             self.slots[chunk] = self._new_slot()
             self.slots[chunk].ready = True
-        self.view_of: dict[fx.Node, tuple[str, int]] = {}  # parameter node -> (chunk, generation)
+        self.view_of: dict[fx.Node, tuple[Chunk, int]] = {}  # parameter node -> (chunk, generation)
         self.storage_of: dict[fx.Node, str] = {}
         self.storage_nbytes: dict[str, int] = {}
         self.readers: dict[fx.Node, int] = {}  # value -> reads still to come
@@ -66,9 +76,13 @@ class _Checker:
         self.value_nbytes = 0
         self.peak_nbytes = 0
         self.group_of = layout.group_of()
+        self.nbytes_of = functools.cache(layout.chunk_nbytes_of)
         self.sunk: Counter[str] = Counter()
         self.updated: dict[int, list[list[tuple[int, int]]]] = {}  # group -> tiles of each stage
         self.settled: set[int] = set()
+        medium = "disk" if layout.is_on_disk(PARAM) else "RAM"
+        self.saved = SavedStorages(self, at_home, {way: _LINKS[medium, way] for way in ("in", "out")})
+        self.is_backward = any(node.target is chunk_ops.sink for node in graph.nodes)
 
     def _new_slot(self) -> _Slot:
         self.generations += 1
@@ -90,7 +104,7 @@ class _Checker:
             self.value_nbytes -= self.storage_nbytes[storage]
 
     def slot_nbytes(self) -> int:
-        return sum(self.layout.chunk_nbytes_of(chunk) for chunk in self.slots)
+        return sum(self.nbytes_of(chunk) for chunk in self.slots)
 
     def check_budget(self, node: fx.Node | None, extra_nbytes: int = 0) -> None:
         nbytes = self.staying_nbytes + self.value_nbytes + self.slot_nbytes() + extra_nbytes
@@ -117,6 +131,8 @@ class _Checker:
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 storage, nbytes, held = node.meta["storage"]
+                if self.saved.placeholder(node, storage, nbytes):
+                    continue
                 self.bind(node, storage, nbytes)
                 if held and storage not in self.held:
                     self.held.add(storage)
@@ -124,15 +140,16 @@ class _Checker:
             elif node.op == "call_module":
                 self.call(node)
             elif node.op == "call_function" and node.target is not operator.getitem:
-                handler = getattr(self, f"on_{node.target.__name__}", None)
+                handler = _HANDLERS.get(node.target)
                 if handler is None:
                     self.fail("state", node, f"{node.target} is not a chunk operation")
                 else:
-                    handler(node, *node.args)
+                    handler(self, node, *node.args)
             if node.op not in ("placeholder", "output"):
                 self.check_budget(node)
 
     def call(self, node: fx.Node) -> None:
+        self.saved.call(node)
         memory = self.memories[str(node.target)]
         given: dict[str, int] = {}  # storage whose last holders are this call's arguments -> first step without it
         leaving = Counter(n for n in node.args if isinstance(n, fx.Node) and n not in self.view_of)
@@ -141,6 +158,8 @@ class _Checker:
         for position, arg in enumerate(node.args):
             if arg in self.view_of:
                 chunk, generation = self.view_of[arg]  # type: ignore[index]
+                if chunk.group in self.updated:
+                    self.fail("update", node, f"{arg} is read, and the update of group {chunk.group} has begun")
                 slot = self.slots.get(chunk)
                 if slot is None or slot.generation != generation or not slot.ready:
                     self.fail("read", node, f"{arg} is a view of {chunk}, which is not in that slot any more")
@@ -170,81 +189,125 @@ class _Checker:
 
     def on_settle(self, node: fx.Node, group: int) -> None:
         self.settled.add(group)
-        slot = self.slots.get(chunk_name(GRAD, group))
+        slot = self.slots.get(Chunk(GRAD, group))
         if slot is not None and (slot.dirty or slot.copying == "in"):
             self.fail("home", node, f"group {group} is settled before its gradients are on their way home")
         for tensor_slice in self.layout.groups[group].slices:
             if not self.sunk[tensor_slice.spec.name]:
                 self.fail("home", node, f"group {group} is settled without a gradient of {tensor_slice.spec.name}")
 
-    def _copies(self, node: fx.Node, chunk: str) -> None:
-        """A copy of the chunk starts, either way."""
-        if split_chunk_name(chunk)[1] in self.settled:
+    def _copies(self, node: fx.Node, chunk: Chunk, way: str, link: str) -> None:
+        """A copy of the chunk starts, `in` or `out`."""
+        kind, group = chunk.kind, chunk.group
+        if group in self.settled:
             self.fail("home", node, f"{chunk} is copied after its group was settled")
+        medium = "disk" if self.layout.is_on_disk(kind) else "RAM"
+        if chunk.part is None and kind in (PARAM, GRAD):  # as computation needs it: all ranks' parts
+            is_cut = any(s.spec.shards is not None for s in self.layout.groups[group].slices)
+            medium = "the RAM of all ranks" if is_cut else medium
+        if link != _LINKS[medium, way]:
+            self.fail("link", node, f"{chunk} has its home in {medium}, where a copy {way} does not go by {link!r}")
 
-    def on_prefetch(self, node: fx.Node, chunk: str) -> None:
-        self._copies(node, chunk)
+    def on_prefetch(self, node: fx.Node, chunk: Chunk, link: str = "") -> None:
+        self._copies(node, chunk, "in", link)
+        if chunk.kind == GRAD and self.is_backward and chunk.group in self.updated:
+            self.fail("update", node, f"{chunk} is fetched, and the update of its group has begun")
         if chunk in self.slots:
             return self.fail("state", node, f"{chunk} has a slot already")
+        for other in self.slots:
+            if self._overlap(chunk, other):
+                self.fail("overlap", node, f"{chunk} gets a slot, and {other} has one")
         self.slots[chunk] = self._new_slot()
-        self.slots[chunk].copying = "in"
+        self.slots[chunk].copying, self.slots[chunk].link = "in", link
 
-    def on_wait(self, node: fx.Node, chunk: str) -> None:
+    def _overlap(self, one: Chunk, other: Chunk) -> bool:
+        """Whether some elements belong to both."""
+        if (one.kind, one.group) != (other.kind, other.group):
+            return False
+        whole = (0, self.layout.groups[one.group].numel)
+        (begin, end), (other_begin, other_end) = one.part or whole, other.part or whole
+        return begin < other_end and other_begin < end
+
+    def on_wait(self, node: fx.Node, chunk: Chunk, link: str = "") -> None:
         slot = self.slots.get(chunk)
         if slot is None:
             return self.fail("state", node, f"{chunk} has no slot to wait for")
+        if not slot.copying:
+            return self.fail("link", node, f"{chunk} has no copy under way to wait for")
+        if slot.link != link:
+            return self.fail("link", node, f"{chunk} is waited for on {link!r}, its copy is on {slot.link!r}")
         slot.copying, slot.ready = "", True
 
-    def on_evict(self, node: fx.Node, chunk: str) -> None:
+    def on_evict(self, node: fx.Node, chunk: Chunk) -> None:
         slot = self.slots.pop(chunk, None)
         if slot is None:
             return self.fail("state", node, f"{chunk} has no slot")
         if slot.copying:
             self.fail("slot", node, f"{chunk} is given back while a copy {slot.copying} is under way")
-        elif slot.dirty:
+        elif slot.dirty and not self._is_used_up(chunk):
             self.fail("dirty", node, f"{chunk} is newer than its home and was not written back")
 
-    def on_write_back(self, node: fx.Node, chunk: str) -> None:
-        self._copies(node, chunk)
+    def _is_used_up(self, chunk: Chunk) -> bool:
+        """Whether a gradient is nobody's any more: the group's update, in this backward, has read all of it."""
+        if chunk.kind != GRAD or not self.is_backward or chunk.group not in self.updated:
+            return False
+        group = self.layout.groups[chunk.group]
+        done = self.updated[chunk.group]
+        readers = [GRAD in stage.kinds for stage in update_stages(group.update_kinds, len(done))]
+        return all(sum(e - b for b, e in tiles) >= group.numel for tiles, reads in zip(done, readers) if reads)
+
+    def on_write_back(self, node: fx.Node, chunk: Chunk, link: str = "") -> None:
+        self._copies(node, chunk, "out", link)
         slot = self.slots.get(chunk)
         if slot is None:
             return self.fail("state", node, f"{chunk} has no slot to write back")
         if slot.copying or not slot.ready:
             self.fail("state", node, f"{chunk} is written back while a copy is under way")
-        slot.copying, slot.dirty = "out", False
+        slot.copying, slot.link, slot.dirty = "out", link, False
 
-    def on_parameter(self, node: fx.Node, chunk: str, name: str) -> None:
-        if split_chunk_name(chunk) != (PARAM, self.group_of.get(name)):
+    def on_parameter(self, node: fx.Node, chunk: Chunk, name: str) -> None:
+        if (chunk.kind, chunk.group) != (PARAM, self.group_of.get(name)):
             self.fail("read", node, f"{name} does not lie in {chunk}")
         slot = self.slots.get(chunk)
         if slot is None or not slot.ready:
             self.fail("read", node, f"{name} is read from {chunk}, which is not there and ready")
         self.view_of[node] = (chunk, slot.generation if slot else -1)
 
-    def on_sink(self, node: fx.Node, name: str, chunk: str | None, gradient: fx.Node, owned: bool) -> None:
+    def on_sink(self, node: fx.Node, name: str, chunk: Chunk | None, gradient: fx.Node, owned: bool) -> None:
         self.sunk[name] += 1
+        if self.group_of.get(name) in self.updated:
+            self.fail("update", node, f"a gradient of {name} comes after the update of its group has begun")
         if chunk is not None:
-            if split_chunk_name(chunk) != (GRAD, self.group_of.get(name)):
+            if (chunk.kind, chunk.group) != (GRAD, self.group_of.get(name)):
                 self.fail("write", node, f"the gradient of {name} does not lie in {chunk}")
             self._write(node, chunk, f"the gradient of {name}")
         self.read_once(gradient)
 
     def on_update(self, node: fx.Node, group: int, begin: int, end: int, stage: int = 0, num_stages: int = 1) -> None:
+        if self.is_backward and group not in self.updated:
+            for tensor_slice in self.layout.groups[group].slices:
+                if not self.sunk[tensor_slice.spec.name]:
+                    name = tensor_slice.spec.name
+                    self.fail("update", node, f"group {group} is updated without the gradient of {name}")
         done = self.updated.setdefault(group, [[] for _ in range(num_stages)])
         if any(sum(e - b for b, e in tiles) < self.layout.groups[group].numel for tiles in done[:stage]):
             self.fail("write", node, f"stage {stage} of group {group} begins before the stages that it needs are done")
         done[stage].append((begin, end))
         of_stage = update_stages(self.layout.groups[group].update_kinds, num_stages)[stage]
         for kind in of_stage.reads:
-            chunk = chunk_name(kind, group, (begin, end))
+            chunk = self._holding(kind, group, (begin, end))
             slot = self.slots.get(chunk)
             if slot is None or not slot.ready:
                 self.fail("read", node, f"the update reads {chunk}, which is not there and ready")
         for kind in of_stage.writes:
-            self._write(node, chunk_name(kind, group, (begin, end)), "the update")
+            self._write(node, self._holding(kind, group, (begin, end)), "the update")
         self.check_budget(node, self.layout.groups[group].update_workspace_nbytes(end - begin))
 
-    def _write(self, node: fx.Node, chunk: str, what: str) -> None:
+    def _holding(self, kind: str, group: int, part: tuple[int, int]) -> Chunk:
+        """The chunk in which an update finds a part of a group: in a backward, parameters and gradients are whole."""
+        return Chunk(kind, group, None if self.is_backward and kind in (PARAM, GRAD) else part)
+
+    def _write(self, node: fx.Node, chunk: Chunk, what: str) -> None:
         slot = self.slots.get(chunk)
         if slot is None or not slot.ready or slot.copying:
             self.fail("write", node, f"{what} goes into {chunk}, which is not there, ready and quiet")
@@ -252,24 +315,29 @@ class _Checker:
             slot.dirty = True
 
 
-def _staying_nbytes(layout: ChunkLayout, resident: Collection[int]) -> int:
-    """The overhead, all step counters, and small parameters and residents, each tensor as the allocator gives it."""
-    total_nbytes = layout.overhead_nbytes
-    for spec, stays in _specs(layout, resident):
-        total_nbytes += STEP_NBYTES if spec.trainable else 0
-        if stays:
-            dtypes = spec.states.dtypes(spec.dtype) if spec.trainable else {}
-            sizes = [spec.numel * spec.dtype.itemsize] * (2 if spec.trainable else 1)  # with the gradient
-            sizes += [num_entries(kind, spec.numel) * dtype.itemsize for kind, dtype in dtypes.items()]
-            total_nbytes += sum(-(-nbytes // spec.granule_nbytes) * spec.granule_nbytes for nbytes in sizes)
-    return total_nbytes
+_LINKS = {
+    ("RAM", "in"): links.TO_DEVICE,
+    ("RAM", "out"): links.TO_HOME,
+    ("the RAM of all ranks", "in"): links.GATHER,
+    ("the RAM of all ranks", "out"): links.SCATTER,
+    ("disk", "in"): links.FROM_DISK,
+    ("disk", "out"): links.TO_DISK,
+}
 
-
-def _specs(layout: ChunkLayout, resident: Collection[int]) -> Iterator[tuple[ParamSpec, bool]]:
-    """Every parameter, and whether it stays on the compute tier."""
-    yield from ((spec, True) for spec in layout.small)
-    for group in layout.groups:
-        yield from ((s.spec, group.index in resident) for s in group.slices)
+_HANDLERS: Mapping[object, Callable[..., None]] = {
+    chunk_ops.prefetch: _Checker.on_prefetch,
+    chunk_ops.wait: _Checker.on_wait,
+    chunk_ops.write_back: _Checker.on_write_back,
+    chunk_ops.evict: _Checker.on_evict,
+    chunk_ops.parameter: _Checker.on_parameter,
+    chunk_ops.sink: _Checker.on_sink,
+    chunk_ops.settle: _Checker.on_settle,
+    chunk_ops.update: _Checker.on_update,
+    chunk_ops.offload: lambda checker, *args: checker.saved.on_offload(*args),
+    chunk_ops.leave: lambda checker, *args: checker.saved.on_leave(*args),
+    chunk_ops.reload: lambda checker, *args: checker.saved.on_reload(*args),
+    chunk_ops.arrive: lambda checker, *args: checker.saved.on_arrive(*args),
+}
 
 
 def _reads(user: fx.Node) -> list[fx.Node]:
@@ -286,10 +354,11 @@ def verify_phase(
     resident: Collection[int],
     held_nbytes: int,
     budget_nbytes: int,
-    present: Collection[str] = (),
-    kept: Collection[str] = (),
+    present: Collection[Chunk] = (),
+    kept: Collection[Chunk] = (),
     gradients: Collection[str] | None = None,
     updates: Collection[int] | None = None,
+    at_home: Collection[str] = (),
 ) -> list[str]:
     """Check one rewritten phase; the violations found, none when it is safe.
 
@@ -301,10 +370,12 @@ def verify_phase(
         kept: chunks that must have one, and no others, when it ends.
         gradients: parameters whose gradients must be sunk, once each, and no others'; None: whichever are.
         updates: groups that must be updated, every element once in each stage, and no others; None: whichever are.
+        at_home: saved storages that are at home between the forward and the backward.
     """
-    staying_nbytes = _staying_nbytes(layout, resident) + held_nbytes
-    checker = _Checker(graph, layout, memories, staying_nbytes, budget_nbytes, present)
+    staying_nbytes = nbytes_that_stay(layout, resident) + held_nbytes
+    checker = _Checker(graph, layout, memories, staying_nbytes, budget_nbytes, present, at_home)
     checker.walk()
+    checker.saved.end(iter(_reads(next(iter(reversed(graph.nodes))))))
     for chunk in sorted(set(checker.slots) ^ set(kept)):
         checker.fail("end", None, f"{chunk} {'is still' if chunk in checker.slots else 'is not'} in a slot")
     for chunk, slot in checker.slots.items():

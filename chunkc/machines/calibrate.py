@@ -28,6 +28,7 @@ import torch
 
 from chunkc.ir.errors import ChunkcError, UnsupportedError
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.links import host_links
 from chunkc.ir.states import FLOAT32, StateFormat
 from chunkc.ir.updates import update_traffic
 from chunkc.kernels import adam_cpu
@@ -127,8 +128,7 @@ def calibrate(
         kind="cuda" if is_cuda else "cpu",
         flops_per_s=max(rates[name] for name in ("bf16", "fp16")) if is_cuda else rates["fp32"],
         memory_bytes_per_s=memory,
-        to_device_bytes_per_s=to_device,
-        to_home_bytes_per_s=to_home,
+        links=host_links(to_device, to_home, from_disk=disk_read, to_disk=disk_write),
         both_links_bytes_per_s=both,
         device_memory_nbytes=torch.cuda.mem_get_info(where)[1] if is_cuda else total_nbytes,
         context_nbytes=_context_nbytes(where) if is_cuda else 0,
@@ -138,8 +138,6 @@ def calibrate(
         fp16_flops_per_s=rates["fp16"],
         host_memory_nbytes=total_nbytes,
         cpu_update_bytes_per_s=update,
-        disk_read_bytes_per_s=disk_read,
-        disk_write_bytes_per_s=disk_write,
         capability=torch.cuda.get_device_capability(where) if is_cuda else None,
         source=f"measured by chunkc calibrate with {torch.get_num_threads()} CPU threads, torch {torch.__version__}",
     )

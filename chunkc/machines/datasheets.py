@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from chunkc.ir.hardware import GIB, Hardware
+from chunkc.ir.links import host_links
 
 MIB = 1 << 20
 
@@ -20,7 +21,8 @@ class Efficiency:
 
     Attributes:
         matrix: of matrix products; cuBLAS reaches 0.65 to 0.9 with a transformer's large ones, least on Hopper.
-        memory: of the device memory's bandwidth; streaming kernels reach 0.8 to 0.93.
+        memory: of a memory's bandwidth; streaming kernels reach 0.8 to 0.93 of the device's. No copy to the device is
+            faster than that of RAM.
         link: of one direction with pinned memory; PCIe's packets alone cost a tenth, 12.5 to 13 of 15.75 GB/s.
         both_links: of twice one direction's rate, while both run.
         cpu_update: of RAM's bandwidth, in a fused update on all cores.
@@ -46,6 +48,8 @@ class Datasheet:
             correction keep some of the memory on the box.
         context_nbytes: the driver's context with cuBLAS, without cuDNN; typical, varies with driver and CUDA.
         link: one direction of the link to the host.
+        reached: rates of the link (to the device, to home) that programs were measured to reach, in the place of a part
+            of its peak; None: not known.
         host_nbytes, host_bandwidth: RAM of the machine, over its devices.
         disk: (read, write) of the machine's drives, over its devices.
         capability: compute capability, major and minor.
@@ -65,6 +69,7 @@ class Datasheet:
     disk: tuple[float, float]
     capability: tuple[int, int]
     source: str
+    reached: tuple[float, float] | None = None
 
     def hardware(self, name: str, efficiency: Efficiency) -> Hardware:
         """One such device in its machine, at achievable rates."""
@@ -75,14 +80,15 @@ class Datasheet:
 
         half = self.fp16 if self.bf16 is None else self.bf16
         link = self.link * 1e9 * e.link
+        to_device, to_home = (link, link) if self.reached is None else (rate * 1e9 for rate in self.reached)
+        to_device = min(to_device, self.host_bandwidth * 1e9 * e.memory)
         return Hardware(
             name=name,
             kind="cuda",
             flops_per_s=half * 1e12 * e.matrix,
             memory_bytes_per_s=self.memory_bandwidth * 1e9 * e.memory,
-            to_device_bytes_per_s=link,
-            to_home_bytes_per_s=link,
-            both_links_bytes_per_s=2 * link * e.both_links,
+            links=host_links(to_device, to_home, *(rate * 1e9 * e.disk for rate in self.disk)),
+            both_links_bytes_per_s=(to_device + to_home) * e.both_links,
             device_memory_nbytes=self.memory_nbytes,
             context_nbytes=self.context_nbytes,
             fp32_flops_per_s=flops(self.fp32),
@@ -91,8 +97,6 @@ class Datasheet:
             fp16_flops_per_s=flops(self.fp16),
             host_memory_nbytes=self.host_nbytes,
             cpu_update_bytes_per_s=self.host_bandwidth * 1e9 * e.cpu_update,
-            disk_read_bytes_per_s=self.disk[0] * 1e9 * e.disk,
-            disk_write_bytes_per_s=self.disk[1] * 1e9 * e.disk,
             capability=self.capability,
             source=self.source,
         )
@@ -165,12 +169,15 @@ DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
             _H100, memory_nbytes=int(139.7 * GIB), memory_bandwidth=4800,
             source="NVIDIA H200 datasheet (SXM, 141 GB; halved: the datasheet counts sparsity) and DGX H200 datasheet",
         ),
-        # Host: its own Grace with 480 GB of LPDDR5X; one drive.
+        # Host: its own Grace with 480 GB of LPDDR5X; one drive. Its link reaches more to the device than home: the
+        # paper on SuperOffload (2025) has 415 and 170 GB/s. A module with 480 GB has slower RAM, which is the limit.
         "gh200": Datasheet(
             memory_nbytes=int(94.5 * GIB), context_nbytes=600 * MIB, memory_bandwidth=4000,
             fp32=67, tf32=494.7, bf16=989.4, fp16=989.4, link=_C2C,
             host_nbytes=480 * 10**9, host_bandwidth=384, disk=_PM9A3, capability=(9, 0),
-            source="NVIDIA GH200 datasheet (96 GB HBM3, 480 GB LPDDR5X; halved: the datasheet counts sparsity)",
+            reached=(415, 170),
+            source="NVIDIA GH200 datasheet (96 GB HBM3, 480 GB LPDDR5X; halved: the datasheet counts sparsity); "
+            "its link as the SuperOffload paper measured it, where its RAM is fast enough",
         ),
     }
 )  # fmt: skip

@@ -15,7 +15,14 @@ from chunkc.ir.hardware import CPU, Hardware
 from chunkc.machines.datasheets import DATASHEETS
 from chunkc.machines.host import compute_tier_memory
 from chunkc.machines.presets import default_hardware_path, load_hardware, preset
-from chunkc.passes.cuda_memory import GRANULE_NBYTES, rounded_nbytes, workspaces_nbytes
+from chunkc.passes.cuda_memory import (
+    GRANULE_NBYTES,
+    cublas_workspace_nbytes,
+    cublaslt_workspace_nbytes,
+    rounded_nbytes,
+    shares_workspaces,
+    workspaces_nbytes,
+)
 
 TABLES_NBYTES = 4 << 20
 """Room for the optimizer's tables of work and scalars (see `chunkc.optim.on_device`)."""
@@ -125,12 +132,19 @@ def overhead_of(device: torch.device) -> int:
     """Bytes that stay on the device whatever is planned: cuBLAS's workspaces, the optimizer's tables."""
     if device.type != "cuda":
         return 0
-    workspaces = workspaces_nbytes(
-        torch.cuda.get_device_capability(device),
-        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
-        os.environ.get("CUBLASLT_WORKSPACE_SIZE"),
-    )
+    workspaces = workspaces_nbytes(*_workspace_sizes(device), shared=shares_workspaces(os.environ))
     return workspaces + rounded_nbytes(TABLES_NBYTES)
+
+
+def _workspace_sizes(device: torch.device) -> tuple[int, int]:
+    """Bytes of one workspace of cuBLAS's and of cuBLASLt's: as torch says, where it does (from PyTorch 2.13 on)."""
+    if not hasattr(torch.backends.cuda, "cublas_workspace_size"):
+        blas = cublas_workspace_nbytes(
+            torch.cuda.get_device_capability(device), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+        )
+        return blas, cublaslt_workspace_nbytes(os.environ.get("CUBLASLT_WORKSPACE_SIZE"))
+    with torch.cuda.device(device):
+        return torch.backends.cuda.cublas_workspace_size(), torch.backends.cuda.cublaslt_workspace_size()
 
 
 def device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device:

@@ -6,7 +6,8 @@ figures itself, whole or as changes to a preset:
     based_on: rtx3090
     name: my workstation
     host_memory_nbytes: 288GiB
-    to_device_bytes_per_s: 24GB/s
+    links:
+      to_device: {bytes_per_s: 24GB/s, latency_s: 10us}
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,6 +27,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from chunkc.ir.documents import parse_json, parse_yaml, read_text
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import CPU, Hardware
+from chunkc.ir.links import FROM_DISK, ROUTES, TO_DEVICE, TO_DISK, TO_HOME, LinkSpec
 from chunkc.ir.text import short
 from chunkc.ir.units import BYTE_UNITS
 from chunkc.machines.datasheets import DATASHEETS, Efficiency
@@ -34,6 +36,14 @@ PRESETS = ("cpu", *DATASHEETS)
 """Names of all presets."""
 
 MAX_NUM_DEVICES = 999_999
+
+RATE_KEYS = {
+    "to_device_bytes_per_s": TO_DEVICE,
+    "to_home_bytes_per_s": TO_HOME,
+    "disk_read_bytes_per_s": FROM_DISK,
+    "disk_write_bytes_per_s": TO_DISK,
+}
+"""Keys of a hardware file for the rate of one link alone."""
 
 _COUNTED = re.compile(r"([0-9]{1,6})\s*x\s*(.+)", re.IGNORECASE)
 _FILE_ENDINGS = (".json", ".yaml", ".yml")
@@ -91,8 +101,9 @@ def named_hardware(text: str) -> Hardware:
 def read_hardware(path: Path) -> Hardware:
     """A machine from a JSON or YAML file: fields of `Hardware` by name, and `based_on` for a preset to change.
 
-    Sizes and rates may be written with units: `288GiB`, `24GB/s`, `71TFLOPS`. JSON of `save_hardware` is such a
-    file.
+    Sizes, rates and times may be written with units: `288GiB`, `24GB/s`, `71TFLOPS`, `10us`. `links` maps names to rate
+    and latency; what it leaves out of a link is the preset's, or no latency. A link's rate alone may also be given by
+    the key that `RATE_KEYS` has for it. JSON of `save_hardware` is such a file.
 
     Raises:
         OptionsError: the file is missing or no mapping, a key is unknown or has a wrong value, or a needed one is
@@ -112,13 +123,40 @@ def read_hardware(path: Path) -> Hardware:
         raise OptionsError(f"{path}: " + "; ".join(wrong)) from None
     base = stated.pop("based_on", None)
     try:
-        if base is not None:
-            return replace(named_hardware(base.strip()), **stated)
+        known = None if base is None else named_hardware(base.strip())
+        links = _links(stated, () if known is None else known.links)
+        if known is not None:
+            stated = {"both_links_bytes_per_s": _together(known, links), **stated}
+            return replace(known, links=links, **stated)
+        stated |= {key: link for link in links for key, name in RATE_KEYS.items() if name == link.name}
         if missing := [key for key in _REQUIRED if key not in stated]:
             raise OptionsError(f"{', '.join(missing)} missing; give all of {', '.join(_REQUIRED)}, or based_on")
-        return Hardware(**stated)
+        return Hardware(links=links, **{key: value for key, value in stated.items() if key not in RATE_KEYS})
     except OptionsError as error:
         raise OptionsError(f"{path}: {error}") from None
+
+
+def _links(stated: dict[str, Any], known: Sequence[LinkSpec]) -> tuple[LinkSpec, ...]:
+    """The links of a file, which are taken out of what it states, over those of the machine that it is based on."""
+    found = {link.name: {"bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s} for link in known}
+    listed = stated.pop("links", {})
+    for key, name in RATE_KEYS.items():
+        if key in stated:
+            if "bytes_per_s" in listed.get(name, {}):
+                raise OptionsError(f"{key} and links say the rate of {name!r} twice; leave out {key}")
+            listed.setdefault(name, {})["bytes_per_s"] = stated.pop(key)
+    for name, figures in listed.items():
+        found[name] = found.get(name, {}) | figures
+        if "bytes_per_s" not in found[name]:
+            raise OptionsError(f"links: {name} has no bytes_per_s; give one")
+    return tuple(LinkSpec(name, **found[name]) for name in ROUTES if name in found)
+
+
+def _together(known: Hardware, links: Sequence[LinkSpec]) -> float | None:
+    """`both_links_bytes_per_s` of a machine with these links: the base's is of the base's own rates."""
+    rates = {link.name: link.bytes_per_s for link in links}
+    same = all(link.bytes_per_s == rates[link.name] for link in known.links if link.name in (TO_DEVICE, TO_HOME))
+    return known.both_links_bytes_per_s if same else None
 
 
 def default_hardware_path() -> Path:
@@ -138,6 +176,7 @@ def save_hardware(hardware: Hardware, path: Path) -> None:
         OptionsError: the file cannot be written.
     """
     stated = {key: value for key, value in asdict(hardware).items() if value is not None}
+    stated["links"] = {link.pop("name"): link for link in stated["links"]}
     if hardware.capability is not None:
         stated["capability"] = "{}.{}".format(*hardware.capability)
     try:
@@ -149,10 +188,11 @@ def save_hardware(hardware: Hardware, path: Path) -> None:
 
 _RATES = {f"{unit}/s": factor for unit, factor in BYTE_UNITS.items()}
 _FLOPS = {f"{p}flop{s}": 10**power for p, power in (("g", 9), ("t", 12), ("p", 15)) for s in ("s", "/s")}
+_TIMES = {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _FIGURE = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([a-z/]*)", re.IGNORECASE)
 
 
-def _figure(value: object, units: Mapping[str, int]) -> float:
+def _figure(value: object, units: Mapping[str, float]) -> float:
     """A number, or text of a number with one of the units; `1e9` is text to a YAML reader."""
     if isinstance(value, str):
         match = _FIGURE.fullmatch(value.strip())
@@ -171,6 +211,11 @@ def _size(value: object) -> int:
     return 0 if type(value) is int and value == 0 else int(_figure(value, BYTE_UNITS))
 
 
+def _latency(value: object) -> float:
+    """Seconds. May be 0."""
+    return 0.0 if type(value) in (int, float) and value == 0 else _figure(value, _TIMES)
+
+
 def _capability(value: object) -> tuple[int, int]:
     """Compute capability in the text form of NVIDIA's tables, such as "8.6"."""
     match = re.fullmatch(r"([0-9]{1,2})\.([0-9])", value.strip()) if isinstance(value, str) else None
@@ -185,8 +230,17 @@ _Rate = Annotated[float, BeforeValidator(lambda value: _figure(value, _RATES))]
 _Flops = Annotated[float, BeforeValidator(lambda value: _figure(value, _FLOPS))]
 
 
+class _LinkFile(BaseModel):
+    """What a hardware file may say of a link."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    bytes_per_s: _Rate = 1
+    latency_s: Annotated[float, BeforeValidator(_latency)] = 0
+
+
 class _HardwareFile(BaseModel):
-    """What a hardware file may say: the fields of `Hardware`, and `based_on`."""
+    """What a hardware file may say: the fields of `Hardware`, `based_on`, and rates of links by `RATE_KEYS`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -204,6 +258,7 @@ class _HardwareFile(BaseModel):
     bf16_flops_per_s: _Flops = 1
     fp16_flops_per_s: _Flops = 1
     memory_bytes_per_s: _Rate = 1
+    links: dict[Literal["to_device", "to_home", "from_disk", "to_disk"], _LinkFile] = Field(default_factory=dict)
     to_device_bytes_per_s: _Rate = 1
     to_home_bytes_per_s: _Rate = 1
     both_links_bytes_per_s: _Rate = 1
@@ -213,13 +268,17 @@ class _HardwareFile(BaseModel):
     capability: Annotated[tuple[int, int], BeforeValidator(_capability)] = (0, 0)
 
 
-_REQUIRED = tuple(field.name for field in fields(Hardware) if field.default is MISSING)
+_REQUIRED = (
+    *(field.name for field in fields(Hardware) if field.default is MISSING and field.name != "links"),
+    *(key for key, name in RATE_KEYS.items() if name in (TO_DEVICE, TO_HOME)),
+)
 _ALLOWED = {
     "based_on": "a preset or a count of one",
     "name": "a text",
     "source": "a text",
     "kind": '"cpu" or "cuda"',
     "capability": 'a text such as "8.6"',
+    "links": f'links by name ({", ".join(ROUTES)}), each such as {{"bytes_per_s": "24GB/s", "latency_s": "10us"}}',
     "num_devices": f"a whole number from 1 to {MAX_NUM_DEVICES:,}",
 }
 

@@ -1,7 +1,10 @@
 """Optimizers with `torch.optim`'s semantics that update chunk by chunk, inside the memory budget."""
 
+from chunkc.optim import hint
 from chunkc.optim.adam import Adam, AdamW
 from chunkc.optim.lamb import LAMB
 from chunkc.optim.sgd import SGD
 
 __all__ = ["LAMB", "SGD", "Adam", "AdamW"]
+
+hint.install()

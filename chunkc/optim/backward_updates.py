@@ -1,8 +1,8 @@
-"""The optimizer's side of updates at home that begin in the backward.
+"""The optimizer's side of updates that begin in the backward.
 
-An update begins when its chunk group is settled (`chunkc.early`), and `step()` waits for it, or with "both" the next
-forward. What a user may change between `backward()` and `step()` is noted when an update begins and compared by
-`step()`.
+An update at home begins when its chunk group is settled (`chunkc.early`), and `step()` waits for it, or with "both" the
+next forward. Updates in slots are `slot_updates`'s. What a user may change between `backward()` and `step()` is noted
+when an update begins and compared by `step()`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.early import Starter
+from chunkc.ir.errors import OptionsError, StreamError, UnsupportedError
 from chunkc.kernels.formats import NO_SCALE, GradScale
 from chunkc.optim.group_runs import Task
 from chunkc.optim.overlap_mode import OverlapMode
 from chunkc.optim.step import group_runs, job_of
 from chunkc.optim.updates_under_way import UpdatesUnderWay, label_of
+from chunkc.readers import await_readers
 from chunkc.runtime.updates import HomeUpdate
+from chunkc.runtime.used_gradients import UsedGradient, used_up
 from chunkc.session import Session, managing
 
 Entry = tuple[torch.Tensor, str, Mapping[str, Any]]
@@ -28,7 +31,7 @@ Entry = tuple[torch.Tensor, str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class _Begun:
+class Begun:
     """A parameter whose update has begun, as it was then."""
 
     parameter: torch.Tensor
@@ -39,6 +42,16 @@ class _Begun:
     hyper: Any
 
 
+class Beginning(Protocol):
+    """An update that is about to begin in a backward."""
+
+    def has_begun(self) -> bool:
+        """Whether it has: it might have been interrupted before."""
+
+    def check(self) -> None:
+        """Raise StreamError if it was interrupted since, and will not end."""
+
+
 class BackwardUpdates:
     """The updates that one optimizer begins in the backward.
 
@@ -46,18 +59,20 @@ class BackwardUpdates:
         accumulating: whether more gradients will be added, so that no update may begin.
     """
 
-    def __init__(self, overlap: OverlapMode, under_way: UpdatesUnderWay) -> None:
-        self._overlap, self._under_way = overlap, under_way
+    def __init__(self, overlap: OverlapMode, under_way: UpdatesUnderWay, starter: Starter) -> None:
+        self._overlap, self._under_way, self._starter = overlap, under_way, starter
         self.accumulating = False
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._known: weakref.WeakKeyDictionary[Session, dict[int, list[Entry]]] = weakref.WeakKeyDictionary()
-        self._begun: weakref.WeakKeyDictionary[Session, dict[int, tuple[list[_Begun], HomeUpdate]]]
+        self._at_home: weakref.WeakKeyDictionary[Session, frozenset[int]] = weakref.WeakKeyDictionary()
+        self._begun: weakref.WeakKeyDictionary[Session, dict[int, tuple[Sequence[Begun], Beginning]]]
         self._begun = weakref.WeakKeyDictionary()
 
-    def forget(self, starter: Any) -> None:
+    def forget(self) -> None:
         """Parameter groups or states are others from now on: nothing begins early before the next step has ended."""
         self._known.clear()
-        self.end(starter)
+        self._at_home.clear()
+        self.end()
 
     def check_scale(self, scale: GradScale) -> None:
         """Refuse a loss scale where updates begin before it is known.
@@ -71,12 +86,14 @@ class BackwardUpdates:
                 f'overlap="{self._overlap.mode}" updates during the backward; use overlap="forward"'
             )
 
-    def prepare(self, optimizer: Any, session: Session, at_home: frozenset[int]) -> None:
-        """From the next backward on, these groups' updates may begin there: states and kernels are there now."""
+    def prepare(self, optimizer: Any, session: Session, groups: frozenset[int], at_home: frozenset[int]) -> None:
+        """From the next backward on, these groups' updates may begin there, those of some of them at home: states and
+        kernels are there now."""
         known = self._known.get(session)
-        if known is not None and known.keys() == at_home:
+        if known is not None and known.keys() == groups and self._at_home[session] == at_home:
             return
-        known = self._known[session] = {index: [] for index in at_home}
+        known, self._at_home[session] = {index: [] for index in groups}, at_home
+        self._known[session] = known
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 found, name = managing(parameter) or (None, "")
@@ -86,21 +103,39 @@ class BackwardUpdates:
                         known[index].append((parameter, name, group))
         self._sessions.add(session)
         self._under_way.watch(session)
-        session.early.join(optimizer)
+        session.early.join(self._starter)
+
+    def in_slots(self, session: Session, index: int) -> Sequence[Entry]:
+        """The parameters of a group whose update may be made in slots, in the backward that is next; else nothing."""
+        if self.accumulating or index in self._at_home.get(session, frozenset()):
+            return ()
+        return self._known.get(session, {}).get(index, ())
+
+    def note(self, session: Session, index: int, noted: Sequence[Begun], update: Beginning) -> None:
+        """The update of a group begins now, of these parameters."""
+        self._begun.setdefault(session, {})[index] = noted, update
+
+    def beginning(self, session: Session, index: int) -> Beginning | None:
+        """The update of a group that has been noted since the last step, if one has."""
+        _, update = self._begun.get(session, {}).get(index, (None, None))
+        return update
 
     def begin(self, optimizer: Any, session: Session, index: int) -> bool:
         """Begin the update of a settled group; whether it is this optimizer's, and nothing is waited for."""
-        entries = [e for e in self._known.get(session, {}).get(index, ()) if e[0].grad is not None]
-        if self.accumulating or not entries or not session.has_states_of(optimizer, [name for _, name, _ in entries]):
+        if index not in self._at_home.get(session, frozenset()):
+            return False
+        entries = [e for e in self._known[session][index] if e[0].grad is not None]
+        if self.accumulating or not entries or not session.keepers.has(optimizer, [name for _, name, _ in entries]):
             return False
         store = session.store
+        await_readers(entry[0] for entry in entries)
         store.updates.wait(index)
         with torch.no_grad():
             runs = group_runs(optimizer, session, index, [Task(optimizer, *entry) for entry in entries])
         job = job_of(optimizer, session, index, runs, NO_SCALE)
         update = HomeUpdate(job, label_of(session, index), store.home_marks(index))
         noted = [_noted(optimizer, *entry) for entry in entries]
-        self._begun.setdefault(session, {})[index] = noted, update  # before it begins: it may be interrupted
+        self.note(session, index, noted, _AtHome(session, index, update))  # before it begins: it may be interrupted
         store.updates.enter(index, update)
         return True
 
@@ -112,14 +147,16 @@ class BackwardUpdates:
         """The groups whose updates began in the backward, taken out of `chunked`; they count until `end`.
 
         Raises:
-            UnsupportedError: gradients or parameters were changed since. Nothing counts as begun any more.
+            UnsupportedError: gradients or parameters were changed since, or a gradient was used up by a step before.
+                Nothing counts as begun any more.
             OptionsError: hyper-parameters were.
+            StreamError: an update was interrupted.
         """
         try:
             for session, groups in self._begun.items():
                 by_group = chunked.setdefault(session, {})
                 for index, (noted, update) in list(groups.items()):
-                    if not session.store.updates.has(index, update):
+                    if not update.has_begun():
                         _take_back(optimizer, noted)
                         del groups[index]
                         continue
@@ -128,16 +165,22 @@ class BackwardUpdates:
                         _check_unchanged(optimizer, note, tasks.pop(id(note.parameter), None))
                     for task in tasks.values():
                         raise UnsupportedError(f"{task.name} got its gradient {_LATE}")
-        except (UnsupportedError, OptionsError):
-            self.end(optimizer)
+                    update.check()
+            for by_group in chunked.values():
+                for tasks_left in by_group.values():
+                    for task in tasks_left:
+                        if isinstance(task.parameter.grad, UsedGradient):
+                            raise used_up(task.name)
+        except (UnsupportedError, OptionsError, StreamError):
+            self.end()
             raise
         return {session: frozenset(groups) for session, groups in self._begun.items()}
 
-    def end(self, starter: Any) -> None:
+    def end(self) -> None:
         """What began in the backward is the optimizer's step's from now on: the next may begin."""
         self._begun.clear()
         for session in list(self._sessions):
-            session.early.stepped(starter)
+            session.early.stepped(self._starter)
 
 
 _LATE = (
@@ -146,19 +189,34 @@ _LATE = (
 )
 
 
-def _noted(optimizer: Any, parameter: torch.Tensor, name: str, group: Mapping[str, Any]) -> _Begun:
+@dataclass(frozen=True)
+class _AtHome:
+    """An update at home. One that fails says so where it is waited for."""
+
+    session: Session
+    index: int
+    update: HomeUpdate
+
+    def has_begun(self) -> bool:
+        return self.session.store.updates.has(self.index, self.update)
+
+    def check(self) -> None:
+        return
+
+
+def _noted(optimizer: Any, parameter: torch.Tensor, name: str, group: Mapping[str, Any]) -> Begun:
     assert parameter.grad is not None
     hyper = optimizer.hyper_now(group, parameter)
-    return _Begun(parameter, name, parameter.grad, parameter.grad._version, parameter._version, hyper)
+    return Begun(parameter, name, parameter.grad, parameter.grad._version, parameter._version, hyper)
 
 
-def _take_back(optimizer: Any, noted: Sequence[_Begun]) -> None:
+def _take_back(optimizer: Any, noted: Sequence[Begun]) -> None:
     """The update of these parameters was interrupted before it began: the step counted for it is still to come."""
     for note in noted:
         optimizer.states_of(note.parameter)["step"].sub_(1)
 
 
-def _check_unchanged(optimizer: Any, noted: _Begun, task: Task | None) -> None:
+def _check_unchanged(optimizer: Any, noted: Begun, task: Task | None) -> None:
     name, gradient = noted.name, noted.parameter.grad
     if task is None or gradient is not noted.gradient or gradient._version != noted.gradient_version:
         raise UnsupportedError(f"the gradient of {name} was changed {_LATE}")

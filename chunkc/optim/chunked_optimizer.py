@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,20 +19,23 @@ from torch.optim import Optimizer
 
 from chunkc.declared import declare_states, declared_states
 from chunkc.ir.errors import OptionsError
-from chunkc.ir.states import MASTER_LOW
 from chunkc.optim import doubts, on_device
+from chunkc.optim.backward_starter import BackwardStarter
 from chunkc.optim.backward_updates import BackwardUpdates
 from chunkc.optim.grad_scale import grad_scale_of, is_skipped, on_the_cpu
 from chunkc.optim.group_runs import Due
 from chunkc.optim.loading import LoadedState, checked_state_dict, load, prepared_to_load
+from chunkc.optim.over_ranks import as_saved
 from chunkc.optim.overlap_mode import NONE, OverlapMode
 from chunkc.optim.rule import Rule, Updater
-from chunkc.optim.split_masters import NotedContents, put_masters_together
+from chunkc.optim.split_masters import NotedContents, has_master
 from chunkc.optim.states import Dtypes, is_kept, made_on_tier
 from chunkc.optim.step import prepare_step, take_over_changes, update_chunks, update_in_place
 from chunkc.optim.update_on import DEVICE
 from chunkc.optim.updates_under_way import UpdatesUnderWay
-from chunkc.session import Session, all_entered, lay_out_states, sessions_of
+from chunkc.readers import await_readers
+from chunkc.runtime.parts import leaf_of, part_of
+from chunkc.session import all_entered, lay_out_states, sessions_of
 
 _UNSUPPORTED = ("amsgrad", "differentiable", "capturable")
 
@@ -46,7 +49,7 @@ class ChunkedOptimizer(Optimizer):
         overlap: what updates run beside, and where they happen.
         under_way, in_backward: updates that go on after a step, or begin before it.
         doubts: the steps of which only the device knows whether they happened.
-        contents: whose lower bits split masters are.
+        contents: whose masters are.
         grad_scale, found_inf: what `torch.amp.GradScaler.step` sets: gradients are divided by the one, and nothing
             changes, steps neither, where the other is not 0.
     """
@@ -81,15 +84,13 @@ class ChunkedOptimizer(Optimizer):
         """Nothing is under way, in doubt or noted yet."""
         self.overlap = overlap
         self.under_way = UpdatesUnderWay(overlap)
-        self.in_backward = BackwardUpdates(overlap, self.under_way)
+        self.in_backward = BackwardUpdates(overlap, self.under_way, BackwardStarter(self))
         self.doubts, self.contents = doubts.Doubts(), NotedContents()
         self._updaters: dict[tuple[torch.device, bool], Updater] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         self.doubts.settle(wait=True)
-        for parameter, state in self.state.items():
-            if MASTER_LOW in state:  # a copy takes lower bits as they are
-                self.contents.leave_out_stale(parameter, state[MASTER_LOW])
+        self.follow_written()  # a copy takes masters as they are
         own = {"rule": self.rule, "states": self.states, "overlap": self.overlap, "_made": True}
         return super().__getstate__() | own
 
@@ -100,7 +101,7 @@ class ChunkedOptimizer(Optimizer):
         undeclared = [p for p in self._parameters() if declared_states(p) is None]
         declare_states(undeclared, self.states, self.rule.num_stages, weakref.ref(self))
         for parameter, of_parameter in self.state.items():
-            if MASTER_LOW in of_parameter:
+            if has_master(of_parameter):
                 self.contents.loaded(parameter, changed=False)
 
     # --- what is asked of it while it steps ---
@@ -117,11 +118,11 @@ class ChunkedOptimizer(Optimizer):
 
     def states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """A parameter's states, without waiting for updates under way."""
-        return self.__dict__["state"][parameter]
+        return self.__dict__["state"][leaf_of(parameter)]
 
     def kept_states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """The same, of a parameter that may have none: nothing then."""
-        return self.__dict__["state"].get(parameter, {})
+        return self.__dict__["state"].get(leaf_of(parameter), {})
 
     def dtypes_of(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Dtypes:
         """The kinds of states that an update of a parameter of a group needs or finds, with their dtypes."""
@@ -152,9 +153,8 @@ class ChunkedOptimizer(Optimizer):
         Kernels see other tensors over the same memory, with version counters of their own. So it is said here that the
         parameter changes: code that saved it for a backward of its own is told by autograd.
         """
-        if MASTER_LOW in state:
-            self.contents.begin(parameter, state[MASTER_LOW])
-        torch.autograd.graph.increment_version(parameter)
+        self.contents.begin(parameter, state)
+        torch.autograd.graph.increment_version(leaf_of(parameter))
 
     def hyper_at(self, group: Mapping[str, Any], step: int) -> Any:
         """The hyper-parameters of one update.
@@ -172,8 +172,12 @@ class ChunkedOptimizer(Optimizer):
         return self.hyper_at(group, int(self.states_of(parameter)["step"]))
 
     def next_hyper(self, parameter: torch.Tensor, at: Callable[[int], Any]) -> Any:
-        """Count a step of a parameter and return its hyper-parameters; of a step in doubt, all that they may be."""
-        step = self.states_of(parameter)["step"].add_(1)
+        """Count a step of a parameter and return its hyper-parameters; of a step in doubt, all that they may be.
+
+        Allocates no tensor: in a backward, the compute tier may be full.
+        """
+        step = self.states_of(parameter)["step"]
+        step.fill_(int(step) + 1)
         return self.doubts.hyper(parameter, int(step), at)
 
     def updater(self, device: torch.device, *, by_triton: bool | None = None) -> Updater:
@@ -184,7 +188,7 @@ class ChunkedOptimizer(Optimizer):
         return self._updaters[device, by_triton]
 
     def _parameters(self) -> list[torch.Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+        return [part_of(parameter) for group in self.param_groups for parameter in group["params"]]
 
     def lay_out(self, parameters: Iterable[torch.Tensor]) -> None:
         """Make sure that chunks of these parameters have the states that this optimizer keeps.
@@ -226,6 +230,11 @@ class ChunkedOptimizer(Optimizer):
         """
         self.under_way.finish()
 
+    def follow_written(self) -> None:
+        """Masters of parameters that somebody has written to become what was written, as at the next update."""
+        for parameter, state in self.state.items():
+            self.contents.follow(parameter, state)
+
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
         """Inside, with `overlap="backward"` or `"both"`, no backward begins updates: more gradients will be added."""
@@ -240,14 +249,6 @@ class ChunkedOptimizer(Optimizer):
         if not set_to_none:
             self.under_way.finish()
         super().zero_grad(set_to_none)
-
-    def begin_update(self, session: Session, group: int) -> bool:
-        """Begin the update of a chunk group during the backward (see `chunkc.early`)."""
-        return self.in_backward.begin(self, session, group)
-
-    def begun_in(self, session: Session) -> Container[int]:
-        """Chunk groups whose updates have begun in the backward (see `chunkc.early`)."""
-        return self.in_backward.begun_in(session)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in `torch.optim`; one that is refused is not added.
@@ -269,11 +270,11 @@ class ChunkedOptimizer(Optimizer):
         if self._made:
             try:
                 if not self.follow(self.param_groups):
-                    self._lay_out_states(self.param_groups[-1]["params"])
+                    self._lay_out_states([part_of(p) for p in self.param_groups[-1]["params"]])
             except OptionsError:
                 self.param_groups.pop()
                 raise
-        self.in_backward.forget(self)
+        self.in_backward.forget()
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse values of a parameter group that are out of range.
@@ -296,7 +297,8 @@ class ChunkedOptimizer(Optimizer):
         the result lives. All else is not copied. Waits for a device that still knows alone which steps were skipped.
         """
         self.doubts.settle(wait=True)
-        handle = self.register_state_dict_post_hook(partial(put_masters_together, self.contents), prepend=True)
+        self.follow_written()
+        handle = self.register_state_dict_post_hook(partial(as_saved, self.contents), prepend=True)
         try:
             return super().state_dict()
         finally:
@@ -324,7 +326,7 @@ class ChunkedOptimizer(Optimizer):
         def load_all(_: Any) -> None:
             with torch.no_grad():
                 for loaded in found:
-                    self.__dict__["state"][loaded.parameter] = load(self, loaded)
+                    self.__dict__["state"][leaf_of(loaded.parameter)] = load(self, loaded)
 
         hooks = [
             self.register_load_state_dict_pre_hook(take),
@@ -359,6 +361,7 @@ class ChunkedOptimizer(Optimizer):
         return loss
 
     def _step(self) -> None:
+        await_readers(self._parameters())
         self.follow(self.param_groups)
         take_over_changes(self._parameters())
         scale, must_know = grad_scale_of(self), self.rule.must_know_steps
@@ -369,7 +372,7 @@ class ChunkedOptimizer(Optimizer):
         if is_skipped(scale):
             return
         due, prepared = prepare_step(self)
-        self.in_backward.end(self)
+        self.in_backward.end()
         if any(of_session.at_home for of_session in prepared):
             self.doubts.settle(wait=True)  # the CPU is about to wait for this step's gradients anyway
         for updater in self._updaters.values():

@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 import torch
 
-from chunkc.ir.chunks import chunk_name
+from chunkc.ir.chunks import Chunk
 from chunkc.ir.states import MASTER, is_scale, num_entries
 from chunkc.optim.memory import aliased_by_gradients, check_in_place, check_strided
 from chunkc.optim.states import Dtypes, initialise
+from chunkc.runtime.parts import part_of
 from chunkc.session import Session, managing
 
 
@@ -72,7 +73,7 @@ def due_of(optimizer: Any) -> Due:
     """
     due = Due({}, [], [], [])
     for index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
+        for parameter in map(part_of, group["params"]):
             if parameter.grad is None:
                 continue
             check_strided(optimizer, parameter, parameter.grad)
@@ -88,7 +89,9 @@ def due_of(optimizer: Any) -> Due:
             by_group.setdefault(session.store.group_index(name), []).append(task)
     aliased = set(map(id, aliased_by_gradients(optimizer, due.changing)))
     if aliased:
-        due.aliased.extend((p, group) for group in optimizer.param_groups for p in group["params"] if id(p) in aliased)
+        due.aliased.extend(
+            (p, group) for group in optimizer.param_groups for p in map(part_of, group["params"]) if id(p) in aliased
+        )
     return due
 
 
@@ -101,7 +104,7 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool
     chunk_group = store.layout.groups[index]
     kinds = chunk_group.state_kinds
     quantised = any(map(is_scale, kinds))
-    zeros = {kind for kind in kinds if store.arena.is_zero(chunk_name(kind, index))}
+    zeros = {kind for kind in kinds if store.arena.is_zero(Chunk(kind, index))}
     hypers: dict[str, Any] = {}
     for task in tasks:
         state = task.optimizer.states_of(task.parameter)
@@ -145,6 +148,6 @@ def flat_home(session: Session, index: int) -> dict[str, torch.Tensor]:
     """All that an update of a group needs, as flat tensors over home memory."""
     arena, group = session.store.arena, session.store.layout.groups[index]
     return {
-        kind: arena.host_view(chunk_name(kind, index), group.kind_dtype(kind), num_entries(kind, group.numel))
+        kind: arena.host_view(Chunk(kind, index), group.kind_dtype(kind), num_entries(kind, group.numel))
         for kind in group.update_kinds
     }

@@ -50,6 +50,8 @@ class LambUpdater(Updater):
 
     def of_tensors(self, tensors: Iterable[Staying], scale: GradScale) -> None:
         staying = list(tensors)
+        if not staying:
+            return
         ranges = rows_apart([t.place.first_element for t in staying], [t.parameter.numel() for t in staying])
         runs = [(*where, tensor.hyper) for where, tensor in zip(ranges, staying, strict=True)]
         lamb = GroupLamb(self, runs, ranges, scale)

@@ -12,9 +12,12 @@ from chunkc.ir.errors import OptionsError
 from chunkc.ir.states import MASTER, MASTER_LOW, is_scale, num_entries, scale_of
 from chunkc.ir.strides import dense_strides, is_dense, overlaps_itself
 from chunkc.optim.memory import title_of
+from chunkc.optim.over_ranks import of_this_rank
 from chunkc.optim.split_masters import load as load_master
 from chunkc.optim.states import converted, empty_state, names_at_home
 from chunkc.optim.values import plain, shown
+from chunkc.readers import await_readers
+from chunkc.runtime.parts import part_of
 from chunkc.session import managing
 
 if TYPE_CHECKING:
@@ -43,7 +46,7 @@ def checked_state_dict(optimizer: ChunkedOptimizer, state_dict: Mapping[str, Any
     """
     groups = _checked_groups(optimizer, state_dict["param_groups"])
     ids = [number for group in groups for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [part_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     states = state_dict["state"]
     unknown = [number for number in states if number not in set(ids)]
     if unknown:
@@ -62,14 +65,15 @@ def prepared_to_load(
         HomeError: there is no room.
     """
     parameters = [loaded.parameter for loaded in found]
+    await_readers(parameters)
     optimizer.follow(groups)
     optimizer.lay_out(parameters)
     optimizer.doubts.settle(wait=True)
     optimizer.under_way.finish()
     for (session, group), names in names_at_home(parameters).items():
-        session.keep_states_of(optimizer, group, names)
+        session.keepers.keep(optimizer, group, names)
         session.store.reserve_states(group)
-    optimizer.in_backward.forget(optimizer)
+    optimizer.in_backward.forget()
     places = {
         state[kind].data_ptr(): (parameter, kind)
         for parameter, state in optimizer.state.items()
@@ -101,10 +105,12 @@ def load(optimizer: ChunkedOptimizer, loaded: LoadedState) -> dict[str, Any]:
             state[kind].copy_(source)
         else:
             session, name = home
-            session.store.fill(kind, name, state[kind], source)
+            session.store.write(kind, name, source)
     if MASTER_LOW in dtypes:
         state[MASTER_LOW] = room(MASTER_LOW)
         load_master(optimizer.contents, loaded.tensors.get(MASTER), parameter, state[MASTER_LOW])
+    elif MASTER in dtypes:
+        optimizer.contents.loaded(parameter, changed=False)
     return state
 
 
@@ -172,7 +178,7 @@ def _checked_state(optimizer: ChunkedOptimizer, parameter: torch.Tensor, loaded:
         raise OptionsError(f"step is {shown(loaded['step'])}; allowed: a whole number of at least 0")
     if overlaps_itself(parameter):
         raise OptionsError("several elements of the parameter are one place in memory")
-    tensors = {kind: value for kind, value in loaded.items() if kind != "step"}
+    tensors = {kind: of_this_rank(value, parameter) for kind, value in loaded.items() if kind != "step"}
     for kind, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             raise OptionsError(f"{kind} is {shown(value)}; allowed: a tensor")

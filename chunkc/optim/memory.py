@@ -11,6 +11,7 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.states import is_scale
 from chunkc.ir.strides import is_dense, overlaps_itself, share_memory, span_of
 from chunkc.kernels.hyper import GRAD_DTYPES
+from chunkc.runtime.used_gradients import gradient_of
 from chunkc.session import owner
 
 
@@ -78,6 +79,7 @@ def aliased_by_gradients(optimizer: Any, parameters: Sequence[torch.Tensor]) -> 
     Raises:
         UnsupportedError: a gradient has only a part of a parameter's memory, or that of another parameter.
     """
+    parameters = [parameter for parameter in parameters if gradient_of(parameter) is not None]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not _meet(map(span_of, parameters), map(span_of, gradients)):
         return []

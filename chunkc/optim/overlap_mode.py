@@ -1,4 +1,4 @@
-"""When an optimizer's updates by the CPU may run: the argument `overlap`, beside `update_on`."""
+"""When an optimizer's updates may run: the argument `overlap`, beside `update_on`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OverlapMode:
         update_on: where the optimizer updates chunks.
 
     Raises:
-        OptionsError: there is no such mode or place, or nothing is updated by the CPU that could overlap.
+        OptionsError: there is no such mode or place, or nothing is updated by the CPU that could go on after `step()`.
     """
 
     mode: str = NONE
@@ -31,8 +31,11 @@ class OverlapMode:
             if value not in allowed:
                 words = ", ".join(f'"{word}"' for word in allowed)
                 raise OptionsError(f"{name} is {value!r}; allowed: {words}")
-        if self.mode != NONE and self.update_on == DEVICE:
-            raise OptionsError(f'overlap={self.mode!r} is for updates by the CPU: use update_on="{CPU}" or "auto"')
+        if self.beside_forward and self.update_on == DEVICE:
+            raise OptionsError(
+                f'overlap={self.mode!r} is for updates by the CPU: use update_on="{CPU}" or "auto", or '
+                f'overlap="{BACKWARD}"'
+            )
 
     @property
     def beside_forward(self) -> bool:

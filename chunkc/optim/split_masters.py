@@ -1,19 +1,21 @@
-"""Split masters outside the kernels: whose lower bits they are, and states as fp32 masters for those who save them.
+"""Masters outside the kernels: whose they are, and split ones as fp32 masters for those who save them.
 
-The lower bits of a master mean something beside the parameter that the same update wrote, and nowhere else. So an
-optimizer notes which contents of a parameter they belong to. Whoever writes to a parameter (`load_state_dict`,
-`torch.nn.init`, `clamp_`) writes its master: the next update leaves stale lower bits out. Writes through `p.data` are
-the exception: PyTorch's version counters do not see them, and lower bits stay; they are less than half a place of what
-was written, and the rounded master is what was written.
+A master means something beside the parameter that the same update wrote, and nowhere else. So an optimizer notes which
+contents of a parameter it belongs to. Whoever writes to a parameter (`load_state_dict`, `torch.nn.init`, `clamp_`)
+writes its master: the next update leaves stale lower bits of a split one out, and in an fp32 master replaces the
+elements that do not round to the parameter's. Writes through `p.data` are the exception: PyTorch's version counters do
+not see them. Lower bits stay then; they are less than half a place of what was written, and the rounded master is what
+was written. An fp32 master stays as well, and the next update writes the parameter anew from it.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -23,6 +25,7 @@ from chunkc.ir.strides import dense_strides
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.kernels.split import join_master, split_master
 from chunkc.optim.states import flat, flat_like, put_back, tensor_of
+from chunkc.runtime.parts import part_of
 
 _PIECE_NUM_ELEMENTS = 1 << 16
 """Elements that are converted at a time: temporary tensors are of the compute tier."""
@@ -40,10 +43,10 @@ class _Contents:
 
 
 class NotedContents:
-    """Which contents of each parameter the lower bits of its master belong to.
+    """Which contents of each parameter its master belongs to.
 
-    A parameter that is not known is taken as it is. A copy knows none: whose optimizer is copied, leaves out what is
-    stale first, and notes what parameters contain in the copy.
+    A parameter that is not known is taken as it is. A copy knows none: whose optimizer is copied, lets masters follow
+    their parameters first, and notes what parameters contain in the copy.
     """
 
     def __init__(self) -> None:
@@ -53,33 +56,63 @@ class NotedContents:
         return NotedContents, ()
 
     def belong(self, parameter: torch.Tensor) -> bool:
-        """Whether the lower bits are of what the parameter contains now."""
+        """Whether the master is of what the parameter contains now."""
         noted = self._contents.get(parameter)
         if noted is None or noted.version == parameter._version:
             return True
         return noted.checksum is not None and noted.checksum == checksum(parameter)
 
-    def leave_out_stale(self, parameter: torch.Tensor, lower: torch.Tensor) -> None:
-        """Lower bits of other contents are left out of the parameter's master."""
-        if not self.belong(parameter):
-            with torch.no_grad():
-                lower.zero_()
-            self._contents[parameter] = _Contents(parameter._version)
+    def follow(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """The parameter's master, if its states have one, becomes that of what was written to the parameter."""
+        if not has_master(state) or self.belong(parameter):
+            return
+        with torch.no_grad():
+            if MASTER_LOW in state:
+                state[MASTER_LOW].zero_()
+            else:
+                replace_written(parameter.detach(), state[MASTER])
+        self._contents[parameter] = _Contents(parameter._version)
 
-    def begin(self, parameter: torch.Tensor, lower: torch.Tensor) -> None:
-        """An update of the parameter begins, with lower bits of what it contains."""
-        self.leave_out_stale(parameter, lower)
-        self._contents[parameter] = _Contents(None)
+    def begin(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """An update of the parameter begins, with a master of what it contains."""
+        self.follow(parameter, state)
+        if has_master(state):
+            self._contents[parameter] = _Contents(None)
 
     def end(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The updates that began are done, of these parameters: lower bits and contents belong together."""
+        """The updates that began are done, of these parameters: masters and contents belong together."""
         for parameter in parameters:
             if parameter in self._contents:
                 self._contents[parameter] = _Contents(parameter._version)
 
     def loaded(self, parameter: torch.Tensor, *, changed: bool) -> None:
-        """Lower bits were loaded. If that `changed` the parameter, its own values may still be loaded after them."""
+        """A master was loaded. If that `changed` the parameter, its own values may still be loaded after it."""
         self._contents[parameter] = _Contents(parameter._version, checksum(parameter) if changed else None)
+
+
+def has_master(state: Mapping[str, Any]) -> bool:
+    """Whether a parameter's states hold a master, split or not."""
+    return MASTER in state or MASTER_LOW in state
+
+
+def replace_written(param: torch.Tensor, master: torch.Tensor) -> None:
+    """Where elements of an fp32 master do not round to those of a 16-bit parameter, they become these.
+
+    On the CPU, nothing is taken of the compute tier's memory, unless the parameter is not dense.
+
+    Args:
+        param: of any strides.
+        master: of its shape, dense in its order.
+    """
+    flat_param, flat_master = flat_like(param, param), flat(master)
+    for piece in _pieces(param.numel()):
+        narrow, wide = flat_param[piece].cpu(), flat_master[piece].cpu()
+        rounded = host_empty(narrow.shape, narrow.dtype).copy_(wide)
+        is_written = rounded.view(torch.int16).numpy() != narrow.view(torch.int16).numpy()
+        widened = host_empty(narrow.shape, torch.float32).copy_(narrow)
+        np.copyto(wide.numpy(), widened.numpy(), where=is_written)
+        if flat_master.device.type != "cpu":
+            flat_master[piece] = wide
 
 
 def checksum(parameter: torch.Tensor) -> int:
@@ -101,7 +134,7 @@ def load(noted: NotedContents, master: object, parameter: torch.Tensor, lower: t
 def put_masters_together(noted: NotedContents, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """A hook of `Optimizer.state_dict`: fp32 masters in place of their lower bits."""
     ids = [index for group in state_dict["param_groups"] for index in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [part_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in zip(ids, parameters, strict=True):
         state = state_dict["state"].get(index, {})
         if MASTER_LOW in state:

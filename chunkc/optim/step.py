@@ -16,11 +16,13 @@ from chunkc.ir.plan import Tile
 from chunkc.kernels.formats import GradScale
 from chunkc.optim.grad_scale import is_skipped, on_the_cpu
 from chunkc.optim.group_runs import Due, Task, due_of, flat_home, runs_of
+from chunkc.optim.over_ranks import check_over_ranks
 from chunkc.optim.overlap_mode import NONE
 from chunkc.optim.rule import Runs, Staying
 from chunkc.optim.update import PreparedUpdate, ResidentsLeft, prepare_updates
 from chunkc.optim.update_on import groups_at_home
-from chunkc.reconcile import gradients_of_several, reconcile
+from chunkc.reconcile import gradients_left_to_autograd, reconcile
+from chunkc.runtime.parts import part_of
 from chunkc.session import Session, managing
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ def take_over_changes(parameters: Sequence[torch.Tensor]) -> None:
             names.setdefault(hit[0], []).append(hit[1])
     for session, of_session in names.items():
         reconcile(session, of_session)
-        gradients_of_several(session, of_session)
+        gradients_left_to_autograd(session, of_session)
 
 
 def prepare_step(optimizer: ChunkedOptimizer) -> tuple[Due, list[Prepared]]:
@@ -56,6 +58,7 @@ def prepare_step(optimizer: ChunkedOptimizer) -> tuple[Due, list[Prepared]]:
     Raises:
         BudgetError, HomeError, OptionsError, UnsupportedError: see `ChunkedOptimizer.step`.
     """
+    check_over_ranks(optimizer)
     while True:
         due = due_of(optimizer)
         begun = optimizer.in_backward.collect(optimizer, due.chunked)
@@ -77,10 +80,10 @@ def _prepare(
     optimizer.lay_out([task.parameter for tasks in by_group.values() for task in tasks])
     home = groups_at_home(session, sorted({*by_group, *begun}), optimizer.overlap.update_on, num_stages)
     if optimizer.overlap.beside_backward:
-        optimizer.in_backward.prepare(optimizer, session, home)
+        optimizer.in_backward.prepare(optimizer, session, begun.union(by_group), home)
     for index in sorted(by_group):
         session.store.updates.wait(index)
-        session.keep_states_of(optimizer, index, [task.name for task in by_group[index]])
+        session.keepers.keep(optimizer, index, [task.name for task in by_group[index]])
     for index in sorted(home - begun):
         session.store.reserve_states(index)
     in_slots = [index for index in by_group if index not in home]
@@ -150,7 +153,7 @@ def update_in_place(optimizer: ChunkedOptimizer, tasks: Sequence[tuple[torch.Ten
     """Update parameters that do not move, given with the index of their parameter group."""
     groups = optimizer.param_groups
     states = [optimizer.state_on_tier(parameter, groups[index]) for parameter, index in tasks]
-    numbers = {p: number for number, p in enumerate(p for group in groups for p in group["params"])}
+    numbers = {p: number for number, p in enumerate(part_of(p) for group in groups for p in group["params"])}
     known: dict[tuple[int, int], Any] = {}
 
     def hyper_at(index: int, step: int) -> Any:
@@ -162,6 +165,8 @@ def update_in_place(optimizer: ChunkedOptimizer, tasks: Sequence[tuple[torch.Ten
         for (parameter, index), state in zip(tasks, states, strict=True):
             if parameter.device == device:
                 hyper = optimizer.next_hyper(parameter, partial(hyper_at, index))
+                if parameter.numel() == 0:  # this rank's part of a parameter that has fewer rows than there are ranks
+                    continue
                 kinds = {kind: value for kind, value in state.items() if kind != "step"}
                 yield Staying(parameter, hyper, kinds, numbers[parameter])
 

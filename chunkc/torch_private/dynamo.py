@@ -10,8 +10,8 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import fx
-from torch._dynamo import compiled_autograd, config, convert_frame, eval_frame
+from torch import fx, nn
+from torch._dynamo import compiled_autograd, config, convert_frame, eval_frame, trace_rules
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import OptimizedModule, remove_from_cache
 from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnalysis, TorchDynamoException
@@ -44,6 +44,27 @@ def patched(**options: Any) -> AbstractContextManager[Any]:
 def in_compiled_autograd() -> bool:
     """Whether compiled autograd runs, or lets a backend compile, a backward now."""
     return compiled_autograd.in_compiled_autograd_region
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None
+
+
+def compile_in_place(module: nn.Module, **arguments: Any) -> None:
+    """`module.compile(...)`, also for classes of `torch.nn`, whose `forward` Dynamo skips where it is the outermost.
+
+    Such a module's call gets a function around it. Its code is its own, since Dynamo counts compilations by code.
+    """
+    if not trace_rules.check(type(module).forward):
+        module.compile(**arguments)
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace()
+    module._compiled_call_impl = torch.compile(call, **arguments)
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:

@@ -27,6 +27,11 @@ def current_graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
+def keeps_graph() -> bool:
+    """Whether the backward that this thread runs now keeps its graph (`retain_graph=True`)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def current_node() -> Node | None:
     """The node whose function this thread runs now."""
     return torch._C._current_autograd_node()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import LocalSource
 from torch._guards import TracingContext, detect_fake_mode, tracing
@@ -26,4 +29,14 @@ __all__ = [
     "disable_current_modes",
     "enable_python_dispatcher",
     "tracing",
+    "without_values",
 ]
+
+_T = TypeVar("_T", bound=torch.Tensor)
+
+
+def without_values(cls: type[_T], tensor: torch.Tensor) -> _T:
+    """A tensor of a subclass like another one, that has no memory."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,6 +55,11 @@ MIN_RECURSION_LIMIT = 2000
 def patched(options: Mapping[str, Any]) -> AbstractContextManager[Any]:
     """Inductor's options inside."""
     return config.patch(dict(options))
+
+
+def option(name: str) -> Any:
+    """What one of Inductor's options is now, such as "triton.cudagraphs"."""
+    return functools.reduce(getattr, name.split("."), config)
 
 
 def prepare_joint_graph(joint: fx.GraphModule, example_inputs: Sequence[Any]) -> None:

@@ -286,6 +286,9 @@ def _bound(c: Convolution, *, backward: bool) -> int:
     nbytes += c.num_threads * (1 << 20 if low else 64 << 10) + (c.num_threads * filters if backward else 0)
     if c.positions < MIN_POSITIONS:
         nbytes += 2 * filters  # as a matrix product, which packs its operands
+    if (backward or c.transposed) and not low and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        nbytes += blocked(c.input.shape) + blocked(c.result_shape) + filters  # reordered once more
+        nbytes += c.num_threads * (2 * filters + (64 << 10)) if backward else 0
     if max(c.dilation) > 1:  # each thread may unfold an image
         nbytes += c.num_threads * c.input.shape[1] * c.pixels * c.positions * itemsize
     if backward and c.strided:

@@ -45,6 +45,21 @@ def cuda_scratch_nbytes(
     return sum(map(rounded_nbytes, parts))
 
 
+def cuda_output_nbytes(
+    target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], outputs: object
+) -> dict[int, int]:
+    """Position among the returned tensors -> bytes of its storage on a CUDA device, where a fake tensor does not tell.
+    What is not on the device takes none."""
+    corrected = _OUTPUTS.get(target._schema.name)
+    found = {} if corrected is None else corrected(Call(target, args, kwargs, outputs))
+    return {position: rounded_nbytes(nbytes) for position, nbytes in found.items()}
+
+
+def corrects_cuda_outputs(target: torch._ops.OpOverload) -> bool:
+    """Whether `cuda_output_nbytes` may say something of `target`."""
+    return target._schema.name in _OUTPUTS
+
+
 def is_known_on_cuda(target: torch._ops.OpOverload) -> bool:
     """Whether somebody has said how much `target` takes; else `cuda_scratch_nbytes` is a guess."""
     return is_declared(target) or _rule(target) is not None
@@ -147,4 +162,10 @@ _RULES: dict[str, Rule] = {
     ),
     **_names(rules.cudnn_forward, "_scaled_dot_product_cudnn_attention"),
     **_names(rules.cudnn_backward, "_scaled_dot_product_cudnn_attention_backward"),
+}
+
+_OUTPUTS: dict[str, Callable[[Call], dict[int, int]]] = {
+    "aten::_scaled_dot_product_efficient_attention": rules.efficient_outputs,
+    "aten::col2im": rules.col2im_outputs,
+    "aten::uniform": rules.uniform_outputs,
 }

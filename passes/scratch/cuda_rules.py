@@ -24,6 +24,7 @@ CONVOLUTION_NBYTES = 1 << 30
 _SUMS = ("sum", "nansum", "mean", "norm", "linalg_vector_norm", "logsumexp", "mse_loss", "smooth_l1_loss", "huber_loss")
 _EXTREMES = ("amax", "amin", "all", "any")
 
+_FEW_INDICES = 3072
 _ROWS_MULTIPLE = 128
 _MIB = 1 << 20
 
@@ -85,15 +86,14 @@ def contiguous(call: Call) -> list[int]:
 
 
 def layer_norm_backward(call: Call) -> list[int]:
-    """`layer_norm_kernel.cu`: partial sums of gamma and beta: 64 rows of fp32, or, for more than 65,536 rows of
-    input, one row of the result's type for each 32 of them, up to 32,768 blocks of 32 columns in all, which a reduction
-    sums up."""
+    """`layer_norm_kernel.cu`: gamma and beta need partial sums only for more than 65,536 rows of input: one row of fp32
+    for each 32 of them, up to 32,768 blocks of 32 columns in all, which a reduction sums up."""
     width = max((tensor.numel() for tensor in call.outputs[1:]), default=0)
     num_rows = call.inputs[0].numel() // max(1, width)
-    rows, summing = 64, []
-    if num_rows > 65_536:
-        rows = max(rows, min(-(-num_rows // 32), 32_768 // -(-width // 32)))
-        summing = [*reduction_nbytes(width, rows, over_fastest=False, itemsize=4), 4 * width]
+    if num_rows <= 65_536:
+        return contiguous(call)
+    rows = max(64, min(-(-num_rows // 32), 32_768 // -(-width // 32)))
+    summing = [*reduction_nbytes(width, rows, over_fastest=False, itemsize=4), 4 * width]
     return [*contiguous(call), *(4 * rows * width for _ in range(2)), *summing]
 
 
@@ -117,15 +117,18 @@ def cudnn_batch_norm(call: Call) -> list[int]:
 
 
 def embedding_backward(call: Call) -> list[int]:
-    """`Embedding.cu`, `EmbeddingBackwardKernel.cu`: sorted indices with their origins, counts, and CUB's scratch;
-    sums in fp32 per part of a segment of equal indices: `max_partial_segment`, a tenth of the indices and as many
-    again as there can be segments."""
+    """`Embedding.cu`, `EmbeddingBackwardKernel.cu`: up to 3,072 indices, unless gradients are scaled, are added as they
+    come. More are sorted, with their origins; counts, and CUB's scratch; sums in fp32 per part of a segment of equal
+    indices: `max_partial_segment`, a tenth of the indices and as many again as there can be segments."""
     indices, grad = call.tensor("indices"), call.tensor("grad_output")
     num = indices.numel()
+    copies = [_nbytes(tensor) for tensor in (grad, indices) if not tensor.is_contiguous()]
+    if num <= _FEW_INDICES and not call.arguments.get("scale_grad_by_freq"):
+        return copies
     width = grad.shape[-1] if grad.dim() else 1
     num_segments = min(num, max((tensor.shape[0] for tensor in call.outputs), default=num))
     num_parts = num // 10 + num_segments
-    return [*_sorting(num), 8 * num_parts, 4 * num_parts * width, *contiguous(call)]
+    return [*_sorting(num), 8 * num_parts, 4 * num_parts * width, *copies]
 
 
 def _sorting(num: int) -> list[int]:
@@ -182,8 +185,10 @@ def permutation(call: Call) -> list[int]:
 
 
 def scan(call: Call) -> list[int]:
-    """`ScanUtils.cuh`: a contiguous copy, and CUB's scratch for one row."""
-    return [*contiguous(call), _MIB + max(tensor.numel() for tensor in call.inputs) // 8]
+    """`ScanUtils.cuh`: a contiguous copy; and of a single row, CUB's scratch."""
+    source, dim = call.inputs[0], call.arguments.get("dim", 0)
+    is_row = source.dim() == 0 or source.numel() == source.shape[dim]
+    return [*contiguous(call), *([_MIB + source.numel() // 8] if is_row else [])]
 
 
 def masked_scatter(call: Call) -> list[int]:
@@ -275,6 +280,21 @@ def efficient_backward(call: Call) -> list[int]:
     gradient = call.arguments.get("grad_out_", call.arguments.get("grad_out"))
     copy = [_nbytes(gradient)] if isinstance(gradient, Tensor) else []
     return [*sums, delta, *copy, *padded_bias(call), 64]
+
+
+def efficient_outputs(call: Call) -> dict[int, int]:
+    """`attention.cu`: seed and offset are on the CPU, unless a CUDA graph is captured."""
+    return {2: 0, 3: 0}
+
+
+def col2im_outputs(call: Call) -> dict[int, int]:
+    """`Col2Im.cu`: the result starts as large as the columns."""
+    return {0: max(_nbytes(call.inputs[0]), _nbytes(call.outputs[0]))}
+
+
+def uniform_outputs(call: Call) -> dict[int, int]:
+    """The result is dense, though its fake tensor has the strides of what it replaces."""
+    return {0: _nbytes(call.outputs[0])}
 
 
 def cudnn_forward(call: Call) -> list[int]:

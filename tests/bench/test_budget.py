@@ -22,6 +22,7 @@ from subject import Trainer
 from subject_process import DoesNotFit, OutOfMemory, SubjectFailed, TimedOut, Turn, Unavailable
 
 from chunkc.ir.hardware import CPU
+from chunkc.ir.links import host_links
 
 TINY = ModelChoice("tiny-1", 16, "float32")
 CONTEXT = Context(is_small=True, device="cpu", show=lambda *_: None)
@@ -92,8 +93,7 @@ def test_updates_are_shared_where_that_is_quickest():
     machine = replace(
         CPU,
         kind="cuda",
-        to_device_bytes_per_s=5e10,
-        to_home_bytes_per_s=5e10,
+        links=host_links(5e10, 5e10),
         both_links_bytes_per_s=None,
         cpu_update_bytes_per_s=1e11,
         bf16_flops_per_s=1e15,
@@ -103,6 +103,13 @@ def test_updates_are_shared_where_that_is_quickest():
     only_cpu = replace(machine, cpu_update_bytes_per_s=1e15)
     bound = least_step_time.lower_bound(sizes, model, 1, 1, only_cpu, "cuda")
     assert (bound.to_device_nbytes, bound.to_home_nbytes) == pytest.approx((4e9, 2e9), rel=1e-6)
+
+
+@pytest.mark.parametrize("budget_nbytes", [1, 2**26, 31 * 2**26, 2**31 + 17, 10**11 + 1])
+def test_a_limit_leaves_the_budget_that_it_was_made_for(budget_nbytes: int):
+    assert budget.plan_budget("cpu", budget.limit_for("cpu", budget_nbytes)) == budget_nbytes
+    planned_nbytes = budget.plan_budget("cuda", budget.limit_for("cuda", budget_nbytes))
+    assert 0 <= planned_nbytes - budget_nbytes <= 1
 
 
 def test_equal_losses_are_no_news():
@@ -200,7 +207,7 @@ def test_a_case_goes_on_without_those_that_fail(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(_FakeProcess, "wrong", {PLAIN: OutOfMemory("full"), TORCHAO: SubjectFailed("x\nbroke")})
     monkeypatch.setattr(_FakeProcess, "order", [])
     case = Case(TINY, 2, 1000)
-    size = replace(budget.SMALL, num_rounds=2)
+    size = budget.Size((case,), num_rounds=2, num_steps=2, codegen="eager")
     names = [CHUNKC, FSDP2, PLAIN, DEEPSPEED, TORCHAO]
     outcomes = budget.run_case(CONTEXT, case, size, names, Path(), Progress(CONTEXT.show, 9))
     notes = {outcome.system: outcome.note for outcome in outcomes}
@@ -222,7 +229,9 @@ def test_a_case_goes_on_without_those_that_fail(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_run_that_would_exhaust_the_ram_is_not_begun(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(budget, "available_ram_nbytes", lambda: 10**5)
-    outcomes = budget.run_case(CONTEXT, Case(TINY, 2, 1000), budget.SMALL, [CHUNKC], Path(), Progress(CONTEXT.show, 9))
+    case = Case(TINY, 2, 1000)
+    size = budget.Size((case,), num_rounds=1, num_steps=2)
+    outcomes = budget.run_case(CONTEXT, case, size, [CHUNKC], Path(), Progress(CONTEXT.show, 9))
     assert "GiB of RAM" in outcomes[0].note
     assert not outcomes[0].turns
 

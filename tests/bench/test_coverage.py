@@ -18,8 +18,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import coverage_models
 import coverage_subject
 import coverage_table
+from coverage_judge import Judge
 from coverage_models import NotBuilt, build
 from coverage_table import COLUMNS, DEFAULT_FAILS, FAILED, NOT_BUILT, REFUSED, TRAINED, Cell, Column
+
+import chunkc
+from chunkc.runtime import cpu_allocator
 
 # Not `import coverage`: there is a package of that name.
 import importlib.util  # isort: skip
@@ -147,8 +151,8 @@ def test_what_cannot_be_built_says_why() -> None:
 @pytest.mark.slow
 def test_a_cell_for_real() -> None:
     subject = build("transformers/gpt2/GPT2LMHeadModel")
-    coverage_subject.cpu_allocator.install()
-    judge = coverage_subject.Judge(subject)
+    cpu_allocator.install()
+    judge = Judge(subject)
     assert judge.cell(Column.named("eager/fp32")).outcome == TRAINED
     assert judge.cell(Column.named("eager/autocast-bf16")).outcome == TRAINED
 
@@ -157,10 +161,10 @@ def test_a_cell_for_real() -> None:
 def test_wrong_losses_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if chunkc's optimizer had another learning rate than PyTorch's."""
     subject = build("transformers/gpt2/GPT2LMHeadModel")
-    coverage_subject.cpu_allocator.install()
-    real = coverage_subject.chunkc.optim.AdamW
-    monkeypatch.setattr(coverage_subject.chunkc.optim, "AdamW", lambda p, lr, **more: real(p, lr=30 * lr, **more))
-    cell = coverage_subject.Judge(subject).cell(Column.named("eager/fp32"))
+    cpu_allocator.install()
+    real = chunkc.optim.AdamW
+    monkeypatch.setattr(chunkc.optim, "AdamW", lambda p, lr, **more: real(p, lr=30 * lr, **more))
+    cell = Judge(subject).cell(Column.named("eager/fp32"))
     assert isinstance(cell, Cell)
     assert cell.outcome == FAILED
     assert "losses" in cell.message

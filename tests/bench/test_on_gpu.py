@@ -23,6 +23,7 @@ def _run(out: Path, *arguments: str, **variables: str) -> tuple[subprocess.Compl
     return done, {words[0]: words[1:] for line in lines if (words := line.split())}
 
 
+@pytest.mark.second_tier
 @pytest.mark.timeout(300)
 def test_it_ends_in_time_with_a_table(tmp_path: Path):
     start_s = time.monotonic()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+import least_budget
 import prediction
 from rehearse import medians, rehearse
 from subject import phase_peaks
@@ -46,5 +47,6 @@ def test_a_rehearsal_compares_all_three(tmp_path: Path):
 
 def test_the_gpu_is_known_by_the_driver_s_name(monkeypatch: pytest.MonkeyPatch):
     found = {"gpu": "NVIDIA H200", "gpu_memory_nbytes": 140 << 30}
-    monkeypatch.setattr(prediction.machine, "hardware", lambda: found)
-    assert (prediction._gpu().name, prediction._gpu().device_memory_nbytes) == ("h200", 140 << 30)
+    monkeypatch.setattr(least_budget.machine, "hardware", lambda: found)
+    gpu = least_budget.hardware_here("cuda")
+    assert (gpu.name, gpu.device_memory_nbytes) == ("h200", 140 << 30)

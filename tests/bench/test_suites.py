@@ -43,3 +43,9 @@ def test_adam(tmp_path: Path):
         assert rows[CHUNKC]["difference from torch"] < 1e-6
         assert 0 < rows[CHUNKC]["of bound"] < 3
         assert max(row["of bound"] for name, row in rows.items() if name.startswith("bound")) <= 1
+
+
+@pytest.mark.second_tier
+def test_checkpoint(tmp_path: Path):
+    (section,) = rehearse("checkpoint", tmp_path)
+    assert all(row["to no saving"] > 0 for row in medians(section).values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ if _STARTUP not in sys.path:
     sys.path.append(_STARTUP)
 
 import cuda_in_ram  # noqa: E402
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # for tests that allocate without chunkc
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,25 +58,44 @@ class Trained:
 
 def train(
     shape: dict[str, int], dtype: torch.dtype, budget_nbytes: int, *, batch: int = 2, steps: int = 3,
-    codegen: str = "eager", home: str = "cpu", **optimizer_options: Any,
+    keep: bool = False, codegen: str = "eager", home: str = "cpu", disk_holds: str = "auto",
+    optimizer: Callable[..., Any] = chunkc.optim.AdamW, scaler: torch.amp.GradScaler | None = None,
+    clip: float | None = None, accumulate: int = 1, **optimizer_options: Any,
 ) -> Trained:  # fmt: skip
-    """Train a placed GPT; same seed, same weights and batches."""
+    """Train a placed GPT; same seed, same weights and batches.
+
+    Args:
+        keep: the caller keeps each loss during the update and the next forward, which plans allow for.
+        scaler: scales losses; with fp16, the first steps overflow.
+        clip: the largest norm of all gradients.
+        accumulate: backwards per step.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = chunkc.place(GPT(**shape).to(dtype), device="cuda", home=home)
+    model = chunkc.place(GPT(**shape).to(dtype), device="cuda", home=home, disk_holds=disk_holds)
     options = {"memory_budget": budget_nbytes, "codegen": codegen, "whole_graph": "never"}
     compiled = torch.compile(model, backend="chunkc", options=options)
-    optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-2, **optimizer_options)
+    update = optimizer(model.parameters(), lr=1e-2, **optimizer_options)
+    scaler = scaler or torch.amp.GradScaler("cuda", enabled=False)
     losses = []
-    for step in range(steps):
+    for step in range(steps * accumulate):
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(shape["vocab"], (batch, shape["sequence"]), generator=generator).to("cuda")
-        loss = compiled(tokens)
-        loss.backward()
+        is_last = (step + 1) % accumulate == 0
+        with nullcontext() if is_last else update.accumulating():
+            loss = compiled(tokens)
+            scaler.scale(loss).backward()
         losses.append(loss.detach().cpu().clone())
-        del loss
-        optimizer.step()
-        optimizer.zero_grad()
+        if not keep:
+            del loss
+        if not is_last:
+            continue
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scaler.step(update)
+        scaler.update()
+        update.zero_grad()
+    chunkc.synchronize(model)
     torch.cuda.synchronize()
     weights = tuple(p.detach().cpu().clone() for p in model.parameters())
     return Trained(tuple(losses), weights, chunkc.report(model))

@@ -25,7 +25,6 @@ def environment(*, arithmetic: bool = False, choices: str = "") -> dict[str, str
         "LD_PRELOAD": str(built / "libcuda.so.1"),
         "LD_LIBRARY_PATH": str(built),
         "TRITON_LIBCUDA_PATH": str(built),
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",  # there is no cuDNN
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONPATH": os.pathsep.join([startup, *(part for part in path if part and part != startup)]),

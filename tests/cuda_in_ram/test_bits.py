@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import cuda_in_ram
@@ -11,6 +13,7 @@ import pytest
 import torch
 from device_gpt import SMALL, Trained, smallest_budget, train
 
+import chunkc
 from chunkc.kernels import elementwise_triton
 
 pytestmark = pytest.mark.arithmetic
@@ -23,6 +26,12 @@ def large_blocks() -> Iterator[None]:
     """Triton's interpreter takes its time per block."""
     with mock.patch.object(elementwise_triton, "BLOCK", 1 << 16):
         yield
+
+
+@cache
+def smallest(dtype: torch.dtype) -> int:
+    """The smallest budget of the small shape."""
+    return smallest_budget(SMALL, dtype)
 
 
 def different(found: Trained, expected: Trained) -> list[str]:
@@ -40,7 +49,7 @@ def test_the_budget_changes_no_bit(dtype: torch.dtype, home: str, update_on: str
     where = home if home == "cpu" else f"disk:{tmp_path}"
     expected = train(SMALL, dtype, HUGE, update_on=update_on)
     assert expected.losses[-1] != expected.losses[0]
-    budget_nbytes = smallest_budget(SMALL, dtype)
+    budget_nbytes = smallest(dtype)
     for seed in (1, 2):
         with cuda_in_ram.choose(late=seed):
             waits = cuda_in_ram.num_waits()
@@ -48,6 +57,62 @@ def test_the_budget_changes_no_bit(dtype: torch.dtype, home: str, update_on: str
             assert cuda_in_ram.num_waits() > waits
         assert not different(found, expected)
         assert found.report.measured_peak_nbytes <= budget_nbytes
+
+
+TRAININGS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "updates beside the forward": (torch.bfloat16, {"update_on": "cpu", "overlap": "forward"}),
+    "updates beside the backward": (torch.bfloat16, {"update_on": "cpu", "overlap": "backward"}),
+    "updates beside both, accumulated": (torch.float32, {"update_on": "cpu", "overlap": "both", "accumulate": 2}),
+    "fp16, scaled": (torch.float16, {"init_scale": 2.0**22}),
+    "fp16, scaled, updated on the CPU": (torch.float16, {"init_scale": 2.0**22, "update_on": "cpu"}),
+    "clipped": (torch.bfloat16, {"clip": 0.1}),
+    "accumulated": (torch.float32, {"accumulate": 2}),
+    "8-bit moments": (torch.bfloat16, {"moments_dtype": "int8"}),
+    "rounded stochastically": (torch.bfloat16, {"stochastic_rounding": True}),
+    "SGD": (torch.float32, {"optimizer": chunkc.optim.SGD, "momentum": 0.9}),
+    "LAMB": (torch.float32, {"optimizer": chunkc.optim.LAMB}),
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_nor_does_it_with(name: str) -> None:
+    """Whatever else goes on in a step. Among the fp16 steps, one overflows and is skipped."""
+    dtype, options = TRAININGS[name]
+
+    def trained(budget_nbytes: int) -> Trained:
+        options_left = dict(options)
+        scale = options_left.pop("init_scale", None)
+        scaler = None if scale is None else torch.amp.GradScaler("cuda", init_scale=scale)
+        found = train(SMALL, dtype, budget_nbytes, scaler=scaler, **options_left)
+        assert scaler is None or scaler.get_scale() < scale, "no step was skipped"
+        return found
+
+    expected = trained(HUGE)
+    assert expected.losses[-1] != expected.losses[0]
+    budget_nbytes = smallest(dtype)
+    for _ in range(4):  # some updates need more than a step: LAMB's, those beside both
+        try:
+            with cuda_in_ram.choose(late=3):
+                found = trained(budget_nbytes)
+            break
+        except chunkc.BudgetError as error:
+            budget_nbytes = error.minimum_nbytes
+    assert not different(found, expected)
+    assert found.report.measured_peak_nbytes <= budget_nbytes
+    assert found.report.num_resident_chunks < found.report.num_chunks
+
+
+def test_a_disk_that_holds_everything_is_read_in_place(tmp_path: Path) -> None:
+    expected = train(SMALL, torch.float32, HUGE)
+    with cuda_in_ram.choose(attribute_88=1, late=1):
+        found = train(
+            SMALL,
+            torch.float32,
+            smallest(torch.float32),
+            home=f"disk:{tmp_path}",
+            disk_holds="everything",
+        )
+    assert not different(found, expected)
 
 
 @pytest.mark.slow

@@ -18,12 +18,13 @@ HUGE = 1 << 34
 HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 
 
-def on_a_device(choices: str, script: str) -> str:
-    """What a script prints, in a process of its own on a device of these choices."""
+def on_a_device(choices: str, script: str, **variables: str) -> str:
+    """What a script prints, in a process of its own on a device of these choices, with these environment variables."""
     here = Path(__file__).parent
     command = [sys.executable, str(here / "run.py"), "--set", choices, sys.executable, "-c", script]
     paths = os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths}
+    kept = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    environment = {**kept, "PYTHONPATH": paths, **variables}
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert found.returncode == 0, found.stderr[-3000:]
     return found.stdout
@@ -47,6 +48,20 @@ except chunkc.UnsupportedError as error:
     print("refused:", error)
 """
     assert "addresses of its own" in on_a_device(f"attribute.{HOST_POINTERS}=0", script)
+
+
+def test_a_device_that_torch_was_not_built_for_is_refused() -> None:
+    script = """
+import torch, chunkc
+assert "sm_70" not in torch.cuda.get_arch_list(), "a build of torch that has Volta: choose another device"
+try:
+    chunkc.place(torch.nn.Linear(512, 512), device="cuda")
+except chunkc.UnsupportedError as error:
+    print("refused:", error)
+"""
+    found = on_a_device("capability=70", script)
+    assert "Tesla V100-SXM2-32GB has compute capability 7.0" in found
+    assert "CUDA 12.6" in found
 
 
 def test_memory_that_cannot_be_pinned_is_an_error_that_says_how_much() -> None:
@@ -102,3 +117,32 @@ print(session_of(linear).budget_nbytes / total)
     tests = str(Path(__file__).parents[1])
     found = on_a_device("memory=0x40000000", f"import sys; sys.path.append({tests!r}); import conftest\n{script}")
     assert 0.85 < float(found) < 0.9, "256 MiB of 1 GiB would be missing"
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, "True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False", "PYTORCH_ALLOC_CONF": ""}, "False"),
+    ],
+    ids=["nothing", "older name"],
+)
+def test_the_allocator_splits_exactly_unless_the_user_has_decided_otherwise(
+    config: dict[str, str], expected: str
+) -> None:
+    script = """
+import chunkc, torch
+from device_gpt import SMALL, train
+train(SMALL, torch.float32, 1 << 34, steps=1)
+print({segment["is_expandable"] for segment in torch.cuda.memory_snapshot()})
+"""
+    assert on_a_device("", script, **config).strip() == f"{{{expected}}}"
+
+
+def test_what_the_allocator_had_to_try_again_is_reported() -> None:
+    assert train(SMALL, torch.float32, HUGE).report.num_allocator_retries == 0
+    torch.cuda.empty_cache()
+    with cuda_in_ram.choose(fail_malloc=1):
+        report = train(SMALL, torch.float32, HUGE).report
+    assert report.num_allocator_retries == 1
+    assert "allocator retries  1" in str(report)

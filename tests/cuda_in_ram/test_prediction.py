@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from device_gpt import MEDIUM, smallest_budget, train
 
-from chunkc.passes.cuda_memory import rounded_nbytes, workspaces_nbytes
+import chunkc
+from chunkc.machines.devices import TABLES_NBYTES
+from chunkc.passes.cuda_memory import rounded_nbytes
 from chunkc.passes.scratch.cuda_reduction import reduces_fastest, reduction_nbytes
-from chunkc.runtime.gpu import largest_nbytes, reset_largest_nbytes
 
-CUBLAS_HANDLES_NBYTES = workspaces_nbytes((9, 0), os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
 
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_no_call_takes_more_than_predicted(dtype: torch.dtype, codegen: str) -> None:
-    """The minimum, where every byte counts. What is predicted too much is workspaces and bounds of operators."""
-    budget_nbytes = smallest_budget(MEDIUM, dtype, batch=4, codegen=codegen)
-    device = torch.device("cuda", 0)
-    reset_largest_nbytes(device)
-    report = train(MEDIUM, dtype, budget_nbytes, batch=4, steps=2, codegen=codegen).report
-    # The moments' meter resets torch's peak, and keeps the largest: benchmarks check the promise by it.
-    assert largest_nbytes(device) >= report.measured_peak_nbytes > torch.cuda.max_memory_allocated()
-    assert report.moments
-    over = [(label, measured - predicted) for label, predicted, measured in report.moments if measured > predicted]
-    assert not over, over
-    assert report.measured_peak_nbytes <= report.predicted_peak_nbytes <= budget_nbytes
-    unused_nbytes = report.predicted_peak_nbytes - report.measured_peak_nbytes
-    print(f"\npredicted {report.predicted_peak_nbytes:,}, measured {report.measured_peak_nbytes:,}")
-    assert unused_nbytes < 0.25 * CUBLAS_HANDLES_NBYTES + (0.02 if codegen == "eager" else 0.1) * budget_nbytes
+def unused_nbytes(report: chunkc.Report) -> dict[str, int]:
+    """By moment, what was predicted and not taken."""
+    found = {label: predicted - measured for label, predicted, measured in report.moments if measured is not None}
+    assert len(found) == len(report.moments) > 0
+    return found
+
+
+@DTYPES
+def test_eager_code_takes_what_was_predicted_to_the_byte(dtype: torch.dtype) -> None:
+    """At every moment, with the smallest budget: but for the same bytes at each, what is left of the tables' room."""
+    budget_nbytes = smallest_budget(MEDIUM, dtype, batch=4)
+    report = train(MEDIUM, dtype, budget_nbytes, batch=4, keep=True).report
+    (left_nbytes,) = set(unused_nbytes(report).values())
+    assert 0 < left_nbytes <= TABLES_NBYTES
+    assert report.predicted_peak_nbytes <= budget_nbytes
+
+
+@DTYPES
+def test_inductor_s_code_takes_hardly_less(dtype: torch.dtype) -> None:
+    """At each moment within a thousandth. In fp32, attention's seeds are counted, which are on the CPU."""
+    budget_nbytes = smallest_budget(MEDIUM, dtype, batch=4, codegen="inductor")
+    report = train(MEDIUM, dtype, budget_nbytes, batch=4, keep=True, codegen="inductor").report
+    unused = unused_nbytes(report).values()
+    assert 0 < min(unused) <= TABLES_NBYTES
+    assert max(unused) - min(unused) < 0.001 * budget_nbytes
+    assert report.predicted_peak_nbytes <= budget_nbytes
 
 
 SHAPES = [

@@ -166,10 +166,13 @@ WAYS: dict[str, tuple[type[nn.Module], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-RARE = ("evaluated with dropout", "nested", "recomputed")
+RARE = ("evaluated with dropout", "nested", "recomputed", "evaluated")
+"""That others have in part: sizes change and blocks are recomputed in "recomputed, reentrant"."""
+
+TIERS = dict.fromkeys(WAYS, pytest.mark.second_tier) | dict.fromkeys(RARE, pytest.mark.slow) | {"decorated": ()}
 
 
-@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow) if w in RARE else w for w in WAYS])
+@pytest.mark.parametrize("way", [pytest.param(way, marks=marks) for way, marks in TIERS.items()])
 def test_eager_segments_train_what_pytorch_does(way: str) -> None:
     """Eager segments draw as eager PyTorch does, so the losses are its, but for the order of sums."""
     kind, arguments, how = WAYS[way]
@@ -197,6 +200,7 @@ class Layers(nn.Module):
         return self.block(x).float().square().mean()
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("whole_graph", [pytest.param("auto", marks=pytest.mark.slow), "never"])
 def test_inductor_trains_a_block_with_dropout_in_a_region(whole_graph: str) -> None:
     model, call = compiled(HUGE, "inductor", Layers, options={"whole_graph": whole_graph})

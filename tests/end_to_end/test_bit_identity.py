@@ -17,8 +17,12 @@ from harness import (
 from zoo import CASES, PLAIN, TRANSFORMERS
 
 BUDGETS = {"fits": HUGE, "60%": 60, "30%": 30, "minimum": 0}
-QUICK_INDUCTOR = {("gpt2", "cpu")}
-QUICK_DISK = {"gpt2", "t5", "mixtral"}
+SECOND_TIER = {
+    *(("gpt2", "cpu", "eager", budget) for budget in ("30%", "minimum")),
+    *((name, "cpu", "eager", "minimum") for name in ("bert_dropout", "llama_tied", "t5", "mixtral", "vit")),
+    ("gpt2", "cpu", "inductor", "30%"),
+    ("t5", "disk", "eager", "minimum"),
+}
 
 
 def _nbytes(budget: str, name: str, home: str, codegen: str) -> int:
@@ -30,16 +34,8 @@ def _nbytes(budget: str, name: str, home: str, codegen: str) -> int:
 
 def _matrix() -> list:
     """Every transformers model, home, codegen and budget; all but a few are slow."""
-    rows = []
-    for name, home, codegen, budget in product(TRANSFORMERS, ("cpu", "disk"), ("eager", "inductor"), BUDGETS):
-        if codegen == "inductor":
-            is_quick = (name, home) in QUICK_INDUCTOR and budget == "30%"
-        elif home == "disk":
-            is_quick = name in QUICK_DISK and budget == "minimum"
-        else:
-            is_quick = budget == "minimum" or name == "gpt2" or (name == "mixtral" and budget == "30%")
-        rows.append(pytest.param(name, home, codegen, budget, marks=[pytest.mark.slow] * (not is_quick)))
-    return rows
+    rows = product(TRANSFORMERS, ("cpu", "disk"), ("eager", "inductor"), BUDGETS)
+    return [pytest.param(*row, marks=[pytest.mark.slow] * (row not in SECOND_TIER)) for row in rows]
 
 
 @pytest.mark.second_tier
@@ -71,7 +67,7 @@ def test_plain_modules_train_to_the_same_bits(name: str, budget: str) -> None:
         assert result.predicted_peak_nbytes <= nbytes
 
 
-@pytest.mark.parametrize("name", ["gpt2", "byte_gpt", "big_embedding"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.second_tier), "byte_gpt", "big_embedding"])
 def test_small_budgets_are_small(name: str) -> None:
     """The other tests mean something: the minimum is well below what everything takes."""
     assert minimum_nbytes(name) < 0.7 * everything_fits(name).predicted_peak_nbytes
@@ -89,7 +85,9 @@ def test_a_budget_is_repeatable(name: str) -> None:
     assert differences(first.losses, other.losses)
 
 
-@pytest.mark.parametrize("chunk_size", ["8KiB", "64KiB", "1MiB"])
+@pytest.mark.parametrize(
+    "chunk_size", ["8KiB", *(pytest.param(size, marks=pytest.mark.second_tier) for size in ("64KiB", "1MiB"))]
+)
 def test_every_chunk_size_trains_to_the_same_bits(chunk_size: str) -> None:
     """With segments that run node by node, the chunk size does not matter to the arithmetic either."""
     case = CASES["byte_gpt"]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from coverage_judge import Judge
 from coverage_models import DOZEN, build
-from coverage_subject import Judge
 from coverage_table import PLAIN_FAILS, TRAINED, Column
 
 from chunkc.runtime import cpu_allocator

@@ -16,7 +16,7 @@ from harness import adamw, compile_case, differences, gradients, weights
 from torch import nn
 
 import chunkc
-from chunkc.runtime.streams import Event
+from chunkc.runtime.streams import JobMark
 
 pytestmark = [
     pytest.mark.timeout(90),  # a hang is a failure
@@ -36,7 +36,7 @@ def once(at: int, real: Callable[..., Any], fault: Callable[..., Any]) -> Callab
     return call
 
 
-def _die(event: Event, *args: Any) -> None:
+def _die(event: JobMark, *args: Any) -> None:
     """The worker thread ends in the middle of a copy, without a word: its job is never finished."""
     raise SystemExit
 
@@ -48,7 +48,7 @@ def _input_output_error(*args: Any) -> int:
 def break_copy(patch: pytest.MonkeyPatch, fault: str, at: int) -> None:
     """Let one copy of those to come fail."""
     if fault == "thread":
-        patch.setattr(Event, "_run", once(at, Event._run, _die))
+        patch.setattr(JobMark, "_run", once(at, JobMark._run, _die))
     else:
         patch.setattr(os, fault, once(at, getattr(os, fault), _input_output_error))
 

@@ -61,7 +61,9 @@ def train(codegen: str, budget_nbytes: int, *, keeping: bool) -> tuple[list[tupl
         optimizer.zero_grad()
         session = session_of(model)
         peak_nbytes = cpu_allocator.peak_nbytes() - foreign_nbytes
-        steps.append((peak_nbytes, len(session.store.resident), len(session.records["forward"].measurement.peaks)))
+        steps.append(
+            (peak_nbytes, len(session.store.resident), len(session.records.latest["forward"].measurement.peaks))
+        )
         results.append(loss.item())
         if keeping:
             kept.append(rows.detach())

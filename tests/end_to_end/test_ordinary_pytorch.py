@@ -203,7 +203,7 @@ def test_backward_twice_with_retain_graph_accumulates() -> None:
         loss.backward()
         return [once, gradients(model)]
 
-    once, twice = run_three_ways(script)
+    once, twice = run_three_ways(script, room=1.4)  # autograd keeps what was saved
     assert not differences({name: 2 * gradient for name, gradient in once.items()}, twice)
 
 

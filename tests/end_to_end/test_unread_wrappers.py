@@ -24,6 +24,7 @@ def unknown_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "CHECKS", frozenset())
 
 
+@pytest.mark.second_tier
 def test_it_trains_inside_its_smallest_budget_to_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ used no more, so only one sequence in eight may do that, and few parameters are 
 
 from __future__ import annotations
 
+import collections
 import copy
 import os
 from collections.abc import Iterable
@@ -23,6 +24,8 @@ import chunkc
 
 WIDTH = 64
 SMALL, LARGE = 220_000, 1 << 30
+WHICH = st.sampled_from([0, 1, 2, 6, 6, 10, 14, 14])
+"""Parameters: a norm's and a bias, small; a weight that stays, and three that move under the small budget."""
 NUM_EXAMPLES = int(os.environ.get("CHUNKC_USER_ACTIONS", "25"))
 
 
@@ -93,7 +96,7 @@ class UserActions(RuleBasedStateMachine):
         self.pair = _pool.pop(self.key, None) or Pair(home, budget)
         self.pair.restart(optimizer)
         self.may_tear, self.is_whole = may_tear, True
-        self.kept: list[tuple[Tensor, Tensor]] = []
+        self.kept: collections.deque[tuple[Tensor, Tensor]] = collections.deque(maxlen=2)  # more need a larger budget
         self.losses: tuple[Tensor, Tensor] | None = None
         self.snapshot: dict[str, Tensor] | None = None
 
@@ -102,8 +105,8 @@ class UserActions(RuleBasedStateMachine):
 
     def _check(self) -> None:
         self.pair.assert_equal()
-        for tensor, value in self.kept:
-            assert torch.equal(tensor, value)
+        for left, right in self.kept:
+            torch.testing.assert_close(right, left, rtol=2e-4, atol=2e-5)
 
     @rule(rows=st.sampled_from([4, 4, 4, 6]))
     def forward(self, rows: int) -> None:
@@ -129,6 +132,7 @@ class UserActions(RuleBasedStateMachine):
         if outcomes[0] is None:
             self._check()
         else:  # how far either got is nobody's promise
+            self.kept.clear()
             for model in self.pair.both:
                 model.zero_grad()
 
@@ -148,40 +152,42 @@ class UserActions(RuleBasedStateMachine):
 
     @rule(to_none=st.booleans())
     def zero_grad(self, to_none: bool) -> None:
-        if not to_none:
-            self.kept.clear()  # they follow
         for model in self.pair.both:
             model.zero_grad(set_to_none=to_none)
         self._check()
 
-    @rule(which=st.integers(0, 15))
+    @rule(which=WHICH)
     def replace_data(self, which: int) -> None:
         for parameter in self.pair.parameters(which):
             parameter.data = parameter.data * 0.75
         self.losses = None
         self._check()
 
-    @rule(which=st.integers(0, 15))
+    @rule(which=WHICH)
     def write_in_place(self, which: int) -> None:
         with torch.no_grad():
             for parameter in self.pair.parameters(which):
                 parameter.mul_(0.75)
         self._check()
 
-    @rule(which=st.integers(0, 15))
-    def replace_gradient(self, which: int) -> None:
-        for parameter in self.pair.parameters(which):
-            if parameter.requires_grad:
-                parameter.grad = torch.full_like(parameter, 0.125)
+    @rule(which=WHICH, kept=st.booleans())
+    def replace_gradient(self, which: int, kept: bool) -> None:
+        parameters = self.pair.parameters(which)
+        if all(parameter.requires_grad for parameter in parameters):
+            left, right = gradients = tuple(torch.full_like(parameter, 0.125) for parameter in parameters)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            if kept:
+                self.kept.append((left, right))
         self._check()
 
-    @rule(which=st.integers(0, 15))
-    def keep_a_gradient(self, which: int) -> None:
-        """A view of it, whose owner lets go of it."""
-        _, parameter = self.pair.parameters(which)
-        if parameter.grad is not None:
-            self.kept.append((parameter.grad.detach(), parameter.grad.clone()))
-        for model in self.pair.both:
+    @rule(which=WHICH, let_go=st.booleans())
+    def keep_a_gradient(self, which: int, let_go: bool) -> None:
+        """A view of it; its owner may let go of it."""
+        left, right = (parameter.grad for parameter in self.pair.parameters(which))
+        if left is not None and right is not None:
+            self.kept.append((left.detach(), right.detach()))
+        for model in self.pair.both if let_go else ():
             model.zero_grad()
         self._check()
 
@@ -221,6 +227,7 @@ class UserActions(RuleBasedStateMachine):
                     call(torch.ones(4, WIDTH)).sum().backward()
             finally:
                 handle.remove()
+        self.kept.clear()
         for model in self.pair.both:
             model.zero_grad()
         self.losses = None

@@ -77,7 +77,7 @@ def check(make: Any, codegen: str, region: bool, batches: list[dict[str, Tensor]
                 torch.testing.assert_close(found, wanted, rtol=2e-2 if region else 1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("region", [False, True])
+@pytest.mark.parametrize("region", [pytest.param(False, marks=pytest.mark.second_tier), True])
 @pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_mapped_functions_in_several_sizes(codegen: str, region: bool) -> None:
     check(Mapped, codegen, region, [{"x": torch.randn(batch, 6 + batch, WIDTH)} for batch in (3, 5, 7)])
@@ -85,7 +85,7 @@ def test_mapped_functions_in_several_sizes(codegen: str, region: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("region", [False, True])
+@pytest.mark.parametrize("region", [pytest.param(False, marks=pytest.mark.second_tier), True])
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
 def test_falcon_mamba(codegen: str, region: bool) -> None:
     tokens = torch.randint(0, 128, (2, 12), generator=torch.Generator().manual_seed(0))

@@ -90,7 +90,7 @@ def test_what_cannot_be_traced_names_the_module(
 
 FAULTS = {
     "while tracing": (offline, "unique_name"),
-    "while planning": (replay, "plan_step"),
+    "while planning": (replay, "step_plan"),
     "in the calls": (offline._Recorder, "step"),
 }
 
@@ -119,7 +119,7 @@ def test_chunkc_s_own(
 
 
 def test_in_python_a_fault_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "plan_step", lambda *args, **kwargs: {}["missing"])
+    monkeypatch.setattr(replay, "step_plan", lambda *args, **kwargs: {}["missing"])
     with pytest.raises(KeyError, match="missing"):
         chunkc.explain(nn.Linear(8, 8), torch.ones(4, 8), memory_budget="1GiB")
 

@@ -14,7 +14,7 @@ from chunkc.explaining.cuda_offline import overhead_on
 from chunkc.ir.explanation import Explanation
 from chunkc.machines.presets import load_hardware
 from chunkc.models import MODELS
-from chunkc.passes.cuda_memory import workspaces_nbytes
+from chunkc.passes.cuda_memory import default_workspaces_nbytes
 
 LIBRARIES = "others"
 """The kind of content that libraries' workspaces are."""
@@ -51,7 +51,7 @@ def test_a_hopper_computes_attention_by_cudnn_and_the_rest_as_an_ampere(checkpoi
         else:
             assert more == less
     libraries = overhead_on(load_hardware("h100")) - overhead_on(load_hardware("a100-80g"))
-    assert libraries == workspaces_nbytes((9, 0)) - workspaces_nbytes((8, 0))
+    assert libraries == default_workspaces_nbytes((9, 0)) - default_workspaces_nbytes((8, 0))
     last = [moment.contents[LIBRARIES] for moment in (ampere.moments[-1], hopper.moments[-1])]
     assert last[1] - last[0] == libraries
 

@@ -19,13 +19,18 @@ from chunkc.explaining.cuda_offline import overhead_on
 from chunkc.explaining.explain import minimum_budget
 from chunkc.formats import parse_json, render_json
 from chunkc.ir.errors import OptionsError
-from chunkc.ir.explanation import COMPUTE, KINDS, TO_DEVICE, TO_HOME, Explanation
+from chunkc.ir.explanation import COMPUTE, KINDS, Explanation
 from chunkc.ir.hardware import GIB, Hardware
+from chunkc.ir.links import TO_DEVICE, TO_DISK, TO_HOME, host_links
 from chunkc.machines.presets import load_hardware
 
-QUICK = ("convnet", "frozen_mlp", "big_embedding")
+QUICK, SECOND = ("frozen_mlp",), ("convnet", "big_embedding")
 SLOW = ("short_gpt", "called_twice", "encoder", "llama_tied", "gpt2_dropout", "bert", "vit", "t5")
-NAMES = (*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW))
+NAMES = (
+    *QUICK,
+    *(pytest.param(name, marks=pytest.mark.second_tier) for name in SECOND),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+)
 
 MLP_NBYTES = 1_500_000
 """A budget in which `frozen_mlp` trains, and has to move what it trains."""
@@ -101,7 +106,7 @@ def test_as_trained_in_the_minimum_and_in_half(name: str) -> None:
         assert_as_trained(explanation, name, whole_graph="never")
 
 
-@pytest.mark.parametrize("name", ["convnet", "called_twice"])
+@pytest.mark.parametrize("name", ["convnet", pytest.param("called_twice", marks=pytest.mark.second_tier)])
 def test_as_trained_where_all_fits(name: str) -> None:
     explanation = explain(name, memory_budget=HUGE)
     check_itself(explanation)
@@ -112,6 +117,7 @@ def test_as_trained_where_all_fits(name: str) -> None:
     assert_as_trained(explanation, name)
 
 
+@pytest.mark.second_tier
 def test_as_trained_with_a_chunk_size() -> None:
     explanation = explain("frozen_mlp", memory_budget=MLP_NBYTES, chunk_size="128KiB")
     assert explanation.chunks.size_nbytes < explain("frozen_mlp", memory_budget=MLP_NBYTES).chunks.size_nbytes
@@ -127,6 +133,16 @@ def test_one_byte_less_does_not_fit() -> None:
     with pytest.raises(chunkc.BudgetError) as error:
         trained("frozen_mlp", memory_budget=minimum - 1)
     assert error.value.minimum_nbytes == minimum
+
+
+def test_what_fits_whole_trains_in_segments_in_less() -> None:
+    """The smallest budget is that of the segments, whichever form a budget asks for."""
+    minimum = explain("frozen_mlp", memory_budget=1).minimum_budget_nbytes
+    whole = explain("frozen_mlp", memory_budget=HUGE)
+    assert (whole.minimum_budget_nbytes, whole.chunks.resident) == (minimum, whole.chunks.count)
+    assert minimum < whole.predicted_peak_nbytes
+    assert trained("frozen_mlp", memory_budget=HUGE)[0].minimum_budget_nbytes == minimum
+    assert trained("frozen_mlp", memory_budget=minimum)[0].predicted_peak_nbytes <= minimum
 
 
 def test_minimum_budget_is_that_of_explain() -> None:
@@ -177,7 +193,7 @@ def test_a_budget_beyond_the_device(budget: str) -> None:
 
 
 def test_hardware_of_unknown_size() -> None:
-    machine = Hardware(1e12, 1e11, 1e10, 1e10, name="mine")
+    machine = Hardware(1e12, 1e11, host_links(1e10, 1e10), name="mine")
     with pytest.raises(OptionsError, match="'mine' does not say how much memory"):
         explain("frozen_mlp", hardware=machine)
     explanation = explain("frozen_mlp", hardware=machine, memory_budget="64MiB")
@@ -203,8 +219,13 @@ def test_several_devices_are_said_not_to_share() -> None:
     assert any("one of the 8 devices" in note for note in notes)
 
 
+def with_slow_disk(hardware: Hardware) -> Hardware:
+    to_device, to_home = (link.bytes_per_s for link in hardware.links[:2])
+    return dataclasses.replace(hardware, links=host_links(to_device, to_home, from_disk=1e6, to_disk=1e6))
+
+
 def test_a_home_on_disk_is_as_slow_as_the_disk() -> None:
-    machine = dataclasses.replace(load_hardware("cpu"), disk_read_bytes_per_s=1e6, disk_write_bytes_per_s=1e6)
+    machine = with_slow_disk(load_hardware("cpu"))
     budget = {"memory_budget": MLP_NBYTES, "hardware": machine}
     ram, disk = explain("frozen_mlp", **budget), explain("frozen_mlp", home="disk", **budget)
     assert (ram.disk_nbytes, disk.disk_nbytes) == (0, disk.home_nbytes)
@@ -214,7 +235,7 @@ def test_a_home_on_disk_is_as_slow_as_the_disk() -> None:
 
 def test_behind_a_gpu_only_states_are_on_disk() -> None:
     """As `runtime.staging` has it: parameters and gradients stay in pinned memory, and cross the link at its rate."""
-    machine = dataclasses.replace(load_hardware("rtx3090"), disk_read_bytes_per_s=1e6, disk_write_bytes_per_s=1e6)
+    machine = with_slow_disk(load_hardware("rtx3090"))
     budget = {"memory_budget": MLP_NBYTES + overhead_on(machine), "hardware": machine}
     ram, disk = explain("frozen_mlp", **budget), explain("frozen_mlp", home="disk", **budget)
     assert disk.home_nbytes == ram.home_nbytes
@@ -222,7 +243,8 @@ def test_behind_a_gpu_only_states_are_on_disk() -> None:
     last_of_kind = {copy.name.partition(":")[0]: copy for copy in disk.events if copy.kind == "write_back"}
     assert last_of_kind.keys() == {"param", "grad", "exp_avg", "exp_avg_sq"}
     for kind, copy in last_of_kind.items():
-        rate = 1e6 if kind.startswith("exp") else machine.to_home_bytes_per_s
+        assert copy.stream == (TO_DISK if kind.startswith("exp") else TO_HOME)
+        rate = machine.link(copy.stream).bytes_per_s
         assert copy.end_s - copy.start_s == pytest.approx(copy.nbytes / rate), kind
     in_ram = dataclasses.replace(machine, host_memory_nbytes=disk.home_nbytes - disk.disk_nbytes)
     assert explain("frozen_mlp", **budget | {"hardware": in_ram}, home="disk").host_fits

@@ -68,7 +68,7 @@ def _noting_moments(foreign_nbytes: int, several: bool) -> Iterator[Moments]:
             else:
                 number = pending.pop()
             outputs = method(graph, arguments)
-            record = graph.session.records[phase]
+            record = graph.session.records.latest[phase]
             predicted = {moment.name: moment.nbytes for moment in record.plan.moments if moment.phase == phase}
             for label, measured in record.measurement.peaks:
                 assert measured is not None
@@ -107,7 +107,7 @@ def trained(name: str, budget_nbytes: int) -> Trained:
         if step == 2:  # in the first, parameters of graphs to come are still where the model was made
             for parameter in model.parameters():
                 if (found := owner(parameter)) is not None:
-                    found[0].peak_nbytes = None
+                    found[0].records.peak_nbytes = None
         batch = case.batch(0)
         with _noting_moments(foreign_nbytes, several=len(captured(name).calls) > 1) as moments:
             loss = case.loss(compiled(**batch))

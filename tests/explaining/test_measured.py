@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from harness import adamw, compile_case
 from zoo import CASES
@@ -18,6 +19,7 @@ def test_an_uncompiled_model_has_no_measured_side() -> None:
     assert measured_side(torch.nn.Linear(2, 2)) == ({}, None, None)
 
 
+@pytest.mark.second_tier
 def test_a_compiled_model_is_explained_by_its_own_options_and_beside_what_it_measured() -> None:
     cpu_allocator.install()
     foreign_nbytes = cpu_allocator.current_nbytes()

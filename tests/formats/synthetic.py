@@ -7,17 +7,17 @@ from typing import Any
 
 from chunkc.ir.explanation import (
     COMPUTE,
-    TO_DEVICE,
-    TO_HOME,
     Chunks,
     ExplainedMoment,
     Explanation,
+    HostNeeds,
     Measured,
     Peak,
     StepTime,
     TimedEvent,
     Traffic,
 )
+from chunkc.ir.links import TO_DEVICE, TO_HOME
 
 MIB = 1024**2
 MS = 1e-3
@@ -105,6 +105,7 @@ def small(**changes: Any) -> Explanation:
         notes=("Rates are those of the data sheet.",),
         graphs=GRAPHS,
         plan_text=PLAN,
+        host=HostNeeds(90 * MIB, 80 * MIB, 100 * MIB, 110 * MIB, 140 * MIB),
     )
     return dataclasses.replace(values, **changes)
 

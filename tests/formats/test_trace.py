@@ -11,7 +11,8 @@ from synthetic import EVENTS, MIB, event, large, measured, small
 
 from chunkc.formats import render_trace
 from chunkc.formats.trace import BUDGET, BY_KIND, IN_USE, MEASURED, PREDICTED
-from chunkc.ir.explanation import COMPUTE, TO_DEVICE, Explanation
+from chunkc.ir.explanation import COMPUTE, Explanation
+from chunkc.ir.links import TO_DEVICE
 
 
 def events_of(explanation: Explanation) -> list[dict[str, Any]]:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 import chunkc
 from chunkc.formats import render_trace
 from chunkc.formats.trace import MEASURED, PREDICTED
-from chunkc.ir.explanation import TO_DEVICE, Explanation
+from chunkc.ir.explanation import Explanation
+from chunkc.ir.links import TO_DEVICE
 from chunkc.ir.simulate import STAYING
 from chunkc.runtime import cpu_allocator
 

@@ -169,6 +169,7 @@ def assert_same_bits(found: Trained, expected: Trained) -> None:
         assert not different, f"{what} that differ, and by how much at most: {different[:10]}"
 
 
+@pytest.mark.arithmetic
 def test_placing_takes_only_what_is_small() -> None:
     """No chunked parameter passes through device memory; `p.data` is a CUDA tensor with the values all the same."""
     reference, before = build(stack(torch.float32)), torch.cuda.memory_allocated()
@@ -211,6 +212,7 @@ def test_the_budget_changes_no_bit_and_is_kept(name: str, codegen: str) -> None:
     assert found.num_moving >= 1
 
 
+@pytest.mark.arithmetic
 def test_as_torch_trains() -> None:
     """fp32 against `torch.optim.AdamW` on an uncompiled model on the device."""
     case = stack(torch.float32)
@@ -226,6 +228,7 @@ def test_as_torch_trains() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("update_on", ["cpu", "auto"])
 def test_updates_on_the_cpu(update_on: str) -> None:
     case = stack(torch.bfloat16)
@@ -239,6 +242,7 @@ def test_updates_on_the_cpu(update_on: str) -> None:
         assert moved[0] < moved[1] / 2, f"moved {moved[0]} bytes to the device, {moved[1]} with updates there"
 
 
+@pytest.mark.arithmetic
 def test_torch_s_own_optimizer_through_home_views() -> None:
     case = stack(torch.float32)
 

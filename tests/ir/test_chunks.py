@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
+from typing import Any
 
 import pytest
 import torch
+from chunk_names import chunk
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkc.ir.chunks import (
     GRAD,
     PARAM,
+    Chunk,
     ChunkGroup,
     ChunkLayout,
     ParamSpec,
     TensorSlice,
-    chunk_name,
-    chunk_part,
-    split_chunk_name,
 )
 from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, FLOAT32, MASTER, MASTER_LOW, StateFormat
 
@@ -37,23 +39,47 @@ def group(dtype: torch.dtype = torch.float32, trainable: bool = True) -> ChunkGr
     return ChunkGroup(0, dtype, trainable, 256, (TensorSlice(one, 0), TensorSlice(two, 128)))
 
 
-@given(st.sampled_from(KINDS), st.integers(0, 10**6))
-def test_names_can_be_taken_apart(kind: str, index: int) -> None:
-    name = chunk_name(kind, index)
-    assert split_chunk_name(name) == (kind, index)
-    assert chunk_part(name) is None
+PARTS = st.none() | st.tuples(st.integers(0, 10**9), st.integers(0, 10**9))
+CHUNKS = st.builds(Chunk, st.sampled_from(KINDS), st.integers(0, 10**6), PARTS)
 
 
-@given(st.sampled_from(KINDS), st.integers(0, 10**6), st.tuples(st.integers(0, 10**9), st.integers(0, 10**9)))
-def test_names_of_parts_can_be_taken_apart(kind: str, index: int, part: tuple[int, int]) -> None:
-    name = chunk_name(kind, index, part)
-    assert split_chunk_name(name) == (kind, index)
-    assert chunk_part(name) == part
+@given(CHUNKS, CHUNKS)
+def test_an_identity_is_its_name(one: Chunk, other: Chunk) -> None:
+    assert (one == other) == (str(one) == str(other))
+    assert (one < other) == (str(one) < str(other))
+    assert hash(one) == hash(Chunk(one.kind, one.group, one.part))
+    assert repr(one) == repr(str(one))
+    assert one.whole == Chunk(one.kind, one.group)
+
+
+@given(CHUNKS)
+def test_an_identity_goes_to_other_processes(one: Chunk) -> None:
+    """Where the same text has another hash."""
+    hash(one)
+    there = pickle.loads(pickle.dumps(one))
+    assert there == one == copy.deepcopy(one)
+    assert not vars(there).keys() - {"kind", "group", "part"}
 
 
 def test_names_are_stable() -> None:
-    assert chunk_name(EXP_AVG_SQ, 3) == "exp_avg_sq:3"
-    assert chunk_name(PARAM, 3, (0, 65536)) == "param:3[0:65536]"
+    assert str(Chunk(EXP_AVG_SQ, 3)) == "exp_avg_sq:3"
+    assert str(Chunk(PARAM, 3, (0, 65536))) == "param:3[0:65536]"
+
+
+@pytest.mark.parametrize(
+    ("holds", "of_parameters", "of_states"),
+    [
+        ("nothing", ("to_device", "to_home"), ("to_device", "to_home")),
+        ("states", ("to_device", "to_home"), ("from_disk", "to_disk")),
+        ("everything", ("from_disk", "to_disk"), ("from_disk", "to_disk")),
+    ],
+)
+def test_chunks_come_and_leave_by_the_links_of_their_home(
+    holds: Any, of_parameters: tuple[str, str], of_states: tuple[str, str]
+) -> None:
+    layout = ChunkLayout(4096, (), (), disk_holds=holds)
+    assert layout.links_of(PARAM) == layout.links_of(GRAD) == of_parameters
+    assert layout.links_of(EXP_AVG) == of_states
 
 
 def test_a_parameters_bytes() -> None:
@@ -100,11 +126,11 @@ def test_a_layout_knows_its_chunks() -> None:
     assert layout.group_of()["a.w"] in (0, 1)
     assert layout.groups_of(["a.b", "elsewhere", "a.w"]) == {layout.group_of()["a.w"]}
     assert layout.groups_of(["elsewhere"]) == frozenset()
-    assert layout.chunk_nbytes_of("param:0") == 1024
-    assert layout.chunk_nbytes_of("param:1") == 512
-    assert layout.chunk_nbytes_of("master_low:1") == 512
-    assert layout.chunk_nbytes_of("param:1[64:128]") == 128
-    assert layout.chunk_nbytes_of("exp_avg:1[64:128]") == 256
+    assert layout.chunk_nbytes_of(chunk("param:0")) == 1024
+    assert layout.chunk_nbytes_of(chunk("param:1")) == 512
+    assert layout.chunk_nbytes_of(chunk("master_low:1")) == 512
+    assert layout.chunk_nbytes_of(chunk("param:1[64:128]")) == 128
+    assert layout.chunk_nbytes_of(chunk("exp_avg:1[64:128]")) == 256
 
 
 def test_slices_end_where_their_elements_do() -> None:

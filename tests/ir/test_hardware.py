@@ -9,13 +9,13 @@ import torch
 
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import CPU, GIB, Hardware
+from chunkc.ir.links import FROM_DISK, TO_DEVICE, TO_DISK, TO_HOME, LinkSpec, host_links
 
-PLAIN = Hardware(4.0, 3.0, 2.0, 1.0)
+PLAIN = Hardware(4.0, 3.0, host_links(2.0, 1.0))
 GPU = Hardware(
     flops_per_s=8.0,
     memory_bytes_per_s=100.0,
-    to_device_bytes_per_s=10.0,
-    to_home_bytes_per_s=5.0,
+    links=host_links(10.0, 5.0, from_disk=3.0, to_disk=2.0),
     name="gpu",
     kind="cuda",
     device_memory_nbytes=1000,
@@ -26,8 +26,6 @@ GPU = Hardware(
     both_links_bytes_per_s=7.5,
     host_memory_nbytes=5000,
     cpu_update_bytes_per_s=20.0,
-    disk_read_bytes_per_s=3.0,
-    disk_write_bytes_per_s=2.0,
 )
 
 
@@ -35,7 +33,7 @@ def test_four_figures_are_enough() -> None:
     assert PLAIN.num_devices == 1
     assert PLAIN.usable_memory_nbytes is None
     assert PLAIN.matrix_flops_per_s(torch.bfloat16) == 4.0
-    assert hash(PLAIN) == hash(Hardware(4.0, 3.0, 2.0, 1.0))
+    assert hash(PLAIN) == hash(Hardware(4.0, 3.0, host_links(2.0, 1.0)))
 
 
 def test_updates_run_at_the_rate_of_the_memory_they_read() -> None:
@@ -83,20 +81,21 @@ def test_tf32_where_there_is_none_is_fp32() -> None:
     ],
 )
 def test_links_slow_each_other(to_device: int, to_home: int, seconds: float) -> None:
-    assert GPU.link_seconds(to_device, to_home) == pytest.approx(seconds)
+    assert GPU.link_seconds({TO_DEVICE: to_device, TO_HOME: to_home}) == pytest.approx(seconds)
 
 
 def test_links_that_do_not_meet_take_the_longer_time() -> None:
-    assert replace(GPU, both_links_bytes_per_s=None).link_seconds(100, 100) == pytest.approx(20.0)
-    assert replace(GPU, both_links_bytes_per_s=99.0).link_seconds(100, 100) == pytest.approx(20.0)
+    assert replace(GPU, both_links_bytes_per_s=None).link_seconds({TO_DEVICE: 100, TO_HOME: 100}) == pytest.approx(20.0)
+    assert replace(GPU, both_links_bytes_per_s=99.0).link_seconds({TO_DEVICE: 100, TO_HOME: 100}) == pytest.approx(20.0)
 
 
 def test_more_devices_share_a_larger_machine() -> None:
     four = GPU.times(4)
     assert (four.name, four.num_devices) == ("4xgpu", 4)
-    larger = {"host_memory_nbytes", "cpu_update_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s"}
+    assert four.links == host_links(10.0, 5.0, from_disk=12.0, to_disk=8.0)
+    larger = {"host_memory_nbytes", "cpu_update_bytes_per_s"}
     for field in fields(Hardware):
-        if field.name not in ("name", "num_devices"):
+        if field.name not in ("name", "num_devices", "links"):
             factor = 4 if field.name in larger else 1
             value = getattr(GPU, field.name)
             assert getattr(four, field.name) == (value * factor if factor > 1 else value), field.name
@@ -114,11 +113,44 @@ def test_no_device_is_no_machine(count: int) -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan")])
-@pytest.mark.parametrize("field", ["flops_per_s", "disk_read_bytes_per_s", "device_memory_nbytes", "num_devices"])
+@pytest.mark.parametrize("field", ["flops_per_s", "device_memory_nbytes", "num_devices"])
 def test_figures_are_positive_and_finite(field: str, value: float) -> None:
     with pytest.raises(OptionsError, match=f"{field} is {value}") as caught:
         replace(GPU, **{field: value})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("links", "message"),
+    [
+        ((LinkSpec(TO_DEVICE, 0.0), LinkSpec(TO_HOME, 1.0)), "'to_device': bytes_per_s is 0.0"),
+        ((LinkSpec(TO_DEVICE, 1.0), LinkSpec(TO_HOME, float("nan"))), "'to_home': bytes_per_s is nan"),
+        ((LinkSpec(TO_DEVICE, 1.0, -1.0), LinkSpec(TO_HOME, 1.0)), "'to_device': latency_s is -1.0"),
+        ((LinkSpec(TO_DEVICE, 1.0),), "no link to_home"),
+        ((), "no link to_device and no link to_home"),
+        ((*host_links(1.0, 1.0), LinkSpec(TO_HOME, 1.0)), "'to_home' is listed 2 times"),
+        ((*host_links(1.0, 1.0), LinkSpec("moon", 1.0)), "'moon' is not known; there are to_device, to_home"),
+    ],
+)
+def test_links_that_make_no_sense(links: tuple[LinkSpec, ...], message: str) -> None:
+    with pytest.raises(OptionsError, match=message) as caught:
+        replace(GPU, links=links)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_copy_takes_the_latencies_and_the_slowest_rate_of_its_route() -> None:
+    links = (LinkSpec(TO_DEVICE, 10.0, 0.5), LinkSpec(TO_HOME, 5.0), LinkSpec(FROM_DISK, 20.0, 2.0))
+    machine = replace(GPU, links=links)
+    assert machine.copy_s(TO_DEVICE, 100) == pytest.approx(0.5 + 10)
+    assert machine.copy_s(FROM_DISK, 100) == pytest.approx(2.5 + 10)  # the disk is faster than what is behind it
+    assert GPU.copy_s(FROM_DISK, 30) == pytest.approx(10)
+    assert machine.copy_s(TO_DISK, 100) == machine.copy_s(TO_HOME, 100)  # no such disk is stated
+
+
+def test_what_comes_from_the_disk_crosses_the_device_s_link_too() -> None:
+    assert GPU.link_seconds({TO_DEVICE: 100, FROM_DISK: 1}) == pytest.approx(10.1)
+    assert GPU.link_seconds({TO_DEVICE: 100, FROM_DISK: 300}) == pytest.approx(100)
+    assert GPU.link_seconds({TO_DISK: 20, TO_HOME: 30}) == pytest.approx(10)
 
 
 @pytest.mark.parametrize("context", [-1, 1000, 2000])
@@ -131,6 +163,5 @@ def test_a_context_leaves_some_memory(context: int) -> None:
 def test_the_cautious_cpu_keeps_the_rates_that_plans_were_made_with() -> None:
     assert CPU.flops_per_s == 1.0e11
     assert CPU.memory_bytes_per_s == 1.5e10
-    assert CPU.to_device_bytes_per_s == 2.0e9
-    assert CPU.to_home_bytes_per_s == 1.5e9
+    assert CPU.links == host_links(2.0e9, 1.5e9, from_disk=2.0e9, to_disk=1.5e9)
     assert CPU.usable_memory_nbytes == 32 * GIB

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from chunkc.ir.chunks import ParamSpec
+from chunkc.ir.chunks import Chunk, ParamSpec
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.links import host_links
 from chunkc.ir.plan import Moment, PhasePlan, Plan, Position
 from chunkc.passes.layout import lay_out
 from chunkc.passes.planning import check_minimum, plan_phases
@@ -25,18 +26,18 @@ def tiny_plan() -> Plan:
     layout = lay_out([ParamSpec(f"h.{i}.w", (1024,), (1,), torch.float32, True) for i in range(3)], 4096)
 
     def call(phase: str, number: int, layer: int, nbytes: int, writes: frozenset[str] = frozenset()) -> Position:
-        reads = frozenset({f"param:{layer}"})
+        reads = frozenset({Chunk("param", layer)})
         return Position(f"{phase}.{number}", phase, nbytes, "aten.mm", f"h.{layer}", reads, writes, 1.0)
 
     forward = [call("forward", i, i, 1000 + 100 * i) for i in range(3)]
-    backward = [call("backward", 2 - i, i, 1200, frozenset({f"grad:{i}"})) for i in reversed(range(3))]
+    backward = [call("backward", 2 - i, i, 1200, frozenset({Chunk("grad", i)})) for i in reversed(range(3))]
     budget = check_minimum((*forward, *backward), layout, 1 << 30, 0) + 4096
     return plan_phases(
         [("forward", forward), ("backward", backward)],
         layout,
         budget_nbytes=budget,
         resident=frozenset(),
-        hardware=Hardware(1.0, 1.0, 4096.0, 4096.0),
+        hardware=Hardware(1.0, 1.0, host_links(4096.0, 4096.0)),
         boundary_nbytes=500,
     )
 
@@ -58,7 +59,7 @@ def test_a_backward_begins_cold_unless_it_finds_what_its_forward_left() -> None:
     assert plan.kept
     assert not plan.begins_cold(plan.kept)
     assert plan.begins_cold(frozenset())
-    assert plan.begins_cold(plan.kept | {"param:0"})
+    assert plan.begins_cold(plan.kept | {Chunk("param", 0)})
     alone = replace(plan, phases=plan.phases[1:], kept=frozenset())
     assert alone.begins_cold(frozenset()), "a plan of the backward alone is one that begins cold"
 
@@ -100,9 +101,9 @@ def test_everything_of_a_plan_is_printed() -> None:
             assert line.endswith(f"{found.op} {found.module}")
     assert f"{plan.minimum_nbytes:,}" in lines[0]
     assert f"{plan.budget_nbytes:,}" in lines[0]
-    assert all(chunk in lines[1] for chunk in plan.kept)
+    assert all(str(item) in lines[1] for item in plan.kept)
 
 
 def test_a_position_needs_what_it_reads_and_writes() -> None:
     found = Position("a", "forward", 0, "op", "", frozenset({"x", "y"}), frozenset({"y", "z"}), 0.0)
-    assert found.chunks == {"x", "y", "z"}
+    assert found.items == {"x", "y", "z"}

@@ -7,25 +7,66 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import pytest
+from chunk_names import chunk
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkc.ir.explanation import COMPUTE, STREAMS, TO_DEVICE, TO_HOME, StepTime, TimedEvent, Traffic
+from chunkc.ir.explanation import COMPUTE, STREAMS, StepTime, TimedEvent, Traffic
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, Moment, PhasePlan
+from chunkc.ir.items import SavedStorage
+from chunkc.ir.links import TO_DEVICE, TO_HOME, host_links
+from chunkc.ir.plan import (
+    ARRIVE,
+    EVICT,
+    LEAVE,
+    OFFLOAD,
+    PREFETCH,
+    RELOAD,
+    WAIT,
+    WRITE_BACK,
+    Event,
+    Moment,
+    PhasePlan,
+)
 from chunkc.ir.program import BACKWARD, FORWARD, UPDATE
 from chunkc.ir.simulate import STAYING, simulate, step_time, traffic
 
-MACHINE = Hardware(flops_per_s=1.0, memory_bytes_per_s=280.0, to_device_bytes_per_s=100.0, to_home_bytes_per_s=50.0)
+MACHINE = Hardware(flops_per_s=1.0, memory_bytes_per_s=280.0, links=host_links(100.0, 50.0))
 """100 bytes a second in, 50 out."""
 
+LINKS = {PREFETCH: TO_DEVICE, WAIT: "", WRITE_BACK: TO_HOME, EVICT: ""}
+SAVED_LINKS = {OFFLOAD: TO_HOME, LEAVE: TO_HOME, RELOAD: TO_DEVICE, ARRIVE: TO_DEVICE}
+
 Stop = Sequence[tuple[str, str, int]]
+
+
+def events_of(stop: Stop) -> tuple[Event, ...]:
+    return tuple(
+        Event(kind, SavedStorage(name), nbytes, SAVED_LINKS[kind])
+        if kind in SAVED_LINKS
+        else Event(kind, chunk(name), nbytes, LINKS[kind])
+        for kind, name, nbytes in stop
+    )
 
 
 def phase(name: str, *stops: Stop) -> PhasePlan:
     """A phase of calls `name.0`, `name.1`, ...: one stop of (kind, chunk, bytes) before each, one after the last."""
     moments = tuple(Moment(f"{name}.{i}", name, "op", f"layer.{i}", 0, 0, 0, 0, 0, 0) for i in range(len(stops) - 1))
-    return PhasePlan(name, tuple(tuple(Event(*event) for event in stop) for stop in stops), moments)
+    return PhasePlan(name, tuple(map(events_of, stops)), moments)
+
+
+def test_saved_storages_share_the_links_with_chunks_and_are_waited_for() -> None:
+    forward = phase(FORWARD, [], [(OFFLOAD, "a", 100)], [(LEAVE, "a", 100)])
+    backward = phase(BACKWARD, [(RELOAD, "a", 100), (PREFETCH, "param:0", 100), (ARRIVE, "a", 100)], [])
+    events = simulate([forward, backward], dict.fromkeys(("forward.0", "forward.1", "backward.0"), 1.0), MACHINE)
+    assert spans(events, TO_HOME) == [(OFFLOAD, "a", 1, 3)]
+    assert spans(events, TO_DEVICE) == [(RELOAD, "a", 3, 4), (PREFETCH, "param:0", 4, 5)]
+    assert [span for span in spans(events, COMPUTE) if span[0] == "stall"] == [
+        ("stall", "a", 2, 3),
+        ("stall", "a", 3, 4),
+    ]
+    assert step_time(events) == StepTime(total=5, compute=3, to_device=2, to_home=2, optimizer=0, stall=2)
+    assert traffic(events) == Traffic(to_device=200, to_home=100)
 
 
 NO_TIME = defaultdict[str, float](float)
@@ -148,6 +189,6 @@ def test_time_is_conserved(stops: list[list[Stop]], costs: list[float], staying_
 def test_faster_links_never_make_a_step_longer(stops: list[Stop], cost_s: float) -> None:
     phases = [phase(FORWARD, *stops)]
     costs = {moment.name: cost_s for moment in phases[0].moments}
-    fast = Hardware(1, 280, to_device_bytes_per_s=200, to_home_bytes_per_s=100)
+    fast = Hardware(1, 280, links=host_links(200, 100))
     slow_s, fast_s = (step_time(simulate(phases, costs, machine)).total for machine in (MACHINE, fast))
     assert fast_s <= slow_s + 1e-9

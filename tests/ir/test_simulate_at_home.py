@@ -6,21 +6,29 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import pytest
+from chunk_names import chunk
 
-from chunkc.ir.explanation import AT_HOME, COMPUTE, TO_DEVICE, TimedEvent
+from chunkc.ir.explanation import AT_HOME, COMPUTE, TimedEvent
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.links import TO_DEVICE, TO_HOME, host_links
 from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, Moment, PhasePlan
 from chunkc.ir.program import BACKWARD, FORWARD, UPDATE
 from chunkc.ir.simulate import BY_THE_CPU, HomeUpdateTimes, simulate, step_time
 
-MACHINE = Hardware(flops_per_s=1.0, memory_bytes_per_s=280.0, to_device_bytes_per_s=100.0, to_home_bytes_per_s=100.0)
+MACHINE = Hardware(flops_per_s=1.0, memory_bytes_per_s=280.0, links=host_links(100.0, 100.0))
+
+LINKS = {PREFETCH: TO_DEVICE, WAIT: "", WRITE_BACK: TO_HOME, EVICT: ""}
 
 Stop = Sequence[tuple[str, str, int]]
 
 
+def events_of(stop: Stop) -> tuple[Event, ...]:
+    return tuple(Event(kind, chunk(name), nbytes, LINKS[kind]) for kind, name, nbytes in stop)
+
+
 def phase(name: str, *stops: Stop) -> PhasePlan:
     moments = tuple(Moment(f"{name}.{i}", name, "op", "", 0, 0, 0, 0, 0, 0) for i in range(len(stops) - 1))
-    return PhasePlan(name, tuple(tuple(Event(*event) for event in stop) for stop in stops), moments)
+    return PhasePlan(name, tuple(map(events_of, stops)), moments)
 
 
 def fetched(group: int, seconds: float = 1) -> Stop:

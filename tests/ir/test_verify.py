@@ -11,7 +11,7 @@ from torch import fx, nn
 from verify_cases import PHASES, SPARES, case
 
 from chunkc.ir import chunk_ops
-from chunkc.ir.chunks import ParamSpec
+from chunkc.ir.chunks import Chunk, ParamSpec
 from chunkc.ir.states import StateFormat
 from chunkc.ir.verify import verify_phase
 from chunkc.passes.layout import lay_out
@@ -60,9 +60,9 @@ def test_what_stays_is_added_up_anew(states: StateFormat, granule_nbytes: int, r
     if moving is None:
         graph.call_function(chunk_ops.settle, (0,))  # any node: bytes are looked at there
     else:
-        for event in ("prefetch", "wait", "evict"):
-            graph.call_function(chunk_ops.EVENT_TARGETS[event], (f"param:{moving}",))
-    slots_nbytes = 0 if moving is None else layout.chunk_nbytes_of(f"param:{moving}")
+        for event, *link in (("prefetch", "to_device"), ("wait", "to_device"), ("evict",)):
+            graph.call_function(chunk_ops.EVENT_TARGETS[event], (Chunk("param", moving), *link))
+    slots_nbytes = 0 if moving is None else layout.chunk_nbytes_of(Chunk("param", moving))
     needed = fixed_nbytes(layout, frozenset(resident)) + 55 + slots_nbytes
 
     def violations(budget_nbytes: int) -> set[str]:
@@ -91,7 +91,7 @@ class _Model(nn.Module):
 
 def test_bytes_of_a_compiled_model_are_counted_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a phase's predicted peak nothing is reported, one byte below it is: what the caller holds counts."""
-    import chunkc.captured as captured_module
+    import chunkc.plans as plans_module
 
     seen: dict[str, tuple[fx.Graph, dict[str, Any]]] = {}
 
@@ -100,7 +100,7 @@ def test_bytes_of_a_compiled_model_are_counted_exactly(monkeypatch: pytest.Monke
         seen[phase] = (graph, options)
         return verify_phase(graph, **options)
 
-    monkeypatch.setattr(captured_module, "verify_phase", recording)
+    monkeypatch.setattr(plans_module, "verify_phase", recording)
     torch._dynamo.reset()
     torch.manual_seed(0)
     options = {
@@ -118,7 +118,7 @@ def test_bytes_of_a_compiled_model_are_counted_exactly(monkeypatch: pytest.Monke
     assert hit is not None
     assert set(seen) == {"forward", "backward"}
     for phase, (graph, found) in seen.items():
-        plan = hit[0].records[phase].plan
+        plan = hit[0].records.latest[phase].plan
         plan = plan.beginning_with(plan.gradients)  # the budget holds with earlier gradients too
         peak = max(moment.nbytes for moment in plan.moments if moment.phase == phase)
         assert verify_phase(graph, **(found | {"budget_nbytes": peak})) == []

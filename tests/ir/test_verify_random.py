@@ -11,6 +11,7 @@ from torch import fx
 from verify_cases import HUGE, PHASES, SPARES, Case, case
 
 from chunkc.ir import chunk_ops
+from chunkc.ir.chunks import Chunk
 from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK
 
 
@@ -52,10 +53,10 @@ def run_is_safe(subject: Case) -> bool:
                 return False
         elif kind == "update":
             group, begin, end = node.args
-            gradient = slots.get(f"grad:{group}[{begin}:{end}]")
+            gradient = slots.get(Chunk("grad", group, (begin, end)))
             if gradient is None or gradient.content is None:
                 return False
-            if not all(write(f"{k}:{group}[{begin}:{end}]") for k in ("param", "exp_avg", "exp_avg_sq")):
+            if not all(write(Chunk(k, group, (begin, end))) for k in ("param", "exp_avg", "exp_avg_sq")):
                 return False
         elif kind == "parameter":
             views[node] = slots.get(chunk)

@@ -11,6 +11,8 @@ from torch import fx
 from verify_cases import LAYOUT, MEMORIES, Case, case
 
 from chunkc.ir import chunk_ops
+from chunkc.ir.chunks import Chunk
+from chunkc.ir.links import FROM_DISK, TO_DEVICE, TO_DISK, TO_HOME
 from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK
 from chunkc.ir.program import MemoryStep, SegmentMemory
 from chunkc.ir.verify import verify_phase
@@ -39,47 +41,53 @@ def move_after(node: fx.Node, other: fx.Node) -> None:
 
 @sabotage("read", "forward")
 def a_load_is_not_waited_for(c: Case) -> None:
-    c.erase(WAIT, "param:1")
+    c.erase(WAIT, Chunk("param", 1))
+
+
+@sabotage("link", "forward")
+def a_load_names_no_link(c: Case) -> None:
+    node = c.the(PREFETCH, Chunk("param", 1))
+    node.args = node.args[:1]
 
 
 @sabotage("read", "forward")
 def a_load_is_waited_for_too_late(c: Case) -> None:
-    move_after(c.the(WAIT, "param:1"), c.call("forward.1"))
+    move_after(c.the(WAIT, Chunk("param", 1)), c.call("forward.1"))
 
 
 @sabotage("read", "forward")
 def a_chunk_is_never_loaded(c: Case) -> None:
     for kind in (PREFETCH, WAIT, EVICT):
-        c.erase(kind, "param:1")
+        c.erase(kind, Chunk("param", 1))
 
 
 @sabotage("read", "forward")
 def a_slot_goes_before_its_reader(c: Case) -> None:
-    move_before(c.the(EVICT, "param:1"), c.call("forward.1"))
+    move_before(c.the(EVICT, Chunk("param", 1)), c.call("forward.1"))
 
 
 @sabotage("read", "forward")
 def a_slot_goes_before_its_view_is_made(c: Case) -> None:
-    move_before(c.the(EVICT, "param:1"), c.the("parameter", "param:1"))
+    move_before(c.the(EVICT, Chunk("param", 1)), c.the("parameter", Chunk("param", 1)))
 
 
 @sabotage("read", "forward", 1 << 20)
 def a_view_is_read_after_its_chunk_came_back_into_another_slot(c: Case) -> None:
     call = c.call("forward.1")
-    c.add_before(call, (EVICT, "param:1"), (PREFETCH, "param:1"), (WAIT, "param:1"))
+    c.add_before(call, (EVICT, Chunk("param", 1)), (PREFETCH, Chunk("param", 1)), (WAIT, Chunk("param", 1)))
 
 
 @sabotage("read", "forward", 1 << 20)
 def an_old_view_is_read_again_later(c: Case) -> None:
     late = c.call("forward.3")
-    early = c.the("parameter", "param:0")
-    c.add_before(late, (EVICT, "param:0"), (PREFETCH, "param:0"), (WAIT, "param:0"))
+    early = c.the("parameter", Chunk("param", 0))
+    c.add_before(late, (EVICT, Chunk("param", 0)), (PREFETCH, Chunk("param", 0)), (WAIT, Chunk("param", 0)))
     late.args = (late.args[0], early)
 
 
 @sabotage("read", "forward")
 def two_loads_change_places(c: Case) -> None:
-    one, two = c.the(PREFETCH, "param:0"), c.the(PREFETCH, "param:3")
+    one, two = c.the(PREFETCH, Chunk("param", 0)), c.the(PREFETCH, Chunk("param", 3))
     one.args, two.args = two.args, one.args
 
 
@@ -91,14 +99,14 @@ def what_the_forward_kept_is_not_there(c: Case) -> None:
 
 @sabotage("read", "update")
 def an_update_without_gradients(c: Case) -> None:
-    chunk = next(n.args[0] for n in c.all(PREFETCH) if n.args[0].startswith("grad:1"))
+    chunk = next(n.args[0] for n in c.all(PREFETCH) if n.args[0].whole == Chunk("grad", 1))
     for kind in (PREFETCH, WAIT, EVICT):
         c.erase(kind, chunk)
 
 
 @sabotage("read", "update")
 def an_update_before_its_gradients_have_arrived(c: Case) -> None:
-    c.erase(WAIT, next(n.args[0] for n in c.all(PREFETCH) if n.args[0].startswith("grad:1")))
+    c.erase(WAIT, next(n.args[0] for n in c.all(PREFETCH) if n.args[0].whole == Chunk("grad", 1)))
 
 
 @sabotage("read", "forward")
@@ -110,52 +118,117 @@ def a_result_is_a_view_of_a_slot(c: Case) -> None:
 
 @sabotage("read", "forward")
 def a_parameter_is_read_from_the_chunk_of_another(c: Case) -> None:
-    node = c.the("parameter", "param:1")
-    node.args = ("param:1", "h.2.w")
+    node = c.the("parameter", Chunk("param", 1))
+    node.args = (Chunk("param", 1), "h.2.w")
+
+
+ROOMY = 1 << 20
+"""Bytes beside the smallest budget with which the backward of four layers updates all of them."""
+
+
+def update_of(c: Case, group: int) -> fx.Node:
+    return next(n for n in c.all("update") if n.args[0] == group)
+
+
+@sabotage("update", "updating", ROOMY)
+def an_update_comes_before_the_gradient(c: Case) -> None:
+    move_before(update_of(c, 1), c.the("sink", Chunk("grad", 1)))
+
+
+@sabotage("update", "updating", ROOMY)
+def a_call_reads_what_was_updated(c: Case) -> None:
+    call = c.call("backward.3")
+    call.args = (*call.args[:2], c.the("parameter", Chunk("param", 1)))
+
+
+@sabotage("update", "updating", ROOMY)
+def a_gradient_that_was_used_up_is_fetched(c: Case) -> None:
+    c.add_after(c.the(EVICT, Chunk("grad", 1)), (PREFETCH, Chunk("grad", 1)), (WAIT, Chunk("grad", 1)))
+
+
+@sabotage("dirty", "updating", ROOMY)
+def a_gradient_is_given_up_before_the_update(c: Case) -> None:
+    move_before(c.the(EVICT, Chunk("grad", 1)), update_of(c, 1))
+
+
+@sabotage("dirty", "updating", ROOMY)
+def an_update_leaves_a_part_of_the_gradient_out(c: Case) -> None:
+    node = update_of(c, 1)
+    node.args = (1, 0, 512)
+
+
+@sabotage("write", "updating", ROOMY)
+def a_group_is_not_updated(c: Case) -> None:
+    c.graph.erase_node(update_of(c, 1))
+
+
+@sabotage("write", "updating", ROOMY)
+def a_group_is_updated_twice(c: Case) -> None:
+    node = update_of(c, 1)
+    with c.graph.inserting_after(node):
+        c.graph.call_function(chunk_ops.update, node.args)
+
+
+@sabotage("dirty", "updating", ROOMY)
+def updated_parameters_do_not_go_home(c: Case) -> None:
+    chunk = Chunk("param", 1)
+    waits = c.all(WAIT, chunk)
+    c.erase(WRITE_BACK, chunk)
+    c.graph.erase_node(waits[-1])
+
+
+@sabotage("write", "updating", ROOMY)
+def states_are_not_waited_for(c: Case) -> None:
+    c.erase(WAIT, Chunk("exp_avg", 1, (0, 1024)))
+
+
+@sabotage("read", "updating", ROOMY)
+def the_gradients_slot_goes_before_its_update(c: Case) -> None:
+    move_before(c.the(EVICT, Chunk("grad", 1)), update_of(c, 1))
 
 
 @sabotage("write", "backward")
 def a_gradient_goes_into_a_slot_that_is_not_there(c: Case) -> None:
     for kind in (PREFETCH, WAIT):
-        c.erase(kind, "grad:1")
+        c.erase(kind, Chunk("grad", 1))
 
 
 @sabotage("write", "backward")
 def a_gradient_goes_into_a_slot_that_is_not_ready(c: Case) -> None:
-    c.erase(WAIT, "grad:1")
+    c.erase(WAIT, Chunk("grad", 1))
 
 
 @sabotage("write", "backward")
 def a_gradient_is_sunk_before_the_wait(c: Case) -> None:
-    move_after(c.the(WAIT, "grad:1"), c.the("sink", "grad:1"))
+    move_after(c.the(WAIT, Chunk("grad", 1)), c.the("sink", Chunk("grad", 1)))
 
 
 @sabotage("write", "backward")
 def a_gradient_is_sunk_after_its_slot_went(c: Case) -> None:
-    move_after(c.the("sink", "grad:1"), c.the(EVICT, "grad:1"))
+    move_after(c.the("sink", Chunk("grad", 1)), c.the(EVICT, Chunk("grad", 1)))
 
 
 @sabotage("write", "backward")
 def a_gradient_is_sunk_during_the_write_back(c: Case) -> None:
-    move_before(c.the(WRITE_BACK, "grad:1"), c.the("sink", "grad:1"))
+    move_before(c.the(WRITE_BACK, Chunk("grad", 1)), c.the("sink", Chunk("grad", 1)))
 
 
 @sabotage("write", "backward")
 def a_gradient_goes_into_the_chunk_of_another(c: Case) -> None:
-    node = c.the("sink", "grad:1")
+    node = c.the("sink", Chunk("grad", 1))
     node.args = ("h.2.w", *node.args[1:])
 
 
 @sabotage("write", "update")
 def an_update_during_the_write_back_of_a_state(c: Case) -> None:
     node = c.all("update")[1]
-    chunk = next(n.args[0] for n in c.all(WRITE_BACK) if n.args[0].startswith("exp_avg:1"))
+    chunk = next(n.args[0] for n in c.all(WRITE_BACK) if n.args[0].whole == Chunk("exp_avg", 1))
     move_before(c.the(WRITE_BACK, chunk), node)
 
 
 @sabotage("write", "update")
 def an_update_without_its_parameters(c: Case) -> None:
-    chunk = next(n.args[0] for n in c.all(PREFETCH) if n.args[0].startswith("param:1"))
+    chunk = next(n.args[0] for n in c.all(PREFETCH) if n.args[0].whole == Chunk("param", 1))
     for node in [n for kind in (PREFETCH, WAIT, WRITE_BACK, EVICT) for n in c.all(kind, chunk)]:
         c.graph.erase_node(node)
 
@@ -168,47 +241,47 @@ def an_update_of_other_elements(c: Case) -> None:
 
 @sabotage("slot", "forward", 4096)
 def a_slot_goes_while_its_load_is_under_way(c: Case) -> None:
-    move_before(c.the(EVICT, "param:1"), c.the(WAIT, "param:1"))
+    move_before(c.the(EVICT, Chunk("param", 1)), c.the(WAIT, Chunk("param", 1)))
 
 
 @sabotage("slot", "backward")
 def a_slot_goes_while_its_write_back_is_under_way(c: Case) -> None:
-    c.erase(WAIT, "grad:1", 1)
+    c.erase(WAIT, Chunk("grad", 1), 1)
 
 
 @sabotage("slot", "update")
 def a_states_slot_goes_while_its_write_back_is_under_way(c: Case) -> None:
-    chunk = next(n.args[0] for n in c.all(WRITE_BACK) if n.args[0].startswith("exp_avg_sq:2"))
+    chunk = next(n.args[0] for n in c.all(WRITE_BACK) if n.args[0].whole == Chunk("exp_avg_sq", 2))
     c.erase(WAIT, chunk, 1)
 
 
 @sabotage("dirty", "backward")
 def a_gradient_is_never_written_back(c: Case) -> None:
-    c.erase(WRITE_BACK, "grad:1")
+    c.erase(WRITE_BACK, Chunk("grad", 1))
 
 
 @sabotage("dirty", "backward")
 def a_gradient_is_written_back_before_it_is_there(c: Case) -> None:
-    sink = c.the("sink", "grad:1")
-    move_before(c.the(WRITE_BACK, "grad:1"), sink)
-    move_before(c.the(WAIT, "grad:1", 1), sink)
+    sink = c.the("sink", Chunk("grad", 1))
+    move_before(c.the(WRITE_BACK, Chunk("grad", 1)), sink)
+    move_before(c.the(WAIT, Chunk("grad", 1), 1), sink)
 
 
 @sabotage("dirty", "backward")
 def a_second_gradient_comes_after_the_write_back(c: Case) -> None:
-    sink, evict = c.the("sink", "grad:1"), c.the(EVICT, "grad:1")
+    sink, evict = c.the("sink", Chunk("grad", 1)), c.the(EVICT, Chunk("grad", 1))
     with c.graph.inserting_before(evict):
         c.graph.call_function(chunk_ops.sink, sink.args)
 
 
 @sabotage("dirty", "update")
 def new_parameters_are_never_written_back(c: Case) -> None:
-    c.graph.erase_node(next(n for n in c.all(WRITE_BACK) if n.args[0].startswith("param:1")))
+    c.graph.erase_node(next(n for n in c.all(WRITE_BACK) if n.args[0].whole == Chunk("param", 1)))
 
 
 @sabotage("state", "forward", 1 << 20)
 def a_chunk_is_loaded_twice(c: Case) -> None:
-    c.add_after(c.the(PREFETCH, "param:1"), (PREFETCH, "param:1"))
+    c.add_after(c.the(PREFETCH, Chunk("param", 1)), (PREFETCH, Chunk("param", 1)))
 
 
 @sabotage("state", "backward")
@@ -218,32 +291,84 @@ def a_chunk_that_the_forward_kept_is_loaded_again(c: Case) -> None:
 
 @sabotage("state", "forward")
 def a_wait_for_nothing(c: Case) -> None:
-    c.add_after(c.the(EVICT, "param:0"), (WAIT, "param:0"))
+    c.add_after(c.the(EVICT, Chunk("param", 0)), (WAIT, Chunk("param", 0)))
 
 
 @sabotage("state", "forward")
 def a_wait_before_its_load(c: Case) -> None:
-    move_before(c.the(WAIT, "param:1"), c.the(PREFETCH, "param:1"))
+    move_before(c.the(WAIT, Chunk("param", 1)), c.the(PREFETCH, Chunk("param", 1)))
+
+
+@sabotage("link", "forward")
+def a_wait_for_a_copy_that_was_waited_for(c: Case) -> None:
+    c.add_after(c.the(WAIT, Chunk("param", 1)), (WAIT, Chunk("param", 1)))
+
+
+@sabotage("overlap", "forward", 1 << 20)
+def a_part_of_a_chunk_is_loaded_beside_the_whole(c: Case) -> None:
+    part = Chunk("param", 1, (0, 8))
+    c.add_after(c.the(WAIT, Chunk("param", 1)), (PREFETCH, part), (WAIT, part), (EVICT, part))
+
+
+@sabotage("overlap", "update", 1 << 20)
+def two_parts_that_overlap_are_there_at_once(c: Case) -> None:
+    wait = next(n for n in c.all(WAIT) if n.args[0].whole == Chunk("exp_avg", 1))
+    _, end = wait.args[0].part
+    part = Chunk("exp_avg", 1, (end - 1, end))
+    c.add_after(wait, (PREFETCH, part), (WAIT, part), (EVICT, part))
+
+
+@sabotage("link", "forward")
+def a_load_by_the_link_that_leads_home(c: Case) -> None:
+    for kind in (PREFETCH, WAIT):
+        c.the(kind, Chunk("param", 1)).args = (Chunk("param", 1), TO_HOME)
+
+
+@sabotage("link", "forward")
+def a_load_by_the_disk_s_link_of_what_is_in_ram(c: Case) -> None:
+    for kind in (PREFETCH, WAIT):
+        c.the(kind, Chunk("param", 1)).args = (Chunk("param", 1), FROM_DISK)
+
+
+@sabotage("link", "backward")
+def a_gradient_is_written_to_a_disk_that_is_not_its_home(c: Case) -> None:
+    c.the(WRITE_BACK, Chunk("grad", 1)).args = (Chunk("grad", 1), TO_DISK)
+
+
+@sabotage("link", "forward")
+def a_load_is_waited_for_on_another_link(c: Case) -> None:
+    c.the(WAIT, Chunk("param", 1)).args = (Chunk("param", 1), TO_HOME)
+
+
+@sabotage("slot", "backward")
+def a_write_back_is_waited_for_as_if_it_were_a_load(c: Case) -> None:
+    c.all(WAIT, Chunk("grad", 1))[-1].args = (Chunk("grad", 1), TO_DEVICE)
+
+
+@sabotage("link", "forward")
+def a_link_that_there_is_not(c: Case) -> None:
+    for kind in (PREFETCH, WAIT):
+        c.the(kind, Chunk("param", 1)).args = (Chunk("param", 1), "moon")
 
 
 @sabotage("state", "forward")
 def a_slot_goes_twice(c: Case) -> None:
-    c.add_after(c.the(EVICT, "param:0"), (EVICT, "param:0"))
+    c.add_after(c.the(EVICT, Chunk("param", 0)), (EVICT, Chunk("param", 0)))
 
 
 @sabotage("state", "backward")
 def a_write_back_of_nothing(c: Case) -> None:
-    c.add_after(c.the(EVICT, "grad:1"), (WRITE_BACK, "grad:1"))
+    c.add_after(c.the(EVICT, Chunk("grad", 1)), (WRITE_BACK, Chunk("grad", 1)))
 
 
 @sabotage("state", "backward")
 def two_write_backs_at_once(c: Case) -> None:
-    c.add_after(c.the(WRITE_BACK, "grad:1"), (WRITE_BACK, "grad:1"))
+    c.add_after(c.the(WRITE_BACK, Chunk("grad", 1)), (WRITE_BACK, Chunk("grad", 1)))
 
 
 @sabotage("state", "forward")
 def a_write_back_of_a_slot_that_is_still_loading(c: Case) -> None:
-    c.add_after(c.the(PREFETCH, "param:1"), (WRITE_BACK, "param:1"))
+    c.add_after(c.the(PREFETCH, Chunk("param", 1)), (WRITE_BACK, Chunk("param", 1)))
 
 
 @sabotage("state", "forward")
@@ -269,21 +394,21 @@ def a_resident_that_nobody_counted(c: Case) -> None:
 
 @sabotage("budget", "update")
 def a_slot_stays_too_long(c: Case) -> None:
-    evict = next(n for n in c.all(EVICT) if n.args[0].startswith("grad:0"))
+    evict = next(n for n in c.all(EVICT) if n.args[0].whole == Chunk("grad", 0))
     move_before(evict, next(iter(reversed(c.graph.nodes))))
 
 
 @sabotage("budget", "backward")
 def a_load_starts_too_early(c: Case) -> None:
     early = c.call("backward.0")
-    move_before(c.the(PREFETCH, "param:0"), early)
-    move_before(c.the(PREFETCH, "grad:0"), early)
+    move_before(c.the(PREFETCH, Chunk("param", 0)), early)
+    move_before(c.the(PREFETCH, Chunk("grad", 0)), early)
 
 
 @sabotage("budget", "backward")
 def a_value_is_read_again_later(c: Case) -> None:
     """The first gradient is still read by a later call: it lives on."""
-    gradient, late = c.the("sink", "grad:3").args[2], c.call("backward.3")
+    gradient, late = c.the("sink", Chunk("grad", 3)).args[2], c.call("backward.3")
     late.args = (gradient, *late.args[1:])
 
 
@@ -312,22 +437,22 @@ def more_is_kept_than_should_be(c: Case) -> None:
 
 @sabotage("end", "backward", 1 << 20)
 def the_end_comes_during_a_write_back(c: Case) -> None:
-    c.options["kept"] = {"grad:0"}
-    c.erase(EVICT, "grad:0")
-    c.erase(WAIT, "grad:0", 1)
+    c.options["kept"] = {Chunk("grad", 0)}
+    c.erase(EVICT, Chunk("grad", 0))
+    c.erase(WAIT, Chunk("grad", 0), 1)
 
 
 @sabotage("end", "backward", 1 << 20)
 def the_end_leaves_a_dirty_chunk(c: Case) -> None:
-    c.options["kept"] = {"grad:0"}
-    for node in (c.the(EVICT, "grad:0"), c.the(WAIT, "grad:0", 1), c.the(WRITE_BACK, "grad:0")):
+    c.options["kept"] = {Chunk("grad", 0)}
+    for node in (c.the(EVICT, Chunk("grad", 0)), c.the(WAIT, Chunk("grad", 0), 1), c.the(WRITE_BACK, Chunk("grad", 0))):
         c.graph.erase_node(node)
 
 
 @sabotage("end", "forward", 1 << 20)
 def the_end_comes_during_a_load(c: Case) -> None:
-    c.options["kept"] = {*c.options["kept"], "grad:0"}
-    c.add_before(next(iter(reversed(c.graph.nodes))), (PREFETCH, "grad:0"))
+    c.options["kept"] = {*c.options["kept"], Chunk("grad", 0)}
+    c.add_before(next(iter(reversed(c.graph.nodes))), (PREFETCH, Chunk("grad", 0)))
 
 
 def settled(c: Case, group: int) -> fx.Node:
@@ -341,18 +466,18 @@ def a_group_is_settled_before_its_gradient_is_made(c: Case) -> None:
 
 @sabotage("home", "settling")
 def a_group_is_settled_before_its_gradient_leaves(c: Case) -> None:
-    move_before(settled(c, 1), c.the(WRITE_BACK, "grad:1"))
+    move_before(settled(c, 1), c.the(WRITE_BACK, Chunk("grad", 1)))
 
 
 @sabotage("home", "settling")
 def a_parameter_is_fetched_after_its_group_was_settled(c: Case) -> None:
-    c.add_after(settled(c, 1), (PREFETCH, "param:1"), (WAIT, "param:1"), (EVICT, "param:1"))
+    c.add_after(settled(c, 1), (PREFETCH, Chunk("param", 1)), (WAIT, Chunk("param", 1)), (EVICT, Chunk("param", 1)))
 
 
 @sabotage("home", "settling")
 def a_gradient_comes_back_after_its_group_was_settled(c: Case) -> None:
-    wait = next(n for n in c.graph.nodes if n.target is chunk_ops.evict and n.args == ("grad:1",))
-    c.add_after(wait, (PREFETCH, "grad:1"), (WAIT, "grad:1"), (EVICT, "grad:1"))
+    wait = next(n for n in c.graph.nodes if n.target is chunk_ops.evict and n.args == (Chunk("grad", 1),))
+    c.add_after(wait, (PREFETCH, Chunk("grad", 1)), (WAIT, Chunk("grad", 1)), (EVICT, Chunk("grad", 1)))
 
 
 @pytest.mark.parametrize("name", SABOTAGES)

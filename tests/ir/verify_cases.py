@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,9 +13,11 @@ from torch import fx, nn
 from chunkc.ir import chunk_ops
 from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.plan import Plan
+from chunkc.ir.links import TO_DEVICE, TO_HOME, host_links
+from chunkc.ir.plan import EVICT, WRITE_BACK, Plan
 from chunkc.ir.program import MemoryStep, PhaseProgram, SegmentCall, SegmentMemory
 from chunkc.ir.verify import verify_phase
+from chunkc.passes.early_updates import with_updates
 from chunkc.passes.insert import insert_events, insert_update_events
 from chunkc.passes.layout import lay_out
 from chunkc.passes.planning import check_minimum, plan_phases
@@ -32,7 +36,7 @@ CHUNK_NBYTES = 4096
 LAYOUT = lay_out([ParamSpec(f"h.{i}.w", (1024,), (1,), torch.float32, True) for i in range(NUM_LAYERS)], CHUNK_NBYTES)
 
 
-HARDWARE = Hardware(1.0, 1.0, 4096.0, 4096.0)
+HARDWARE = Hardware(1.0, 1.0, host_links(4096.0, 4096.0))
 """A chunk takes as long as a call: copies are spread over the calls around them."""
 
 
@@ -135,7 +139,8 @@ class Case:
     def add_before(self, node: fx.Node, *events: tuple[str, str]) -> None:
         with self.graph.inserting_before(node):
             for kind, chunk in events:
-                self.graph.call_function(chunk_ops.EVENT_TARGETS[kind], (chunk,))
+                links = () if kind == EVICT else (TO_HOME if kind == WRITE_BACK else TO_DEVICE,)
+                self.graph.call_function(chunk_ops.EVENT_TARGETS[kind], (chunk, *links))
 
     def add_after(self, node: fx.Node, *events: tuple[str, str]) -> None:
         self.add_before(node.next, *events)
@@ -146,10 +151,14 @@ def step_positions() -> tuple[tuple, tuple]:
     return tuple(positions(p, MEMORIES, group_of=group_of) for p in (forward_program(), backward_program()))  # type: ignore[return-value]
 
 
-def plan_step(budget: int | None, spare: int = 0) -> Plan:
+def plan_step(budget: int | None, spare: int = 0, updates: Mapping[int, int] = MappingProxyType({})) -> Plan:
+    """The plan of forward and backward, which updates groups, each in so many stages."""
     forward, backward = step_positions()
     if budget is None:
         budget = check_minimum((*forward, *backward), LAYOUT, HUGE, 0) + spare
+    backward = with_updates(
+        backward, LAYOUT, updates, budget_nbytes=budget, held_nbytes=0, resident=frozenset(), hardware=HARDWARE
+    )
     return plan_phases(
         [("forward", forward), ("backward", backward)],
         LAYOUT,
@@ -163,7 +172,7 @@ def plan_step(budget: int | None, spare: int = 0) -> Plan:
 def case(phase: str, spare: int = 0) -> Case:
     """The forward, backward or update under the smallest budget, plus `spare` bytes.
 
-    `settling`: the backward, saying when groups are settled at home.
+    `settling`: the backward, saying when groups are settled at home. `updating`: the backward, updating all groups.
     """
     if phase == "update":
         tiles = update_tiles(LAYOUT, range(NUM_LAYERS), 0)
@@ -171,8 +180,8 @@ def case(phase: str, spare: int = 0) -> Case:
         budget = check_minimum(calls, LAYOUT, HUGE, 0) + spare
         plan = plan_phases([("update", calls)], LAYOUT, budget_nbytes=budget, resident=frozenset(), hardware=HARDWARE)
         graph = insert_update_events(plan.phases[0], tiles)
-        return Case(plan, graph.graph, {"resident": frozenset(), "held_nbytes": 100, "budget_nbytes": budget})
-    plan = plan_step(None, spare)
+        return Case(plan, graph, {"resident": frozenset(), "held_nbytes": 100, "budget_nbytes": budget})
+    plan = plan_step(None, spare, dict.fromkeys(range(NUM_LAYERS), 1) if phase == "updating" else {})
     program, index = (forward_program(), 0) if phase == "forward" else (backward_program(), 1)
     graph = insert_events(
         program,
@@ -184,6 +193,8 @@ def case(phase: str, spare: int = 0) -> Case:
     )
     options: dict[str, Any] = {"resident": frozenset(), "held_nbytes": 0, "budget_nbytes": plan.budget_nbytes}
     options |= {"kept": plan.kept} if phase == "forward" else {"present": plan.kept}
+    if phase == "updating":
+        options |= {"updates": range(NUM_LAYERS)}
     return Case(plan, graph.graph, options)
 
 

@@ -9,13 +9,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 TARGETS: dict[str, tuple[str, int | str, int]] = {
+    "sm_70": ("cuda", 70, 32),
+    "sm_75": ("cuda", 75, 32),
     "sm_80": ("cuda", 80, 32),
+    "sm_86": ("cuda", 86, 32),
     "sm_90": ("cuda", 90, 32),
     "sm_100": ("cuda", 100, 32),
     "gfx942": ("hip", "gfx942", 64),
 }
 """Backend, architecture and threads of a warp."""
+
+_TIERS: dict[str, list[Any]] = {
+    "sm_90": [],
+    "gfx942": [],
+    "sm_80": [pytest.mark.second_tier],
+    "sm_100": [pytest.mark.second_tier],
+}
+
+
+def targets_with_marks() -> list[tuple[str, list[Any]]]:
+    """All targets: one of each maker is of the quick tier; those that differ little from another one are slow."""
+    return [(name, _TIERS.get(name, [pytest.mark.slow])) for name in TARGETS]
+
 
 _WIDE = {f"v4.{kind}32" for kind in "bfu"} | {f"v2.{kind}64" for kind in "bfu"}
 

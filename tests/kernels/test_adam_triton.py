@@ -167,6 +167,7 @@ def test_cpu_tensors_are_refused_when_compiled() -> None:
         elementwise_triton.update(fmt, slots, work, SCALARS)
 
 
+@pytest.mark.second_tier
 def test_importing_needs_no_triton() -> None:
     code = "import sys; sys.modules['triton'] = None; import chunkc.kernels.elementwise_triton"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise
 
 import lamb_cases
@@ -69,13 +69,14 @@ class StraightforwardLamb:
             v.mul_(h.beta2).addcmul_(g, g, value=1 - h.beta2)
             r = (m / (1 - h.beta1**h.step)) / ((v / (1 - h.beta2**h.step)).sqrt() + h.eps) + h.weight_decay * w
             norms = float(w.norm()), float(r.norm())
-            ratio = norms[0] / norms[1] if h.adapt and min(norms) > 0 else 1.0
+            ratio = min(max(norms[0] / norms[1], h.min_coeff), h.max_coeff) if h.adapt and min(norms) > 0 else 1.0
             w.sub_(r, alpha=h.lr * ratio)
 
 
 @kernels
 @formats
-def test_follows_the_paper(fmt, kernel):
+@pytest.mark.parametrize("limits", [{}, {"min_coeff": 3.0}, {"max_coeff": 0.3}], ids=["none", "least", "most"])
+def test_follows_the_paper(fmt, kernel, limits):
     """Eight steps, with a tensor of zeros, one without gradient, groups that do not adapt, and one that maximizes."""
     slots = make_slots(fmt)
     slots.exp_avg.zero_()
@@ -88,9 +89,9 @@ def test_follows_the_paper(fmt, kernel):
     before = clone(slots)
     for step in range(1, 9):
         hypers = [
-            LambHyper(1e-2 / step, weight_decay=0.1, step=step),
+            LambHyper(1e-2 / step, weight_decay=0.1, step=step, **limits),
             LambHyper(1e-3, step=step, adapt=False),
-            LambHyper(1e-3, beta1=0.4, eps=1e-3, weight_decay=0.01, step=step, maximize=True),
+            LambHyper(1e-3, beta1=0.4, eps=1e-3, weight_decay=0.01, step=step, maximize=True, **limits),
         ]
         slots.grad.copy_(make_slots(fmt, seed=step).grad)
         slots.grad[parts[2]] = 0
@@ -111,17 +112,19 @@ def test_follows_the_paper(fmt, kernel):
 
 
 @formats
-def test_cpu_has_the_reference_s_bits_but_for_sums(fmt):
+@pytest.mark.parametrize("limits", [{}, {"min_coeff": 3.0}, {"max_coeff": 0.3}], ids=["none", "least", "most"])
+def test_cpu_has_the_reference_s_bits_but_for_sums(fmt, limits):
+    scalars = scalar_table([replace(ADAPTED, **limits), PLAIN])
     expected, slots = make_slots(fmt), make_slots(fmt)
     scale = GradScale(torch.tensor(0.5), torch.tensor(0.3), torch.tensor(0.0))
     (work,) = lamb_work(TENSORS, [(0, NUM_ELEMENTS)])
     sums, partials = new_partials(work), new_partials(work)
-    lamb_reference.lamb_moments(fmt, expected, work, SCALARS, sums, scale=scale)
-    lamb_cpu.lamb_moments(fmt, slots, work, SCALARS, partials, scale=scale)
+    lamb_reference.lamb_moments(fmt, expected, work, scalars, sums, scale=scale)
+    lamb_cpu.lamb_moments(fmt, slots, work, scalars, partials, scale=scale)
     assert_same(slots, expected)
     torch.testing.assert_close(partials, sums, rtol=1e-6, atol=0)
-    lamb_reference.lamb_apply(fmt, expected, work, SCALARS, sums, scale=scale)
-    lamb_cpu.lamb_apply(fmt, slots, work, SCALARS, sums, scale=scale)
+    lamb_reference.lamb_apply(fmt, expected, work, scalars, sums, scale=scale)
+    lamb_cpu.lamb_apply(fmt, slots, work, scalars, sums, scale=scale)
     assert_same(slots, expected)
     assert not torch.equal(slots.param, make_slots(fmt).param)
 

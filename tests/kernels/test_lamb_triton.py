@@ -34,10 +34,14 @@ FORMATS = {
     "fp16-master": AdamFormat(FP16, FP32, master=True),
 }
 SCALARS = scalar_table(
-    [LambHyper(1e-2, weight_decay=0.1, step=3), LambHyper(1e-2, beta1=0.4, step=2, adapt=False, maximize=True)]
+    [
+        LambHyper(1e-2, weight_decay=0.1, step=3),
+        LambHyper(1e-2, beta1=0.4, step=2, adapt=False, maximize=True),
+        LambHyper(1e-2, weight_decay=0.1, step=3, max_coeff=0.3),
+    ]
 )
 NUM_ELEMENTS = 2 * ROW + 4000
-TENSORS = [Run(0, 100, 0), Run(128, ROW + 2005, 0), Run(ROW + 2009, ROW + 2021, 1), Run(2 * ROW - 7, NUM_ELEMENTS, 0)]
+TENSORS = [Run(0, 100, 0), Run(128, ROW + 2005, 0), Run(ROW + 2009, ROW + 2021, 1), Run(2 * ROW - 7, NUM_ELEMENTS, 2)]
 TILES = [(0, 300), (300, 300 + 5), (305, ROW), (ROW, NUM_ELEMENTS)]
 
 

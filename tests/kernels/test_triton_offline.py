@@ -11,7 +11,7 @@ from typing import Any
 import adam_cases
 import pytest
 import torch
-from offline import TARGETS, compile_offline, spilled, vector_accesses
+from offline import TARGETS, compile_offline, spilled, targets_with_marks, vector_accesses
 
 from chunkc.kernels import elementwise_triton
 from chunkc.kernels.formats import AdamFormat, GradScale, Run, rounding_key
@@ -25,9 +25,9 @@ if triton.knobs.runtime.interpret:
 FORMATS = adam_cases.FORMATS
 QUICK = {"fp32", "bf16-master", "bf16-split", "bf16-only", "bf16-only-int8-moments"}
 VARIANTS = [
-    pytest.param(name, target, marks=[] if name in QUICK else [pytest.mark.slow], id=f"{name}-{target}")
+    pytest.param(name, target, marks=marks if name in QUICK else [pytest.mark.slow], id=f"{name}-{target}")
     for name in FORMATS
-    for target in TARGETS
+    for target, marks in targets_with_marks()
 ]
 VECTOR_NBYTES = 16
 NUM_ELEMENTS_PER_THREAD = elementwise_triton.BLOCK // elementwise_triton.NUM_THREADS

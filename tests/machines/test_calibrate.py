@@ -45,6 +45,7 @@ def test_everything_is_measured_and_plausible(measured: tuple) -> None:
     assert hardware.context_nbytes == 0
     rates = {key: value for key, value in vars(hardware).items() if key.endswith("_per_s")}
     assert rates.pop("tf32_flops_per_s") is None
+    rates |= {link.name: link.bytes_per_s for link in hardware.links}
     assert len(rates) == 11
     for key, rate in rates.items():  # Hardware itself refuses what is not positive and finite
         low, high = (1e7, 1e15) if "flops" in key else (1e6, 1e13)
@@ -185,7 +186,7 @@ def test_without_a_compiler(tmp_path: Path) -> None:
 def test_a_cuda_device() -> None:
     hardware = calibrate(device="cuda", sizes=Sizes(repeats=2, share_s=0.2))
     assert hardware.kind == "cuda"
-    assert hardware.to_device_bytes_per_s < hardware.memory_bytes_per_s
+    assert hardware.link("to_device").bytes_per_s < hardware.memory_bytes_per_s
     assert hardware.fp32_flops_per_s < hardware.flops_per_s
     assert 0 < hardware.context_nbytes < hardware.device_memory_nbytes
 

@@ -85,7 +85,7 @@ def test_a_wrong_capability_is_named(tmp_path: Path, written: object) -> None:
 def test_a_preset_with_the_device_s_own_memory(tmp_path: Path) -> None:
     found = hardware_by_name("NVIDIA H200", 140 * GIB, tmp_path / "none.json")
     assert (found.name, found.device_memory_nbytes, found.kind) == ("h200", 140 * GIB, "cuda")
-    assert found.to_device_bytes_per_s == preset("h200").to_device_bytes_per_s
+    assert found.links == preset("h200").links
 
 
 def test_measured_figures_of_a_gpu_before_cautious_ones(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import CPU, GIB, Hardware
+from chunkc.ir.links import LinkSpec, host_links
 from chunkc.machines.datasheets import DATASHEETS, Efficiency
 from chunkc.machines.presets import (
     PRESETS,
@@ -62,7 +63,14 @@ def test_a_preset_states_everything_and_its_source(name: str) -> None:
 def test_no_preset_claims_its_peak(name: str) -> None:
     reached, peak = asdict(preset(name)), asdict(preset(name, ALL_REACHED))
     for key, value in reached.items():
-        if key.endswith("_per_s") and value is not None:
+        if key == "links":
+            for link, best in zip(value, peak[key], strict=True):
+                assert (
+                    link == best
+                    if name == "gh200" and link["name"] == "to_home"
+                    else (0.5 * best["bytes_per_s"] < link["bytes_per_s"] < best["bytes_per_s"])
+                )
+        elif key.endswith("_per_s") and value is not None:
             assert 0.5 * peak[key] < value < peak[key], key
         else:
             assert value == peak[key], key
@@ -76,9 +84,16 @@ def test_orders_of_magnitude(name: str) -> None:
     assert 0.2 * GIB < h.context_nbytes < 1 * GIB
     half = h.matrix_flops_per_s(torch.float16)
     assert h.matrix_flops_per_s(torch.float32) < h.matrix_flops_per_s(torch.float32, tf32=True) * 1.001 <= half * 1.001
-    assert h.to_device_bytes_per_s < h.both_links_bytes_per_s < h.to_device_bytes_per_s + h.to_home_bytes_per_s
-    assert h.disk_write_bytes_per_s < h.disk_read_bytes_per_s < h.to_device_bytes_per_s < h.memory_bytes_per_s
+    rates = {link.name: link.bytes_per_s for link in h.links}
+    assert rates["to_device"] < h.both_links_bytes_per_s < rates["to_device"] + rates["to_home"]
+    assert rates["to_disk"] < rates["from_disk"] < rates["to_home"] <= rates["to_device"] < h.memory_bytes_per_s
     assert h.cpu_update_bytes_per_s < h.memory_bytes_per_s
+    assert rates["to_device"] < DATASHEETS[name].host_bandwidth * 1e9, "it is read from RAM"
+
+
+def test_directions_of_a_link_may_differ() -> None:
+    rates = {link.name: link.bytes_per_s for link in load_hardware("gh200").links}
+    assert (rates["to_device"], rates["to_home"]) == (pytest.approx(0.85 * 384e9), 170e9)
 
 
 def test_memory_is_less_than_on_the_box() -> None:
@@ -162,12 +177,36 @@ def test_a_file_changes_a_preset_with_units(tmp_path: Path) -> None:
         host_memory_nbytes=288 * GIB,
         device_memory_nbytes=20_000_000_000,
         context_nbytes=0,
-        to_device_bytes_per_s=24.5e9,
-        to_home_bytes_per_s=22.0 * GIB,
+        links=host_links(
+            24.5e9, 22.0 * GIB, from_disk=2.5e9, to_disk=load_hardware("2xrtx3090").link("to_disk").bytes_per_s
+        ),
+        both_links_bytes_per_s=None,
         bf16_flops_per_s=60e12,
         fp32_flops_per_s=30e12,
-        disk_read_bytes_per_s=2.5e9,
     )
+
+
+def test_a_file_says_what_its_links_do(tmp_path: Path) -> None:
+    links = {"to_device": {"bytes_per_s": "24GB/s", "latency_s": "10ms"}, "from_disk": {"latency_s": 1e-4}}
+    found = load_hardware(written(tmp_path, {"based_on": "rtx3090", "name": "rtx3090", "links": links}))
+    known = load_hardware("rtx3090")
+    wanted = (
+        LinkSpec("to_device", 24e9, 10e-3),
+        known.link("to_home"),
+        replace(known.link("from_disk"), latency_s=1e-4),
+        known.link("to_disk"),
+    )
+    assert found == replace(known, links=wanted, both_links_bytes_per_s=None), "the preset's is of its own rates"
+    disk = {"based_on": "rtx3090", "name": "rtx3090", "disk_read_bytes_per_s": 1e9}
+    both = known.both_links_bytes_per_s
+    assert load_hardware(written(tmp_path, disk)).both_links_bytes_per_s == both
+    disk["to_device_bytes_per_s"] = 2e9
+    assert load_hardware(written(tmp_path, disk)).both_links_bytes_per_s is None
+    assert load_hardware(written(tmp_path, disk | {"both_links_bytes_per_s": 3e9})).both_links_bytes_per_s == 3e9
+    whole = {"flops_per_s": 1, "memory_bytes_per_s": 1, "links": {name: {"bytes_per_s": 2} for name in FOUR_LINKS[:2]}}
+    assert load_hardware(written(tmp_path, whole)).links == host_links(2.0, 2.0)
+    mixed = {"to_device_bytes_per_s": 3, "links": {"to_device": {"latency_s": "1 ms"}}, "based_on": "rtx3090"}
+    assert load_hardware(written(tmp_path, mixed)).link("to_device") == LinkSpec("to_device", 3.0, 1e-3)
 
 
 def test_yaml_and_its_numbers_that_are_text(tmp_path: Path) -> None:
@@ -191,11 +230,12 @@ def test_yaml_without_pyyaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "pip install pyyaml" in refused(path)
 
 
+FOUR_LINKS = ("to_device", "to_home", "from_disk", "to_disk")
 FOUR = {"flops_per_s": 1e12, "memory_bytes_per_s": 1e11, "to_device_bytes_per_s": 1e10, "to_home_bytes_per_s": 1e10}
 
 
 def test_four_figures_make_a_file(tmp_path: Path) -> None:
-    assert load_hardware(written(tmp_path, FOUR)) == Hardware(**FOUR)
+    assert load_hardware(written(tmp_path, FOUR)) == Hardware(1e12, 1e11, host_links(1e10, 1e10))
 
 
 @pytest.mark.parametrize("missing", FOUR)
@@ -219,6 +259,15 @@ def test_a_needed_key_is_missing(tmp_path: Path, missing: str) -> None:
         ({"based_on": "h100", "flops_per_s": "3GB/s"}, ["flops_per_s is '3GB/s'", '"71TFLOPS"']),
         ({"based_on": "h100", "to_home_bytes_per_s": 0}, ["to_home_bytes_per_s is 0", '"24GB/s"']),
         ({"based_on": "h100", "to_home_bytes_per_s": None}, ["to_home_bytes_per_s is None"]),
+        ({"based_on": "h100", "links": {"moon": {}}}, ["links is", "to_device, to_home, from_disk, to_disk"]),
+        ({"based_on": "h100", "links": {"to_home": {"rate": 1}}}, ["links is", '"bytes_per_s": "24GB/s"']),
+        ({"based_on": "h100", "links": {"to_home": {"latency_s": -1}}}, ["links is", '"latency_s": "10us"']),
+        ({"based_on": "h100", "links": 3}, ["links is 3"]),
+        (
+            {"based_on": "h100", "links": {"to_home": {"bytes_per_s": 1}}, "to_home_bytes_per_s": 1},
+            ["to_home_bytes_per_s and links say the rate of 'to_home' twice"],
+        ),
+        ({**FOUR, "links": {"to_disk": {"latency_s": 1}}}, ["to_disk has no bytes_per_s"]),
         ({"based_on": "h100", "kind": "tpu"}, ["kind is 'tpu'", '"cpu" or "cuda"']),
         ({"based_on": "h100", "num_devices": 1.5}, ["num_devices is 1.5", "whole number"]),
         ({"based_on": "h100", "num_devices": 0}, ["num_devices is 0"]),

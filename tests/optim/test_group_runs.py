@@ -12,6 +12,7 @@ from plain_modules import Stack
 
 import chunkc
 from chunkc.declared import declared_states
+from chunkc.ir.chunks import Chunk
 from chunkc.ir.states import DEFAULT_STATES
 from chunkc.optim.group_runs import Task, flat_home, runs_of
 from chunkc.optim.states import initialise
@@ -147,7 +148,7 @@ def test_a_master_is_written_into_new_room() -> None:
 @pytest.mark.parametrize("access", ["view", "host_view", "writer", "reader"])
 def test_who_may_have_written_a_chunk(access: str) -> None:
     session, _ = placed()
-    arena, chunk = session.store.arena, "exp_avg:0"
+    arena, chunk = session.store.arena, Chunk("exp_avg", 0)
     assert arena.is_zero(chunk)
     if access == "view":
         arena.view(chunk, torch.float32, (4,), (1,), 0)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from chunkc.ir.states import MASTER, MASTER_LOW
 from chunkc.kernels.split import join_master, split_master
-from chunkc.optim.split_masters import NotedContents, checksum, decode, encode
+from chunkc.optim.split_masters import NotedContents, checksum, decode, encode, replace_written
 from chunkc.runtime import cpu_allocator
 
 NUM_ELEMENTS = (1 << 17) + 77  # several pieces
@@ -25,7 +26,7 @@ def fresh(num_elements: int = 1000) -> tuple[nn.Parameter, torch.Tensor]:
 def updated(noted: NotedContents, parameter: nn.Parameter, lower: torch.Tensor) -> bool:
     """An update that changes nothing; whether it used the lower bits."""
     before = lower.clone()
-    noted.begin(parameter, lower)
+    noted.begin(parameter, {MASTER_LOW: lower})
     used = torch.equal(lower, before)
     noted.end([parameter])
     return used
@@ -56,7 +57,7 @@ def test_lower_bits_go_when_somebody_writes(write) -> None:
     updated(noted, parameter, lower)
     write(parameter)
     assert not noted.belong(parameter)
-    noted.begin(parameter, lower)
+    noted.begin(parameter, {MASTER_LOW: lower})
     assert torch.equal(join_master(parameter.detach(), lower), parameter.float())
     noted.end([parameter])
     assert updated(noted, parameter, lower)
@@ -66,7 +67,7 @@ def test_an_update_that_did_not_end_makes_lower_bits_worthless() -> None:
     noted = NotedContents()
     parameter, lower = fresh()
     updated(noted, parameter, lower)
-    noted.begin(parameter, lower)
+    noted.begin(parameter, {MASTER_LOW: lower})
     assert not noted.belong(parameter)
     assert not updated(noted, parameter, lower)
 
@@ -86,7 +87,7 @@ def test_parameters_loaded_after_states_fit_if_they_are_the_same(same: bool) -> 
 def test_a_copy_has_parameters_and_lower_bits_from_one_moment() -> None:
     noted = NotedContents()
     parameter, lower = fresh()
-    noted.begin(parameter, lower)
+    noted.begin(parameter, {MASTER_LOW: lower})
     for again in (copy.deepcopy(noted), pickle.loads(pickle.dumps(noted))):
         assert again.belong(nn.Parameter(parameter.detach().clone()))
 
@@ -124,3 +125,32 @@ def test_states_outside_are_fp32_masters(transposed: bool) -> None:
     assert found.stride() == param.stride()
     ties = (master.view(torch.int32) & 0x1FFFF) == 0x8000
     assert torch.equal(found[~ties], master[~ties])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_an_fp32_master_follows_the_elements_that_were_written(dtype: torch.dtype, transposed: bool) -> None:
+    """Others keep their precision, also where they were written with the same values."""
+    master = torch.randn(NUM_ELEMENTS // 2, 2, generator=torch.Generator().manual_seed(0))
+    master = master.t().contiguous().t() if transposed else master
+    parameter, before = nn.Parameter(master.to(dtype)), master.clone()
+    noted = NotedContents()
+    noted.begin(parameter, {MASTER: master})
+    noted.end([parameter])
+    parameter.copy_(parameter.clone())
+    parameter[7:9] = 1.5
+    noted.begin(parameter, {MASTER: master})
+    assert bool((master[7:9] == 1.5).all())
+    before[7:9] = 1.5
+    assert torch.equal(master, before)
+
+
+@torch.no_grad()
+def test_following_takes_nothing_of_the_compute_tier() -> None:
+    master = torch.randn(NUM_ELEMENTS)
+    parameter = torch.zeros(NUM_ELEMENTS, dtype=torch.float16)
+    cpu_allocator.install()
+    with cpu_allocator.hard_limit(cpu_allocator.current_nbytes()):
+        replace_written(parameter, master)
+    assert not master.any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,7 +83,8 @@ def test_auto_divides_by_cost_on_a_gpu_and_leaves_disks_to_it(monkeypatch: pytes
     assert groups_at_home(session, groups, "auto")
     assert groups_at_home(session, groups, "device") == frozenset()
     assert groups_at_home(session, groups, "cpu") == frozenset(groups)
-    monkeypatch.setattr(session, "options", session.options.model_copy(update={"home": "disk"}))
+    on_disk = session.options.model_copy(update={"home": "disk"})
+    session.agree(replace(session.terms, options=on_disk))
     assert groups_at_home(session, groups, "auto") == frozenset()
 
 

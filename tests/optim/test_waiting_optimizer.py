@@ -155,7 +155,7 @@ def another_backward_s_update(made: Gated) -> list[Any]:
     """The same, where the update begins in a backward."""
     made.states()[EXP_AVG] = torch.full_like(made.weight, 0.5)
     index = made.store.group_index("layers.3.weight")
-    assert made.optimizer.begin_update(made.session, index)
+    assert made.optimizer.in_backward.begin(made.optimizer, made.session, index)
     return []
 
 

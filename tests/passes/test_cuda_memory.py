@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from chunkc.passes.cuda_memory import (
     cublas_workspace_nbytes,
     cublaslt_workspace_nbytes,
+    default_workspaces_nbytes,
     rounded_nbytes,
+    shares_workspaces,
     workspaces_nbytes,
 )
 
@@ -39,4 +42,12 @@ def test_workspaces_of_cublas(capability: tuple[int, int], config: str | None, e
 def test_both_threads_have_a_workspace_of_each_library() -> None:
     assert cublaslt_workspace_nbytes() == MIB
     assert cublaslt_workspace_nbytes("2048") == 2 * MIB
-    assert workspaces_nbytes((9, 0)) == 2 * 33 * MIB
+    assert workspaces_nbytes(32 * MIB, MIB) == default_workspaces_nbytes((9, 0)) == 2 * 33 * MIB
+
+
+def test_or_both_libraries_share_it() -> None:
+    assert workspaces_nbytes(32 * MIB, MIB, shared=True) == 2 * 32 * MIB
+    assert workspaces_nbytes(0, MIB, shared=True) == 2 * MIB, "there is none to share"
+    assert shares_workspaces({"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "1"})
+    assert not shares_workspaces({"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"})
+    assert shares_workspaces({}) == hasattr(torch.backends.cuda, "cublas_workspace_size")

@@ -25,6 +25,7 @@ def find(graph: fx.Graph, name: str) -> fx.Node:
         ("L['self']._modules['encoder.layer']._buffers['mask']", "encoder.layer.mask"),
         ("L['self'].blocks[3].weight", "blocks.3.weight"),
         ("L['fn'].weight", "weight"),
+        ("L['self'].__dict__['_modules']['base'].__dict__['_parameters']['weight']", "base.weight"),
         ("G['model']._modules['head']._parameters['bias']", "head.bias"),
         ("L['x']", ""),
         ("", ""),

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from chunkc.ir import chunk_ops
-from chunkc.ir.chunks import ParamSpec
+from chunkc.ir.chunks import Chunk, ParamSpec
 from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, PhasePlan, Tile
 from chunkc.ir.program import PhaseProgram, SegmentCall
 from chunkc.passes.insert import insert_events, insert_update_events
@@ -82,7 +82,7 @@ ONE_CALL = program(
 
 
 def test_events_come_before_their_call_and_after_the_last_one() -> None:
-    before, after = events((PREFETCH, "param:0"), (WAIT, "param:0")), events((EVICT, "param:0"))
+    before, after = events((PREFETCH, Chunk("param", 0)), (WAIT, Chunk("param", 0))), events((EVICT, Chunk("param", 0)))
     assert lines(rewritten(ONE_CALL, before, after)) == [
         "prefetch(param:0)",
         "wait(param:0)",
@@ -147,7 +147,7 @@ def test_gradients_are_sunk_right_after_their_call() -> None:
         "backward.1",
         "sink",
     ]
-    assert sinks(graph) == [("w", "grad:0", True), ("bias", None, True), ("v", "grad:1", True)]
+    assert sinks(graph) == [("w", Chunk("grad", 0), True), ("bias", None, True), ("v", Chunk("grad", 1), True)]
     assert sinks(rewritten(subject, resident=frozenset({1})))[2] == ("v", None, True)
 
 
@@ -199,9 +199,9 @@ def test_every_segment_is_there_once() -> None:
 
 def test_an_update_is_one_node_per_tile() -> None:
     tiles = [Tile(0, 0, 64), Tile(0, 64, 100), Tile(2, 0, 8)]
-    chunk = "grad:0[0:64]"
+    chunk = Chunk("grad", 0, (0, 64))
     stops = (events((PREFETCH, chunk), (WAIT, chunk)), (), (), events((WRITE_BACK, chunk), (EVICT, chunk)))
-    graph = insert_update_events(PhasePlan("update", stops, ()), tiles).graph
+    graph = insert_update_events(PhasePlan("update", stops, ()), tiles)
     assert lines(graph) == [
         f"prefetch({chunk})",
         f"wait({chunk})",
@@ -218,6 +218,6 @@ def test_chunk_nodes_are_never_called() -> None:
     assert layout.groups
     for target in chunk_ops.EVENT_TARGETS.values():
         with pytest.raises(AssertionError, match="never called"):
-            target("param:0")
+            target(*[Chunk("param", 0), "to_device", 512][: target.__code__.co_argcount])
     with pytest.raises(AssertionError, match="never called"):
         chunk_ops.update(0, 0, 1)

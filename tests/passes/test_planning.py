@@ -11,9 +11,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from chunkc.ir.chunks import STEP_NBYTES, ChunkLayout, ParamSpec
+from chunkc.ir.chunks import STEP_NBYTES, Chunk, ChunkLayout, ParamSpec
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.links import host_links
 from chunkc.ir.plan import EVICT, PREFETCH, Plan, Position, gradients_at
 from chunkc.passes.layout import lay_out
 from chunkc.passes.planning import (
@@ -29,7 +30,7 @@ from chunkc.passes.update_planning import update_positions, update_tiles
 
 HUGE = 1 << 40
 CHUNK_NBYTES = 4096
-HARDWARE = Hardware(1.0, 1.0, 4096.0, 4096.0)
+HARDWARE = Hardware(1.0, 1.0, host_links(4096.0, 4096.0))
 
 
 def layout_of(*numels: int, dtype: torch.dtype = torch.float32, trainable: bool = True) -> ChunkLayout:
@@ -40,16 +41,19 @@ def layout_of(*numels: int, dtype: torch.dtype = torch.float32, trainable: bool 
     return layout
 
 
-def position(phase: str, nbytes: int, reads: str = "", writes: str = "", name: str = "call") -> Position:
-    return Position(name, phase, nbytes, "aten.mm", "h.0", frozenset(reads.split()), frozenset(writes.split()), 1.0)
+def position(
+    phase: str, nbytes: int, read: Chunk | None = None, written: Chunk | None = None, name: str = "call"
+) -> Position:
+    reads, writes = (frozenset({chunk} - {None}) for chunk in (read, written))
+    return Position(name, phase, nbytes, "aten.mm", "h.0", reads, writes, 1.0)  # type: ignore[arg-type]
 
 
 def step_of(layout: ChunkLayout, activations: Sequence[int], held_nbytes: int = 100) -> StepProfile:
     """A forward and a backward with one call per group, and the update."""
     groups = range(len(layout.groups))
-    forward = tuple(position("forward", n, f"param:{i}", name=f"forward.{i}") for i, n in zip(groups, activations))
+    forward = tuple(position("forward", n, Chunk("param", i), name=f"forward.{i}") for i, n in zip(groups, activations))
     backward = tuple(
-        position("backward", n, f"param:{i}", f"grad:{i}", name=f"backward.{i}")
+        position("backward", n, Chunk("param", i), Chunk("grad", i), name=f"backward.{i}")
         for i, n in reversed(list(zip(groups, activations)))
     )
     update = update_positions(layout, update_tiles(layout, list(groups), 0), held_nbytes)
@@ -165,8 +169,8 @@ def test_where_no_room_can_be_made_the_minimum_is_without_residents() -> None:
 
 def test_resident_groups_move_nothing() -> None:
     plan = plan_step(STEP, LAYOUT, HUGE, frozenset({0, 2}))
-    moved = {event.chunk for phase in plan.phases for stop in phase.stops for event in stop}
-    assert moved == {"param:1", "grad:1"}
+    moved = {event.item for phase in plan.phases for stop in phase.stops for event in stop}
+    assert moved == {Chunk("param", 1), Chunk("grad", 1)}
     assert {m.resident_nbytes for m in plan.beginning_with(plan.gradients).moments} == {
         fixed_nbytes(LAYOUT, frozenset({0, 2}))
     }
@@ -190,7 +194,7 @@ def test_a_staying_gradient_counts_once_it_is_complete() -> None:
 def test_what_is_kept_for_the_backward_fits_beside_the_boundary() -> None:
     step = step_of(LAYOUT, (500, 700, 300))
     roomy = plan_step(step, LAYOUT, 1 << 20)
-    assert roomy.kept == {"param:0", "param:1", "param:2"}
+    assert roomy.kept == {Chunk("param", 0), Chunk("param", 1), Chunk("param", 2)}
     fixed = fixed_nbytes(LAYOUT, frozenset())
     for boundary, num_kept in ((0, 2), (700, 1), (5000, 0), (1 << 30, 0)):
         plan = plan_phases(
@@ -215,10 +219,10 @@ def test_phases_hand_their_chunks_on() -> None:
         for phase in plan.phases:
             for event in (event for stop in phase.stops for event in stop):
                 if event.kind == PREFETCH:
-                    assert event.chunk not in present
-                    present.add(event.chunk)
+                    assert event.item not in present
+                    present.add(event.item)
                 elif event.kind == EVICT:
-                    present.remove(event.chunk)
+                    present.remove(event.item)
             assert present == (plan.kept if phase is plan.phases[0] else set())
 
 
@@ -284,7 +288,7 @@ def test_overhead_and_granules_count_on_the_compute_tier_only() -> None:
     plain = lay_out([replace(spec, granule_nbytes=1), replace(small, granule_nbytes=1)], 4096)
     group = layout.groups[0]
     assert group.nbytes("param") == plain.groups[0].nbytes("param")  # at home
-    assert layout.chunk_nbytes_of("param:0[0:100]") == 512
-    assert plain.chunk_nbytes_of("param:0[0:100]") == 400
+    assert layout.chunk_nbytes_of(Chunk("param", 0, (0, 100))) == 512
+    assert plain.chunk_nbytes_of(Chunk("param", 0, (0, 100))) == 400
     assert fixed_nbytes(layout, frozenset()) == 2 * 4 + 4 * 512
     assert fixed_nbytes(replace(layout, overhead_nbytes=99), frozenset()) == 99 + 2 * 4 + 4 * 512

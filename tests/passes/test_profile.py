@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from chunkc.ir.chunks import Chunk
 from chunkc.ir.program import MemoryStep, PhaseProgram, SegmentCall, SegmentMemory
 from chunkc.passes.profile import last_holds, positions
 
@@ -195,8 +196,8 @@ def test_chunks_that_calls_read_and_write() -> None:
         ),
     )
     (position,) = positions(subject, {"s": memory(10, released=(1, 1, 1))}, group_of={"w": 3, "v": 4})
-    assert position.reads == {"param:3"}
-    assert position.writes == {"grad:4"}
+    assert position.reads == {Chunk("param", 3)}
+    assert position.writes == {Chunk("grad", 4)}
     assert position.phase == "forward"
     assert position.cost_s == 1.0
 

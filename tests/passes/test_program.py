@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.hardware import CPU, Hardware
+from chunkc.ir.links import host_links
 from chunkc.ir.program import PhaseProgram
 from chunkc.passes.graphs import is_compute, placeholders
 from chunkc.passes.program import backward_program, forward_program
@@ -95,7 +96,7 @@ def test_a_small_parameter_is_read_where_it_is() -> None:
 
 
 def test_arithmetic_costs_what_the_hardware_says() -> None:
-    hardware = Hardware(flops_per_s=128.0, memory_bytes_per_s=64.0, to_device_bytes_per_s=1, to_home_bytes_per_s=1)
+    hardware = Hardware(flops_per_s=128.0, memory_bytes_per_s=64.0, links=host_links(1, 1))
     program = forward_of(trace(lambda x, w: (torch.mm(x, w),), *MATRICES[:2]), {}, {}, hardware=hardware)
     assert program.calls[0].cost_s == pytest.approx(2 * 4 * 4 * 4 / 128 + 64 / 64)
 

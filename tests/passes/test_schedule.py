@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,19 +11,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.items import Copy, Item
+from chunkc.ir.links import FROM_DISK, ROUTES, TO_DEVICE, TO_DISK, TO_HOME, LinkSpec, host_links
 from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, Position
-from chunkc.passes.schedule import furthest_next_use, required_nbytes, schedule
+from chunkc.passes.schedule import required_nbytes, residency, schedule
 
 Stops = Sequence[Sequence[Event]]
 
-INSTANT = Hardware(1.0, 1.0, 1e12, 1e12)
-ONE_PER_CALL = Hardware(1.0, 1.0, 1.0, 1.0)
+INSTANT = Hardware(1.0, 1.0, host_links(1e12, 1e12))
+ONE_PER_CALL = Hardware(1.0, 1.0, host_links(1.0, 1.0))
 """A copy of a chunk of one byte takes as long as a call of one second."""
-NEVER = Hardware(1.0, 1.0, 1e-12, 1e-12)
+NEVER = Hardware(1.0, 1.0, host_links(1e-12, 1e-12))
 
 
 def call(reads: str = "", writes: str = "", cost_s: float = 1.0) -> Position:
     return Position("call", "forward", 0, "op", "", frozenset(reads.split()), frozenset(writes.split()), cost_s)
+
+
+WAYS = {False: (TO_DEVICE, TO_HOME), True: (FROM_DISK, TO_DISK)}
+
+
+def sizes_of(items: Mapping[str, Item]) -> dict[str, int]:
+    return {name: item.nbytes for name, item in items.items()}
+
+
+def items_of(sizes: Mapping[str, int]) -> dict[str, Item]:
+    return {name: Item(nbytes, Copy(TO_DEVICE), Copy(TO_HOME)) for name, nbytes in sizes.items()}
 
 
 def calls(text: str) -> list[Position]:
@@ -60,7 +74,7 @@ def replay(
     for index, stop in enumerate(stops):
         roof = max(occupancy[max(0, index - 1)], occupancy[min(index, len(positions) - 1)]) if positions else 0
         for event in stop:
-            chunk = event.chunk
+            chunk = event.item
             assert event.nbytes == sizes[chunk]
             if event.kind == PREFETCH:
                 assert chunk not in slots
@@ -82,7 +96,7 @@ def replay(
         if index == len(positions):
             break
         position = positions[index]
-        for chunk in position.chunks:
+        for chunk in position.items:
             assert slots[chunk].ready, f"{chunk} is not there and ready at call {index}"
             if chunk in position.writes:
                 assert not slots[chunk].leaving, "a slot is not written during its write-back"
@@ -98,14 +112,14 @@ def replay(
 
 def plan(text: str, capacity: int, hardware: Hardware = INSTANT, barriers: Sequence[int] = ()) -> tuple[Stops, int]:
     positions = calls(text)
-    sizes = {chunk: 1 for position in positions for chunk in position.chunks}
+    sizes = {chunk: 1 for position in positions for chunk in position.items}
     capacities = [capacity] * len(positions)
-    stops, occupancy = schedule(positions, sizes, capacities, hardware, barriers)
+    stops, occupancy = schedule(positions, items_of(sizes), capacities, hardware, barriers)
     return stops, replay(positions, sizes, capacities, stops, occupancy, barriers)
 
 
 def place(stops: Stops, kind: str, chunk: str) -> list[int]:
-    return [i for i, stop in enumerate(stops) for event in stop if (event.kind, event.chunk) == (kind, chunk)]
+    return [i for i, stop in enumerate(stops) for event in stop if (event.kind, event.item) == (kind, chunk)]
 
 
 def test_nothing_to_do() -> None:
@@ -158,6 +172,33 @@ def test_loads_queue_on_the_link() -> None:
     assert sorted([*place(stops, PREFETCH, "b"), *place(stops, PREFETCH, "c")]) == [1, 2]
 
 
+def test_links_have_queues_of_their_own() -> None:
+    """Of two items needed together, each comes as late as its own link allows."""
+    positions, machine = calls("x x x x a+b"), Hardware(1.0, 1.0, host_links(1.0, 1.0, from_disk=0.5))
+    items = {"x": Item(0, Copy(TO_DEVICE), Copy(TO_HOME))} | items_of({"a": 1, "b": 1})
+    for link, starts in ((TO_DEVICE, [2, 3]), (FROM_DISK, [2, 3])):
+        of_b = {"b": Item(1, Copy(link), Copy(TO_HOME))}
+        stops, _ = schedule(positions, items | of_b, [9] * 5, machine)
+        assert sorted([*place(stops, PREFETCH, "a"), *place(stops, PREFETCH, "b")]) == starts
+    assert place(stops, PREFETCH, "a") == [3]  # behind RAM's queue alone
+    assert place(stops, PREFETCH, "b") == [2]  # two seconds from the disk
+
+
+def test_a_load_starts_as_much_earlier_as_its_link_takes_to_start() -> None:
+    machine = Hardware(1.0, 1.0, (LinkSpec(TO_DEVICE, 1.0, 1.5), LinkSpec(TO_HOME, 1.0, 1.5)))
+    stops, _ = plan("a a a a A b b b b", 3, machine)
+    assert place(stops, PREFETCH, "b") == [2]
+    assert place(stops, EVICT, "A") == [8]
+
+
+def test_a_write_back_to_a_slower_disk_keeps_its_slot_for_longer() -> None:
+    machine = Hardware(1.0, 1.0, host_links(1.0, 1.0, to_disk=1 / 3))
+    for link, end in ((TO_HOME, 2), (TO_DISK, 4)):
+        items = items_of({"b": 1}) | {"A": Item(1, Copy(TO_DEVICE), Copy(link))}
+        stops, _ = schedule(calls("A b b b b"), items, [2] * 5, machine)
+        assert place(stops, EVICT, "A") == [end]
+
+
 def test_what_is_needed_next_gets_the_room_when_the_link_is_slow() -> None:
     stops, _ = plan("a a b c", 2, NEVER)
     assert place(stops, PREFETCH, "b") == [0]
@@ -192,14 +233,14 @@ def test_a_chunk_may_stay_over_a_barrier() -> None:
 
 def test_capacity_may_change_from_call_to_call() -> None:
     positions, sizes, capacity = calls("a b + a b"), {"a": 1, "b": 1}, [2, 2, 0, 2, 2]
-    stops, occupancy = schedule(positions, sizes, capacity, INSTANT)
+    stops, occupancy = schedule(positions, items_of(sizes), capacity, INSTANT)
     assert replay(positions, sizes, capacity, stops, occupancy) == 4
     assert occupancy[2] == 0
 
 
 def test_a_call_that_does_not_fit_is_a_bug_of_the_caller() -> None:
     with pytest.raises(AssertionError):
-        schedule(calls("a+b"), {"a": 1, "b": 1}, [1], INSTANT)
+        schedule(calls("a+b"), items_of({"a": 1, "b": 1}), [1], INSTANT)
 
 
 def test_required_bytes_count_a_chunk_once() -> None:
@@ -213,7 +254,10 @@ CHUNKS = "abcdef"
 
 @st.composite
 def instances(draw, uniform: bool = False, chunks: str = CHUNKS, max_calls: int = 14):
+    """Items of one size on one link; or of several, in RAM or on a disk, on links with rates and latencies."""
     sizes = {c: 1 if uniform else draw(st.integers(1, 9)) for c in chunks}
+    on_disk = st.just(False) if uniform else st.booleans()
+    items = {c: Item(n, *(Copy(link) for link in WAYS[draw(on_disk)])) for c, n in sizes.items()}
     pick = st.frozensets(st.sampled_from(chunks), max_size=2)
     num_calls = draw(st.integers(1, max_calls))
     positions = [
@@ -233,16 +277,40 @@ def instances(draw, uniform: bool = False, chunks: str = CHUNKS, max_calls: int 
     capacity = [required_nbytes(p, sizes) + draw(spare) for p in positions]
     barriers = sorted({0, *draw(st.sets(st.integers(1, num_calls), max_size=2))})
     rate = st.sampled_from([1e-9, 0.2, 1.0, 3.0, 1e9])
-    return positions, sizes, capacity, Hardware(1.0, 1.0, draw(rate), draw(rate)), barriers
+    latency = st.just(0.0) if uniform else st.sampled_from([0.0, 0.5, 2.0])
+    links = tuple(LinkSpec(name, draw(rate), draw(latency)) for name in ROUTES)
+    return positions, items, capacity, Hardware(1.0, 1.0, links), barriers
 
 
 @settings(deadline=None, max_examples=400)
 @given(instances())
 def test_every_schedule_is_safe_and_fits(instance) -> None:
-    positions, sizes, capacity, hardware, barriers = instance
-    stops, occupancy = schedule(positions, sizes, capacity, hardware, barriers)
-    num_loads = replay(positions, sizes, capacity, stops, occupancy, barriers)
-    assert num_loads == len(furthest_next_use(positions, sizes, capacity)), "placing copies adds no copies"
+    positions, items, capacity, hardware, barriers = instance
+    stops, occupancy = schedule(positions, items, capacity, hardware, barriers)
+    num_loads = replay(positions, sizes_of(items), capacity, stops, occupancy, barriers)
+    assert num_loads == len(residency(positions, items, capacity, hardware)), "placing copies adds no copies"
+    for event in (event for stop in stops for event in stop if event.kind in (PREFETCH, WRITE_BACK)):
+        item = items[event.item]
+        assert event.link == (item.way_back if event.kind == PREFETCH else item.way_home).link
+
+
+def test_sizes_and_links_that_differ_cost_hardly_more_seconds_than_they_must() -> None:
+    """Beside the best of all schedules, on small instances: less than 1 % more in all, and never twice as much."""
+    taken = least = 0.0
+    rng = random.Random(1)
+    for _ in range(300):
+        links = tuple(LinkSpec(name, rng.choice([1.0, 4.0]), rng.choice([0.0, 3.0])) for name in ROUTES)
+        machine = Hardware(1.0, 1.0, links)
+        items = {c: Item(rng.randint(1, 9), *(Copy(link) for link in WAYS[rng.random() < 0.5])) for c in CHUNKS}
+        positions = [call(" ".join(rng.sample(CHUNKS, rng.randint(0, 2)))) for _ in range(rng.randint(4, 14))]
+        capacity = [required_nbytes(p, sizes_of(items)) + rng.randint(0, 25) for p in positions]
+        seconds = {name: item.way_back.seconds(item.nbytes, machine) for name, item in items.items()}
+        loads = [i.item for i in residency(positions, items, capacity, machine)]
+        best = least_cost(positions, sizes_of(items), seconds, capacity)
+        mine = sum(seconds[name] for name in loads)
+        assert best <= mine * (1 + 1e-9) <= 2 * best * (1 + 1e-8)
+        taken, least = taken + mine, least + best
+    assert taken / least < 1.01
 
 
 def lru_loads(positions: Sequence[Position], slots: Sequence[int]) -> int:
@@ -250,24 +318,26 @@ def lru_loads(positions: Sequence[Position], slots: Sequence[int]) -> int:
     recent: list[str] = []
     num_loads = 0
     for position, room in zip(positions, slots):
-        num_loads += len(position.chunks - set(recent))
-        others = [chunk for chunk in recent if chunk not in position.chunks]
-        room -= len(position.chunks)
-        recent = [*(others[-room:] if room else []), *sorted(position.chunks)]
+        num_loads += len(position.items - set(recent))
+        others = [chunk for chunk in recent if chunk not in position.items]
+        room -= len(position.items)
+        recent = [*(others[-room:] if room else []), *sorted(position.items)]
     return num_loads
 
 
-def fewest_loads(positions: Sequence[Position], slots: Sequence[int]) -> int:
-    """By trying all sets of chunks to keep at every call."""
-    best: dict[frozenset[str], int] = {frozenset(): 0}
-    for position, room in zip(positions, slots):
-        after: dict[frozenset[str], int] = {}
-        for before, num_loads in best.items():
-            cost = num_loads + len(position.chunks - before)
-            for kept in _subsets(sorted(before - position.chunks)):
-                state = position.chunks | kept
-                if len(state) <= room:
-                    after[state] = min(cost, after.get(state, cost))
+def least_cost(
+    positions: Sequence[Position], sizes: Mapping[str, int], cost: Mapping[str, float], capacity: Sequence[int]
+) -> float:
+    """Of all loads, by trying all sets of items to keep at every call."""
+    best: dict[frozenset[str], float] = {frozenset(): 0.0}
+    for position, room in zip(positions, capacity):
+        after: dict[frozenset[str], float] = {}
+        for before, so_far in best.items():
+            total = so_far + sum(cost[name] for name in position.items - before)
+            for kept in _subsets(sorted(before - position.items)):
+                state = position.items | kept
+                if sum(sizes[name] for name in state) <= room:
+                    after[state] = min(total, after.get(state, total))
         best = after
     return min(best.values())
 
@@ -277,20 +347,21 @@ def _subsets(items: Sequence[str]) -> Iterator[frozenset[str]]:
         yield frozenset(item for bit, item in enumerate(items) if mask >> bit & 1)
 
 
-def num_loads(positions: Sequence[Position], sizes: Mapping[str, int], capacity: Sequence[int]) -> int:
-    stops, _ = schedule(positions, sizes, capacity, INSTANT)
+def num_loads(positions: Sequence[Position], items: Mapping[str, Item], capacity: Sequence[int]) -> int:
+    stops, _ = schedule(positions, items, capacity, INSTANT)
     return sum(event.kind == PREFETCH for stop in stops for event in stop)
 
 
 @settings(deadline=None, max_examples=200)
 @given(instances(uniform=True, max_calls=30))
 def test_never_more_loads_than_least_recently_used(instance) -> None:
-    positions, sizes, capacity, _, _ = instance
-    assert num_loads(positions, sizes, capacity) <= lru_loads(positions, capacity)
+    positions, items, capacity, _, _ = instance
+    assert num_loads(positions, items, capacity) <= lru_loads(positions, capacity)
 
 
 @settings(deadline=None, max_examples=200)
 @given(instances(uniform=True, chunks="abcde", max_calls=9))
 def test_loads_are_the_fewest_possible(instance) -> None:
-    positions, sizes, capacity, _, _ = instance
-    assert num_loads(positions, sizes, capacity) == fewest_loads(positions, capacity)
+    positions, items, capacity, _, _ = instance
+    sizes = sizes_of(items)
+    assert num_loads(positions, items, capacity) == least_cost(positions, sizes, dict.fromkeys(sizes, 1), capacity)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from verify_cases import LAYOUT, MODULES, NUM_LAYERS, backward_program, case, plan_step
 
 from chunkc.ir import chunk_ops
+from chunkc.ir.chunks import Chunk
 from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, PhasePlan
 from chunkc.passes.insert import insert_events, settled_after
 
@@ -16,7 +17,7 @@ def test_every_group_is_settled_once_after_its_gradients_left() -> None:
         copies = [
             i
             for i, n in enumerate(nodes)
-            if n.target in (chunk_ops.prefetch, chunk_ops.write_back) and n.args[0].partition(":")[2] == str(group)
+            if n.target in (chunk_ops.prefetch, chunk_ops.write_back) and n.args[0].group == group
         ]
         assert at == max(copies) + 1
 
@@ -28,9 +29,9 @@ def test_a_plan_that_nobody_listens_to_says_nothing() -> None:
 def test_the_last_fetch_counts_too() -> None:
     """Gradients gone home, the parameter fetched once more: settled only then."""
     stops = (
-        (Event(WRITE_BACK, "grad:2", 1), Event(EVICT, "grad:2", 1)),
-        (Event(PREFETCH, "param:2", 1), Event(WAIT, "param:2", 1)),
-        (Event(EVICT, "param:2", 1),),
+        (Event(WRITE_BACK, Chunk("grad", 2), 1), Event(EVICT, Chunk("grad", 2), 1)),
+        (Event(PREFETCH, Chunk("param", 2), 1), Event(WAIT, Chunk("param", 2), 1)),
+        (Event(EVICT, Chunk("param", 2), 1),),
     )
     assert settled_after(backward_program(), PhasePlan("backward", stops, ()), LAYOUT) == {(1, 0): 2}
 

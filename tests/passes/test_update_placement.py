@@ -9,12 +9,13 @@ import torch
 
 from chunkc.ir.chunks import ChunkGroup, ParamSpec, TensorSlice
 from chunkc.ir.hardware import CPU, Hardware
+from chunkc.ir.links import host_links
 from chunkc.ir.states import StateFormat
 from chunkc.passes.update_placement import cpu_update_s, device_update_s, groups_for_cpu
 
 GPU = Hardware(
-    name="gpu", kind="cuda", flops_per_s=1e15, memory_bytes_per_s=4e12, to_device_bytes_per_s=50e9,
-    to_home_bytes_per_s=50e9, cpu_update_bytes_per_s=50e9,
+    name="gpu", kind="cuda", flops_per_s=1e15, memory_bytes_per_s=4e12, links=host_links(50e9, 50e9),
+    cpu_update_bytes_per_s=50e9,
 )  # fmt: skip
 
 

@@ -9,9 +9,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from chunkc.ir.chunks import ChunkLayout, ParamSpec
+from chunkc.ir.chunks import Chunk, ChunkLayout, ParamSpec
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.links import host_links
 from chunkc.ir.plan import PREFETCH
 from chunkc.ir.states import StateFormat
 from chunkc.passes.layout import lay_out
@@ -29,7 +30,7 @@ from chunkc.passes.update_planning import (
 )
 
 HUGE = 1 << 40
-FAST = Hardware(1e12, 1e11, 1e10, 1e10)
+FAST = Hardware(1e12, 1e11, host_links(1e10, 1e10))
 
 
 def layout_of(*numels: int, dtype: torch.dtype = torch.float32) -> ChunkLayout:
@@ -72,10 +73,10 @@ def test_an_update_reads_the_gradient_and_writes_the_rest() -> None:
     layout = layout_of(1024, dtype=torch.bfloat16)
     (found,) = update_positions(layout, update_tiles(layout, [0], 0), 77)
     numel = layout.groups[0].numel
-    assert found.reads == {f"grad:0[0:{numel}]"}
-    assert found.writes == {f"{kind}:0[0:{numel}]" for kind in ("param", "master_low", "exp_avg", "exp_avg_sq")}
+    assert found.reads == {Chunk("grad", 0, (0, numel))}
+    assert found.writes == {Chunk(kind, 0, (0, numel)) for kind in ("param", "master_low", "exp_avg", "exp_avg_sq")}
     assert found.non_model_nbytes == 77
-    assert sum(layout.chunk_nbytes_of(c) for c in found.chunks) == numel * (2 + 2 + 2 + 4 + 4)
+    assert sum(layout.chunk_nbytes_of(c) for c in found.items) == numel * (2 + 2 + 2 + 4 + 4)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_behind_a_fast_link_an_update_takes_as_long_as_its_bytes(
 ) -> None:
     layout = layout_of(1024, dtype=dtype)
     tiles = update_tiles(layout, [0], 0, num_stages)
-    hardware = Hardware(1.0, 512.0, 1e9, 1e9)
+    hardware = Hardware(1.0, 512.0, host_links(1e9, 1e9))
     for machine, rate in ((hardware, 512), (replace(hardware, cpu_update_bytes_per_s=256.0), 256)):
         found = update_positions(layout, tiles, 77, machine)
         assert [position.cost_s for position in found] == [1024 * n / rate for n in nbytes]
@@ -107,7 +108,7 @@ def test_behind_a_fast_link_an_update_takes_as_long_as_its_bytes(
 )
 def test_behind_a_slow_link_tiles_follow_each_other_as_it_brings_them(num_stages: int, seconds: list[int]) -> None:
     layout = layout_of(1024)
-    hardware = Hardware(1.0, 1e9, 1024.0, 1024.0)
+    hardware = Hardware(1.0, 1e9, host_links(1024.0, 1024.0))
     found = update_positions(layout, update_tiles(layout, [0], 0, num_stages), 77, hardware)
     assert [position.cost_s for position in found] == seconds
     (shared,) = update_positions(
@@ -128,7 +129,7 @@ def test_however_fast_each_part_is_few_tiles_are_in_flight(
         range(num_tiles),
         budget_nbytes=HUGE,
         resident=frozenset(),
-        hardware=Hardware(1.0, memory_bytes_per_s, 1 << 20, to_home_bytes_per_s),
+        hardware=Hardware(1.0, memory_bytes_per_s, host_links(1 << 20, to_home_bytes_per_s)),
         held_nbytes=0,
         num_stages=1,
     )
@@ -136,7 +137,7 @@ def test_however_fast_each_part_is_few_tiles_are_in_flight(
     assert len(tiles) == len(phase.moments) == num_tiles
     fetched = [sum(event.kind == PREFETCH for event in stop) / 4 for stop in phase.stops]
     assert fetched == [2, 1, 1, 1, 1, 1, 1, 0, 0], "the next one while one is updated"
-    one = sum(layout.chunk_nbytes_of(f"{kind}:0") for kind in layout.groups[0].update_kinds)
+    one = sum(layout.chunk_nbytes_of(Chunk(kind, 0)) for kind in layout.groups[0].update_kinds)
     assert max(moment.slot_nbytes for moment in phase.moments) <= TILES_AT_ONCE * one
 
 

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from chunkc.ir import chunk_ops
 from chunkc.ir.chunks import ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
+from chunkc.ir.plan import EVICT, WRITE_BACK
 from chunkc.runtime.arena import Arena
 from chunkc.runtime.homes import MemoryHome
 from chunkc.runtime.store import ChunkStore
@@ -42,7 +43,8 @@ class Builder:
 
     def event(self, kind: str, *chunks: str) -> None:
         for chunk in chunks:
-            self.graph.call_function(getattr(chunk_ops, kind), (chunk,))
+            link = {EVICT: [], WRITE_BACK: ["to_home"]}.get(kind, ["to_device"])
+            self.graph.call_function(chunk_ops.EVENT_TARGETS[kind], (chunk, *link))
 
     def fetch(self, *chunks: str) -> None:
         self.event("prefetch", *chunks)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from chunkc.runtime.gpu import relabelled
-from chunkc.runtime.streams import Event, WorkerStream
+from chunkc.runtime.streams import JobMark, WorkerStream
 
 DLPACK_CPU = 1
 
@@ -44,7 +44,7 @@ class FakeEvent:
     """An event as `torch.cuda.Event`."""
 
     def __init__(self) -> None:
-        self.recorded: Event | None = None
+        self.recorded: JobMark | None = None
         self.at_s = 0.0
 
     def record(self, stream: FakeStream) -> None:
@@ -150,11 +150,11 @@ class FakeGpu:
     def view_pageable(self, host: torch.UntypedStorage) -> torch.Tensor:
         return relabelled(host, DLPACK_CPU, 0)
 
-    def allocated_nbytes(self) -> tuple[int, int]:
-        return 0, 0
+    def lap_peak_nbytes(self) -> int:
+        return 0
 
-    def reset_peak(self) -> None:
-        pass
+    def num_retries(self) -> int:
+        return 0
 
     def _is_unpinned(self, tensor: torch.Tensor) -> bool:
         return any(begin <= tensor.data_ptr() < begin + nbytes for begin, nbytes in self.unpinned.items())

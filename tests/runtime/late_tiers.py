@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from chunkc.runtime.tier import CpuTier
+from chunkc.runtime.tier import CpuTier, Links
 
 Factory = Callable[[], CpuTier]
 
@@ -54,8 +54,7 @@ class LateTier(CpuTier):
 
     def __init__(self) -> None:
         super().__init__()
-        self.to_device = LateStream()  # type: ignore[assignment]
-        self.to_home = LateStream()  # type: ignore[assignment]
+        self.links = Links(lambda name: LateStream())
 
 
 @contextmanager

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from fake_gpu import FakeGpu
 
+from chunkc.ir.links import INWARD
 from chunkc.runtime.cuda import CudaLink, CudaMark, CudaTier
 from chunkc.runtime.store import ChunkStore
+from chunkc.runtime.tier import Links
 
 EDGES = (
     "prefetch after mark",
@@ -64,8 +66,7 @@ class QueuedTier(CudaTier):
         self.store: ChunkStore | None = None
         self.num_reused = 0
         self._blocks: list[torch.Tensor] = []
-        self.to_device = _Link(self, "to_device", "prefetch")
-        self.to_home = _Link(self, "to_home", "write_back")
+        self.links = Links(lambda name: _Link(self, name, "prefetch" if name in INWARD else "write_back"))
 
     def enqueue(self, job: Callable[..., None], *args: Any) -> None:  # type: ignore[override]
         if threading.current_thread().name == "chunkc-compute":

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from chunkc.runtime.streams import Event
+from chunkc.runtime.streams import JobMark
 
 MIB = 1 << 20
 
@@ -54,7 +54,7 @@ def ctrl_c_in_a_wait(*, when: Callable[[], bool] = lambda: True) -> Iterator[lis
                 names.append(frame.f_code.co_name)
                 codes.add(frame.f_code)
                 frame = frame.f_back
-            if Event._block.__code__ in codes and when():
+            if JobMark._block.__code__ in codes and when():
                 where.extend(names)
                 signal.pthread_kill(main, signal.SIGINT)
                 return

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from chunkc.ir.chunks import Chunk
 from chunkc.ir.errors import ChunkStateError
 from chunkc.runtime.chunk_states import ChunkState, advance
 
@@ -28,10 +29,10 @@ def test_there_are_five_states() -> None:
 
 @pytest.mark.parametrize(("current", "new"), ALLOWED)
 def test_an_allowed_transition_gives_the_new_state(current: str, new: str) -> None:
-    assert advance("param:3", ChunkState[current], ChunkState[new]) is ChunkState[new]
+    assert advance(Chunk("param", 3), ChunkState[current], ChunkState[new]) is ChunkState[new]
 
 
 @pytest.mark.parametrize(("current", "new"), ILLEGAL)
 def test_an_illegal_transition_names_the_chunk_and_both_states(current: str, new: str) -> None:
     with pytest.raises(ChunkStateError, match=rf"^chunk grad:7 .*from {current} to {new}$"):
-        advance("grad:7", ChunkState[current], ChunkState[new])
+        advance(Chunk("grad", 7), ChunkState[current], ChunkState[new])

@@ -16,7 +16,7 @@ from fake_gpu import FakeGpu, FakeStream
 from queued_tier import QueuedTier
 from torch import Tensor, nn
 
-from chunkc.ir.chunks import ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
+from chunkc.ir.chunks import Chunk, ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
 from chunkc.ir.errors import OptionsError, StreamError
 from chunkc.runtime import cuda
 from chunkc.runtime.arena import Arena, Launch
@@ -96,12 +96,12 @@ def test_a_prefetch_finds_what_eager_code_writes_home_before_it(
     tier.left_out = frozenset(left_out)
     gate = Gate(gpu.compute)
     tier.enqueue(parameters["a"].data.fill_, 5.0)
-    store.prefetch("param:0")
+    store.prefetch(Chunk("param", 0))
     if left_out:
-        store.slot("param:0").copy.wait()  # it does not wait for anything, so it ends
+        store.slot(Chunk("param", 0)).copy.wait()  # it does not wait for anything, so it ends
     gate.open()
-    store.wait("param:0")
-    seen = read(tier, store.parameter_view("param:0", "a"))
+    store.wait(Chunk("param", 0))
+    seen = read(tier, store.parameter_view(Chunk("param", 0), "a"))
     tier.settle()
     assert seen == [1.0 if left_out else 5.0] * NUMEL
 
@@ -111,19 +111,19 @@ def test_a_prefetch_does_not_overwrite_what_is_still_read(gpu: FakeGpu, home: Ho
     """Its slot's memory was another chunk's, which a kernel in the queue will read."""
     store, tier, _ = placed(gpu, home)
     tier.left_out = frozenset(left_out)
-    store.prefetch("param:0")
-    store.wait("param:0")
-    view = store.parameter_view("param:0", "a")
+    store.prefetch(Chunk("param", 0))
+    store.wait(Chunk("param", 0))
+    view = store.parameter_view(Chunk("param", 0), "a")
     gate = Gate(gpu.compute)
     seen = read(tier, view)
-    store.evict("param:0")
+    store.evict(Chunk("param", 0))
     store.drop_spare_slots()
-    store.prefetch("param:1")
-    assert store.slot("param:1").buffer.data_ptr() == view.data_ptr()
+    store.prefetch(Chunk("param", 1))
+    assert store.slot(Chunk("param", 1)).buffer.data_ptr() == view.data_ptr()
     if left_out:
-        store.slot("param:1").copy.wait()
+        store.slot(Chunk("param", 1)).copy.wait()
     gate.open()
-    store.wait("param:1")
+    store.wait(Chunk("param", 1))
     tier.settle()
     assert seen == [2.0 if left_out else 1.0] * NUMEL
 
@@ -135,13 +135,13 @@ def test_a_gradient_of_the_user_s_own_goes_home_in_the_stream_s_order(gpu: FakeG
     own = torch.zeros(NUMEL)
     tier.enqueue(own.fill_, 3.0)
     parameters["a"].grad = own
-    store.prefetch("grad:0")
+    store.prefetch(Chunk("grad", 0))
     gate.open()
-    store.wait("grad:0")
-    store.sink("a", "grad:0", taking(4.0), owned=True)
-    store.write_back("grad:0")
-    store.wait("grad:0")
-    store.evict("grad:0")
+    store.wait(Chunk("grad", 0))
+    store.sink("a", Chunk("grad", 0), taking(4.0), owned=True)
+    store.write_back(Chunk("grad", 0))
+    store.wait(Chunk("grad", 0))
+    store.evict(Chunk("grad", 0))
     seen = read(tier, parameters["a"].grad)
     tier.settle()
     assert seen == [7.0] * NUMEL
@@ -156,29 +156,29 @@ def test_a_write_back_finds_what_computation_put_into_the_slot(
 ) -> None:
     store, tier, parameters = placed(gpu, home)
     tier.left_out = frozenset(left_out)
-    store.prefetch("grad:0")
-    store.wait("grad:0")
-    tier.enqueue(store.begin_compute("grad:0").fill_, 0.0)
-    store.end_compute("grad:0")
+    store.prefetch(Chunk("grad", 0))
+    store.wait(Chunk("grad", 0))
+    tier.enqueue(store.begin_compute(Chunk("grad", 0)).fill_, 0.0)
+    store.end_compute(Chunk("grad", 0))
     tier.settle()
     gate = Gate(gpu.compute)
-    store.sink("a", "grad:0", taking(4.0), owned=True)
-    store.write_back("grad:0")
+    store.sink("a", Chunk("grad", 0), taking(4.0), owned=True)
+    store.write_back(Chunk("grad", 0))
     if left_out:
-        store.slot("grad:0").copy.wait()
+        store.slot(Chunk("grad", 0)).copy.wait()
     gate.open()
-    store.wait("grad:0")
-    store.evict("grad:0")
+    store.wait(Chunk("grad", 0))
+    store.evict(Chunk("grad", 0))
     seen = read(tier, parameters["a"].grad)
     tier.settle()
     assert seen == [0.0 if left_out else 4.0] * NUMEL
 
 
 def written_back(store: ChunkStore) -> None:
-    store.prefetch("grad:0")
-    store.wait("grad:0")
-    store.sink("a", "grad:0", taking(4.0), owned=True)
-    store.write_back("grad:0")
+    store.prefetch(Chunk("grad", 0))
+    store.wait(Chunk("grad", 0))
+    store.sink("a", Chunk("grad", 0), taking(4.0), owned=True)
+    store.write_back(Chunk("grad", 0))
 
 
 @pytest.mark.parametrize("left_out", [(), ("hold for write_back",)])
@@ -186,10 +186,10 @@ def test_what_follows_a_phase_finds_its_write_backs_at_home(gpu: FakeGpu, left_o
     """Without a wait of the host: the compute stream waits, and with it any eager reader of `.grad`."""
     store, tier, parameters = placed(gpu, PinnedHome(gpu))
     tier.left_out = frozenset(left_out)
-    gate = Gate(tier.to_home._stream)
+    gate = Gate(tier.links["to_home"]._stream)
     written_back(store)
-    store.wait("grad:0")  # returns though the copy cannot have ended
-    store.evict("grad:0")
+    store.wait(Chunk("grad", 0))  # returns though the copy cannot have ended
+    store.evict(Chunk("grad", 0))
     seen = read(tier, parameters["a"].grad)
     if left_out:
         gpu.compute.synchronize()
@@ -205,11 +205,11 @@ def test_a_slot_is_not_used_again_under_its_write_back(gpu: FakeGpu, left_out: t
     """The next kernel that gets the slot's memory waits for the copy out of it."""
     store, tier, parameters = placed(gpu, PinnedHome(gpu))
     tier.left_out = frozenset(left_out)
-    gate = Gate(tier.to_home._stream)
+    gate = Gate(tier.links["to_home"]._stream)
     written_back(store)
-    store.wait("grad:0")
-    buffer = store.slot("grad:0").buffer
-    store.evict("grad:0")
+    store.wait(Chunk("grad", 0))
+    buffer = store.slot(Chunk("grad", 0)).buffer
+    store.evict(Chunk("grad", 0))
     tier.enqueue(buffer.fill_, -1.0)  # an activation of some later kernel
     if left_out:
         gpu.compute.synchronize()
@@ -228,11 +228,11 @@ def test_a_host_that_reads_home_memory_waits_for_the_write_back(gpu: FakeGpu, ho
     gate = Gate(gpu.compute)
     written_back(store)
     if waited == "after" and isinstance(home, PinnedHome):
-        store.wait("grad:0")
-        store.evict("grad:0")
+        store.wait(Chunk("grad", 0))
+        store.evict(Chunk("grad", 0))
     assert parameters["a"].grad.tolist() == [0.0] * NUMEL  # too early: this is what the wait is for
     open_soon(gate)
-    store.await_home("grad:0")
+    store.await_home(Chunk("grad", 0))
     assert parameters["a"].grad.tolist() == [4.0] * NUMEL
     tier.settle()
 
@@ -243,18 +243,18 @@ def test_a_host_that_reads_home_memory_waits_for_eager_code_too(gpu: FakeGpu, ho
     tier.enqueue(parameters["b"].data.fill_, 9.0)
     assert parameters["b"].tolist() == [2.0] * NUMEL
     open_soon(gate)
-    store.await_home("param:1")
+    store.await_home(Chunk("param", 1))
     assert parameters["b"].tolist() == [9.0] * NUMEL
 
 
 def test_releasing_slots_brings_gradients_home_in_order(gpu: FakeGpu, home: Home) -> None:
     """An interrupted step: the gradient's kernel has not run when the slots are given back."""
     store, tier, parameters = placed(gpu, home)
-    store.prefetch("grad:0")
-    store.prefetch("param:1")
-    store.wait("grad:0")
+    store.prefetch(Chunk("grad", 0))
+    store.prefetch(Chunk("param", 1))
+    store.wait(Chunk("grad", 0))
     gate = Gate(gpu.compute)
-    store.sink("a", "grad:0", taking(6.0), owned=True)
+    store.sink("a", Chunk("grad", 0), taking(6.0), owned=True)
     open_soon(gate)
     store.release_slots()
     seen = read(tier, parameters["a"].grad)
@@ -270,11 +270,11 @@ def test_the_host_is_not_held_up_by_copies_of_pinned_memory(gpu: FakeGpu) -> Non
     """A whole round of a chunk is submitted while computation stands still."""
     store, tier, parameters = placed(gpu, PinnedHome(gpu))
     gate = Gate(gpu.compute)
-    store.prefetch("param:0")
-    store.wait("param:0")
+    store.prefetch(Chunk("param", 0))
+    store.wait(Chunk("param", 0))
     written_back(store)
-    store.wait("grad:0")
-    for chunk in ("param:0", "grad:0"):
+    store.wait(Chunk("grad", 0))
+    for chunk in (Chunk("param", 0), Chunk("grad", 0)):
         store.evict(chunk)
     store.drop_spare_slots()
     assert parameters["a"].grad.tolist() == [0.0] * NUMEL
@@ -312,32 +312,26 @@ def test_a_link_counts_the_seconds_its_copies_took(gpu: FakeGpu) -> None:
 
 def test_drain_raises_what_a_blocking_copy_raised(gpu: FakeGpu) -> None:
     tier = CudaTier(gpu)
-    tier.to_home.submit(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    tier.links["to_home"].submit(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
     with pytest.raises(StreamError, match="ZeroDivisionError"):
         tier.drain()
     tier.drain()
-    assert tier.to_home.busy_s == 0.0
+    assert tier.links["to_home"].busy_s == 0.0
 
 
 def test_a_launch_that_fails_fails_at_once(gpu: FakeGpu) -> None:
     with pytest.raises(ZeroDivisionError):
-        CudaTier(gpu).to_home.submit(Launch(lambda: 1 // 0))  # type: ignore[arg-type]
+        CudaTier(gpu).links["to_home"].submit(Launch(lambda: 1 // 0))  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- metering
 
 
 def test_bytes_are_read_off_the_allocator_per_lap(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier, resets = CudaTier(gpu), []
-    monkeypatch.setattr(gpu, "allocated_nbytes", lambda: (100, 250))
-    monkeypatch.setattr(gpu, "reset_peak", lambda: resets.append(1))
-    assert tier.measured_nbytes() == 100
+    tier, unmetered = CudaTier(gpu), CudaTier(gpu, meter=False)
+    monkeypatch.setattr(gpu, "lap_peak_nbytes", lambda: 250)
     assert tier.lap_peak_nbytes() == 250
-    assert resets == [1]
-    unmetered = CudaTier(gpu, meter=False)
-    assert unmetered.measured_nbytes() is None
     assert unmetered.lap_peak_nbytes() is None
-    assert resets == [1]
 
 
 class FakeCudaModule:

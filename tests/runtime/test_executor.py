@@ -11,6 +11,7 @@ import torch
 from executor_cases import MIB, WIDTH, Builder, boxed, make_store
 from torch import Tensor, fx, nn
 
+from chunkc.ir.chunks import Chunk
 from chunkc.runtime import cpu_allocator
 from chunkc.runtime.executor import Measurement, Run, lower
 
@@ -27,20 +28,20 @@ def test_a_step_of_two_parameters() -> None:
     x = torch.randn(WIDTH, WIDTH)
     build = Builder()
     given = build.graph.placeholder("x")
-    build.fetch("param:0")
-    (hidden,) = build.call("matmul", given, build.parameter("param:0", "a"))
-    build.event("evict", "param:0")
-    build.fetch("param:1")
-    (result,) = build.call("matmul", hidden, build.parameter("param:1", "b"))
-    (grad_hidden,) = build.call("grad_left", build.parameter("param:1", "b"))
-    build.fetch("grad:1", "grad:0")
-    build.event("evict", "param:1")
+    build.fetch(Chunk("param", 0))
+    (hidden,) = build.call("matmul", given, build.parameter(Chunk("param", 0), "a"))
+    build.event("evict", Chunk("param", 0))
+    build.fetch(Chunk("param", 1))
+    (result,) = build.call("matmul", hidden, build.parameter(Chunk("param", 1), "b"))
+    (grad_hidden,) = build.call("grad_left", build.parameter(Chunk("param", 1), "b"))
+    build.fetch(Chunk("grad", 1), Chunk("grad", 0))
+    build.event("evict", Chunk("param", 1))
     (grad_b,) = build.call("grad_right", hidden)
-    build.sink("b", "grad:1", grad_b)
+    build.sink("b", Chunk("grad", 1), grad_b)
     (grad_a,) = build.call("grad_chain", given, grad_hidden)
-    build.sink("a", "grad:0", grad_a)
-    build.put_back("grad:1")
-    build.put_back("grad:0")
+    build.sink("a", Chunk("grad", 0), grad_a)
+    build.put_back(Chunk("grad", 1))
+    build.put_back(Chunk("grad", 0))
     build.graph.output((result, None, hidden))
     ones = torch.ones(WIDTH, WIDTH)
     segments = {

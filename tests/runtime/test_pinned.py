@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import logging
 import mmap
+import os
+import platform
 import threading
 import time
 
@@ -13,11 +16,13 @@ import pytest
 import torch
 from fake_gpu import FakeGpu, FakeStream
 
+import chunkc.runtime.pinned
+from chunkc.ir.chunks import Chunk
 from chunkc.ir.errors import HomeError
-from chunkc.runtime.arena import MAX_REGIONS_PER_CALL, Arena, Launch
+from chunkc.runtime.arena import Arena, Launch
 from chunkc.runtime.cuda import CudaLink, CudaMark
 from chunkc.runtime.homes import MemoryHome, Region
-from chunkc.runtime.pinned import PinnedHome
+from chunkc.runtime.pinned import PinnedHome, populate
 from chunkc.runtime.staging import open_arena
 
 pytestmark = pytest.mark.timeout(30)
@@ -149,14 +154,14 @@ def test_an_arena_reserves_all_chunks_or_none() -> None:
     """Each chunk is pinned by itself, so the limit shows between two; those before it are given back."""
     gpu = FakeGpu(lockable_nbytes=5 * PAGE)
     arena = Arena(PinnedHome(gpu))
-    arena.reserve({"param:0": PAGE, "param:1": PAGE})
+    arena.reserve({Chunk("param", 0): PAGE, Chunk("param", 1): PAGE})
     assert len(gpu.pinned) == 2
     with pytest.raises(HomeError, match="cannot pin"):
-        arena.reserve({f"param:{i}": PAGE for i in range(2, 7)})
+        arena.reserve({Chunk("param", i): PAGE for i in range(2, 7)})
     gc.collect()
     assert gpu.num_pins == 6
     assert len(gpu.pinned) == 2
-    assert set(arena.chunks) == {"param:0", "param:1"}
+    assert set(arena.chunks) == {Chunk("param", 0), Chunk("param", 1)}
 
 
 def test_without_pinning_it_works_and_says_what_that_costs(caplog: pytest.LogCaptureFixture) -> None:
@@ -185,20 +190,20 @@ def test_what_cannot_be_pinned_the_device_may_read_all_the_same(views_pageable: 
     view = gpu.view_pageable
     gpu.view_pageable = lambda host: (viewed.append(host.nbytes()), view(host))[1]  # type: ignore[method-assign]
     arena = open_arena("cpu", gpu)
-    arena.reserve({"exp_avg:0": PAGE})
-    arena.view("exp_avg:0", torch.float32, (4,), (1,), 16).fill_(2.0)
+    arena.reserve({Chunk("exp_avg", 0): PAGE})
+    arena.view(Chunk("exp_avg", 0), torch.float32, (4,), (1,), 16).fill_(2.0)
     if not views_pageable:
         assert not viewed
         with pytest.raises(HomeError, match="cannot pin"):
-            arena.reserve({"param:0": PAGE})
+            arena.reserve({Chunk("param", 0): PAGE})
         return
-    arena.reserve({"param:0": PAGE})
-    home_view = arena.view("param:0", torch.float32, (2, 3), (1, 2), 16)
+    arena.reserve({Chunk("param", 0): PAGE})
+    home_view = arena.view(Chunk("param", 0), torch.float32, (2, 3), (1, 2), 16)
     home_view.copy_(torch.arange(6.0).view(2, 3))
     assert viewed == [16, 24]
-    assert arena.host_view("param:0", torch.float32, 10).tolist() == [0.0] * 4 + [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]
-    assert arena.view("param:0", torch.float32, (0,), (1,), 0).shape == (0,)
-    assert not isinstance(arena.reader("param:0", 0, torch.empty(4)), Launch)
+    assert arena.host_view(Chunk("param", 0), torch.float32, 10).tolist() == [0.0] * 4 + [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]
+    assert arena.view(Chunk("param", 0), torch.float32, (0,), (1,), 0).shape == (0,)
+    assert not isinstance(arena.reader(Chunk("param", 0), 0, torch.empty(4)), Launch)
 
 
 @pytest.mark.parametrize("launched", [False, True])
@@ -251,20 +256,80 @@ def test_a_failing_unpin_is_told(caplog: pytest.LogCaptureFixture) -> None:
 def test_states_may_live_elsewhere_than_parameters() -> None:
     pinned, plain = PinnedHome(FakeGpu()), MemoryHome()
     arena = Arena(pinned, plain)
-    states = {f"exp_avg:{i}": 128 for i in range(40)}
-    arena.reserve({"param:0": 64, **states, "grad:0": 64})
+    states = {Chunk("exp_avg", i): 128 for i in range(40)}
+    arena.reserve({Chunk("param", 0): 64, **states, Chunk("grad", 0): 64})
     assert len(pinned._mappings) == 2
-    assert len(plain._mappings) <= MAX_REGIONS_PER_CALL
+    assert len(plain._mappings) == len(states)
     buffer = torch.empty(4)
-    assert isinstance(arena.reader("param:0", 0, buffer), Launch)
-    assert isinstance(arena.writer("grad:0", 0, buffer), Launch)
-    assert not isinstance(arena.reader("exp_avg:0", 0, buffer), Launch)
-    arena.writer("exp_avg:1", 32, torch.full((4,), 7.0))()
-    assert arena.view("exp_avg:1", torch.float32, (4,), (1,), 32).tolist() == [7.0] * 4
-    assert not arena.view("exp_avg:0", torch.float32, (32,), (1,), 0).any()
-    arena.free(["param:0", "exp_avg:0"])
+    assert isinstance(arena.reader(Chunk("param", 0), 0, buffer), Launch)
+    assert isinstance(arena.writer(Chunk("grad", 0), 0, buffer), Launch)
+    assert not isinstance(arena.reader(Chunk("exp_avg", 0), 0, buffer), Launch)
+    arena.writer(Chunk("exp_avg", 1), 32, torch.full((4,), 7.0))()
+    assert arena.view(Chunk("exp_avg", 1), torch.float32, (4,), (1,), 32).tolist() == [7.0] * 4
+    assert not arena.view(Chunk("exp_avg", 0), torch.float32, (32,), (1,), 0).any()
+    arena.free([Chunk("param", 0), Chunk("exp_avg", 0)])
     gc.collect()
     assert len(pinned._mappings) == 1
-    assert arena.view("exp_avg:1", torch.float32, (4,), (1,), 32).tolist() == [7.0] * 4
-    arena.free([chunk for chunk in states if chunk != "exp_avg:0"])
+    assert arena.view(Chunk("exp_avg", 1), torch.float32, (4,), (1,), 32).tolist() == [7.0] * 4
+    arena.free([chunk for chunk in states if chunk != Chunk("exp_avg", 0)])
     assert not plain._mappings
+
+
+def is_resident(address: int, nbytes: int) -> bool:
+    """Whether the kernel has found pages for all of a map."""
+    pages = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), pages) == 0
+    return all(page & 1 for page in pages)
+
+
+def test_several_threads_find_pages_for_a_large_region() -> None:
+    nbytes = 160 << 20
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    assert not is_resident(address, nbytes)
+    populate(address, nbytes)
+    if tuple(map(int, platform.release().split(".")[:2])) >= (5, 14):
+        assert is_resident(address, nbytes)
+
+
+def test_how_long_pinning_takes_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunkc.runtime.pinned, "_LOG_EVERY_NBYTES", 1 << 20)
+    home = PinnedHome(FakeGpu())
+    with caplog.at_level(logging.INFO, logger="chunkc"):
+        for _ in range(4):
+            home.allocate(512 << 10)
+    found = [record.message for record in caplog.records if record.message.startswith("pinned")]
+    assert [text.split(" (")[0] for text in found] == ["pinned 1.00 MiB", "pinned 2.00 MiB"]
+    assert all(text.endswith(" s") for text in found)
+
+
+def test_a_child_of_a_fork_neither_unpins_nor_unmaps() -> None:
+    """The child has none of the memory: what lies at its address there is the child's own."""
+    gpu = FakeGpu()
+    home = PinnedHome(gpu)
+    region = home.allocate(1 << 20)
+    address = home.bytes(region).data_ptr()
+    child = os.fork()
+    if child == 0:
+        try:
+            own = map_at(address, 1 << 20)
+            home.close()
+            gc.collect()
+            ctypes.memset(own, 1, 1 << 20)  # would be a fault if it had been unmapped
+            os._exit(0 if gpu.pinned == {address: 1 << 20} else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    home.close()
+    gc.collect()
+    assert not gpu.pinned
+
+
+def map_at(address: int, nbytes: int) -> int:
+    """Map new memory at an address where nothing is."""
+    call = ctypes.CDLL(None).mmap
+    call.restype = ctypes.c_void_p
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    found = call(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    assert found == address
+    return found

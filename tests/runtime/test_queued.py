@@ -80,7 +80,7 @@ class Subject:
         self.compiled = torch.compile(self.model, backend="chunkc", options=options)
         self.optimizer = adamw(self.model.parameters())
         self.train(0)
-        self.tensors = [t.detach() for p in self.model.parameters() for t in (p, p.grad)]
+        self.tensors = [t for p in self.model.parameters() for t in (p.detach(), p.grad)]
         self.tensors += [t for state in self.optimizer.state.values() for t in state.values()]
         self.start = [t.clone() for t in self.tensors]
 

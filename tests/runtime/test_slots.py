@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from store_cases import EMPTY, fetch, layout_of, make_parameters, placed, put_back, random_gradients, sink_all, taking
 
-from chunkc.ir.chunks import chunk_name
+from chunkc.ir.chunks import Chunk
 from chunkc.ir.errors import ChunkStateError, HomeError, StreamError, UnsupportedError
+from chunkc.ir.links import ROUTES
 from chunkc.runtime.arena import Arena
 from chunkc.runtime.chunk_states import ChunkState
 from chunkc.runtime.homes import MemoryHome
@@ -24,73 +27,73 @@ pytestmark = pytest.mark.timeout(30)
 
 def test_debug_fills_slots_with_nan_when_taken_and_given_back() -> None:
     store, _ = placed()
-    store.prefetch("grad:0")  # no gradients yet: nothing is read
-    store.wait("grad:0")
-    fresh = store.slot("grad:0").buffer
+    store.prefetch(Chunk("grad", 0))  # no gradients yet: nothing is read
+    store.wait(Chunk("grad", 0))
+    fresh = store.slot(Chunk("grad", 0)).buffer
     assert fresh.isnan().all()
-    store.evict("grad:0")
-    fetch(store, "param:0")
-    buffer = store.slot("param:0").buffer
-    view = store.parameter_view("param:0", "conv")
+    store.evict(Chunk("grad", 0))
+    fetch(store, Chunk("param", 0))
+    buffer = store.slot(Chunk("param", 0)).buffer
+    view = store.parameter_view(Chunk("param", 0), "conv")
     assert not view.isnan().any()
-    store.evict("param:0")
+    store.evict(Chunk("param", 0))
     assert buffer.isnan().all()
     assert view.isnan().all()  # a reader that came too late
-    assert store.slot("param:0").buffer is None
+    assert store.slot(Chunk("param", 0)).buffer is None
 
 
 def test_without_debug_a_released_slot_is_left_alone() -> None:
     store, parameters = placed(debug=False)
-    fetch(store, "param:2")
-    buffer = store.slot("param:2").buffer
-    store.evict("param:2")
+    fetch(store, Chunk("param", 2))
+    buffer = store.slot(Chunk("param", 2)).buffer
+    store.evict(Chunk("param", 2))
     assert torch.equal(buffer.view(2, 64), parameters["last"])
 
 
 def test_only_a_chunk_that_is_there_and_ready_is_read() -> None:
     store, _ = placed()
-    for prepare in (lambda: None, lambda: store.prefetch("param:0")):
+    for prepare in (lambda: None, lambda: store.prefetch(Chunk("param", 0))):
         prepare()
         with pytest.raises(ChunkStateError, match="conv is read from chunk param:0"):
-            store.parameter_view("param:0", "conv")
+            store.parameter_view(Chunk("param", 0), "conv")
         with pytest.raises(ChunkStateError):
-            store.begin_compute("param:0")
-    store.wait("param:0")
-    store.parameter_view("param:0", "conv")
+            store.begin_compute(Chunk("param", 0))
+    store.wait(Chunk("param", 0))
+    store.parameter_view(Chunk("param", 0), "conv")
     with pytest.raises(ChunkStateError, match="HOLD to PREFETCHING"):
-        store.prefetch("param:0")
+        store.prefetch(Chunk("param", 0))
 
 
 def test_a_chunk_under_a_copy_or_in_use_is_not_evicted() -> None:
     store, _ = placed()
-    store.prefetch("param:0")
+    store.prefetch(Chunk("param", 0))
     with pytest.raises(ChunkStateError, match="PREFETCHING to FREE"):
-        store.evict("param:0")
-    store.wait("param:0")
-    store.begin_compute("param:0")
+        store.evict(Chunk("param", 0))
+    store.wait(Chunk("param", 0))
+    store.begin_compute(Chunk("param", 0))
     with pytest.raises(ChunkStateError, match="COMPUTE to FREE"):
-        store.evict("param:0")
-    store.end_compute("param:0", wrote=True)
+        store.evict(Chunk("param", 0))
+    store.end_compute(Chunk("param", 0), wrote=True)
     with pytest.raises(ChunkStateError, match="before it was written back"):
-        store.evict("param:0")
-    store.write_back("param:0")
+        store.evict(Chunk("param", 0))
+    store.write_back(Chunk("param", 0))
     with pytest.raises(ChunkStateError, match="EVICTING to FREE"):
-        store.evict("param:0")
-    store.wait("param:0")
-    store.evict("param:0")
+        store.evict(Chunk("param", 0))
+    store.wait(Chunk("param", 0))
+    store.evict(Chunk("param", 0))
     assert store.present == frozenset()
 
 
 def test_a_clean_chunk_is_not_copied_home() -> None:
     store, _ = placed()
-    fetch(store, "param:0")
-    put_back(store, "param:0")
+    fetch(store, Chunk("param", 0))
+    put_back(store, Chunk("param", 0))
     nbytes = store.layout.groups[0].nbytes("param")
     assert (store.traffic.to_device_nbytes, store.traffic.to_home_nbytes) == (nbytes, 0)
-    fetch(store, "param:0")
-    store.begin_compute("param:0")
-    store.end_compute("param:0", wrote=True)
-    put_back(store, "param:0")
+    fetch(store, Chunk("param", 0))
+    store.begin_compute(Chunk("param", 0))
+    store.end_compute(Chunk("param", 0), wrote=True)
+    put_back(store, Chunk("param", 0))
     assert (store.traffic.to_device_nbytes, store.traffic.to_home_nbytes) == (2 * nbytes, nbytes)
 
 
@@ -98,7 +101,7 @@ def test_waiting_is_measured() -> None:
     parameters = make_parameters()
     store = ChunkStore(EMPTY, Arena(MemoryHome()), CpuTier(delay=lambda: 0.03))
     store.place(layout_of(parameters), parameters, frozenset())
-    fetch(store, "param:0")
+    fetch(store, Chunk("param", 0))
     assert 0.02 < store.traffic.wait_s < 5
 
 
@@ -114,31 +117,31 @@ def test_a_failed_read_is_raised_at_the_wait_and_releases_all_the_same(error: Ex
     store, parameters = placed()
     read = store.arena.home.read
     store.arena.home.read = failing(error)  # type: ignore[method-assign]
-    store.prefetch("param:0")
+    store.prefetch(Chunk("param", 0))
     store.arena.home.read = read  # type: ignore[method-assign]
-    store.prefetch("param:1")
+    store.prefetch(Chunk("param", 1))
     expected = HomeError if isinstance(error, HomeError) else StreamError
     with pytest.raises(expected, match=str(error)):
-        store.wait("param:0")
+        store.wait(Chunk("param", 0))
     with pytest.raises(expected, match=str(error)):
         store.release_slots()
     assert store.present == frozenset()
     assert all(slot.buffer is None for slot in store._slots.values())
     store.release_slots()  # nothing is left to tell
-    fetch(store, "param:0")
-    assert torch.equal(store.parameter_view("param:0", "conv"), parameters["conv"])
+    fetch(store, Chunk("param", 0))
+    assert torch.equal(store.parameter_view(Chunk("param", 0), "conv"), parameters["conv"])
 
 
 def test_release_writes_dirty_chunks_home() -> None:
     """An interrupted step: what is in slots, in whatever state, is brought home."""
     store, parameters = placed()
-    fetch(store, "grad:0")
+    fetch(store, Chunk("grad", 0))
     gradients = random_gradients(1, parameters)
     for name, gradient in gradients.items():
-        store.sink(name, "grad:0", taking(gradient), owned=True)
-    fetch(store, "param:0")
-    store.begin_compute("param:0")
-    store.prefetch("param:2")
+        store.sink(name, Chunk("grad", 0), taking(gradient), owned=True)
+    fetch(store, Chunk("param", 0))
+    store.begin_compute(Chunk("param", 0))
+    store.prefetch(Chunk("param", 2))
     store.release_slots()
     assert {slot.state for slot in store._slots.values()} == {ChunkState.FREE}
     assert all(torch.equal(parameters[name].grad, gradient) for name, gradient in gradients.items())
@@ -149,27 +152,27 @@ def test_release_ends_a_write_back_under_way() -> None:
     parameters = make_parameters()
     store = ChunkStore(EMPTY, Arena(MemoryHome()), CpuTier(delay=lambda: 0.03), True)
     store.place(layout_of(parameters), parameters, frozenset())
-    fetch(store, "param:2")
-    store.begin_compute("param:2").fill_(7)
-    store.end_compute("param:2", wrote=True)
-    store.write_back("param:2")
+    fetch(store, Chunk("param", 2))
+    store.begin_compute(Chunk("param", 2)).fill_(7)
+    store.end_compute(Chunk("param", 2), wrote=True)
+    store.write_back(Chunk("param", 2))
     store.release_slots()
     assert parameters["last"].tolist() == [[7.0] * 64] * 2
 
 
 def test_a_gradient_that_could_not_be_written_home_is_none() -> None:
     store, parameters = placed()
-    fetch(store, "grad:0")
+    fetch(store, Chunk("grad", 0))
     for name, gradient in random_gradients(1, parameters).items():
-        store.sink(name, "grad:0", taking(gradient), owned=True)
-    fetch(store, "grad:2")
+        store.sink(name, Chunk("grad", 0), taking(gradient), owned=True)
+    fetch(store, Chunk("grad", 2))
     last = torch.randn(2, 64)
-    store.sink("last", "grad:2", taking(last), owned=True)
+    store.sink("last", Chunk("grad", 2), taking(last), owned=True)
     write = store.arena.home.write
     store.arena.home.write = failing(HomeError("the disk is on fire"))  # type: ignore[method-assign]
-    store.write_back("grad:0")
+    store.write_back(Chunk("grad", 0))
     with pytest.raises(HomeError, match="on fire"):
-        store.wait("grad:0")
+        store.wait(Chunk("grad", 0))
     store.arena.home.write = write  # type: ignore[method-assign]
     with pytest.raises(HomeError, match="on fire"):
         store.release_slots()
@@ -178,7 +181,7 @@ def test_a_gradient_that_could_not_be_written_home_is_none() -> None:
     assert parameters["matrix"].grad is None
     assert torch.equal(parameters["last"].grad, last)  # the other chunk did get home
     gradients = random_gradients(2, parameters)
-    sink_all(store, gradients, "grad:0")
+    sink_all(store, gradients, Chunk("grad", 0))
     assert torch.equal(parameters["conv"].grad, gradients["conv"])
 
 
@@ -190,7 +193,7 @@ def test_a_dead_parameter_is_named() -> None:
     assert store.parameter("conv") is parameters["conv"]
     with pytest.raises(UnsupportedError, match=r"matrix no longer exists.*keep the model alive, or compile"):
         store.parameter("matrix")
-    store.prefetch("grad:0")  # the others' gradients still move
+    store.prefetch(Chunk("grad", 0))  # the others' gradients still move
     store.release_slots()
     assert store.present == frozenset()
     store.place(store.layout, {}, frozenset({0}))  # the others of its group still move
@@ -200,10 +203,10 @@ def test_a_dead_parameter_is_named() -> None:
 def test_a_lost_gradient_of_a_dead_parameter_does_not_stop_the_release() -> None:
     """All slots are given back, and the failed copy is what is raised."""
     store, parameters = placed()
-    fetch(store, "grad:0")
+    fetch(store, Chunk("grad", 0))
     for name, gradient in random_gradients(1, parameters).items():
-        store.sink(name, "grad:0", taking(gradient), owned=True)
-    fetch(store, "param:2")
+        store.sink(name, Chunk("grad", 0), taking(gradient), owned=True)
+    fetch(store, Chunk("param", 2))
     del parameters["conv"]
     gc.collect()
     store.arena.home.write = failing(HomeError("the disk is on fire"))  # type: ignore[method-assign]
@@ -216,18 +219,29 @@ def test_a_lost_gradient_of_a_dead_parameter_does_not_stop_the_release() -> None
 def test_a_store_dies_with_its_user() -> None:
     """The store holds parameters weakly, and its threads end with it."""
     store, parameters = placed()
-    fetch(store, "param:0")
+    fetch(store, Chunk("param", 0))
     store.release_slots()
     parameter = parameters["conv"]
     del store
     gc.collect()
     assert torch.equal(parameter, make_parameters()["conv"])  # a home view outlives its store
     assert math.isfinite(float(parameter.detach().sum()))
-    assert isinstance(CpuTier().to_device, WorkerStream)
+    assert isinstance(CpuTier().links["to_device"], WorkerStream)
 
 
-def test_chunk_names_are_stable() -> None:
-    assert chunk_name("exp_avg_sq", 12) == "exp_avg_sq:12"
+@pytest.mark.parametrize("holds", ["nothing", "everything"])
+def test_copies_queue_on_the_link_of_their_home(holds: Any) -> None:
+    parameters, tier = make_parameters(), CpuTier()
+    store = ChunkStore(EMPTY, Arena(MemoryHome()), tier, True)
+    store.place(replace(layout_of(parameters), disk_holds=holds), parameters, frozenset())
+    fetch(store, Chunk("grad", 2))
+    store.sink("last", Chunk("grad", 2), taking(torch.ones(2, 64)), owned=True)
+    put_back(store, Chunk("grad", 2))
+    fetch(store, Chunk("param", 0))
+    used = {name for name in ROUTES if tier.links[name].busy_s}
+    assert used == ({"to_device", "to_home"} if holds == "nothing" else {"from_disk", "to_disk"})
+    assert tier.links.busy_s(inward=True) + tier.links.busy_s(inward=False) == sum(tier.links[n].busy_s for n in used)
+    store.release_slots()
 
 
 @pytest.mark.parametrize("waited", [False, True])
@@ -235,14 +249,14 @@ def test_a_host_that_reads_home_memory_waits_for_the_write_back(waited: bool) ->
     parameters = make_parameters()
     store = ChunkStore(EMPTY, Arena(MemoryHome()), CpuTier(delay=lambda: 0.03), True)
     store.place(layout_of(parameters), parameters, frozenset())
-    fetch(store, "grad:2")
-    store.sink("last", "grad:2", taking(torch.full((2, 64), 3.0)), owned=True)
-    store.write_back("grad:2")
+    fetch(store, Chunk("grad", 2))
+    store.sink("last", Chunk("grad", 2), taking(torch.full((2, 64), 3.0)), owned=True)
+    store.write_back(Chunk("grad", 2))
     if waited:
-        store.wait("grad:2")
-        store.evict("grad:2")
+        store.wait(Chunk("grad", 2))
+        store.evict(Chunk("grad", 2))
     else:
         assert not parameters["last"].grad.any()
-    store.await_home("grad:2")
+    store.await_home(Chunk("grad", 2))
     assert (parameters["last"].grad == 3.0).all()
     store.release_slots()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from fake_gpu import FakeEvent, FakeGpu
 
+from chunkc.ir.chunks import Chunk
 from chunkc.ir.errors import HomeError, OptionsError, UnsupportedError
 from chunkc.runtime.cuda import CudaLink
 from chunkc.runtime.homes import DiskHome
@@ -144,19 +145,19 @@ def test_a_disk_may_hold_everything(tmp_path: Path) -> None:
     arena = open_arena(f"disk:{tmp_path}", gpu, disk_holds_everything=True)
     assert isinstance(arena.home, StagedDiskHome)
     assert arena.state_home is None
-    arena.reserve({"param:0": 64, "exp_avg:0": 64})
-    view = arena.view("param:0", torch.float32, (2, 4), (1, 2), 16)
+    arena.reserve({Chunk("param", 0): 64, Chunk("exp_avg", 0): 64})
+    view = arena.view(Chunk("param", 0), torch.float32, (2, 4), (1, 2), 16)
     assert (view.shape, view.stride(), view.untyped_storage().nbytes()) == ((2, 4), (1, 2), 32)
     view.copy_(torch.arange(8.0).view(2, 4))
     out, back = torch.zeros(16), torch.zeros(16)
     out[4:12] = torch.tensor([0.0, 4, 1, 5, 2, 6, 3, 7])
-    assert arena.host_view("param:0", torch.float32, 16).equal(out)
-    arena.reader("param:0", 0, back)()  # what eager code wrote in place is in the file,
+    assert arena.host_view(Chunk("param", 0), torch.float32, 16).equal(out)
+    arena.reader(Chunk("param", 0), 0, back)()  # what eager code wrote in place is in the file,
     gpu.compute.synchronize()
     assert back.equal(out)
-    arena.writer("param:0", 0, -out)()  # and it reads what was written there
+    arena.writer(Chunk("param", 0), 0, -out)()  # and it reads what was written there
     assert view.equal(-torch.arange(8.0).view(2, 4))
-    empty = arena.view("param:0", torch.float32, (0, 3), (3, 1), 0)
+    empty = arena.view(Chunk("param", 0), torch.float32, (0, 3), (3, 1), 0)
     assert empty.shape == (0, 3)
 
 

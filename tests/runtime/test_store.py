@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from runtime_helpers import open_fds
 from store_cases import (
     CHANNELS_LAST,
     EMPTY,
@@ -18,9 +21,10 @@ from store_cases import (
 )
 from torch import nn
 
+from chunkc.ir.chunks import PARAM, Chunk
 from chunkc.ir.errors import HomeError
-from chunkc.runtime.arena import MAX_REGIONS_PER_CALL, Arena
-from chunkc.runtime.homes import Home, MemoryHome
+from chunkc.runtime.arena import Arena
+from chunkc.runtime.homes import DiskHome, Home, MemoryHome
 from chunkc.runtime.store import ChunkStore
 from chunkc.runtime.tier import CpuTier
 
@@ -48,15 +52,15 @@ def test_a_write_to_a_home_view_reaches_the_slot_and_back(home: Home) -> None:
     store, parameters = placed(home)
     with torch.no_grad():
         parameters["matrix"].copy_(torch.arange(42.0).view(7, 6))
-    fetch(store, "param:0")
-    view = store.parameter_view("param:0", "matrix")
+    fetch(store, Chunk("param", 0))
+    view = store.parameter_view(Chunk("param", 0), "matrix")
     assert torch.equal(view, torch.arange(42.0).view(7, 6))
     assert view.stride() == parameters["matrix"].stride()
     assert view.data_ptr() != parameters["matrix"].data_ptr()
-    store.begin_compute("param:0")
+    store.begin_compute(Chunk("param", 0))
     view.mul_(2)
-    store.end_compute("param:0", wrote=True)
-    put_back(store, "param:0")
+    store.end_compute(Chunk("param", 0), wrote=True)
+    put_back(store, Chunk("param", 0))
     assert torch.equal(parameters["matrix"], 2 * torch.arange(42.0).view(7, 6))
     assert torch.equal(parameters["conv"], make_parameters()["conv"])
 
@@ -65,7 +69,7 @@ def test_to_the_tier_and_home_again_keeps_everything(home: Home) -> None:
     store, parameters = placed(home)
     layout, expected = store.layout, make_parameters()
     gradients = random_gradients(1, parameters)
-    sink_all(store, gradients, "grad:0")
+    sink_all(store, gradients, Chunk("grad", 0))
     home_nbytes = store.arena.nbytes
     for resident in (frozenset({0}), frozenset({0, 1, 2}), frozenset()):
         store.place(layout, {}, resident)
@@ -79,7 +83,7 @@ def test_to_the_tier_and_home_again_keeps_everything(home: Home) -> None:
             assert parameters[name].grad.stride() == parameters[name].stride()
         assert parameters["last"].grad is None
     assert store.arena.nbytes == home_nbytes
-    sink_all(store, gradients, "grad:0")  # and gradients still accumulate
+    sink_all(store, gradients, Chunk("grad", 0))  # and gradients still accumulate
     for name, gradient in gradients.items():
         assert torch.equal(parameters[name].grad, gradient + gradient)
 
@@ -113,7 +117,7 @@ def test_a_gradient_from_before_is_adopted(home: Home) -> None:
     for name, gradient in gradients.items():
         assert torch.equal(parameters[name].grad, gradient)
         assert parameters[name].grad.data_ptr() == store.home_view("grad", name).data_ptr()
-    sink_all(store, gradients, "grad:0")
+    sink_all(store, gradients, Chunk("grad", 0))
     for name, gradient in gradients.items():
         assert torch.equal(parameters[name].grad, 2 * gradient)
 
@@ -134,16 +138,34 @@ def test_a_layout_is_extended(home: Home) -> None:
     assert all(torch.equal(p, expected[name]) for name, p in parameters.items())
 
 
-def test_many_chunks_share_few_regions() -> None:
-    """A region of a disk home takes two file descriptors."""
+def test_many_chunks_take_one_file_descriptor(tmp_path: Path) -> None:
     parameters = {f"p{i}": nn.Parameter(torch.full((64,), float(i))) for i in range(100)}
-    home = MemoryHome()
-    store = ChunkStore(EMPTY, Arena(home), CpuTier(), True)
+    store = ChunkStore(EMPTY, Arena(DiskHome(str(tmp_path))), CpuTier(), True)
+    num_fds = open_fds()
     store.place(layout_of(parameters, tuple((name,) for name in parameters)), parameters, frozenset())
-    assert len(home._mappings) <= MAX_REGIONS_PER_CALL
+    assert open_fds() == num_fds + 1
     for i in (0, 1, 57, 99):
-        fetch(store, f"param:{i}")
-        assert store.parameter_view(f"param:{i}", f"p{i}").tolist() == [float(i)] * 64
+        fetch(store, Chunk("param", i))
+        assert store.parameter_view(Chunk("param", i), f"p{i}").tolist() == [float(i)] * 64
+
+
+def test_one_tensor_at_a_time(home: Home) -> None:
+    """Room, then values, then the place: whoever makes a model in its chunks has one tensor in memory."""
+    expected = make_parameters()
+    store = ChunkStore(EMPTY, Arena(home), CpuTier(), True)
+    store.reserve(layout_of(expected), frozenset())
+    assert store.parameters() == {}
+    made = {}
+    for name, values in expected.items():
+        store.write(PARAM, name, values)
+        made[name] = nn.Parameter(torch.empty(0), requires_grad=values.requires_grad)
+        store.bind(name, made[name])
+        assert torch.equal(made[name], values)
+        assert made[name].stride() == values.stride()
+    assert store.replaced(list(made)) == []
+    first = next(iter(made))
+    store.write(PARAM, first, torch.full_like(expected[first], 3.0))
+    assert bool((made[first] == 3.0).all())
 
 
 class FullHome(MemoryHome):

@@ -17,7 +17,7 @@ import pytest
 from runtime_helpers import raiser
 
 from chunkc.ir.errors import HomeError, StreamError
-from chunkc.runtime.streams import Event, WorkerStream
+from chunkc.runtime.streams import JobMark, WorkerStream
 
 pytestmark = pytest.mark.timeout(30)  # a hang is a failure
 
@@ -39,7 +39,7 @@ def ctrl_c_after(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGINT, former)
 
 
-def kill_thread(event: Event) -> None:
+def kill_thread(event: JobMark) -> None:
     """Make the idle thread behind `event` die as soon as it wakes, outside of any job."""
     ident = ctypes.c_ulong(event._thread.ident)
     assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit)) == 1
@@ -186,7 +186,7 @@ def test_what_a_job_held_is_gone_when_it_is_done(fails: bool) -> None:
 
 def test_a_job_cannot_wait_for_its_own_stream() -> None:
     stream, gate = WorkerStream("s"), threading.Event()
-    events: list[Event] = []
+    events: list[JobMark] = []
 
     def wait_for_next() -> None:
         gate.wait()

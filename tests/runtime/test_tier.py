@@ -19,18 +19,18 @@ pytestmark = pytest.mark.timeout(30)
 def test_a_slot_is_flat_and_charged_to_the_byte(dtype: torch.dtype) -> None:
     cpu_allocator.install()
     tier = CpuTier()
-    before = tier.measured_nbytes()
+    before = cpu_allocator.current_nbytes()
     slot = tier.allocate_slot(1001, dtype)
     assert (slot.shape, slot.dtype, slot.device) == ((1001,), dtype, tier.device)
-    assert tier.measured_nbytes() - before == 1001 * dtype.itemsize == slot.untyped_storage().nbytes()
+    assert cpu_allocator.current_nbytes() - before == 1001 * dtype.itemsize == slot.untyped_storage().nbytes()
     del slot
-    assert tier.measured_nbytes() == before
+    assert cpu_allocator.current_nbytes() == before
 
 
 def test_a_slot_beyond_the_hard_limit_is_refused() -> None:
     cpu_allocator.install()
     tier = CpuTier()
-    with cpu_allocator.hard_limit(tier.measured_nbytes() + 4095), pytest.raises(torch.OutOfMemoryError):
+    with cpu_allocator.hard_limit(cpu_allocator.current_nbytes() + 4095), pytest.raises(torch.OutOfMemoryError):
         tier.allocate_slot(1024, torch.float32)
 
 
@@ -38,7 +38,7 @@ def test_the_lap_peak_starts_anew_each_time() -> None:
     cpu_allocator.install()
     tier = CpuTier()
     tier.lap_peak_nbytes()
-    base = tier.measured_nbytes()
+    base = cpu_allocator.current_nbytes()
     tier.allocate_slot(1 << 20, torch.uint8)
     assert tier.lap_peak_nbytes() == base + (1 << 20)
     assert tier.lap_peak_nbytes() == base
@@ -47,7 +47,6 @@ def test_the_lap_peak_starts_anew_each_time() -> None:
 def test_without_a_meter_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """None, not a made-up number."""
     monkeypatch.setattr(cpu_allocator, "_library", None)
-    assert CpuTier().measured_nbytes() is None
     assert CpuTier().lap_peak_nbytes() is None
 
 
@@ -63,15 +62,15 @@ def test_the_two_directions_do_not_wait_for_each_other() -> None:
         back.set()
         assert there.wait(10)
 
-    events = [tier.to_device.submit(go), tier.to_home.submit(come)]
+    events = [tier.links["to_device"].submit(go), tier.links["to_home"].submit(come)]
     for event in events:
         event.wait()
 
 
 def test_drain_waits_for_both_directions() -> None:
     tier, done = CpuTier(delay=lambda: 0.05), []
-    tier.to_device.submit(lambda: done.append("to_device"))
-    tier.to_home.submit(lambda: done.append("to_home"))
+    tier.links["to_device"].submit(lambda: done.append("to_device"))
+    tier.links["to_home"].submit(lambda: done.append("to_home"))
     assert done == []
     tier.drain()
     assert sorted(done) == ["to_device", "to_home"]
@@ -86,7 +85,7 @@ def test_the_delay_comes_before_every_copy_of_either_direction() -> None:
 
     tier = CpuTier(delay=delay)
     start_s = time.perf_counter()
-    streams = (tier.to_device, tier.to_device, tier.to_home)
+    streams = (tier.links["to_device"], tier.links["to_device"], tier.links["to_home"])
     events = [stream.submit(lambda: None) for stream in streams]
     assert not any(event.done() for event in events)  # the caller never sleeps
     for event in events:
@@ -97,16 +96,16 @@ def test_the_delay_comes_before_every_copy_of_either_direction() -> None:
     assert threading.current_thread().name not in asked
 
 
-@pytest.mark.parametrize("stream", ["to_device", "to_home"])
+@pytest.mark.parametrize("stream", ["to_device", "to_home", "from_disk", "to_disk"])
 def test_drain_raises_what_a_copy_raised(stream: str) -> None:
     def fail(error: Exception) -> None:
         raise error
 
     tier = CpuTier()
-    getattr(tier, stream).submit(lambda: fail(HomeError("the disk is on fire")))
+    tier.links[stream].submit(lambda: fail(HomeError("the disk is on fire")))
     with pytest.raises(HomeError, match="on fire"):
         tier.drain()
-    getattr(tier, stream).submit(lambda: fail(ZeroDivisionError("oops")))
+    tier.links[stream].submit(lambda: fail(ZeroDivisionError("oops")))
     with pytest.raises(StreamError, match="oops") as caught:
         tier.drain()
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -119,7 +118,7 @@ def test_on_a_cpu_the_host_computes_and_waits_itself() -> None:
     assert done == [1]
     assert tier.mark() == ()
     threading.Timer(0.05, gate.set).start()
-    tier.hold_for(tier.to_home.submit(lambda: done.append(gate.wait(10))))
+    tier.hold_for(tier.links["to_home"].submit(lambda: done.append(gate.wait(10))))
     assert done == [1, True]
     tier.materialise()
 
@@ -130,4 +129,4 @@ def test_holding_for_a_failed_copy_raises() -> None:
 
     tier = CpuTier()
     with pytest.raises(HomeError, match="on fire"):
-        tier.hold_for(tier.to_device.submit(fail))
+        tier.hold_for(tier.links["to_device"].submit(fail))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from update_cases import NUMEL, Gate, Subject, blocks_until_opened, opened_soon
 
-from chunkc.ir.chunks import GRAD, PARAM
+from chunkc.ir.chunks import GRAD, PARAM, Chunk
 from chunkc.ir.errors import StreamError
 from chunkc.runtime.updates import HomeUpdates
 
@@ -30,13 +30,13 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def fetch(subject: Subject) -> None:
-    subject.store.prefetch("param:0")
+    subject.store.prefetch(Chunk("param", 0))
 
 
 def fetch_and_wait(subject: Subject) -> Tensor:
     opened_soon(subject.gate)
-    subject.store.wait("param:0")
-    return subject.slot("param:0")
+    subject.store.wait(Chunk("param", 0))
+    return subject.slot(Chunk("param", 0))
 
 
 def test_a_fetch_reads_what_the_update_leaves(subject: Subject) -> None:
@@ -60,8 +60,8 @@ def test_a_fetch_that_does_not_come_after_the_update_reads_what_was(
 def test_other_groups_are_fetched_meanwhile(subject: Subject) -> None:
     subject.begin(group=1)
     fetch(subject)
-    subject.store.wait("param:0")
-    assert torch.all(subject.slot("param:0") == 1.0)
+    subject.store.wait(Chunk("param", 0))
+    assert torch.all(subject.slot(Chunk("param", 0)) == 1.0)
     assert not subject.gate.done()
 
 
@@ -71,9 +71,9 @@ def test_a_gradient_goes_home_after_the_update_that_reads_the_former(
 ) -> None:
     seen: list[float] = []
     store = subject.store
-    store.prefetch("grad:0")
-    store.wait("grad:0")
-    store.sink("a", "grad:0", lambda: torch.full((NUMEL,), 3.0), owned=True)
+    store.prefetch(Chunk("grad", 0))
+    store.wait(Chunk("grad", 0))
+    store.sink("a", Chunk("grad", 0), lambda: torch.full((NUMEL,), 3.0), owned=True)
 
     def job() -> None:
         subject.gate.wait()
@@ -82,12 +82,12 @@ def test_a_gradient_goes_home_after_the_update_that_reads_the_former(
     store.updates.begin(0, job, label="a")
     if left_out:
         monkeypatch.setattr(store.updates, "before", lambda group: ())
-    store.write_back("grad:0")
+    store.write_back(Chunk("grad", 0))
     if left_out:
         subject.settle()
     opened_soon(subject.gate)
-    store.wait("grad:0")
-    store.evict("grad:0")
+    store.wait(Chunk("grad", 0))
+    store.evict(Chunk("grad", 0))
     monkeypatch.undo()
     store.updates.finish()
     subject.settle()
@@ -100,15 +100,15 @@ def test_an_update_begins_when_copies_of_its_group_under_way_are_over(left_out: 
     """A parameter that is being fetched is read as it was; its update begins with the gradients' arrival."""
     subject, hold = Subject("cpu"), Gate()
     store = subject.store
-    store.tier.to_device.submit(hold.wait)
-    store.prefetch("param:0")
+    store.tier.links["to_device"].submit(hold.wait)
+    store.prefetch(Chunk("param", 0))
     after = list(store.tier.mark()) if left_out else store.home_marks(0)
     store.updates.begin(0, lambda: subject.home().fill_(2.0), label="a", after=after)
     if left_out:
         store.updates.finish()
     hold.opened.set()
-    store.wait("param:0")
-    assert torch.all(subject.slot("param:0") == (2.0 if left_out else 1.0))
+    store.wait(Chunk("param", 0))
+    assert torch.all(subject.slot(Chunk("param", 0)) == (2.0 if left_out else 1.0))
     store.updates.finish()
     assert torch.all(subject.home() == 2.0)
 
@@ -136,15 +136,12 @@ def test_an_update_begins_when_enqueued_computation_is_over(left_out: bool) -> N
 
 def test_the_host_waits_before_it_touches_home(subject: Subject) -> None:
     subject.begin()
-    blocks_until_opened(subject.gate, lambda: subject.store.await_home("param:0"))
+    blocks_until_opened(subject.gate, lambda: subject.store.await_home(Chunk("param", 0)))
 
 
 def test_filling_home_comes_after_the_update(subject: Subject) -> None:
     subject.begin()
-    target = subject.store.home_view(PARAM, "a")
-    blocks_until_opened(
-        subject.gate, lambda: subject.store.fill(PARAM, "a", target, torch.full((NUMEL,), 5.0))
-    )  # fmt: skip
+    blocks_until_opened(subject.gate, lambda: subject.store.write(PARAM, "a", torch.full((NUMEL,), 5.0)))
     subject.store.updates.finish()
     assert torch.all(subject.home() == 5.0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from update_cases import Gate, Subject, opened_soon
 
+from chunkc.ir.chunks import Chunk
 from chunkc.ir.errors import HomeError, StreamError
 from chunkc.runtime.streams import WorkerStream
 from chunkc.runtime.updates import HomeUpdates, finish_all
@@ -20,13 +21,13 @@ def test_a_failure_reaches_who_needs_the_chunk_with_its_name(subject: Subject) -
     store = subject.store
     store.updates.begin(0, broken, label="chunk param:0 (a)")
     for _ in range(2):
-        store.prefetch("param:0")
+        store.prefetch(Chunk("param", 0))
         with pytest.raises(StreamError, match=r"chunk param:0 \(a\) failed and may be half done: ValueError: no such"):
-            store.wait("param:0")
+            store.wait(Chunk("param", 0))
         with pytest.raises(StreamError):
             store.release_slots()
-    store.prefetch("param:1")  # other chunks are as they were
-    store.wait("param:1")
+    store.prefetch(Chunk("param", 1))  # other chunks are as they were
+    store.wait(Chunk("param", 1))
 
 
 def test_finish_tells_of_a_failure_once_and_waits_for_all() -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from update_cases import NUMEL, Subject, opened_soon
 
-from chunkc.ir.chunks import GRAD, PARAM
+from chunkc.ir.chunks import GRAD, PARAM, Chunk
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -59,14 +59,14 @@ def ignoring(method: str) -> Leave:
 
 def read_home(subject: Subject) -> Callable[[], float]:
     subject.begin()
-    subject.store.await_home("param:0")
+    subject.store.await_home(Chunk("param", 0))
     seen = float(subject.home()[0])
     return lambda: seen
 
 
 def fill(subject: Subject) -> Callable[[], float]:
     subject.begin()
-    subject.store.fill(PARAM, "a", subject.store.home_view(PARAM, "a"), torch.full((NUMEL,), 5.0))
+    subject.store.write(PARAM, "a", torch.full((NUMEL,), 5.0))
     return lambda: float(subject.home()[0])
 
 

@@ -11,7 +11,7 @@ from fake_gpu import FakeGpu
 from queued_tier import QueuedTier
 from torch import Tensor, nn
 
-from chunkc.ir.chunks import PARAM, ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
+from chunkc.ir.chunks import PARAM, Chunk, ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
 from chunkc.runtime.arena import Arena
 from chunkc.runtime.homes import MemoryHome
 from chunkc.runtime.pinned import PinnedHome
@@ -60,7 +60,7 @@ class Subject:
         self.store.place(self.layout, self.parameters, frozenset())
 
     def home(self, kind: str = PARAM, group: int = 0) -> Tensor:
-        view = self.store.arena.host_view(f"{kind}:{group}", torch.float32, NUMEL)
+        view = self.store.arena.host_view(Chunk(kind, group), torch.float32, NUMEL)
         assert view is not None
         return view
 

@@ -96,6 +96,7 @@ def test_kernels_of_different_segments_are_compiled_at_the_same_time_and_once(bu
         torch.testing.assert_close(run.run([x])[0], function(x))
 
 
+@pytest.mark.second_tier
 def test_the_code_is_that_of_segments_compiled_one_after_the_other(new_cache: None) -> None:
     ahead = [segment.wrapper for segment in compiled(segments()[:2])]
     with fresh_cache():
@@ -103,6 +104,7 @@ def test_the_code_is_that_of_segments_compiled_one_after_the_other(new_cache: No
     assert [wrapper and wrapper.source for wrapper in ahead] == [wrapper and wrapper.source for wrapper in alone]
 
 
+@pytest.mark.slow
 def test_a_user_who_wants_one_compilation_at_a_time_has_that(builds: Callable[..., Builds]) -> None:
     found = builds()
     with config.patch(compile_threads=1):
@@ -110,6 +112,7 @@ def test_a_user_who_wants_one_compilation_at_a_time_has_that(builds: Callable[..
     assert found.kernels == found.in_main == ["sin", "cos"]
 
 
+@pytest.mark.slow
 def test_what_was_compiled_before_is_not_prepared_again(
     builds: Callable[..., Builds], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +130,7 @@ def test_what_was_compiled_before_is_not_prepared_again(
     assert len(found.kernels) == 4
 
 
+@pytest.mark.slow
 def test_a_note_on_kernels_that_are_gone_costs_time_only(builds: Callable[..., Builds]) -> None:
     given, found = segments()[:2], builds()
     for segment in given:
@@ -169,6 +173,7 @@ def test_a_compilers_failure_is_the_one_that_is_raised_without_it(builds: Callab
     assert str(ahead.value.__cause__) == str(alone.value.__cause__)
 
 
+@pytest.mark.slow
 def test_a_failure_that_passes_is_forgotten(builds: Callable[..., Builds]) -> None:
     """As where an interrupt of the terminal reaches the C++ compiler too."""
 
@@ -183,6 +188,7 @@ def test_a_failure_that_passes_is_forgotten(builds: Callable[..., Builds]) -> No
     assert torch.equal(two.run([torch.zeros(64)])[0], torch.ones(64))
 
 
+@pytest.mark.second_tier
 def test_an_interrupt_leaves_nothing_behind_and_nothing_broken(builds: Callable[..., Builds]) -> None:
     may_go = threading.Event()
     found = builds(lambda name: may_go.wait(WAIT_S))

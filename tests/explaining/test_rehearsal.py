@@ -15,8 +15,8 @@ from zoo import CASES
 import chunkc
 from chunkc.explaining.explain import explain_step, step_on, training_in
 from chunkc.explaining.offline import OfflineStep
+from chunkc.explaining.rehearsal import rehearse
 from chunkc.explaining.replay import Replay
-from chunkc.explaining.settling import settle
 from chunkc.explaining.updates import Updates
 from chunkc.ir.errors import BudgetError
 from chunkc.machines.presets import load_hardware
@@ -74,7 +74,7 @@ def captured(name: str, whole_graph: str) -> tuple[OfflineStep, Replay]:
 
 def fits(name: str, whole_graph: str, budget_nbytes: int) -> bool:
     try:
-        settle(captured(name, whole_graph)[1].training, budget_nbytes)
+        rehearse(captured(name, whole_graph)[1].training, budget_nbytes)
     except BudgetError:
         return False
     return True
@@ -101,20 +101,20 @@ def test_what_fits_fits_in_every_larger_budget(name: str, whole_graph: str) -> N
         assert not fits(name, whole_graph, minimum - less)
 
 
-def test_it_settles_otherwise_only_where_residents_have_to_leave() -> None:
+def test_it_comes_to_something_else_only_where_residents_have_to_leave() -> None:
     """That the tests above are about something: some budgets are too small for all that each graph would keep."""
     replay = captured("shrinking", "never")[1]
-    first = settle(replay.training, 3 * replay.fitting(1).budget_nbytes)
-    assert first.resident
+    first = rehearse(replay.training, 3 * replay.fitting(1).budget_nbytes)
+    assert first.situation.resident
     second = replay.fitting(1)
-    assert not second.resident
+    assert not second.situation.resident
 
 
 def test_a_graph_that_was_whole_is_cut_where_it_does_not_fit_beside_what_is_held() -> None:
     replay = captured("held", "auto")[1]
     budget = replay.fitting(1).budget_nbytes * 165 // 100
-    assert replay.stages[1].captured(budget, may_be_whole=True).whole
-    assert not settle(replay.training, budget).captured[1].whole
+    assert replay.graphs[1].captured(budget, may_be_whole=True).whole
+    assert not rehearse(replay.training, budget).captured[1].whole
 
 
 @pytest.mark.second_tier
@@ -128,7 +128,7 @@ def test_a_graph_that_was_whole_is_cut_where_it_does_not_fit_beside_what_is_held
         *(pytest.param("held", "auto", percent, marks=pytest.mark.slow) for percent in (100, 130, 180, 200)),
     ],
 )
-def test_training_settles_alike(name: str, whole_graph: str, percent: int) -> None:
+def test_training_comes_to_the_same(name: str, whole_graph: str, percent: int) -> None:
     """Also where residents leave, or a whole graph is cut, between the first graph's run and the last's."""
     step, replay = captured(name, whole_graph)
     minimum = replay.fitting(1).budget_nbytes

@@ -1,0 +1,169 @@
+"""What becomes of an architecture in one column: trained under chunkc, beside plain PyTorch and the default backend."""
+
+from __future__ import annotations
+
+import gc
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch._dynamo
+import torch._inductor.compile_fx
+from coverage_models import Subject
+from coverage_table import DEFAULT_FAILS, FAILED, PLAIN_FAILS, REFUSED, TRAINED, Cell, Column
+from coverage_training import LOOSE_TOLERANCE, NUM_STEPS, Differs, Stage, Trained, check_close, distance, run
+from torch import nn
+
+import chunkc
+import chunkc.backend
+from chunkc.runtime import cpu_allocator
+from chunkc.session import sessions_of
+
+SHARE = 1.3
+"""Of the smallest budget."""
+
+MAX_MINIMA = 6
+"""How often a model of several graphs may name a larger smallest budget."""
+
+AMPLE_NBYTES = 1 << 33
+
+
+def _by_default(model: nn.Module) -> nn.Module:
+    return torch.compile(model)  # type: ignore[return-value]
+
+
+def _by_chunkc(column: Column, budget_nbytes: int) -> Callable[[nn.Module], nn.Module]:
+    options = {"memory_budget": budget_nbytes, "codegen": column.codegen, "whole_graph": "never"}
+    return lambda model: torch.compile(model, backend="chunkc", options=options)  # type: ignore[return-value]
+
+
+def _fresh() -> None:
+    torch._dynamo.reset()
+    gc.collect()
+
+
+def _in_ample_room(subject: Subject, column: Column, stage: Stage) -> tuple[Trained, int | None]:
+    """Steps alone where everything fits, and the smallest budget; None where Dynamo compiled nothing."""
+    _fresh()
+    trained, called = run(subject, column, stage, _by_chunkc(column, AMPLE_NBYTES), whole=False)
+    if not sessions_of(called.parameters()):
+        return trained, None
+    return trained, chunkc.report(called).minimum_budget_nbytes
+
+
+def _near_the_minimum(subject: Subject, column: Column, stage: Stage, minimum_nbytes: int) -> tuple[Trained, int, int]:
+    """What chunkc trains, the smallest budget that it named last, and the bytes by which it exceeded its budget."""
+    for _ in range(MAX_MINIMA):
+        budget_nbytes = int(SHARE * minimum_nbytes)
+        _fresh()
+        foreign_nbytes = cpu_allocator.current_nbytes()
+        try:
+            trained, _ = run(subject, column, stage, _by_chunkc(column, budget_nbytes), whole=True)
+        except chunkc.BudgetError as error:
+            if error.minimum_nbytes <= minimum_nbytes:
+                raise
+            minimum_nbytes = error.minimum_nbytes
+            continue
+        peak_nbytes = (trained.peak_nbytes or 0) - foreign_nbytes
+        return trained, minimum_nbytes, max(0, peak_nbytes - budget_nbytes)
+    raise Differs(f"{MAX_MINIMA} times in a row the smallest budget was not enough")
+
+
+class Judge:
+    """The cells of one architecture; what plain PyTorch does is computed once for all columns that share it."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._plain: dict[Column, Trained | str] = {}
+        self._default: dict[Column, Trained | str] = {}
+
+    def cell(self, column: Column) -> Cell:
+        """What becomes of a column."""
+        started_s, stage = time.monotonic(), Stage()
+        if column.checkpointing and not self._subject.supports_checkpointing:
+            return Cell(PLAIN_FAILS, "", "it has no gradient checkpointing")
+        plain = self._by_plain(column)
+        if isinstance(plain, str):
+            return Cell(PLAIN_FAILS, "", plain)
+        try:
+            note = self._check(column, plain, stage)
+            found = Cell(TRAINED, "", note)
+        except Exception as error:
+            traceback.print_exc()
+            outcome = REFUSED if isinstance(error, chunkc.ChunkcError) else FAILED
+            default = self._by_default(column)
+            if isinstance(default, str):
+                found = Cell(DEFAULT_FAILS, stage.now, f"{_message(error)} | default backend: {default}")
+            else:
+                found = Cell(outcome, stage.now, _message(error))
+        return Cell(found.outcome, found.stage, found.message, round(time.monotonic() - started_s, 1))
+
+    def _by_plain(self, column: Column) -> Trained | str:
+        key = column.with_codegen("")
+        if key not in self._plain:
+            try:
+                _fresh()
+                self._plain[key] = run(self._subject, column, Stage(), None, whole=True)[0]
+            except Exception as error:
+                self._plain[key] = _message(error)
+        return self._plain[key]
+
+    def _by_default(self, column: Column) -> Trained | str:
+        key = column.with_codegen("")
+        if key not in self._default:
+            stage = Stage()
+            try:
+                _fresh()
+                found = run(self._subject, column, stage, _by_default, whole=True)[0]
+                plain = self._by_plain(column)
+                assert isinstance(plain, Trained)
+                if column.is_exact and not column.dropout:
+                    check_close(column, *found.losses.beside(plain.losses), "losses")
+                self._default[key] = found
+            except Exception as error:
+                self._default[key] = f"{stage.now}: {_message(error)}"
+        return self._default[key]
+
+    def _check(self, column: Column, plain: Trained, stage: Stage) -> str:
+        subject = self._subject
+        ample, minimum = _in_ample_room(subject, column, stage)
+        if not column.dropout:
+            self._check_losses(column, ample, plain)
+        if minimum is None:
+            return "nothing was compiled: Dynamo leaves all of it to eager PyTorch"
+        trained, known, excess = _near_the_minimum(subject, column, stage, minimum)
+        if not column.dropout:
+            self._check_losses(column, trained, plain)
+        if not _same_bits(trained.losses.steps[:NUM_STEPS], ample.losses.steps):
+            raise Differs("losses have other bits under another budget")
+        if excess:
+            raise Differs(f"measured {excess:,} bytes beyond the budget")
+        return "" if known == minimum else f"the smallest budget grew by {known / minimum - 1:.1%} after the first"
+
+    def _check_losses(self, column: Column, trained: Trained, plain: Trained) -> None:
+        if column.is_exact:
+            check_close(column, *trained.losses.beside(plain.losses), "losses")
+            return
+        far = distance(*trained.losses.beside(plain.losses))
+        if far <= LOOSE_TOLERANCE:
+            return
+        default = self._by_default(column)
+        if isinstance(default, str):
+            raise Differs(f"losses: {far:.2g} from plain PyTorch's, relatively")
+        other = distance(*default.losses.beside(plain.losses))
+        if not far <= max(3 * other, LOOSE_TOLERANCE):
+            raise Differs(f"losses: {far:.2g} from plain PyTorch's, relatively; the default backend's {other:.2g}")
+
+
+def _same_bits(left: Sequence[float], right: Sequence[float]) -> bool:
+    return all(a == b or (a != a and b != b) for a, b in zip(left, right, strict=True))
+
+
+def _message(error: BaseException) -> str:
+    """Type, first lines and the innermost frame that is not PyTorch's own plumbing, on one line."""
+    text = " ".join(str(error).split())[:300]
+    frames = traceback.extract_tb(error.__traceback__)
+    last = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {text}{last}"

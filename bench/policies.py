@@ -1,0 +1,145 @@
+"""How others move chunks, as policies whose plans the same simulator times: what chunkc's own plans are held against.
+
+Each gives the events of a step from the same positions, sizes and capacities that chunkc's planner has. They are kinder
+to the systems than those are to themselves: exact bytes beside every call, no cost of deciding, asynchronous
+write-backs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from chunkc.ir.items import Item, ItemId
+from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, Moment, PhasePlan, Position
+
+NEVER = 1 << 60
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When an item is fetched, and who leaves for it.
+
+    Attributes:
+        name: for people.
+        distance: items of so many positions ahead are fetched where there is room; 0: each when it is needed.
+        releases: items leave as soon as no position within the distance needs them, room or not.
+        by_next_use: where room is short, that leaves whose next use is furthest away, else the one used longest ago.
+    """
+
+    name: str
+    distance: int = 0
+    releases: bool = False
+    by_next_use: bool = False
+
+
+POLICIES = (
+    Policy("ZeRO-3: fetch and release", releases=True),
+    Policy("ZeRO-3: prefetch distance 1", distance=1, releases=True),
+    Policy("ZeRO-3: prefetch distance 2", distance=2, releases=True),
+    Policy("PatrickStar, Gemini: Belady without prefetch", by_next_use=True),
+    Policy("Belady, prefetch distance 1", distance=1, by_next_use=True),
+    Policy("LRU", releases=False),
+)
+"""Fetch and release by layer (DeepSpeed ZeRO-3); the furthest next use leaves (PatrickStar; Gemini after its warm-up
+iteration); least recently used."""
+
+
+@dataclass
+class _Tier:
+    """What is in slots while a policy goes through the positions."""
+
+    items: Mapping[ItemId, Item]
+    present: dict[ItemId, int] = field(default_factory=dict)  # with the position of its latest use
+    dirty: set[ItemId] = field(default_factory=set)
+    nbytes: int = 0
+    stop: list[Event] = field(default_factory=list)
+
+    def fetch(self, item: ItemId, at: int) -> None:
+        spec = self.items[item]
+        self.stop.append(Event(PREFETCH, item, spec.nbytes, spec.way_back.link))
+        self.present[item] = at
+        self.nbytes += spec.nbytes
+
+    def leave(self, item: ItemId) -> None:
+        spec = self.items[item]
+        if item in self.dirty:
+            self.dirty.remove(item)
+            self.stop.append(Event(WRITE_BACK, item, spec.nbytes, spec.way_home.link))
+            self.stop.append(Event(WAIT, item, spec.nbytes, spec.way_home.link))
+        self.stop.append(Event(EVICT, item, spec.nbytes))
+        del self.present[item]
+        self.nbytes -= spec.nbytes
+
+
+def phase_plan(
+    policy: Policy, phase: str, positions: Sequence[Position], items: Mapping[ItemId, Item], capacity: Sequence[int]
+) -> PhasePlan:
+    """The phase as the policy moves its items; all leave at its end.
+
+    Raises:
+        ValueError: a position by itself needs more than its capacity.
+    """
+    uses: dict[ItemId, list[int]] = {}
+    for index, position in enumerate(positions):
+        for item in position.items:
+            uses.setdefault(item, []).append(index)
+    tier, stops, moments = _Tier(items), [], []
+
+    def next_use(item: ItemId, at: int) -> int:
+        return next((use for use in uses[item] if use >= at), NEVER)
+
+    def first_to_leave(at: int, needed: Collection[ItemId]) -> ItemId | None:
+        found = [item for item in tier.present if item not in needed]
+        rank: Callable[[ItemId], tuple[int, str]] = (
+            (lambda item: (-next_use(item, at), str(item)))
+            if policy.by_next_use
+            else (lambda item: (tier.present[item], str(item)))
+        )
+        return min(found, key=rank, default=None)
+
+    for index, position in enumerate(positions):
+        tier.stop = []
+        ahead = positions[index : index + 1 + policy.distance]
+        if policy.releases:
+            wanted = {item for one in ahead for item in one.items}
+            for item in sorted(set(tier.present) - wanted):
+                tier.leave(item)
+        missing = sorted(position.items - set(tier.present))
+        room = capacity[index] - sum(items[item].nbytes for item in missing)
+        while tier.nbytes > room:
+            leaving = first_to_leave(index, position.items)
+            if leaving is None:
+                raise ValueError(f"{position.name} needs more than {capacity[index]} bytes of slots")
+            tier.leave(leaving)
+        for item in missing:
+            tier.fetch(item, index)
+        for item in sorted(position.items):
+            tier.present[item] = index
+        waits = [Event(WAIT, item, items[item].nbytes, items[item].way_back.link) for item in sorted(position.items)]
+        for one in ahead[1:]:
+            for item in sorted(one.items - set(tier.present)):
+                if tier.nbytes + items[item].nbytes <= capacity[index]:
+                    tier.fetch(item, index)
+        stops.append((*tier.stop, *waits))
+        moments.append(_moment(position, phase, tier.nbytes))
+        tier.dirty |= position.writes
+    tier.stop = []
+    for item in sorted(tier.present):
+        tier.leave(item)
+    return PhasePlan(phase, (*stops, tuple(tier.stop)), tuple(moments))
+
+
+def _moment(position: Position, phase: str, slot_nbytes: int) -> Moment:
+    return Moment(
+        name=position.name,
+        phase=phase,
+        op=position.op,
+        module=position.module,
+        parameter_nbytes=0,
+        gradient_nbytes=0,
+        state_nbytes=0,
+        other_nbytes=0,
+        non_model_nbytes=position.non_model_nbytes,
+        slot_nbytes=slot_nbytes,
+    )

@@ -1,0 +1,213 @@
+"""A checkpoint back into models, optimizers and all else: checked as a whole before anything changes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from chunkc.checkpoint.data import Json, decoded
+from chunkc.checkpoint.manifest import Manifest, opened, read_manifest, verify
+from chunkc.checkpoint.mapped import MappedFile
+from chunkc.checkpoint.planned import load_into
+from chunkc.checkpoint.random_state import set_random_state
+from chunkc.checkpoint.snapshot import (
+    STATE_FILE,
+    STATE_JSON,
+    OwnTensors,
+    Parts,
+    file_of,
+    names_in_groups,
+    own_tensors,
+    parameter_names,
+)
+from chunkc.ir.errors import CheckpointError
+from chunkc.optim.chunked_optimizer import ChunkedOptimizer
+from chunkc.optim.loading import checked_state_dict
+
+_SUFFIX = ".safetensors"
+_MAX_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was read and found whole."""
+
+    step: int
+    files: Mapping[str, MappedFile]
+    document: Json
+
+
+def read(folder_fd: int, step: int) -> Saved:
+    """A checkpoint, once every byte of it has been compared with its checksums.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    manifest = read_manifest(folder_fd)
+    if manifest.step != step:
+        raise CheckpointError(f"it says that it is of step {manifest.step}")
+    verify(folder_fd, manifest)
+    files = {name: _mapped(folder_fd, name) for name in manifest.files if name.endswith(_SUFFIX)}
+    return Saved(step, files, _document(folder_fd, manifest))
+
+
+def restore(saved: Saved, parts: Parts) -> None:
+    """Load everything.
+
+    Raises:
+        CheckpointError: the checkpoint is of other models, optimizers or other parts; nothing has changed.
+        OptionsError: it does not fit an optimizer of chunkc; nothing has changed.
+        HomeError: there is no room at home for an optimizer's states; models are loaded, and that optimizer is not.
+    """
+    document = saved.document
+    for kind, here in (
+        ("models", parts.models),
+        ("optimizers", parts.optimizers),
+        *((kind, named) for kind, named in parts.others.items()),
+    ):
+        there = document[kind] if kind in ("models", "optimizers") else document["others"].get(kind, {})
+        _same(f"the {kind}", there, here)
+    targets: dict[tuple[str, str], torch.Tensor] = {}
+    owns = {name: own_tensors(name, model) for name, model in parts.models.items()}
+    for name, own in owns.items():
+        targets |= _targets(file_of("model", name), own, document["models"][name], saved.files)
+    loose = _loose(saved.files)
+    names = parameter_names(parts)
+    states = {
+        name: _state_dict(name, optimizer, document["optimizers"][name], names, saved.files)
+        for name, optimizer in parts.optimizers.items()
+    }
+    for name, optimizer in parts.optimizers.items():
+        if isinstance(optimizer, ChunkedOptimizer):
+            checked_state_dict(optimizer, states[name])
+    others = {
+        kind: {name: decoded(document["others"][kind][name], loose) for name in named}
+        for kind, named in parts.others.items()
+    }
+    random = decoded(document["random"], loose)
+    extra = {name: decoded(document["models"][name]["extra"], loose) for name in parts.models}
+    with torch.no_grad():
+        load_into(targets, saved.files)
+    for name, model in parts.models.items():
+        _set_extra(model, owns[name], extra[name])
+    for name, optimizer in parts.optimizers.items():
+        optimizer.load_state_dict(states[name])
+    for kind, named in parts.others.items():
+        for name, part in named.items():
+            part.load_state_dict(others[kind][name])
+    set_random_state(random)
+
+
+def _mapped(folder_fd: int, name: str) -> MappedFile:
+    with opened(folder_fd, name) as fd:
+        return MappedFile(fd, name)
+
+
+def _document(folder_fd: int, manifest: Manifest) -> Json:
+    if STATE_JSON not in manifest.files:
+        raise CheckpointError(f"it has no {STATE_JSON}")
+    with opened(folder_fd, STATE_JSON) as fd:
+        text = os.pread(fd, manifest.files[STATE_JSON].nbytes, 0)
+    return json.loads(text)
+
+
+def _loose(files: Mapping[str, MappedFile]) -> Callable[[str], torch.Tensor]:
+    """Tensors that lie among what is JSON; copies, as they are small and live on."""
+    return lambda key: files[STATE_FILE].tensor(key).clone()
+
+
+def _same(what: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    if set(there) != set(here):
+        shown = [", ".join(map(repr, sorted(names))) or "none" for names in (there, here)]
+        raise CheckpointError(f"{what} are {shown[0]} in the checkpoint and {shown[1]} here ('': one without a name)")
+
+
+def _targets(
+    file: str, own: OwnTensors, document: Json, files: Mapping[str, MappedFile]
+) -> dict[tuple[str, str], torch.Tensor]:
+    """A model's tensors by where their values are.
+
+    Raises:
+        CheckpointError: keys, shapes or dtypes differ.
+    """
+    entries, aliases = files[file].entries if file in files else {}, document["aliases"]
+    there = {**{key: key for key in entries}, **aliases}
+    here = {**{key: key for key in own.tensors}, **own.aliases}
+    _refuse(f"{file} lacks", [key for key in here if key not in there])
+    _refuse(f"{file} has what the model does not have:", [key for key in there if key not in here])
+    _refuse("the extra state differs:", sorted(set(own.extra) ^ set(document["extra"])))
+    # Tied here, apart there: the values may differ, and only one could be taken.
+    _refuse(
+        "tied in the model, but saved apart:", [key for key, first in own.aliases.items() if there[key] != there[first]]
+    )
+    found = {(file, there[key]): tensor for key, tensor in own.tensors.items()}
+    for (_, key), tensor in found.items():
+        entry = entries[key]
+        if (entry.shape, entry.dtype) != (tuple(tensor.shape), tensor.dtype):
+            raise CheckpointError(
+                f"{key} is {entry.dtype} {list(entry.shape)} in the checkpoint, and {tensor.dtype} "
+                f"{list(tensor.shape)} in the model"
+            )
+    if len(found) != len(own.tensors):
+        untied = [key for key in own.tensors if there[key] != key]
+        _refuse("tied in the checkpoint, but not in the model:", untied)
+    return found
+
+
+def _refuse(what: str, keys: Sequence[str]) -> None:
+    if keys:
+        more = f" and {len(keys) - _MAX_SHOWN} more" if len(keys) > _MAX_SHOWN else ""
+        raise CheckpointError(f"the checkpoint is of another model: {what} {', '.join(keys[:_MAX_SHOWN])}{more}")
+
+
+def _state_dict(
+    name: str, optimizer: Optimizer, document: Json, names: Mapping[int, str], files: Mapping[str, MappedFile]
+) -> dict[str, Any]:
+    """What an optimizer's `load_state_dict` takes. For one of chunkc, tensors are still in the file: it copies each."""
+    file, loose, label = file_of("optimizer", name), _loose(files), f"the optimizer{name and f' {name!r}'}"
+    here, there = names_in_groups(optimizer, names), [group["params"] for group in document["groups"]]
+    if [sorted(group) for group in here] != [sorted(group) for group in there]:
+        differing = sorted({n for group in here for n in group} ^ {n for group in there for n in group})
+        raise CheckpointError(
+            f"{label} has other parameters, or in other parameter groups, than in the checkpoint"
+            + (f": {', '.join(differing[:_MAX_SHOWN])}" if differing else "")
+        )
+    is_chunked = isinstance(optimizer, ChunkedOptimizer)
+
+    def state_of(value: Json) -> Any:
+        if isinstance(value, dict) and "$tensor" in value and file in files and value["$tensor"] in files[file].entries:
+            tensor = files[file].tensor(value["$tensor"])
+            if "strides" in value:
+                laid_out = torch.empty_strided(tensor.shape, value["strides"], dtype=tensor.dtype, device="cpu")
+                return laid_out.copy_(tensor)
+            return tensor if is_chunked else tensor.clone()
+        return decoded(value, loose)
+
+    ids: dict[str, int] = {}
+    for group in here:
+        ids |= {title: len(ids) + at for at, title in enumerate(group)}
+    groups = [
+        decoded({key: value for key, value in group.items() if key != "params"}, loose)
+        | {"params": [ids[title] for title in of_group]}
+        for group, of_group in zip(document["groups"], here, strict=True)
+    ]
+    states = {
+        ids[title]: {kind: state_of(value) for kind, value in state.items()}
+        for title, state in document["states"].items()
+    }
+    return {"state": states, "param_groups": groups}
+
+
+def _set_extra(model: torch.nn.Module, own: OwnTensors, extra: Mapping[str, Any]) -> None:
+    modules = {  # of a compiled module and the one inside it, the inner one
+        f"{name}.".replace("_orig_mod.", "").removesuffix("."): module
+        for name, module in model.named_modules(remove_duplicate=False)
+    }
+    for key in own.extra:
+        modules[key.rpartition(".")[0]].set_extra_state(extra[key])

@@ -1,0 +1,240 @@
+"""What a checkpoint holds: tensors by file and name, and all else as JSON. Nothing is copied here.
+
+A model's keys are those of its `state_dict`, without the `_orig_mod.` of compiled modules. A tensor that has several is
+saved under the first. An optimizer's states are saved by the name of their parameter, as `torch.optim` has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from chunkc.checkpoint.data import Json, Tensors, encoded
+from chunkc.checkpoint.random_state import random_state
+from chunkc.checkpoint.sources import Source, master_of, source_of
+from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.states import MASTER, MASTER_LOW
+from chunkc.optim.chunked_optimizer import ChunkedOptimizer
+
+STATE_JSON = "state.json"
+STATE_FILE = "state.safetensors"
+
+_COMPILED = "_orig_mod."
+"""What `torch.compile` puts into the names of a compiled module's parts."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is saved and loaded, each by its user's names; a single object's is "".
+
+    Attributes:
+        others: schedulers, a scaler, a data loader: whatever has a `state_dict`; by kind, and then by name.
+    """
+
+    models: Mapping[str, nn.Module]
+    optimizers: Mapping[str, Optimizer] = field(default_factory=dict)
+    others: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Those of models and optimizers, each once."""
+        of_models = [p for model in self.models.values() for p in model.parameters()]
+        of_optimizers = [p for o in self.optimizers.values() for group in o.param_groups for p in group["params"]]
+        return list({id(p): p for p in (*of_models, *of_optimizers)}.values())
+
+
+@dataclass(frozen=True)
+class OwnTensors:
+    """A model's parameters and buffers.
+
+    Attributes:
+        tensors: each once, under the first of its keys.
+        aliases: every other key, with the first.
+        extra: what modules add with `get_extra_state`.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    aliases: Mapping[str, str]
+    extra: Mapping[str, Any]
+
+
+def file_of(kind: str, name: str) -> str:
+    """The file of a model's or an optimizer's tensors."""
+    return f"{kind}.{name}.safetensors" if name else f"{kind}.safetensors"
+
+
+def own_tensors(name: str, model: nn.Module) -> OwnTensors:
+    """A model's parameters and buffers by the keys of its `state_dict`.
+
+    Raises:
+        UnsupportedError: the `state_dict` has tensors that are neither: writing to them would not change the model.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    extra: dict[str, Any] = {}
+    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    first: dict[int, str] = {}
+    for full_key, value in model.state_dict(keep_vars=True).items():
+        key = full_key.replace(_COMPILED, "")
+        if key.rpartition(".")[2] == "_extra_state":
+            extra[key] = value
+        elif id(value) not in known:
+            raise UnsupportedError(
+                f"{key} of the model{name and f' {name!r}'} is made by its state_dict, and is no parameter or buffer "
+                "of it; a checkpoint saves and loads parameters and buffers themselves"
+            )
+        elif id(value) in first:
+            aliases[key] = first[id(value)]
+        else:
+            first[id(value)] = key
+            tensors[key] = value
+    return OwnTensors(tensors, aliases, extra)
+
+
+def parameter_names(parts: Parts) -> dict[int, str]:
+    """The names of the models' parameters, by identity."""
+    found: dict[int, str] = {}
+    for name, model in parts.models.items():
+        for key, tensor in own_tensors(name, model).tensors.items():
+            found.setdefault(id(tensor), f"{name}/{key}" if name else key)
+    return found
+
+
+def names_in_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    """The names of an optimizer's parameters, by parameter group; of those of no model, their place."""
+    return [
+        [names.get(id(p), f"#{number}.{position}") for position, p in enumerate(group["params"])]
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def snapshot(parts: Parts) -> tuple[list[Source], Json]:
+    """All tensors, and the JSON of all else.
+
+    Raises:
+        UnsupportedError: something cannot be saved; the message names it.
+    """
+    sources: list[Source] = []
+    loose: Tensors = {}
+    models = {name: _model(name, model, sources, loose) for name, model in parts.models.items()}
+    names = parameter_names(parts)
+    optimizers = {
+        name: _optimizer(name, optimizer, names, sources, loose) for name, optimizer in parts.optimizers.items()
+    }
+    others = {
+        kind: {
+            name: encoded(part.state_dict(), f"{kind}.{name}" if name else kind, loose) for name, part in named.items()
+        }
+        for kind, named in parts.others.items()
+    }
+    document = {
+        "models": models,
+        "optimizers": optimizers,
+        "others": others,
+        "random": encoded(random_state(), "random", loose),
+    }
+    sources += [source_of(STATE_FILE, key, tensor, is_guarded=False) for key, tensor in loose.items()]
+    return sources, document
+
+
+def _model(name: str, model: nn.Module, sources: list[Source], loose: Tensors) -> Json:
+    own, file = own_tensors(name, model), file_of("model", name)
+    for key, tensor in own.tensors.items():
+        sources.append(source_of(file, key, tensor, is_guarded=isinstance(tensor, nn.Parameter)))
+    extra = {key: encoded(value, f"model.{name}.{key}", loose) for key, value in own.extra.items()}
+    return {"aliases": dict(own.aliases), "extra": extra}
+
+
+def _optimizer(
+    name: str, optimizer: Optimizer, names: Mapping[int, str], sources: list[Source], loose: Tensors
+) -> Json:
+    label, file = f"optimizer.{name}" if name else "optimizer", file_of("optimizer", name)
+    grouped = names_in_groups(optimizer, names)
+    groups = [
+        encoded({key: value for key, value in group.items() if key != "params"}, f"{label}.groups.{number}", loose)
+        | {"params": grouped[number]}
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+    titles = {
+        id(parameter): title
+        for group, of_group in zip(optimizer.param_groups, grouped, strict=True)
+        for parameter, title in zip(group["params"], of_group, strict=True)
+    }
+    if len(set(titles.values())) != len(titles):
+        raise UnsupportedError(f"{label} has a parameter whose name begins with #, which cannot be told from others")
+    states: dict[str, Json] = {}
+    for parameter, state in list(optimizer.state.items()):
+        title = titles.get(id(parameter))
+        if title is None:
+            raise UnsupportedError(f"{label} has a state of something that is none of its parameters")
+        states[title] = {
+            kind: _state(file, title, kind, parameter, value, optimizer, sources, loose)
+            for kind, value in _as_in_torch(state).items()
+        }
+    return {"groups": groups, "states": states}
+
+
+def _as_in_torch(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's states under the names that `torch.optim`'s optimizer has for them: a split master is a master."""
+    return {MASTER if kind == MASTER_LOW else kind: value for kind, value in state.items()}
+
+
+def _state(
+    file: str,
+    title: str,
+    kind: str,
+    parameter: torch.Tensor,
+    value: Any,
+    optimizer: Optimizer,
+    sources: list[Source],
+    loose: Tensors,
+) -> Json:
+    key = f"{title}.{kind}"
+    if not isinstance(value, torch.Tensor):
+        return encoded(value, f"{file}.{key}", loose)
+    is_split = kind == MASTER and value.dtype == torch.int16 and isinstance(optimizer, ChunkedOptimizer)
+    if is_split:
+        lower = value if optimizer.contents.belong(parameter) else None  # type: ignore[attr-defined]
+        sources.append(master_of(file, key, parameter, lower))
+    else:
+        sources.append(source_of(file, key, value, is_guarded=True))
+    if value.dtype == torch.uint8 and not value.is_contiguous():  # scales go along memory
+        return {"$tensor": key, "strides": list(value.stride())}
+    return {"$tensor": key}
+
+
+def named(kind: str, given: Any, check: type | tuple[type, ...] | None = None) -> dict[str, Any]:
+    """An argument as objects by name: nothing, one, or a mapping.
+
+    Raises:
+        OptionsError: an object is not of the kind, or a name cannot be part of a file's.
+    """
+    if given is None:
+        return {}
+    found = dict(given) if isinstance(given, Mapping) else {"": given}
+    for name, part in found.items():
+        if isinstance(given, Mapping) and not _is_plain(name):
+            raise OptionsError(
+                f"{kind} has the name {name!r}; allowed: a Python identifier of at most 100 ASCII characters"
+            )
+        if check is not None and not isinstance(part, check):
+            raise OptionsError(f"{kind} is a {type(part).__name__}; allowed: {_shown(check)}, or a dict of names to it")
+        if check is None and not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise OptionsError(
+                f"{kind} is a {type(part).__name__}, which has no state_dict() and load_state_dict()"
+                + ("; wrap it in chunkc.checkpoint.Batches" if kind == "dataloader" else "")
+            )
+    return found
+
+
+def _is_plain(name: object) -> bool:
+    return isinstance(name, str) and name.isidentifier() and name.isascii() and len(name) <= 100
+
+
+def _shown(check: type | tuple[type, ...]) -> str:
+    kinds: Iterable[type] = check if isinstance(check, tuple) else (check,)
+    return " or ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)

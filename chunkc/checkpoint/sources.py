@@ -1,0 +1,162 @@
+"""The bytes of a tensor, piece by piece: what a checkpoint's file gets.
+
+Nothing here asks torch's allocator for memory. A checkpoint is written while the model computes, and the plan has
+no room for it. Pieces are views of the tensor's own memory where they can be; else they are copied to NumPy's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from chunkc.ir.errors import CheckpointError, UnsupportedError
+from chunkc.kernels.fused_pass import host_empty
+
+PIECE_NBYTES = 1 << 20
+"""Bytes that are written at a time, and that a copy takes at most."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Pieces = Callable[[], Iterator[memoryview]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor to be saved.
+
+    Attributes:
+        file, key: where it goes.
+        shape, dtype: as it is saved.
+        pieces: its bytes in row-major order, from the beginning.
+        is_guarded: only an optimizer's step changes it, and the next step waits. All else is written before `save`
+            returns.
+        check: raises CheckpointError if it has changed since.
+    """
+
+    file: str
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: Pieces
+    is_guarded: bool
+    check: Callable[[], None]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def source_of(file: str, key: str, tensor: torch.Tensor, *, is_guarded: bool, title: str | None = None) -> Source:
+    """A tensor as it is.
+
+    Raises:
+        UnsupportedError: it is no ordinary dense tensor; the message names it.
+    """
+    title, detached = title or key, tensor.detach()
+    if type(detached) is not torch.Tensor or detached.layout is not torch.strided or detached.device.type == "meta":
+        kind = type(detached).__name__ if type(detached) is not torch.Tensor else detached.layout
+        raise UnsupportedError(
+            f"{title} is a {kind} on {detached.device}; a checkpoint saves dense tensors that have values"
+        )
+    shape, check = tuple(detached.shape), _unchanged(title, tensor)
+    return Source(file, key, shape, detached.dtype, lambda: pieces_of(tensor.detach()), is_guarded, check)
+
+
+def _unchanged(title: str, *tensors: torch.Tensor) -> Callable[[], None]:
+    """Raises CheckpointError, once somebody has written to one of the tensors, or replaced its data."""
+
+    def state_of(tensor: torch.Tensor) -> tuple[int | None, int]:
+        return None if tensor.is_inference() else tensor._version, tensor.data_ptr()
+
+    states = [state_of(tensor) for tensor in tensors]
+
+    def check() -> None:
+        if [state_of(tensor) for tensor in tensors] != states:
+            raise CheckpointError(
+                f"{title} was changed while it was being saved; call wait() of the checkpoint before code that is no "
+                "optimizer's step changes parameters or buffers"
+            )
+
+    return check
+
+
+def master_of(file: str, key: str, parameter: torch.Tensor, lower: torch.Tensor | None) -> Source:
+    """The fp32 master of a bf16 parameter whose master is split (see `kernels.split`); None: it is the parameter.
+
+    Args:
+        lower: int16 lower bits, dense in the parameter's order.
+    """
+    check = _unchanged(key, parameter, *(() if lower is None else (lower,)))
+    shape = tuple(parameter.shape)
+    return Source(file, key, shape, torch.float32, lambda: _joined(parameter.detach(), lower), True, check)
+
+
+def pieces_of(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """A tensor's bytes in row-major order."""
+    if tensor.numel() == 0:
+        return
+    if tensor.device.type != "cpu":
+        yield from _from_device(tensor)
+        return
+    if tensor.is_neg() or tensor.is_conj():
+        tensor = host_empty(tensor.shape, tensor.dtype).copy_(tensor)
+    array = bits_of(tensor)
+    if tensor.is_contiguous():
+        yield from _cut(array)
+        return
+    copy = np.empty(array.shape, array.dtype)
+    np.copyto(copy, array)
+    yield from _cut(copy)
+
+
+def bits_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """A CPU tensor's elements as integers of their size, over its own memory; complex numbers as two."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_BITS[tensor.dtype.itemsize]).numpy()
+
+
+def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _cut(array: npt.NDArray[Any]) -> Iterator[memoryview]:
+    whole = _bytes_of(array)
+    for begin in range(0, len(whole), PIECE_NBYTES):
+        yield whole[begin : begin + PIECE_NBYTES]
+
+
+def _from_device(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Pieces copied to the host; a tensor that is not contiguous is, for a moment, in the device's memory twice."""
+    flat = tensor.contiguous().reshape(-1)
+    numel = max(PIECE_NBYTES // flat.dtype.itemsize, 1)
+    room = host_empty((min(numel, flat.numel()),), flat.dtype)
+    for begin in range(0, flat.numel(), numel):
+        part = flat[begin : begin + numel]
+        piece = room[: part.numel()]
+        piece.copy_(part)
+        yield _bytes_of(bits_of(piece))
+
+
+def _joined(parameter: torch.Tensor, lower: torch.Tensor | None) -> Iterator[memoryview]:
+    """fp32 masters, as `kernels.split.join_master` makes them, in NumPy."""
+    upper_bits, lower_bits = _rows_of(parameter), None if lower is None else _rows_of(lower)
+    numel = PIECE_NBYTES // 4
+    for begin in range(0, len(upper_bits), numel):
+        wide = upper_bits[begin : begin + numel].astype(np.int32) << 16
+        joined = wide if lower_bits is None else wide + lower_bits[begin : begin + numel]
+        joined = np.where(np.isnan(joined.view(np.float32)), wide, joined)
+        yield _bytes_of(joined)
+
+
+def _rows_of(tensor: torch.Tensor) -> npt.NDArray[np.int16]:
+    """A 16-bit tensor's elements in row-major order, over its own memory where that has them so."""
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        return bits_of(tensor).reshape(-1)
+    return np.frombuffer(b"".join(pieces_of(tensor)), dtype=np.int16)

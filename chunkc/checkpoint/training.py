@@ -1,0 +1,219 @@
+"""`chunkc.Checkpoint`: a training run's state on disk, saved while the run goes on, and resumed to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from chunkc.checkpoint.folder import Complete, Folder
+from chunkc.checkpoint.planned import to_write
+from chunkc.checkpoint.restoring import read, restore
+from chunkc.checkpoint.snapshot import STATE_JSON, Parts, named, snapshot
+from chunkc.checkpoint.writing import FileToWrite, Writing, files_of
+from chunkc.ir.errors import CheckpointError, OptionsError
+from chunkc.optim.chunked_optimizer import ChunkedOptimizer
+from chunkc.readers import await_readers
+from chunkc.runtime.updates import finish_all
+from chunkc.session import sessions_of
+
+
+class Checkpoint:
+    """The checkpoints of one training run in a directory.
+
+    A checkpoint holds the model's parameters and buffers, the optimizer's states and parameter groups, what the other
+    parts return from `state_dict()`, and the state of the random generators of torch, Python and NumPy. It does not
+    hold gradients: save after `optimizer.step()`.
+
+    Saving is asynchronous. `save` returns when all is written but what only an optimizer's step changes; the rest is
+    written during the next forward and backward, and the next step waits for it. (A copy aside would be in memory once
+    more; memory is what is short. CheckFreq, Mohan et al., FAST 2021, pipelines a copy and its persistence in the same
+    way.) A checkpoint gets its name when all of it is on the medium, so the latest one is always whole.
+
+    Args:
+        directory: of this run alone; made by the first `save`.
+        model: an `nn.Module`, compiled or not, or a dict of names to several.
+        optimizer: of chunkc or `torch.optim`, or a dict of names to several.
+        scheduler, scaler, dataloader: whatever has `state_dict` and `load_state_dict`, or dicts of names to such; a
+            `torch.utils.data.DataLoader` goes into `chunkc.checkpoint.Batches`.
+        keep: how many checkpoints are kept.
+
+    Raises:
+        OptionsError: an argument is of another kind.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        dataloader: Any = None,
+        keep: int = 3,
+    ) -> None:
+        if type(keep) is not int or keep < 1:
+            raise OptionsError(f"keep is {keep!r}; allowed: a whole number of at least 1")
+        others = {"scheduler": scheduler, "scaler": scaler, "dataloader": dataloader}
+        self._parts = Parts(
+            named("model", model, nn.Module),
+            named("optimizer", optimizer, Optimizer),
+            {kind: named(kind, given) for kind, given in others.items()},
+        )
+        if not self._parts.models:
+            raise OptionsError("model is None; a checkpoint is of a model")
+        self._folder = Folder(directory)
+        self._keep = keep
+        self._writing: Writing | None = None
+        self._late: CheckpointError | None = None
+        self._damaged: set[Complete] = set()
+        for of_torch in self._parts.optimizers.values():
+            if not isinstance(of_torch, ChunkedOptimizer):
+                of_torch.register_step_pre_hook(_wait_before_step)
+
+    @property
+    def directory(self) -> Path:
+        """Where the checkpoints are; absolute."""
+        return self._folder.path
+
+    def save(self, step: int) -> None:
+        """Begin to save a checkpoint, once the one before is complete.
+
+        Args:
+            step: how many steps are done; what `load_latest` will return.
+
+        Raises:
+            CheckpointError: the one before could not be saved; another process saves to the directory; it cannot be
+                written, or has no room; or it has checkpoints of later steps that nobody has loaded.
+            UnsupportedError: something cannot be saved; the message names it.
+        """
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**12:
+            raise OptionsError(f"step is {step!r}; allowed: a whole number from 0 to 10**12 - 1")
+        self.wait()
+        self._folder.lock()
+        later = [found for found in self._folder.complete() if found.step > step and found not in self._damaged]
+        if later:
+            raise CheckpointError(
+                f"{self.directory} has checkpoints of later steps than {step}, up to {later[-1].name}; load_latest() "
+                "first, or use another directory"
+            )
+        self._settle()
+        sources, document = snapshot(self._parts)
+        files = files_of(to_write(sources))
+        text = json.dumps(document, separators=(",", ":")).encode()
+        files.insert(0, FileToWrite(STATE_JSON, text))
+        nbytes = sum(len(f.beginning) + sum(source.nbytes for source in f.sources) for f in files)
+        path = self._folder.begin(step, nbytes)
+        writing = Writing(path, step, files, lambda written: self._complete(written, step))
+        del sources, files
+        self._writing = writing
+        writing.start(self._parts.parameters())
+
+    def wait(self) -> None:
+        """Block until what `save` began is complete.
+
+        Raises:
+            CheckpointError: it could not be saved, for the reason that the message tells. Nothing is left of it, and
+                those before are as they were.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            try:
+                writing.finish()
+            except KeyboardInterrupt:
+                self._writing = writing
+                raise
+        late, self._late = self._late, None
+        if late is not None:
+            raise late
+
+    def load_latest(self) -> int | None:
+        """Load the latest checkpoint that is whole, and return its step; None if there is no checkpoint.
+
+        All of a checkpoint is read and compared with its checksums before anything changes. One that is damaged is
+        left out with a warning. A model that does not fit the device is `chunkc.place`d before, so that parameters and
+        states go home one by one.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is whole; or the latest is of another model or optimizer.
+                Nothing has changed.
+            OptionsError, HomeError: its states do not fit the optimizer, or have no room at home.
+        """
+        self.wait()
+        problems: list[str] = []
+        for found in reversed(self._folder.complete()):
+            try:
+                folder_fd = self._folder.open(found)
+                try:
+                    saved = read(folder_fd, found.step)
+                finally:
+                    os.close(folder_fd)
+            except CheckpointError as error:
+                if found not in self._folder.complete():
+                    continue  # who saves to the directory has removed it meanwhile
+                problems.append(f"{found.name} is damaged and left out: {error}")
+                self._damaged.add(found)
+                warnings.warn(f"the checkpoint {self.directory / problems[-1]}", stacklevel=2)
+                continue
+            self._settle()
+            await_readers(self._parts.parameters())  # for another directory they may be being saved
+            try:
+                restore(saved, self._parts)
+            except CheckpointError as error:
+                raise CheckpointError(f"{self.directory / found.name} cannot be loaded: {error}") from error
+            return found.step
+        if problems:
+            raise CheckpointError(f"no checkpoint in {self.directory} is whole:\n  " + "\n  ".join(problems))
+        return None
+
+    def close(self) -> None:
+        """Wait as `wait` does, and let others save to the directory. Happens by itself with the object's end."""
+        try:
+            self.wait()
+        finally:
+            self._folder.unlock()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _settle(self) -> None:
+        """Wait for all that may still change a parameter or a state."""
+        parameters = self._parts.parameters()
+        finish_all(session.store.updates for session in sessions_of(parameters))
+        for optimizer in self._parts.optimizers.values():
+            if isinstance(optimizer, ChunkedOptimizer):
+                optimizer.synchronize()
+                optimizer.doubts.settle(wait=True)
+                optimizer.follow_written()
+        for device in {parameter.device for parameter in parameters if parameter.device.type == "cuda"}:
+            torch.cuda.synchronize(device)
+
+    def _complete(self, written: Path, step: int) -> None:
+        """On the writing thread: everything is on the medium."""
+        done = self._folder.commit(written, step)
+        try:
+            self._folder.prune(self._keep, self._damaged - {done})
+        except OSError as error:
+            self._late = CheckpointError(
+                f"{done.name} is complete, but older checkpoints cannot be removed from {self.directory}: "
+                f"{error.strerror}"
+            )
+
+
+def _wait_before_step(optimizer: Optimizer, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+    """A pre-hook of a `torch.optim` optimizer's step."""
+    await_readers(parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -1,0 +1,119 @@
+"""`chunkc.distribute`: a model whose parameters are cut over ranks (ZeRO, stage 3), as PyTorch's `DTensor`s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.shards import Shards
+from chunkc.movable import can_move
+from chunkc.ranks import agree
+from chunkc.runtime.parts import Part
+from chunkc.runtime.transport import Transport
+from chunkc.session import owner
+from chunkc.whole_parameters import whole
+
+TIMEOUT_S = 300.0
+"""How long a rank waits for the others."""
+
+
+@torch.no_grad()
+def distribute(model: nn.Module, mesh: DeviceMesh, *, home: str = "cpu", timeout_s: float = TIMEOUT_S) -> nn.Module:
+    """Cut a model's parameters over the ranks of a mesh, in place; compile it afterwards.
+
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        model = chunkc.distribute(model, mesh)
+        model = torch.compile(model, backend="chunkc", options={"memory_budget": "6GiB"})
+        optimizer = chunkc.optim.AdamW(model.parameters(), lr=3e-4)
+
+    Every rank calls this with the same model, made with the same seed, and keeps its part: rows of the first dimension,
+    as `torch.distributed.tensor.Shard(0)` cuts them. Every parameter becomes a `DTensor`, and so will its gradient. The
+    compiled model computes with whole parameters: a plan gathers chunks, and brings each rank's part of the mean of all
+    ranks' gradients home. Buffers stay as they are on each rank.
+
+    Args:
+        model: on the CPU, with all its parameters, and not compiled yet.
+        mesh: of one dimension, on "cpu"; the ranks that train the model.
+        home: where each rank's parts are between calls: "cpu", which is RAM.
+        timeout_s: seconds that a rank waits for another before it raises an error.
+
+    Returns:
+        The model.
+
+    Raises:
+        OptionsError: an argument makes no sense.
+        UnsupportedError: a parameter cannot be cut; nothing has changed.
+        DistributedError: the ranks' models differ, or a rank does not come; nothing has changed.
+    """
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1 or mesh.device_type != "cpu":
+        raise OptionsError('mesh must be a DeviceMesh of one dimension on "cpu", as init_device_mesh makes it')
+    if home != "cpu":
+        raise OptionsError(f'home is {home!r}; distributed models have their parts in RAM so far: home="cpu"')
+    if not timeout_s > 0:
+        raise OptionsError(f"timeout_s is {timeout_s!r}; allowed: a positive number of seconds")
+    named = dict(model.named_parameters())
+    if not named:
+        raise OptionsError("the model has no parameters to distribute: compile it as it is")
+    for name, parameter in named.items():
+        _check(name, parameter)
+    transport = Transport(tuple(mesh.mesh.tolist()), timeout_s)
+    agree(transport, {"the parameters of the model": repr([(n, tuple(p.shape), p.dtype) for n, p in named.items()])})
+    made = {id(parameter): _cut(parameter, mesh, transport) for parameter in named.values()}
+    for module in model.modules():
+        if module._parameters:
+            _distribute_module(module, made)
+    return model
+
+
+def _check(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, DTensor) or owner(parameter) is not None:
+        raise UnsupportedError(f"{name} is distributed or compiled already: distribute a model once, before it is")
+    if parameter.device.type != "cpu":
+        raise UnsupportedError(f"{name} is on {parameter.device}: build the model on the CPU, on every rank")
+    if parameter.dim() == 0:
+        raise UnsupportedError(f"{name} is a scalar, which has no rows to cut: make it a tensor of one element")
+    if not can_move(parameter) or not parameter.is_contiguous():
+        raise UnsupportedError(
+            f"{name} shares its memory with other tensors, or is no contiguous floating-point tensor: give it memory "
+            "of its own (`p.data = p.data.clone(memory_format=torch.contiguous_format)`)"
+        )
+
+
+def _cut(parameter: nn.Parameter, mesh: DeviceMesh, transport: Transport) -> nn.Parameter:
+    shards = Shards(tuple(parameter.shape), transport.num_ranks, transport.rank)
+    begin, end = shards.span(transport.rank)
+    local = parameter.detach().view(-1)[begin:end].clone().view(-1, *parameter.shape[1:])
+    part = Part.of(local, shards, transport)
+    placed = DTensor.from_local(
+        local, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    distributed = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+    part.attach(distributed)  # type: ignore[arg-type]
+    return distributed
+
+
+def _distribute_module(module: nn.Module, made: dict[int, nn.Parameter]) -> None:
+    """Give a module its parameters anew, and a class of its own that reads them whole where the module is compiled."""
+    names = [name for name, parameter in module._parameters.items() if parameter is not None]
+    for name in names:
+        former = module._parameters[name]
+        module._parameters[name] = made[id(former)]
+    kind = type(module)
+    properties: dict[str, Any] = {name: _reader(name) for name in names}
+    module.__class__ = type(kind.__name__, (kind,), {**properties, "__module__": kind.__module__})
+
+
+def _reader(name: str) -> property:
+    def read(module: nn.Module) -> torch.Tensor:
+        parameter = module._parameters[name]
+        assert parameter is not None
+        return whole(parameter) if torch.compiler.is_compiling() else parameter
+
+    getter: Callable[[Any], Any] = read
+    return property(getter)

@@ -1,0 +1,7 @@
+"""Training loops as users of PatrickStar and DeepSpeed have them: an engine made from their configuration."""
+
+from chunkc.engine.engine import Engine
+from chunkc.engine.initialize import initialize_engine
+from chunkc.engine.loss_scaler import DynamicLossScaler, LossScaler
+
+__all__ = ["DynamicLossScaler", "Engine", "LossScaler", "initialize_engine"]

@@ -1,0 +1,290 @@
+"""A configuration of DeepSpeed's or PatrickStar's, checked, as one frozen `EngineConfig`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, PositiveFloat, PositiveInt, StrictBool
+
+from chunkc.engine.auto import filled
+from chunkc.engine.keys import AUTO, PATRICKSTAR, check_refused, flattened, without_effect
+from chunkc.engine.keys import BY_NAME as KEYS
+from chunkc.engine.loss_scaler import DynamicLossScaler, LossScaler
+from chunkc.engine.sections import Section, checked, left_open
+from chunkc.ir.documents import parse_json, read_text
+from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.text import short
+from chunkc.options import MIN_CHUNK_NBYTES, parse_options
+
+Config = Mapping[str, Any] | str | os.PathLike[str]
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
+
+
+class _Top(Section):
+    train_batch_size: PositiveInt | None = None
+    train_micro_batch_size_per_gpu: PositiveInt | None = None
+    gradient_accumulation_steps: PositiveInt | None = None
+    gradient_clipping: float = Field(0.0, ge=0)
+    steps_per_print: PositiveInt = 10
+    wall_clock_breakdown: StrictBool = False
+    default_chunk_size: PositiveInt | None = None
+    use_cpu_embedding: StrictBool = False
+    release_after_init: StrictBool = False
+
+
+class _Fp16(Section):
+    enabled: StrictBool = False
+    auto_cast: StrictBool | None = None
+    loss_scale: float = Field(0.0, ge=0)
+    initial_scale_power: int = Field(16, ge=0, le=126)
+    loss_scale_window: PositiveInt = 1000
+    hysteresis: PositiveInt = 2
+    consecutive_hysteresis: StrictBool = False
+    min_loss_scale: PositiveFloat = 1.0
+
+
+class _Bf16(Section):
+    enabled: StrictBool = False
+    check_grad_overflow: StrictBool = True
+
+
+class _Autocast(Section):
+    enabled: StrictBool = False
+    dtype: Literal["bfloat16", "bf16", "torch.bfloat16", "float16", "fp16", "half", "torch.float16"] = "bfloat16"
+
+
+class _Offload(Section):
+    device: Literal["none", "cpu", "nvme"] = "none"
+    nvme_path: str | None = None
+
+
+class _Typed(Section):
+    type: str
+    params: dict[str, Any] = Field(default_factory=dict)
+
+
+class _DataTypes(Section):
+    grad_accum_dtype: Literal["fp32", "fp16", "bf16", "float32", "float16", "bfloat16"] | None = None
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine does.
+
+    Attributes:
+        micro_batch_size: samples in a call; None: not said.
+        accumulation_steps: calls of `Engine.step` per update.
+        gradient_clipping: the largest global norm; 0: any.
+        dtype: of parameters and gradients; None: as the model is built.
+        autocast: the dtype that the model runs in under `torch.autocast`; None: it does not.
+        casts_inputs: whether floating-point arguments of the model become `dtype`.
+        checks_overflow: whether a step whose gradients are not finite is skipped.
+        scaling: of the loss in fp16; None: none.
+        optimizer, scheduler: types and parameters; None: not said.
+        update_on: where updates run, unless the optimizer's parameters say it.
+        is_patrickstars: whether it has keys of PatrickStar.
+        steps_per_print: how often progress is logged.
+        wall_clock_breakdown: whether times are logged, too.
+        device: where the model computes; None: the usual one.
+        options: for `torch.compile`.
+        default_chunk_size: elements of a chunk; None: not said.
+        cpu_embedding: whether embeddings are to be looked up by the CPU.
+        builds_at_home: whether the model is built straight into home memory.
+        without_effect: keys that mean nothing here, by the reason.
+    """
+
+    micro_batch_size: int | None
+    accumulation_steps: int
+    gradient_clipping: float
+    dtype: torch.dtype | None
+    autocast: torch.dtype | None
+    casts_inputs: bool
+    checks_overflow: bool
+    scaling: _Fp16 | None
+    optimizer: _Typed | None
+    scheduler: _Typed | None
+    update_on: str
+    is_patrickstars: bool
+    steps_per_print: int
+    wall_clock_breakdown: bool
+    device: str | None
+    options: Mapping[str, Any]
+    default_chunk_size: int | None
+    cpu_embedding: bool
+    builds_at_home: bool
+    without_effect: Mapping[str, list[str]]
+
+    def loss_scaler(self) -> LossScaler:
+        """A new one, as the configuration says."""
+        if self.scaling is None:
+            return LossScaler(1.0)
+        if self.scaling.loss_scale > 0:
+            return LossScaler(self.scaling.loss_scale)
+        return DynamicLossScaler(
+            2.0**self.scaling.initial_scale_power,
+            window=self.scaling.loss_scale_window,
+            min_scale=self.scaling.min_loss_scale,
+            hysteresis=self.scaling.hysteresis,
+            consecutive=self.scaling.consecutive_hysteresis,
+        )
+
+    def compile_options(self, dtype: torch.dtype) -> dict[str, Any]:
+        """A new options dictionary for `torch.compile`.
+
+        Args:
+            dtype: of most parameters: PatrickStar counts a chunk's elements.
+        """
+        options = dict(self.options)
+        if self.default_chunk_size is not None:
+            options["chunk_size"] = max(self.default_chunk_size * dtype.itemsize, MIN_CHUNK_NBYTES)
+        return options
+
+
+def read_config(config: Config, auto: object = None) -> EngineConfig:
+    """Check a configuration.
+
+    Args:
+        config: a dictionary, or the path of a JSON file.
+        auto: where `"auto"` values come from, see `chunkc.engine.auto.filled`.
+
+    Raises:
+        OptionsError: a file cannot be read; a key is unknown, missing, `"auto"` with nobody to fill it, or has a value
+            that makes no sense, alone or beside another one.
+        UnsupportedError: a key asks for something that chunkc does not do.
+    """
+    if isinstance(config, str | os.PathLike):
+        path = Path(config)
+        config = parse_json(read_text(path, what="configuration"), str(path))
+    if not isinstance(config, Mapping):
+        raise OptionsError(f"config is {short(config)}; allowed: a dict, or the path of a JSON file")
+    found = filled(_renamed(config), auto)
+    flat = dict(flattened(found))
+    for name, value in flat.items():
+        check_refused(name, value)
+    asked = [name for name, value in flat.items() if value not in (None, False, 0, "", {}, [])]
+
+    top = checked(_Top, _section(flat, ""))
+    fp16 = checked(_Fp16, _section(flat, "fp16"), "fp16")
+    bf16 = checked(_Bf16, _section(flat, "bf16"), "bf16")
+    if fp16.enabled and bf16.enabled:
+        raise OptionsError("fp16.enabled and bf16.enabled are both true; choose one")
+    dtype = torch.float16 if fp16.enabled else torch.bfloat16 if bf16.enabled else None
+    is_patrickstars = any(key in found for key in PATRICKSTAR)
+    auto_cast = is_patrickstars if fp16.auto_cast is None else fp16.auto_cast
+    device, options, update_on = _memory(flat, top.default_chunk_size)
+    return EngineConfig(
+        micro_batch_size=_batch(top)[0],
+        accumulation_steps=_batch(top)[1],
+        gradient_clipping=top.gradient_clipping,
+        dtype=dtype,
+        autocast=_autocast(flat, dtype),
+        casts_inputs=fp16.enabled and auto_cast,
+        checks_overflow=fp16.enabled or (bf16.enabled and bf16.check_grad_overflow),
+        scaling=fp16 if fp16.enabled else None,
+        optimizer=_typed(flat, "optimizer"),
+        scheduler=_typed(flat, "scheduler"),
+        update_on=update_on,
+        is_patrickstars=is_patrickstars,
+        steps_per_print=top.steps_per_print,
+        wall_clock_breakdown=top.wall_clock_breakdown,
+        device=device,
+        options=options,
+        default_chunk_size=top.default_chunk_size,
+        cpu_embedding=top.use_cpu_embedding,
+        builds_at_home=top.release_after_init,
+        without_effect=without_effect(asked),
+    )
+
+
+def _renamed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """With newer names for older ones."""
+    found = dict(config)
+    if "bfloat16" in found:
+        found.setdefault("bf16", found.pop("bfloat16"))
+    zero = found.get("zero_optimization")
+    if isinstance(zero, Mapping) and zero.get("cpu_offload") is True and not zero.get("offload_optimizer"):
+        found["zero_optimization"] = {**zero, "offload_optimizer": {"device": "cpu"}}
+    return found
+
+
+def _section(flat: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The used keys of one section."""
+    parts = {name: name.rpartition(".") for name in flat if KEYS[name].fate == "used"}
+    return {last: flat[name] for name, (section, _, last) in parts.items() if section == path}
+
+
+def _typed(flat: Mapping[str, Any], path: str) -> _Typed | None:
+    values = _section(flat, path)
+    if all(value is None for value in values.values()):
+        return None
+    return checked(_Typed, values, path)
+
+
+def _batch(top: _Top) -> tuple[int | None, int]:
+    """The micro-batch's size, as far as it is known, and the accumulation steps."""
+    whole, micro, steps = top.train_batch_size, top.train_micro_batch_size_per_gpu, top.gradient_accumulation_steps
+    if whole is not None and micro is not None:
+        steps = whole // micro if steps is None else steps
+    steps = 1 if steps is None else steps
+    if whole is not None and micro is None:
+        micro = whole // steps
+    if whole is not None and (micro is None or whole != micro * steps):
+        raise OptionsError(
+            f"train_batch_size is {whole}, which is not train_micro_batch_size_per_gpu ({micro}) times "
+            f"gradient_accumulation_steps ({steps}); with one process it must be"
+        )
+    return micro, steps
+
+
+def _autocast(flat: Mapping[str, Any], dtype: torch.dtype | None) -> torch.dtype | None:
+    found = checked(_Autocast, _section(flat, "torch_autocast"), "torch_autocast")
+    types = checked(_DataTypes, _section(flat, "data_types"), "data_types")
+    if types.grad_accum_dtype is not None and _DTYPES[types.grad_accum_dtype] != (dtype or torch.float32):
+        raise UnsupportedError(
+            f"data_types.grad_accum_dtype is {types.grad_accum_dtype!r}, but gradients add up in the parameters' "
+            "dtype; remove it, or train in that dtype"
+        )
+    if not found.enabled:
+        return None
+    if dtype is not None:
+        raise OptionsError("torch_autocast is for fp32 parameters; choose one of torch_autocast, fp16 and bf16")
+    if found.dtype not in ("bfloat16", "bf16", "torch.bfloat16"):
+        raise UnsupportedError(
+            f"torch_autocast.dtype is {found.dtype!r}, which needs a loss scale: use fp16, or bfloat16"
+        )
+    return torch.bfloat16
+
+
+def _memory(flat: Mapping[str, Any], default_chunk_size: int | None) -> tuple[str | None, dict[str, Any], str]:
+    """The device, the options for `torch.compile`, and where updates run."""
+    options = _section(flat, "chunkc")
+    for name, value in options.items():
+        if value == AUTO and name == "device":
+            raise OptionsError(left_open("chunkc.device"))
+    device = options.pop("device", None)
+    if device is not None and not isinstance(device, str):
+        raise OptionsError(f'chunkc.device is {short(device)}; allowed: "cpu", or a device such as "cuda"')
+    if default_chunk_size is not None and "chunk_size" in options:
+        raise OptionsError("default_chunk_size (elements) and chunkc.chunk_size (bytes) say the same; give one of them")
+    offload = {
+        what: checked(_Offload, _section(flat, f"zero_optimization.{what}"), f"zero_optimization.{what}")
+        for what in ("offload_optimizer", "offload_param")
+    }
+    for what, holds in (("offload_optimizer", "states"), ("offload_param", "everything")):
+        if offload[what].device == "nvme":
+            if not offload[what].nvme_path:
+                raise OptionsError(f"zero_optimization.{what}.nvme_path: say the directory of nvme")
+            home = f"disk:{offload[what].nvme_path}"
+            if options.get("home", home) != home:
+                raise OptionsError(f"{options['home']!r} and {home!r} are two homes; there is one: see chunkc.home")
+            options |= {"home": home, "disk_holds": holds}
+    checked_options = parse_options(options)
+    on_cpu = offload["offload_optimizer"].device == "cpu" and checked_options.home_kind == "cpu"
+    return device, options, "cpu" if on_cpu else "device"

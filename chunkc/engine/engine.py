@@ -1,0 +1,375 @@
+"""A model with its optimizer, loss scale and schedule, as PatrickStar's and DeepSpeed's engines are used."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from chunkc.engine.config import EngineConfig
+from chunkc.engine.gradients import all_finite, global_norm, gradients_of
+from chunkc.in_place import was_called
+from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.logs import logger
+from chunkc.optim.chunked_optimizer import ChunkedOptimizer
+
+_CLIP_EPS = 1e-6
+"""What is added to a norm before it divides, in PyTorch and DeepSpeed."""
+
+_INSTEAD = {
+    "save_checkpoint": "use chunkc.Checkpoint(DIR, model=engine.module, optimizer=optimizer, "
+    "scheduler=engine.lr_scheduler, scaler=engine.loss_scaler)",
+    "load_checkpoint": "use load_latest() of the chunkc.Checkpoint that saved it",
+    "train_batch": "write the loop: backward() and step() for each micro-batch",
+    "eval_batch": "call the engine under torch.no_grad()",
+    "no_sync": "leave it out: there is one process",
+}
+"""What DeepSpeed's engine has and this one has not, with what to do."""
+
+
+class Engine(nn.Module):
+    """Wraps a compiled model. Both loops below are the same, but that the second one accumulates by itself.
+
+        optimizer.zero_grad(); loss = engine(batch); engine.backward(loss); optimizer.step()     # PatrickStar's
+        loss = engine(batch); engine.backward(loss); engine.step()                               # DeepSpeed's
+
+    A step whose gradients overflow changes nothing but the loss scale: parameters, states and the schedule stay.
+
+    Attributes:
+        module: the model, compiled in place.
+        optimizer: its steps unscale, clip, skip and advance the schedule, whoever calls them.
+        lr_scheduler: advanced by every step that is not skipped; None: there is none.
+        loss_scaler: has `state_dict` and `load_state_dict`.
+        config: what the engine was made from.
+        local_rank, device: of this process.
+        micro_steps, global_steps, skipped_steps: calls of `step`, updates (skipped ones among them), skipped updates.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        config: EngineConfig,
+        *,
+        lr_scheduler: LRScheduler | None = None,
+        local_rank: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.optimizer = optimizer
+        self.config = config
+        self.lr_scheduler = lr_scheduler
+        self.local_rank = local_rank
+        self.device = device or torch.device("cpu")
+        self.loss_scaler = config.loss_scaler()
+        self.micro_steps = self.global_steps = self.skipped_steps = 0
+        self._num_backwards = 0  # since the last update
+        self._is_stepping = False
+        self._lr_kwargs: dict[str, Any] = {}
+        self._forced_boundary: bool | None = None
+        self._norm: float | None = None
+        self._overflow = False
+        self._knows_calls = False
+        self._seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+        optimizer.register_step_pre_hook(self._before_update)
+        optimizer.register_step_post_hook(self._after_update)
+
+    # --- the loop ---
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        if self.config.casts_inputs:
+            assert self.config.dtype is not None
+            args, kwargs = _cast(args, self.config.dtype), _cast(kwargs, self.config.dtype)
+        with self._timed("forward"), self._autocast():
+            return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Add the gradients of a loss, times the loss scale.
+
+        Args:
+            scale_wrt_gas: divide the loss by `gradient_accumulation_steps`.
+
+        Returns:
+            The loss, divided so.
+
+        Raises:
+            UnsupportedError: it is not a scalar that depends on parameters.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise UnsupportedError(
+                "engine.backward needs a loss of one element that depends on parameters; reduce it first, with mean() "
+                "or sum(), outside of torch.no_grad()"
+            )
+        if scale_wrt_gas and self.config.accumulation_steps > 1:
+            loss = loss / self.config.accumulation_steps
+        scaled = loss.float() * self.loss_scaler.loss_scale if self.config.scaling is not None else loss
+        with self._timed("backward"), self._more_to_come():
+            scaled.backward(retain_graph=retain_graph)
+        self._num_backwards += 1
+        return loss
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """After each backward: at every `gradient_accumulation_steps`-th call, update and forget gradients.
+
+        Args:
+            lr_kwargs: for the schedule's own step, such as the metric of `ReduceLROnPlateau`.
+
+        Raises:
+            ChunkcError: gradients overflow although the loss scale is at its minimum.
+            UnsupportedError: the schedule's step needs more than that; nothing has changed.
+        """
+        if self.is_gradient_accumulation_boundary():
+            self._is_stepping, self._lr_kwargs = True, dict(lr_kwargs or {})
+            try:
+                with self._timed("step"):
+                    self.optimizer.step()
+            finally:
+                self._is_stepping, self._lr_kwargs = False, {}
+            self.zero_grad()
+        self.micro_steps += 1
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, those too of parameters that the optimizer does not have."""
+        self.optimizer.zero_grad(set_to_none)
+        self.module.zero_grad(set_to_none)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next call of `step` updates."""
+        if self._forced_boundary is not None:
+            return self._forced_boundary
+        return (self.micro_steps + 1) % self.config.accumulation_steps == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say so for the calls of `step` that follow; None: count again."""
+        self._forced_boundary = is_boundary
+
+    # --- around the optimizer's step, whoever calls it ---
+
+    def _before_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Find out whether gradients overflow, and tell the optimizer by what to divide them."""
+        if any(callable(value) for value in (*args, *kwargs.values())):
+            raise UnsupportedError("an engine's optimizer takes no closure; call backward() and then step()")
+        if not self._is_stepping and self._num_backwards % self.config.accumulation_steps:
+            raise UnsupportedError(
+                f"gradient_accumulation_steps is {self.config.accumulation_steps}, and the optimizer steps after "
+                f"{self._num_backwards} backward(): call engine.step() after each backward(), in place of zero_grad() "
+                "and optimizer.step(), or set it to 1"
+            )
+        self._check_schedule()
+        self._tell_where_nothing_was_called()
+        scale, limit = self.loss_scaler.loss_scale, self.config.gradient_clipping
+        self._overflow, self._norm = False, None
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if self.config.dtype is None:
+            if limit > 0:
+                self._norm = float(nn.utils.clip_grad_norm_(parameters, limit))
+            return
+        if not self.config.checks_overflow and limit == 0:
+            return
+        gradients = gradients_of(parameters)
+        norm = global_norm(gradients)
+        self._overflow = self.config.checks_overflow and norm - norm != 0 and not all_finite(gradients)
+        self._norm = norm / scale
+        clip = (self._norm + _CLIP_EPS) / limit if limit > 0 else 1.0
+        divisor = scale * max(clip, 1.0)
+        self._tell(
+            torch.tensor(divisor, dtype=torch.float64, device=self.device) if divisor != 1 else None,
+            torch.ones((), device="cpu") if self._overflow else None,
+        )
+
+    def _check_schedule(self) -> None:
+        """Refuse an update after which the schedule could not step."""
+        if self.lr_scheduler is None:
+            return
+        parameters = inspect.signature(self.lr_scheduler.step).parameters.values()
+        needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        if lacking := [name for name in needed if name not in self._lr_kwargs]:
+            values = ", ".join(f"{name!r}: ..." for name in lacking)
+            raise UnsupportedError(
+                f"{type(self.lr_scheduler).__name__}.step needs {', '.join(lacking)}: call "
+                f"engine.step(lr_kwargs={{{values}}}); or give initialize_engine no such lr_scheduler, and step it "
+                "yourself"
+            )
+
+    def _tell_where_nothing_was_called(self) -> None:
+        if not self._knows_calls:
+            self._knows_calls = True
+            if not was_called(self.module):
+                logger.warning(
+                    "the engine was not called before its optimizer's first step, so the model was not compiled and "
+                    "trains outside of the memory budget: call engine(batch), and not the model's parts or methods"
+                )
+
+    def _tell(self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+        """As `torch.amp.GradScaler` does: chunkc's optimizers divide inside their kernels, and skip."""
+        told: Any = self.optimizer
+        told.grad_scale, told.found_inf = grad_scale, found_inf
+
+    def _after_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Advance what counts steps."""
+        if self.config.dtype is not None:
+            self._tell(None, None)
+        self.global_steps += 1
+        self._num_backwards = 0
+        if self._overflow:
+            self.skipped_steps += 1
+            logger.info(
+                "step %d: gradients overflow at a loss scale of %g; skipped", self.global_steps, self.loss_scale
+            )
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**self._lr_kwargs)
+        if self.global_steps % self.config.steps_per_print == 0:
+            self._log_progress()
+        self.loss_scaler.update(self._overflow)
+
+    # --- what DeepSpeed's engine tells ---
+
+    @property
+    def loss_scale(self) -> float:
+        """By which the next loss is multiplied."""
+        return self.loss_scaler.loss_scale
+
+    @property
+    def cur_scale(self) -> float:
+        """The same, by another of its names."""
+        return self.loss_scaler.loss_scale
+
+    @property
+    def global_samples(self) -> int:
+        """Samples seen, if the configuration has the size of a micro-batch; else 0."""
+        return self.global_steps * self.config.accumulation_steps * (self.config.micro_batch_size or 0)
+
+    def train_batch_size(self) -> int | None:
+        """Samples per update; None: the configuration does not say."""
+        micro = self.config.micro_batch_size
+        return None if micro is None else micro * self.config.accumulation_steps
+
+    def train_micro_batch_size_per_gpu(self) -> int | None:
+        """Samples per call; None: the configuration does not say."""
+        return self.config.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Calls of `step` per update."""
+        return self.config.accumulation_steps
+
+    def gradient_clipping(self) -> float:
+        """The largest global norm; 0: any."""
+        return self.config.gradient_clipping
+
+    def get_lr(self) -> list[float]:
+        """The learning rates of the parameter groups."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Of the latest step's gradients, before clipping; None: nobody asked for it."""
+        return self._norm
+
+    def was_step_applied(self) -> bool:
+        """Whether the latest update was not skipped."""
+        return self.global_steps > 0 and not self._overflow
+
+    def fp16_enabled(self) -> bool:
+        """Whether parameters are in fp16."""
+        return self.config.dtype == torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether parameters are in bf16."""
+        return self.config.dtype == torch.bfloat16
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's, under its own names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def module_state_dict(self) -> dict[str, Any]:
+        """The same, as DeepSpeed calls it."""
+        return self.module.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The model's."""
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the model has and the engine has not."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self._modules.get("module") if "_modules" in self.__dict__ else None
+            if module is not None and hasattr(module, name):
+                return getattr(module, name)
+        instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"chunkc's engine has no {name!r}{instead}")
+
+    # --- helpers ---
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.config.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.config.autocast)
+
+    def _more_to_come(self) -> contextlib.AbstractContextManager[Any]:
+        """Tells an optimizer that updates during the backward to wait for the last one before the step."""
+        if isinstance(self.optimizer, ChunkedOptimizer) and not self.is_gradient_accumulation_boundary():
+            return self.optimizer.accumulating()
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self.config.wall_clock_breakdown and self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self._seconds[what] += time.perf_counter() - begun
+
+    def _log_progress(self) -> None:
+        logger.info(
+            "step %d, %d skipped, lr %s, loss scale %g",
+            self.global_steps,
+            self.skipped_steps,
+            self.get_lr(),
+            self.loss_scale,
+        )
+        if self.config.wall_clock_breakdown:
+            logger.info("seconds since: %s", ", ".join(f"{what} {s:.3f}" for what, s in self._seconds.items()))
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
+
+
+def check_optimizer(optimizer: Optimizer, config: EngineConfig) -> None:
+    """Refuse an optimizer that cannot do what the configuration asks.
+
+    Raises:
+        OptionsError: it cannot.
+    """
+    if config.dtype is not None and not isinstance(optimizer, ChunkedOptimizer):
+        raise OptionsError(
+            f"parameters in {str(config.dtype).removeprefix('torch.')} need fp32 masters, which "
+            f"{type(optimizer).__module__}.{type(optimizer).__name__} has not; use Adam, AdamW, Lamb or SGD, which are "
+            "chunkc.optim's"
+        )
+    needs_all = config.checks_overflow or config.gradient_clipping > 0
+    if needs_all and isinstance(optimizer, ChunkedOptimizer) and optimizer.overlap.beside_backward:
+        raise OptionsError(
+            f'overlap="{optimizer.overlap.mode}" updates before all gradients are known: use "forward", or no '
+            'gradient_clipping, no fp16, and in bf16 "check_grad_overflow": false'
+        )
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """The value with floating-point tensors in it cast."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_cast(item, dtype) for item in value)
+    return value

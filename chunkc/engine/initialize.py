@@ -1,0 +1,197 @@
+"""`chunkc.initialize_engine`: an engine and its optimizer from a configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from chunkc.engine.config import Config, EngineConfig, read_config
+from chunkc.engine.engine import Engine, check_optimizer
+from chunkc.engine.optimizers import make_optimizer
+from chunkc.engine.schedules import ScheduledLR, make_schedule
+from chunkc.in_place import place_on
+from chunkc.init import init
+from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.text import short
+from chunkc.logs import logger
+from chunkc.machines.devices import parse_device
+from chunkc.options import parse_options
+from chunkc.runtime.nursery import nursery_of
+from chunkc.torch_private import dynamo
+
+_reported: set[tuple[str, ...]] = set()
+"""Sets of keys that were reported to have no effect."""
+
+
+def initialize_engine(
+    model_func: Callable[[], nn.Module] | nn.Module,
+    local_rank: int = 0,
+    config: Config | None = None,
+    *,
+    model_parameters: Iterable[Any] | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    lr_scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
+    auto: object = None,
+) -> tuple[Engine, Optimizer]:
+    """Build a model, compile it in place, and make its optimizer.
+
+    Args:
+        model_func: builds the model on the CPU; or the model.
+        local_rank: of this process on its machine: on which GPU it computes, if there is one; -1 stands for 0.
+        config: DeepSpeed's or PatrickStar's, as a dictionary or the path of a JSON file; with the options of
+            `torch.compile` in a section `chunkc`.
+        model_parameters: what to train, as an optimizer takes it: parameters, or groups of them. By default all.
+        optimizer: in place of the configuration's: an optimizer over the model's parameters, or what makes one of
+            `model_parameters`.
+        lr_scheduler: in place of the configuration's: a scheduler of the optimizer, or what makes one of it.
+        auto: where `"auto"` values come from: `transformers.TrainingArguments`, or a dictionary from dotted names.
+
+    Raises:
+        OptionsError: the configuration has an unknown key or a value that makes no sense; each is named.
+        UnsupportedError: it asks for something that chunkc does not do, or there are several processes.
+        HomeError: there is no room for the model at home.
+    """
+    _check_one_process()
+    if config is None:
+        raise OptionsError("initialize_engine needs a configuration: a dict, or the path of a JSON file")
+    settings = read_config(config, auto)
+    if optimizer is None and settings.optimizer is None:
+        raise OptionsError('the configuration has no "optimizer"; write one, or pass initialize_engine(optimizer=...)')
+    device = parse_device(settings.device or (f"cuda:{max(local_rank, 0)}" if torch.cuda.is_available() else "cpu"))
+    if settings.cpu_embedding and device.type != "cpu":
+        raise UnsupportedError(
+            f"use_cpu_embedding is true, and {device} computes: set it to false; the plan fetches embeddings like all "
+            "other parameters"
+        )
+    with _at_home(settings, model_func, device):
+        model = model_func if isinstance(model_func, nn.Module) else model_func()
+        if not isinstance(model, nn.Module):
+            raise OptionsError(f"model_func returned {short(model)}; it must return a torch.nn.Module")
+        if isinstance(model, dynamo.OptimizedModule):
+            raise OptionsError(
+                "the model is what torch.compile returned; give initialize_engine the model itself, which it compiles "
+                'with the options of the section "chunkc"'
+            )
+        if settings.dtype is not None:
+            _cast(model, settings.dtype)
+    model.train()
+
+    parameters = list(model.parameters()) if model_parameters is None else list(model_parameters)
+    found = _optimizer_of(settings, optimizer, parameters)
+    check_optimizer(found, settings)
+    scheduler = _scheduler_of(settings, lr_scheduler, found)
+
+    options = settings.compile_options(settings.dtype or _common_dtype(model))
+    place_on(model, device, options)
+    dynamo.compile_in_place(model, backend="chunkc", options=options)
+    of_cpu = {"the CPU computes anyway": ["use_cpu_embedding"]}
+    _report({**settings.without_effect, **(of_cpu if settings.cpu_embedding else {})})
+    _tell_of_others(model, found)
+    engine = Engine(model, found, settings, lr_scheduler=scheduler, local_rank=local_rank, device=device)
+    return engine, found
+
+
+def _at_home(
+    settings: EngineConfig, model_func: Callable[[], nn.Module] | nn.Module, device: torch.device
+) -> AbstractContextManager[None]:
+    """Where the model is built.
+
+    Raises:
+        OptionsError: it is to be built at home, and is built already.
+    """
+    if not settings.builds_at_home:
+        return nullcontext()
+    if isinstance(model_func, nn.Module):
+        raise OptionsError(
+            "release_after_init builds the model at home, and model_func is a model already: pass the function that "
+            "builds it, or set release_after_init to false"
+        )
+    options = parse_options(dict(settings.options), os.environ)
+    return init(home=options.home, disk_holds=options.disk_holds, chunk_size=options.chunk_size, device=device)
+
+
+def _tell_of_others(model: nn.Module, optimizer: Optimizer) -> None:
+    """Say which parameters get gradients that no step uses."""
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    others = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
+    if others:
+        logger.warning(
+            "%d parameters that the optimizer does not have get gradients, which take memory and time (%s): freeze "
+            "them, requires_grad_(False)",
+            len(others),
+            ", ".join(others[:3]) + (", ..." if len(others) > 3 else ""),
+        )
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """`model.to(dtype)`; what `chunkc.init` built stays at home, one tensor at a time."""
+    for parameter in model.parameters():
+        nursery = nursery_of(parameter)
+        if nursery is not None and parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = nursery.copy_of(parameter.detach().to(dtype))
+    model.to(dtype)
+
+
+def _check_one_process() -> None:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    size = torch.distributed.get_world_size() if distributed else int(os.environ.get("WORLD_SIZE") or 1)
+    if size > 1:
+        raise UnsupportedError(
+            f"there are {size} processes, and chunkc trains in one; start the script with python, or with "
+            "torchrun --nproc-per-node 1"
+        )
+
+
+def _optimizer_of(
+    settings: EngineConfig, given: Optimizer | Callable[[Any], Optimizer] | None, parameters: list[Any]
+) -> Optimizer:
+    if given is None:
+        section = settings.optimizer
+        assert section is not None
+        return make_optimizer(
+            section.type,
+            section.params,
+            parameters,
+            update_on=settings.update_on,
+            is_patrickstars=settings.is_patrickstars,
+        )
+    made = given if isinstance(given, Optimizer) else given(parameters)
+    if not isinstance(made, Optimizer):
+        raise OptionsError(f"optimizer made {short(made)}; it must make a torch.optim.Optimizer")
+    return made
+
+
+def _scheduler_of(
+    settings: EngineConfig,
+    given: LRScheduler | Callable[[Optimizer], LRScheduler] | None,
+    optimizer: Optimizer,
+) -> LRScheduler | None:
+    if given is not None:
+        return given if not callable(given) else given(optimizer)
+    if (section := settings.scheduler) is None:
+        return None
+    return ScheduledLR(optimizer, make_schedule(section.type, section.params, len(optimizer.param_groups)))
+
+
+def _common_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of most elements."""
+    numels: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        numels[parameter.dtype] = numels.get(parameter.dtype, 0) + parameter.numel()
+    return max(numels, key=numels.__getitem__, default=torch.float32)
+
+
+def _report(without_effect: Mapping[str, list[str]]) -> None:
+    """Say once which keys of a configuration mean nothing."""
+    names = tuple(sorted(name for names in without_effect.values() for name in names))
+    if names and names not in _reported:
+        _reported.add(names)
+        lines = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in without_effect.items())
+        logger.warning("keys of the configuration without effect: %s", lines)

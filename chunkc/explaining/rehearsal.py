@@ -1,0 +1,261 @@
+"""A training under a budget, on paper: which graphs are whole, which groups stay, and which plans are asked for.
+
+Graphs are compiled as the first step comes to them, and residents move home for good where a run, or the optimizer's
+step, needs their room. What happens is read off a step on fake tensors (`offline`), what follows from it is `policy`'s
+to say, as in training.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+
+from chunkc.build import Builder
+from chunkc.captured import Captured
+from chunkc.explaining.held import PaperValues, gone_storages, outputs_of
+from chunkc.explaining.offline import OfflineStep
+from chunkc.explaining.offline_calls import PhaseCall
+from chunkc.explaining.updates import Updates
+from chunkc.ir.chunks import ChunkLayout
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.program import BACKWARD, FORWARD
+from chunkc.options import Activations
+from chunkc.passes.early_updates import updated_in
+from chunkc.plans import backward_positions
+from chunkc.policy import (
+    Around,
+    Forms,
+    GraphCaptured,
+    PhaseCalled,
+    Situation,
+    StepRequest,
+    UpdateDue,
+    UpdateRequest,
+    decide,
+)
+from chunkc.templates import Templates, input_symbols
+
+
+@dataclass
+class PaperGraph:
+    """One graph, with the layout of its parameters and those of the graphs before it."""
+
+    builder: Builder
+    _described: dict[tuple[bool, bool], Captured] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> ChunkLayout:
+        return self.builder.layout
+
+    @cached_property
+    def templates(self) -> Templates | None:
+        """For a graph that was traced in symbols."""
+        return Templates(self.builder) if input_symbols(self.builder.capture) else None
+
+    def captured(self, budget_nbytes: int, *, may_be_whole: bool) -> Captured:
+        """The graph as it is compiled under a budget, at the sizes it was traced at."""
+        self.builder.budget_nbytes = budget_nbytes
+        if self.templates is not None:
+            return self.templates.at(self.templates.traced, may_be_whole=may_be_whole)
+        return self.builder.build(self._describe) if may_be_whole else self._describe(False, False)
+
+    def forms(self, captured: Captured, budget_nbytes: int) -> Forms:
+        """The graph as it was compiled, and the others that it may become."""
+        in_segments = partial(self.captured, budget_nbytes, may_be_whole=False)
+        return Forms(captured, in_segments if captured.whole else None)
+
+    def _describe(self, whole: bool, estimated: bool) -> Captured:
+        key = whole, estimated
+        if key not in self._described:
+            self._described[key] = self.builder.described(whole, estimated)
+        return self._described[key]
+
+    def expressions(self, captured: Captured) -> tuple[str, ...]:
+        """Every moment's bytes in the symbols it was traced in; nothing where there are none."""
+        if self.templates is None:
+            return ()
+        template = self.templates.template(self.templates.traced, captured.whole)
+        return tuple(map(str, template.moments.expressions))
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, by which optimizer, where.
+
+    Attributes:
+        graphs: the step's.
+        home, activations: as in `torch.compile`'s options.
+    """
+
+    graphs: Sequence[PaperGraph]
+    step: OfflineStep
+    updates: Updates
+    home: str
+    hardware: Hardware
+    activations: Activations = "keep"
+
+    def updated_in_backward(self, situation: Situation, groups: Collection[int]) -> tuple[tuple[int, int], ...]:
+        """(group, stages of its update) of those of the groups that a backward may update in slots."""
+        if not self.updates.beside_backward:
+            return ()
+        in_slots, _ = self.updated(situation)
+        return tuple((group, self.updates.num_stages) for group in in_slots if group in groups)
+
+    def updated(self, situation: Situation) -> tuple[tuple[int, ...], frozenset[int]]:
+        """The groups that move and are trained: those that are updated in slots, and those at home."""
+        layout = situation.layout
+        moving = layout.groups_of(situation.trained) - situation.resident
+        at_home = self.updates.at_home([layout.groups[i] for i in sorted(moving)], self.home, self.hardware)
+        return tuple(sorted(moving - at_home)), at_home
+
+
+@dataclass(frozen=True)
+class PaperRun:
+    """One run of a graph's phase.
+
+    Attributes:
+        number: which of the forwards this is, or is the backward of.
+        request: for the plan to run by.
+        gone_nbytes: what others hold is so much less than nothing, as values of its own are gone.
+        gone: storages that the backward's program has as held, and that are gone.
+    """
+
+    graph: int
+    phase: str
+    number: int
+    request: StepRequest
+    gone_nbytes: int = 0
+    gone: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What a training comes to under a budget, and the latest step: the runs of its graphs, and the optimizer's.
+
+    Attributes:
+        captured: each graph as it is compiled by then.
+        at_home: groups that the CPU updates at home.
+    """
+
+    situation: Situation
+    captured: tuple[Captured, ...]
+    runs: tuple[PaperRun, ...]
+    update: UpdateRequest
+    at_home: frozenset[int]
+
+    @property
+    def budget_nbytes(self) -> int:
+        return self.situation.budget_nbytes
+
+
+def rehearse(training: Training, budget_nbytes: int) -> Rehearsed:
+    """Train on paper, step after step until one changes nothing.
+
+    Raises:
+        BudgetError: a step does not fit; its `minimum_nbytes` is for what lacked room first.
+    """
+    rehearsal = _Rehearsal(training, budget_nbytes)
+    while True:
+        before = rehearsal.situation, *rehearsal.captured
+        runs = tuple(rehearsal.passes())
+        update, at_home = rehearsal.update()
+        if (rehearsal.situation, *rehearsal.captured) == before:
+            return Rehearsed(rehearsal.situation, tuple(rehearsal.captured), runs, update, at_home)
+
+
+class _Rehearsal:
+    """A training as far as it has come."""
+
+    def __init__(self, training: Training, budget_nbytes: int) -> None:
+        self.training = training
+        self.situation = Situation(budget_nbytes, activations=training.activations)
+        self.captured: list[Captured] = []
+
+    def passes(self) -> Iterator[PaperRun]:
+        """The forwards and backwards of a step; graphs are compiled as it comes to them."""
+        self.values = PaperValues(self.training.step.storage_nbytes)
+        self.updated: set[int] = set()
+        in_flight: Counter[int] = Counter()  # forwards of this step that use a group and are without their backward
+        pending: dict[int, list[tuple[int, PhaseCall, frozenset[str]]]] = {}
+        num_forwards = 0
+        for call in self._calls():
+            own = self._compiled(call.graph)
+            self.values.alive = call.alive
+            if call.phase == FORWARD:
+                inputs = [call.arguments[place] for place in own.places.inputs]
+                groups = self._groups(own)
+                around = self._around(own, in_flight)
+                request = self._planned(call.graph, self.values.beside_forward(own, inputs).forward_nbytes, around)
+                absent = request.around.absent or frozenset()
+                own = self.captured[call.graph].leaving(absent)
+                in_flight.update(groups if own.backward is not None else ())
+                yield PaperRun(call.graph, FORWARD, num_forwards, request)
+                self.values.forward_ran(own, inputs, outputs_of(call, own))
+                pending.setdefault(call.graph, []).append((num_forwards, call, absent))
+                num_forwards += 1
+            else:
+                number, forward, absent = pending[call.graph].pop()
+                in_flight.subtract(self._groups(own))
+                beside_nbytes = max(0, self.values.beside_backward(own.leaving(absent)))
+                around = replace(self._around(own, in_flight), absent=absent)
+                request = self._planned(call.graph, beside_nbytes, around)
+                own = self.captured[call.graph].leaving(absent)
+                self.updated |= updated_in(backward_positions(own, request, self.training.hardware))
+                gone_nbytes = self.situation.gone_nbytes(self.values.beside_backward(own))
+                gone = gone_storages(forward, own, call.alive)
+                yield PaperRun(call.graph, BACKWARD, number, request, gone_nbytes, gone)
+                self.values.backward_begins(own, call.arguments)
+        self._compiled(len(self.training.graphs) - 1)
+
+    def _calls(self) -> Iterator[PhaseCall]:
+        """The step's; of a single graph only the forward was called, and it runs beside nothing."""
+        calls = self.training.step.calls
+        if len(calls) != 1:
+            yield from calls
+            return
+        unknown = replace(
+            calls[0], arguments=(None,) * len(calls[0].arguments), outputs=(None,) * len(calls[0].outputs)
+        )
+        yield unknown
+        if self.captured[0].backward is not None:
+            yield replace(unknown, phase=BACKWARD)
+
+    def _compiled(self, graph: int) -> Captured:
+        """The graph as it is compiled now, after those before it."""
+        while len(self.captured) <= graph:
+            paper, now = self.training.graphs[len(self.captured)], self.situation
+            captured = paper.captured(now.budget_nbytes, may_be_whole=now.may_be_whole)
+            self.situation = decide(now, GraphCaptured(captured, paper.layout)).situation
+            self.captured.append(captured)
+        return self.captured[graph]
+
+    def _groups(self, captured: Captured) -> frozenset[int]:
+        """The groups that a graph uses or trains."""
+        used = {name for program in captured.programs.values() for name in program.parameters.values()}
+        return self.situation.layout.groups_of(used | captured.trained)
+
+    def _around(self, captured: Captured, in_flight: Mapping[int, int]) -> Around:
+        """A graph's surroundings: its backward updates what no other is to come for."""
+        free = {group for group in self._groups(captured) if in_flight.get(group, 0) == 0}
+        return Around(updates=self.training.updated_in_backward(self.situation, free))
+
+    def _planned(self, graph: int, held_nbytes: int, around: Around) -> StepRequest:
+        forms = self.training.graphs[graph].forms(self.captured[graph], self.situation.budget_nbytes)
+        decision = decide(self.situation, PhaseCalled(forms, held_nbytes, around))
+        self.situation, self.captured[graph] = decision.situation, decision.captured
+        return decision.request
+
+    def update(self) -> tuple[UpdateRequest, frozenset[int]]:
+        """The optimizer's step: what is updated in slots, and the groups that the CPU updates at home."""
+        if len(self.training.step.calls) > 1:
+            self.values.alive = self.training.step.alive
+        held_nbytes, num_stages = self.values.beside_update(), self.training.updates.num_stages
+        while True:
+            in_slots, at_home = self.training.updated(self.situation)
+            in_slots = tuple(group for group in in_slots if group not in self.updated)
+            decision = decide(self.situation, UpdateDue(in_slots, held_nbytes, num_stages))
+            self.situation = decision.situation
+            if decision.request is not None:
+                return decision.request, at_home

@@ -1,0 +1,58 @@
+"""Items: whatever may be absent from the compute tier for a while, and how it comes back.
+
+Chunks are items, and so are storages that a forward saves for its backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chunkc.ir.chunks import Chunk
+from chunkc.ir.hardware import Hardware
+
+ItemId = Chunk
+"""The identity of what a call needs in a slot: hashable, in order of its name, and printed by it; nobody reads it back
+from a name."""
+
+
+@dataclass(frozen=True)
+class SavedStorage:
+    """The identity of a storage that a forward's call made and the backward reads; printed by its name, as a chunk."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __lt__(self, other: object) -> bool:
+        return self.name < str(other)
+
+
+MovedId = Chunk | SavedStorage
+"""The identity of an item."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A way of an item, to the compute tier or home: one copy that queues on a link (see `chunkc.ir.links`)."""
+
+    link: str
+
+    def seconds(self, nbytes: int, hardware: Hardware) -> float:
+        """What it takes while all else rests."""
+        return hardware.copy_s(self.link, nbytes)
+
+
+@dataclass(frozen=True)
+class Item:
+    """What the scheduler knows of an item. Its uses, and who writes it, are the positions' (`chunkc.ir.plan`).
+
+    Attributes:
+        nbytes: of its room on the compute tier.
+        way_back: how it comes to the compute tier.
+        way_home: how it gets home once something has written it.
+    """
+
+    nbytes: int
+    way_back: Copy
+    way_home: Copy

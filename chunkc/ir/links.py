@@ -1,0 +1,61 @@
+"""Links: the ways that bytes take between homes and the compute tier, one direction each, each with a queue of its own.
+
+A copy from a disk goes on through the link to the device, piece by piece, while the next piece is read (see
+`chunkc.runtime.staging`); so it is as fast as the slowest part of its route. It has its own queue: copies from RAM do
+not wait behind it. What a disk's pieces take of the device's link from copies beside them is not reckoned with: on
+today's machines a quarter of its rate or less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+TO_DEVICE, TO_HOME = "to_device", "to_home"
+"""Between pinned RAM, or a memory map, and the compute tier."""
+
+FROM_DISK, TO_DISK = "from_disk", "to_disk"
+"""Between a disk home and the compute tier."""
+
+GATHER, SCATTER = "gather", "scatter"
+"""Between homes and the compute tiers of all ranks: every rank's part of a chunk to each of them, and the sum of their
+gradients back, of which each rank takes its part home."""
+
+ROUTES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        TO_DEVICE: (TO_DEVICE,),
+        TO_HOME: (TO_HOME,),
+        FROM_DISK: (FROM_DISK, TO_DEVICE),
+        TO_DISK: (TO_HOME, TO_DISK),
+        GATHER: (TO_DEVICE, GATHER),
+        SCATTER: (SCATTER, TO_HOME),
+    }
+)
+"""Every link by name, and what a copy that queues there passes through, in order."""
+
+INWARD = frozenset({TO_DEVICE, FROM_DISK, GATHER})
+"""Links that lead to the compute tier; all others lead away from it."""
+
+
+@dataclass(frozen=True)
+class LinkSpec:
+    """What one link can do.
+
+    Attributes:
+        name: a key of `ROUTES`.
+        bytes_per_s: of one large copy while the other links rest.
+        latency_s: seconds that every copy takes on top.
+    """
+
+    name: str
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+
+def host_links(
+    to_device: float, to_home: float, from_disk: float | None = None, to_disk: float | None = None
+) -> tuple[LinkSpec, ...]:
+    """The links of a machine by their rates in bytes per second, without latencies; None: there is no such link."""
+    rates = {TO_DEVICE: to_device, TO_HOME: to_home, FROM_DISK: from_disk, TO_DISK: to_disk}
+    return tuple(LinkSpec(name, rate) for name, rate in rates.items() if rate is not None)

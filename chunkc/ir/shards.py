@@ -1,0 +1,39 @@
+"""How a parameter is cut over ranks: by rows of its first dimension, as `torch.distributed.tensor.Shard(0)` does it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The parts of a contiguous tensor, one for each rank.
+
+    Every rank but the last ones has as many rows, `ceil(rows / num_ranks)`; the last ones have fewer, or none.
+
+    Attributes:
+        shape: of the whole tensor, with at least one dimension.
+        rank: whose part is meant where none is named.
+    """
+
+    shape: tuple[int, ...]
+    num_ranks: int
+    rank: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def largest_numel(self) -> int:
+        """Elements of the largest part, which is that of rank 0."""
+        begin, end = self.span(0)
+        return end - begin
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """A rank's part: its first element in the whole tensor, and the one after its last."""
+        rows, row_numel = self.shape[0], math.prod(self.shape[1:])
+        each = -(-rows // self.num_ranks)
+        return min(rank * each, rows) * row_numel, min((rank + 1) * each, rows) * row_numel

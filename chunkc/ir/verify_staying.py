@@ -1,0 +1,28 @@
+"""What never leaves the compute tier, added up from the layout for the verifier: it takes no sum of the planner's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from chunkc.ir.chunks import STEP_NBYTES, ChunkLayout, ParamSpec
+from chunkc.ir.states import num_entries
+
+
+def nbytes_that_stay(layout: ChunkLayout, resident: Collection[int]) -> int:
+    """The overhead, all step counters, and small parameters and residents, each tensor as the allocator gives it."""
+    total_nbytes = layout.overhead_nbytes
+    for spec, stays in _specs(layout, resident):
+        total_nbytes += STEP_NBYTES if spec.trainable else 0
+        if stays:
+            dtypes = spec.states.dtypes(spec.dtype) if spec.trainable else {}
+            sizes = [spec.numel * spec.dtype.itemsize] * (2 if spec.trainable else 1)  # with the gradient
+            sizes += [num_entries(kind, spec.numel) * dtype.itemsize for kind, dtype in dtypes.items()]
+            total_nbytes += sum(-(-nbytes // spec.granule_nbytes) * spec.granule_nbytes for nbytes in sizes)
+    return total_nbytes
+
+
+def _specs(layout: ChunkLayout, resident: Collection[int]) -> Iterator[tuple[ParamSpec, bool]]:
+    """Every parameter, and whether it stays on the compute tier."""
+    yield from ((spec, True) for spec in layout.small)
+    for group in layout.groups:
+        yield from ((s.spec, group.index in resident) for s in group.slices)

@@ -1,0 +1,197 @@
+"""Lightning with chunkc: strategies for `Trainer` and `Fabric`, and a callback that logs what `chunkc.report` says.
+
+    import chunkc.lightning
+
+    trainer = lightning.Trainer(strategy=chunkc.lightning.ChunkcStrategy(memory_budget="6GiB"))
+
+Importing this module registers the name: `strategy="chunkc"` is the strategy with its defaults. Nothing here runs
+unless it is imported; `pip install "chunkc[lightning]"` installs what it needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zipfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import lightning
+import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies import SingleDeviceStrategy as FabricSingleDeviceStrategy
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from torch import nn
+
+from chunkc.in_place import compile_in_place, place_on, was_called
+from chunkc.ir.errors import UnsupportedError
+from chunkc.logs import logger
+from chunkc.options import parse_options
+from chunkc.scalars import Scalars
+
+__all__ = ["ChunkcFabricStrategy", "ChunkcStrategy", "ReportCallback"]
+
+NAME = "chunkc"
+
+
+class MappedCheckpointIO(TorchCheckpointIO):
+    """Lightning's own files, written and read without a copy of them in memory: both strategies' default.
+
+    A file on a local disk is written beside and renamed, and read as a memory map. Others go Lightning's way.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if storage_options is not None or not _is_local(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        beside = f"{path}.{os.getpid()}.part"
+        try:
+            torch.save(checkpoint, beside)
+            os.replace(beside, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(beside)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        if map_location is None:
+            map_location = "cpu"
+        if not _is_local(path) or not zipfile.is_zipfile(path):  # `torch.save` once wrote files that no map can show
+            return super().load_checkpoint(path, map_location, weights_only)
+        return torch.load(path, map_location=map_location, mmap=True, weights_only=weights_only)
+
+
+def _is_local(path: Any) -> bool:
+    return "://" not in str(path)
+
+
+class _OnOneDevice:
+    """What both strategies share: the backend's options, the device that Lightning chose, and checkpoints."""
+
+    _root_device: torch.device
+    _checkpoint_io: Any
+
+    def __init__(self, *, accelerator: Any = None, checkpoint_io: Any = None, **rest: Any) -> None:
+        precision = {key: rest.pop(key) for key in ("precision", "precision_plugin") if key in rest}
+        parse_options(rest)  # raises now, not at the first step
+        self.options: dict[str, Any] = rest
+        own = {"accelerator": accelerator, "checkpoint_io": checkpoint_io}
+        super().__init__(**own, **precision)
+
+    @property
+    def checkpoint_io(self) -> Any:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = MappedCheckpointIO()
+        return super().checkpoint_io  # type: ignore[misc]
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, checkpoint_io: Any) -> None:
+        self._checkpoint_io = checkpoint_io
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """Lightning gives its devices to strategies that have this; there is none before."""
+        return []
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Sequence[torch.device]) -> None:
+        if len(devices) != 1:
+            raise UnsupportedError(f"chunkc trains on one device, and Lightning chose {len(devices)}; give devices=1")
+        self._root_device = torch.device(devices[0])
+
+
+class ChunkcStrategy(_OnOneDevice, SingleDeviceStrategy):
+    """Trains a `LightningModule` in a memory budget: `ChunkcStrategy(memory_budget="6GiB", home="disk:/var/tmp")`.
+
+    Takes the backend's options (see `chunkc.options.Options`), and Lightning's `accelerator`, `checkpoint_io` and
+    `precision_plugin`. The module and each of its parts that has parameters are compiled in place, unless the user has
+    compiled them, so what `training_step` calls is in the budget, whether that is `self(x)` or `self.encoder(x)`.
+
+    Raises:
+        OptionsError: an option is unknown or makes no sense.
+        UnsupportedError: there are several devices.
+    """
+
+    strategy_name = NAME
+    _knows_calls = False
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """As Lightning's, whose closure calls `training_step`."""
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if not self._knows_calls:
+            self._knows_calls = True
+            if self.model is not None and not was_called(self.model):
+                logger.warning(
+                    "training_step has called no compiled module, so %s trains outside of the memory budget: call "
+                    "self(batch), or a module that is an attribute of it, and not their methods",
+                    type(self.model).__name__,
+                )
+        return result
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        place_on(self.model, self.root_device, self.options)
+        super().model_to_device()
+        for part in (self.model, *callable_parts(self.model)):
+            compile_in_place(part, self.options)
+
+    def teardown(self) -> None:
+        """As Lightning's, but parameters and states stay where they are: at home, which is no device's memory."""
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+class ChunkcFabricStrategy(_OnOneDevice, FabricSingleDeviceStrategy):
+    """The same for `Fabric`: `Fabric(strategy=ChunkcFabricStrategy(memory_budget="6GiB"))`.
+
+    `fabric.setup(model, optimizer)` compiles the model in place.
+
+    Raises:
+        OptionsError: an option is unknown or makes no sense.
+        UnsupportedError: there are several devices.
+    """
+
+    def module_to_device(self, module: nn.Module) -> None:
+        place_on(module, self.root_device, self.options)
+        super().module_to_device(module)
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        parts = callable_parts(module) if isinstance(module, lightning.LightningModule) else ()
+        for part in (module, *parts):
+            compile_in_place(part, self.options)
+        return super().setup_module(module)
+
+
+def callable_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules with parameters that a module's own code may call: its parts, and those in its lists."""
+    for part in module.children():
+        if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
+            yield from callable_parts(part)
+        elif next(part.parameters(), None) is not None:
+            yield part
+
+
+class ReportCallback(Callback):
+    """Logs what `chunkc.report` says, memory, traffic and stalls, to all loggers (see `chunkc.scalars.Scalars`).
+
+    Each `log_every_n_steps` batches, as Lightning's own metrics. The progress bar shows none of it.
+    """
+
+    def __init__(self) -> None:
+        self._scalars = Scalars()
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        is_due = (batch_idx + 1) % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
+        if is_due and (found := self._scalars.read(pl_module)):
+            for logger in trainer.loggers:
+                logger.log_metrics(found, step=trainer.global_step)
+
+
+for _registry, _strategy in ((StrategyRegistry, ChunkcStrategy), (STRATEGY_REGISTRY, ChunkcFabricStrategy)):
+    _registry.register(NAME, _strategy, description="chunkc: one device, in a memory budget", override=True)

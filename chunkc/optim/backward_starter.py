@@ -1,0 +1,43 @@
+"""An optimizer as the graphs of a session see it that begin its updates in the backward (see `chunkc.early`)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Container, Sequence
+from typing import TYPE_CHECKING
+
+from chunkc.ir.plan import Tile
+from chunkc.optim import slot_updates
+from chunkc.session import Session
+
+if TYPE_CHECKING:
+    from chunkc.optim.chunked_optimizer import ChunkedOptimizer
+
+
+class BackwardStarter:
+    """Begins one optimizer's updates. Owned by it: it is there whenever this is asked."""
+
+    def __init__(self, optimizer: ChunkedOptimizer) -> None:
+        self._reference = weakref.ref(optimizer)
+
+    @property
+    def _optimizer(self) -> ChunkedOptimizer:
+        optimizer = self._reference()
+        assert optimizer is not None
+        return optimizer
+
+    def begin_update(self, session: Session, group: int) -> bool:
+        return self._optimizer.in_backward.begin(self._optimizer, session, group)
+
+    def begun_in(self, session: Session) -> Container[int]:
+        return self._optimizer.in_backward.begun_in(session)
+
+    def stages_in_slots(self, session: Session, group: int) -> int:
+        ready = slot_updates.is_ready(self._optimizer, session, group)
+        return self._optimizer.rule.num_stages if ready else 0
+
+    def make_ready(self, session: Session, group: int) -> None:
+        slot_updates.make_ready(self._optimizer, session, group)
+
+    def update(self, session: Session, tile: Tile, tiles: Sequence[Tile]) -> None:
+        slot_updates.update_tile(self._optimizer, session, tile, tiles)

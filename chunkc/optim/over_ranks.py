@@ -1,0 +1,69 @@
+"""Optimizers of parameters that are cut over ranks: each rank updates its own parts; state dicts have `DTensor`s."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.states import INT8
+from chunkc.kernels.formats import NO_SCALE
+from chunkc.optim.grad_scale import grad_scale_of
+from chunkc.optim.overlap_mode import NONE
+from chunkc.optim.split_masters import NotedContents, put_masters_together
+from chunkc.runtime.parts import Part, part_of
+from chunkc.torch_private.dtensor import local_of, with_local
+
+
+def check_over_ranks(optimizer: Any) -> None:
+    """Refuse what would need more than a rank's own parts, where parameters are cut over ranks.
+
+    Raises:
+        UnsupportedError: the rule or a loss scale does.
+    """
+    if not any(isinstance(part_of(p), Part) for group in optimizer.param_groups for p in group["params"]):
+        return
+    name = type(optimizer).__name__
+    if optimizer.rule.num_stages > 1:
+        raise UnsupportedError(f"{name} needs the norms of whole parameters; distributed ones take AdamW, Adam or SGD")
+    if optimizer.states.moments == INT8:
+        raise UnsupportedError(f"{name} updates distributed parameters with fp32 or bf16 moments, not with 8 bits")
+    if optimizer.overlap.mode != NONE:
+        raise UnsupportedError(f'{name} updates distributed parameters in step() only: use overlap="none"')
+    if grad_scale_of(optimizer) is not NO_SCALE:
+        raise UnsupportedError("a GradScaler sees the gradients of one rank only: train distributed models in bf16")
+
+
+def as_saved(noted: NotedContents, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """A hook of `Optimizer.state_dict`: states in the forms in which others know them."""
+    put_masters_together(noted, optimizer, state_dict)
+    _over_ranks(optimizer, state_dict)
+
+
+def _over_ranks(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """States of parts as tensors that lie over the ranks as parameters do."""
+    ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in zip(ids, parameters, strict=True):
+        part, state = part_of(parameter), state_dict["state"].get(index)
+        if isinstance(part, Part) and state is not None:
+            state_dict["state"][index] = {
+                kind: with_local(parameter, value) if kind != "step" else value for kind, value in state.items()
+            }
+
+
+def of_this_rank(value: Any, parameter: torch.Tensor) -> Any:
+    """What a loaded state has of a parameter's part.
+
+    Raises:
+        OptionsError: it is cut over ranks, and the parameter is not, or in another way.
+    """
+    if not isinstance(value, DTensor):
+        return value
+    whole = parameter.distributed if isinstance(parameter, Part) else None
+    if whole is None or (tuple(value.placements), value.shape) != (tuple(whole.placements), whole.shape):
+        raise OptionsError("a state is cut over ranks in another way than the parameter: redistribute it before")
+    return local_of(value)

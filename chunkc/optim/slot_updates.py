@@ -1,0 +1,125 @@
+"""The optimizer's side of updates in slots that a backward makes (see `passes.early_updates`).
+
+Whether a group may be updated is asked before the backward runs, since the plan depends on it; its steps are counted
+with its first tile. Its gradients are used up then: the parameter's `.grad` says that there was one, and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from chunkc.ir.chunks import GRAD, PARAM
+from chunkc.ir.errors import OptionsError, StreamError
+from chunkc.ir.plan import Tile
+from chunkc.kernels.formats import NO_SCALE
+from chunkc.optim.backward_updates import Begun, Entry
+from chunkc.optim.group_runs import Task
+from chunkc.optim.rule import TileUpdate
+from chunkc.optim.step import group_runs
+from chunkc.optim.update import compute
+from chunkc.optim.updates_under_way import label_of
+from chunkc.readers import await_readers
+from chunkc.runtime.used_gradients import UsedGradient
+from chunkc.session import Session
+
+if TYPE_CHECKING:
+    from chunkc.optim.chunked_optimizer import ChunkedOptimizer
+
+
+@dataclass
+class SlotUpdate:
+    """The update of a group by one backward.
+
+    Attributes:
+        label: the group as its user knows it.
+        tiles: those still to come.
+    """
+
+    update: TileUpdate
+    label: str
+    tiles: set[Tile] = field(default_factory=set)
+    begun: bool = False
+
+    def has_begun(self) -> bool:
+        return self.begun
+
+    def check(self) -> None:
+        """Raise where the backward did not come to its end.
+
+        Raises:
+            StreamError: it did not.
+        """
+        if self.tiles:
+            raise StreamError(
+                f"the update of {self.label} was interrupted in the backward and is half done: load a checkpoint"
+            )
+
+
+def is_ready(optimizer: ChunkedOptimizer, session: Session, index: int) -> bool:
+    """Whether the next backward may update a group: all of it is this optimizer's, with states that are at home, and
+    the hyper-parameters make sense."""
+    entries = optimizer.in_backward.in_slots(session, index)
+    store = session.store
+    if not entries or index in store.resident:
+        return False
+    names = {name for _, name, _ in entries}
+    if names != {s.spec.name for s in store.layout.groups[index].slices}:
+        return False
+    if not session.keepers.has(optimizer, names) or not all(parameter.requires_grad for parameter, _, _ in entries):
+        return False
+    if not set(optimizer.rule.states(optimizer.param_groups).kinds) <= set(optimizer.states.kinds):
+        return False
+    try:
+        for group in {id(group): group for _, _, group in entries}.values():
+            optimizer.check_group(group)
+    except OptionsError:
+        return False  # the step says so
+    return all(_has_states(optimizer, session, index, entry) for entry in entries)
+
+
+def _has_states(optimizer: ChunkedOptimizer, session: Session, index: int, entry: Entry) -> bool:
+    """Whether all states that an update needs are at home already: they are fetched before it begins."""
+    parameter, name, group = entry
+    state, needed, store = optimizer.states_of(parameter), optimizer.dtypes_of(parameter, group), session.store
+    if "step" not in state:
+        return False
+    kinds = [kind for kind in store.layout.groups[index].state_kinds if kind in needed]
+    return all(kind in state and store.home_view(kind, name).data_ptr() == state[kind].data_ptr() for kind in kinds)
+
+
+def make_ready(optimizer: ChunkedOptimizer, session: Session, index: int) -> None:
+    """Before a backward fetches anything: who reads parameters has ended, and masters are of what those contain."""
+    entries = optimizer.in_backward.in_slots(session, index)
+    await_readers(parameter for parameter, _, _ in entries)
+    session.store.updates.wait(index)
+    for parameter, _, _ in entries:
+        optimizer.contents.follow(parameter, optimizer.states_of(parameter))
+
+
+def update_tile(optimizer: ChunkedOptimizer, session: Session, tile: Tile, tiles: Sequence[Tile]) -> None:
+    """Update a tile of a group whose gradients are complete; the first one begins the group's update."""
+    found = optimizer.in_backward.beginning(session, tile.group)
+    if found is None:
+        found = _begin(optimizer, session, tile.group, tiles)
+    assert isinstance(found, SlotUpdate)
+    compute(session.store, found.update, tile, whole=(PARAM, GRAD))
+    found.tiles.remove(tile)
+
+
+def _begin(optimizer: ChunkedOptimizer, session: Session, index: int, tiles: Sequence[Tile]) -> SlotUpdate:
+    entries = optimizer.in_backward.in_slots(session, index)
+    runs = group_runs(optimizer, session, index, [Task(optimizer, *entry) for entry in entries])
+    ranges = [(tile.begin, tile.end) for tile in tiles if tile.stage == 0]
+    of_group = optimizer.updater(session.store.tier.device).of_group(index, runs, ranges, NO_SCALE)
+    made = SlotUpdate(of_group, label_of(session, index), set(tiles))
+    stand_ins = {name: UsedGradient(parameter, name) for parameter, name, _ in entries}
+    noted = [
+        Begun(p, name, stand_ins[name], stand_ins[name]._version, p._version, optimizer.hyper_now(group, p))
+        for p, name, group in entries
+    ]
+    optimizer.in_backward.note(session, index, noted, made)  # before it begins: it may be interrupted
+    made.begun = True
+    session.store.use_up_gradients(index, stand_ins)
+    return made

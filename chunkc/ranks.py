@@ -1,0 +1,141 @@
+"""Ranks that train one model: what they must have in common, compared where all of them pass.
+
+Each makes its plans by itself, of the same facts. What a rank alone knows, such as the bytes that its program holds, is
+made a fact of all: the largest of any rank. Everything else is compared by hash, before anything moves: the code, the
+layout and the options of a graph that is compiled, each new plan, and at the beginning of every phase which one it is.
+A rank that cannot go on says so there, and the others raise what it said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from torch import nn
+
+from chunkc.ir.errors import DistributedError, UnsupportedError
+from chunkc.runtime.parts import Part
+from chunkc.runtime.transport import Transport
+from chunkc.session import Session
+
+Facts = Mapping[str, str]
+"""What is compared: its name in messages, and a text that is equal on all ranks."""
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """What a rank says that has raised an error instead of coming to an agreement."""
+
+    message: str
+
+
+@contextmanager
+def meeting(transport: Transport | None) -> Iterator[Callable[[Facts], None]]:
+    """Inside, all ranks come once to the function that is given, each with its facts; with None nobody else is asked.
+
+    Raises:
+        DistributedError: facts differ, a rank is gone, or another rank has raised an error inside.
+    """
+    met = transport is None
+
+    def compare(facts: Facts) -> None:
+        nonlocal met
+        if transport is not None:
+            met = True
+            agree(transport, facts)
+
+    try:
+        yield compare
+    except Exception as error:
+        if not met and transport is not None:
+            with suppress(DistributedError):
+                transport.tell_all(_Refusal(f"{type(error).__name__}: {str(error) or error.__cause__}"))
+        raise
+
+
+def agree(transport: Transport, facts: Facts) -> None:
+    """Compare facts; all ranks call this.
+
+    Raises:
+        DistributedError: they differ, a rank is gone, or has raised an error.
+    """
+    _heard(transport, (0, {name: _hashed(text) for name, text in facts.items()}))
+
+
+def largest(transport: Transport, nbytes: int, facts: Facts) -> int:
+    """The largest number of any rank, once facts are compared, as by `agree`.
+
+    Raises:
+        DistributedError: as `agree`.
+    """
+    return max(number for number, _ in _heard(transport, (nbytes, dict(facts))))
+
+
+def _heard(transport: Transport, own: tuple[int, dict[str, str]]) -> list[tuple[int, dict[str, str]]]:
+    said = transport.tell_all(own)
+    for rank, value in enumerate(said):
+        if isinstance(value, _Refusal):
+            raise DistributedError(f"rank {rank} of {transport.num_ranks} cannot go on. {value.message}")
+    facts = [of_rank for _, of_rank in said]
+    for name in facts[0]:
+        values = [of_rank.get(name) for of_rank in facts]
+        if len(set(values)) > 1:
+            raise DistributedError(_difference(name, values))
+    return said
+
+
+def _difference(name: str, values: Sequence[str | None]) -> str:
+    """Which ranks have something else than most; the first ones where there are as many of both."""
+    usual = max(values, key=lambda value: (values.count(value), -values.index(value)))
+    others = [rank for rank, value in enumerate(values) if value != usual]
+    which = ", ".join(map(str, others))
+    shown = f": {values[others[0]]} instead of {usual}" if name == "the phase" else ""
+    return (
+        f"ranks differ in {name}: rank {which} of {len(values)} has another one than the others{shown}. All ranks must "
+        "build the same model, run the same code on shapes that are alike, and take the same options"
+    )
+
+
+def _hashed(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def transport_of(named: Mapping[str, nn.Parameter]) -> Transport | None:
+    """By which ranks meet that train these parameters; None: one process does.
+
+    Raises:
+        UnsupportedError: some of the parameters are cut over ranks and others are not, or over other ranks.
+    """
+    found = {name: p.transport if isinstance(p, Part) else None for name, p in named.items()}
+    if len({id(transport) for transport in found.values()}) > 1:
+        first = next(iter(found.values()))
+        other = next(name for name, transport in found.items() if transport is not first)
+        raise UnsupportedError(
+            f"{other} is not distributed as {next(iter(found))} is: call chunkc.distribute once, when the model has "
+            "all its parameters"
+        )
+    return next(iter(found.values()), None)
+
+
+def join(session: Session, transport: Transport | None) -> None:
+    """A graph of a session's model is compiled whose parameters are cut over these ranks; None: it has none that are.
+
+    Raises:
+        UnsupportedError: other graphs of the session have ordinary parameters, or the home is no RAM.
+        DistributedError: these ranks can exchange nothing any more.
+    """
+    if transport is None:
+        return
+    transport.check()
+    if session.transport is not transport and session.store.parameters():
+        raise UnsupportedError(
+            "the options are those of another model already, which is not distributed over the same ranks: give each "
+            "model a dictionary of its own"
+        )
+    if session.device.type != "cpu" or session.options.home_kind != "cpu":
+        raise UnsupportedError('distributed models compute on CPUs, and their home is RAM (home="cpu") so far')
+    if session.options.activations != "keep":
+        raise UnsupportedError('distributed models keep what the forward saves (activations="keep") so far')
+    session.store.transport = transport

@@ -1,0 +1,91 @@
+"""Parameters that are cut over ranks, in Dynamo's graph: every reader gets the whole tensor.
+
+A module of a distributed model reads its parameter through `whole`. Dynamo puts that call into its graph as it stands:
+
+    weight: "DTensor(f32[7, 5], S(0))"
+    whole: "f32[7, 5]" = chunkc.whole_parameters.whole(weight)
+
+Before AOTAutograd sees the graph, the call is taken out and the parameter becomes the whole tensor. So everything
+behind it, from the layout to the plan, is as for one device, and no gather is in any graph: chunks are gathered.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.tensor import DTensor, Partial
+
+from chunkc.ir.errors import UnsupportedError
+from chunkc.passes.graphs import placeholders
+from chunkc.runtime.parts import Part, part_of
+from chunkc.torch_private.fake import detect_fake_mode
+
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.13 on; this is Linux's number
+
+
+@torch.compiler.allow_in_graph
+def whole(parameter: DTensor) -> torch.Tensor:
+    """All of a distributed parameter, as autograd follows it; what a graph has in place of a module's parameter."""
+    return parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
+
+
+def with_whole_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """The graph with whole tensors in place of parameters that are cut over ranks; the same one where none are.
+
+    Raises:
+        UnsupportedError: something else than a module reads such a parameter.
+    """
+    cut = [isinstance(part_of(value), Part) for value in inputs]
+    if not any(cut):
+        _refuse_others(inputs)
+        return gm
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(gm.graph, values))
+    for placeholder, is_cut in zip(placeholders(graph), cut, strict=True):
+        if not is_cut:
+            continue
+        for reader in list(placeholder.users):
+            if reader.target is not whole:
+                raise UnsupportedError(
+                    f"{reader.format_node()} reads a distributed parameter otherwise than as the parameter of its "
+                    "module; use `module.weight` in the module's own forward"
+                )
+            placeholder.meta["example_value"] = reader.meta["example_value"]
+            reader.replace_all_uses_with(placeholder)
+            graph.erase_node(reader)
+    _refuse_others([value for value, is_cut in zip(inputs, cut, strict=True) if not is_cut])
+    return fx.GraphModule(gm, graph)
+
+
+def as_traced(inputs: Sequence[Any]) -> list[Any]:
+    """A graph's inputs with a whole parameter, of which nobody touches the memory, for each that is cut over ranks."""
+    mode = detect_fake_mode()  # Dynamo's, which takes sizes of what it has not met for symbols
+
+    def traced(part: Part) -> torch.Tensor:
+        whole = _untouched(part)
+        return whole if mode is None else mode.from_tensor(whole, static_shapes=True)
+
+    return [traced(part) if isinstance(part := part_of(value), Part) else value for value in inputs]
+
+
+def _untouched(part: Part) -> nn.Parameter:
+    """A parameter of the whole's shape; its pages take no RAM, since none is ever written."""
+    pages = mmap.mmap(
+        -1, max(1, part.shards.numel * part.itemsize), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    )
+    whole = torch.frombuffer(pages, dtype=part.dtype, count=part.shards.numel).view(part.shards.shape)
+    return nn.Parameter(whole, requires_grad=part.requires_grad)
+
+
+def _refuse_others(inputs: Sequence[Any]) -> None:
+    for value in inputs:
+        if isinstance(value, DTensor):
+            raise UnsupportedError(
+                "the model takes a DTensor that chunkc.distribute has not made (a copy of a distributed model, or "
+                "tensor parallelism): distribute the model itself, before torch.compile"
+            )

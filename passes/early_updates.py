@@ -1,0 +1,106 @@
+"""Updates in a backward: a group is updated between two calls, as soon as its gradients are complete.
+
+Parameters and gradients are in slots then, where the backward has put them; only the optimizer's states travel for it.
+A group's update comes behind the last call that reads its parameters or makes one of its gradients, so nothing reads
+the old parameters afterwards, and the gradients are used up: they do not go home. Where the states of one tile do not
+fit beside what is alive there, the group is left to the optimizer's step. So no budget becomes too small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkLayout
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.plan import Position, Tile
+from chunkc.ir.updates import tile_traffic, update_stages
+from chunkc.passes.planning import fixed_nbytes
+from chunkc.passes.update_planning import MIN_TILE_NUMEL, tile_numel
+
+
+def with_updates(
+    backward: Sequence[Position],
+    layout: ChunkLayout,
+    updates: Mapping[int, int],
+    *,
+    budget_nbytes: int,
+    held_nbytes: int,
+    resident: frozenset[int],
+    hardware: Hardware,
+) -> tuple[Position, ...]:
+    """A backward's positions with those of updates between them.
+
+    Args:
+        updates: groups that may be updated, each with the stages of its update (see `chunkc.ir.updates`). Those are
+            updated that move, all of whose gradients this backward makes, and whose update fits.
+        held_nbytes: of others' values.
+    """
+    room_nbytes = budget_nbytes - fixed_nbytes(layout, resident) - held_nbytes
+    last = _last_uses(backward, layout, {index for index in updates if index not in resident})
+    found: list[Position] = []
+    for at, position in enumerate(backward):
+        found.append(position)
+        for index in last.get(at, ()):
+            found += _update(layout, index, updates[index], position, room_nbytes, hardware)
+    return tuple(found)
+
+
+def updated_in(positions: Iterable[Position]) -> frozenset[int]:
+    """The groups whose updates are among the positions."""
+    return frozenset(position.tile.group for position in positions if position.tile is not None)
+
+
+def _last_uses(backward: Sequence[Position], layout: ChunkLayout, groups: set[int]) -> dict[int, list[int]]:
+    """Index of a position -> those of the groups that no later one uses, if all their gradients are made."""
+    sunk = {name for position in backward for name, _ in position.sunk}
+    last = {item.group: at for at, position in enumerate(backward) for item in position.items}
+    found: dict[int, list[int]] = {}
+    for index in sorted(groups & last.keys()):
+        if all(s.spec.name in sunk for s in layout.groups[index].slices):
+            found.setdefault(last[index], []).append(index)
+    return found
+
+
+def _update(
+    layout: ChunkLayout, index: int, num_stages: int, after: Position, room_nbytes: int, hardware: Hardware
+) -> list[Position]:
+    """A group's update behind a call, in tiles such that one can be fetched and one written back beside the one
+    updated; nothing where not even the smallest one fits."""
+
+    def positions(numel: int, end: int) -> list[Position]:
+        parts = [(at, min(at + numel, end)) for at in range(0, end, numel)]
+        return [
+            _position(layout, Tile(index, *part, stage, num_stages), after, hardware)
+            for stage in range(num_stages)
+            for part in (reversed(parts) if stage else parts)
+        ]
+
+    group, sizes = layout.groups[index], layout.chunk_nbytes_of
+    smallest = min(MIN_TILE_NUMEL, group.numel)
+    if any(p.non_model_nbytes + sum(map(sizes, p.items)) > room_nbytes for p in positions(smallest, smallest)):
+        return []
+    spare_nbytes = room_nbytes - after.left_nbytes - sizes(Chunk(PARAM, index)) - sizes(Chunk(GRAD, index))
+    return positions(tile_numel(group, spare_nbytes), group.numel)
+
+
+def _position(layout: ChunkLayout, tile: Tile, after: Position, hardware: Hardware) -> Position:
+    """One tile behind the call `after`: parameters and gradients whole, as the backward has them."""
+    group = layout.groups[tile.group]
+    stage = update_stages(group.update_kinds, tile.num_stages)[tile.stage]
+
+    def chunks(kinds: Iterable[str]) -> frozenset[Chunk]:
+        part = (tile.begin, tile.end)
+        return frozenset(Chunk(kind, tile.group, None if kind in (PARAM, GRAD) else part) for kind in kinds)
+
+    return Position(
+        name=f"update.{tile}",
+        phase=after.phase,
+        non_model_nbytes=after.left_nbytes + group.update_workspace_nbytes(tile.end - tile.begin),
+        op="optimizer update",
+        module=group.slices[0].spec.name.rpartition(".")[0],
+        reads=chunks(stage.reads),
+        writes=chunks(stage.writes),
+        cost_s=tile_traffic(group, tile).nbytes / hardware.update_bytes_per_s,
+        left_nbytes=after.left_nbytes,
+        tile=tile,
+    )

@@ -1,0 +1,121 @@
+"""Parameters that are cut over ranks: what a user has is a `DTensor`, and what chunks hold is this rank's part of it.
+
+Dynamo, autograd and the user see the `DTensor`. The store, the optimizers and everything that asks where data lies see
+the `Part`, which is the `DTensor`'s local tensor: an ordinary tensor that has the parameter's gradient as its own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.shards import Shards
+from chunkc.runtime.transport import Transport
+from chunkc.torch_private.dtensor import DTensor, as_subclass_without_grad, local_of, set_local, with_local
+
+
+class Part(nn.Parameter):
+    """This rank's part of a parameter, which knows the parameter weakly.
+
+    Attributes:
+        shards: how the parameter is cut.
+        transport: by which the ranks that have its parts meet.
+    """
+
+    shards: Shards
+    transport: Transport
+    _distributed: weakref.ref[DTensor]
+
+    @staticmethod
+    def of(local: torch.Tensor, shards: Shards, transport: Transport) -> Part:
+        """The part that lies in a tensor's memory; `attach` says of what."""
+        part = as_subclass_without_grad(Part, local)
+        part.shards, part.transport = shards, transport
+        return part
+
+    def attach(self, distributed: DTensor) -> None:
+        """Become the local tensor of a parameter."""
+        self._distributed = weakref.ref(distributed)
+        set_local(distributed, self)
+
+    @property
+    def distributed(self) -> DTensor | None:
+        """The parameter, as its user has it; None: it is gone."""
+        return self._distributed()
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """This rank's part of the parameter's gradient.
+
+        Raises:
+            UnsupportedError: the gradient lies over the ranks in another way than the parameter.
+        """
+        whole = self.distributed
+        if whole is None or whole.grad is None:
+            return None
+        found: Any = whole.grad
+        if not isinstance(found, DTensor) or tuple(found.placements) != tuple(whole.placements):
+            raise UnsupportedError(
+                "the gradient of a distributed parameter must be cut over the ranks as the parameter is: assign a "
+                "DTensor with the parameter's placements"
+            )
+        return local_of(found)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        whole = self.distributed
+        assert whole is not None
+        whole.grad = None if value is None else with_local(whole, value)
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether the parameter is trained."""
+        whole = self.distributed
+        return whole is not None and whole.requires_grad
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A copy of a model is distributed, but no part of a plan: `chunkc.distribute` has not seen it."""
+        if id(self) not in memo:
+            memo[id(self)] = self.detach().clone()
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as an ordinary tensor."""
+        return self.detach().__reduce_ex__(protocol)
+
+
+@overload
+def part_of(value: nn.Parameter) -> nn.Parameter: ...
+
+
+@overload
+def part_of(value: torch.Tensor) -> torch.Tensor: ...
+
+
+@overload
+def part_of(value: Any) -> Any: ...
+
+
+def part_of(value: Any) -> Any:
+    """Of a parameter that `chunkc.distribute` has cut, this rank's part; anything else as it is."""
+    if type(value) is DTensor and isinstance(found := local_of(value), Part):
+        return found
+    return value
+
+
+def leaf_of(parameter: torch.Tensor) -> torch.Tensor:
+    """What autograd knows a parameter as: for a part the parameter that it is of.
+
+    Raises:
+        UnsupportedError: that is gone.
+    """
+    if not isinstance(parameter, Part):
+        return parameter
+    found = parameter.distributed
+    if found is None:
+        raise UnsupportedError("a distributed parameter no longer exists, but code compiled for it still runs")
+    return found

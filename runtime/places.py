@@ -1,0 +1,140 @@
+"""Where each parameter's data is: its chunk, its home views, room for its optimizer's states."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from chunkc.ir.chunks import PARAM, Chunk, ChunkGroup, ChunkLayout, TensorSlice
+from chunkc.ir.errors import ChunkStateError, UnsupportedError
+from chunkc.ir.states import is_scale, num_entries
+from chunkc.runtime.chunk_states import ChunkState
+from chunkc.runtime.maps import drop_pages
+from chunkc.runtime.slots import ChunkSlots
+
+
+@dataclass
+class ChunkPlaces(ChunkSlots):
+    """Slots, and the places at home of what lies in chunks. Holds parameters weakly.
+
+    Attributes:
+        resident: groups that stay on the compute tier.
+    """
+
+    resident: frozenset[int] = frozenset()
+    _parameters: dict[str, weakref.ref[nn.Parameter]] = field(default_factory=dict)
+    _slices: dict[str, tuple[ChunkGroup, TensorSlice]] = field(default_factory=dict)
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """The parameter of that name.
+
+        Raises:
+            UnsupportedError: the model it belonged to is gone.
+        """
+        parameter = self._parameters[name]()
+        if parameter is None:
+            raise UnsupportedError(
+                f"parameter {name} no longer exists, but code compiled for it still runs; keep the model alive, or "
+                "compile the new one"
+            )
+        return parameter
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Every parameter that still exists, by name."""
+        return {name: p for name, ref in self._parameters.items() if (p := ref()) is not None}
+
+    def is_managed(self, name: str) -> bool:
+        """Whether the parameter's home is on the home tier (it is neither small nor resident)."""
+        found = self._slices.get(name)
+        return found is not None and found[0].index not in self.resident
+
+    def group_index(self, name: str) -> int:
+        return self._slices[name][0].index
+
+    def beside(self, name: str) -> dict[str, nn.Parameter]:
+        """The parameters that share a chunk with this one and still exist, itself included."""
+        return self._parameters_of(self.group_index(name))
+
+    def _parameters_of(self, index: int) -> dict[str, nn.Parameter]:
+        """The parameters of a group that still exist, by name."""
+        names = [tensor_slice.spec.name for tensor_slice in self.layout.groups[index].slices]
+        bound = [(name, self._parameters[name]) for name in names if name in self._parameters]
+        return {name: parameter for name, reference in bound if (parameter := reference()) is not None}
+
+    def restate(self, layout: ChunkLayout) -> None:
+        """Take over a layout that differs in what states are kept; none may be at home yet where it does."""
+        for old, new in zip(self.layout.groups, layout.groups, strict=True):
+            assert old.states == new.states or not self._states_at_home(old), "states are at home"
+        self.layout = layout
+        self._slices = {s.spec.name: (group, s) for group in layout.groups for s in group.slices}
+
+    @torch.no_grad()
+    def write(self, kind: str, name: str, values: torch.Tensor) -> None:
+        """Write a parameter's values (or its gradient's, or a state's) into their place at home, which is reserved.
+
+        What the host has, the host copies, past the device. On a disk, the pages that this touched leave the RAM.
+        """
+        group, where = self._slices[name]
+        if values.device.type != "cpu":
+            self.home_view(kind, name).copy_(values)
+            return
+        chunk = Chunk(kind, group.index)
+        self.await_home(chunk)
+        shape, stride = self._extent(kind, name)
+        host = self.arena.host_view(chunk, group.kind_dtype(kind), num_entries(kind, group.numel))
+        target = host[group.entries(kind, where)].as_strided(shape, stride)
+        target.copy_(values)
+        drop_pages(target)
+
+    def home_view(self, kind: str, name: str) -> torch.Tensor:
+        """A tensor over a parameter's bytes (or its gradient's, or a state's) at home; its storage is its own."""
+        group, where = self._slices[name]
+        dtype, entries = group.kind_dtype(kind), group.entries(kind, where)
+        shape, stride = self._extent(kind, name)
+        return self.arena.view(Chunk(kind, group.index), dtype, shape, stride, entries.start * dtype.itemsize)
+
+    def _extent(self, kind: str, name: str) -> tuple[Sequence[int], Sequence[int]]:
+        """Shape and strides at home of a parameter, its gradient, or a state; scales are a flat row."""
+        group, where = self._slices[name]
+        entries = group.entries(kind, where)
+        return ((entries.stop - entries.start,), (1,)) if is_scale(kind) else (where.spec.shape, where.spec.stride)
+
+    def _on_tier(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """A copy of a parameter's (or its gradient's) values on the compute tier."""
+        shape, stride = self._extent(PARAM, name)
+        return torch.empty_strided(shape, stride, dtype=values.dtype, device=self.tier.device).copy_(values)
+
+    def parameter_view(self, chunk: Chunk, name: str) -> torch.Tensor:
+        """The parameter in its slot, which must hold it."""
+        slot, (_, where) = self.slot(chunk), self._slices[name]
+        if slot.buffer is None or slot.state not in (ChunkState.HOLD, ChunkState.COMPUTE):
+            raise ChunkStateError(f"{name} is read from chunk {chunk}, which is {slot.state.value}")
+        shards = where.spec.shards
+        if shards is not None:
+            return slot.buffer[where.slot_offset : where.slot_offset + shards.numel].view(shards.shape)
+        return slot.buffer.as_strided(where.spec.shape, where.spec.stride, where.offset)
+
+    def reserve_states(self, group: int) -> None:
+        """Reserve home room, all zeros, for the optimizer states of a group, and of all others at the same time.
+
+        Raises:
+            HomeError: the home tier has no room.
+        """
+        of_group = self.layout.groups[group]
+        if len(self._states_at_home(of_group)) == len(of_group.state_kinds):
+            return
+        groups = [g for g in self.layout.groups if g.trainable and g.index not in self.resident]
+        wanted = {Chunk(kind, g.index): g.nbytes(kind) for g in groups for kind in g.update_kinds}
+        self.arena.reserve({chunk: nbytes for chunk, nbytes in wanted.items() if chunk not in self.arena})
+
+    def leave_states(self, group: int) -> None:
+        """Leave a group's states at home to who has views of them; room for others has to be reserved."""
+        self.arena.free(self._states_at_home(self.layout.groups[group]))
+
+    def _states_at_home(self, group: ChunkGroup) -> list[Chunk]:
+        """The chunks of a group's states that have room at home."""
+        return [chunk for kind in group.state_kinds if (chunk := Chunk(kind, group.index)) in self.arena]

@@ -1,0 +1,141 @@
+"""Bytes between ranks: messages from memory to memory, in the same order on every rank.
+
+Each channel is a process group of its own, so that threads which use different ones do not wait for each other.
+Messages are sent from where they lie and received where they are to be, without buffers; so what a rank sends is
+exactly what others lack, whatever the sizes of their parts are. A channel's exchanges are matched by their order alone.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from chunkc.ir.errors import DistributedError
+
+GATHERS, SCATTERS, AGREEMENTS = "gathers", "scatters", "agreements"
+
+Message = tuple[int, torch.Tensor]
+"""A rank, as an index into `Transport.ranks`, and a contiguous tensor that is sent there or filled from there."""
+
+
+@dataclass
+class Transport:
+    """The ranks that share a model, and what they have said to each other.
+
+    Args:
+        ranks: of the default process group, in the order of the mesh; this process's is among them.
+        timeout_s: how long a rank waits for another before it gives up.
+
+    Attributes:
+        sent_nbytes: bytes that this rank has sent, by channel.
+        failure: why nothing can be exchanged any more; None: nothing has failed.
+    """
+
+    ranks: tuple[int, ...]
+    timeout_s: float
+    sent_nbytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys((GATHERS, SCATTERS, AGREEMENTS), 0))
+    failure: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        timeout = timedelta(seconds=self.timeout_s)
+        self._groups = {
+            channel: dist.new_group(list(self.ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
+            for channel in self.sent_nbytes
+        }
+        self.rank = self.ranks.index(dist.get_rank())
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The other ranks, beginning with the next one: not all send to the same one at first."""
+        return tuple((self.rank + step) % self.num_ranks for step in range(1, self.num_ranks))
+
+    def exchange(self, channel: str, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Send and receive; returns once all is done. Empty tensors are no messages.
+
+        Raises:
+            DistributedError: another rank is gone, or has not come within the timeout.
+        """
+        self.check()
+        group, works = self._groups[channel], []
+        try:
+            for rank, tensor in receives:
+                if tensor.numel():
+                    works.append(dist.irecv(_bytes(tensor), src=self.ranks[rank], group=group))
+            for rank, tensor in sends:
+                if tensor.numel():
+                    works.append(dist.isend(_bytes(tensor), dst=self.ranks[rank], group=group))
+                    self.sent_nbytes[channel] += tensor.nbytes
+            for work in works:
+                assert work is not None
+                work.wait()
+        except RuntimeError as error:
+            self.failure = error
+            raise self._lost(channel) from error
+
+    def tell_all(self, value: Any) -> list[Any]:
+        """Every rank's value, in the order of the ranks; all of them call this. Takes no memory of torch's allocator.
+
+        Raises:
+            DistributedError: as `exchange`.
+        """
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [torch.frombuffer(bytearray(8), dtype=torch.int64) for _ in self.ranks]
+        sizes[self.rank][0] = own.numel()
+        self._tell(sizes)
+        values = [torch.frombuffer(bytearray(int(size)), dtype=torch.uint8) for size in sizes]
+        values[self.rank] = own
+        self._tell(values)
+        return [pickle.loads(bytes(value.numpy())) for value in values]
+
+    def _tell(self, tensors: Sequence[torch.Tensor]) -> None:
+        sends = [(rank, tensors[self.rank]) for rank in self.others]
+        self.exchange(AGREEMENTS, sends, [(rank, tensors[rank]) for rank in self.others])
+
+    def check(self) -> None:
+        """Raises DistributedError: nothing can be exchanged any more."""
+        if self.failure is not None:
+            raise self._lost("the ranks") from self.failure
+
+    def give_up(self, cause: BaseException) -> None:
+        """This rank stops in the middle of a plan: the others must not wait for it.
+
+        Closes the connections, which ends what the others wait for.
+        """
+        if self.failure is not None:
+            return
+        self.failure = cause
+        for group in self._groups.values():
+            for rank in self.others:
+                _close(group, self.ranks[rank])
+
+    def _lost(self, channel: str) -> DistributedError:
+        return DistributedError(
+            f"rank {self.rank} of {self.num_ranks} cannot go on: in an exchange of {channel} another rank was gone, or "
+            f"did not come within {self.timeout_s:g} s. The first error of any rank is the cause; start all ranks anew "
+            "from the latest checkpoint"
+        )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory as bytes: gloo does not know all dtypes."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _close(group: dist.ProcessGroup, rank: int) -> None:
+    """Close a group's connection to a rank: gloo does so where a message is not there in time."""
+    try:
+        work = dist.irecv(torch.empty(1, dtype=torch.uint8), src=rank, group=group, tag=1)
+        assert work is not None
+        work.wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        return

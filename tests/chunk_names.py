@@ -1,0 +1,16 @@
+"""Chunks by the names that plans print: tests read better so."""
+
+from __future__ import annotations
+
+import re
+
+from chunkc.ir.chunks import Chunk
+
+_NAME = re.compile(r"(\w+):(\d+)(?:\[(\d+):(\d+)\])?")
+
+
+def chunk(name: str) -> Chunk:
+    """`param:3`, or `param:3[0:65536]`."""
+    match = _NAME.fullmatch(name)
+    assert match is not None, name
+    return Chunk(match[1], int(match[2]), None if match[3] is None else (int(match[3]), int(match[4])))

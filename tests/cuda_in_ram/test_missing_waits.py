@@ -1,0 +1,147 @@
+"""Each wait between streams left out once, on late streams, with arithmetic: the results are others.
+
+Two edges order all bytes (`runtime.tier`): computation after the copy that it needs, in or out, and a copy after the
+computation before it. A gate stands where the wait was: what should have been waited for is held back until what
+should have waited is through. Released slots are filled with NaN, so that nobody reads them unpunished.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from unittest import mock
+
+import cuda_in_ram
+import pytest
+import torch
+from harness import differences
+from missing_waits import KINDS, Subject, Wait, is_event, shows_by_the_clock, slow_without, span
+
+from chunkc.kernels import elementwise_triton
+from chunkc.runtime import executor
+from chunkc.runtime.cuda import CudaTier
+
+pytestmark = [pytest.mark.arithmetic, pytest.mark.timeout(600)]
+
+AT_MOST_S = 5.0
+"""How long a gate is shut at most: what stands behind it may be what would open it."""
+
+
+class Gate:
+    """Holds streams back until it is opened."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._open.set()
+
+    def shut(self, *streams: torch.cuda.Stream) -> None:
+        """What these streams are given from now on waits for the gate."""
+        self._open = threading.Event()
+        for stream in streams:
+            cuda_in_ram.enqueue(stream.cuda_stream, lambda gate=self._open: gate.wait(AT_MOST_S))
+
+    def open_after(self, stream: torch.cuda.Stream) -> None:
+        """Open it once a stream has done all that it was given, or can go no further."""
+        give_up_s = time.monotonic() + AT_MOST_S / 2
+        while not stream.query() and time.monotonic() < give_up_s:
+            time.sleep(0.001)
+        self.open()
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def subject() -> Iterator[Subject]:
+    with mock.patch.object(elementwise_triton, "BLOCK", 1 << 16), cuda_in_ram.choose(late=1, late_us=0):
+        made = Subject(None, "cuda")
+        assert isinstance(made.session.store.tier, CudaTier)
+        yield made
+        assert not differences(made.step(), made.expected)  # the broken steps left nothing behind
+
+
+def copy_streams(subject: Subject) -> list[torch.cuda.Stream]:
+    return [link._stream for link in subject.session.store.tier.links._made.values()]
+
+
+def one_of_each(subject: Subject) -> list[Wait]:
+    """The first of every kind that shows."""
+    executables = subject.executables
+    found: dict[str, Wait] = {}
+    for wait in subject.waits():
+        if shows_by_the_clock(executables[wait.phase], wait):
+            found.setdefault(wait.kind, wait)
+    return list(found.values())
+
+
+def test_computation_that_does_not_wait_for_a_copy(subject: Subject) -> None:
+    """The first wait of every kind that the order of copies inside a stream does not hide."""
+    gate, waits = Gate(), one_of_each(subject)
+    assert {wait.kind for wait in subject.waits()} == set(KINDS)
+    assert {(wait.phase, wait.way) for wait in waits} == {
+        ("forward", "in"), ("backward", "in"), ("backward", "out"), ("update", "in"), ("update", "out"),
+    }  # fmt: skip
+    for wait in waits:
+        broken = slow_without(
+            subject.executables[wait.phase],
+            wait,
+            lambda: gate.shut(*copy_streams(subject)),
+            lambda: gate.open_after(torch.cuda.current_stream()),
+        )
+        found, error = subject.outcome_with(wait.phase, broken)
+        assert error is None
+        assert found, f"nothing differs without {wait}"
+
+
+def test_a_copy_that_does_not_wait_for_computation(subject: Subject) -> None:
+    """A prefetch into a slot that is still being filled with NaN, a write-back of what is not computed yet."""
+    copies: dict[str, Wait] = {}
+    for wait in subject.waits():
+        if wait.way == "in" or is_first_out(subject, wait):
+            copies.setdefault(wait.kind, wait)
+    assert set(copies) == {kind for kind in KINDS if " in " in kind} | {"backward out grad", "update out exp_avg"}
+    for wait in copies.values():
+        found, error = subject.outcome_with(wait.phase, at_once(subject, wait))
+        assert error is None
+        assert found, f"nothing differs where the copy of {wait} waits for nothing"
+
+
+def is_first_out(subject: Subject, wait: Wait) -> bool:
+    """Whether no copy home that was submitted since the last call stands before it in its stream, and waits for it."""
+    executable = subject.executables[wait.phase]
+    submitted, _ = span(executable, wait)
+    since = executable.instructions[last_call(executable, submitted) : submitted]
+    return not any(is_event(event, (executor._write_back,)) for event in since)
+
+
+def last_call(executable: executor.Executable, before: int) -> int:
+    """The last instruction that computes, before another."""
+    instructions = executable.instructions[:before]
+    return max(i for i, found in enumerate(instructions) if isinstance(found, executor._Call | executor._Update))
+
+
+def at_once(subject: Subject, wait: Wait) -> executor.Executable:
+    """The phase's instructions, where the copy that `wait` is for starts before the computation before it is over."""
+    executable = subject.executables[wait.phase]
+    gate, tier = Gate(), subject.session.store.tier
+    events = executable.instructions
+    submitted, _ = span(executable, wait)
+    # A write-back comes behind the call that filled the slot, a prefetch behind the NaN that its slot is filled with.
+    held_back = submitted if wait.way == "in" else last_call(executable, submitted)
+
+    def submit(store: object, chunk: object, link: str) -> None:
+        with mock.patch.object(tier, "mark", return_value=()):
+            events[submitted].do(store, chunk, link)  # type: ignore[attr-defined]
+        copy = store.slot(chunk).copy  # type: ignore[attr-defined]
+        if copy is not None:
+            give_up_s = time.monotonic() + AT_MOST_S / 2
+            while not copy.done() and time.monotonic() < give_up_s:
+                time.sleep(0.001)
+        gate.open()
+
+    shut = executor._Event(lambda *_: gate.shut(torch.cuda.current_stream()), wait.chunk)
+    early = executor._Event(submit, wait.chunk, events[submitted].link)  # type: ignore[attr-defined]
+    instructions = (*events[:held_back], shut, *events[held_back:submitted], early, *events[submitted + 1 :])
+    return dataclasses.replace(executable, instructions=instructions)

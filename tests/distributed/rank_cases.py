@@ -1,0 +1,422 @@
+"""What ranks do in tests: each case runs in processes of its own, one for each rank, forked from one that has imported
+everything.
+
+    python rank_cases.py FOLDER NUM_RANKS TIMEOUT_S CASE ...
+
+Prints what each rank of each case came to, as JSON: what the case returned, or the error's class and message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import faulthandler
+import functools
+import gc
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import chunkc
+from chunkc.runtime import cpu_allocator
+from chunkc.session import sessions_of
+
+VOCABULARY, WIDTH, BATCH, LENGTH = 11, 24, 8, 5
+HUGE = 1 << 30
+NUMBERS_NBYTES = 64
+"""What a loop has of its own beside what is planned: a loss, half of it, their gradients."""
+Result = dict[str, Any]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 57), nn.Linear(57, WIDTH)
+        self.gate = nn.Linear(WIDTH, 1)  # one row: rank 0 has all of it
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.norm(x)
+        return x + self.gate(inner).sigmoid() * self.down(nn.functional.gelu(self.up(inner)))
+
+
+class Model(nn.Module):
+    """Tied weights, a frozen matrix, one that is never used, and rows that ranks cannot share evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block(), Block()])
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.unused = nn.Linear(3, 2)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.frozen(x))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+class Tiny(nn.Module):
+    """Quickly compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embed(tokens)).square().mean()
+
+
+def made(seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model()
+
+
+def batches(step: int) -> list[Tensor]:
+    """The micro-batches of a step, for all ranks together."""
+    generator = torch.Generator().manual_seed(step)
+    return list(torch.randint(VOCABULARY, (2, BATCH, LENGTH), generator=generator))
+
+
+@functools.cache
+def mesh() -> DeviceMesh:
+    """All ranks; made before the meter, since it has tensors of its own."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def own(batch: Tensor) -> Tensor:
+    """This rank's part of a batch."""
+    each = len(batch) // dist.get_world_size()
+    return batch[dist.get_rank() * each :][:each]
+
+
+def mean(loss: Tensor) -> float:
+    """Of a loss, over the ranks."""
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return float(total / dist.get_world_size())
+
+
+def train(
+    run: Any, model: nn.Module, optimizer: Any, steps: range, part: Callable[[Tensor], Tensor] = own
+) -> list[float]:
+    """Steps of two micro-batches with clipped gradients; the losses, of which each is the mean over all ranks."""
+    losses = []
+    for step in steps:
+        for batch in batches(step):
+            loss = run(part(batch)) / 2
+            loss.backward()
+            losses.append(mean(loss) if part is own else loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def adamw(model: nn.Module) -> Any:
+    """eps is large: where gradients are nearly zero, rounding would become steps."""
+    return chunkc.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def compiled(model: nn.Module, budget: int, codegen: str = "eager") -> Any:
+    return torch.compile(model, backend="chunkc", options={"memory_budget": budget, "codegen": codegen, "debug": True})
+
+
+def bits(model: nn.Module) -> str:
+    """A hash of this rank's parts."""
+    found = hashlib.blake2b()
+    for parameter in model.parameters():
+        found.update(parameter.to_local().detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+# --- cases ---
+
+
+def arrays(model: nn.Module) -> list[Any]:
+    """Whole parameters in memory that torch does not know of."""
+    values = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
+    return [value.detach().numpy().copy() for value in values]
+
+
+def _as_one_process(codegen: str) -> Result:
+    """Train in one process, then on the ranks: with room for all, and with none to spare under a hard limit."""
+    reference: Any = made()
+    plain: Any = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-3)
+    expected = train(reference, reference, plain, range(3), lambda batch: batch)
+    weights = arrays(reference)
+    cpu_allocator.install()  # what was allocated before is not metered
+    found: Result = {"expected": expected, "runs": []}
+    budget = HUGE
+    for _ in range(2):
+        torch._dynamo.reset()
+        model = chunkc.distribute(made(), mesh())
+        optimizer, run = adamw(model), compiled(model, budget, codegen)
+        losses = train(run, model, optimizer, range(2))
+        before = chunkc.report(model)
+        (session,) = sessions_of(model.parameters())
+        sent = dict(session.transport.sent_nbytes)
+        with cpu_allocator.hard_limit(before.predicted_peak_nbytes + NUMBERS_NBYTES):
+            losses += train(run, model, optimizer, range(2, 3))
+        report, groups = chunkc.report(model), session.store.layout.groups
+        gathered = [report.plan_text.count(f"prefetch(param:{group.index}, gather)") for group in groups]
+        pairs = zip(arrays(model), weights, strict=True)
+        found["runs"].append(
+            {
+                "losses": losses,
+                "bits": bits(model),
+                "difference": max(float(abs(value - other).max()) for value, other in pairs),
+                "peaks": (report.measured_peak_nbytes, report.predicted_peak_nbytes, budget),
+                "sent": {channel: n - sent[channel] for channel, n in session.transport.sent_nbytes.items()},
+                "gathered": [(n, sum(s.spec.home_nbytes for s in g.slices)) for n, g in zip(gathered, groups)],
+                "lacking": sum(
+                    s.spec.whole_nbytes - s.spec.home_nbytes for g in groups if g.trainable for s in g.slices
+                ),
+                "home": report.home_nbytes,
+            }
+        )
+        budget = report.minimum_budget_nbytes
+    return found
+
+
+def as_one_process() -> Result:
+    return _as_one_process("eager")
+
+
+def as_one_process_inductor() -> Result:
+    return _as_one_process("inductor")
+
+
+def resumed(folder: Path) -> Result:
+    """Save with PyTorch's own checkpoints, go on; load into a new model, go on as well."""
+    model = chunkc.distribute(made(), mesh())
+    optimizer, run = adamw(model), compiled(model, HUGE)
+    train(run, model, optimizer, range(2))
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder / "checkpoint")
+    train(run, model, optimizer, range(2, 3))
+    torch._dynamo.reset()
+    other = chunkc.distribute(made(seed=1), mesh())
+    other_optimizer = adamw(other)
+    weights, states = get_state_dict(other, other_optimizer)
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # no states were saved of what is never used
+    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder / "checkpoint", planner=planner)
+    set_state_dict(other, other_optimizer, model_state_dict=weights, optim_state_dict=states)
+    del weights, states, planner
+    gc.collect()
+    train(compiled(other, HUGE), other, other_optimizer, range(2, 3))
+    return {"bits": bits(model), "resumed": bits(other)}
+
+
+def ended_by(action: Callable[[Any, nn.Module], Any], **given: Any) -> Result:
+    """Train for a step, then do something; how long that takes to raise an error."""
+    model = chunkc.distribute(Tiny(), mesh(), timeout_s=given.pop("timeout_s", 30))
+    run = compiled(model, HUGE)
+    run(own(batches(0)[0])).backward()
+    start = time.monotonic()
+    try:
+        action(run, model)
+    except chunkc.ChunkcError as error:
+        return {"error": type(error).__name__, "message": str(error), "took": time.monotonic() - start}
+    return {"took": time.monotonic() - start}
+
+
+def killed() -> Result:
+    def action(run: Any, model: nn.Module) -> None:
+        loss = run(own(batches(0)[0]))
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss.backward()
+
+    return ended_by(action)
+
+
+def hung() -> Result:
+    def action(run: Any, model: nn.Module) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(14)
+        run(own(batches(0)[0])).backward()
+
+    return ended_by(action, timeout_s=10)
+
+
+def another_phase() -> Result:
+    def action(run: Any, model: nn.Module) -> None:
+        loss = run(own(batches(0)[0]))
+        if dist.get_rank() == 1:
+            run(own(batches(0)[0]))
+        loss.backward()
+
+    return ended_by(action)
+
+
+def another_shape() -> Result:
+    def action(run: Any, model: nn.Module) -> None:
+        run(own(batches(0)[0])[:, : LENGTH - dist.get_rank()].clone())
+
+    return ended_by(action)
+
+
+def hooked_on_one() -> Result:
+    """A rank refuses in the middle of a step, and stays: the others are told."""
+
+    def action(run: Any, model: nn.Module) -> None:
+        loss = run(own(batches(0)[0]))
+        if dist.get_rank() == 1:
+            next(model.parameters()).register_hook(lambda grad: grad)
+        loss.backward()
+
+    return ended_by(action)
+
+
+def another_budget() -> Result:
+    model = chunkc.distribute(Tiny(), mesh())
+    try:
+        compiled(model, HUGE + dist.get_rank())(own(batches(0)[0]))
+    except chunkc.ChunkcError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    return {}
+
+
+def too_small_on_one() -> Result:
+    model = chunkc.distribute(Tiny(), mesh())
+    try:
+        compiled(model, 512 if dist.get_rank() else HUGE)(own(batches(0)[0]))
+    except chunkc.ChunkcError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    return {}
+
+
+def another_model() -> Result:
+    model = nn.Linear(4, 4 + dist.get_rank())
+    try:
+        chunkc.distribute(model, mesh())
+    except chunkc.ChunkcError as error:
+        return {"error": type(error).__name__, "message": str(error), "kept": type(model.weight) is nn.Parameter}
+    return {}
+
+
+def refused() -> Result:
+    """What a distributed model does not do, by what was tried; each rank is refused by itself."""
+    found: Result = {}
+
+    def attempt(name: str, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except chunkc.ChunkcError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    model = chunkc.distribute(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), mesh())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    make = chunkc.optim
+    attempt("lamb", lambda: make.LAMB(model.parameters()).step())
+    attempt("8 bits", lambda: make.AdamW(model.parameters(), moments_dtype="int8").step())
+    attempt("overlap", lambda: make.AdamW(model.parameters(), update_on="cpu", overlap="forward").step())
+    attempt("twice", lambda: chunkc.distribute(model, mesh()))
+    attempt("plain gradient", lambda: with_plain_gradient(model))
+    attempt("copied", lambda: compiled(copy.deepcopy(model), HUGE)(torch.ones(2, 4)))
+    attempt("scalar", lambda: chunkc.distribute(nn.ParameterList([torch.ones(())]), mesh()))
+    attempt("meta", lambda: chunkc.distribute(nn.Linear(2, 2, device="meta"), mesh()))
+    attempt("timeout", lambda: chunkc.distribute(nn.Linear(2, 2), mesh(), timeout_s=0))
+    attempt("mesh", lambda: chunkc.distribute(nn.Linear(2, 2), None))
+    kept = model.state_dict()
+    attempt("shared", lambda: compiled(model, HUGE)(torch.ones(2, 4)))
+    del kept
+    disk = {"memory_budget": HUGE, "codegen": "eager", "home": "disk"}
+    attempt("disk", lambda: torch.compile(model, backend="chunkc", options=disk)(torch.ones(2, 4)))
+    return found
+
+
+def with_plain_gradient(model: nn.Module) -> None:
+    parameter = next(model.parameters())
+    parameter.grad = torch.zeros(parameter.shape)
+    try:
+        chunkc.optim.SGD(model.parameters(), lr=0.1).step()
+    finally:
+        parameter.grad = None
+
+
+CASES: dict[str, Callable[..., Result]] = {
+    case.__name__: case
+    for case in (
+        as_one_process,
+        as_one_process_inductor,
+        resumed,
+        killed,
+        hung,
+        another_phase,
+        another_shape,
+        hooked_on_one,
+        another_budget,
+        too_small_on_one,
+        another_model,
+        refused,
+    )
+}
+"""By name; a case that takes a folder gets one that all its ranks share."""
+
+
+# --- processes ---
+
+
+def main(folder: Path, num_ranks: int, timeout_s: float, names: list[str]) -> Iterator[tuple[str, list[Result]]]:
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    for name in names:
+        files = [folder / f"{name}.{rank}.json" for rank in range(num_ranks)]
+        children = [fork(name, rank, num_ranks, folder / f"{name}.store", file) for rank, file in enumerate(files)]
+        deadline = time.monotonic() + timeout_s
+        for child in children:
+            while os.waitpid(child, os.WNOHANG) == (0, 0):
+                if time.monotonic() > deadline:
+                    os.kill(child, signal.SIGKILL)
+                time.sleep(0.01)
+        yield name, [json.loads(file.read_text()) if file.exists() else {"error": "killed"} for file in files]
+
+
+def fork(name: str, rank: int, num_ranks: int, store: Path, file: Path) -> int:
+    child = os.fork()
+    if child:
+        return child
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+        mesh()
+        started = time.monotonic()
+        try:
+            found = CASES[name](*([store.parent] if CASES[name] is resumed else []))
+        except BaseException as error:  # that of a checkpoint of PyTorch is no Exception
+            found = {"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+        found["seconds"] = time.monotonic() - started
+        partial = file.with_suffix(".part")
+        partial.write_text(json.dumps(found))
+        partial.rename(file)
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    folder, num_ranks, timeout_s, *names = sys.argv[1:]
+    print(json.dumps(dict(main(Path(folder), int(num_ranks), float(timeout_s), names))))

@@ -1,0 +1,122 @@
+"""Two ranks train one model, in processes of their own; see `rank_cases` for what they do."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CASES = Path(__file__).with_name("rank_cases.py")
+TIMEOUT_S = 400
+NUMBERS_NBYTES = 64  # as in `rank_cases`
+
+
+def ranks(folder: Path, *cases: str, num_ranks: int = 2) -> dict[str, list[dict[str, Any]]]:
+    """What each rank of each case came to."""
+    command = [sys.executable, str(CASES), str(folder), str(num_ranks), str(TIMEOUT_S), *cases]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S * len(cases) + 60)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
+    return found
+
+
+def check_as_one_process(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert "error" not in rank, rank["traceback"]
+        for run in rank["runs"]:
+            assert run["losses"] == pytest.approx(rank["expected"], abs=1e-6)
+            assert run["difference"] < 1e-6
+            gathered = sum(num * nbytes for num, nbytes in run["gathered"])
+            assert run["sent"]["gathers"] == 2 * gathered, "two micro-batches; each gather sends this rank's part"
+            assert run["sent"]["scatters"] == 2 * run["lacking"], "what others have of trained parameters"
+        first, second = rank["runs"]
+        assert first["bits"] == second["bits"], "the budget changed the result"
+        assert second["sent"]["gathers"] > first["sent"]["gathers"]
+    homes = [run["home"] for rank in found for run in rank["runs"]]
+    assert max(homes) < 1.1 * min(homes), "parts are of nearly the same size"
+
+
+@pytest.mark.second_tier
+def test_ranks_train_as_one_process_does(tmp_path: Path) -> None:
+    """Tied, frozen and unused parameters, accumulation, clipping, in every budget and inside a hard limit."""
+    found = ranks(tmp_path, "as_one_process")["as_one_process"]
+    check_as_one_process(found)
+    for rank in found:
+        for measured, predicted, budget in (run["peaks"] for run in rank["runs"]):
+            assert 0 <= measured - predicted <= NUMBERS_NBYTES
+            assert predicted <= budget
+
+
+@pytest.mark.slow
+def test_ranks_train_as_one_process_does_with_inductor(tmp_path: Path) -> None:
+    check_as_one_process(ranks(tmp_path, "as_one_process_inductor")["as_one_process_inductor"])
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_a_checkpoint_of_pytorch(tmp_path: Path) -> None:
+    for rank in ranks(tmp_path, "resumed")["resumed"]:
+        assert "error" not in rank, rank["traceback"]
+        assert rank["bits"] == rank["resumed"]
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """All that end in an error, in one go: importing PyTorch takes longer than each of them."""
+    cases = ("killed", "hung", "another_phase", "another_shape", "hooked_on_one", "too_small_on_one", "another_model")
+    return ranks(tmp_path_factory.mktemp("faults"), *cases, "another_budget", "refused")
+
+
+WHAT_RANKS_SAY = {
+    "killed": ("another rank was gone", None),
+    "hung": ("did not come within 10 s", "another rank was gone"),
+    "another_phase": ("differ in the phase: rank 1 of 2", "differ in the phase: rank 1 of 2"),
+    "another_shape": ("ranks differ in|rank 1 of 2 cannot go on", ""),
+    "hooked_on_one": ("another rank was gone", "somebody looks at the gradient of embed.weight on its way"),
+    "too_small_on_one": (
+        "rank 1 of 2 cannot go on. BudgetError: memory_budget is 512 bytes",
+        "the smallest that works",
+    ),
+    "another_model": ("differ in the parameters of the model: rank 1 of 2", "rank 1 of 2"),
+    "another_budget": ("differ in the options: rank 1 of 2", "rank 1 of 2"),
+}
+"""By rank; None: it was killed."""
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("case", WHAT_RANKS_SAY)
+def test_all_ranks_raise_an_error_in_time(case: str, faults: dict[str, list[dict[str, Any]]]) -> None:
+    for found, expected in zip(faults[case], WHAT_RANKS_SAY[case], strict=True):
+        if expected is None:
+            assert found == {"error": "killed"}
+            continue
+        assert re.search(expected, found["message"]), found
+        assert found.get("took", 0) < 30
+        assert found.get("kept", True), "the model is what it was"
+
+
+@pytest.mark.second_tier
+def test_what_distributed_models_do_not_do_is_refused(faults: dict[str, list[dict[str, Any]]]) -> None:
+    expected = {
+        "lamb": "UnsupportedError: LAMB needs the norms of whole parameters",
+        "8 bits": "UnsupportedError: AdamW updates distributed parameters with fp32 or bf16 moments",
+        "overlap": 'UnsupportedError: AdamW updates distributed parameters in step() only: use overlap="none"',
+        "twice": "UnsupportedError: 0.weight is distributed or compiled already",
+        "plain gradient": "UnsupportedError: the gradient of a distributed parameter must be cut",
+        "copied": "UnsupportedError: the model takes a DTensor that chunkc.distribute has not made",
+        "scalar": "UnsupportedError: 0 is a scalar, which has no rows to cut",
+        "meta": "UnsupportedError: weight is on meta: build the model on the CPU",
+        "timeout": "OptionsError: timeout_s is 0",
+        "mesh": "OptionsError: mesh must be a DeviceMesh of one dimension",
+        "shared": "UnsupportedError: this rank's part of 0.weight shares its memory",
+        "disk": 'UnsupportedError: distributed models compute on CPUs, and their home is RAM (home="cpu") so far',
+    }
+    for rank in faults["refused"]:
+        assert "error" not in rank, rank["traceback"]
+        assert rank.keys() - {"seconds"} == expected.keys()
+        for name, message in expected.items():
+            assert rank[name].startswith(message), name

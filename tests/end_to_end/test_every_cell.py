@@ -1,0 +1,259 @@
+"""What users do between calls, one after the other to one model, in every cell: code generators, homes, budgets.
+
+Budgets agree in every bit; with eager code, they agree so with the backend `aot_eager` too, as far as it goes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import HUGE, array, differences, gradients, session_of, weights
+from scripts import Way, assert_close, sgd
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
+
+WIDTH = 64
+SMALL = 300_000
+"""Bytes: a budget in which most weights move, with room for gradients of the user's own."""
+
+Call = Callable[[Tensor], Tensor]
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)))
+
+
+def loss_of(call: Call, seed: int = 0, rows: int = 4) -> Tensor:
+    return (call(torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))) - 1).square().mean()
+
+
+def step(model: nn.Module, call: Call, optimizer: torch.optim.Optimizer, seed: int = 0) -> list:
+    """A whole step; its loss and gradients."""
+    loss = loss_of(call, seed)
+    loss.backward()
+    seen = [array(loss), gradients(model)]
+    optimizer.step()
+    optimizer.zero_grad()
+    return seen
+
+
+# ---------------------------------------------------------------- what users do
+
+
+def sharpness_aware(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
+    loss_of(call).backward()
+    old = {p: p.data for p in model.parameters()}
+    for p in model.parameters():
+        assert p.grad is not None
+        p.data = p.data + 0.01 * p.grad
+    optimizer.zero_grad()
+    loss_of(call).backward()
+    for p in model.parameters():
+        p.data = old[p]
+    seen = gradients(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return [seen]
+
+
+def vector(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
+    vector_to_parameters(parameters_to_vector(model.parameters()).detach() * 0.9, model.parameters())
+    return step(model, call, optimizer)
+
+
+def merged_adapter(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
+    """As PEFT's `merge_adapter(safe_merge=True)` does it."""
+    for block in model:
+        merged = block[0].weight.data.clone()
+        merged += 0.01
+        block[0].weight.data = merged
+    return step(model, call, optimizer)
+
+
+def own_gradients(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
+    """A tensor of two parameters, a view of a flat one, one that is held and one that is not."""
+    first, second, third, fourth, fifth = (model[index][0].weight for index in range(5))
+    flat = torch.full((2, WIDTH, WIDTH), 0.25)
+    first.grad = second.grad = torch.ones(WIDTH, WIDTH)
+    third.grad, fourth.grad, fifth.grad = flat[1], torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)
+    held = fourth.grad
+    seen = []
+    for seed in range(2):
+        loss_of(call, seed).backward()
+        assert first.grad is second.grad
+        assert fourth.grad is held
+        seen += [gradients(model), array(flat.clone()), array(held.clone())]
+    optimizer.step()
+    optimizer.zero_grad()
+    return seen
+
+
+def kept_views(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
+    loss_of(call).backward()
+    kept = [p.grad.detach() for p in model.parameters() if p.grad is not None]
+    optimizer.zero_grad()
+    loss_of(call, 1).backward()
+    seen = [array(view) for view in kept] + [gradients(model)]
+    optimizer.zero_grad()
+    return seen
+
+
+def frozen_in_between(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
+    loss = loss_of(call)
+    model[3].requires_grad_(False)
+    loss.backward()
+    seen = gradients(model)
+    model[3].requires_grad_(True)
+    optimizer.zero_grad()
+    return [seen]
+
+
+def written_in_between(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
+    loss = loss_of(call)
+    with torch.no_grad():
+        model[3][0].weight.mul_(0.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    optimizer.zero_grad()
+    return step(model, call, optimizer)
+
+
+def gradients_of_inputs(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
+    model.requires_grad_(False)
+    x = torch.ones(4, WIDTH, requires_grad=True)
+    (gradient,) = torch.autograd.grad(call(x).square().sum(), x)
+    model.requires_grad_(True)
+    assert all(p.grad is None for p in model.parameters())
+    return [array(gradient), *step(model, call, optimizer)]
+
+
+def prehooks(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
+    node = get_gradient_edge(model[2][0].weight).node
+    handle = node.register_prehook(lambda gradients: (gradients[0] * 2,))
+    seen = step(model, call, optimizer)
+    handle.remove()
+    return seen + step(model, call, optimizer)
+
+
+def on_the_meta_device(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
+    loss = loss_of(call)
+    with torch.device("meta"):
+        loss.backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    return [weights(model)]
+
+
+def evaluated(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
+    """With another shape, between forward and backward."""
+    loss = loss_of(call)
+    with torch.no_grad():
+        seen = [array(loss_of(call, rows=7))]
+    loss.backward()
+    loss_of(call, rows=3).backward()
+    seen += gradients(model).values()
+    optimizer.zero_grad()
+    return seen
+
+
+def interrupted(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
+    def raising(gradient: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    handle = model[2][0].weight.register_hook(raising)
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(call).backward()
+    handle.remove()
+    optimizer.zero_grad()
+    return step(model, call, optimizer)
+
+
+def copied(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
+    twin = copy.deepcopy(model)
+    seen = step(model, call, optimizer)
+    assert differences(weights(twin), weights(model))
+    model.load_state_dict(twin.state_dict())
+    return [*seen, *step(model, call, optimizer)]
+
+
+def pruned(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
+    for block in model:
+        prune.l1_unstructured(block[0], "weight", 0.5)
+        prune.remove(block[0], "weight")
+    assert all((block[0].weight == 0).any() for block in model)
+    return step(model, call, optimizer)
+
+
+def tied(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
+    model[4][0].weight = model[1][0].weight
+    return step(model, call, sgd(model.parameters()))
+
+
+def converted(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
+    model.to(torch.float64)
+    x = torch.ones(4, WIDTH, dtype=torch.float64)
+    call(x).square().mean().backward()
+    return [gradients(model)]
+
+
+ACTIONS = [
+    step, sharpness_aware, vector, merged_adapter, own_gradients, kept_views, frozen_in_between, written_in_between,
+    gradients_of_inputs, prehooks, on_the_meta_device, evaluated, interrupted, copied, pruned, tied, converted,
+]  # fmt: skip
+"""The last two leave another model behind."""
+
+
+@contextmanager
+def compiled(backend: str, **options: Any) -> Iterator[tuple[nn.Sequential, Call]]:
+    torch._dynamo.reset()
+    model = build()
+    if backend == "chunkc":
+        yield model, torch.compile(model, backend=backend, options=options)
+    else:
+        yield model, torch.compile(model, backend=backend)
+    torch._dynamo.reset()
+
+
+def play(model: nn.Sequential, call: Call) -> dict[str, list]:
+    optimizer = sgd(model.parameters())
+    seen = {}
+    for action in ACTIONS:
+        seen[action.__name__] = [*action(model, call, optimizer), weights(model)]
+    return seen
+
+
+CELLS = [
+    pytest.param(Way(home, codegen), marks=pytest.mark.slow if codegen == "inductor" else pytest.mark.second_tier)
+    for home, codegen in product(["cpu", "disk"], ["eager", "inductor"])
+]
+
+
+@pytest.mark.parametrize("way", CELLS, ids=str)
+def test_every_action_in_every_cell(way: Way, tmp_path: Path) -> None:
+    seen = []
+    home = "cpu" if way.home == "cpu" else f"disk:{tmp_path}"
+    for budget in (SMALL, HUGE):
+        options = {"memory_budget": budget, "home": home, "codegen": way.codegen, "whole_graph": "never", "debug": True}
+        with compiled("chunkc", chunk_size=4 * WIDTH * WIDTH, **options) as (model, call):
+            step(model, call, sgd(model.parameters()))
+            store = session_of(model).store
+            assert any(map(store.is_managed, store.parameters())) == (budget == SMALL)
+            seen.append(play(model, call))
+    assert not differences(*seen)
+    with compiled("aot_eager") as (model, call):
+        step(model, call, sgd(model.parameters()))
+        plain = play(model, call)
+    for action in plain:
+        if way.codegen == "eager":
+            assert not differences(seen[0][action], plain[action]), action
+        else:
+            assert_close(seen[0][action], plain[action])

@@ -1,0 +1,177 @@
+"""Training and `explain` are one policy, driven twice: what was decided in a real run is what is decided on paper."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from harness import adamw
+from zoo import CASES, MORE_CASES
+
+from chunkc import compilation, graph, policy
+from chunkc.explaining import rehearsal, replay
+from chunkc.explaining.explain import explain_step, step_on, training_in
+from chunkc.explaining.offline import OfflineStep
+from chunkc.explaining.replay import Replay
+from chunkc.explaining.updates import Updates
+from chunkc.graph import CompiledGraph, PlannedStep
+from chunkc.machines.presets import load_hardware
+from chunkc.optim import update
+from chunkc.optim.update import PreparedUpdate
+from chunkc.options import Options, parse_options
+from chunkc.policy import (
+    Event,
+    Situation,
+    StepDecision,
+    StepRequest,
+    UpdateDecision,
+    UpdateRequest,
+)
+from chunkc.session import Session, sessions_of
+from chunkc.steps import SizedStep
+
+ALL = CASES | MORE_CASES
+NUM_STEPS = 3
+CPU = load_hardware("cpu")
+Request = StepRequest | UpdateRequest
+
+
+@dataclass
+class Recording:
+    """What was asked of the policy, and the requests by whose plans phases ran."""
+
+    asked: list[tuple[Situation, Event, StepDecision | UpdateDecision]] = field(default_factory=list)
+    ran: list[Request] = field(default_factory=list)
+
+
+@contextmanager
+def recorded(*modules: Any) -> Iterator[Recording]:
+    """Note what these modules ask, and by which plans the backend runs and `explain` shows a step."""
+    found = Recording()
+    run, run_update = CompiledGraph._run, PreparedUpdate.run
+    plan, update_plan = Replay._plan, replay.update_plan
+
+    def deciding(situation: Situation, event: Any) -> Any:
+        decision = policy.decide(situation, event)
+        found.asked.append((situation, event, decision))
+        return decision
+
+    def running(self: CompiledGraph, phase: str, step: SizedStep, by: PlannedStep, *args: Any, **kwargs: Any) -> Any:
+        found.ran.append(by.request)
+        return run(self, phase, step, by, *args, **kwargs)
+
+    def updating(self: PreparedUpdate, updates: Mapping[int, Any]) -> None:
+        found.ran.append(self.planned.request)
+        run_update(self, updates)
+
+    def showing(self: Replay, captured: Any, number: int, request: StepRequest, plans: Any) -> Any:
+        if request.around.cold_backward:  # instead of the one before
+            found.ran.pop()
+        found.ran.append(request)
+        return plan(self, captured, number, request, plans)
+
+    def showing_update(request: UpdateRequest, *args: Any) -> Any:
+        if request.groups:
+            found.ran.append(request)
+        return update_plan(request, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in modules:
+            patch.setattr(module, "decide", deciding)
+        patch.setattr(CompiledGraph, "_run", running)
+        patch.setattr(PreparedUpdate, "run", updating)
+        patch.setattr(Replay, "_plan", showing)
+        patch.setattr(replay, "update_plan", showing_update)
+        yield found
+
+
+def options_of(budget_nbytes: int, whole_graph: str) -> dict[str, Any]:
+    return {"codegen": "eager", "memory_budget": budget_nbytes, "whole_graph": whole_graph}
+
+
+def trained(name: str, options: dict[str, Any]) -> tuple[Recording, list[Request], Session]:
+    """A real run, by which plans its last step ran, and its session."""
+    torch._dynamo.reset()
+    gc.collect()
+    case = ALL[name]
+    model = case.build()
+    optimizer = adamw(model.parameters())
+    call = torch.compile(model, backend="chunkc", options=options)
+    begin = 0
+    with recorded(compilation, graph, update) as found:
+        for _ in range(NUM_STEPS):
+            begin = len(found.ran)
+            batch = case.batch(0)
+            loss = case.loss(call(**batch))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del batch, loss
+    (session,) = sessions_of(model.parameters())
+    return found, found.ran[begin:], session
+
+
+def captured(name: str, options: Options) -> OfflineStep:
+    return step_on(CPU, ALL[name].build(), (), ALL[name].batch(0), options)
+
+
+def explained(step: OfflineStep, options: Options, name: str) -> Recording:
+    """The same on paper."""
+    with recorded(rehearsal, replay) as found:
+        assert explain_step(step, options, training_in(CPU, step.graphs), name, Updates()).fits
+    return found
+
+
+def followed(asked: list[tuple[Situation, Event, StepDecision | UpdateDecision]]) -> Situation:
+    """Drive recorded events through the machine: what comes out is what was recorded, and what was asked next with."""
+    now = Situation(asked[0][0].budget_nbytes, asked[0][0].layout)
+    for situation, event, decision in asked:
+        assert situation == now
+        again = policy.decide(now, event)
+        assert again == decision
+        now = again.situation
+    return now
+
+
+def told(request: Request) -> tuple[Any, ...]:
+    """What is compared of a request. Which gradients the caller keeps or has hooks for only a run knows."""
+    now = request.situation
+    rest = request.around.cold_backward if isinstance(request, StepRequest) else (request.groups, request.num_stages)
+    return request.held_nbytes, rest, now.budget_nbytes, sorted(now.resident), now.num_graphs, now.layout
+
+
+QUICK = ("graph_breaks",)
+SECOND = ("short_gpt", "frozen_mlp", "called_twice", "sometimes_unused", "checkpointed_gpt", "big_embedding")
+
+
+def rungs() -> list[Any]:
+    marks = dict.fromkeys(QUICK, ()) | dict.fromkeys(SECOND, pytest.mark.second_tier)
+    return [pytest.param(name, marks=marks.get(name, pytest.mark.slow)) for name in ALL if ALL[name].num_graphs]
+
+
+@pytest.mark.parametrize("name", rungs())
+@pytest.mark.parametrize(
+    ("whole_graph", "percent"),
+    [
+        ("never", 115),
+        *(pytest.param("auto", percent, marks=pytest.mark.slow) for percent in (100, 150, 250, 400)),
+    ],
+)
+def test_training_does_what_the_policy_says_and_explain_says_so_too(name: str, whole_graph: str, percent: int) -> None:
+    step = captured(name, parse_options(options_of(1, whole_graph)))
+    smallest = Replay(step, parse_options(options_of(1, whole_graph)), training_in(CPU, step.graphs), Updates())
+    budget = smallest.fitting(1).budget_nbytes * percent // 100
+    options = options_of(budget, whole_graph)
+
+    real, ran, session = trained(name, options)
+    now = followed(real.asked)
+    assert (now.resident, now.layout) == (session.store.resident, session.store.layout)
+    assert (now.num_graphs, now.trained) == (session.num_graphs, session.trained)
+
+    paper = explained(step, parse_options(options), name)
+    assert [told(request) for request in ran] == [told(request) for request in paper.ran]

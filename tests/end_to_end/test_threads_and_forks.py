@@ -1,0 +1,251 @@
+"""Several threads, processes, and models that are gone."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness import adamw, array, differences, session_of, weights
+from scripts import CASE, assert_close, backward, compile_small, small_budget, train_steps, weight_of
+from torch import Tensor, nn
+
+import chunkc
+from chunkc.graph import CompiledGraph
+from chunkc.session import Session
+
+every_way = pytest.mark.usefixtures("every_way")
+
+
+def in_a_fork(check: Callable[[], bool]) -> bool:
+    """What `check` says in a child of this process."""
+    pid = os.fork()
+    if pid == 0:
+        ok = False
+        try:
+            ok = check()
+        finally:
+            os._exit(0 if ok else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def refuses(use: Callable[[], object]) -> bool:
+    """Whether this raises the error that names forks."""
+    try:
+        use()
+    except chunkc.UnsupportedError as error:
+        return "os.fork" in str(error)
+    return False
+
+
+@every_way
+def test_a_child_neither_reads_nor_changes_a_disk_home() -> None:
+    model, compiled = compile_small("disk")
+    optimizer = adamw(model.parameters())
+    train_steps(compiled, optimizer, range(1))
+    backward(compiled, 1)
+    parameter = weight_of(model)
+    memory, before = parameter.detach().numpy(), weights(model)
+    tensors = [parameter, parameter.grad, optimizer.state[parameter]["exp_avg"]]
+
+    def check() -> bool:
+        memory.fill(7.0)  # nobody can refuse what has an address
+        uses = [torch.sum, torch.clone, lambda t: t + 1, lambda t: t.numpy(), lambda t: t.data, str]
+        return all(refuses(lambda t=t, use=use: use(t)) for t in tensors for use in uses)
+
+    assert in_a_fork(check)
+    assert not differences(before, weights(model))
+    optimizer.step()
+
+
+@every_way
+def test_a_home_in_ram_is_a_snapshot_in_a_child() -> None:
+    model, compiled = compile_small("cpu")
+    backward(compiled, 0)
+    before = weights(model)
+
+    def check() -> bool:
+        same = not differences(before, weights(model))
+        for parameter in model.parameters():
+            parameter.detach().numpy().fill(0)  # no threads: the parent's are not here
+        return same
+
+    assert in_a_fork(check)
+    assert not differences(before, weights(model))
+
+
+@pytest.fixture
+def phases_in_turn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Phases of one session that ran at once: none may."""
+    inside: Counter[Session] = Counter()
+    at_once: list[str] = []
+    run = CompiledGraph._run
+
+    def watched(graph: CompiledGraph, phase: str, *args: Any, **kwargs: Any) -> list[Any]:
+        inside[graph.session] += 1
+        if inside[graph.session] > 1:
+            at_once.append(phase)
+        threading.Event().wait(0.002)  # whoever may come in does
+        try:
+            return run(graph, phase, *args, **kwargs)
+        finally:
+            inside[graph.session] -= 1
+
+    monkeypatch.setattr(CompiledGraph, "_run", watched)
+    yield at_once
+    assert not at_once
+
+
+def run_in_threads(jobs: list[Callable[[], None]]) -> None:
+    """Run all at once, and raise what one raised."""
+    problems: list[BaseException] = []
+
+    def run(job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
+
+
+@every_way
+@pytest.mark.parametrize("first", ["one thread", "all threads"])
+def test_threads_call_one_model(first: str, short_switch_interval: None, phases_in_turn: list[str]) -> None:
+    model, compiled = compile_small(room=2.0)
+    expected = {}
+    reference = CASE.build(0)
+    for step in range(4):
+        with torch.no_grad():
+            expected[step] = array(reference(**CASE.batch(step)))
+    if first == "one thread":
+        with torch.no_grad():
+            compiled(**CASE.batch(0))
+
+    def evaluate(step: int) -> None:
+        for _ in range(8):
+            with torch.no_grad():
+                assert_close(array(compiled(**CASE.batch(step))), expected[step])
+
+    run_in_threads([lambda step=step: evaluate(step) for step in range(4)])
+    store = session_of(model).store
+    assert len(store.resident) < len(store.layout.groups)
+
+
+@every_way
+def test_a_thread_evaluates_while_another_trains(short_switch_interval: None, phases_in_turn: list[str]) -> None:
+    model, compiled = compile_small(room=2.0)
+    losses: list = []
+    done = threading.Event()
+
+    def train() -> None:
+        try:
+            losses.extend(train_steps(compiled, adamw(model.parameters()), range(6)))
+        finally:
+            done.set()
+
+    def evaluate() -> None:
+        while not done.is_set():
+            with torch.no_grad():
+                assert torch.isfinite(compiled(**CASE.batch(9)))
+
+    run_in_threads([train, evaluate])
+    seen = weights(model)
+    alone, compiled = compile_small(room=2.0)
+    assert not differences(losses, train_steps(compiled, adamw(alone.parameters()), range(6)))
+    assert not differences(seen, weights(alone))
+
+
+def test_threads_train_models_that_share_a_session(short_switch_interval: None, phases_in_turn: list[str]) -> None:
+    def build(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def train(model: nn.Module, call: Callable[[Tensor], Tensor], seen: dict, seed: int) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            call(torch.full((8, 64), float(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        seen[seed] = weights(model)
+
+    results = []
+    for together in (False, True):
+        torch._dynamo.reset()
+        options = {"memory_budget": 700_000, "codegen": "eager", "whole_graph": "never"}
+        models = [build(seed) for seed in range(3)]
+        compiled = [torch.compile(model, backend="chunkc", options=options) for model in models]
+        seen: dict = {}
+        jobs = [
+            lambda m=m, c=c, s=s, seen=seen: train(m, c, seen, s)
+            for s, (m, c) in enumerate(zip(models, compiled, strict=True))
+        ]
+        if together:
+            run_in_threads(jobs)
+        else:
+            for job in jobs:
+                job()
+        results.append(dict(sorted(seen.items())))
+        del models, compiled, jobs
+        gc.collect()
+    assert not differences(*results)
+
+
+@every_way
+def test_without_the_lock_phases_run_at_once(phases_in_turn: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sabotage: what the tests above would see."""
+    _, compiled = compile_small(room=2.0)
+    call = torch.no_grad()(lambda: compiled(**CASE.batch(0)))
+    call()
+    monkeypatch.setattr(Session, "entered", lambda session: contextlib.nullcontext())
+
+    def in_spite_of_errors() -> None:
+        with contextlib.suppress(Exception):
+            call()
+
+    run_in_threads([in_spite_of_errors] * 3)
+    assert phases_in_turn
+    phases_in_turn.clear()
+
+
+# ---------------------------------------------------------------- models that are gone
+
+
+@every_way
+def test_a_model_that_is_gone_gives_everything_back(tmp_path: object) -> None:
+    def num_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def num_threads() -> int:
+        return sum(thread.name.startswith("chunkc-to") for thread in threading.enumerate())
+
+    sessions = []
+    gc.collect()
+    before = num_files(), num_threads()
+    for index in range(4):
+        model = CASE.build(index)
+        options = {"memory_budget": int((1.05 + index) * small_budget()), "home": "disk", "codegen": "eager"}
+        compiled = torch.compile(model, backend="chunkc", options=options)
+        train_steps(compiled, adamw(model.parameters()), range(1))
+        sessions.append(session_of(model))
+        del model, compiled
+        gc.collect()
+    assert all(session.is_over and not session.store.arena.chunks for session in sessions)
+    for _ in range(50):
+        if num_threads() <= before[1]:
+            break
+        threading.Event().wait(0.05)
+    assert num_threads() <= before[1]
+    assert num_files() <= before[0] + 2

@@ -1,0 +1,124 @@
+"""`chunkc.initialize_engine`: what it takes, what it makes of it, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import EPS, LR, assert_close, config, engine, plain, small_model, weights
+from optim_models import batch
+from torch import nn
+
+import chunkc
+from chunkc.engine import DynamicLossScaler
+from chunkc.runtime.nursery import nursery_of
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+second_tier = pytest.mark.second_tier
+
+
+@second_tier
+def test_groups_and_optimizers_of_ones_own() -> None:
+    model = small_model()
+    groups = [
+        {"params": [layer.weight for layer in model.layers]},
+        {"params": [layer.bias for layer in model.layers], "weight_decay": 0.5},
+    ]
+    made, optimizer = chunkc.initialize_engine(lambda: model, config=config(), model_parameters=groups)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.5]
+    assert made.module is model
+
+    torch._dynamo.reset()
+    changed = config()
+    del changed["optimizer"]
+    made, optimizer = chunkc.initialize_engine(
+        small_model, config=changed, optimizer=lambda params: torch.optim.AdamW(params, LR, eps=EPS, weight_decay=0.0)
+    )
+    for step in range(2):
+        made.backward(made(batch(step)))
+        made.step()
+    assert_close(weights(made), plain(2))
+
+
+@second_tier
+def test_a_file_as_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(config()))
+    model, optimizer = chunkc.initialize_engine(small_model, 0, path)
+    model.backward(model(batch()))
+    optimizer.step()
+    assert_close(weights(model), plain(1))
+
+
+def test_keys_without_effect_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    changes: dict[str, Any] = {"zero_optimization": {"stage": 3, "overlap_comm": True}, "prescale_gradients": True}
+    for _ in range(2):
+        engine(**changes)
+    (record,) = [r for r in caplog.records if "without effect" in r.getMessage()]
+    assert "zero_optimization.stage" in record.getMessage()
+    assert "prescale_gradients (one process" in record.getMessage()
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(chunkc.UnsupportedError, match="2 processes"):
+        engine()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    engine()
+
+
+@second_tier
+def test_what_cannot_be_is_refused() -> None:
+    no_optimizer = config()
+    del no_optimizer["optimizer"]
+    with pytest.raises(chunkc.OptionsError, match='has no "optimizer"'):
+        chunkc.initialize_engine(small_model, 0, no_optimizer)
+    with pytest.raises(chunkc.OptionsError, match="needs a configuration"):
+        chunkc.initialize_engine(small_model)
+    with pytest.raises(chunkc.OptionsError, match=r"must return a torch\.nn\.Module"):
+        chunkc.initialize_engine(lambda: 3, 0, config())  # type: ignore[arg-type,return-value]
+    with pytest.raises(chunkc.OptionsError, match="fp32 masters"):
+        chunkc.initialize_engine(
+            small_model, 0, no_optimizer | {"bf16": {"enabled": True}}, optimizer=torch.optim.AdamW
+        )
+    model, optimizer = engine()
+    with pytest.raises(chunkc.UnsupportedError, match="a loss of one element"):
+        model.backward(torch.zeros(3, requires_grad=True))
+    with pytest.raises(chunkc.UnsupportedError, match="closure"):
+        optimizer.step(lambda: 0.0)
+
+
+@second_tier
+def test_the_scaler_of_an_engine_is_deepspeeds() -> None:
+    model, _ = engine(fp16={"enabled": True})
+    assert model.loss_scaler == DynamicLossScaler(65536.0, window=1000, min_scale=1.0, hysteresis=2)
+
+
+def test_a_class_of_torch_nn_is_compiled_too() -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+
+    given = config() | {"chunkc": {"memory_budget": "8KiB", "codegen": "eager"}}
+    model, _ = chunkc.initialize_engine(build, 0, given)
+    with pytest.raises(chunkc.BudgetError):
+        model(torch.randn(4, 64))
+
+
+def test_a_compiled_model_is_refused() -> None:
+    with pytest.raises(chunkc.OptionsError, match="give initialize_engine the model itself"):
+        chunkc.initialize_engine(torch.compile(small_model(), backend="chunkc"), 0, config())
+
+
+def test_what_init_built_stays_at_home_when_it_is_cast(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        with chunkc.init(home=f"disk:{tmp_path}"):
+            return small_model()
+
+    model, _ = chunkc.initialize_engine(build, 0, config(bf16={"enabled": True}))
+    large = [p for p in model.parameters() if p.nbytes >= 4096]
+    assert large
+    assert all(p.dtype == torch.bfloat16 and nursery_of(p) is not None for p in large)

@@ -1,0 +1,400 @@
+"""What loops do with an optimizer beside `step()`: each beside plain PyTorch, and with the same bits under two budgets.
+
+"Learning-rate schedulers, gradient clipping, accumulation and several param groups do not work with the offloading
+optimizer" is what users of such systems complain about.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from optim_models import BUDGET_NBYTES, MLP, batch, is_managed, several_groups
+from torch import Tensor, nn
+from torch.optim import lr_scheduler, swa_utils
+
+import chunkc
+
+pytestmark = pytest.mark.second_tier
+
+HUGE_NBYTES = 64 << 20
+
+Script = Callable[[MLP, Callable[[Tensor], Tensor], Callable[..., torch.optim.Optimizer]], list[Tensor]]
+"""Gets the model, what to call, and the class of the optimizer; returns what to compare."""
+
+EPS = 1e-4
+"""Of Adam: with the usual one, its first updates are as large as the rate, however small a gradient or its rounding."""
+
+PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "AdamW": (partial(chunkc.optim.AdamW, eps=EPS), partial(torch.optim.AdamW, eps=EPS)),
+    "SGD": (
+        lambda params, lr=0.1, **rest: chunkc.optim.SGD(params, lr=lr, momentum=0.9, **rest),
+        lambda params, lr=0.1, **rest: torch.optim.SGD(params, lr=lr, momentum=0.9, **rest),
+    ),
+    "torch.optim.AdamW": (partial(torch.optim.AdamW, eps=EPS), partial(torch.optim.AdamW, eps=EPS)),
+}
+"""Under chunkc, and in plain PyTorch."""
+
+
+@pytest.fixture(params=[name if name == "AdamW" else pytest.param(name, marks=pytest.mark.slow) for name in PAIRS])
+def pair(request: pytest.FixtureRequest) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    return PAIRS[request.param]
+
+
+def run(script: Script, pair: tuple[Callable[..., Any], Callable[..., Any]], rtol: float = 1e-4) -> None:
+    """Under a small budget, a large one, and in plain PyTorch."""
+    results = []
+    for budget in (BUDGET_NBYTES, HUGE_NBYTES, None):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = MLP()
+        call: Any = model
+        if budget is not None:
+            options = {"memory_budget": budget, "codegen": "eager", "whole_graph": "never"}
+            call = torch.compile(model, backend="chunkc", options=options)
+        results.append([value.detach().clone() for value in script(model, call, pair[budget is None])])
+        if budget == BUDGET_NBYTES:
+            assert any(is_managed(p) for p in model.parameters()), "the test tests what it says"
+    small, large, plain = results
+    assert len(small) == len(large) == len(plain) > 0
+    for index, (left, right, expected) in enumerate(zip(*results)):
+        assert torch.equal(left, right), index
+        torch.testing.assert_close(left, expected, rtol=rtol, atol=2e-6, msg=lambda m, index=index: f"{index}: {m}")
+
+
+def parameters(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_accumulation(pair: Any) -> None:
+    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
+        optimizer = optimizer_class(model.parameters(), lr=1e-2)
+        for step in range(3):
+            for part in range(4):
+                (call(batch(4 * step + part)) / 4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return parameters(model)
+
+    run(script, pair)
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [
+        pytest.param(lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.05), id="norm"),
+        pytest.param(lambda parameters: nn.utils.clip_grad_value_(parameters, 1e-3), id="value"),
+        pytest.param(
+            lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.05, foreach=False),
+            id="norm-one-by-one",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.01, norm_type=float("inf")),
+            id="largest",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda parameters: nn.utils.clip_grads_with_norm_(parameters, 0.05, torch.tensor(0.2)),
+            id="given-norm",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_clipping(clip: Callable[[Any], Any], pair: Any) -> None:
+    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
+        optimizer, seen = optimizer_class(model.parameters(), lr=1e-2), []
+        for step in range(3):
+            for part in range(2):  # clipped gradients are of all parts
+                call(batch(2 * step + part)).backward()
+            seen.append(torch.as_tensor(clip(model.parameters()) or 0.0))
+            seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        return seen + parameters(model)
+
+    run(script, pair, rtol=1e-3)
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 2),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=3),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.8),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 4, 2.0),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 1e-4, 1e-2, 2, cycle_momentum="momentum" in o.defaults),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 1e-2, 10),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=1.0),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "SWALR": lambda o: swa_utils.SWALR(o, 1e-3, 2),
+}
+
+
+def test_no_scheduler_is_left_out() -> None:
+    classes = {
+        name
+        for name, kind in vars(lr_scheduler).items()
+        if inspect.isclass(kind) and issubclass(kind, lr_scheduler.LRScheduler) and not name.startswith("_")
+    }
+    assert classes - {"LRScheduler"} == set(SCHEDULERS) - {"SWALR"}
+
+
+def test_every_scheduler(pair: Any) -> None:
+    """One after the other on one model, each with an optimizer of its own."""
+
+    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
+        seen = []
+        for make in SCHEDULERS.values():
+            optimizer = optimizer_class(model.parameters(), lr=1e-3)
+            scheduler = make(optimizer)
+            for step in range(4):
+                loss = call(batch(step))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step(*([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+                seen.append(torch.tensor(optimizer.param_groups[0]["lr"]))
+        return seen + parameters(model)
+
+    run(script, pair, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_learning_rate_in_a_tensor(pair: Any) -> None:
+    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
+        optimizer = optimizer_class(model.parameters(), lr=torch.tensor(1e-2))
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for step in range(3):
+            call(batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        return parameters(model)
+
+    run(script, pair)
+
+
+def test_several_groups() -> None:
+    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
+        optimizer = optimizer_class(several_groups(model), lr=1e-3)
+        scheduler = lr_scheduler.LambdaLR(optimizer, [lambda s, k=k: 0.9 ** (k * s) for k in range(4)])
+        for step in range(3):
+            call(batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        return parameters(model)
+
+    run(script, PAIRS["AdamW"])
+
+
+def test_groups_added_later(pair: Any) -> None:
+    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
+        first, *others = model.layers
+        optimizer = optimizer_class(first.parameters(), lr=1e-2)
+        seen = []
+        for step in range(4):
+            call(batch(step)).backward()
+            optimizer.step()
+            model.zero_grad()
+            seen += parameters(model)
+            if step < len(others):
+                optimizer.add_param_group({"params": list(others[step].parameters()), "lr": 1e-3 * (step + 1)})
+        return seen
+
+    run(script, pair)
+
+
+def test_tensor_hooks(pair: Any) -> None:
+    """A hook that replaces, one that looks, one that goes."""
+
+    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
+        optimizer, seen = optimizer_class(model.parameters(), lr=1e-2), []
+        model.layers[0].weight.register_hook(lambda grad: 2 * grad)
+        model.layers[2].weight.register_hook(lambda grad: seen.append(grad.norm()))
+        handle = model.layers[1].bias.register_hook(torch.zeros_like)
+        for step in range(4):
+            if step == 2:
+                handle.remove()
+            for part in range(2):
+                call(batch(2 * step + part)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen + parameters(model)
+
+    run(script, pair)
+
+
+def test_hooks_after_accumulation(pair: Any) -> None:
+    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
+        optimizer, seen = optimizer_class(model.parameters(), lr=1e-2), []
+        norms: dict[Tensor, Tensor] = {}  # of the two hooks, a compiled backward may call either first
+
+        def halve(p: Tensor) -> None:
+            assert p.grad is not None
+            p.grad.mul_(0.5)
+            norms[p] = p.grad.norm()
+
+        weights = [layer.weight for layer in model.layers[1:3]]
+        for weight in weights:
+            weight.register_post_accumulate_grad_hook(halve)
+        for step in range(3):
+            call(batch(step)).backward()
+            seen += [norms.pop(weight) for weight in weights]
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen + parameters(model)
+
+    run(script, pair)
+
+
+def test_an_optimizer_in_hooks(pair: Any) -> None:
+    """PyTorch's tutorial: an optimizer for each parameter, which steps in the backward and frees the gradient."""
+
+    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
+        optimizers = {p: optimizer_class([p], lr=1e-2) for p in model.parameters()}
+
+        def update(p: Tensor) -> None:
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(update)
+        for step in range(3):
+            call(batch(step)).backward()
+            assert all(p.grad is None for p in model.parameters())
+        return parameters(model)
+
+    run(script, pair)
+
+
+@pytest.mark.slow
+def test_optimizer_hooks(pair: Any) -> None:
+    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
+        optimizer, seen = optimizer_class(model.parameters(), lr=1e-2), []
+        weight = model.layers[0].weight
+        optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_value_(model.parameters(), 1e-3))
+        optimizer.register_step_post_hook(lambda *_: seen.append(weight.detach().norm()))
+        for step in range(3):
+            call(batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen + parameters(model)
+
+    run(script, pair)
+
+
+@pytest.mark.parametrize("multi", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_exponential_moving_average(multi: bool, pair: Any) -> None:
+    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
+        how: dict[str, Any] = (
+            {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)}
+            if multi
+            else {"avg_fn": swa_utils.get_ema_avg_fn(0.9)}
+        )
+        average = swa_utils.AveragedModel(model, **how)
+        optimizer = optimizer_class(model.parameters(), lr=1e-2)
+        for step in range(4):
+            call(batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+        with torch.no_grad():
+            value = average(batch(9))
+        return [value, *parameters(average.module), *parameters(model)]
+
+    run(script, pair)
+
+
+def test_stochastic_weight_averaging(pair: Any) -> None:
+    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
+        optimizer = optimizer_class(model.parameters(), lr=1e-2)
+        average, scheduler = None, swa_utils.SWALR(optimizer, swa_lr=1e-3, anneal_epochs=2)
+        for step in range(5):
+            call(batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step >= 2:  # begun when the model has moved home
+                average = average or swa_utils.AveragedModel(model)
+                average.update_parameters(model)
+                scheduler.step()
+        assert average is not None
+        swa_utils.update_bn([batch(0)], average)
+        model.load_state_dict(average.module.state_dict())  # and trained on from there
+        call(batch(7)).backward()
+        optimizer.step()
+        return [*parameters(average.module), *parameters(model)]
+
+    run(script, pair)
+
+
+def test_parameters_frozen_and_unfrozen_on_the_way(pair: Any) -> None:
+    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
+        model.layers[0].requires_grad_(False)
+        optimizer, seen = optimizer_class(model.parameters(), lr=1e-2), []
+        for step in range(8):
+            if step == 2:
+                model.layers[0].requires_grad_(True)
+            if step == 4:
+                model.layers[2].requires_grad_(False)
+            if step == 6:
+                model.layers[2].requires_grad_(True)
+            call(batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += parameters(model)
+        return seen
+
+    run(script, pair)
+
+
+def test_steps_without_gradients(pair: Any) -> None:
+    """`zero_grad` in odd places, a step without a backward, gradients set by hand."""
+
+    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
+        optimizer = optimizer_class(model.parameters(), lr=1e-2)
+        optimizer.step()
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            call(batch(step)).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 1e-2)
+        optimizer.step()
+        return parameters(model)
+
+    run(script, pair)
+
+
+@pytest.mark.slow
+def test_a_closure(pair: Any) -> None:
+    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
+        optimizer, seen = optimizer_class(model.parameters(), lr=1e-2), []
+        for step in range(3):
+
+            def closure(step: int = step) -> Tensor:
+                optimizer.zero_grad()
+                loss = call(batch(step))
+                loss.backward()
+                return loss
+
+            seen.append(optimizer.step(closure))
+        return seen + parameters(model)
+
+    run(script, pair)

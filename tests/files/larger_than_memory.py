@@ -1,0 +1,117 @@
+"""A model of three times the memory that it is given, from its construction to its evaluation.
+
+Run in a process of its own, with a folder: prints, for each stage, the most bytes that the process took beside what it
+had before there was a model, and what `chunkc explain` said.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import chunkc
+from chunkc.runtime import cpu_allocator
+
+BUDGET_NBYTES = 64 * 2**20
+OPTIONS = {"memory_budget": BUDGET_NBYTES, "codegen": "eager", "whole_graph": "never"}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.head = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x)).square().mean()
+
+
+def status_nbytes(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+@contextmanager
+def stage(name: str, peaks: dict[str, int], before_nbytes: int) -> Iterator[None]:
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    yield
+    peaks[name] = status_nbytes("VmHWM") - before_nbytes
+
+
+def live(width: int, depth: int, folder: Path, before_nbytes: int) -> tuple[dict[str, int], list[float]]:
+    """Build, load, train, save, evaluate; the peak of each stage, and the losses."""
+    peaks: dict[str, int] = {}
+    home = f"disk:{folder}"
+    x = torch.randn(8, width, generator=torch.Generator().manual_seed(1))
+    with stage("building", peaks, before_nbytes), chunkc.init(home=home):
+        torch.manual_seed(0)
+        model = Model(width, depth)
+    with stage("saving", peaks, before_nbytes):
+        chunkc.save(model, folder / "first")
+    with stage("building again", peaks, before_nbytes):
+        del model
+        with torch.device("meta"):
+            model = Model(width, depth)
+        chunkc.place(model, home=home, init="reset_parameters")
+    with stage("loading", peaks, before_nbytes):
+        chunkc.load(model, folder / "first")
+    call = torch.compile(model, backend="chunkc", options=OPTIONS)
+    optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    with (
+        stage("training", peaks, before_nbytes),
+        cpu_allocator.hard_limit(cpu_allocator.current_nbytes() + BUDGET_NBYTES),
+    ):
+        for _ in range(5):
+            loss = call(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        del loss
+    with stage("saving trained", peaks, before_nbytes):
+        chunkc.save(call, folder / "trained", max_shard_size="100MB")
+    with stage("evaluating", peaks, before_nbytes), torch.no_grad():
+        model.eval()
+        losses.append(call(x).item())
+    return peaks, losses
+
+
+def main(folder: Path, width: int, depth: int) -> None:
+    cpu_allocator.install()
+    torch.set_num_threads(1)
+    (folder / "small").mkdir()
+    live(64, 2, folder / "small", 0)  # what is loaded and compiled once for all models
+    torch._dynamo.reset()
+    with torch.device("meta"):
+        model, x = Model(width, depth), torch.empty(8, width)
+    host = chunkc.explain(model, x, home="disk", optimizer="adamw", **OPTIONS).host
+    assert host is not None
+    parameters_nbytes = sum(p.nbytes for p in model.parameters())
+    del model, x
+    gc.collect()
+    before_nbytes = status_nbytes("VmRSS")
+    peaks, losses = live(width, depth, folder, before_nbytes)
+    said = {"building": host.building, "loading": host.loading, "training": host.training, "saving": host.saving}
+    print(json.dumps({"parameters": parameters_nbytes, "peaks": peaks, "said": said, "losses": losses}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,76 @@
+"""trl's `SFTTrainer` under a small budget, with a tokenizer made on the spot, beside the trainer as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from loops import LENGTH, VOCAB, WIDTH, assert_close
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import chunkc
+import chunkc.trl
+from chunkc.session import owner
+
+pytestmark = pytest.mark.slow
+
+TEXTS = [f"the step {i} moves {7 * i % 11} chunks before the {i % 5} th wait" for i in range(24)]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Of words of `TEXTS`."""
+    made = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.train_from_iterator(
+        TEXTS, trainers.WordLevelTrainer(vocab_size=VOCAB, special_tokens=["<unk>", "<pad>", "</s>"])
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", pad_token="<pad>", eos_token="</s>")
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=3 * WIDTH, max_position_embeddings=2 * LENGTH, bos_token_id=0, eos_token_id=2,
+    ))  # fmt: skip
+
+
+def tuned(folder: Path, trainer: Any, config: Any, lora: bool, **settings: Any) -> Any:
+    torch._dynamo.reset()
+    arguments = config(
+        output_dir=str(folder), max_steps=4, per_device_train_batch_size=2, logging_steps=1, report_to="none",
+        disable_tqdm=True, use_cpu=True, bf16=False, learning_rate=1e-3, max_length=LENGTH, save_steps=4, **settings,
+    )  # fmt: skip
+    made = trainer(
+        model=llama(), args=arguments, train_dataset=Dataset.from_dict({"text": TEXTS}), processing_class=tokenizer(),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if lora else None,
+    )  # fmt: skip
+    made.train()
+    return made
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_supervised_fine_tuning(tmp_path: Path, lora: bool) -> None:
+    """Lengths vary from batch to batch, so the graph becomes symbolic at the second."""
+    plain = tuned(tmp_path / "plain", trl.SFTTrainer, trl.SFTConfig, lora)
+    options = {"memory_budget": 1_500_000, "backend_options": {"codegen": "eager", "whole_graph": "never"}}
+    ours = tuned(tmp_path / "ours", chunkc.trl.SFTTrainer, chunkc.trl.SFTConfig, lora, **options)
+    assert_close(losses(ours), losses(plain))
+    report = chunkc.report(ours.model)
+    assert report.predicted_peak_nbytes <= report.memory_budget_nbytes == 1_500_000
+    outside = [name for name, parameter in ours.model.named_parameters() if owner(parameter) is None]
+    assert [name.rpartition("lm_head.")[2] for name in outside] == ["weight"], "the loss is trl's, in eager PyTorch"
+    saved = tmp_path / "ours" / "checkpoint-4"
+    assert (saved / ("adapter_model.safetensors" if lora else "model.safetensors")).exists()
+    assert not any(b"_orig_mod" in path.read_bytes() for path in saved.rglob("*") if path.is_file())

@@ -1,0 +1,70 @@
+"""The verifier on chunks that are cut over ranks: which link they take, and how much room a slot is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from chunkc.ir import chunk_ops
+from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkLayout, ParamSpec
+from chunkc.ir.links import GATHER, SCATTER, TO_DEVICE
+from chunkc.ir.plan import Position
+from chunkc.ir.shards import Shards
+from chunkc.ir.verify import verify_phase
+from chunkc.passes.layout import lay_out
+from chunkc.passes.planning import chunk_items
+
+ROWS = 1000
+
+
+def layout(num_ranks: int = 3) -> ChunkLayout:
+    """One matrix, of which this rank has a third."""
+    shards = Shards((ROWS,), num_ranks, 0)
+    _, rows = shards.span(0)
+    return lay_out([ParamSpec("w", (rows,), (1,), torch.float32, trainable=True, shards=shards)], 1 << 16)
+
+
+WHOLE = Chunk(PARAM, 0)
+
+
+def violations(link: str, budget_nbytes: int, chunk: Chunk = WHOLE) -> list[str]:
+    graph = fx.Graph()
+    graph.call_function(chunk_ops.prefetch, (chunk, link))
+    graph.call_function(chunk_ops.wait, (chunk, link))
+    graph.call_function(chunk_ops.evict, (chunk,))
+    graph.output(())
+    return list(
+        verify_phase(graph, layout=layout(), memories={}, resident=(), held_nbytes=0, budget_nbytes=budget_nbytes)
+    )
+
+
+def test_chunks_of_all_ranks_are_gathered() -> None:
+    assert not violations(GATHER, 1 << 20)
+    (found,) = violations(TO_DEVICE, 1 << 20)
+    assert "link" in found
+    assert "the RAM of all ranks" in found
+    tile = Chunk(PARAM, 0, (0, 64))
+    assert not violations(TO_DEVICE, 1 << 20, tile)
+    assert violations(GATHER, 1 << 20, tile), "an update's tile is of this rank alone"
+
+
+@pytest.mark.parametrize("kind", [PARAM, GRAD])
+def test_a_slot_has_room_for_all_ranks(kind: str) -> None:
+    """A gradient's for what the two others send, too."""
+    chunk = Chunk(kind, 0)
+    (group,) = layout().groups
+    nbytes = layout().chunk_nbytes_of(chunk)
+    exchanged = 2 * -(-ROWS // 3) if kind == GRAD else 0
+    assert nbytes == 4 * (group.gathered_numel + exchanged) >= 4 * (ROWS + exchanged)
+    counter_nbytes = 4
+    assert not violations(GATHER, nbytes + counter_nbytes, chunk)
+    assert violations(GATHER, nbytes + counter_nbytes - 1, chunk)
+
+
+def test_the_planner_takes_the_links_of_all_ranks() -> None:
+    chunks = frozenset({Chunk(PARAM, 0), Chunk(GRAD, 0)})
+    position = Position("forward.0", "forward", 0, "mm", "h", chunks, frozenset(), 0.0)
+    items = chunk_items(layout(), [position])
+    assert {(item.way_back.link, item.way_home.link) for item in items.values()} == {(GATHER, SCATTER)}
+    assert layout().cut == {0}

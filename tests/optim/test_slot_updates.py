@@ -1,0 +1,277 @@
+"""`overlap="backward"` on the device: the backward updates chunks in slots, and their gradients go nowhere."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from harness import array, compile_case, differences, session_of
+from overlap_cases import case, minimum_nbytes
+from torch import Tensor
+
+import chunkc
+from chunkc.runtime.used_gradients import UsedGradient
+
+pytestmark = pytest.mark.timeout(120)
+
+ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+class Subject:
+    """A model of four chunks, compiled with so many bytes more than its minimum."""
+
+    def __init__(
+        self,
+        overlap: str,
+        spare_nbytes: int = 1 << 16,
+        dtype: torch.dtype = torch.float32,
+        optimizer: Any = chunkc.optim.AdamW,
+        arguments: dict[str, Any] = ADAMW,
+        **options: Any,
+    ) -> None:
+        self.case = case(dtype)
+        budget = minimum_nbytes(self.case) + spare_nbytes
+        self.model, self.compiled = compile_case(self.case, memory_budget=budget, whole_graph="never", **options)
+        self.session, self.store = session_of(self.model), session_of(self.model).store
+        self.optimizer = optimizer(self.model.parameters(), overlap=overlap, **arguments)
+
+    def backward(self, batch: int) -> Tensor:
+        loss = self.compiled(**self.case.batch(batch))
+        loss.backward()
+        return loss
+
+    def step(self, batch: int) -> Any:
+        found = array(self.backward(batch))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return found
+
+    @property
+    def used(self) -> set[int]:
+        """Groups whose gradients were used up."""
+        names = {name for name, p in self.store.parameters().items() if isinstance(p.grad, UsedGradient)}
+        return set(self.store.layout.groups_of(names))
+
+    @property
+    def moving(self) -> set[int]:
+        """Groups that are at home, of which there are some."""
+        found = {group.index for group in self.store.layout.groups} - self.store.resident
+        assert found
+        return found
+
+    def state(self) -> list[Any]:
+        states = self.optimizer.state
+        return [
+            array(t) for p in self.model.parameters() for t in (p, *(states[p][kind] for kind in sorted(states[p])))
+        ]
+
+
+def trained(overlap: str, *args: Any, num_steps: int = 4, **options: Any) -> tuple[list[Any], Subject]:
+    made = Subject(overlap, *args, **options)
+    losses = [made.step(batch) for batch in range(num_steps)]
+    return [*losses, *made.state()], made
+
+
+@functools.cache
+def expected(*args: Any) -> list[Any]:
+    return trained("none", *args)[0]
+
+
+def test_the_backward_updates_with_the_same_bits() -> None:
+    found, made = trained("backward")
+    assert not differences(found, expected())
+    made.backward(4)
+    assert made.used == made.moving
+
+
+RULES: dict[str, tuple[Any, dict[str, Any], torch.dtype]] = {
+    "adamw, bf16, split masters": (chunkc.optim.AdamW, ADAMW, torch.bfloat16),
+    "adam, 8 bits, rounded at random": (
+        chunkc.optim.Adam,
+        {"lr": 1e-2, "moments_dtype": "int8", "stochastic_rounding": True},
+        torch.bfloat16,
+    ),
+    "lamb": (chunkc.optim.LAMB, {"lr": 1e-2, "weight_decay": 0.1}, torch.float32),
+    "sgd, fp16": (chunkc.optim.SGD, {"lr": 1e-2, "momentum": 0.9}, torch.float16),
+}
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_has_the_same_bits(name: str) -> None:
+    kind, arguments, dtype = RULES[name]
+    options: dict[str, Any] = {"optimizer": kind, "arguments": arguments, "dtype": dtype, "num_steps": 3}
+    found, made = trained("backward", **options)
+    made.backward(4)
+    assert made.used == made.moving
+    assert not differences(found, trained("none", **options)[0])
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("spare_nbytes", [0, 9_000, 35_000])
+def test_every_budget_has_the_same_bits(spare_nbytes: int) -> None:
+    """From a budget in which nothing is updated in the backward to one in which all is."""
+    found, made = trained("backward", spare_nbytes)
+    made.backward(4)
+    assert (made.used == set()) == (spare_nbytes == 0)
+    assert not differences(found, expected())
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("options", [{"codegen": "inductor"}, {"home": "disk"}], ids=["inductor", "disk"])
+def test_compiled_code_and_a_disk_home_have_the_same_bits(options: dict[str, Any], tmp_path: Any) -> None:
+    options = {key: f"disk:{tmp_path}" if value == "disk" else value for key, value in options.items()}
+    found, made = trained("backward", num_steps=3, **options)
+    made.backward(4)
+    assert made.used == made.moving
+    assert not differences(found, trained("none", num_steps=3, **options)[0])
+
+
+def test_copies_are_those_of_states_and_of_parameters_once() -> None:
+    """In a step, beside the forward's and the backward's own fetches: states both ways, parameters home."""
+    made = Subject("backward")
+    made.step(0)
+    made.step(1)
+    before = made.store.traffic.to_device_nbytes, made.store.traffic.to_home_nbytes
+    made.backward(2)
+    in_backward = made.store.traffic.to_device_nbytes, made.store.traffic.to_home_nbytes
+    made.optimizer.step()
+    assert (made.store.traffic.to_device_nbytes, made.store.traffic.to_home_nbytes) == in_backward
+    groups = made.store.layout.groups
+    states = sum(group.nbytes(kind) for group in groups for kind in group.state_kinds)
+    parameters = sum(group.nbytes("param") for group in groups)
+    assert in_backward[1] - before[1] == states + parameters
+    plan = made.session.records.latest["backward"].plan
+    fetches = [e for p in plan.phases for stop in p.stops for e in stop if e.kind == "prefetch"]
+    assert in_backward[0] - before[0] == states + sum(e.nbytes for e in fetches if e.item.kind == "param")
+
+
+def test_gradients_accumulate_where_the_user_says_so() -> None:
+    def train(overlap: str) -> list[Any]:
+        made = Subject(overlap)
+        for step in range(3):
+            with made.optimizer.accumulating():
+                made.backward(2 * step)
+                assert not made.used
+                made.backward(2 * step + 1)
+            made.backward(2 * step + 10)
+            assert made.used == (made.moving if overlap == "backward" and step else set())
+            made.optimizer.step()
+            made.optimizer.zero_grad()
+        return made.state()
+
+    assert not differences(train("backward"), train("none"))
+
+
+def test_a_used_gradient_refuses_whoever_needs_it() -> None:
+    made = Subject("backward")
+    made.step(0)
+    made.backward(1)
+    weight = made.model.get_parameter("layers.2.weight")
+    assert isinstance(weight.grad, UsedGradient)
+    assert (weight.grad.shape, weight.grad.dtype) == (weight.shape, weight.dtype)
+    assert "used up" in repr(weight.grad)
+    refused = [
+        lambda: torch.nn.utils.clip_grad_norm_(made.model.parameters(), 1.0),
+        lambda: weight.grad.clone(),
+        lambda: made.optimizer.zero_grad(set_to_none=False),
+        lambda: (weight * 2).sum().backward(),
+    ]
+    for use in refused:
+        with pytest.raises(chunkc.UnsupportedError, match=r"gradient of layers.*was used up.*zero_grad"):
+            use()
+    with pytest.raises(chunkc.UnsupportedError, match=r"call optimizer.step\(\) after each backward"):
+        made.compiled(**made.case.batch(2))
+    made.optimizer.step()
+    with pytest.raises(chunkc.UnsupportedError, match=r"gradient of layers.*was used up"):
+        made.optimizer.step()
+    with pytest.raises(chunkc.UnsupportedError, match=r"gradient of layers.*was used up"):
+        made.backward(2)
+    made.optimizer.zero_grad()
+    made.step(2)
+
+
+def change_a_parameter(made: Subject) -> None:
+    with torch.no_grad():
+        made.model.get_parameter("layers.2.weight").clamp_(-0.1, 0.1)
+
+
+def drop_a_gradient(made: Subject) -> None:
+    made.model.get_parameter("layers.2.weight").grad = None
+
+
+def change_the_rate(made: Subject) -> None:
+    made.optimizer.param_groups[0]["lr"] = 0.5
+
+
+@pytest.mark.parametrize("change", [change_a_parameter, drop_a_gradient, change_the_rate])
+def test_changes_after_the_update_are_refused(change: Any) -> None:
+    made = Subject("backward")
+    made.step(0)
+    made.backward(1)
+    change(made)
+    with pytest.raises((chunkc.UnsupportedError, chunkc.OptionsError), match=r"layers.*after its update had begun"):
+        made.optimizer.step()
+
+
+def test_hooks_and_what_users_write_keep_their_meaning() -> None:
+    """A hooked parameter's chunk is the step's; lower bits of other contents are left out before they are fetched."""
+
+    def train(overlap: str) -> list[Any]:
+        made = Subject(overlap, dtype=torch.bfloat16)
+        made.model.get_parameter("layers.1.weight").register_hook(lambda grad: grad * 2)
+        found = [made.step(batch) for batch in range(2)]
+        change_a_parameter(made)
+        found += [made.step(2)]
+        made.backward(3)
+        assert len(made.used) == (3 if overlap == "backward" else 0)
+        made.optimizer.step()
+        return [*found, *made.state()]
+
+    assert not differences(train("backward"), train("none"))
+
+
+def test_a_backward_that_fails_before_an_update_leaves_it_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four updates one has ended, and one was interrupted between its tiles: the step says so, once."""
+    made = Subject("backward")
+    made.step(0)
+    loss = made.compiled(**made.case.batch(1))
+    enqueue = type(made.store.tier).enqueue
+    ran: list[Any] = []
+
+    def interrupted(job: Any, *args: Any) -> None:
+        if len(args) == 2 and isinstance(args[0], dict):  # an update of a tile
+            ran.append(args[1])
+            if len(ran) == 2:
+                raise KeyboardInterrupt
+        enqueue(job, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(made.store.tier), "enqueue", staticmethod(interrupted))
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+    assert len(ran) == 2
+    assert made.store.present == frozenset()
+    with pytest.raises(chunkc.UnsupportedError, match=r"call optimizer.step\(\) after each backward"):
+        made.compiled(**made.case.batch(2))
+    with pytest.raises(chunkc.StreamError, match=r"interrupted in the backward and is half done"):
+        made.optimizer.step()
+    made.optimizer.zero_grad()
+    made.step(2)
+
+
+def test_the_plan_says_what_is_used_to_the_byte() -> None:
+    """At every moment of the backward, its updates among them."""
+    made = Subject("backward", codegen="eager")
+    made.step(0)
+    made.step(1)
+    made.backward(2)
+    report = chunkc.report(made.compiled)
+    updates = [name for name, _, _ in report.moments if name.startswith("update.")]
+    assert len(updates) >= 4
+    record = made.session.records.latest["backward"]
+    assert {name for name, _ in record.measurement.peaks} == {
+        m.name for m in record.plan.moments if m.phase == "backward"
+    }

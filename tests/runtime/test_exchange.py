@@ -1,0 +1,143 @@
+"""Chunks between the homes of ranks and slots that hold all their parts; the ranks are threads here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+
+from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkGroup, ParamSpec
+from chunkc.ir.shards import Shards
+from chunkc.passes.layout import lay_out
+from chunkc.runtime.exchange import gather, scatter_sums
+
+SHAPES = {"a": (5, 3), "b": (1,), "c": (7,), "d": (4, 2)}
+
+
+class Thread:
+    """A rank's transport, whose messages go through queues from thread to thread."""
+
+    def __init__(self, rank: int, queues: list[list[SimpleQueue[torch.Tensor]]]) -> None:
+        self.rank, self.num_ranks, self.queues = rank, len(queues), queues
+        self.others = [other for other in range(self.num_ranks) if other != rank]
+        self.sent = 0
+
+    def exchange(self, channel: str, sends: Sequence[Any], receives: Sequence[Any]) -> None:
+        for rank, tensor in sends:
+            self.sent += tensor.nbytes
+            self.queues[self.rank][rank].put(tensor.clone())
+        for rank, tensor in receives:
+            tensor.copy_(self.queues[rank][self.rank].get(timeout=10))
+
+
+def on_ranks(num_ranks: int, job: Callable[[Any], None]) -> list[Thread]:
+    queues: list[list[Any]] = [[SimpleQueue() for _ in range(num_ranks)] for _ in range(num_ranks)]
+    ranks = [Thread(rank, queues) for rank in range(num_ranks)]
+    threads = [threading.Thread(target=job, args=[rank]) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ranks
+
+
+def group_of(rank: int, num_ranks: int) -> ChunkGroup:
+    specs = []
+    for name, shape in SHAPES.items():
+        shards = Shards(shape, num_ranks, rank)
+        begin, end = shards.span(rank)
+        row = max(1, shards.numel // shape[0])
+        own = ((end - begin) // row, *shape[1:])
+        specs.append(ParamSpec(name, own, torch.empty(shape).stride(), torch.float32, trainable=True, shards=shards))
+    (group,) = lay_out(specs, 1 << 20).groups
+    return group
+
+
+def whole(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def home_with(group: ChunkGroup, values: dict[str, torch.Tensor], rank: int) -> torch.Tensor:
+    home = torch.full((group.numel,), torch.nan)
+    for where in group.slices:
+        assert where.spec.shards is not None
+        begin, end = where.spec.shards.span(rank)
+        home[where.offset : where.end] = values[where.spec.name].flatten()[begin:end]
+    return home
+
+
+def slot_of(group: ChunkGroup, kind: str) -> torch.Tensor:
+    return torch.full((group.slot_numel(Chunk(kind, 0)),), torch.nan)
+
+
+def in_slot(group: ChunkGroup, slot: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        w.spec.name: slot[w.slot_offset : w.slot_offset + w.spec.whole_numel].view(SHAPES[w.spec.name])
+        for w in group.slices
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_every_rank_gets_every_parameter_whole(num_ranks: int) -> None:
+    values, found = whole(0), {}
+
+    def job(rank: Any) -> None:
+        group = group_of(rank.rank, num_ranks)
+        slot = slot_of(group, PARAM)
+        gather(group, home_with(group, values, rank.rank), slot, rank)
+        found[rank.rank] = in_slot(group, slot)
+
+    ranks = on_ranks(num_ranks, job)
+    for tensors in found.values():
+        assert all(torch.equal(tensors[name], value) for name, value in values.items())
+    nbytes = sum(value.nbytes for value in values.values())
+    assert len(found) == num_ranks
+    assert sum(rank.sent for rank in ranks) == (num_ranks - 1) * nbytes
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_each_rank_gets_its_part_of_the_mean(num_ranks: int) -> None:
+    """Added up in the order of the ranks; added to what home has where it has one; what is not in the slot stays."""
+    computed, before, found = [whole(1 + rank) for rank in range(num_ranks)], whole(9), {}
+    adds = {"a": False, "b": True, "d": True}
+
+    def job(rank: Any) -> None:
+        group = group_of(rank.rank, num_ranks)
+        slot, home = slot_of(group, GRAD), home_with(group, before, rank.rank)
+        for name in adds:
+            in_slot(group, slot)[name].copy_(computed[rank.rank][name])
+        scatter_sums(group, slot, home, adds, rank)
+        found[rank.rank] = (group, home)
+
+    ranks = on_ranks(num_ranks, job)
+    for name, former in before.items():
+        expected = former.clone()
+        if name in adds:
+            total = computed[0][name].clone()
+            for other in computed[1:]:
+                total += other[name]
+            expected = total / num_ranks + (former if adds[name] else 0)
+        for rank, (group, home) in found.items():
+            (where,) = [w for w in group.slices if w.spec.name == name]
+            assert where.spec.shards is not None
+            begin, end = where.spec.shards.span(rank)
+            assert torch.equal(home[where.offset : where.end], expected.flatten()[begin:end])
+    nbytes = sum(before[name].nbytes for name in adds)
+    assert len(found) == num_ranks
+    assert sum(rank.sent for rank in ranks) == (num_ranks - 1) * nbytes
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_all_ranks_lay_slots_out_alike(num_ranks: int) -> None:
+    groups = [group_of(rank, num_ranks) for rank in range(num_ranks)]
+    for kind in (PARAM, GRAD):
+        assert len({group.slot_numel(Chunk(kind, 0)) for group in groups}) == 1
+    assert len({tuple(where.slot_offset for where in group.slices) for group in groups}) == 1
+    assert len({group.numel for group in groups}) > 1, "what is at home differs: a's rows are not shared evenly"
+    part = Chunk(PARAM, 0, (0, 4))
+    assert groups[0].slot_numel(part) == 4, "an update's tile is of this rank's part"

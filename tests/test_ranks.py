@@ -1,0 +1,88 @@
+"""What ranks compare, and what they say where they differ; what a rank hears is given here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from chunkc.ir.errors import BudgetError, DistributedError, UnsupportedError
+from chunkc.ir.shards import Shards
+from chunkc.ranks import agree, largest, meeting, transport_of
+from chunkc.runtime.parts import Part
+
+
+class Heard:
+    """Rank 0, to which two others have said something: a function of what it says."""
+
+    num_ranks = 3
+
+    def __init__(self, *others: Any) -> None:
+        self.others, self.said = others, []
+
+    def tell_all(self, value: Any) -> list[Any]:
+        self.said.append(value)
+        return [value, *(other(value) if callable(other) else other for other in self.others)]
+
+
+def same(value: Any) -> Any:
+    return value
+
+
+def test_equal_facts_pass() -> None:
+    agree(Heard(same, same), {"the code": "a", "the plan": "b"})  # type: ignore[arg-type]
+
+
+def test_a_difference_names_what_and_who() -> None:
+    with pytest.raises(DistributedError, match=r"differ in the code: rank 1 of 3"):
+        agree(Heard(lambda _: (0, {"the code": "x"}), same), {"the code": "a"})  # type: ignore[arg-type]
+    heard = Heard(same, lambda said: (0, {**said[1], "the plan": "another"}))
+    with pytest.raises(DistributedError, match=r"differ in the plan: rank 2 of 3"):
+        agree(heard, {"the code": "a", "the plan": "b"})  # type: ignore[arg-type]
+
+
+def test_the_largest_of_any_rank_counts() -> None:
+    heard = Heard(lambda said: (7, said[1]), lambda said: (3, said[1]))
+    assert largest(heard, 5, {"the phase": "forward"}) == 7  # type: ignore[arg-type]
+    heard = Heard(lambda said: (7, {"the phase": "backward"}), same)
+    with pytest.raises(DistributedError, match=r"the phase: rank 1 of 3 .*: backward instead of forward"):
+        largest(heard, 5, {"the phase": "forward"})  # type: ignore[arg-type]
+
+
+def test_an_error_before_the_meeting_is_told_and_raised_by_all() -> None:
+    own = Heard(same, same)
+    budget = BudgetError(minimum_nbytes=2, budget_nbytes=1, moment="m", module="", contents=())
+    with pytest.raises(BudgetError), meeting(own):  # type: ignore[arg-type]
+        raise budget
+    (refusal,) = own.said
+    with pytest.raises(DistributedError, match=r"rank 1 of 3 cannot go on. BudgetError: memory_budget is 1 byte"):
+        agree(Heard(refusal, same), {"the code": "a"})  # type: ignore[arg-type]
+
+
+def test_an_error_after_the_meeting_is_no_part_of_it() -> None:
+    own = Heard(same, same)
+
+    def fails() -> None:
+        with meeting(own) as compare:  # type: ignore[arg-type]
+            compare({"the code": "a"})
+            raise ValueError("later")
+
+    with pytest.raises(ValueError, match="later"):
+        fails()
+    assert len(own.said) == 1
+
+
+def test_one_process_meets_nobody() -> None:
+    with meeting(None) as compare:
+        compare({"the code": "a"})
+    assert transport_of({"w": nn.Parameter(torch.ones(2))}) is None
+
+
+def test_parameters_are_of_the_same_ranks() -> None:
+    ranks: Any = Heard()
+    part = Part.of(torch.ones(1), Shards((2,), 2, 0), ranks)
+    assert transport_of({"w": part}) is ranks
+    with pytest.raises(UnsupportedError, match="b is not distributed as w is"):
+        transport_of({"w": part, "b": nn.Parameter(torch.ones(2))})
