@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -103,7 +104,9 @@ class CompiledGraph:
         layout = self.session.store.layout
         self.session.known.note(self._noted_update, update_needs(self.captured, self.captured.trained, layout))
         used = {name for program in self.captured.programs.values() for name in program.parameters.values()}
-        self._names = sorted(used | self.captured.trained)
+        self._all_names = frozenset(used | self.captured.trained)
+        self._names = sorted(self._all_names)
+        self._called_in = threading.get_ident()
         self._groups = layout.groups_of(self._names)
 
     # --- planning ---
@@ -251,6 +254,7 @@ class CompiledGraph:
             self._has_run = True
             gc.collect()
         session, step = self.session, self._step(FORWARD, arguments)
+        self._called_in = threading.get_ident()
         session.early.enter_forward(session, self._groups)
         session.store.release_slots()
         reconcile(session, self._names)
@@ -287,6 +291,7 @@ class CompiledGraph:
         step = self._step(BACKWARD, arguments)
         assert step.captured.backward is not None
         hooked_nodes = self._hooked_nodes()
+        store.trainers.claim(self._all_names, None if store.tier.device.type == "cpu" else self._called_in)
         session.early.enter_backward(session, self._groups)
         if reconcile(session, self._names):
             store.release_slots()  # what was kept there is not what the user has

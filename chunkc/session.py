@@ -259,11 +259,11 @@ class Session:
             self.store.place(layout, {}, self.store.resident)
 
     def staying_gradients(self) -> frozenset[str]:
-        """Parameters that have a gradient now which stays on the compute tier."""
+        """Parameters that have a gradient now which stays on the compute tier, or may have one that another thread trains."""
         store = self.store
-        return frozenset(
-            name for name, p in store.parameters().items() if not store.is_managed(name) and p.grad is not None
-        )
+        readable = store.readable()
+        staying = {name: p for name, p in store.parameters().items() if not store.is_managed(name)}
+        return frozenset(name for name, p in staying.items() if name not in readable or p.grad is not None)
 
     @property
     def minimum_nbytes(self) -> int:

@@ -29,6 +29,7 @@ from chunkc.runtime.gradients import (
     store_first,
 )
 from chunkc.runtime.places import ChunkPlaces
+from chunkc.runtime.trainers import Trainers
 from chunkc.runtime.used_gradients import UsedGradient, gradient_of, used_up
 
 
@@ -38,9 +39,11 @@ class ChunkStore(ChunkPlaces):
 
     Attributes:
         left_to_autograd: parameters whose `.grad` stays the tensor that it is (see `leave_to_autograd`).
+        trainers: which thread trains what; no other one looks at the gradients.
     """
 
     left_to_autograd: frozenset[str] = frozenset()
+    trainers: Trainers = field(default_factory=Trainers)
     _addresses: dict[str, int] = field(default_factory=dict)
     _home_storages: dict[str, StorageWeakRef] = field(default_factory=dict)
     _handed_out: dict[str, HandedOut] = field(default_factory=dict)
@@ -103,8 +106,9 @@ class ChunkStore(ChunkPlaces):
         former = dict(self._parameters)
         self._parameters.update({name: weakref.ref(p) for name, p in parameters.items()})
         from_home = {name: p for group in to_tier for name, p in self._parameters_of(group.index).items()}
-        held = {name for name, p in from_home.items() if is_held(p)}
-        self.left_to_autograd = self.leave_to_autograd() | of_several(self.parameters()) | held
+        unread = self.trainers.trained_by_others()
+        held = {name for name, p in from_home.items() if name in unread or is_held(p)}
+        self.left_to_autograd = self.leave_to_autograd() | of_several(self.readable()) | held
         for name in from_home:
             self._handed_out.pop(name, None)
         for group in (*to_home, *to_tier):
@@ -123,8 +127,7 @@ class ChunkStore(ChunkPlaces):
         if is_managed:
             self.write(PARAM, name, parameter)
         self.bind(name, parameter)
-        gradient = gradient_of(parameter)
-        if gradient is None or name in self.left_to_autograd:
+        if name in self.left_to_autograd or (gradient := gradient_of(parameter)) is None:
             return
         if is_managed:
             self.write(GRAD, name, gradient)
@@ -288,7 +291,8 @@ class ChunkStore(ChunkPlaces):
         Raises:
             HomeError: there is no room for another home.
         """
-        parameters = self.parameters()
+        parameters = self.readable()
+        unread = self.left_to_autograd - parameters.keys()
         changed = {n: p for n, p in parameters.items() if self.is_managed(n) and self._is_foreign(n, gradient_of(p))}
         staying = [p for name, p in parameters.items() if not self.is_managed(name)]
         left = {name for name, parameter in changed.items() if is_held(parameter)}
@@ -296,13 +300,18 @@ class ChunkStore(ChunkPlaces):
             left |= of_several(parameters)
         for index in {self.group_index(name) for name, p in changed.items() if self._is_kept_elsewhere(name, p)}:
             left |= self._leave_gradients(index)
-        self.left_to_autograd = frozenset(left)
+        self.left_to_autograd = frozenset(left | unread)
         return self.left_to_autograd
+
+    def readable(self) -> dict[str, nn.Parameter]:
+        """The parameters whose `.grad` this thread may look at."""
+        others = self.trainers.trained_by_others()
+        return {n: p for n, p in self.parameters().items() if n not in others} if others else self.parameters()
 
     def _gradients_off_home(self) -> dict[str, torch.Tensor]:
         """Gradients of parameters at home that lie elsewhere, such as what a hook returned, by name."""
         found = {}
-        for name, parameter in self.parameters().items():
+        for name, parameter in self.readable().items():
             grad, handed = gradient_of(parameter), self._handed_out.get(name, NOTHING)
             if grad is None or not self.is_managed(name) or not self._is_foreign(name, grad):
                 continue

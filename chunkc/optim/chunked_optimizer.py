@@ -248,6 +248,7 @@ class ChunkedOptimizer(Optimizer):
         """As in `torch.optim`. Gradients that become zeros are waited for, if an update still reads them."""
         if not set_to_none:
             self.under_way.finish()
+        _kept = [p.grad for group in self.param_groups for p in group["params"]]  # see `chunkc.runtime.trainers`
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

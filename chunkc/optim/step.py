@@ -48,6 +48,7 @@ def take_over_changes(parameters: Sequence[torch.Tensor]) -> None:
         if (hit := managing(parameter)) is not None:
             names.setdefault(hit[0], []).append(hit[1])
     for session, of_session in names.items():
+        session.store.trainers.claim(frozenset(of_session))
         reconcile(session, of_session)
         gradients_left_to_autograd(session, of_session)
 

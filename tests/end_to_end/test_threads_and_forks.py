@@ -168,6 +168,33 @@ def test_a_thread_evaluates_while_another_trains(short_switch_interval: None, ph
     assert not differences(seen, weights(alone))
 
 
+@every_way
+def test_gradients_that_another_thread_writes_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch frees memory there without the interpreter's lock."""
+    model, compiled = compile_small(room=2.0)
+    optimizer = adamw(model.parameters())
+    train_steps(compiled, optimizer, range(2))
+    store = session_of(model).store
+    staying = {name for name in store.parameters() if not store.is_managed(name)}
+    read = []
+    monkeypatch.setattr("chunkc.runtime.store.gradient_of", lambda p: read.append(p) or p.grad)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            compiled(**CASE.batch(9))
+
+    def inside(gradient: Tensor) -> None:
+        read.clear()
+        run_in_threads([evaluate])
+        assert not {id(p) for p in read} & {id(p) for name, p in store.parameters().items() if name in staying}
+
+    last = [p for name, p in store.parameters().items() if name in staying and p.requires_grad][0]
+    last.register_post_accumulate_grad_hook(inside)
+    backward(compiled, 0)
+    assert staying
+    optimizer.step()
+
+
 def test_threads_train_models_that_share_a_session(short_switch_interval: None, phases_in_turn: list[str]) -> None:
     def build(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -224,7 +251,7 @@ def test_without_the_lock_phases_run_at_once(phases_in_turn: list[str], monkeypa
 
 
 @every_way
-def test_a_model_that_is_gone_gives_everything_back(tmp_path: object) -> None:
+def test_a_model_that_is_gone_gives_everything_back(fresh_dynamo: None) -> None:
     def num_files() -> int:
         return len(os.listdir("/proc/self/fd"))
 

@@ -1,0 +1,52 @@
+"""Threads look only at gradients of what they train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from chunkc.runtime.trainers import Trainers
+
+NAMES = frozenset("ab")
+
+
+@pytest.fixture
+def elsewhere() -> Callable[[Callable[[], object]], object]:
+    """Calls in one other thread."""
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda call: pool.submit(call).result()
+
+
+def test_at_first_everybody_may_look() -> None:
+    assert not Trainers().trained_by_others()
+
+
+def test_only_who_trains_may_look(elsewhere: Callable) -> None:
+    trainers = Trainers()
+    elsewhere(lambda: trainers.claim(NAMES))
+    assert trainers.trained_by_others() == NAMES
+    assert not elsewhere(trainers.trained_by_others)
+
+
+def test_training_moves_to_another_thread(elsewhere: Callable) -> None:
+    trainers = Trainers()
+    elsewhere(lambda: trainers.claim(NAMES))
+    trainers.claim(NAMES)
+    assert not trainers.trained_by_others()
+    assert elsewhere(trainers.trained_by_others) == NAMES
+
+
+def test_each_trains_its_own(elsewhere: Callable) -> None:
+    trainers = Trainers()
+    trainers.claim(NAMES)
+    elsewhere(lambda: trainers.claim(frozenset("bc")))
+    assert trainers.trained_by_others() == frozenset("c")
+    assert elsewhere(trainers.trained_by_others) == frozenset("a")
+
+
+def test_a_claim_on_behalf_of_another_thread() -> None:
+    trainers = Trainers()
+    trainers.claim(NAMES, thread=-1)
+    assert trainers.trained_by_others() == NAMES
