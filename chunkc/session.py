@@ -259,7 +259,7 @@ class Session:
             self.store.place(layout, {}, self.store.resident)
 
     def staying_gradients(self) -> frozenset[str]:
-        """Parameters that have a gradient now which stays on the compute tier, or may have one that another thread trains."""
+        """Parameters that have a gradient now which stays on the compute tier, and what another thread trains."""
         store = self.store
         readable = store.readable()
         staying = {name: p for name, p in store.parameters().items() if not store.is_managed(name)}

@@ -188,7 +188,7 @@ def test_gradients_that_another_thread_writes_are_not_read(monkeypatch: pytest.M
         run_in_threads([evaluate])
         assert not {id(p) for p in read} & {id(p) for name, p in store.parameters().items() if name in staying}
 
-    last = [p for name, p in store.parameters().items() if name in staying and p.requires_grad][0]
+    last = next(p for name, p in store.parameters().items() if name in staying and p.requires_grad)
     last.register_post_accumulate_grad_hook(inside)
     backward(compiled, 0)
     assert staying
