@@ -72,21 +72,36 @@ class RunFailed(Exception):
     """A run's process ended with an error; the message holds the end of what it printed."""
 
 
-def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; `fraction` is a Fraction, `data` and `out` are paths."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=steps_of, default=30, help="of each run (default 30, at least 3)")
+def parser_of_runs(about: str | None, steps: int, out: str) -> argparse.ArgumentParser:
+    """What plain PyTorch and chunkc are to train; `fraction` is a Fraction, `data` and `out` are paths.
+
+    Args:
+        about: a script's docstring.
+        steps: the default number.
+        out: the default folder.
+    """
+    parser = argparse.ArgumentParser(description=(about or "").split("\n")[0])
+    parser.add_argument("--steps", type=steps_of, default=steps, help=f"of each run (default {steps}, at least 3)")
     parser.add_argument("--size", choices=SIZES, default="small", help="of the model (default small: 22M)")
     parser.add_argument("--fraction", type=fraction_of, default=Fraction(1, 3), help="of plain memory (1/3)")
-    parser.add_argument("--data", type=Path, help="a file to train on (default: Python's standard library)")
+    parser.add_argument("--data", type=file_of, help="a file to train on (default: Python's standard library)")
     parser.add_argument("--home", default="disk", help='"disk", "disk:DIR" or "cpu" (default disk)')
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="a folder (default runs/demo)")
+    parser.add_argument("--out", type=Path, default=Path(out), help=f"a folder (default {out})")
     parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line of the demo."""
+    parser = parser_of_runs(__doc__, 30, "runs/demo")
     parser.add_argument("--lr", type=float, default=3e-4)
-    parsed = parser.parse_args(arguments)
-    if parsed.data is not None and not parsed.data.is_file():
-        parser.error(f"--data: there is no file {parsed.data}")
-    return parsed
+    return parser.parse_args(arguments)
+
+
+def file_of(text: str) -> Path:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return Path(text)
 
 
 def steps_of(text: str) -> int:

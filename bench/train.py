@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,7 +26,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from demo import SIZES, RunFailed, events_of, fraction_of, progress_of_runs, steps_of
+from demo import SIZES, RunFailed, events_of, parser_of_runs, progress_of_runs
 from figures import draw_losses
 from gpt import GPT, GPTConfig
 from one_run import RunSpec
@@ -62,18 +61,11 @@ class Trained:
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; `fraction` is a Fraction, `data` and `out` are paths."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=steps_of, default=1500, help="of each run (default 1500)")
-    parser.add_argument("--size", choices=SIZES, default="small", help="of the model (default small: 22M)")
-    parser.add_argument("--fraction", type=fraction_of, default=Fraction(1, 3), help="of plain memory (1/3)")
-    parser.add_argument("--data", type=Path, help="a file to train on (default: Python's standard library)")
-    parser.add_argument("--home", default="disk", help='"disk", "disk:DIR" or "cpu" (default disk)')
-    parser.add_argument("--prompt", default="def ", help='what the model continues (default "def ")')
-    parser.add_argument("--out", type=Path, default=Path("runs/train"), help="a folder (default runs/train)")
-    parser.add_argument("--picture", type=Path, help="where to draw the losses, too (a README's, say)")
-    parser.add_argument("--seed", type=int, default=0)
+    """The command line: the demo's, and what is sampled and drawn at the end."""
+    parser = parser_of_runs(__doc__, 1500, "runs/train")
     parser.add_argument("--lr", type=float, default=1e-3, help="the highest learning rate (default 0.001)")
+    parser.add_argument("--prompt", default="def ", help='what the model continues (default "def ")')
+    parser.add_argument("--picture", type=Path, help="where to draw the losses, too (a README's, say)")
     return parser.parse_args(arguments)
 
 

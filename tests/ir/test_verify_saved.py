@@ -87,6 +87,12 @@ def sabotage(rule: str, phase: str) -> Callable[[Sabotage], Sabotage]:
     return register
 
 
+def again(c: Case, node: fx.Node) -> None:
+    """A second such node behind one."""
+    with c.graph.inserting_after(node):
+        c.graph.call_function(node.target, node.args)
+
+
 def change(node: fx.Node, **arguments: Any) -> None:
     """Arguments of a node by `link` or `nbytes`."""
     places = {"storage": 0, "link": 1, "nbytes": 2}
@@ -120,9 +126,7 @@ def it_is_returned_as_well(c: Case) -> None:
 
 @sabotage("saved", "forward")
 def it_leaves_twice(c: Case) -> None:
-    node = c.the(OFFLOAD, FIRST)
-    with c.graph.inserting_after(node):
-        c.graph.call_function(chunk_ops.offload, node.args)
+    again(c, c.the(OFFLOAD, FIRST))
 
 
 @sabotage("saved", "forward")
@@ -178,9 +182,7 @@ def it_is_read_without_a_copy(c: Case) -> None:
 
 @sabotage("saved", "backward")
 def it_is_waited_for_twice(c: Case) -> None:
-    node = c.the(ARRIVE, FIRST)
-    with c.graph.inserting_after(node):
-        c.graph.call_function(chunk_ops.arrive, node.args)
+    again(c, c.the(ARRIVE, FIRST))
 
 
 @sabotage("saved", "backward")
@@ -190,9 +192,7 @@ def another_one_arrives_in_its_place(c: Case) -> None:
 
 @sabotage("saved", "backward")
 def it_comes_back_twice(c: Case) -> None:
-    node = c.the(RELOAD, FIRST)
-    with c.graph.inserting_after(node):
-        c.graph.call_function(chunk_ops.reload, node.args)
+    again(c, c.the(RELOAD, FIRST))
 
 
 @sabotage("saved", "backward")
