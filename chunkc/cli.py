@@ -89,9 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     diff_parser.add_argument("before", type=Path, metavar="BEFORE.json")
     diff_parser.add_argument("after", type=Path, metavar="AFTER.json")
     calibrate_parser = commands.add_parser("calibrate", help="measure this machine for --hardware")
-    calibrate_parser.add_argument(
-        "--output", type=Path, metavar="FILE.json", help=f"default: {default_hardware_path()}"
-    )
+    calibrate_parser.add_argument("--output", type=Path, metavar="FILE", help=f"default: {default_hardware_path()}")
     return parser
 
 
@@ -127,6 +125,8 @@ def _add_explain_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--strict", action="store_true", help="refuse operators whose inner memory is a guess")
     _add_optimizer_arguments(command.add_argument_group("the optimizer of chunkc.optim, by its own arguments"))
     command.add_argument("--largest", choices=["batch_size", "seq_len"], help="the largest that fits")
+    why_help = "of a parameter, module, chunk or saved value: where it is at each moment, and what else would cost"
+    command.add_argument("--why", metavar="NAME", help=why_help)
     command.add_argument("--exceptions", action="store_true", help="print where predicted bytes are not exact, and why")
     command.add_argument("--format", choices=list(FORMATS), default="text", help="default: text")
     command.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
@@ -163,8 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     open_streams()
     options = build_parser().parse_args(arguments)
     try:
-        code = _run(options)
-        return code
+        return _run(options)
     except ChunkcError as error:
         say(str(error))
         return BAD_INPUT
@@ -269,6 +268,7 @@ def _explain(options: argparse.Namespace) -> int:
                 *subject.args,
                 hardware=hardware,
                 name=", ".join([target.name, *_given(options, sizes)]),
+                why=options.why,
                 show=show,
                 **vars(choice),
                 **settings,

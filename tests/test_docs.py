@@ -230,6 +230,7 @@ PARTS = {
     "events": explanations.TimedEvent,
     "estimates": EstimatedOperator,
     "measured": explanations.Measured,
+    "why": explanations.Why,
 }
 
 

@@ -28,18 +28,15 @@ from chunkc.explaining.offline import (
 from chunkc.explaining.optimizer_choice import ADAMW, OptimizerChoice
 from chunkc.explaining.replay import Replay
 from chunkc.explaining.updates import Updates
+from chunkc.explaining.why import why_is
 from chunkc.garbage import no_automatic_collection
 from chunkc.ir.chunks import PARAM, ChunkLayout
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.estimates import largest_of_each
-from chunkc.ir.explanation import (
-    Chunks,
-    Explanation,
-    TimedEvent,
-)
+from chunkc.ir.explanation import Chunks, Explanation
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.program import FORWARD
-from chunkc.ir.simulate import STAYING, simulate, step_time, traffic
+from chunkc.ir.simulate import step_time, traffic
 from chunkc.ir.states import StateFormat
 from chunkc.ir.units import format_nbytes
 from chunkc.machines.presets import load_hardware
@@ -79,6 +76,7 @@ def explain(
     stochastic_rounding: bool = False,
     momentum: float | None = None,
     name: str | None = None,
+    why: str | None = None,
     show: Show | None = None,
     **kwargs: Any,
 ) -> Explanation:
@@ -96,6 +94,8 @@ def explain(
         update_on, overlap, moments_dtype, master_weights, stochastic_rounding, momentum: as the optimizer will have
             them; None is its own default. Where a format or a momentum is given, it counts for all parameters, whatever
             optimizer the model has.
+        why: a parameter, module, chunk (`param:3`) or saved value (`forward.2:0`), of which `Explanation.why` then says
+            where it is at each moment, and what it would cost to have it elsewhere.
         show: told what begins, for a progress display.
 
     Dimensions of arguments that `torch._dynamo.mark_dynamic` marked are traced in symbols, and every moment then says
@@ -123,7 +123,7 @@ def explain(
     step = step_on(machine, model, args, kwargs, options, dynamic=dynamic, state_format_of=chosen.state_format_of)
     show("planning")
     training = training_in(machine, step.graphs)
-    found = explain_step(step, options, training, name or _class_of(model), updates)
+    found = explain_step(step, options, training, name or _class_of(model), updates, why=why)
     return replace(found, measured=measured)
 
 
@@ -239,14 +239,20 @@ def budget_of(options: Options, hardware: Hardware) -> int:
 
 @no_automatic_collection()
 def explain_step(
-    captured: OfflineStep, options: Options, hardware: Hardware, name: str, updates: Updates = IN_SLOTS
+    captured: OfflineStep,
+    options: Options,
+    hardware: Hardware,
+    name: str,
+    updates: Updates = IN_SLOTS,
+    *,
+    why: str | None = None,
 ) -> Explanation:
-    """Explain one captured step."""
+    """Explain one captured step, and where the part of the model named `why` is in it."""
     budget = budget_of(options, hardware)
     replay = Replay(captured, options, hardware, updates)
     rehearsed, layout = replay.fitting(budget), replay.layout
     step = replay.planned(rehearsed)
-    events = _events(step, hardware, updates)
+    events = replay.events(step)
     at_home = saved_at_home(step)
     expressions = () if at_home else replay.expressions(rehearsed)  # which are of a step that keeps all
     moments = tuple(explained_moments(step, events, expressions))
@@ -287,6 +293,7 @@ def explain_step(
         device_is_host=hardware.kind == "cpu",
         activation_checkpointing=any(graph.checkpointed for graph in captured.graphs),
         estimates=largest_of_each(call for found in rehearsed.captured for call in found.unknown_operators),
+        why=None if why is None else why_is(why, replay, rehearsed),
     )
     needs = host_needs(
         layout,
@@ -296,23 +303,6 @@ def explain_step(
         device_is_host=found.device_is_host,
     )
     return replace(found, host=needs, host_fits=host is None or found.host_needs_nbytes <= host)
-
-
-def _events(step: StepPlans, hardware: Hardware, updates: Updates) -> tuple[TimedEvent, ...]:
-    costs = {name: cost_s for run in step.runs for name, cost_s in run.costs_s().items()}
-    nbytes = updates.nbytes(step)
-    rate = hardware.update_bytes_per_s
-    updates_in_slots = [*(name for run in step.runs for name in run.updates)]
-    updates_in_slots += [moment.name for moment in (step.update.moments if step.update else ())]
-    costs |= {name: nbytes[name] / rate for name in updates_in_slots}
-    return simulate(
-        step.phases,
-        costs,
-        hardware,
-        staying_update_s=nbytes[STAYING] / rate,
-        at_home=updates.simulated(step.at_home, step.layout, hardware),
-        update_nbytes=nbytes,
-    )
 
 
 def _home_nbytes(

@@ -186,7 +186,7 @@ def peak_of(step: StepPlans) -> Peak:
     index, program = run.calls.index(peak), run.program
     steps = next(found for i, found in enumerate(call_steps(program, run.captured.memories)) if i == index)
     fullest = max(steps, key=lambda at: at.nbytes)
-    makers = _makers(run.captured)
+    makers = makers_of(run.captured)
     for storage in fullest.around - run.gone:
         add("activations", makers.get(storage, "inputs"), program.storages[storage])
     add("activations", "outputs of the step before", run.returned_before_nbytes)
@@ -198,7 +198,7 @@ def _largest_first(contents: Mapping[str, int]) -> dict[str, int]:
     return dict(sorted(contents.items(), key=lambda item: -item[1]))
 
 
-def _makers(captured: Captured) -> dict[str, str]:
+def makers_of(captured: Captured) -> dict[str, str]:
     """Storage -> the module whose call made it."""
     found: dict[str, str] = {}
     for program in captured.programs.values():
@@ -212,7 +212,7 @@ def saved_at_home(step: StepPlans) -> dict[str, int]:
     """Bytes of saved values that go home between forward and backward, by the module whose call made them."""
     found: dict[str, int] = {}
     for run in step.runs:
-        makers = _makers(run.captured) if run.phase == FORWARD else {}
+        makers = makers_of(run.captured) if run.phase == FORWARD else {}
         for one in run.captured.absent if run.phase == FORWARD else ():
             module = makers.get(one.storage, "the model")
             found[module] = found.get(module, 0) + one.nbytes

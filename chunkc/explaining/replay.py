@@ -12,10 +12,12 @@ from chunkc.explaining.offline import OfflineStep
 from chunkc.explaining.rehearsal import PaperGraph, PaperRun, Rehearsed, Training, rehearse
 from chunkc.explaining.updates import Updates
 from chunkc.ir.errors import BudgetError
+from chunkc.ir.explanation import TimedEvent
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import ItemId
 from chunkc.ir.plan import Plan, Tile
 from chunkc.ir.program import BACKWARD, FORWARD
+from chunkc.ir.simulate import STAYING, simulate
 from chunkc.options import Options
 from chunkc.passes.layout import EMPTY_LAYOUT, extended
 from chunkc.plans import StepPlan, step_plan, update_plan
@@ -91,6 +93,24 @@ class Replay:
             present = plan.kept if run.phase == FORWARD else frozenset[ItemId]()
             gradients |= captured.trained if run.phase == BACKWARD else frozenset()
         return StepPlans(tuple(runs), self.layout, rehearsed.situation.resident, *self._update(rehearsed))
+
+    def events(self, step: StepPlans) -> tuple[TimedEvent, ...]:
+        """The planned step against the clock."""
+        hardware, updates = self._hardware, self.training.updates
+        costs = {name: cost_s for run in step.runs for name, cost_s in run.costs_s().items()}
+        nbytes = updates.nbytes(step)
+        rate = hardware.update_bytes_per_s
+        in_slots = [*(name for run in step.runs for name in run.updates)]
+        in_slots += [moment.name for moment in (step.update.moments if step.update else ())]
+        costs |= {name: nbytes[name] / rate for name in in_slots}
+        return simulate(
+            step.phases,
+            costs,
+            hardware,
+            staying_update_s=nbytes[STAYING] / rate,
+            at_home=updates.simulated(step.at_home, step.layout, hardware),
+            update_nbytes=nbytes,
+        )
 
     def _update(self, rehearsed: Rehearsed) -> tuple[Plan | None, frozenset[int], tuple[Tile, ...]]:
         """The plan of the optimizer's step, the groups that the CPU updates at home, and the tiles of the others."""

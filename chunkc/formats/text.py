@@ -15,7 +15,8 @@ from rich.text import Text
 from chunkc.formats.advice import advice
 from chunkc.formats.fold import Folded, by_kind, fold, kind_of
 from chunkc.formats.units import share, short_nbytes, short_seconds
-from chunkc.ir.explanation import Explanation, HostNeeds
+from chunkc.formats.why import why_rows
+from chunkc.ir.explanation import Explanation, HostNeeds, Why
 from chunkc.ir.text import printable
 
 WIDTH = 110
@@ -40,10 +41,10 @@ def render_text(explanation: Explanation) -> str:
 def print_text(explanation: Explanation, console: Console) -> None:
     """The same for a console of any width; coloured where the console has colours."""
     parts: list[Text | Padding] = [*_verdict(explanation)]
-    for title, table in _tables(explanation):
+    for title, table in _tables(explanation) if explanation.why is None else _why(explanation.why, explanation):
         parts += [Text(f"\n{title}", style="bold"), Padding(table, (0, 0, 0, 2))]
     for title, lines in (("what to do", advice(explanation)), ("notes", explanation.notes)):
-        if lines:
+        if lines and explanation.why is None:
             parts += [Text(f"\n{title}", style="bold"), Padding(_list(lines), (0, 0, 0, 2))]
     segments = console.render(Group(*parts), console.options.update(highlight=False))
     console.print(Segments(segment._replace(text=printable(segment.text)) for segment in segments), end="")
@@ -88,6 +89,14 @@ def _tables(explanation: Explanation) -> Iterator[tuple[str, Table]]:
     yield "step time, predicted", _time(explanation)
     if explanation.measured is not None:
         yield "measured", _measured(explanation)
+
+
+def _why(why: Why, explanation: Explanation) -> Iterator[tuple[str, Table]]:
+    """What was asked, and no more."""
+    budget = explanation.memory_budget_nbytes if explanation.fits else explanation.minimum_budget_nbytes
+    for title, rows in why_rows(why, explanation.step_time_s.total, budget):
+        num_columns = max(map(len, rows))
+        yield title, _table(("",) * num_columns, rows, right=())
 
 
 def _device(explanation: Explanation) -> Table:

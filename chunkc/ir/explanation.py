@@ -164,6 +164,60 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Happening:
+    """Something that the plan does to the part.
+
+    Attributes:
+        at_s: seconds from the beginning of the predicted step.
+        copy_s: of a copy, how long it takes once its link is free; else 0.
+        stall_s: how long the computation waits for the copy here; else 0.
+        before: the call, or the update, that comes next; empty at a phase's end.
+        module: the user's module of that call.
+    """
+
+    at_s: float
+    phase: str
+    item: str
+    what: str
+    nbytes: int
+    copy_s: float
+    stall_s: float
+    before: str
+    module: str
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The step with the part elsewhere.
+
+    Attributes:
+        step_time_s: predicted; None where the budget is too small for it.
+        minimum_nbytes: the smallest budget of the graph, or the update, that lacked room; None where it fits.
+    """
+
+    what: str
+    step_time_s: float | None
+    minimum_nbytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Why:
+    """Of a part of the model: where it is at each moment, what was chosen, what the alternatives would have cost.
+
+    Attributes:
+        name: as it was asked for.
+        chosen: what the plan does with it, a sentence each.
+        happenings: in order of time; none where nothing moves.
+        alternatives: each for the whole part.
+    """
+
+    name: str
+    chosen: tuple[str, ...]
+    happenings: tuple[Happening, ...]
+    alternatives: tuple[Alternative, ...]
+
+
+@dataclass(frozen=True)
 class Explanation:
     """A training step of a model on given hardware, before it ran.
 
@@ -185,6 +239,7 @@ class Explanation:
         graphs: phase -> the FX graph with its chunk nodes as readable code.
         plan_text: the plan, printed.
         saved_at_home: bytes of saved values that go home between forward and backward, by module.
+        why: of the part of the model that was asked about.
     """
 
     model: str
@@ -217,6 +272,7 @@ class Explanation:
     estimates: tuple[EstimatedOperator, ...] = ()
     host: HostNeeds | None = None
     saved_at_home: Mapping[str, int] = field(default_factory=dict)
+    why: Why | None = None
 
     @property
     def host_needs_nbytes(self) -> int:

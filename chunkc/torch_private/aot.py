@@ -66,6 +66,8 @@ def forbid_donation() -> int:
     context = TracingContext.try_get()
     if context is None or context.fw_metadata is None:
         return 0
+    if donated := context.fw_metadata.bw_donated_idxs:
+        donated.clear()  # it is the list of the other record, too, that AOTAutograd looks at as the backward runs
     context.fw_metadata.bw_donated_idxs = []
     return context.fw_metadata.num_mutated_inp_runtime_indices
 

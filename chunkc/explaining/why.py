@@ -1,0 +1,219 @@
+"""`chunkc explain --why NAME`: where a part of the model is at each moment of a planned step, and what it would cost to
+have it elsewhere.
+
+An alternative is the same step, planned and verified again with that part forced to stay, or to move, and all else as
+it was: its seconds and its smallest budget are the planner's and the simulator's, no estimate beside them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from chunkc.explaining.moments import StepPlans, makers_of
+from chunkc.explaining.rehearsal import Rehearsed
+from chunkc.explaining.replay import Replay
+from chunkc.ir.chunks import PARAM, Chunk
+from chunkc.ir.errors import BudgetError, OptionsError
+from chunkc.ir.explanation import Alternative, Happening, TimedEvent, Why
+from chunkc.ir.items import MovedId
+from chunkc.ir.links import INWARD
+from chunkc.ir.plan import ARRIVE, EVICT, LEAVE, OFFLOAD, PREFETCH, RELOAD, WAIT, WRITE_BACK
+from chunkc.ir.program import BACKWARD, FORWARD
+from chunkc.ir.simulate import step_time
+from chunkc.ir.text import short
+from chunkc.passes.early_updates import updated_in
+from chunkc.plans import backward_positions
+
+SAID = {
+    PREFETCH: "fetched",
+    WAIT: "needed",
+    WRITE_BACK: "copied home",
+    EVICT: "let go",
+    OFFLOAD: "copied home",
+    LEAVE: "let go",
+    RELOAD: "fetched",
+    ARRIVE: "needed",
+}
+"""What an event does, in words."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What of the model is asked about.
+
+    Attributes:
+        groups: chunk groups that hold the part.
+        small: parameters in no chunk, which always stay.
+        saved: (graph, storage) -> bytes, of values that its modules save for the backward and that may go home.
+    """
+
+    groups: tuple[int, ...]
+    small: tuple[str, ...]
+    saved: Mapping[tuple[int, str], int]
+
+
+def part_of(name: str, replay: Replay, rehearsed: Rehearsed) -> Part:
+    """The part that a user means: a parameter, a module, a chunk (`param:3`) or a saved storage (`forward.2:0`).
+
+    Raises:
+        OptionsError: there is none of that name; names those that are near.
+    """
+    layout = replay.layout
+    of_group = {group.index: [s.spec.name for s in group.slices] for group in layout.groups}
+    saved = _saved_by_module(rehearsed)
+    storages = {storage: module for module, found in saved.items() for _, storage in found}
+
+    def is_below(full: str) -> bool:
+        return full == name or full.startswith(f"{name}.")
+
+    groups = tuple(index for index, names in of_group.items() if any(map(is_below, names)))
+    small = tuple(spec.name for spec in layout.small if is_below(spec.name))
+    values = {key: nbytes for module, found in saved.items() if is_below(module) for key, nbytes in found.items()}
+    if name in storages:
+        values = {key: nbytes for found in saved.values() for key, nbytes in found.items() if key[1] == name}
+    if not groups:
+        groups = tuple(i for i, g in enumerate(layout.groups) if name in {str(Chunk(k, i)) for k in g.update_kinds})
+    if not (groups or small or values):
+        known = [*layout.specs(), *saved, *storages, *(name.rpartition(".")[0] for name in layout.specs())]
+        near = get_close_matches(name, [one for one in dict.fromkeys(known) if one], n=3, cutoff=0.5)
+        hint = f"; near it are {', '.join(near)}" if near else ""
+        raise OptionsError(
+            f"--why: the model has no parameter, module, chunk (param:0) or saved value named {short(name)}{hint}"
+        )
+    return Part(groups, small, values)
+
+
+def _saved_by_module(rehearsed: Rehearsed) -> dict[str, dict[tuple[int, str], int]]:
+    """Module -> (graph, storage) -> bytes, of every value that may go home between forward and backward."""
+    found: dict[str, dict[tuple[int, str], int]] = {}
+    for graph, captured in enumerate(rehearsed.captured):
+        makers = makers_of(captured)
+        for one in captured.may_leave if captured.backward is not None else ():
+            found.setdefault(makers.get(one.storage, ""), {})[graph, one.storage] = one.nbytes
+    return found
+
+
+def happenings(step: StepPlans, events: Sequence[TimedEvent], part: Part) -> Iterator[Happening]:
+    """All that the plan does to a part, stop after stop; of the waits for copies home only those that take time."""
+    spans = {event.name: event for event in events if event.kind in ("call", "update")}
+    timed: dict[tuple[str, str, str], list[TimedEvent]] = {}
+    for event in events:
+        timed.setdefault((event.phase, event.kind, event.name), []).append(event)
+    storages = {storage for _, storage in part.saved}
+    now = 0.0
+    for phase in step.phases:
+        for index, stop in enumerate(phase.stops):
+            moment = phase.moments[index] if index < len(phase.moments) else None
+            until = math.inf if moment is None else spans[moment.name].start_s
+            for planned in stop:
+                if not _concerns(planned.item, part, storages):
+                    continue
+                kind = "stall" if planned.kind in (WAIT, ARRIVE, LEAVE) else planned.kind
+                of_kind = timed.get((phase.phase, kind, str(planned.item)), [])
+                took = of_kind.pop(0) if of_kind and (kind != "stall" or of_kind[0].start_s <= until) else None
+                goes_home = planned.kind == WAIT and planned.link not in INWARD
+                if goes_home and took is None:
+                    continue
+                if kind == "stall" and took is not None:
+                    now = took.end_s
+                yield Happening(
+                    at_s=now if took is None or kind == "stall" else took.start_s,
+                    phase=phase.phase,
+                    item=str(planned.item),
+                    what="home" if goes_home else SAID[planned.kind],
+                    nbytes=planned.nbytes,
+                    copy_s=0.0 if took is None or kind == "stall" else took.end_s - took.start_s,
+                    stall_s=0.0 if took is None or kind != "stall" else took.end_s - took.start_s,
+                    before="" if moment is None else moment.name,
+                    module="" if moment is None else moment.module,
+                )
+            if moment is not None:
+                now = spans[moment.name].end_s
+
+
+def _concerns(item: MovedId, part: Part, storages: set[str]) -> bool:
+    return item.group in part.groups if isinstance(item, Chunk) else str(item) in storages
+
+
+def why_is(name: str, replay: Replay, rehearsed: Rehearsed) -> Why:
+    """Answer for one part of the model.
+
+    Raises:
+        OptionsError: see `part_of`.
+    """
+    part = part_of(name, replay, rehearsed)
+    step = replay.planned(rehearsed)
+    found = sorted(happenings(step, replay.events(step), part), key=lambda one: one.at_s)
+    return Why(name, tuple(_chosen(part, rehearsed)), tuple(found), tuple(_alternatives(part, replay, rehearsed)))
+
+
+def _absent(rehearsed: Rehearsed) -> set[tuple[int, str]]:
+    """(graph, storage) of every value that goes home in the planned step."""
+    forwards = [run for run in rehearsed.runs if run.phase == FORWARD]
+    return {(run.graph, storage) for run in forwards for storage in run.request.around.absent or ()}
+
+
+def _chosen(part: Part, rehearsed: Rehearsed) -> Iterator[str]:
+    resident = rehearsed.situation.resident
+    for names, does in (
+        ([str(Chunk(PARAM, g)) for g in part.groups if g in resident], "stays on the device, with gradient and states"),
+        ([str(Chunk(PARAM, g)) for g in part.groups if g not in resident], "moves, with gradient and states"),
+    ):
+        if names:
+            yield f"{_listed(names)}: {does}"
+    if part.small:
+        yield f"{_listed(part.small)}: in no chunk, too small to move, and stays on the device"
+    home = [storage for key in sorted(part.saved) if key in _absent(rehearsed) for storage in key[1:]]
+    kept = [storage for key in sorted(part.saved) if key not in _absent(rehearsed) for storage in key[1:]]
+    if home:
+        yield f"saved {_listed(home)}: goes home between forward and backward"
+    if kept:
+        yield f"saved {_listed(kept)}: kept on the device until the backward has read it"
+
+
+def _listed(names: Sequence[object]) -> str:
+    shown = ", ".join(map(str, names[:3]))
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _alternatives(part: Part, replay: Replay, rehearsed: Rehearsed) -> Iterator[Alternative]:
+    resident, absent = rehearsed.situation.resident, _absent(rehearsed)
+    ways = (
+        ("all its chunks stay on the device", resident.union(part.groups), absent),
+        ("all its chunks move", resident.difference(part.groups), absent),
+        ("its saved values are kept on the device", resident, absent - part.saved.keys()),
+        ("its saved values go home", resident, absent | part.saved.keys()),
+    )
+    for what, staying, away in ways:
+        if (staying, away) == (resident, absent):
+            continue
+        try:
+            step = replay.planned(_forced(replay, rehearsed, staying, away))
+            yield Alternative(what, step_time(replay.events(step)).total)
+        except BudgetError as error:
+            yield Alternative(what, None, error.minimum_nbytes)
+
+
+def _forced(replay: Replay, rehearsed: Rehearsed, resident: frozenset[int], absent: set[tuple[int, str]]) -> Rehearsed:
+    """The same step, with these residents and these saved values at home."""
+    training, situation = replay.training, replace(rehearsed.situation, resident=resident)
+    moving_now = rehearsed.situation.resident - resident if len(rehearsed.captured) == 1 else frozenset[int]()
+    in_backward: set[int] = set()
+    runs = []
+    for run in rehearsed.runs:
+        around = run.request.around
+        updates = training.updated_in_backward(situation, {group for group, _ in around.updates} | moving_now)
+        away = frozenset(storage for graph, storage in absent if graph == run.graph)
+        request = replace(run.request, situation=situation, around=replace(around, updates=updates, absent=away))
+        if run.phase == BACKWARD:
+            captured = rehearsed.captured[run.graph].leaving(away)
+            in_backward |= updated_in(backward_positions(captured, request, training.hardware))
+        runs.append(replace(run, request=request))
+    in_slots, at_home = training.updated(situation)
+    update = replace(
+        rehearsed.update, situation=situation, groups=tuple(group for group in in_slots if group not in in_backward)
+    )
+    return replace(rehearsed, situation=situation, runs=tuple(runs), update=update, at_home=at_home)
