@@ -257,6 +257,16 @@ def _num_sharing(c: Convolution) -> int:
     return sharing
 
 
+def _unfolded_nbytes(c: Convolution) -> int:
+    """ATen's own convolution of one small image (`ConvolutionMM2d.cpp`): its columns, unless they are the image; where
+    formats differ, everything may be copied. Exact in plain formats, unless an image's gradient alone is asked for."""
+    is_image = c.pixels == 1 and c.input.shape[2:] == torch.Size(c.result_shape[2:])
+    columns = 0 if is_image else c.input.shape[0] * c.input.shape[1] * c.pixels * c.positions
+    if c.input.is_contiguous() and c.weight.is_contiguous():
+        return 4 * columns
+    return 4 * (columns + math.prod(c.result_shape)) + nbytes_of(c.input) + nbytes_of(c.weight)
+
+
 def _bound(c: Convolution, *, backward: bool) -> int:
     """Upper bound of any convolution.
 
@@ -268,6 +278,8 @@ def _bound(c: Convolution, *, backward: bool) -> int:
     itemsize = 4 if low else c.input.itemsize
     channels_last = not c.input.is_contiguous()
     unfolds = may_unfold(c.input, c.weight, c.groups)
+    if unfolds and c.input.dtype == torch.float32 and c.input.dim() == 4 and not c.transposed and max(c.dilation) == 1:
+        return _unfolded_nbytes(c)  # no other kernel may run
     if c.depthwise and not (channels_last and backward):  # blocks span the groups
         num_groups, block, filters = 1, 16, padded(c.groups, 64) * c.pixels * itemsize
     else:

@@ -117,6 +117,36 @@ def test_transposed_channels_last_to_the_byte(name: str, num_threads: int, bias:
         assert gap(aten.convolution.default, *formats, added, *shape.how) == 0
 
 
+UNFOLDED = {
+    "filters": Shape(1, 8, 16, 14, 3, padding=1),
+    "strided": Shape(1, 20, 48, 9, 3, stride=2, padding=1),
+    "strided, one pixel": Shape(1, 64, 16, 8, 1, stride=2),
+    "one pixel": Shape(1, 64, 32, 8, 1),
+    "padded pixel": Shape(1, 3, 16, 8, 1, padding=1),
+    "one position": Shape(1, 32, 64, 3, 3),
+}
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+@pytest.mark.parametrize("name", UNFOLDED)
+def test_one_small_image_to_the_byte(name: str, num_threads: int) -> None:
+    """ATen's own kernel, on every processor."""
+    torch.set_num_threads(num_threads)
+    assert gaps(UNFOLDED[name], bias=False) == gaps(UNFOLDED[name], bias=True) == (0, 0)
+
+
+@pytest.mark.parametrize("name", UNFOLDED)
+def test_one_small_image_in_other_formats_is_never_too_little(name: str) -> None:
+    shape = UNFOLDED[name]
+    image, filters = shape.image(), shape.filters()
+    grad = torch.randn_like(aten.convolution.default(image, filters, None, *shape.how))
+    for formats in ((last(image), last(filters)), (last(image), filters), (image, last(filters))):
+        assert gap(aten.convolution.default, *formats, None, *shape.how) >= 0
+        for given in (grad, last(grad)):
+            for mask in ([True, False, False], [False, True, False], [True, True, False]):
+                assert gap(aten.convolution_backward.default, given, *formats, [0], *shape.how, mask) >= 0
+
+
 BOUNDED = {
     "one pixel": Shape(4, 20, 40, 16, 1),
     "one pixel, strided": Shape(4, 32, 64, 16, 1, stride=2),
