@@ -75,6 +75,21 @@ for _path in _HELPERS:
 from scripts import every_way  # noqa: E402, F401  # a fixture
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with many variants, `quick(n)` leaves n in the quick tests."""
+    variants: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("quick") and not item.get_closest_marker("slow"):
+            variants.setdefault(getattr(item, "function", None), []).append(item)
+    for found in variants.values():
+        number = found[0].get_closest_marker("quick").args[0]  # type: ignore[union-attr]
+        quick = {index * len(found) // number for index in range(number)}
+        for index, item in enumerate(found):
+            if index not in quick:
+                item.add_marker(pytest.mark.second_tier)
+
+
 def pytest_collection_finish() -> None:
     """Leave what has been imported out of garbage collections: there are many, in the tests and in what they test, and
     a third of their time went into looking at modules."""

@@ -250,6 +250,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *(found for key, item in inner for found in places(item, (*path, key)))]
 
 
+@pytest.mark.second_tier
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_spoilt_explanation_is_compared_or_refused(data: st.DataObject, folder: Path) -> None:

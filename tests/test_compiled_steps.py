@@ -190,6 +190,7 @@ def trained(step_of: Callable[..., Step], optimizer_of: Callable[..., Optimizer]
     return [[array(step(batch(number))) for number in range(3)], weights(model)]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("step_of", STEPS)
 def test_a_compiled_step_trains_as_in_plain_pytorch(step_of: Callable[..., Step], tmp_path: Path) -> None:
     small = _by_chunkc(memory_budget=SMALL, home=f"disk:{tmp_path}")

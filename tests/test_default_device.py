@@ -43,6 +43,7 @@ def trained(optimizer_name: str, default: str, home: str) -> list[Any]:
     return [losses, weights(model)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("optimizer_name", "home"), [("adamw", "cpu"), ("int8", "disk"), ("lamb", "cpu"), ("torch", "disk")]
 )

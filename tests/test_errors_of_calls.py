@@ -82,6 +82,7 @@ def assert_served(found: list[Any], expected: list[Any]) -> None:
                 assert gradient == pytest.approx(plain, rel=1e-3, abs=1e-6)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("home", ["cpu", "disk"])
 @pytest.mark.parametrize("sizes", [SIZES, SIZES[1:]])
 def test_one_batch_that_does_not_fit(sizes: tuple[int, ...], home: str, tmp_path: Path) -> None:

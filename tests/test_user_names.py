@@ -123,6 +123,7 @@ def test_a_compiled_function_names_as_its_variable_does() -> None:
     assert names_in_session(model) == wanted(model)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("make", [Looped, Resumed])
 def test_every_call_has_the_module_of_the_model(make: type[nn.Module]) -> None:
     """In training, call by call, and in an explanation: each block its own, though one graph serves all."""

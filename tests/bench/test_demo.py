@@ -164,6 +164,7 @@ def test_figures_are_written(tmp_path: Path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.second_tier
 def test_a_run_that_fails_says_why(tmp_path: Path):
     (tmp_path / "short").write_text("too short")
     spec = RunSpec("plain", SIZES["tiny"][0], 2, 3, 0, 3e-4, data=str(tmp_path / "short"))

@@ -308,6 +308,7 @@ def test_a_subject_says_what_would_fit_and_knows_no_other_commands():
     assert replies[1]["minimum_nbytes"] > 1
 
 
+@pytest.mark.second_tier
 def test_a_subject_that_fails_says_why():
     spec = SubjectSpec(TINY, 2, CHUNKC, {"memory_budget": 2**40, "codegen": "fortran"})
     with SubjectProcess(spec) as subject:

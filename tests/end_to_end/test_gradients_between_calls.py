@@ -15,6 +15,7 @@ import chunkc
 every_way = pytest.mark.usefixtures("every_way")
 
 
+@pytest.mark.quick(4)
 @every_way
 @pytest.mark.parametrize("home", ["cpu", "disk"])
 @pytest.mark.parametrize("view", ["detach", "view", "numpy", "grad"])

@@ -69,6 +69,7 @@ def backward_onto_gradients_let_go_of(model: Residual, call: Callable[[Tensor], 
     call(x).square().mean().backward()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("backward", "budget_nbytes"),
     [

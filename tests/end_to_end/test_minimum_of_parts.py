@@ -301,6 +301,7 @@ def test_refused_by_a_later_graph_the_model_is_as_it_was_and_goes_on_with_more()
     assert not differences(found, uninterrupted())
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("share", [1.0, 0.9, 0.8, 0.7], ids=str)
 def test_a_refused_step_holds_nothing_once_its_error_is_gone(share: float) -> None:
     """Whichever graph refuses, when it is compiled or when it runs."""

@@ -129,6 +129,7 @@ def own(model: Odd) -> None:
         p.grad = p.detach()
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("give", [one_for_all, expanded, transposed, own])
 def test_gradients_that_the_user_gives(give: Callable[[Odd], None], budget: str) -> None:

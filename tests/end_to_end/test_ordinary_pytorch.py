@@ -102,6 +102,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("home", ["cpu", "disk"])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_optimizers_give_the_same_bits_under_every_budget(optimizer: str, home: str) -> None:
@@ -134,6 +135,7 @@ def test_clip_grad_norm_equals_eager() -> None:
     assert total == pytest.approx(0.1, rel=1e-3)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("home", ["cpu", "disk"])
 def test_gradients_accumulate_over_micro_batches(home: str) -> None:
     def script(model: nn.Module, call: Callable[..., Tensor]) -> tuple:

@@ -100,6 +100,7 @@ class Numbered(nn.Module):
         return self.linear(x) * self.scale if self.scale < 100 else x
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
 def test_models_with_other_numbers_share_a_compilation(codegen: str) -> None:
     for scale in (0.5, 1.5, 2.5, 3.5, 4.5):

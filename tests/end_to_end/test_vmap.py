@@ -77,6 +77,7 @@ def check(make: Any, codegen: str, region: bool, batches: list[dict[str, Tensor]
                 torch.testing.assert_close(found, wanted, rtol=2e-2 if region else 1e-4, atol=1e-5)
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("region", [pytest.param(False, marks=pytest.mark.second_tier), True])
 @pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_mapped_functions_in_several_sizes(codegen: str, region: bool) -> None:

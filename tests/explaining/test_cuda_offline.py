@@ -38,6 +38,7 @@ def bytes_of(explanation: Explanation) -> list[tuple[str, str, int]]:
     ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_hopper_computes_attention_by_cudnn_and_the_rest_as_an_ampere(checkpointed: bool) -> None:
     ampere, hopper = (explained(name, checkpointed=checkpointed) for name in ("a100-80g", "h100"))

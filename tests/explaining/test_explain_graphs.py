@@ -149,6 +149,7 @@ def test_as_trained_and_as_measured(name: str, fits_whole: bool) -> None:
     assert dataclasses.asdict(explanation.traffic_nbytes) == real.traffic_nbytes
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("name", SEVERAL)
 def test_the_curve_is_the_meter_s(name: str) -> None:
     """Backwards to the byte; a forward is predicted with the call's outputs of the step before, and without that part

@@ -83,6 +83,7 @@ def test_a_model_that_is_placed_or_compiled_is_loaded_where_it_is(tmp_path: Path
     assert call(tokens).item() == pytest.approx(saved(tokens).item())
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("dtype", "masters"),
     [(torch.bfloat16, "split"), (torch.bfloat16, "float32"), (torch.float16, "float32")],

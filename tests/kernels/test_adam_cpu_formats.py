@@ -120,6 +120,7 @@ def stores_of(code: str) -> list[str]:
     return [line for line in kernel.splitlines() if "out_ptr" in line and ("store(" in line or "] = " in line)]
 
 
+@pytest.mark.quick(1)
 @formats
 def test_the_code_is_vectorised(name):
     """Every store is a vector's, arithmetic is on vectors, there is one loop, and no memory but the arguments'."""

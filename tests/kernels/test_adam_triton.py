@@ -51,6 +51,7 @@ def interpreted() -> Iterator[Callable[[str], str]]:
         process.stdin.close()
 
 
+@pytest.mark.quick(4)
 @needs_triton
 @pytest.mark.parametrize("name", adam_cases.CASES)
 def test_interpreted(name: str, interpreted: Callable[[str], str]) -> None:

@@ -100,6 +100,7 @@ def triton_update(fmt: UpdateFormat, slots: SgdSlots, runs: list[Run], scalars: 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_cpu_agrees(name: str) -> None:
     check_agrees(elementwise_cpu.chunk_update, name)

@@ -39,6 +39,7 @@ def change_a_parameter(made: Subject) -> None:
         made.weight_of(2).clamp_(-0.1, 0.1)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("change", [clip, replace_a_gradient, drop_a_gradient, change_a_parameter])
 def test_changes_after_the_update_began_are_refused(change: Any) -> None:
     made = trained_once()

@@ -120,6 +120,7 @@ def run(name: str, tight: bool, home: str = "cpu", **kwargs: Any) -> list[Any]:
     return results(model, optimizer)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in FORMATS])
 def test_the_same_bits_wherever_the_update_happens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(name, False)
@@ -197,6 +198,7 @@ def home_nbytes(name: str | None, dtype: torch.dtype, *, placed: bool = False) -
     return chunkc.report(compiled).home_nbytes, sum(group.numel for group in session.store.layout.groups)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "dtype", "per_element"),
     [
@@ -219,6 +221,7 @@ def test_a_smaller_format_needs_a_smaller_budget() -> None:
     assert minimum_with("fp32, 8-bit moments") < minimum(FP32) - WIDTH * WIDTH * 4
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", QUICK)
 def test_inside_the_hard_limit(name: str) -> None:
     dtype, chosen = FORMATS[name]

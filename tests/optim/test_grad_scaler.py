@@ -111,6 +111,7 @@ def test_what_overflows_is_skipped_altogether(name: str) -> None:
     assert all(step == STEPS - 1 for step in steps)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("update_on", ["device", "cpu"])
 def test_an_overflow_at_the_first_step_leaves_no_state(name: str, update_on: str) -> None:

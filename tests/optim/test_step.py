@@ -46,6 +46,7 @@ def test_a_state_is_a_home_view_with_its_own_storage(mode: str) -> None:
             assert value.any()
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tile_numel", [(1024, 4096), (1000, 1000), (1 << 14, 1 << 14)])
 def test_results_do_not_depend_on_tiles(

@@ -39,6 +39,7 @@ def test_half_precision_changes_no_bit(mode: str) -> None:
     assert not differences(found, expected(mode, torch.bfloat16))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["lamb", "8 bits, rounded at random"])
 def test_other_rules_change_no_bit(name: str) -> None:
     def train(overlap: str) -> list[Any]:

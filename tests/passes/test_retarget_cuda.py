@@ -234,6 +234,7 @@ def test_models_of_the_ladder(name: str) -> None:
         describe(graph)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "checkpointing"),
     [

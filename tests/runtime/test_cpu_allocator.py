@@ -212,6 +212,7 @@ def test_resizing_a_storage_in_place_is_followed() -> None:
     assert cpu_allocator.current_nbytes() == base
 
 
+@pytest.mark.second_tier
 def test_memory_from_before_install_is_neither_charged_nor_uncharged() -> None:
     outcome = run_python(
         "import torch\n"
@@ -236,6 +237,7 @@ def test_reading_a_meter_that_is_not_installed_is_an_error(monkeypatch: pytest.M
             function()
 
 
+@pytest.mark.second_tier
 def test_ninja_is_found_beside_python_when_the_environment_is_not_activated(tmp_path: Path) -> None:
     compiler = shutil.which("c++")
     assert compiler is not None
