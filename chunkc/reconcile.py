@@ -12,7 +12,8 @@ graph, each backward and each step of an optimizer begins with `reconcile`:
 - *A parameter was frozen since the forward*: it gets no gradient (`ChunkStore.sink`).
 - *Views are kept of a former gradient*: its storage lives. They keep its bytes (`ChunkStore.collect_gradients`).
 - *A parameter was written between forward and backward*: autograd refuses, by version counters.
-- *Another thread calls*: it waits (`Session.entered`).
+- *Another thread calls*: it waits (`Session.entered`), and leaves the gradients of what others train unread
+  (`runtime.trainers`).
 - *The model is gone, or laid out anew*: weak references say so. Everything is given back, and code that was compiled
   for it refuses (`Session.own`).
 - *This is a child of `os.fork`*: tensors over a disk home refuse (`runtime.forks`), and so do copies

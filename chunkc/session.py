@@ -300,9 +300,10 @@ def owner(parameter: torch.Tensor) -> tuple[Session, str] | None:
     return _owners.get(part_of(parameter))
 
 
-def owned_parameters() -> list[torch.Tensor]:
-    """All parameters that some session owns."""
-    return list(_owners.keys())
+def readable_parameters() -> list[torch.Tensor]:
+    """All parameters that some session owns, and whose `.grad` this thread may look at."""
+    sessions = dict.fromkeys(session for session, _ in list(_owners.values()))
+    return [parameter for session in sessions for parameter in session.store.readable().values()]
 
 
 def sessions_of(parameters: Iterable[torch.Tensor]) -> list[Session]:

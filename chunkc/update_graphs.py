@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from chunkc.passes.graphs import placeholders
-from chunkc.session import owned_parameters
+from chunkc.session import readable_parameters
 
 
 def is_between_calls(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
@@ -31,7 +31,7 @@ def is_between_calls(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     if not results and (not parameters or any(_is_written(node) for node in parameters)):
         return True
     tensors = {id(value) for value in inputs if isinstance(value, torch.Tensor)}
-    return any(id(parameter.grad) in tensors for parameter in owned_parameters() if parameter.grad is not None)
+    return any(id(parameter.grad) in tensors for parameter in readable_parameters() if parameter.grad is not None)
 
 
 def _results(gm: fx.GraphModule) -> Iterator[torch.Tensor]:
