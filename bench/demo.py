@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -70,6 +70,12 @@ class RunResult:
 
 class RunFailed(Exception):
     """A run's process ended with an error; the message holds the end of what it printed."""
+
+
+def print_verdicts(console: Console, verdicts: Mapping[str, bool]) -> None:
+    """Each promise, kept or broken."""
+    for promise, kept in verdicts.items():
+        console.print("[green]kept  [/]" if kept else "[bold red]BROKEN[/]", promise, highlight=False)
 
 
 def parser_of_runs(about: str | None, steps: int, out: str) -> argparse.ArgumentParser:
@@ -277,8 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     draw_memory(args.out / "memory.png", moments, budget_nbytes=budget_nbytes, plain_peak_nbytes=plain_peak_nbytes)
     console.print(results_table(summary))
     console.print(loss_curves(summary), highlight=False)
-    for promise, kept in verdicts.items():
-        console.print("[green]kept  [/]" if kept else "[bold red]BROKEN[/]", promise, highlight=False)
+    print_verdicts(console, verdicts)
     console.print(f"{summary['total_time_s']:.0f} s; {args.out}/: summary.json memory.png losses.png plan.txt")
     return 0 if all(verdicts.values()) else 1
 

@@ -26,7 +26,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from demo import SIZES, RunFailed, events_of, parser_of_runs, progress_of_runs
+from demo import SIZES, RunFailed, events_of, parser_of_runs, print_verdicts, progress_of_runs
 from figures import draw_losses
 from gpt import GPT, GPTConfig
 from one_run import RunSpec
@@ -223,8 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if key != "promises":
             console.print(f"{key:<26} {value}", highlight=False, markup=False)
     console.print(f"\n{text}\n", highlight=False, markup=False)
-    for promise, kept in verdicts.items():
-        console.print("[green]kept  [/]" if kept else "[bold red]BROKEN[/]", promise, highlight=False)
+    print_verdicts(console, verdicts)
     console.print(f"{time.perf_counter() - start_s:.0f} s; {args.out}/: summary.json losses.png sample.txt")
     return 0 if all(verdicts.values()) else 1
 

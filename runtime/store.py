@@ -107,8 +107,9 @@ class ChunkStore(ChunkPlaces):
         self._parameters.update({name: weakref.ref(p) for name, p in parameters.items()})
         from_home = {name: p for group in to_tier for name, p in self._parameters_of(group.index).items()}
         unread = self.trainers.trained_by_others()
-        held = {name for name, p in from_home.items() if name in unread or is_held(p)}
-        self.left_to_autograd = self.leave_to_autograd() | of_several(self.readable()) | held
+        held = {name for name, p in from_home.items() if name not in unread and is_held(p)}
+        moving = {name for group in (*to_home, *to_tier) for name in self._parameters_of(group.index)}
+        self.left_to_autograd = self.leave_to_autograd() | of_several(self.readable()) | held | (unread & moving)
         for name in from_home:
             self._handed_out.pop(name, None)
         for group in (*to_home, *to_tier):

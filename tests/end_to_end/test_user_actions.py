@@ -26,7 +26,7 @@ WIDTH = 64
 SMALL, LARGE = 220_000, 1 << 30
 WHICH = st.sampled_from([0, 1, 2, 6, 6, 10, 14, 14])
 """Parameters: a norm's and a bias, small; a weight that stays, and three that move under the small budget."""
-NUM_EXAMPLES = int(os.environ.get("CHUNKC_USER_ACTIONS", "15"))
+NUM_EXAMPLES = int(os.environ.get("CHUNKC_USER_ACTIONS", "25"))
 
 
 def build() -> nn.Sequential:

@@ -122,6 +122,19 @@ def test_a_gradient_from_before_is_adopted(home: Home) -> None:
         assert torch.equal(parameters[name].grad, 2 * gradient)
 
 
+def test_a_gradient_that_another_thread_trains_stays_where_it_is(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, parameters = placed(home, resident=frozenset({0, 1, 2}))
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    grads = {name: parameter.grad for name, parameter in parameters.items()}
+    store.trainers.claim(frozenset(parameters), thread=-1)
+    with monkeypatch.context() as patch:
+        patch.setattr("chunkc.runtime.store.gradient_of", lambda parameter: pytest.fail("it was read"))
+        store.place(store.layout, {}, frozenset())
+    assert all(parameter.grad is grads[name] for name, parameter in parameters.items())
+    assert all(store.is_managed(name) for name in parameters)
+
+
 def test_a_layout_is_extended(home: Home) -> None:
     """A second graph brings new parameters: the first one's stay where they are."""
     parameters = make_parameters()
