@@ -15,14 +15,20 @@ class Trainers:
 
     def __init__(self) -> None:
         self._threads: dict[frozenset[str], int] = {}
+        self._works_for: dict[int, int] = {}
 
     def claim(self, names: frozenset[str], thread: int | None = None) -> None:
-        """Note that a thread, this one by default, trains these parameters from now on, and no other does."""
-        self._threads[names] = threading.get_ident() if thread is None else thread
+        """Note that a thread, this one by default, trains these parameters from now on, and no other does.
+
+        Where `thread` is another one, this one works for it until it claims again: on CUDA, backwards run in a thread
+        of autograd's, while the one that called waits.
+        """
+        here = threading.get_ident()
+        self._works_for[here] = self._threads[names] = here if thread is None else thread
 
     def trained_by_others(self) -> frozenset[str]:
         """The parameters whose `.grad` this thread must not read."""
-        here = threading.get_ident()
+        here = self._works_for.get(threading.get_ident(), threading.get_ident())
         others = [names for names, thread in self._threads.items() if thread != here]
         if not others:
             return frozenset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -46,7 +47,17 @@ def test_each_trains_its_own(elsewhere: Callable) -> None:
     assert elsewhere(trainers.trained_by_others) == frozenset("a")
 
 
-def test_a_claim_on_behalf_of_another_thread() -> None:
+def test_who_works_for_another_thread_may_look_as_that_one(elsewhere: Callable) -> None:
     trainers = Trainers()
-    trainers.claim(NAMES, thread=-1)
+    here = threading.get_ident()
+    elsewhere(lambda: trainers.claim(NAMES, thread=here))
+    assert not trainers.trained_by_others()
+    assert not elsewhere(trainers.trained_by_others)
+
+
+def test_a_backward_in_autograd_s_thread_works_for_one_caller_at_a_time(elsewhere: Callable) -> None:
+    trainers = Trainers()
+    elsewhere(lambda: trainers.claim(NAMES, thread=-1))
     assert trainers.trained_by_others() == NAMES
+    elsewhere(lambda: trainers.claim(frozenset("c"), thread=-2))
+    assert elsewhere(trainers.trained_by_others) == NAMES
