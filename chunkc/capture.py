@@ -20,6 +20,7 @@ from chunkc.passes.segments import clone_parameter_views, materialise_returned_p
 from chunkc.torch_private.aot import (
     aot_module_simplified,
     forbid_donation,
+    in_a_tracing_context,
     marked_as_boxed,
     outside_alias_check,
     random_states_as_values,
@@ -119,7 +120,7 @@ def capture_graph(
     def backward_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         return boxed(run_backward)
 
-    with random_states_as_values():
+    with random_states_as_values(), in_a_tracing_context():
         call = aot_module_simplified(
             gm,
             inputs,

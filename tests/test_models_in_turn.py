@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import array, differences, home_of
 from plain_modules import Stack
+from torch import nn
 
 import chunkc
 
@@ -47,3 +48,44 @@ def test_a_model_never_begins_with_the_weights_of_one_that_is_gone(held: tuple[i
         gc.collect()
     for result in results[1:]:
         assert not differences(result, results[0])
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_the_second_of_two_alike_retains_its_graph_too(codegen: str) -> None:
+    """It is compiled outside of Dynamo, and its backward first without, then with `retain_graph`."""
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = Stack()
+        compiled = torch.compile(model, backend="chunkc", options={**OPTIONS, "codegen": codegen})
+        compiled(torch.ones(2, 64)).backward()
+        loss = compiled(torch.ones(2, 64))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append([array(p.grad) for p in model.parameters() if p.grad is not None])
+    assert found[0]
+    assert not differences(*found)
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(64, 64), nn.BatchNorm1d(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.inner(x)).square().mean()
+
+
+def test_of_two_alike_both_plan_the_same_bytes_for_their_buffers() -> None:
+    """New values of buffers are copied where the buffers are: nobody holds them after the call."""
+    peaks, statistics = [], []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = Normalised()
+        compiled = torch.compile(model, backend="chunkc", options={**OPTIONS, "memory_budget": 1 << 20})
+        for seed in range(2):
+            compiled(torch.full((4, 64), float(seed))).backward()
+        statistics.append([array(b) for b in model.buffers()])
+        peaks.append([(label, planned) for label, planned, _ in chunkc.report(model).moments])
+    assert peaks[0] == peaks[1]
+    assert not differences(*statistics)

@@ -18,7 +18,7 @@ from torch._library.utils import is_builtin
 from torch._prims.rng_prims import run_and_save_rng_state
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
-from chunkc.torch_private.fake import TracingContext
+from chunkc.torch_private.fake import TracingContext, tracing
 
 __all__ = [
     "ALIAS_CHECK",
@@ -57,15 +57,19 @@ def random_states_as_values() -> AbstractContextManager[Any]:
     return config.patch(graphsafe_rng_functionalization=False)
 
 
+def in_a_tracing_context() -> AbstractContextManager[Any]:
+    """Where AOTAutograd notes what it knows of a graph: Dynamo's context, and outside of Dynamo one of its own."""
+    return nullcontext() if TracingContext.try_get() is not None else tracing(TracingContext(None))
+
+
 def forbid_donation() -> int:
     """To be called while the forward is compiled: the backward overwrites nothing, so a graph may be retained.
 
     Returns:
         How many of the forward's outputs, the first ones, are new values of buffers.
     """
-    context = TracingContext.try_get()
-    if context is None or context.fw_metadata is None:
-        return 0
+    context = TracingContext.get()
+    assert context.fw_metadata is not None
     if donated := context.fw_metadata.bw_donated_idxs:
         donated.clear()  # it is the list of the other record, too, that AOTAutograd looks at as the backward runs
     context.fw_metadata.bw_donated_idxs = []
