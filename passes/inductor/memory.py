@@ -62,7 +62,7 @@ def inductor_memory(
         _StorageTracker(num_threads, on_cuda) as tracker,
     ):
         args = [
-            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu" if on_cuda else t.device)
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
             if isinstance(t, torch.Tensor)
             else t
             for t in given
@@ -182,9 +182,11 @@ class _StorageTracker(TorchDispatchMode):
         self.position = position
 
     def nbytes(self, tensor: torch.Tensor) -> int | torch.SymInt:
-        """Bytes of the tensor's storage where the segment will run; fake ones of CUDA wrappers are on the CPU."""
+        """Bytes that the tensor's storage takes of the device where the segment runs."""
         nbytes = tensor.untyped_storage().nbytes()
-        return rounded_nbytes(nbytes) if self.on_cuda else nbytes
+        if self.on_cuda:
+            return rounded_nbytes(nbytes) if tensor.device.type == "cuda" else 0
+        return nbytes
 
     def scratch(self, func: Any, args: tuple, kwargs: dict[str, Any], result: object) -> Scratch:
         return call_scratch(func, args, kwargs, result, self.num_threads, on_cuda=self.on_cuda)

@@ -1,4 +1,4 @@
-"""Names that Inductor's wrappers for CUDA use, as stand-ins that need no GPU: tensors are fake ones on the CPU.
+"""Names that Inductor's wrappers for CUDA use, as stand-ins that need no GPU: tensors are fake ones.
 
 What wrappers call is in `torch/_inductor/codegen/wrapper.py` and `torch/_inductor/codegen/cuda/device_op_overrides.py`.
 """
@@ -51,10 +51,7 @@ def cuda_names() -> dict[str, Any]:
     """What a wrapper for CUDA finds under names that mean something else, or nothing, in one for the CPU."""
 
     def empty_strided_cuda(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
-
-    def device(*args: Any, **kwargs: Any) -> torch.device:
-        return torch.device("cpu")
+        return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
 
     def no_pinned_memory(*args: Any, **kwargs: Any) -> None:
         raise UnsupportedError(
@@ -64,7 +61,6 @@ def cuda_names() -> dict[str, Any]:
 
     return {
         "torch": _Torch(),
-        "device": device,
         "empty_strided_cuda": empty_strided_cuda,
         "empty_strided_cpu_pinned": no_pinned_memory,
         "get_raw_stream": lambda index: 0,

@@ -93,7 +93,11 @@ def test_eager_code(name: str) -> None:
     assert max(unused)[0] - left_nbytes <= AT_MOST[name], sorted(unused)
 
 
-@pytest.mark.parametrize("name", ["frozen_mlp", "big_embedding"])
+INDUCTOR = (*TO_THE_BYTE, "gpt2", "bert_dropout", "llama", "t5", "mixtral", "short_gpt", "called_twice",
+            "checkpointed_gpt", "autocast_gpt", "odd_layouts", "graph_breaks")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INDUCTOR)
 def test_inductor_s_code(name: str) -> None:
     """Each call within 1 %."""
     report = in_the_smallest_budget(LADDER[name], "inductor")
