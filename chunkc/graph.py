@@ -33,7 +33,7 @@ from chunkc.policy import (
     StepRequest,
     decide,
 )
-from chunkc.ranks import agree, largest
+from chunkc.ranks import agree, begin_phase
 from chunkc.reconcile import gradients_left_to_autograd, reconcile
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
 from chunkc.runtime.parts import leaf_of
@@ -201,7 +201,13 @@ class CompiledGraph:
             "the phase": f"{phase} of graph {self.number}, {around.cold_backward}, {sorted(around.kept_inputs)}",
             "the sizes of its inputs": str(sum(position.non_model_nbytes for position in needs)),
         }
-        return lambda: largest(transport, beside(), facts)
+
+        def of_all() -> int:
+            nbytes, outdated = begin_phase(transport, beside(), session.store.outdated(self._groups), facts)
+            session.store.standing.current -= outdated
+            return nbytes
+
+        return of_all
 
     def _decided(
         self,

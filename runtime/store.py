@@ -187,6 +187,7 @@ class ChunkStore(ChunkPlaces):
         """Give back all slots and homes as they are, and end the threads once nothing is under way."""
         self._slots.clear()
         self.drop_spare_slots()
+        self.standing.clear()
         self.updates.end_soon()
         self.tier.end_soon()
         self.arena.free(self.arena.chunks)
