@@ -49,7 +49,8 @@ def distribute(
         mesh: of one dimension, on "cpu"; the ranks that train the model.
         home: where each rank's parts are between calls: "cpu", which is RAM.
         zero_stage: 3 gathers parameters where a forward or backward needs them. 2 gathers them once after each change
-            and keeps them whole on the compute tier, which the budget must have room for: a third less is sent.
+            and keeps them whole on the compute tier, which the budget must have room for: a third less is sent. 1 keeps
+            whole gradients, too; so backwards inside `optimizer.accumulating()` exchange nothing.
         timeout_s: seconds that a rank waits for another before it raises an error.
 
     Returns:
@@ -64,8 +65,8 @@ def distribute(
         raise OptionsError('mesh must be a DeviceMesh of one dimension on "cpu", as init_device_mesh makes it')
     if home != "cpu":
         raise OptionsError(f'home is {home!r}; distributed models have their parts in RAM so far: home="cpu"')
-    if zero_stage not in (2, 3):
-        raise OptionsError(f"zero_stage is {zero_stage!r}; allowed: 2 or 3")
+    if zero_stage not in (1, 2, 3):
+        raise OptionsError(f"zero_stage is {zero_stage!r}; allowed: 1, 2 or 3")
     if not timeout_s > 0:
         raise OptionsError(f"timeout_s is {timeout_s!r}; allowed: a positive number of seconds")
     named = dict(model.named_parameters())

@@ -126,9 +126,10 @@ class ChunkSlots(ABC):
         if kind == PARAM and group.standing_numel(chunk):
             needs_data = group_index not in self.standing.current
             self.standing.current.add(group_index)
-        if self.debug and (needs_data or kind != PARAM):
+        slot.state, slot.copy, slot.dirty = state, None, False
+        slot.adds = self.standing.waiting.pop(chunk, {})
+        if self.debug and (needs_data or kind != PARAM) and not slot.adds:
             self.tier.enqueue(fill_with_nan, buffer)
-        slot.state, slot.copy, slot.dirty, slot.adds = state, None, False, {}
         is_gathered = group.is_gathered(chunk)
         if needs_data and not (is_gathered and kind == GRAD):  # home has a part of it, to which a part is added there
             job = self._gather(chunk, buffer) if is_gathered else self.arena.reader(*self._whole(chunk), buffer)
@@ -145,6 +146,11 @@ class ChunkSlots(ABC):
             return self.standing.room(chunk, group, self.tier), moving
         assert moving is not None
         return moving, moving[group.gathered_numel :] if group.is_gathered(chunk) else None
+
+    def is_kept(self, chunk: Chunk) -> bool:
+        """Whether a gradient stays where it stands, and is exchanged in a later backward."""
+        stands = chunk.kind == GRAD and self.layout.groups[chunk.group].standing_numel(chunk) > 0
+        return stands and self.transport is not None and self.transport.accumulating
 
     def outdated(self, groups: Iterable[int]) -> list[int]:
         """Those of the groups whose parameters stand here, but not as they are at home; in slots they are in use.
@@ -223,6 +229,8 @@ class ChunkSlots(ABC):
         slot.state = advance(chunk, slot.state, ChunkState.EVICTING)
         buffer = slot.buffer
         assert buffer is not None
+        if slot.dirty and self.is_kept(chunk):
+            slot.dirty = False  # it waits where it stands
         if slot.dirty:
             is_gathered = self.layout.groups[chunk.group].is_gathered(chunk)
             job = self._scatter(chunk, slot) if is_gathered else self.arena.writer(*self._whole(chunk), buffer)
@@ -243,6 +251,8 @@ class ChunkSlots(ABC):
             if self.debug:
                 self.tier.enqueue(fill_with_nan, leaving)
             self._spare.give(leaving)
+        if slot.adds:
+            self.standing.waiting[chunk] = slot.adds
         slot.buffer = slot.copy = slot.exchange = None
         if chunk.part is not None:
             del self._slots[chunk]

@@ -7,13 +7,15 @@ optimizer or its user, on one rank or on all, is seen by that, and the chunk is 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 
-from chunkc.ir.chunks import PARAM, Chunk, ChunkGroup
+from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkGroup
 from chunkc.runtime.exchange import part_in_slot
 from chunkc.runtime.tier import Tier
+from chunkc.runtime.used_gradients import LocalGradient
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -24,9 +26,11 @@ class Standing:
 
     Attributes:
         current: groups of which the parameters here are those that all ranks had at home when they were gathered.
+        waiting: gradients that are here and not exchanged yet, each with whether home has one to add to.
     """
 
     current: set[int] = field(default_factory=set)
+    waiting: dict[Chunk, dict[str, bool]] = field(default_factory=dict)
     _buffers: dict[Chunk, torch.Tensor] = field(default_factory=dict)
 
     def room(self, chunk: Chunk, group: ChunkGroup, tier: Tier) -> torch.Tensor:
@@ -49,7 +53,24 @@ class Standing:
             for where in group.slices
         )
 
+    def local_gradients(self, groups: Iterable[int], parameter: Callable[[str], torch.Tensor]) -> list[str]:
+        """Parameters of groups whose gradients wait to be exchanged. Those that somebody has dropped do not any more.
+
+        Args:
+            parameter: by name.
+        """
+        found: list[str] = []
+        for index in sorted(groups):
+            waiting = self.waiting.get(Chunk(GRAD, index), {})
+            for name in sorted(waiting):
+                if isinstance(parameter(name).grad, LocalGradient):
+                    found.append(name)
+                else:
+                    del waiting[name]
+        return found
+
     def clear(self) -> None:
         """Give all of it back to the tier."""
         self.current.clear()
+        self.waiting.clear()
         self._buffers.clear()

@@ -38,7 +38,7 @@ from chunkc.session import sessions_of
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 11, 24, 8, 5
 HUGE = 1 << 30
-STAGES = (3, 2)
+STAGES = (3, 2, 1)
 NUMBERS_NBYTES = 64
 """What a loop has of its own beside what is planned: a loss, half of it, their gradients."""
 Result = dict[str, Any]
@@ -260,6 +260,95 @@ def sent() -> Result:
     return found
 
 
+def announced() -> Result:
+    """Stage 1: ranks exchange gradients in the last backward of a step alone, where the others are announced."""
+    reference: Any = made()
+    plain: Any = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-3)
+    expected = train(reference, reference, plain, range(3), lambda batch: batch)
+    found: Result = {"expected": expected, "runs": []}
+    cpu_allocator.install()
+    budget = HUGE
+    for _ in range(2):
+        torch._dynamo.reset()
+        model = chunkc.distribute(made(), mesh(), zero_stage=1)
+        optimizer, run = adamw(model), compiled(model, budget)
+        losses = train_announced(run, model, optimizer, range(2))
+        report = chunkc.report(model)
+        (session,) = sessions_of(model.parameters())
+        sent = dict(session.transport.sent_nbytes)
+        with cpu_allocator.hard_limit(report.predicted_peak_nbytes + NUMBERS_NBYTES):
+            losses += train_announced(run, model, optimizer, range(2, 3))
+        groups = [g for g in session.store.layout.groups if g.trainable]
+        lacking = sum(s.spec.whole_nbytes - s.spec.home_nbytes for g in groups for s in g.slices)
+        scattered = session.transport.sent_nbytes["scatters"] - sent["scatters"]
+        budget = report.minimum_budget_nbytes
+        found["runs"].append({"losses": losses, "bits": bits(model), "scattered": scattered, "lacking": lacking})
+    run(own(batches(0)[0])).backward()  # exchanged; then dropped, as are those that wait
+    optimizer.zero_grad()
+    for _ in range(2):
+        with optimizer.accumulating():
+            run(own(batches(1)[0])).backward()
+        model.zero_grad()
+    run(own(batches(0)[0])).backward()
+    found["after dropping"] = [
+        p.grad.to_local().flatten().tolist()[:4] for p in model.parameters() if p.grad is not None
+    ]
+    optimizer.zero_grad()
+    run(own(batches(0)[0])).backward()
+    found["alone"] = [p.grad.to_local().flatten().tolist()[:4] for p in model.parameters() if p.grad is not None]
+    return found
+
+
+def train_announced(run: Any, model: nn.Module, optimizer: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        first, last = batches(step)
+        with optimizer.accumulating():
+            loss = run(own(first)) / 2
+            loss.backward()
+        losses.append(mean(loss))
+        loss = run(own(last)) / 2
+        loss.backward()
+        losses.append(mean(loss))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def not_exchanged() -> Result:
+    """What reads gradients that ranks have not exchanged, or adds them to others, is refused."""
+    found: Result = {}
+    model = chunkc.distribute(Tiny(), mesh(), zero_stage=1)
+    optimizer, run = adamw(model), compiled(model, HUGE)
+
+    def attempt(name: str, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except chunkc.ChunkcError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    with optimizer.accumulating():
+        run(own(batches(0)[0])).backward()
+    attempt("clipped", lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    attempt("read", lambda: model.head.weight.grad.full_tensor())
+    attempt("stepped", optimizer.step)
+    run(own(batches(0)[0])).backward()
+    optimizer.step()
+    with optimizer.accumulating():
+        attempt("added", lambda: run(own(batches(0)[0])).backward())
+    return found
+
+
+def announced_on_one() -> Result:
+    def action(run: Any, model: nn.Module) -> None:
+        loss = run(own(batches(0)[0]))
+        with adamw(model).accumulating() if dist.get_rank() else contextlib.nullcontext():
+            loss.backward()
+
+    return ended_by(action)
+
+
 def written() -> Result:
     """Between steps, all ranks or one of them write to parameters in ways that no version counter sees."""
     found: Result = {}
@@ -448,6 +537,9 @@ CASES: dict[str, Callable[..., Result]] = {
         as_one_process_inductor,
         sent,
         written,
+        announced,
+        not_exchanged,
+        announced_on_one,
         resumed,
         killed,
         hung,

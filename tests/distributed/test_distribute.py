@@ -62,7 +62,7 @@ def test_ranks_send_what_the_formulas_say(num_ranks: int, tmp_path: Path) -> Non
     found = ranks(tmp_path, "sent", num_ranks=num_ranks)["sent"]
     for rank in found:
         assert "error" not in rank, rank["traceback"]
-    for stage, times in {"3": 3, "2": 2}.items():
+    for stage, times in {"3": 3, "2": 2, "1": 2}.items():
         nbytes = [rank["by stage"][stage] for rank in found]
         expected = times * found[0]["parameters"] * (num_ranks - 1) / num_ranks
         assert sum(nbytes) / num_ranks == pytest.approx(expected, rel=0.01)
@@ -74,7 +74,19 @@ def test_ranks_send_what_the_formulas_say(num_ranks: int, tmp_path: Path) -> Non
 def test_what_is_written_between_steps_counts_in_every_stage(tmp_path: Path) -> None:
     for rank in ranks(tmp_path, "written")["written"]:
         assert "error" not in rank, rank["traceback"]
-        assert rank["2"] == rank["3"]
+        assert rank["1"] == rank["2"] == rank["3"]
+
+
+@pytest.mark.second_tier
+def test_announced_accumulation_exchanges_in_the_last_backward_alone(tmp_path: Path) -> None:
+    """What was announced and then dropped leaves nothing behind."""
+    for rank in ranks(tmp_path, "announced")["announced"]:
+        assert "error" not in rank, rank["traceback"]
+        for run in rank["runs"]:
+            assert run["losses"] == pytest.approx(rank["expected"], abs=1e-6)
+            assert run["scattered"] == run["lacking"], "once in a step of two micro-batches"
+        assert len({run["bits"] for run in rank["runs"]}) == 1, "the budget changed the result"
+        assert rank["after dropping"] == rank["alone"]
 
 
 def check_within_budget(found: list[dict[str, Any]]) -> None:
@@ -110,7 +122,8 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
         "another_model",
         "another_stage",
     )
-    return ranks(tmp_path_factory.mktemp("faults"), *cases, "another_budget", "refused")
+    others = ("announced_on_one", "not_exchanged", "another_budget", "refused")
+    return ranks(tmp_path_factory.mktemp("faults"), *cases, *others)
 
 
 WHAT_RANKS_SAY = {
@@ -125,6 +138,7 @@ WHAT_RANKS_SAY = {
     ),
     "another_model": ("differ in the parameters of the model: rank 1 of 2", "rank 1 of 2"),
     "another_stage": ("differ in zero_stage: rank 1 of 2", "rank 1 of 2"),
+    "announced_on_one": ("differ in accumulating\\(\\): rank 1 of 2", "rank 1 of 2"),
     "another_budget": ("differ in the options: rank 1 of 2", "rank 1 of 2"),
 }
 """By rank; None: it was killed."""
@@ -164,3 +178,12 @@ def test_what_distributed_models_do_not_do_is_refused(faults: dict[str, list[dic
         assert rank.keys() - {"seconds"} == expected.keys()
         for name, message in expected.items():
             assert rank[name].startswith(message), name
+
+
+@pytest.mark.second_tier
+def test_gradients_that_were_not_exchanged_are_refused(faults: dict[str, list[dict[str, Any]]]) -> None:
+    for rank in faults["not_exchanged"]:
+        assert "error" not in rank, rank["traceback"]
+        for name in ("clipped", "read", "stepped"):
+            assert rank[name].startswith("UnsupportedError: ranks have not exchanged the gradient of "), name
+        assert "has a gradient, which ranks have exchanged already: call optimizer.zero_grad()" in rank["added"]

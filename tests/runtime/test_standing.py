@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from chunkc.ir.chunks import PARAM, Chunk, ChunkGroup, ParamSpec
+from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkGroup, ParamSpec
+from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.shards import Shards
 from chunkc.passes.layout import lay_out
 from chunkc.runtime.standing import Standing
 from chunkc.runtime.tier import CpuTier
+from chunkc.runtime.used_gradients import LocalGradient
 
 RANK, ROWS = 1, 10
 
@@ -42,3 +45,18 @@ def test_a_chunk_is_outdated_once_home_differs(dtype: torch.dtype) -> None:
     assert not standing.is_outdated(group, home, RANK), "NaN is equal to itself here"
     standing.clear()
     assert standing.is_outdated(group, home, RANK)
+
+
+def test_gradients_wait_until_they_are_exchanged_or_dropped() -> None:
+    standing, kept, dropped = Standing(), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    parameters = {"kept": kept, "dropped": dropped}
+    for name, parameter in parameters.items():
+        parameter.grad = LocalGradient(parameter, name)
+    standing.waiting[Chunk(GRAD, 0)] = {"kept": False, "dropped": False}
+    assert standing.local_gradients([1], parameters.__getitem__) == []
+    assert standing.local_gradients([0, 1], parameters.__getitem__) == ["dropped", "kept"]
+    with pytest.raises(UnsupportedError, match="have not exchanged the gradient of kept yet"):
+        nn.utils.clip_grad_norm_([kept], 1.0)
+    dropped.grad = None
+    assert standing.local_gradients([0], parameters.__getitem__) == ["kept"]
+    assert standing.waiting[Chunk(GRAD, 0)] == {"kept": False}
