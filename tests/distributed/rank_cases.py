@@ -207,7 +207,7 @@ def as_one_process() -> Result:
 
 
 def as_one_process_inductor() -> Result:
-    return _as_one_process("inductor", (3, 2))
+    return _as_one_process("inductor", STAGES)
 
 
 class Square(nn.Module):
@@ -391,6 +391,45 @@ def resumed(folder: Path) -> Result:
     return {"bits": bits(model), "resumed": bits(other)}
 
 
+def saved(folder: Path) -> Result:
+    """Train, and save with PyTorch's own checkpoints what any number of ranks can load."""
+    model = chunkc.distribute(made(), mesh(), zero_stage=2)
+    optimizer, run = adamw(model), compiled(model, HUGE)
+    train(run, model, optimizer, range(2))
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder / "checkpoint")
+    return {"whole": whole_bits(model, optimizer)}
+
+
+def loaded(folder: Path) -> Result:
+    """Load it on these ranks and go on."""
+    model = chunkc.distribute(made(seed=1), mesh())
+    optimizer = adamw(model)
+    weights, states = get_state_dict(model, optimizer)
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # no states were saved of what is never used
+    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder / "checkpoint", planner=planner)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+    del weights, states, planner
+    gc.collect()
+    found = whole_bits(model, optimizer)
+    return {"whole": found, "losses": train(compiled(model, HUGE), model, optimizer, range(2, 3))}
+
+
+def whole_bits(model: nn.Module, optimizer: Any) -> str:
+    """A hash of all ranks' parameters and states together, whatever the number of ranks."""
+    found = hashlib.blake2b()
+    numbers = {id(p): number for number, p in enumerate(optimizer.param_groups[0]["params"])}
+    by_number = optimizer.state_dict()["state"]
+    for name, parameter in model.named_parameters():
+        found.update(parameter.full_tensor().detach().numpy().tobytes())
+        if name.startswith("unused"):
+            continue  # it has no states before a checkpoint is loaded, and zeros after that
+        for _, value in sorted(by_number.get(numbers[id(parameter)], {}).items()):
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            found.update(whole.numpy().tobytes())
+    return found.hexdigest()
+
+
 def ended_by(action: Callable[[Any, nn.Module], Any], **given: Any) -> Result:
     """Train for a step, then do something; how long that takes to raise an error."""
     model = chunkc.distribute(Tiny(), mesh(), timeout_s=given.pop("timeout_s", 30))
@@ -541,6 +580,8 @@ CASES: dict[str, Callable[..., Result]] = {
         not_exchanged,
         announced_on_one,
         resumed,
+        saved,
+        loaded,
         killed,
         hung,
         another_phase,
@@ -584,7 +625,7 @@ def fork(name: str, rank: int, num_ranks: int, store: Path, file: Path) -> int:
         mesh()
         started = time.monotonic()
         try:
-            found = CASES[name](*([store.parent] if CASES[name] is resumed else []))
+            found = CASES[name](*([store.parent] if CASES[name] in (resumed, saved, loaded) else []))
         except BaseException as error:  # that of a checkpoint of PyTorch is no Exception
             found = {"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
         found["seconds"] = time.monotonic() - started

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from run_ranks import ranks
 
-CASES = Path(__file__).with_name("rank_cases.py")
-TIMEOUT_S = 400
 NUMBERS_NBYTES = 64  # as in `rank_cases`
-
-
-def ranks(folder: Path, *cases: str, num_ranks: int = 2) -> dict[str, list[dict[str, Any]]]:
-    """What each rank of each case came to."""
-    command = [sys.executable, str(CASES), str(folder), str(num_ranks), str(TIMEOUT_S), *cases]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S * len(cases) + 60)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
-    return found
 
 
 def check_as_one_process(found: list[dict[str, Any]]) -> None:
@@ -107,6 +94,22 @@ def test_training_goes_on_from_a_checkpoint_of_pytorch(tmp_path: Path) -> None:
     for rank in ranks(tmp_path, "resumed")["resumed"]:
         assert "error" not in rank, rank["traceback"]
         assert rank["bits"] == rank["resumed"]
+
+
+@pytest.mark.slow
+def test_any_number_of_ranks_loads_what_others_have_saved(tmp_path: Path) -> None:
+    """With PyTorch's own checkpoints: weights and states to the bit, and training goes on alike."""
+    saved = ranks(tmp_path, "saved", num_ranks=2)["saved"]
+    losses = []
+    for num_ranks in (1, 2, 4):
+        folder = tmp_path / str(num_ranks)
+        folder.mkdir()
+        (folder / "checkpoint").symlink_to(tmp_path / "checkpoint")
+        for rank in ranks(folder, "loaded", num_ranks=num_ranks)["loaded"]:
+            assert "error" not in rank, rank["traceback"]
+            assert rank["whole"] == saved[0]["whole"]
+            losses.append(rank["losses"])
+    assert all(found == pytest.approx(losses[0], abs=1e-6) for found in losses)
 
 
 @pytest.fixture(scope="module")
