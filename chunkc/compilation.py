@@ -255,7 +255,10 @@ def facts_of(capture: Capture, layout: ChunkLayout, session: Session, planned: P
     """What ranks that train one model have in common where a graph is compiled."""
     graphs = [graph.code for graph in (capture.forward, capture.backward) if graph is not None]
     whole = [(g.index, [(s.spec.name, s.spec.shards, s.slot_offset) for s in g.slices]) for g in layout.groups]
-    in_common = [(index, [(name, shards and shards.shape, at) for name, shards, at in of]) for index, of in whole]
+    in_common = [
+        (index, [(name, shards and (shards.shape, shards.zero_stage), at) for name, shards, at in of])
+        for index, of in whole
+    ]
     return {
         "the versions of PyTorch and chunkc": f"{torch.__version__} {version('chunkc')}",
         "the options": repr(session.options),

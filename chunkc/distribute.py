@@ -1,4 +1,4 @@
-"""`chunkc.distribute`: a model whose parameters are cut over ranks (ZeRO, stage 3), as PyTorch's `DTensor`s."""
+"""`chunkc.distribute`: a model whose parameters are cut over ranks (ZeRO), as PyTorch's `DTensor`s."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from chunkc.ir.errors import OptionsError, UnsupportedError
-from chunkc.ir.shards import Shards
+from chunkc.ir.shards import Shards, ZeroStage
 from chunkc.movable import can_move
 from chunkc.ranks import agree
 from chunkc.runtime.parts import Part
@@ -24,7 +24,14 @@ TIMEOUT_S = 300.0
 
 
 @torch.no_grad()
-def distribute(model: nn.Module, mesh: DeviceMesh, *, home: str = "cpu", timeout_s: float = TIMEOUT_S) -> nn.Module:
+def distribute(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    home: str = "cpu",
+    zero_stage: ZeroStage = 3,
+    timeout_s: float = TIMEOUT_S,
+) -> nn.Module:
     """Cut a model's parameters over the ranks of a mesh, in place; compile it afterwards.
 
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
@@ -41,6 +48,9 @@ def distribute(model: nn.Module, mesh: DeviceMesh, *, home: str = "cpu", timeout
         model: on the CPU, with all its parameters, and not compiled yet.
         mesh: of one dimension, on "cpu"; the ranks that train the model.
         home: where each rank's parts are between calls: "cpu", which is RAM.
+        zero_stage: 3 gathers parameters where a forward or backward needs them. 2 gathers them once after each change
+            and keeps them whole on the compute tier, which the budget must have room for: a third less is sent. 1 keeps
+            whole gradients, too; so backwards inside `optimizer.accumulating()` exchange nothing.
         timeout_s: seconds that a rank waits for another before it raises an error.
 
     Returns:
@@ -55,6 +65,8 @@ def distribute(model: nn.Module, mesh: DeviceMesh, *, home: str = "cpu", timeout
         raise OptionsError('mesh must be a DeviceMesh of one dimension on "cpu", as init_device_mesh makes it')
     if home != "cpu":
         raise OptionsError(f'home is {home!r}; distributed models have their parts in RAM so far: home="cpu"')
+    if zero_stage not in (1, 2, 3):
+        raise OptionsError(f"zero_stage is {zero_stage!r}; allowed: 1, 2 or 3")
     if not timeout_s > 0:
         raise OptionsError(f"timeout_s is {timeout_s!r}; allowed: a positive number of seconds")
     named = dict(model.named_parameters())
@@ -63,8 +75,9 @@ def distribute(model: nn.Module, mesh: DeviceMesh, *, home: str = "cpu", timeout
     for name, parameter in named.items():
         _check(name, parameter)
     transport = Transport(tuple(mesh.mesh.tolist()), timeout_s)
-    agree(transport, {"the parameters of the model": repr([(n, tuple(p.shape), p.dtype) for n, p in named.items()])})
-    made = {id(parameter): _cut(parameter, mesh, transport) for parameter in named.values()}
+    shapes = [(name, tuple(p.shape), p.dtype) for name, p in named.items()]
+    agree(transport, {"the parameters of the model": repr(shapes), "zero_stage": str(zero_stage)})
+    made = {id(parameter): _cut(parameter, mesh, transport, zero_stage) for parameter in named.values()}
     for module in model.modules():
         if module._parameters:
             _distribute_module(module, made)
@@ -85,8 +98,8 @@ def _check(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def _cut(parameter: nn.Parameter, mesh: DeviceMesh, transport: Transport) -> nn.Parameter:
-    shards = Shards(tuple(parameter.shape), transport.num_ranks, transport.rank)
+def _cut(parameter: nn.Parameter, mesh: DeviceMesh, transport: Transport, zero_stage: ZeroStage) -> nn.Parameter:
+    shards = Shards(tuple(parameter.shape), transport.num_ranks, transport.rank, zero_stage)
     begin, end = shards.span(transport.rank)
     local = parameter.detach().view(-1)[begin:end].clone().view(-1, *parameter.shape[1:])
     part = Part.of(local, shards, transport)

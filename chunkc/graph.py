@@ -15,7 +15,7 @@ from torch import fx
 
 from chunkc.backward_kinds import GradModes, NodeHooks, accumulators
 from chunkc.captured import Captured, profile
-from chunkc.ir.errors import BudgetError, UnsupportedError
+from chunkc.ir.errors import BudgetError
 from chunkc.ir.plan import Plan
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.known_needs import Held, Needs, NotedNeeds, needs_of_step, update_needs
@@ -33,7 +33,8 @@ from chunkc.policy import (
     StepRequest,
     decide,
 )
-from chunkc.ranks import agree, largest
+from chunkc.rank_phases import held_on_any_rank
+from chunkc.ranks import agree
 from chunkc.reconcile import gradients_left_to_autograd, reconcile
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
 from chunkc.runtime.parts import leaf_of
@@ -149,7 +150,10 @@ class CompiledGraph:
             BudgetError: there is none within the budget, whoever leaves.
             VerificationError: a bug in the planner; nothing has run.
         """
-        session, beside = self.session, self._of_all_ranks(phase, step, beside, around)
+        session = self.session
+        beside = held_on_any_rank(
+            session, f"{phase} of graph {self.number}", self._groups, step.captured, beside, around
+        )
         held_nbytes = beside()
         asked = StepRequest(session.situation, held_nbytes, around=around)
         found: PlannedStep | None = step.plans.find(plan_key(session, asked.key))
@@ -182,26 +186,6 @@ class CompiledGraph:
             planned = plan()
             if self.session.store.resident == resident:
                 return planned
-
-    def _of_all_ranks(
-        self, phase: str, step: SizedStep, beside: Callable[[], int], around: Around
-    ) -> Callable[[], int]:
-        """What is held beside a phase on any rank: they plan alike, and none begins a phase that others do not."""
-        session, transport = self.session, self.session.transport
-        if transport is None:
-            return beside
-        if around.hooked:
-            raise UnsupportedError(
-                f"somebody looks at the gradient of {min(around.hooked)} on its way (a hook, or a tensor that is kept "
-                "of an earlier .grad), and this rank has a part of it only: remove hooks of distributed parameters, "
-                "and read .grad after backward()"
-            )
-        needs = profile(step.captured, session.store.layout).passes
-        facts = {
-            "the phase": f"{phase} of graph {self.number}, {around.cold_backward}, {sorted(around.kept_inputs)}",
-            "the sizes of its inputs": str(sum(position.non_model_nbytes for position in needs)),
-        }
-        return lambda: largest(transport, beside(), facts)
 
     def _decided(
         self,

@@ -47,8 +47,13 @@ class Needs:
         return Needs(max(self.moving_nbytes, other.moving_nbytes), max(self.staying_nbytes, other.staying_nbytes))
 
     def minimum_nbytes(self, layout: ChunkLayout) -> int:
-        """The smallest budget with room for this, with all of a layout's chunks moving or none."""
+        """The smallest budget with room for this, with all of a layout's chunks moving or none.
+
+        Those that are cut over ranks always move.
+        """
         moving = fixed_nbytes(layout, frozenset()) + self.moving_nbytes
+        if layout.cut:
+            return moving
         staying = fixed_nbytes(layout, everything(layout)) + self.staying_nbytes
         return min(moving, staying)
 

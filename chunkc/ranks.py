@@ -31,6 +31,15 @@ class _Refusal:
     message: str
 
 
+@dataclass(frozen=True)
+class _Said:
+    """What a rank says at an agreement: facts to be compared, and what it alone knows (see `begin_phase`)."""
+
+    facts: dict[str, str]
+    nbytes: int = 0
+    outdated: tuple[int, ...] = ()
+
+
 @contextmanager
 def meeting(transport: Transport | None) -> Iterator[Callable[[Facts], None]]:
     """Inside, all ranks come once to the function that is given, each with its facts; with None nobody else is asked.
@@ -61,24 +70,32 @@ def agree(transport: Transport, facts: Facts) -> None:
     Raises:
         DistributedError: they differ, a rank is gone, or has raised an error.
     """
-    _heard(transport, (0, {name: _hashed(text) for name, text in facts.items()}))
+    _heard(transport, _Said({name: _hashed(text) for name, text in facts.items()}))
 
 
-def largest(transport: Transport, nbytes: int, facts: Facts) -> int:
-    """The largest number of any rank, once facts are compared, as by `agree`.
+def begin_phase(transport: Transport, nbytes: int, outdated: Sequence[int], facts: Facts) -> tuple[int, set[int]]:
+    """What is true of all ranks at the beginning of a phase, once facts are compared, as by `agree`.
+
+    Args:
+        nbytes: what this rank holds beside the phase.
+        outdated: groups of which what stands on this rank is not what it has at home.
+
+    Returns:
+        The largest number of bytes of any rank, and the groups that are outdated on any.
 
     Raises:
         DistributedError: as `agree`.
     """
-    return max(number for number, _ in _heard(transport, (nbytes, dict(facts))))
+    said = _heard(transport, _Said(dict(facts), nbytes, tuple(outdated)))
+    return max(one.nbytes for one in said), {index for one in said for index in one.outdated}
 
 
-def _heard(transport: Transport, own: tuple[int, dict[str, str]]) -> list[tuple[int, dict[str, str]]]:
+def _heard(transport: Transport, own: _Said) -> list[_Said]:
     said = transport.tell_all(own)
     for rank, value in enumerate(said):
         if isinstance(value, _Refusal):
             raise DistributedError(f"rank {rank} of {transport.num_ranks} cannot go on. {value.message}")
-    facts = [of_rank for _, of_rank in said]
+    facts = [one.facts for one in said]
     for name in facts[0]:
         values = [of_rank.get(name) for of_rank in facts]
         if len(set(values)) > 1:

@@ -56,7 +56,9 @@ def chunk_items(layout: ChunkLayout, positions: Sequence[Position]) -> dict[Move
     found: dict[MovedId, Item] = {}
     for chunk, nbytes in chunk_sizes(layout, positions).items():
         back, home = layout.links_of_chunk(chunk)
-        found[chunk] = Item(nbytes, Copy(back), Copy(home))
+        group = layout.groups[chunk.group]
+        standing_nbytes = group.standing_numel(chunk) * group.dtype.itemsize
+        found[chunk] = Item(nbytes, Copy(back, standing_nbytes), Copy(home, standing_nbytes))
     return found
 
 
@@ -78,9 +80,13 @@ def _tightest(positions: Sequence[Position]) -> list[Position]:
 
 def fixed_nbytes(layout: ChunkLayout, resident: frozenset[int]) -> int:
     """What is on the compute tier for good, once every gradient and state exists: model data and overhead."""
-    return (
-        layout.overhead_nbytes + small_nbytes(layout) + sum(layout.groups[index].resident_nbytes for index in resident)
-    )
+    residents = (layout.groups[index].resident_nbytes for index in resident)
+    return layout.overhead_nbytes + small_nbytes(layout) + standing_nbytes(layout) + sum(residents)
+
+
+def standing_nbytes(layout: ChunkLayout) -> int:
+    """What every rank has whole, of groups that are cut over ranks."""
+    return sum(group.standing_nbytes for group in layout.groups)
 
 
 def everything(layout: ChunkLayout) -> frozenset[int]:
@@ -96,7 +102,10 @@ def needed_nbytes(positions: Sequence[Position], layout: ChunkLayout) -> int:
 
 @dataclass(frozen=True)
 class StayingData:
-    """Model data that never leaves the compute tier, by what it is; gradients by parameter."""
+    """Model data that never leaves the compute tier, by what it is; gradients by parameter.
+
+    What every rank has whole counts with the parameters.
+    """
 
     parameter_nbytes: int
     state_nbytes: int
@@ -107,7 +116,7 @@ class StayingData:
         staying = [*layout.small, *(s.spec for index in sorted(resident) for s in layout.groups[index].slices)]
         counters = small_nbytes(layout) - sum(spec.nbytes + spec.training_nbytes for spec in layout.small)
         return StayingData(
-            sum(spec.nbytes for spec in staying),
+            sum(spec.nbytes for spec in staying) + standing_nbytes(layout),
             sum(spec.optimizer_nbytes for spec in staying) + counters,
             {spec.name: spec.gradient_nbytes for spec in staying if spec.trainable},
         )

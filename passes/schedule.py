@@ -276,10 +276,11 @@ def _emit(
                 write_backs[interval.last + 1].append(Event(OFFLOAD, chunk, nbytes, home))
                 evictions[interval.end].append(Event(LEAVE, chunk, nbytes, home))
             continue
-        prefetches[interval.start].append(Event(PREFETCH, chunk, nbytes, back))
-        waits[interval.first].append(Event(WAIT, chunk, nbytes, back))
+        inward, outward = (nbytes + way.standing_nbytes for way in (item.way_back, item.way_home))
+        prefetches[interval.start].append(Event(PREFETCH, chunk, inward, back))
+        waits[interval.first].append(Event(WAIT, chunk, inward, back))
         if interval.dirty:
-            write_backs[interval.last + 1].append(Event(WRITE_BACK, chunk, nbytes, home))
-            evictions[interval.end].append(Event(WAIT, chunk, nbytes, home))
+            write_backs[interval.last + 1].append(Event(WRITE_BACK, chunk, outward, home))
+            evictions[interval.end].append(Event(WAIT, chunk, outward, home))
         evictions[interval.end].append(Event(EVICT, chunk, nbytes))
     return tuple((*w, *e, *p, *r) for w, e, p, r in zip(write_backs, evictions, prefetches, waits))

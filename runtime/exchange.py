@@ -31,18 +31,24 @@ def gather(group: ChunkGroup, home: torch.Tensor, slot: torch.Tensor, transport:
     for where in group.slices:
         own = home[where.offset : where.end]
         sends += [(rank, own) for rank in transport.others]
-        receives += [(rank, _part(slot, where, rank)) for rank in transport.others]
-        _part(slot, where, transport.rank).copy_(own)
+        receives += [(rank, part_in_slot(slot, where, rank)) for rank in transport.others]
+        part_in_slot(slot, where, transport.rank).copy_(own)
     transport.exchange(GATHERS, sends, receives)
 
 
 def scatter_sums(
-    group: ChunkGroup, slot: torch.Tensor, home: torch.Tensor, adds: Mapping[str, bool], transport: Transport
+    group: ChunkGroup,
+    slot: torch.Tensor,
+    room: torch.Tensor,
+    home: torch.Tensor,
+    adds: Mapping[str, bool],
+    transport: Transport,
 ) -> None:
     """Write this rank's part of gradients home, each the mean of what all ranks have in their slots.
 
     Args:
-        slot: a gradient's, which has room behind its elements for what other ranks send; that is overwritten.
+        slot: a gradient's. The part of it that is this rank's is overwritten.
+        room: `group.exchange_numel` elements for what other ranks send.
         adds: parameters whose gradients are in the slot, and whether home has one already, to which it is added.
 
     Raises:
@@ -51,15 +57,15 @@ def scatter_sums(
     sends: list[Message] = []
     receives: list[Message] = []
     terms: dict[str, list[torch.Tensor]] = {}
-    free = group.gathered_numel
+    free = 0
     for where in group.slices:
         if where.spec.name not in adds:
             continue
         numel = where.spec.numel
-        of_rank = {transport.rank: _part(slot, where, transport.rank)}
+        of_rank = {transport.rank: part_in_slot(slot, where, transport.rank)}
         for rank in transport.others:
-            sends.append((rank, _part(slot, where, rank)))
-            of_rank[rank] = slot[free : free + numel]
+            sends.append((rank, part_in_slot(slot, where, rank)))
+            of_rank[rank] = room[free : free + numel]
             receives.append((rank, of_rank[rank]))
             free += numel
         terms[where.spec.name] = [of_rank[rank] for rank in range(transport.num_ranks)]
@@ -79,7 +85,7 @@ def _sum(terms: list[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def _part(slot: torch.Tensor, where: TensorSlice, rank: int) -> torch.Tensor:
+def part_in_slot(slot: torch.Tensor, where: TensorSlice, rank: int) -> torch.Tensor:
     """A rank's part of a parameter, or of its gradient, in a slot."""
     shards = where.spec.shards
     assert isinstance(shards, Shards)

@@ -16,7 +16,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from chunkc.ir.strides import is_dense
-from chunkc.runtime.used_gradients import UsedGradient, gradient_of
+from chunkc.runtime.parts import leaf_of
+from chunkc.runtime.used_gradients import GradientElsewhere, LocalGradient, gradient_of
 from chunkc.torch_private.engine import storage_use_count
 
 
@@ -28,6 +29,26 @@ def store_first(target: torch.Tensor, take: Callable[[], torch.Tensor]) -> None:
 def add_later(target: torch.Tensor, take: Callable[[], torch.Tensor]) -> None:
     """Add a later gradient to what is in the slot."""
     target.add_(take())
+
+
+def note_whole(
+    name: str, parameter: nn.Parameter, adds: dict[str, bool], hand_out: Callable[[], object], *, is_last: bool
+) -> Callable[[torch.Tensor, Callable[[], torch.Tensor]], None]:
+    """Note a gradient that every rank computes, whole, on its way into a slot; how it gets there.
+
+    Args:
+        adds: the slot's gradients, each with whether home has one to add to.
+        hand_out: makes the home view the parameter's gradient.
+        is_last: ranks exchange it in this backward; else this rank's own stays in the slot.
+    """
+    is_first = name not in adds
+    if is_first:
+        adds[name] = gradient_of(parameter) is not None
+    if not is_last:
+        parameter.grad = LocalGradient(leaf_of(parameter), name)
+    elif gradient_of(parameter) is None:
+        hand_out()
+    return store_first if is_first else add_later
 
 
 def accumulate(parameter: nn.Parameter, take: Callable[[], torch.Tensor], owned: bool) -> None:
@@ -86,7 +107,7 @@ def is_viewed(grad: torch.Tensor) -> bool:
 def is_held(parameter: nn.Parameter) -> bool:
     """Whether others have the tensor that is a parameter's `.grad`, or views of it, and expect PyTorch to add to it."""
     has_more = _references(parameter) > _references_unheld()
-    if isinstance(parameter.grad, UsedGradient):
+    if isinstance(parameter.grad, GradientElsewhere):
         return False
     return parameter.grad is not None and (has_more or is_viewed(parameter.grad))
 

@@ -15,6 +15,7 @@ from torch import nn
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.shards import Shards
 from chunkc.runtime.transport import Transport
+from chunkc.runtime.used_gradients import GradientElsewhere
 from chunkc.torch_private.dtensor import DTensor, as_subclass_without_grad, local_of, set_local, with_local
 
 
@@ -58,6 +59,8 @@ class Part(nn.Parameter):
         if whole is None or whole.grad is None:
             return None
         found: Any = whole.grad
+        if isinstance(found, GradientElsewhere):
+            return found
         if not isinstance(found, DTensor) or tuple(found.placements) != tuple(whole.placements):
             raise UnsupportedError(
                 "the gradient of a distributed parameter must be cut over the ranks as the parameter is: assign a "
@@ -69,7 +72,9 @@ class Part(nn.Parameter):
     def grad(self, value: torch.Tensor | None) -> None:
         whole = self.distributed
         assert whole is not None
-        whole.grad = None if value is None else with_local(whole, value)
+        if value is not None and not isinstance(value, GradientElsewhere):
+            value = with_local(whole, value)
+        whole.grad = value
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from chunkc.ir.chunks import GRAD, Chunk, ChunkLayout
+from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout
 from chunkc.ir.errors import ChunkcError, ChunkStateError, DistributedError, HomeError, StreamError
 from chunkc.ir.states import num_entries
 from chunkc.runtime.arena import Arena
 from chunkc.runtime.chunk_states import ChunkState, advance
 from chunkc.runtime.exchange import gather, scatter_sums
+from chunkc.runtime.standing import Standing
 from chunkc.runtime.tier import Mark, Tier
 from chunkc.runtime.transport import Transport
 from chunkc.runtime.updates import HomeUpdates
@@ -30,6 +31,7 @@ class Slot:
     """A chunk's room on the compute tier and what is happening to it.
 
     `adds`: of gradients that all ranks have computed, those that are in the slot, and whether home has one to add to.
+    `exchange`: room for what other ranks send for this rank's part of them.
     """
 
     state: ChunkState = ChunkState.FREE
@@ -37,6 +39,7 @@ class Slot:
     copy: Mark | None = None
     dirty: bool = False
     adds: dict[str, bool] = field(default_factory=dict)
+    exchange: torch.Tensor | None = None
 
 
 class SpareSlots:
@@ -91,6 +94,7 @@ class ChunkSlots(ABC):
     debug: bool = False
     transport: Transport | None = None
     traffic: Traffic = field(default_factory=Traffic)
+    standing: Standing = field(default_factory=Standing)
     updates: HomeUpdates = field(default_factory=HomeUpdates)
     _slots: dict[Chunk, Slot] = field(default_factory=dict)
     _spare: SpareSlots = field(default_factory=SpareSlots)
@@ -117,17 +121,53 @@ class ChunkSlots(ABC):
         state = advance(chunk, slot.state, ChunkState.PREFETCHING)
         needs_data = self._has_data_at_home(chunk)
         self.updates.note_use(group_index)
-        numel = num_entries(kind, group.slot_numel(chunk))
-        slot.buffer = buffer = self._spare.take(self.tier, numel, group.kind_dtype(kind))
-        if self.debug:
+        slot.buffer, slot.exchange = self._room(chunk, group)
+        buffer = slot.buffer
+        if kind == PARAM and group.standing_numel(chunk):
+            needs_data = group_index not in self.standing.current
+            self.standing.current.add(group_index)
+        slot.state, slot.copy, slot.dirty = state, None, False
+        slot.adds = self.standing.waiting.pop(chunk, {})
+        if self.debug and (needs_data or kind != PARAM) and not slot.adds:
             self.tier.enqueue(fill_with_nan, buffer)
-        slot.state, slot.copy, slot.dirty, slot.adds = state, None, False, {}
         is_gathered = group.is_gathered(chunk)
         if needs_data and not (is_gathered and kind == GRAD):  # home has a part of it, to which a part is added there
             job = self._gather(chunk, buffer) if is_gathered else self.arena.reader(*self._whole(chunk), buffer)
             queue = self.tier.links[link or self.layout.links_of_chunk(chunk)[0]]
             slot.copy = queue.submit(job, after=(*self.tier.mark(), *self.updates.before(group_index)))
             self.traffic.to_device_nbytes += buffer.nbytes
+
+    def _room(self, chunk: Chunk, group: ChunkGroup) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What computation is to see of a chunk, and room for what other ranks send."""
+        stands = group.standing_numel(chunk) > 0
+        numel = num_entries(chunk.kind, group.slot_numel(chunk))
+        moving = self._spare.take(self.tier, numel, group.kind_dtype(chunk.kind)) if numel or not stands else None
+        if stands:
+            return self.standing.room(chunk, group, self.tier), moving
+        assert moving is not None
+        return moving, moving[group.gathered_numel :] if group.is_gathered(chunk) else None
+
+    def is_kept(self, chunk: Chunk) -> bool:
+        """Whether a gradient stays where it stands, and is exchanged in a later backward."""
+        stands = chunk.kind == GRAD and self.layout.groups[chunk.group].standing_numel(chunk) > 0
+        return stands and self.transport is not None and self.transport.accumulating
+
+    def outdated(self, groups: Iterable[int]) -> list[int]:
+        """Those of the groups whose parameters stand here, but not as they are at home; in slots they are in use.
+
+        Raises:
+            StreamError, HomeError: an update or a copy of their home had failed.
+        """
+        found, present = [], self.present
+        for index in sorted(groups):
+            group, chunk = self.layout.groups[index], Chunk(PARAM, index)
+            if not group.standing_numel(chunk) or chunk in present:
+                continue
+            assert self.transport is not None
+            self.await_home(chunk)
+            if self.standing.is_outdated(group, self._flat_home(chunk), self.transport.rank):
+                found.append(index)
+        return found
 
     def _gather(self, chunk: Chunk, buffer: torch.Tensor) -> Callable[[], None]:
         """A job that fills a slot with all ranks' parts of a chunk."""
@@ -138,9 +178,10 @@ class ChunkSlots(ABC):
         """A job that writes this rank's part of the mean of all ranks' gradients home."""
         assert self.transport is not None
         assert slot.buffer is not None
+        assert slot.exchange is not None
         group, adds = self.layout.groups[chunk.group], slot.adds
         slot.adds = {}
-        return partial(scatter_sums, group, slot.buffer, self._flat_home(chunk), adds, self.transport)
+        return partial(scatter_sums, group, slot.buffer, slot.exchange, self._flat_home(chunk), adds, self.transport)
 
     def _flat_home(self, chunk: Chunk) -> torch.Tensor:
         group = self.layout.groups[chunk.group]
@@ -188,6 +229,8 @@ class ChunkSlots(ABC):
         slot.state = advance(chunk, slot.state, ChunkState.EVICTING)
         buffer = slot.buffer
         assert buffer is not None
+        if slot.dirty and self.is_kept(chunk):
+            slot.dirty = False  # it waits where it stands
         if slot.dirty:
             is_gathered = self.layout.groups[chunk.group].is_gathered(chunk)
             job = self._scatter(chunk, slot) if is_gathered else self.arena.writer(*self._whole(chunk), buffer)
@@ -202,11 +245,15 @@ class ChunkSlots(ABC):
         if slot.dirty:
             raise ChunkStateError(f"chunk {chunk} would be evicted before it was written back")
         slot.state = advance(chunk, slot.state, ChunkState.FREE)
-        assert slot.buffer is not None
-        if self.debug:
-            self.tier.enqueue(fill_with_nan, slot.buffer)
-        self._spare.give(slot.buffer)
-        slot.buffer = slot.copy = None
+        stands = self.layout.groups[chunk.group].standing_numel(chunk) > 0
+        leaving = slot.exchange if stands else slot.buffer
+        if leaving is not None:
+            if self.debug:
+                self.tier.enqueue(fill_with_nan, leaving)
+            self._spare.give(leaving)
+        if slot.adds:
+            self.standing.waiting[chunk] = slot.adds
+        slot.buffer = slot.copy = slot.exchange = None
         if chunk.part is not None:
             del self._slots[chunk]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -25,12 +26,14 @@ from chunkc.runtime.gradients import (
     is_held,
     is_one_of_several,
     is_viewed,
+    note_whole,
     of_several,
     store_first,
 )
 from chunkc.runtime.places import ChunkPlaces
+from chunkc.runtime.slots import Slot
 from chunkc.runtime.trainers import Trainers
-from chunkc.runtime.used_gradients import UsedGradient, gradient_of, used_up
+from chunkc.runtime.used_gradients import LocalGradient, UsedGradient, gradient_of, used_up
 
 
 @dataclass
@@ -187,6 +190,7 @@ class ChunkStore(ChunkPlaces):
         """Give back all slots and homes as they are, and end the threads once nothing is under way."""
         self._slots.clear()
         self.drop_spare_slots()
+        self.standing.clear()
         self.updates.end_soon()
         self.tier.end_soon()
         self.arena.free(self.arena.chunks)
@@ -331,6 +335,12 @@ class ChunkStore(ChunkPlaces):
         self._handed_out[name] = HandedOut.of(view)
         return view
 
+    def _scatter(self, chunk: Chunk, slot: Slot) -> Callable[[], None]:
+        for name in slot.adds:
+            if isinstance((parameter := self.parameter(name)).grad, LocalGradient):  # this backward has added nothing
+                self._hand_out(name, parameter)
+        return super()._scatter(chunk, slot)
+
     def check_not_used_up(self, group: int) -> None:
         """Refuse to add to gradients of a group that an update in a backward has used up.
 
@@ -370,11 +380,10 @@ class ChunkStore(ChunkPlaces):
         slot = self.slot(chunk)
         target = self.parameter_view(chunk, name)
         slot.dirty = True
-        if self.layout.groups[chunk.group].is_gathered(chunk) and name not in slot.adds:
-            slot.adds[name] = parameter.grad is not None
-            self.tier.enqueue(store_first, target, take)
-            if parameter.grad is None:
-                self._hand_out(name, parameter)
+        if self.layout.groups[chunk.group].is_gathered(chunk):
+            hand_out = partial(self._hand_out, name, parameter)
+            how = note_whole(name, parameter, slot.adds, hand_out, is_last=not self.is_kept(chunk))
+            self.tier.enqueue(how, target, take)
         elif parameter.grad is None:
             self.tier.enqueue(store_first, target, take)
             self._hand_out(name, parameter)

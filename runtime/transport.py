@@ -35,12 +35,15 @@ class Transport:
     Attributes:
         sent_nbytes: bytes that this rank has sent, by channel.
         failure: why nothing can be exchanged any more; None: nothing has failed.
+        accumulating: more gradients will be added to those of the backwards that run now: in stage 1 of ZeRO each rank
+            keeps its own until then.
     """
 
     ranks: tuple[int, ...]
     timeout_s: float
     sent_nbytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys((GATHERS, SCATTERS, AGREEMENTS), 0))
     failure: BaseException | None = None
+    accumulating: bool = False
 
     def __post_init__(self) -> None:
         timeout = timedelta(seconds=self.timeout_s)

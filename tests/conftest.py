@@ -53,6 +53,7 @@ _HELPERS = (
     "cuda_in_ram/device_gpt",
     "integrations/loops",
     "checkpoint/checkpoint_runs",
+    "distributed/run_ranks",
 )
 """In the order in which they import each other."""
 

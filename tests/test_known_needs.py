@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from chunkc.ir.chunks import Chunk, ChunkLayout, ParamSpec
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.plan import Position
 from chunkc.ir.program import BACKWARD, FORWARD
+from chunkc.ir.shards import Shards
 from chunkc.known_needs import KnownNeeds, Needs, NotedNeeds
 from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.layout import EMPTY_LAYOUT, extended
@@ -57,6 +59,14 @@ def test_the_minimum_of_one_graph_is_the_planners(held_nbytes: int) -> None:
     assert known.minimum_nbytes(LAYOUT) == wanted
     assert Needs.of(POSITIONS, LAYOUT, held_nbytes) == Needs.of(POSITIONS, LAYOUT).beside(held_nbytes)
     assert Needs.of((), LAYOUT) == Needs()
+
+
+def test_what_is_cut_over_ranks_moves_in_every_budget() -> None:
+    """Where ranks are many, all that one has at home takes less room than a whole chunk."""
+    layout = laid_out(replace(spec("a.weight", 64), shards=Shards((1024,), 16, 0)))
+    known, noted, positions = KnownNeeds(), NotedNeeds(), (position(100, 0),)
+    known.note(noted, Needs.of(positions, layout))
+    assert known.minimum_nbytes(layout) == check_minimum(positions, layout, 1 << 40, 0)
 
 
 def test_what_stays_for_good_counts_in_every_graph() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ from torch import nn
 
 from chunkc.ir.errors import BudgetError, DistributedError, UnsupportedError
 from chunkc.ir.shards import Shards
-from chunkc.ranks import agree, largest, meeting, transport_of
+from chunkc.ranks import agree, begin_phase, meeting, transport_of
 from chunkc.runtime.parts import Part
 
 
@@ -31,24 +34,29 @@ def same(value: Any) -> Any:
     return value
 
 
+def with_facts(facts: dict[str, str]) -> Callable[[Any], Any]:
+    """Another rank says the same, but for these."""
+    return lambda said: replace(said, facts={**said.facts, **facts})
+
+
 def test_equal_facts_pass() -> None:
     agree(Heard(same, same), {"the code": "a", "the plan": "b"})  # type: ignore[arg-type]
 
 
 def test_a_difference_names_what_and_who() -> None:
     with pytest.raises(DistributedError, match=r"differ in the code: rank 1 of 3"):
-        agree(Heard(lambda _: (0, {"the code": "x"}), same), {"the code": "a"})  # type: ignore[arg-type]
-    heard = Heard(same, lambda said: (0, {**said[1], "the plan": "another"}))
+        agree(Heard(with_facts({"the code": "x"}), same), {"the code": "a"})  # type: ignore[arg-type]
+    heard = Heard(same, with_facts({"the plan": "another"}))
     with pytest.raises(DistributedError, match=r"differ in the plan: rank 2 of 3"):
         agree(heard, {"the code": "a", "the plan": "b"})  # type: ignore[arg-type]
 
 
-def test_the_largest_of_any_rank_counts() -> None:
-    heard = Heard(lambda said: (7, said[1]), lambda said: (3, said[1]))
-    assert largest(heard, 5, {"the phase": "forward"}) == 7  # type: ignore[arg-type]
-    heard = Heard(lambda said: (7, {"the phase": "backward"}), same)
+def test_the_largest_of_any_rank_counts_and_what_is_outdated_on_any() -> None:
+    heard: Any = Heard(partial(replace, nbytes=7), partial(replace, nbytes=3, outdated=(4,)))
+    assert begin_phase(heard, 5, [1], {"the phase": "forward"}) == (7, {1, 4})
+    differs: Any = Heard(with_facts({"the phase": "backward"}), same)
     with pytest.raises(DistributedError, match=r"the phase: rank 1 of 3 .*: backward instead of forward"):
-        largest(heard, 5, {"the phase": "forward"})  # type: ignore[arg-type]
+        begin_phase(differs, 5, [], {"the phase": "forward"})
 
 
 def test_an_error_before_the_meeting_is_told_and_raised_by_all() -> None:

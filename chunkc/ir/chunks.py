@@ -115,7 +115,7 @@ class ParamSpec:
 
     @property
     def nbytes(self) -> int:
-        return self._rounded(self.home_nbytes)
+        return self.rounded(self.home_nbytes)
 
     @property
     def home_nbytes(self) -> int:
@@ -139,9 +139,10 @@ class ParamSpec:
     def optimizer_nbytes(self) -> int:
         """Bytes of the optimizer's states but the step counter; 0 for a frozen parameter."""
         dtypes = self.states.dtypes(self.dtype) if self.trainable else {}
-        return sum(self._rounded(num_entries(kind, self.numel) * dtype.itemsize) for kind, dtype in dtypes.items())
+        return sum(self.rounded(num_entries(kind, self.numel) * dtype.itemsize) for kind, dtype in dtypes.items())
 
-    def _rounded(self, nbytes: int) -> int:
+    def rounded(self, nbytes: int) -> int:
+        """Bytes as the compute tier's allocator gives them."""
         return -(-nbytes // self.granule_nbytes) * self.granule_nbytes
 
 
@@ -169,7 +170,8 @@ class ChunkGroup:
 
     Of a group that is cut over ranks, chunks at home hold this rank's parts. Computation needs parameters and gradients
     whole, in slots of `gathered_numel` elements. A gradient's slot has `exchange_numel` more: room for what other ranks
-    computed for this rank's part. Optimizer states, and parts of chunks, are as at home.
+    computed for this rank's part. Optimizer states, and parts of chunks, are as at home. In stages 1 and 2 some of
+    these elements stand on the compute tier from phase to phase (`standing_numel`); the rest of a slot comes and goes.
     """
 
     index: int
@@ -187,11 +189,29 @@ class ChunkGroup:
         return any(s.spec.shards is not None for s in self.slices)
 
     def slot_numel(self, chunk: Chunk) -> int:
-        """Elements of the slot of one of its chunks, or of a part of one."""
+        """Elements of the slot of one of its chunks, or of a part of one, without those that stand."""
         if self.is_gathered(chunk):
-            return self.gathered_numel + (self.exchange_numel if chunk.kind == GRAD else 0)
+            exchanged = self.exchange_numel if chunk.kind == GRAD else 0
+            return self.gathered_numel + exchanged - self.standing_numel(chunk)
         begin, end = chunk.part or (0, self.numel)
         return end - begin
+
+    def standing_numel(self, chunk: Chunk) -> int:
+        """Elements of the slot of one of its chunks that stay on the compute tier whatever is planned."""
+        return self.gathered_numel if chunk.part is None and chunk.kind in self.standing_kinds else 0
+
+    @cached_property
+    def standing_kinds(self) -> tuple[str, ...]:
+        """The kinds of chunks of which every rank has all parts from phase to phase: in stages 1 and 2 of ZeRO."""
+        stages = [s.spec.shards.zero_stage for s in self.slices if s.spec.shards is not None]
+        if not stages or stages[0] == 3:
+            return ()
+        return (PARAM, GRAD) if stages[0] == 1 and self.trainable else (PARAM,)
+
+    @property
+    def standing_nbytes(self) -> int:
+        """Bytes of all that stands, each kind as the compute tier's allocator gives it."""
+        return sum(self.slices[0].spec.rounded(self.gathered_numel * self.dtype.itemsize) for _ in self.standing_kinds)
 
     def is_gathered(self, chunk: Chunk) -> bool:
         """Whether the slot of one of its chunks holds all ranks' parts."""
@@ -292,7 +312,7 @@ class ChunkLayout:
         return frozenset(group.index for group in self.groups if group.is_cut)
 
     def chunk_nbytes_of(self, chunk: Chunk) -> int:
-        """Bytes of the slot of a chunk, or of a part of one."""
+        """Bytes of the slot of a chunk, or of a part of one, without what stands."""
         group = self.groups[chunk.group]
         granule_nbytes = group.slices[0].spec.granule_nbytes if group.slices else 1
         nbytes = num_entries(chunk.kind, group.slot_numel(chunk)) * group.kind_dtype(chunk.kind).itemsize

@@ -34,13 +34,18 @@ MovedId = Chunk | SavedStorage
 
 @dataclass(frozen=True)
 class Copy:
-    """A way of an item, to the compute tier or home: one copy that queues on a link (see `chunkc.ir.links`)."""
+    """A way of an item, to the compute tier or home: one copy that queues on a link (see `chunkc.ir.links`).
+
+    Attributes:
+        standing_nbytes: what is copied beside the item's room, into bytes that stay on the compute tier.
+    """
 
     link: str
+    standing_nbytes: int = 0
 
     def seconds(self, nbytes: int, hardware: Hardware) -> float:
         """What it takes while all else rests."""
-        return hardware.copy_s(self.link, nbytes)
+        return hardware.copy_s(self.link, nbytes + self.standing_nbytes)
 
 
 @dataclass(frozen=True)

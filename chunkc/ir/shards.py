@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
+
+ZeroStage = Literal[1, 2, 3]
 
 
 @dataclass(frozen=True)
@@ -15,11 +18,14 @@ class Shards:
     Attributes:
         shape: of the whole tensor, with at least one dimension.
         rank: whose part is meant where none is named.
+        zero_stage: what every rank has whole from one step to the next, beside its parts: in stage 3 nothing, in
+            stage 2 parameters, in stage 1 gradients too.
     """
 
     shape: tuple[int, ...]
     num_ranks: int
     rank: int
+    zero_stage: ZeroStage = 3
 
     @property
     def numel(self) -> int:

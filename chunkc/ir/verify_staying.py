@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from chunkc.ir.chunks import STEP_NBYTES, ChunkLayout, ParamSpec
+from chunkc.ir.chunks import STEP_NBYTES, ChunkGroup, ChunkLayout, ParamSpec
 from chunkc.ir.states import num_entries
 
 
 def nbytes_that_stay(layout: ChunkLayout, resident: Collection[int]) -> int:
-    """The overhead, all step counters, and small parameters and residents, each tensor as the allocator gives it."""
+    """The overhead, all step counters, small parameters and residents, and what every rank has whole, each tensor as
+    the allocator gives it."""
     total_nbytes = layout.overhead_nbytes
     for spec, stays in _specs(layout, resident):
         total_nbytes += STEP_NBYTES if spec.trainable else 0
@@ -18,7 +19,15 @@ def nbytes_that_stay(layout: ChunkLayout, resident: Collection[int]) -> int:
             sizes = [spec.numel * spec.dtype.itemsize] * (2 if spec.trainable else 1)  # with the gradient
             sizes += [num_entries(kind, spec.numel) * dtype.itemsize for kind, dtype in dtypes.items()]
             total_nbytes += sum(-(-nbytes // spec.granule_nbytes) * spec.granule_nbytes for nbytes in sizes)
-    return total_nbytes
+    return total_nbytes + sum(map(_whole_nbytes, layout.groups))
+
+
+def _whole_nbytes(group: ChunkGroup) -> int:
+    """Of a group in stage 2 of ZeRO all ranks' parameters stay, in stage 1 the gradients of trained ones too."""
+    of_all = {s.spec.shards.zero_stage for s in group.slices if s.spec.shards is not None}
+    num_kinds = {2: 1, 1: 1 + group.trainable}.get(min(of_all, default=3), 0)
+    granule_nbytes = group.slices[0].spec.granule_nbytes if group.slices else 1
+    return num_kinds * -(-group.gathered_numel * group.dtype.itemsize // granule_nbytes) * granule_nbytes
 
 
 def _specs(layout: ChunkLayout, resident: Collection[int]) -> Iterator[tuple[ParamSpec, bool]]:

@@ -8,7 +8,8 @@ when an update begins and compared by `step()`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -67,6 +68,15 @@ class BackwardUpdates:
         self._at_home: weakref.WeakKeyDictionary[Session, frozenset[int]] = weakref.WeakKeyDictionary()
         self._begun: weakref.WeakKeyDictionary[Session, dict[int, tuple[Sequence[Begun], Beginning]]]
         self._begun = weakref.WeakKeyDictionary()
+
+    @contextmanager
+    def announced(self) -> Iterator[None]:
+        """Inside, more gradients will be added to those of each backward."""
+        before, self.accumulating = self.accumulating, True
+        try:
+            yield
+        finally:
+            self.accumulating = before
 
     def forget(self) -> None:
         """Parameter groups or states are others from now on: nothing begins early before the next step has ended."""

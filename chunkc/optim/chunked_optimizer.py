@@ -25,7 +25,7 @@ from chunkc.optim.backward_updates import BackwardUpdates
 from chunkc.optim.grad_scale import grad_scale_of, is_skipped, on_the_cpu
 from chunkc.optim.group_runs import Due
 from chunkc.optim.loading import LoadedState, checked_state_dict, load, prepared_to_load
-from chunkc.optim.over_ranks import as_saved
+from chunkc.optim.over_ranks import as_saved, no_exchange
 from chunkc.optim.overlap_mode import NONE, OverlapMode
 from chunkc.optim.rule import Rule, Updater
 from chunkc.optim.split_masters import NotedContents, has_master
@@ -237,12 +237,10 @@ class ChunkedOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Inside, with `overlap="backward"` or `"both"`, no backward begins updates: more gradients will be added."""
-        before, self.in_backward.accumulating = self.in_backward.accumulating, True
-        try:
+        """Inside, more gradients will be added: with `overlap="backward"` or `"both"` no backward begins updates, and
+        ranks of a model with `zero_stage=1` exchange nothing."""
+        with self.in_backward.announced(), no_exchange(self._parameters()):
             yield
-        finally:
-            self.in_backward.accumulating = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in `torch.optim`. Gradients that become zeros are waited for, if an update still reads them."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from chunkc.optim.grad_scale import grad_scale_of
 from chunkc.optim.overlap_mode import NONE
 from chunkc.optim.split_masters import NotedContents, put_masters_together
 from chunkc.runtime.parts import Part, part_of
+from chunkc.runtime.used_gradients import LocalGradient
 from chunkc.torch_private.dtensor import local_of, with_local
 
 
@@ -22,10 +25,14 @@ def check_over_ranks(optimizer: Any) -> None:
     """Refuse what would need more than a rank's own parts, where parameters are cut over ranks.
 
     Raises:
-        UnsupportedError: the rule or a loss scale does.
+        UnsupportedError: the rule or a loss scale does, or gradients were not exchanged between ranks yet.
     """
-    if not any(isinstance(part_of(p), Part) for group in optimizer.param_groups for p in group["params"]):
+    parts = [part for group in optimizer.param_groups for p in group["params"] if isinstance(part := part_of(p), Part)]
+    if not parts:
         return
+    for part in parts:
+        if isinstance(gradient := part.grad, LocalGradient):
+            raise gradient.refusal()
     name = type(optimizer).__name__
     if optimizer.rule.num_stages > 1:
         raise UnsupportedError(f"{name} needs the norms of whole parameters; distributed ones take AdamW, Adam or SGD")
@@ -35,6 +42,20 @@ def check_over_ranks(optimizer: Any) -> None:
         raise UnsupportedError(f'{name} updates distributed parameters in step() only: use overlap="none"')
     if grad_scale_of(optimizer) is not NO_SCALE:
         raise UnsupportedError("a GradScaler sees the gradients of one rank only: train distributed models in bf16")
+
+
+@contextmanager
+def no_exchange(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, ranks that have whole gradients (`zero_stage=1`) keep their own and exchange none."""
+    found = {id(p.transport): p.transport for p in parameters if isinstance(p, Part)}.values()
+    before = [(transport, transport.accumulating) for transport in found]
+    for transport in found:
+        transport.accumulating = True
+    try:
+        yield
+    finally:
+        for transport, was_accumulating in before:
+            transport.accumulating = was_accumulating
 
 
 def as_saved(noted: NotedContents, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

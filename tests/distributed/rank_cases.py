@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from chunkc.session import sessions_of
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 11, 24, 8, 5
 HUGE = 1 << 30
+STAGES = (3, 2, 1)
 NUMBERS_NBYTES = 64
 """What a loop has of its own beside what is planned: a loss, half of it, their gradients."""
 Result = dict[str, Any]
@@ -157,18 +158,20 @@ def arrays(model: nn.Module) -> list[Any]:
     return [value.detach().numpy().copy() for value in values]
 
 
-def _as_one_process(codegen: str) -> Result:
-    """Train in one process, then on the ranks: with room for all, and with none to spare under a hard limit."""
+def _as_one_process(codegen: str, stages: Sequence[int] = (3,)) -> Result:
+    """Train in one process, then on the ranks in stages of ZeRO: each with room for all, and with none to spare under a
+    hard limit."""
     reference: Any = made()
     plain: Any = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-3)
     expected = train(reference, reference, plain, range(3), lambda batch: batch)
     weights = arrays(reference)
     cpu_allocator.install()  # what was allocated before is not metered
-    found: Result = {"expected": expected, "runs": []}
-    budget = HUGE
-    for _ in range(2):
+    found: Result = {"expected": expected, "num_ranks": dist.get_world_size(), "runs": []}
+    least = HUGE
+    for stage, budget in ((stage, budget) for stage in stages for budget in (HUGE, None)):
         torch._dynamo.reset()
-        model = chunkc.distribute(made(), mesh())
+        budget = budget or least
+        model = chunkc.distribute(made(), mesh(), zero_stage=stage)
         optimizer, run = adamw(model), compiled(model, budget, codegen)
         losses = train(run, model, optimizer, range(2))
         before = chunkc.report(model)
@@ -182,6 +185,7 @@ def _as_one_process(codegen: str) -> Result:
         found["runs"].append(
             {
                 "losses": losses,
+                "stage": stage,
                 "bits": bits(model),
                 "difference": max(float(abs(value - other).max()) for value, other in pairs),
                 "peaks": (report.measured_peak_nbytes, report.predicted_peak_nbytes, budget),
@@ -191,18 +195,179 @@ def _as_one_process(codegen: str) -> Result:
                     s.spec.whole_nbytes - s.spec.home_nbytes for g in groups if g.trainable for s in g.slices
                 ),
                 "home": report.home_nbytes,
+                "trained": sum(s.spec.home_nbytes for g in groups if g.trainable for s in g.slices),
             }
         )
-        budget = report.minimum_budget_nbytes
+        least = report.minimum_budget_nbytes
     return found
 
 
 def as_one_process() -> Result:
-    return _as_one_process("eager")
+    return _as_one_process("eager", STAGES)
 
 
 def as_one_process_inductor() -> Result:
-    return _as_one_process("inductor")
+    return _as_one_process("inductor", STAGES)
+
+
+class Square(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.map(x).tanh()
+
+
+class Deep(nn.Module):
+    """So many blocks that one more or less is less than a percent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList([Square() for _ in range(80)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.h:
+            x = block(x)
+        return x.square().mean()
+
+
+def sent() -> Result:
+    """Bytes that this rank hands to the process group in a step, by stage, in a budget without room to spare."""
+    counted = [0]
+    isend = dist.isend
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        counted[0] += tensor.nbytes
+        return isend(tensor, *args, **kwargs)
+
+    dist.isend = counting
+    found: Result = {"parameters": sum(p.nbytes for p in Deep().parameters()), "by stage": {}}
+    for stage in STAGES:
+        torch._dynamo.reset()
+        budget = HUGE
+        for _ in range(2 if stage == 3 else 1):
+            torch.manual_seed(0)
+            model = chunkc.distribute(Deep(), mesh(), zero_stage=stage)
+            optimizer, run = adamw(model), compiled(model, budget)
+            for _ in range(2):
+                before = counted[0]
+                run(torch.ones(4, 64)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            budget = chunkc.report(model).minimum_budget_nbytes
+        found["by stage"][stage] = counted[0] - before
+    return found
+
+
+def announced() -> Result:
+    """Stage 1: ranks exchange gradients in the last backward of a step alone, where the others are announced."""
+    reference: Any = made()
+    plain: Any = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-3)
+    expected = train(reference, reference, plain, range(3), lambda batch: batch)
+    found: Result = {"expected": expected, "runs": []}
+    cpu_allocator.install()
+    budget = HUGE
+    for _ in range(2):
+        torch._dynamo.reset()
+        model = chunkc.distribute(made(), mesh(), zero_stage=1)
+        optimizer, run = adamw(model), compiled(model, budget)
+        losses = train_announced(run, model, optimizer, range(2))
+        report = chunkc.report(model)
+        (session,) = sessions_of(model.parameters())
+        sent = dict(session.transport.sent_nbytes)
+        with cpu_allocator.hard_limit(report.predicted_peak_nbytes + NUMBERS_NBYTES):
+            losses += train_announced(run, model, optimizer, range(2, 3))
+        groups = [g for g in session.store.layout.groups if g.trainable]
+        lacking = sum(s.spec.whole_nbytes - s.spec.home_nbytes for g in groups for s in g.slices)
+        scattered = session.transport.sent_nbytes["scatters"] - sent["scatters"]
+        budget = report.minimum_budget_nbytes
+        found["runs"].append({"losses": losses, "bits": bits(model), "scattered": scattered, "lacking": lacking})
+    run(own(batches(0)[0])).backward()  # exchanged; then dropped, as are those that wait
+    optimizer.zero_grad()
+    for _ in range(2):
+        with optimizer.accumulating():
+            run(own(batches(1)[0])).backward()
+        model.zero_grad()
+    run(own(batches(0)[0])).backward()
+    found["after dropping"] = [
+        p.grad.to_local().flatten().tolist()[:4] for p in model.parameters() if p.grad is not None
+    ]
+    optimizer.zero_grad()
+    run(own(batches(0)[0])).backward()
+    found["alone"] = [p.grad.to_local().flatten().tolist()[:4] for p in model.parameters() if p.grad is not None]
+    return found
+
+
+def train_announced(run: Any, model: nn.Module, optimizer: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        first, last = batches(step)
+        with optimizer.accumulating():
+            loss = run(own(first)) / 2
+            loss.backward()
+        losses.append(mean(loss))
+        loss = run(own(last)) / 2
+        loss.backward()
+        losses.append(mean(loss))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def not_exchanged() -> Result:
+    """What reads gradients that ranks have not exchanged, or adds them to others, is refused."""
+    found: Result = {}
+    model = chunkc.distribute(Tiny(), mesh(), zero_stage=1)
+    optimizer, run = adamw(model), compiled(model, HUGE)
+
+    def attempt(name: str, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except chunkc.ChunkcError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    with optimizer.accumulating():
+        run(own(batches(0)[0])).backward()
+    attempt("clipped", lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    attempt("read", lambda: model.head.weight.grad.full_tensor())
+    attempt("stepped", optimizer.step)
+    run(own(batches(0)[0])).backward()
+    optimizer.step()
+    with optimizer.accumulating():
+        attempt("added", lambda: run(own(batches(0)[0])).backward())
+    return found
+
+
+def announced_on_one() -> Result:
+    def action(run: Any, model: nn.Module) -> None:
+        loss = run(own(batches(0)[0]))
+        with adamw(model).accumulating() if dist.get_rank() else contextlib.nullcontext():
+            loss.backward()
+
+    return ended_by(action)
+
+
+def written() -> Result:
+    """Between steps, all ranks or one of them write to parameters in ways that no version counter sees."""
+    found: Result = {}
+    for stage in STAGES:
+        torch._dynamo.reset()
+        model = chunkc.distribute(made(), mesh(), zero_stage=stage)
+        optimizer, run = adamw(model), compiled(model, HUGE)
+        losses = train(run, model, optimizer, range(1))
+        with torch.no_grad():
+            model.embed.weight.mul_(1.5)
+        losses += train(run, model, optimizer, range(1, 2))
+        if dist.get_rank() == 1:
+            model.blocks[1].up.weight.to_local().data.numpy()[0] += 1
+        with torch.no_grad():
+            losses.append(mean(run(own(batches(2)[0]))))
+        model.load_state_dict(chunkc.distribute(made(seed=1), mesh()).state_dict())
+        losses += train(run, model, optimizer, range(2, 3))
+        found[str(stage)] = {"losses": losses, "bits": bits(model)}
+    return found
 
 
 def resumed(folder: Path) -> Result:
@@ -224,6 +389,45 @@ def resumed(folder: Path) -> Result:
     gc.collect()
     train(compiled(other, HUGE), other, other_optimizer, range(2, 3))
     return {"bits": bits(model), "resumed": bits(other)}
+
+
+def saved(folder: Path) -> Result:
+    """Train, and save with PyTorch's own checkpoints what any number of ranks can load."""
+    model = chunkc.distribute(made(), mesh(), zero_stage=2)
+    optimizer, run = adamw(model), compiled(model, HUGE)
+    train(run, model, optimizer, range(2))
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder / "checkpoint")
+    return {"whole": whole_bits(model, optimizer)}
+
+
+def loaded(folder: Path) -> Result:
+    """Load it on these ranks and go on."""
+    model = chunkc.distribute(made(seed=1), mesh())
+    optimizer = adamw(model)
+    weights, states = get_state_dict(model, optimizer)
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # no states were saved of what is never used
+    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder / "checkpoint", planner=planner)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+    del weights, states, planner
+    gc.collect()
+    found = whole_bits(model, optimizer)
+    return {"whole": found, "losses": train(compiled(model, HUGE), model, optimizer, range(2, 3))}
+
+
+def whole_bits(model: nn.Module, optimizer: Any) -> str:
+    """A hash of all ranks' parameters and states together, whatever the number of ranks."""
+    found = hashlib.blake2b()
+    numbers = {id(p): number for number, p in enumerate(optimizer.param_groups[0]["params"])}
+    by_number = optimizer.state_dict()["state"]
+    for name, parameter in model.named_parameters():
+        found.update(parameter.full_tensor().detach().numpy().tobytes())
+        if name.startswith("unused"):
+            continue  # it has no states before a checkpoint is loaded, and zeros after that
+        for _, value in sorted(by_number.get(numbers[id(parameter)], {}).items()):
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            found.update(whole.numpy().tobytes())
+    return found.hexdigest()
 
 
 def ended_by(action: Callable[[Any, nn.Module], Any], **given: Any) -> Result:
@@ -296,6 +500,15 @@ def another_budget() -> Result:
     return {}
 
 
+def another_stage() -> Result:
+    model = nn.Linear(4, 4)
+    try:
+        chunkc.distribute(model, mesh(), zero_stage=2 + dist.get_rank())
+    except chunkc.ChunkcError as error:
+        return {"error": type(error).__name__, "message": str(error), "kept": type(model.weight) is nn.Parameter}
+    return {}
+
+
 def too_small_on_one() -> Result:
     model = chunkc.distribute(Tiny(), mesh())
     try:
@@ -336,6 +549,7 @@ def refused() -> Result:
     attempt("copied", lambda: compiled(copy.deepcopy(model), HUGE)(torch.ones(2, 4)))
     attempt("scalar", lambda: chunkc.distribute(nn.ParameterList([torch.ones(())]), mesh()))
     attempt("meta", lambda: chunkc.distribute(nn.Linear(2, 2, device="meta"), mesh()))
+    attempt("stage", lambda: chunkc.distribute(nn.Linear(2, 2), mesh(), zero_stage=4))
     attempt("timeout", lambda: chunkc.distribute(nn.Linear(2, 2), mesh(), timeout_s=0))
     attempt("mesh", lambda: chunkc.distribute(nn.Linear(2, 2), None))
     kept = model.state_dict()
@@ -360,13 +574,21 @@ CASES: dict[str, Callable[..., Result]] = {
     for case in (
         as_one_process,
         as_one_process_inductor,
+        sent,
+        written,
+        announced,
+        not_exchanged,
+        announced_on_one,
         resumed,
+        saved,
+        loaded,
         killed,
         hung,
         another_phase,
         another_shape,
         hooked_on_one,
         another_budget,
+        another_stage,
         too_small_on_one,
         another_model,
         refused,
@@ -403,7 +625,7 @@ def fork(name: str, rank: int, num_ranks: int, store: Path, file: Path) -> int:
         mesh()
         started = time.monotonic()
         try:
-            found = CASES[name](*([store.parent] if CASES[name] is resumed else []))
+            found = CASES[name](*([store.parent] if CASES[name] in (resumed, saved, loaded) else []))
         except BaseException as error:  # that of a checkpoint of PyTorch is no Exception
             found = {"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
         found["seconds"] = time.monotonic() - started

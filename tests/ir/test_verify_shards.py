@@ -10,17 +10,18 @@ from chunkc.ir import chunk_ops
 from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkLayout, ParamSpec
 from chunkc.ir.links import GATHER, SCATTER, TO_DEVICE
 from chunkc.ir.plan import Position
-from chunkc.ir.shards import Shards
+from chunkc.ir.shards import Shards, ZeroStage
 from chunkc.ir.verify import verify_phase
+from chunkc.ir.verify_staying import nbytes_that_stay
 from chunkc.passes.layout import lay_out
-from chunkc.passes.planning import chunk_items
+from chunkc.passes.planning import chunk_items, fixed_nbytes
 
 ROWS = 1000
 
 
-def layout(num_ranks: int = 3) -> ChunkLayout:
+def layout(num_ranks: int = 3, zero_stage: ZeroStage = 3) -> ChunkLayout:
     """One matrix, of which this rank has a third."""
-    shards = Shards((ROWS,), num_ranks, 0)
+    shards = Shards((ROWS,), num_ranks, 0, zero_stage)
     _, rows = shards.span(0)
     return lay_out([ParamSpec("w", (rows,), (1,), torch.float32, trainable=True, shards=shards)], 1 << 16)
 
@@ -28,14 +29,21 @@ def layout(num_ranks: int = 3) -> ChunkLayout:
 WHOLE = Chunk(PARAM, 0)
 
 
-def violations(link: str, budget_nbytes: int, chunk: Chunk = WHOLE) -> list[str]:
+def violations(link: str, budget_nbytes: int, chunk: Chunk = WHOLE, zero_stage: ZeroStage = 3) -> list[str]:
     graph = fx.Graph()
     graph.call_function(chunk_ops.prefetch, (chunk, link))
     graph.call_function(chunk_ops.wait, (chunk, link))
     graph.call_function(chunk_ops.evict, (chunk,))
     graph.output(())
     return list(
-        verify_phase(graph, layout=layout(), memories={}, resident=(), held_nbytes=0, budget_nbytes=budget_nbytes)
+        verify_phase(
+            graph,
+            layout=layout(zero_stage=zero_stage),
+            memories={},
+            resident=(),
+            held_nbytes=0,
+            budget_nbytes=budget_nbytes,
+        )
     )
 
 
@@ -68,3 +76,23 @@ def test_the_planner_takes_the_links_of_all_ranks() -> None:
     items = chunk_items(layout(), [position])
     assert {(item.way_back.link, item.way_home.link) for item in items.values()} == {(GATHER, SCATTER)}
     assert layout().cut == {0}
+
+
+@pytest.mark.parametrize(("zero_stage", "kinds"), [(1, (PARAM, GRAD)), (2, (PARAM,)), (3, ())])
+def test_what_every_rank_has_whole_counts_at_all_times(zero_stage: ZeroStage, kinds: tuple[str, ...]) -> None:
+    """The planner and the verifier, which share no code, find the same bytes; a slot takes the rest."""
+    laid_out, in_parts = layout(zero_stage=zero_stage), layout()
+    (group,) = laid_out.groups
+    standing = 4 * group.gathered_numel * len(kinds)
+    assert fixed_nbytes(laid_out, frozenset()) == fixed_nbytes(in_parts, frozenset()) + standing
+    assert nbytes_that_stay(laid_out, ()) == nbytes_that_stay(in_parts, ()) + standing
+    for kind in (PARAM, GRAD):
+        chunk = Chunk(kind, 0)
+        whole = in_parts.chunk_nbytes_of(chunk)
+        assert laid_out.chunk_nbytes_of(chunk) == whole - (4 * group.gathered_numel if kind in kinds else 0)
+        needed = nbytes_that_stay(laid_out, ()) + laid_out.chunk_nbytes_of(chunk)
+        assert not violations(GATHER, needed, chunk, zero_stage)
+        assert violations(GATHER, needed - 1, chunk, zero_stage)
+        position = Position("forward.0", "forward", 0, "mm", "h", frozenset({chunk}), frozenset(), 0.0)
+        (item,) = chunk_items(laid_out, [position]).values()
+        assert item.nbytes + item.way_back.standing_nbytes == whole, "what is copied is the same in every stage"

@@ -111,7 +111,7 @@ def test_each_rank_gets_its_part_of_the_mean(num_ranks: int) -> None:
         slot, home = slot_of(group, GRAD), home_with(group, before, rank.rank)
         for name in adds:
             in_slot(group, slot)[name].copy_(computed[rank.rank][name])
-        scatter_sums(group, slot, home, adds, rank)
+        scatter_sums(group, slot, slot[group.gathered_numel :], home, adds, rank)
         found[rank.rank] = (group, home)
 
     ranks = on_ranks(num_ranks, job)

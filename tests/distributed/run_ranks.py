@@ -1,0 +1,21 @@
+"""Cases run by ranks in processes of their own. `conftest.py` registers this file as module `run_ranks`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+CASES = Path(__file__).with_name("rank_cases.py")
+TIMEOUT_S = 400
+
+
+def ranks(folder: Path, *cases: str, num_ranks: int = 2, script: str = CASES.name) -> dict[str, list[dict[str, Any]]]:
+    """What each rank of each case came to."""
+    command = [sys.executable, str(CASES.with_name(script)), str(folder), str(num_ranks), str(TIMEOUT_S), *cases]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S * len(cases) + 60)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
+    return found

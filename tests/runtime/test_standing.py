@@ -1,0 +1,62 @@
+"""What every rank has whole: gathered anew once this rank's part at home is not what stands here, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkGroup, ParamSpec
+from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.shards import Shards
+from chunkc.passes.layout import lay_out
+from chunkc.runtime.standing import Standing
+from chunkc.runtime.tier import CpuTier
+from chunkc.runtime.used_gradients import LocalGradient
+
+RANK, ROWS = 1, 10
+
+
+def group_of(dtype: torch.dtype) -> ChunkGroup:
+    """Ten rows over three ranks: rank 1 has four of them."""
+    shards = Shards((ROWS,), 3, RANK, 2)
+    begin, end = shards.span(RANK)
+    spec = ParamSpec("w", (end - begin,), (1,), dtype, trainable=True, shards=shards)
+    return lay_out([spec], 1 << 12).groups[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_chunk_is_outdated_once_home_differs(dtype: torch.dtype) -> None:
+    group, standing, tier = group_of(dtype), Standing(), CpuTier()
+    home = torch.zeros(group.numel, dtype=dtype)
+    assert standing.is_outdated(group, home, RANK), "nothing was gathered yet"
+    room = standing.room(Chunk(PARAM, 0), group, tier)
+    assert room is standing.room(Chunk(PARAM, 0), group, tier)
+    room.fill_(1)
+    begin, end = Shards((ROWS,), 3, RANK).span(RANK)
+    room[begin:end] = 0
+    standing.current.add(0)
+    assert not standing.is_outdated(group, home, RANK), "what other ranks have is for them to see"
+    home[end - begin - 1] = -0.0
+    assert standing.is_outdated(group, home, RANK), "another sign is another value"
+    room[end - 1] = -0.0
+    assert not standing.is_outdated(group, home, RANK)
+    home[0] = room[begin] = torch.nan
+    assert not standing.is_outdated(group, home, RANK), "NaN is equal to itself here"
+    standing.clear()
+    assert standing.is_outdated(group, home, RANK)
+
+
+def test_gradients_wait_until_they_are_exchanged_or_dropped() -> None:
+    standing, kept, dropped = Standing(), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    parameters = {"kept": kept, "dropped": dropped}
+    for name, parameter in parameters.items():
+        parameter.grad = LocalGradient(parameter, name)
+    standing.waiting[Chunk(GRAD, 0)] = {"kept": False, "dropped": False}
+    assert standing.local_gradients([1], parameters.__getitem__) == []
+    assert standing.local_gradients([0, 1], parameters.__getitem__) == ["dropped", "kept"]
+    with pytest.raises(UnsupportedError, match="have not exchanged the gradient of kept yet"):
+        nn.utils.clip_grad_norm_([kept], 1.0)
+    dropped.grad = None
+    assert standing.local_gradients([0], parameters.__getitem__) == ["kept"]
+    assert standing.waiting[Chunk(GRAD, 0)] == {"kept": False}
