@@ -93,8 +93,8 @@ def test_eager_code(name: str) -> None:
     assert max(unused)[0] - left_nbytes <= AT_MOST[name], sorted(unused)
 
 
-INDUCTOR = (*TO_THE_BYTE, "gpt2", "bert_dropout", "llama", "t5", "mixtral", "short_gpt", "called_twice",
-            "checkpointed_gpt", "autocast_gpt", "odd_layouts", "graph_breaks")  # fmt: skip
+INDUCTOR = (*TO_THE_BYTE, *BOUNDED[MIB])
+"""Not convolutions, whose bounds are coarse."""
 
 
 @pytest.mark.parametrize("name", INDUCTOR)
