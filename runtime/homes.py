@@ -73,6 +73,10 @@ class Home(abc.ABC):
         """What a region's home views keep alive: a buffer that can be referred to weakly."""
         return self._find(region, 0, 0).memory
 
+    def address(self, region: Region) -> int:
+        """Where a region's home views begin, on the device as on the host."""
+        return self._find(region, 0, 0).address
+
     def only_launches(self, region: Region) -> bool:
         """Whether `read` and `write` return at once and the current CUDA stream copies. Else they block."""
         return False
