@@ -68,6 +68,8 @@ def write_through_cache(fd: int, offset: int, data: memoryview) -> None:
     """Write all of `data`, as often as it takes. Raises OSError."""
     while data:
         moved_nbytes = os.pwritev(fd, [data], offset)
+        if moved_nbytes == 0:
+            raise OSError(errno.EIO, "the file takes no more")
         data = data[moved_nbytes:]
         offset += moved_nbytes
 
