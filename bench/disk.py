@@ -1,7 +1,9 @@
-"""The suite `disk`: the demonstration's GPT under smaller and smaller budgets, model data in RAM or on disk.
+"""The suite `disk`: how fast a disk home is read; the demonstration's GPT under smaller and smaller budgets, model data
+in RAM or on disk.
 
-A section per home. Budgets are parts of what plain `torch.compile` with a fused AdamW was measured to need;
-the allocator holds every chunkc subject to its budget. All subjects of a section take turns.
+A section for the reads (`disk_reads`), and one per home. Budgets are parts of what plain `torch.compile` with a fused
+AdamW was measured to need; the allocator holds every chunkc subject to its budget. All subjects of a section take
+turns.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import disk_reads
 from context import Context, Progress
 from demo import SIZES
 from metrics import Metric, Row, Section, flat, one, paired_ratios, setting_of
@@ -42,14 +45,18 @@ SMALL = Size("tiny", num_rounds=1, num_steps=2, fractions={}, codegen="eager")
 
 
 def run(context: Context) -> Iterator[Section]:
-    """Measure, on the CPU; yields each home's section as soon as it is there.
+    """Measure, on the CPU; yields each section as soon as it is there.
 
     Raises:
         SubjectFailed: a subject's process failed.
     """
     size = SMALL if context.is_small else FULL
     num_subjects = len(size.fractions) + 2
-    progress = Progress(context.show, len(HOMES) * (num_subjects * (1 + size.num_rounds) + 1))
+    reads = disk_reads.SMALL if context.is_small else disk_reads.FULL
+    num_parts = reads.num_rounds * len(disk_reads.STATES) + len(HOMES) * (num_subjects * (1 + size.num_rounds) + 1)
+    progress = Progress(context.show, num_parts)
+    if context.wants_case(disk_reads.CASE) and not context.is_out_of_time:
+        yield disk_reads.section(context, progress)
     with context.code_cache() as cache:
         for home in HOMES:
             if context.wants_case(home) and not context.is_out_of_time:

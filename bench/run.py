@@ -5,7 +5,7 @@
 Suites (all, where none is named):
 
     fits    everything fits: time per step and cold compilation beside plain torch.compile
-    disk    smaller and smaller budgets, model data in RAM or on disk
+    disk    reads of a disk home; smaller and smaller budgets, model data in RAM or on disk
     adam    Adam updates: bytes per second against the memory bound, beside other Adams
     budget  models under budgets of 6 to 32 GB beside other systems that offload
     bound   the same models: how much of what the machine could do is reached

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -220,8 +220,11 @@ class CompiledGraph:
 
     def forward(self, arguments: list[Any]) -> list[Any]:
         """The forward as AOTAutograd calls it: `arguments` is emptied."""
-        with self.session.entered(), self._together():
+        with self.session.entered(), self._together(), self._timed(FORWARD):
             return self._forward(arguments)
+
+    def _timed(self, phase: str) -> AbstractContextManager[None]:
+        return self.session.records.timed(phase, self.session.store.traffic)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -267,7 +270,7 @@ class CompiledGraph:
 
     def backward(self, arguments: list[Any]) -> list[Any]:
         """The backward as AOTAutograd calls it: sunk gradients are in `.grad` when it returns, None stands for them."""
-        with self.session.entered(), self._together():
+        with self.session.entered(), self._together(), self._timed(BACKWARD):
             return self._backward(arguments)
 
     def _backward(self, arguments: list[Any]) -> list[Any]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from chunkc.ir.plan import Plan
+from chunkc.ir.program import BACKWARD, FORWARD, UPDATE
 from chunkc.runtime.executor import Measurement
+from chunkc.runtime.slots import Traffic
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,7 @@ class Records:
         peak_nbytes: the largest measured bytes of any run, None where nothing meters the compute tier.
         predicted_peak_nbytes: the largest predicted bytes of any phase that ran.
         compute_s, host_s, num_instructions: of all runs, as of a `Measurement`.
+        latest_host_s: seconds of the host inside the latest step's `forward` calls, `backward` calls, and `update`.
     """
 
     latest: dict[str, Record] = field(default_factory=dict)
@@ -33,6 +39,22 @@ class Records:
     compute_s: float = 0.0
     host_s: float = 0.0
     num_instructions: int = 0
+    latest_host_s: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, phase: str, traffic: Traffic) -> Iterator[None]:
+        """Time all that the host does in a call of a phase, waits for copies apart. One that fails does not count.
+
+        A forward that comes after a backward begins another step; of the optimizer, the latest update counts.
+        """
+        begun_s, waited_s = time.perf_counter(), traffic.wait_s
+        yield
+        taken_s = time.perf_counter() - begun_s - (traffic.wait_s - waited_s)
+        if phase == FORWARD and BACKWARD in self.latest_host_s:
+            self.latest_host_s.pop(FORWARD, None)
+            self.latest_host_s.pop(BACKWARD)
+        former_s = 0.0 if phase == UPDATE else self.latest_host_s.get(phase, 0.0)
+        self.latest_host_s[phase] = former_s + taken_s
 
     def note(self, phase: str, plan: Plan, measurement: Measurement) -> None:
         """Keep what a run measured."""

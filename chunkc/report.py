@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -28,6 +28,9 @@ class Report:
         traffic_nbytes: bytes copied `to_device` and `to_home` so far.
         time_s: seconds so far in `compute`, `host` (what chunkc's own instructions took beyond arithmetic, updates and
             waiting), `wait` (for copies), `to_device`, `to_home` (busy links).
+        host_step_s: seconds of the host in the latest step's `forward`, `backward` and `update` (the optimizer's step),
+            as far as it had them: planning, bookkeeping and launching, without waiting for copies. On a CPU the host
+            computes, and arithmetic is part of it; on a GPU a step that lasts longer hides it.
         num_instructions: segments run, chunks moved and gradients sunk so far.
         moments: (label, predicted bytes, measured bytes or None) of the latest step.
         plan_text: the latest plans, printed.
@@ -50,6 +53,7 @@ class Report:
     moments: tuple[tuple[str, int, int | None], ...]
     plan_text: str
     overhead_nbytes: int = 0
+    host_step_s: Mapping[str, float] = field(default_factory=dict)
     num_instructions: int = 0
     num_allocator_retries: int = 0
     estimates: tuple[EstimatedOperator, ...] = ()
@@ -71,6 +75,7 @@ class Report:
             ),
             *((f"moved {way.replace('_', ' ')}", format_nbytes(n)) for way, n in self.traffic_nbytes.items()),
             *((f"time, {what.replace('_', ' ')}", f"{seconds:.3f} s") for what, seconds in self.time_s.items()),
+            *((f"latest {phase}", f"{seconds:.3f} s of the host") for phase, seconds in self.host_step_s.items()),
         ]
         return "\n".join(f"{label:<18} {value}" for label, value in rows)
 
@@ -121,6 +126,7 @@ def _report(session: Session) -> Report:
         moments=tuple(moments),
         plan_text="\n".join(plans),
         overhead_nbytes=session.overhead_nbytes,
+        host_step_s=dict(session.records.latest_host_s),
         num_instructions=session.records.num_instructions,
         num_allocator_retries=store.tier.num_retries(),
         estimates=session.estimates,

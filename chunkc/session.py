@@ -26,6 +26,7 @@ from chunkc.ir.chunks import ChunkLayout, ParamSpec
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.estimates import EstimatedOperator, largest_of_each
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.program import UPDATE
 from chunkc.ir.states import StateFormat
 from chunkc.known_needs import KnownNeeds
 from chunkc.live_values import LiveValues
@@ -323,6 +324,15 @@ def all_entered(sessions: Iterable[Session]) -> Iterator[None]:
     with ExitStack() as stack:
         for session in sorted(sessions, key=lambda session: session.number):
             stack.enter_context(session.entered())
+        yield
+
+
+@contextmanager
+def stepping(sessions: Collection[Session]) -> Iterator[None]:
+    """An optimizer's step, which changes parameters of these sessions: `all_entered`, and timed."""
+    with all_entered(sessions), ExitStack() as stack:
+        for session in sessions:
+            stack.enter_context(session.records.timed(UPDATE, session.store.traffic))
         yield
 
 

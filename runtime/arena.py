@@ -107,6 +107,11 @@ class Arena:
         place = self._touched(chunk)
         return place.home.tensor(place.region, dtype, shape, stride, offset_nbytes)
 
+    def address(self, chunk: Chunk) -> int:
+        """Where a chunk's home views begin: the address of its first byte."""
+        place = self._places[chunk]
+        return place.home.address(place.region)
+
     def host_view(self, chunk: Chunk, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """A chunk's elements at home as a flat CPU tensor, for the host to read and write.
 

@@ -13,21 +13,31 @@ never closed by hand: it goes when the home has dropped it and the last home vie
 from __future__ import annotations
 
 import abc
+import contextlib
 import ctypes
-import errno
 import mmap
 import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from chunkc.ir.errors import HomeError, OptionsError
 from chunkc.ir.units import format_nbytes
+from chunkc.runtime.disk_reads import (
+    NUM_UNDER_WAY,
+    PIECE_NBYTES,
+    WORTH_A_THREAD_NBYTES,
+    Readers,
+    read_by_way_of,
+    room_for,
+    write_through_cache,
+)
 from chunkc.runtime.forks import refuse_in_forks
 from chunkc.runtime.maps import Mapping, NamelessFile, home_error, map_memory
 
@@ -62,6 +72,10 @@ class Home(abc.ABC):
     def memory(self, region: Region) -> Any:
         """What a region's home views keep alive: a buffer that can be referred to weakly."""
         return self._find(region, 0, 0).memory
+
+    def address(self, region: Region) -> int:
+        """Where a region's home views begin, on the device as on the host."""
+        return self._find(region, 0, 0).address
 
     def only_launches(self, region: Region) -> bool:
         """Whether `read` and `write` return at once and the current CUDA stream copies. Else they block."""
@@ -179,6 +193,8 @@ class DiskHome(Home):
 
     Args:
         directory: where the files are made; the system's temporary directory by default.
+        num_under_way: pieces that are read at the same time.
+        past_cache: read past the page cache what is not in it, where the file system can.
 
     Raises:
         HomeError: the directory does not exist, is not a directory, or no file can be made in it.
@@ -186,7 +202,9 @@ class DiskHome(Home):
 
     is_shared_with_forks = True
 
-    def __init__(self, directory: str | None = None) -> None:
+    def __init__(
+        self, directory: str | None = None, *, num_under_way: int = NUM_UNDER_WAY, past_cache: bool = True
+    ) -> None:
         super().__init__()
         if directory is None:
             try:
@@ -194,39 +212,75 @@ class DiskHome(Home):
             except FileNotFoundError as error:
                 raise home_error(f"no directory for a disk home: {error.strerror}", error) from error
         self.directory = os.path.abspath(os.path.expanduser(directory))
+        self._past_cache = past_cache
         NamelessFile(self.directory)
+        self._readers = Readers(num_under_way)
+        self._pages = self._reader_pages(num_under_way)
         self._file: Callable[[], NamelessFile | None] = lambda: None
 
     def read(self, region: Region, offset_nbytes: int, destination: torch.Tensor) -> None:
-        self._transfer(os.preadv, "read", region, offset_nbytes, destination)
+        """As `Home.read`: several pieces at once, past the page cache what is not in it (see `disk_reads`)."""
+        nbytes = _copied_nbytes(destination)
+        mapping = self._find(region, offset_nbytes, nbytes)
+        target = destination.detach().reshape(-1).view(torch.uint8)
+        if nbytes < WORTH_A_THREAD_NBYTES:
+            self._read_piece(mapping, offset_nbytes, target, self._pages[0], past_cache=False)
+            return
+
+        def job_of(index: int) -> Callable[[], None]:
+            into = target[index * PIECE_NBYTES : (index + 1) * PIECE_NBYTES]
+            pages = self._pages[index % self._readers.num]
+            return partial(
+                self._read_piece,
+                mapping,
+                offset_nbytes + index * PIECE_NBYTES,
+                into,
+                pages,
+                past_cache=self._past_cache,
+            )
+
+        for _ in self._readers.run(-(-nbytes // PIECE_NBYTES), job_of):
+            pass
 
     def write(self, region: Region, offset_nbytes: int, source: torch.Tensor) -> None:
-        self._transfer(os.pwritev, "write", region, offset_nbytes, source)
-
-    def _transfer(
-        self,
-        call: Callable[[int, list[memoryview], int], int],
-        verb: str,
-        region: Region,
-        offset_nbytes: int,
-        tensor: torch.Tensor,
-    ) -> None:
-        """Repeat a positional read or write until all is moved; Python itself repeats after a signal."""
-        nbytes = _copied_nbytes(tensor)
+        """As `Home.write`: one request at a time, through the page cache."""
+        nbytes = _copied_nbytes(source)
         mapping = self._find(region, offset_nbytes, nbytes)
         assert mapping.file is not None
-        left = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+        flat = source.detach().reshape(-1).view(torch.uint8)
+        with self._problems("write", nbytes):
+            write_through_cache(mapping.file.fd, mapping.offset + offset_nbytes, flat.numpy().data)
+
+    def write_out(self, region: Region, *, forget: bool = False) -> None:
+        """Wait until the medium has the file, and let the page cache forget it: for measurements.
+
+        Pages that a process has touched through the map stay in the cache.
+        """
+        file = self._find(region, 0, 0).file
+        assert file is not None
+        with self._problems("write", region.nbytes):
+            os.fsync(file.fd)
+            if forget:
+                os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _read_piece(
+        self, mapping: Mapping, offset_nbytes: int, into: torch.Tensor, pages: torch.Tensor, *, past_cache: bool
+    ) -> None:
+        with self._problems("read", into.numel()):
+            read_by_way_of(mapping, offset_nbytes, into, pages, past_cache=past_cache)
+
+    def _reader_pages(self, num: int) -> list[torch.Tensor]:
+        """Memory for each reader, which takes room only once it is used."""
+        return [torch.frombuffer(map_memory(room_for(PIECE_NBYTES)), dtype=torch.uint8) for _ in range(num)]
+
+    @contextlib.contextmanager
+    def _problems(self, verb: str, nbytes: int) -> Iterator[None]:
+        """What the medium says, as a HomeError."""
         try:
-            while left:
-                moved_nbytes = call(mapping.file.fd, [left], mapping.offset + offset_nbytes)
-                if moved_nbytes == 0:
-                    raise OSError(errno.EIO, "the file has ended early")
-                left = left[moved_nbytes:]
-                offset_nbytes += moved_nbytes
+            yield
         except OSError as error:
             what = f"{format_nbytes(nbytes)} of a disk home in {self.directory}"
-            message = f"cannot {verb} {what}: {error.strerror}"
-            raise home_error(message, error) from error
+            raise home_error(f"cannot {verb} {what}: {error.strerror}", error) from error
 
     def _map(self, nbytes: int) -> Mapping:
         file = self._file() or NamelessFile(self.directory)

@@ -19,6 +19,7 @@ import torch
 
 from chunkc.ir.errors import HomeError
 from chunkc.ir.units import format_nbytes
+from chunkc.runtime.disk_reads import open_past_cache
 
 _WORTH_A_LOOK_NBYTES = 1 << 18
 """Smaller tensors are not worth a look at what is mapped where."""
@@ -40,13 +41,17 @@ class NamelessFile:
     Args:
         directory: where it is made.
 
+    Attributes:
+        past_cache_fd: another descriptor, for reads past the page cache; None where the file system has none.
+
     Raises:
         HomeError: the directory does not exist, is not a directory, or no file can be made in it.
     """
 
     def __init__(self, directory: str) -> None:
         self.fd = _open_nameless(directory)
-        self.close = weakref.finalize(self, os.close, self.fd)
+        self.past_cache_fd = open_past_cache(self.fd)
+        self.close = weakref.finalize(self, _close, self.fd, self.past_cache_fd)
         self.close.atexit = False  # a daemon thread may still be copying then
         self._end_nbytes = 0
 
@@ -70,6 +75,12 @@ class NamelessFile:
         weakref.finalize(memory, _unmap, address, nbytes, self, os.getpid()).atexit = False
         self._end_nbytes += nbytes
         return Mapping(memory, self, offset)
+
+
+def _close(*fds: int | None) -> None:
+    for fd in fds:
+        if fd is not None:
+            os.close(fd)
 
 
 _live: dict[int, tuple[int, int, int]] = {}

@@ -1,26 +1,31 @@
 """A disk as the home behind a GPU: through a few small pinned buffers, piece by piece.
 
-A read fills a buffer from the file while the copies of earlier pieces to the device are under way; a write empties a
-buffer into the file while the copies of later pieces from the device are. Both run on the threads of `CudaLink`.
+A read fills several buffers from the file at a time (`disk_reads`), and the copies of those that are full to the device
+are under way meanwhile; a write empties a buffer into the file while the copies of later pieces from the device are.
+Both are run by the threads of `CudaLink`.
 
 Eager code reads and writes the file in place, through a map: on the CPU, or on a device that can (see
-`Gpu.view_pageable`). Map, positional reads and writes share the kernel's page cache, so that each finds what the
-others wrote.
+`Gpu.view_pageable`). Map and positional writes share the kernel's page cache, and reads look there first, so that each
+finds what the others wrote.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.runtime.arena import Arena
+from chunkc.runtime.disk_reads import NUM_UNDER_WAY, PIECE_NBYTES, read_into_pages, room_for
 from chunkc.runtime.gpu import Gpu
 from chunkc.runtime.homes import DiskHome, Region
+from chunkc.runtime.maps import Mapping
 from chunkc.runtime.pinned import PinnedHome, flat_bytes, on_device, saved_as_cpu
 
 
@@ -53,7 +58,7 @@ class StagedDiskHome(DiskHome):
     Args:
         directory: as for `DiskHome`.
         gpu: what holds the device tensors.
-        staging: where the buffers are pinned: `num_pieces` of `piece_nbytes` bytes for each direction.
+        staging: where the buffers are pinned: `num_pieces` of `piece_nbytes` bytes for each direction, and two pages.
         views_on_device: home views are the device's tensors, else the CPU's.
 
     Raises:
@@ -67,8 +72,8 @@ class StagedDiskHome(DiskHome):
         gpu: Gpu,
         staging: PinnedHome,
         *,
-        piece_nbytes: int = 8 << 20,
-        num_pieces: int = 3,
+        piece_nbytes: int = PIECE_NBYTES,
+        num_pieces: int = NUM_UNDER_WAY,
         views_on_device: bool = False,
     ) -> None:
         if views_on_device and (problem := gpu.cannot_view_pageable()) is not None:
@@ -76,13 +81,11 @@ class StagedDiskHome(DiskHome):
                 f'disk_holds="everything" needs a device that reads files in place. {gpu.device} does not: {problem}. '
                 'Use disk_holds="states"'
             )
-        super().__init__(directory)
-        self._gpu, self._views_on_device = gpu, views_on_device
+        self._gpu, self._staging, self._views_on_device = gpu, staging, views_on_device
         self._piece_nbytes = piece_nbytes
-        buffers = [staging.bytes(staging.allocate(piece_nbytes)) for _ in range(2 * num_pieces)]
-        self._out = buffers[num_pieces:]
-        # The buffer used the longest time ago first, with the event of the copy out of it.
-        self._in: deque[tuple[torch.Tensor, Any]] = deque((buffer, None) for buffer in buffers[:num_pieces])
+        super().__init__(directory, num_under_way=num_pieces)
+        self._out = [staging.bytes(staging.allocate(piece_nbytes)) for _ in range(num_pieces)]
+        self._copied: list[Any] = [None] * num_pieces  # of each reader's pages: the event of the copy out of them
         self._reading, self._writing = threading.Lock(), threading.Lock()
 
     def tensor(
@@ -100,18 +103,34 @@ class StagedDiskHome(DiskHome):
 
         Returns when the last piece is read and its copy enqueued on the current stream; raises as `Home.read`.
         """
-        target = flat_bytes(destination)
-        with self._reading:
-            for begin in range(0, target.numel(), self._piece_nbytes):
-                part = target[begin : begin + self._piece_nbytes]
-                buffer, copied = self._in[0]
-                if copied is not None:
-                    copied.synchronize()
-                piece = buffer[: part.numel()]
-                super().read(region, offset_nbytes + begin, piece)
-                self._gpu.copy(part, piece)
-                self._in[0] = (buffer, self._record())
-                self._in.rotate(-1)
+        parts = flat_bytes(destination).split(self._piece_nbytes)
+        mapping = self._find(region, offset_nbytes, sum(part.numel() for part in parts))
+        num = self._readers.num
+        pieces: list[torch.Tensor | None] = [None] * num
+
+        def job_of(index: int) -> Callable[[], None]:
+            copied = self._copied[index % num]
+            if copied is not None:
+                copied.synchronize()
+            begin = offset_nbytes + index * self._piece_nbytes
+            return partial(self._fill, pieces, index % num, mapping, begin, parts[index].numel())
+
+        with self._reading, contextlib.closing(self._readers.run(len(parts), job_of)) as read:
+            for index in read:
+                piece = pieces[index % num]
+                assert piece is not None
+                self._gpu.copy(parts[index], piece)
+                self._copied[index % num] = self._record()
+
+    def _fill(self, pieces: list[torch.Tensor | None], reader: int, mapping: Mapping, begin: int, nbytes: int) -> None:
+        """On a reader's thread: a piece of the file into its pages."""
+        with self._problems("read", nbytes):
+            pages = self._pages[reader]
+            pieces[reader] = read_into_pages(mapping, begin, nbytes, pages, past_cache=self._past_cache)
+
+    def _reader_pages(self, num: int) -> list[torch.Tensor]:
+        """Pinned, so that the device copies from them."""
+        return [self._staging.bytes(self._staging.allocate(room_for(self._piece_nbytes))) for _ in range(num)]
 
     def write(self, region: Region, offset_nbytes: int, source: torch.Tensor) -> None:
         """Copy `source`, a contiguous device tensor, into the region.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from zoo import CASES
 
 import chunkc
+from chunkc.ir.chunks import Chunk
+from chunkc.runtime.store import ChunkStore
 
 WIDTH, LAYERS = 128, 4
 BUDGET_NBYTES = 400 * 1024
@@ -139,6 +142,41 @@ def test_the_minimum_works() -> None:
     assert error.value.minimum_nbytes == minimum
 
 
+def test_the_host_s_time_is_that_of_the_latest_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of the first one, which compiled; of all its forwards and backwards; without waiting for copies."""
+    model, call, optimizer = trained(num_steps=1)
+    first = chunkc.report(model).host_step_s
+    assert list(first) == ["forward", "backward", "update"]
+    began_s = time.perf_counter()
+    step(call, optimizer)
+    took_s = time.perf_counter() - began_s
+    latest = chunkc.report(model).host_step_s
+    assert set(latest) == set(first)
+    assert all(seconds > 0 for seconds in latest.values())
+    assert sum(latest.values()) < took_s
+    wait = ChunkStore.wait
+
+    def slow(store: ChunkStore, chunk: Chunk) -> None:
+        time.sleep(0.01)
+        store.traffic.wait_s += 0.01
+        wait(store, chunk)
+
+    monkeypatch.setattr(ChunkStore, "wait", slow)
+    began_s, waited_s = time.perf_counter(), chunkc.report(model).time_s["wait"]
+    step(call, optimizer)
+    took_s, found = time.perf_counter() - began_s, chunkc.report(model)
+    waited_s = found.time_s["wait"] - waited_s
+    assert waited_s >= 0.02
+    assert sum(found.host_step_s.values()) <= took_s - waited_s
+    monkeypatch.undo()
+    two = [call(torch.ones(2, WIDTH)) for _ in range(2)]
+    one_s = chunkc.report(model).host_step_s["forward"]
+    call(torch.ones(2, WIDTH))
+    assert "backward" not in chunkc.report(model).host_step_s
+    assert chunkc.report(model).host_step_s["forward"] > one_s
+    sum(two).backward()  # type: ignore[union-attr]
+
+
 def test_printed() -> None:
     report = chunkc.Report(
         memory_budget_nbytes=3 * 2**20,
@@ -153,6 +191,7 @@ def test_printed() -> None:
         time_s={"compute": 1.25, "to_home": 0.0},
         moments=(),
         plan_text="",
+        host_step_s={"forward": 0.0625},
     )
     assert str(report).splitlines() == [
         "budget             3.00 MiB (3,145,728 bytes)",
@@ -165,6 +204,7 @@ def test_printed() -> None:
         "moved to home      0 bytes",
         "time, compute      1.250 s",
         "time, to home      0.000 s",
+        "latest forward     0.062 s of the host",
     ]
     metered = str(dataclasses.replace(report, measured_peak_nbytes=1024))
     assert "measured peak      1.00 KiB (1,024 bytes)" in metered

@@ -6,16 +6,15 @@ grow until a repetition is long enough to time or the sizes' limit is reached. W
 - on a CPU, between RAM and a home file, through `chunkc.runtime.homes` and the page cache, as training does it;
 - on CUDA, between the device and pinned host memory.
 
-The disk's rates are measured apart, past the page cache as far as a user without privileges can get: writes end
-with `fsync`, reads come after `posix_fadvise(DONTNEED)`. A file system that keeps its own cache, or lies in RAM
-(tmpfs), still answers from memory. Run it on a machine that does nothing else.
+The disk's rates are measured apart, as a disk home writes and reads it, past the page cache as far as a user without
+privileges can get: writes end with `fsync`, reads come after `posix_fadvise(DONTNEED)`. A file system that keeps its
+own cache, or lies in RAM (tmpfs), still answers from memory. Run it on a machine that does nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
 import statistics
 import tempfile
 import time
@@ -26,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from chunkc.ir.errors import ChunkcError, UnsupportedError
+from chunkc.ir.errors import ChunkcError, HomeError, UnsupportedError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.links import host_links
 from chunkc.ir.states import FLOAT32, StateFormat
@@ -164,12 +163,18 @@ class _Progress:
             self._show(what, self._done, self._of)
 
 
-def _median_s(run: Callable[[], object], sizes: Sizes) -> float:
-    """Median seconds of a few runs, after one that does not count; at least one counts."""
+def _median_s(run: Callable[[], object], sizes: Sizes, *, before: Callable[[], object] = lambda: None) -> float:
+    """Median seconds of a few runs, after one that does not count; at least one counts.
+
+    Args:
+        before: made ready by this each time, which does not count.
+    """
     begin = time.perf_counter()
+    before()
     run()
     durations: list[float] = []
     while not durations or (len(durations) < sizes.repeats and time.perf_counter() - begin < sizes.share_s):
+        before()
         start = time.perf_counter()
         run()
         durations.append(time.perf_counter() - start)
@@ -279,39 +284,30 @@ def _update_bytes_per_s(sizes: Sizes) -> float:
 
 
 def _disk_bytes_per_s(folder: str, sizes: Sizes) -> tuple[float, float]:
-    """(write, read) bytes per second of the medium behind `folder`, sequential, one request after the other."""
-    block = torch.randint(256, (8 * MIB,), dtype=torch.uint8).numpy().data  # random: some drives compress
-    num_blocks = max(1, math.ceil(sizes.disk_nbytes / len(block)))
+    """(write, read) bytes per second of the medium behind `folder`, as a disk home writes and reads it."""
+    chunk = torch.randint(256, (64 * MIB,), dtype=torch.uint8)[: sizes.disk_nbytes]  # random: some drives compress
+    num_chunks = max(1, math.ceil(sizes.disk_nbytes / len(chunk)))
     try:
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        home = DiskHome(folder)
+        try:
+            region = home.allocate(num_chunks * len(chunk))
 
             def write() -> None:
-                for index in range(num_blocks):
-                    _write_all(file.fileno(), block, index * len(block))
-                os.fsync(file.fileno())
+                for index in range(num_chunks):
+                    home.write(region, index * len(chunk), chunk)
+                home.write_out(region)
 
             def read() -> None:
-                _drop_cache(file.fileno())
-                into = bytearray(len(block))
-                for index in range(num_blocks):
-                    os.preadv(file.fileno(), [into], index * len(block))
+                for index in range(num_chunks):
+                    home.read(region, index * len(chunk), chunk)
 
-            nbytes = num_blocks * len(block)
-            return nbytes / _median_s(write, sizes), nbytes / _median_s(read, sizes)
-    except OSError as error:
-        raise ChunkcError(f"cannot measure the disk behind {folder!r}: {error.strerror}; name another one") from error
-
-
-def _write_all(fd: int, block: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(block):
-        done += os.pwrite(fd, block[done:], offset + done)
-
-
-def _drop_cache(fd: int) -> None:
-    """Ask the kernel to forget the file's pages, which are clean after `fsync`; macOS has no such call."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            write_s = _median_s(write, sizes)
+            read_s = _median_s(read, sizes, before=lambda: home.write_out(region, forget=True))
+            return region.nbytes / write_s, region.nbytes / read_s
+        finally:
+            home.close()
+    except HomeError as error:
+        raise ChunkcError(f"cannot measure the disk behind {folder!r}: {error}; name another one") from error
 
 
 def _context_nbytes(device: torch.device) -> int:

@@ -35,7 +35,7 @@ from chunkc.optim.update_on import DEVICE
 from chunkc.optim.updates_under_way import UpdatesUnderWay
 from chunkc.readers import await_readers
 from chunkc.runtime.parts import leaf_of, part_of
-from chunkc.session import all_entered, lay_out_states, sessions_of
+from chunkc.session import lay_out_states, sessions_of, stepping
 
 _UNSUPPORTED = ("amsgrad", "differentiable", "capturable")
 
@@ -355,7 +355,7 @@ class ChunkedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with all_entered(sessions_of(self._parameters())):
+        with stepping(sessions_of(self._parameters())):
             self._step()
         return loss
 

@@ -110,12 +110,12 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool
         state = task.optimizer.states_of(task.parameter)
         needed = task.optimizer.dtypes_of(task.parameter, task.group)
         task.optimizer.begin_states(state, needed)
-        task_kinds = {kind: store.home_view(kind, task.name) for kind in kinds if kind in needed}
         fresh = not any(kind in state for kind in kinds)
-        for kind, view in task_kinds.items():
+        for kind in kinds:
             former = state.get(kind)
-            if former is not None and former.data_ptr() == view.data_ptr():
+            if kind not in needed or (former is not None and store.is_home_view(former, kind, task.name)):
                 continue
+            view = store.home_view(kind, task.name)
             if former is not None:
                 view.copy_(former)
             elif (

@@ -86,7 +86,7 @@ def _has_states(optimizer: ChunkedOptimizer, session: Session, index: int, entry
     if "step" not in state:
         return False
     kinds = [kind for kind in store.layout.groups[index].state_kinds if kind in needed]
-    return all(kind in state and store.home_view(kind, name).data_ptr() == state[kind].data_ptr() for kind in kinds)
+    return all(kind in state and store.is_home_view(state[kind], kind, name) for kind in kinds)
 
 
 def make_ready(optimizer: ChunkedOptimizer, session: Session, index: int) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import disk
+import disk_reads
 import fits
 import machine
 import report
@@ -170,7 +171,9 @@ def test_the_disk_suite_covers_every_budget_and_home(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(disk, "SMALL", replace(disk.SMALL, fractions=disk.FRACTIONS))
     shown: list[tuple[int, int]] = []
     show = lambda _what, num_done, num_parts: shown.append((num_done, num_parts))  # noqa: E731
-    sections = list(disk.run(Context(is_small=True, device="cpu", show=show)))
+    reads, *sections = disk.run(Context(is_small=True, device="cpu", show=show))
+    assert {row.labels["home is"] for row in reads.rows} == set(disk_reads.STATES)
+    assert all(row.metrics["read"].median > 0 for row in reads.rows)
     assert [section.setting["home"] for section in sections] == ["cpu", "disk"]
     plain, *limited = sections[1].rows
     assert "bytes" not in plain.metrics

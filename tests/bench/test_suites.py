@@ -25,7 +25,8 @@ def test_fits(tmp_path: Path):
 
 @pytest.mark.second_tier
 def test_disk(tmp_path: Path):
-    sections = rehearse("disk", tmp_path)
+    reads, *sections = rehearse("disk", tmp_path)
+    assert reads["title"] == "Reads of a disk home"
     assert [section["setting"]["home"] for section in sections] == ["cpu", "disk"]
     for section in sections:
         _, *limited = section["rows"]

@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,16 +144,22 @@ def test_the_users_matmul_setting_comes_back() -> None:
 
 
 def test_the_disk_is_read_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the home's own reads: what is planned with is what training gets."""
     steps: list[str] = []
-    for name in ("fsync", "posix_fadvise", "preadv", "pwrite"):
-        real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *args, name=name, real=real: (steps.append(name), real(*args))[1])
+    for name in ("read", "write", "write_out"):
+        real = getattr(module.DiskHome, name)
+
+        def noted(*args: Any, name: str = name, real: Callable[..., None] = real, **options: Any) -> None:
+            steps.append("forget" if options.get("forget") else name)
+            real(*args, **options)
+
+        monkeypatch.setattr(module.DiskHome, name, noted)
     module._disk_bytes_per_s(str(tmp_path), TINY)
-    assert steps[:2] == ["pwrite", "fsync"]
-    assert steps.count("posix_fadvise") == steps.count("preadv") > 1
+    assert steps[:2] == ["write", "write_out"]
+    assert steps.count("forget") == steps.count("read") > 1
     for index, step in enumerate(steps):
-        if step == "preadv":
-            assert steps[index - 1] == "posix_fadvise"
+        if step == "read":
+            assert steps[index - 1] == "forget"
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from chunkc.ir.chunks import Chunk
 from chunkc.ir.states import DEFAULT_STATES
 from chunkc.optim.group_runs import Task, flat_home, runs_of
 from chunkc.optim.states import initialise
+from chunkc.runtime.store import ChunkStore
 from chunkc.session import Session
 
 NUMEL = 64 * 64
@@ -90,6 +91,25 @@ def test_states_are_made_at_home_once() -> None:
             flat_home(session, 0)[kind][NUMEL : 2 * NUMEL].fill_(step)
             assert (state[kind] == step).all()
             assert state[kind].shape == (64, 64)
+
+
+def test_views_of_states_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, model = placed()
+    optimizer, tasks = Steps(), {0: 1.0, 1: 1.0, 2: 1.0}
+    runs_of(session, 0, tasks_of(model, optimizer, tasks))
+    before = {p: dict(state) for p, state in optimizer.states.items()}
+    made, real = [], ChunkStore.home_view
+    monkeypatch.setattr(
+        ChunkStore, "home_view", lambda store, kind, name: (made.append(kind), real(store, kind, name))[1]
+    )
+    runs_of(session, 0, tasks_of(model, optimizer, tasks))
+    assert not made
+    assert all(state[kind] is view for p, state in optimizer.states.items() for kind, view in before[p].items())
+    session.store.leave_states(0)  # to who has views of them: the next step's are elsewhere
+    session.store.reserve_states(0)
+    runs_of(session, 0, tasks_of(model, optimizer, tasks))
+    assert sorted(made) == ["exp_avg"] * 3 + ["exp_avg_sq"] * 3
+    assert all(state["exp_avg"] is not before[p]["exp_avg"] for p, state in optimizer.states.items())
 
 
 def test_states_from_elsewhere_go_home() -> None:

@@ -96,6 +96,9 @@ def test_a_file_that_ended_early_is_an_error_and_no_endless_loop(
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
     with pytest.raises(HomeError, match="ended early"):
         home.read(region, 0, torch.zeros(100, dtype=torch.uint8))
+    monkeypatch.setattr(os, "pwritev", lambda *_: 0)
+    with pytest.raises(HomeError, match="takes no more"):
+        home.write(region, 0, torch.zeros(100, dtype=torch.uint8))
 
 
 def refuse_nameless_files(monkeypatch: pytest.MonkeyPatch) -> list[int]:

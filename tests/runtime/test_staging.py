@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import gc
+import mmap
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,6 @@ from fake_gpu import FakeEvent, FakeGpu
 from chunkc.ir.chunks import Chunk
 from chunkc.ir.errors import HomeError, OptionsError, UnsupportedError
 from chunkc.runtime.cuda import CudaLink
-from chunkc.runtime.homes import DiskHome
 from chunkc.runtime.pinned import PinnedHome
 from chunkc.runtime.staging import StagedDiskHome, open_arena
 
@@ -25,9 +27,13 @@ PIECE = 64
 
 
 def staged(
-    directory: Path, gpu: FakeGpu, make: Callable[..., StagedDiskHome] = StagedDiskHome, num_pieces: int = 2
+    directory: Path,
+    gpu: FakeGpu,
+    make: Callable[..., StagedDiskHome] = StagedDiskHome,
+    num_pieces: int = 2,
+    piece_nbytes: int = PIECE,
 ) -> StagedDiskHome:
-    return make(str(directory), gpu, PinnedHome(gpu), piece_nbytes=PIECE, num_pieces=num_pieces)
+    return make(str(directory), gpu, PinnedHome(gpu), piece_nbytes=piece_nbytes, num_pieces=num_pieces)
 
 
 @pytest.mark.parametrize("nbytes", [1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 7 * PIECE + 5])
@@ -87,13 +93,14 @@ def _write_all(home: StagedDiskHome, gpu: FakeGpu, data: torch.Tensor) -> torch.
 
 @pytest.mark.parametrize("way", [_read_all, _write_all])
 def test_the_buffers_waits_matter(tmp_path: Path, way: Callable[..., torch.Tensor]) -> None:
-    data = torch.randn(10 * PIECE)
+    data = torch.randn(10 * mmap.PAGESIZE)  # in pieces of a page: each comes to lie where a former one was
     right, wrong = 0, 0
     for seed in range(20):
         gpu = FakeGpu(longest_s=0.002)
         gpu.reseed(seed)
-        right += torch.equal(way(staged(tmp_path, gpu), gpu, data), data)
-        wrong += not torch.equal(way(staged(tmp_path, gpu, _NeverWaits), gpu, data), data)
+        homes = [staged(tmp_path, gpu, make, piece_nbytes=mmap.PAGESIZE) for make in (StagedDiskHome, _NeverWaits)]
+        right += torch.equal(way(homes[0], gpu, data), data)
+        wrong += not torch.equal(way(homes[1], gpu, data), data)
     assert right == 20
     assert wrong > 0
 
@@ -106,16 +113,16 @@ def test_a_failing_disk_is_the_error_of_the_copy_s_mark(
     gpu = FakeGpu(longest_s=0.001)
     home = staged(tmp_path, gpu)
     region = home.allocate(4 * PIECE)
-    transfer, num_calls = getattr(DiskHome, way), 0
+    transfer, num_calls = getattr(os, f"p{way}v"), 0
 
-    def failing(*args: Any) -> None:
+    def failing(*args: Any) -> int:
         nonlocal num_calls
         num_calls += 1
         if num_calls == 2:
-            raise HomeError("the disk is on fire")
-        transfer(*args)
+            raise OSError(errno.EIO, "the disk is on fire")
+        return transfer(*args)
 
-    monkeypatch.setattr(DiskHome, way, failing)
+    monkeypatch.setattr(os, f"p{way}v", failing)
     link = CudaLink(gpu, way)
     slot = torch.zeros(PIECE)
     mark = link.submit(functools.partial(getattr(home, way), region, 0, slot))

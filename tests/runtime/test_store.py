@@ -151,12 +151,12 @@ def test_a_layout_is_extended(home: Home) -> None:
     assert all(torch.equal(p, expected[name]) for name, p in parameters.items())
 
 
-def test_many_chunks_take_one_file_descriptor(tmp_path: Path) -> None:
+def test_many_chunks_take_no_descriptors_of_their_own(tmp_path: Path) -> None:
     parameters = {f"p{i}": nn.Parameter(torch.full((64,), float(i))) for i in range(100)}
     store = ChunkStore(EMPTY, Arena(DiskHome(str(tmp_path))), CpuTier(), True)
     num_fds = open_fds()
     store.place(layout_of(parameters, tuple((name,) for name in parameters)), parameters, frozenset())
-    assert open_fds() == num_fds + 1
+    assert open_fds() <= num_fds + 2  # the file, and once more to read past the page cache
     for i in (0, 1, 57, 99):
         fetch(store, Chunk("param", i))
         assert store.parameter_view(Chunk("param", i), f"p{i}").tolist() == [float(i)] * 64
