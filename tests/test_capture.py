@@ -46,6 +46,8 @@ def test_states_of_random_generators_are_no_inputs(monkeypatch: pytest.MonkeyPat
                 module.graph.placeholder(f"rng_state_{rest[-3]}").meta["val"] = torch.Generator()
         return last_inputs
 
+    if not hasattr(partitioners, "supports_graphsafe_rng"):
+        pytest.skip("up to PyTorch 2.11 nobody asks which devices have such states")
     monkeypatch.setattr(partitioners, "supports_graphsafe_rng", lambda device: True)
     monkeypatch.setattr(partitioners, "apply_graphsafe_rng_functionalization", as_placeholders)
     torch._dynamo.reset()

@@ -37,15 +37,20 @@ def test_an_encoder_layer(use_gelu: bool, norm_first: bool, mask: Any, mask_type
 def test_an_encoder_is_evaluated_between_training_steps(region: torch.dtype | None, fresh_dynamo: None) -> None:
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, 32, batch_first=True), 2)
+    x = torch.randn(BATCH, LENGTH, WIDTH)
     options = {"memory_budget": "64MiB", "codegen": "eager", "whole_graph": "never"}
-    compiled, x = torch.compile(model, backend="chunkc", options=options), torch.randn(BATCH, LENGTH, WIDTH)
-    with torch.autocast("cpu", torch.bfloat16, enabled=region is not None):
-        compiled(x).float().square().mean().backward()
-        model.eval()
-        with torch.no_grad():
-            found = compiled(x[:2].clone())
-            torch._dynamo.reset()
-            expected = torch.compile(model, backend="aot_eager")(x[:2].clone())
+
+    def evaluated(**kwargs: Any) -> Tensor:
+        torch._dynamo.reset()
+        compiled = torch.compile(model.train(), **kwargs)
+        with torch.autocast("cpu", torch.bfloat16, enabled=region is not None):
+            compiled(x).float().square().mean().backward()
+            model.eval()
+            with torch.no_grad():
+                return compiled(x[:2].clone())
+
+    found = evaluated(backend="chunkc", options=options)
+    expected = evaluated(backend="aot_eager")
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 

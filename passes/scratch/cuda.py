@@ -99,7 +99,7 @@ _RULES: dict[str, Rule] = {
         log_sigmoid_backward elu_backward glu glu_backward hardshrink_backward hardsigmoid_backward hardswish
         hardswish_backward hardtanh_backward leaky_relu_backward mish_backward softplus_backward softshrink_backward
         _prelu_kernel _prelu_kernel_backward grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d
-        grid_sampler_3d_backward _local_scalar_dense transformers::grouped_mm_fallback
+        grid_sampler_3d_backward _local_scalar_dense leaky_relu transformers::grouped_mm_fallback
         transformers::grouped_mm_fallback_backward""",
     ),
     **_names(

@@ -126,7 +126,7 @@ _GROUPS: tuple[tuple[Callable[[Call], int], tuple[str, ...]], ...] = (
         sym_constrain_range_for_size
         elu_backward empty empty_like empty_permuted empty_strided expand_copy exponential eye fill
         flip full full_like geometric glu glu_backward grid_sampler_2d hardshrink_backward
-        hardsigmoid_backward hardswish hardswish_backward hardtanh_backward leaky_relu_backward
+        hardsigmoid_backward hardswish hardswish_backward hardtanh_backward leaky_relu leaky_relu_backward
         linspace log_normal logspace mish_backward new_empty new_empty_strided new_full new_ones
         new_zeros normal_ ones ones_like permute_copy polar put rand randint
         randint_like randn randn_like resize resize_as scalar_tensor select_backward select_scatter

@@ -13,10 +13,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from chunkc.passes.scratch import cpu, exceptions, table
 from chunkc.passes.segment_storages import CLONES_OF_WHOLE_STORAGES
+from chunkc.torch_private.versions import WHOLE
 
 pytestmark = pytest.mark.usefixtures("metered")
 SLACK_NBYTES = 4096
 """A bound may be twice the truth and so much more."""
+IS_WHOLE = torch.__version__.startswith(WHOLE)
+EXACT_LATER = {"aten::multinomial"}
+"""Up to PyTorch 2.11 they take a few bytes less than in the version that all tests run on."""
 
 
 def describe(value: object) -> str:
@@ -38,13 +42,18 @@ def test_scratch(name: str, dtype: torch.dtype) -> None:
         operator = target._schema.name
         for num_threads in (1, 2) if number % 4 == 0 else (2,):
             torch.set_num_threads(num_threads)
-            measured, outputs = measure(target, args, kwargs)
+            try:
+                measured, outputs = measure(target, args, kwargs)
+            except NotImplementedError:
+                assert not IS_WHOLE, target  # an older PyTorch has no such kernel
+                continue
             predicted = cpu.scratch_nbytes(target, args, kwargs, outputs, num_threads)
             del outputs
-            if exceptions.is_exact(operator, dtype):
+            if exceptions.is_exact(operator, dtype) and (IS_WHOLE or operator not in EXACT_LATER):
                 fine = measured == predicted
             else:
-                loose = exceptions.EXCEPTIONS[operator].loose
+                exception = exceptions.EXCEPTIONS.get(operator)
+                loose = exception is not None and exception.loose
                 fine = measured <= predicted and (loose or predicted <= 2 * measured + SLACK_NBYTES)
             if not fine:
                 what = f"{target} {describe(args)} {kwargs}, {num_threads} threads"
@@ -64,7 +73,11 @@ def test_outputs_take_what_fake_tensors_say(name: str, dtype: torch.dtype) -> No
         if key in seen or target in CLONES_OF_WHOLE_STORAGES or "embedding_bag" in str(target):
             continue
         seen.add(key)
-        outputs = [t for t in tree_leaves(target(*args, **kwargs)) if isinstance(t, Tensor)]
+        try:
+            outputs = [t for t in tree_leaves(target(*args, **kwargs)) if isinstance(t, Tensor)]
+        except NotImplementedError:
+            assert not IS_WHOLE, target
+            continue
         with mode:
             try:
                 fakes, fake_kwargs = tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
