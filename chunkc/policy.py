@@ -24,16 +24,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NoReturn, overload
 
+from chunkc.absences import absences, leanest_form
 from chunkc.captured import Captured, profile
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError
-from chunkc.ir.items import ItemId
+from chunkc.ir.items import ALL_PRESENT, Absence, ItemId
 from chunkc.ir.plan import Plan, Position
 from chunkc.options import Activations
 from chunkc.passes.layout import EMPTY_LAYOUT
 from chunkc.passes.planning import (
     check_minimum,
-    choose_leaving,
     choose_resident,
     everything,
     fixed_nbytes,
@@ -109,18 +109,18 @@ class Around:
         hooked: parameters whose gradients are returned to autograd.
         updates: (group, stages of its update) of the groups that the backward may update in slots, in order.
         kept_inputs: inputs of a backward that others keep: gradients of outputs, and saved values for another backward.
-        absent: saved storages that are at home between forward and backward; None: which ones is yet to be decided.
+        absent: what of the forward's values is absent until the backward; None: that is yet to be decided.
     """
 
     cold_backward: bool = False
     hooked: frozenset[str] = frozenset()
     updates: tuple[tuple[int, int], ...] = ()
     kept_inputs: frozenset[str] = frozenset()
-    absent: frozenset[str] | None = None
+    absent: Absence | None = None
 
     def seen_by(self, captured: Captured) -> Captured:
         """The captured graph in these surroundings."""
-        return captured.leaving(self.absent or frozenset()).returning(self.hooked).holding(self.kept_inputs)
+        return captured.without(self.absent or ALL_PRESENT).returning(self.hooked).holding(self.kept_inputs)
 
     def finding(self, plan: Plan, present: Collection[ItemId]) -> Around:
         """The surroundings of a backward that finds these chunks in slots, where `plan` was made for these."""
@@ -265,7 +265,7 @@ def _captured(now: Situation, event: GraphCaptured) -> StepDecision:
     num_known = len(now.layout.groups) if now.num_graphs else 0
     allowed = now.resident | (frozenset(range(num_known, len(layout.groups))) - layout.cut)
     all_may_stay = len(allowed) == len(layout.groups)
-    least = profile(captured.leanest(now.activations), layout).all
+    least = profile(leanest_form(captured, now.activations, layout), layout).all
     check_minimum(least, layout, now.budget_nbytes, 0, all_may_stay=all_may_stay)
     for around in _alternatives(replace(now, layout=layout), captured):
         needs = profile(around.seen_by(captured), layout).all
@@ -326,15 +326,9 @@ def _alternatives(now: Situation, captured: Captured, around: Around = ALONE, he
     if around.absent is not None:
         yield around
         return
-    every = frozenset(one.storage for one in captured.may_leave) if now.activations != "keep" else frozenset[str]()
-    if now.activations != "offload" or not every:
-        yield replace(around, absent=frozenset())
-    if now.activations == "auto" and every:
-        kept, least = (profile(form, now.layout) for form in (around.seen_by(captured), captured.leaving(every)))
-        chosen = choose_leaving(captured.may_leave, kept, least, now.layout, now.budget_nbytes - held_nbytes)
-        yield replace(around, absent=chosen)
-    if every:
-        yield replace(around, absent=every)
+    seen = around.seen_by(captured)
+    for absent in absences(captured, seen, now.activations, now.layout, now.budget_nbytes - held_nbytes):
+        yield replace(around, absent=absent)
 
 
 def _needs(captured: Captured, layout: ChunkLayout, around: Around) -> Sequence[Position]:

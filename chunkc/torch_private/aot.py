@@ -57,19 +57,19 @@ def random_states_as_values() -> AbstractContextManager[Any]:
     return config.patch(graphsafe_rng_functionalization=False)
 
 
-def forbid_donation() -> int:
+def forbid_donation() -> tuple[int, ...]:
     """To be called while the forward is compiled: the backward overwrites nothing, so a graph may be retained.
 
     Returns:
-        How many of the forward's outputs, the first ones, are new values of buffers.
+        The inputs, by place, of which the forward's first outputs are the new values: buffers.
     """
     context = TracingContext.try_get()
     if context is None or context.fw_metadata is None:
-        return 0
+        return ()
     if donated := context.fw_metadata.bw_donated_idxs:
         donated.clear()  # it is the list of the other record, too, that AOTAutograd looks at as the backward runs
     context.fw_metadata.bw_donated_idxs = []
-    return context.fw_metadata.num_mutated_inp_runtime_indices
+    return tuple(context.fw_metadata.mutated_inp_runtime_indices)
 
 
 def marked_as_boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
