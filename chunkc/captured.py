@@ -23,6 +23,9 @@ from chunkc.passes.update_planning import smallest_tiles, update_positions
 ROOM_FOR_LOSS = 3
 """While user code runs between the phases, it may need this many times the outputs' bytes, for a loss."""
 
+MAX_KNOWN = 8
+"""Ways in which values may be absent that a graph is kept in."""
+
 LARGEST_NUMBER_NBYTES = 512
 """Of one number: no allocator gives more for it."""
 
@@ -122,7 +125,8 @@ class Captured:
             return self
         known: dict[Absence, Captured] = self.__dict__.setdefault("_without", {})
         if absence not in known:
-            known.clear()
+            if len(known) >= MAX_KNOWN:
+                known.clear()
             lean = self._rerunning(absence.rerun)
             known[absence] = lean._leaving(absence.home & {one.storage for one in lean.may_leave})
         return known[absence]

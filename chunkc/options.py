@@ -61,7 +61,7 @@ class Options(BaseModel):
         chunk_size: bytes (>= 4096) or "auto".
         activations: what becomes of the values that a forward saves for its backward. "keep": they stay; "offload":
             all that can be go home in between; "rerun": all that can be are dropped, and made again by the backward;
-            "auto": as many go home as the budget needs, none where all fit.
+            "auto": as many as the budget needs are one or the other, whichever is quicker; none where all fit.
         codegen: who compiles the segments.
         whole_graph: "auto" compiles the graph whole where all fits; "never" always cuts it into segments.
         strict: refuse operators whose inner memory nobody has stated, instead of guessing it.

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NoReturn, overload
 
-from chunkc.absences import absences, leanest_form
+from chunkc.absences import absences, leanest_form, step_s
 from chunkc.captured import Captured, profile
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError
+from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import ALL_PRESENT, Absence, ItemId
 from chunkc.ir.plan import Plan, Position
 from chunkc.options import Activations
@@ -59,6 +60,7 @@ class Situation:
         num_graphs: that were compiled so far. Before the first, any group may still become resident.
         trained: parameters whose gradients these graphs make.
         activations: what becomes of values that forwards save: see `chunkc.options`.
+        hardware: against which ways are timed that fit alike; None: the first one is taken.
     """
 
     budget_nbytes: int
@@ -67,6 +69,7 @@ class Situation:
     num_graphs: int = 0
     trained: frozenset[str] = frozenset()
     activations: Activations = "keep"
+    hardware: Hardware | None = field(default=None, compare=False)
 
     @property
     def may_be_whole(self) -> bool:
@@ -293,25 +296,38 @@ def _called(now: Situation, event: SizesCalled) -> StepDecision:
 
 
 def _phase(now: Situation, event: PhaseCalled) -> StepDecision:
-    """The first of a graph's forms that fits, each with all its saved values first.
+    """The first of a graph's forms that fits, with all its saved values or else the way of least seconds.
 
     Raises:
         BudgetError: of the form that needs the least.
     """
     refused: list[BudgetError] = []
-    ways = ((c, around) for c in event.forms for around in _alternatives(now, c, event.around, event.held_nbytes))
-    for captured, around in ways:
-        needs = _needs(captured, now.layout, around)
-        try:
-            resident, _ = staying_beside(needs, now.layout, now.budget_nbytes, event.held_nbytes, now.resident)
-        except BudgetError as error:
-            refused.append(error)
-            continue
-        after = now if resident == now.resident else replace(now, resident=resident)
-        held_nbytes = _with_room(after, needs, event.held_nbytes)
-        request = StepRequest(after, held_nbytes, held_nbytes - event.held_nbytes, around)
-        return StepDecision(after, captured, request)
+    for captured in event.forms:
+        fitting: list[StepDecision] = []
+        for around in _alternatives(now, captured, event.around, event.held_nbytes):
+            needs = _needs(captured, now.layout, around)
+            try:
+                resident, _ = staying_beside(needs, now.layout, now.budget_nbytes, event.held_nbytes, now.resident)
+            except BudgetError as error:
+                refused.append(error)
+                continue
+            after = now if resident == now.resident else replace(now, resident=resident)
+            held_nbytes = _with_room(after, needs, event.held_nbytes)
+            request = StepRequest(after, held_nbytes, held_nbytes - event.held_nbytes, around)
+            fitting.append(StepDecision(after, captured, request))
+            if not around.absent or now.hardware is None:
+                break
+        if fitting:
+            refused.clear()
+            return fitting[0] if len(fitting) == 1 else min(fitting, key=_step_s)
     _raise_least(refused)
+
+
+def _step_s(decision: StepDecision) -> float:
+    now, seen = decision.situation, decision.request.around.seen_by(decision.captured)
+    assert now.hardware is not None
+    room_nbytes = now.budget_nbytes - decision.request.held_nbytes
+    return step_s(seen, now.layout, now.resident, now.hardware, room_nbytes)
 
 
 def _raise_least(refused: list[BudgetError]) -> NoReturn:

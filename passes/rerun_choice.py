@@ -41,12 +41,23 @@ def stretches(known: Repeatable) -> Iterator[tuple[int, ...]]:
                 yield cuts
 
 
-def leanest(known: Repeatable, needs: Callable[[frozenset[str]], int]) -> frozenset[str]:
-    """The storages to drop so that a step needs the least.
+def leanest_cuts(known: Repeatable | None, needs: Callable[[frozenset[str]], int]) -> tuple[int, ...]:
+    """Where to cut so that a step needs the least; nowhere: nothing can be made again.
 
     Args:
-        needs: bytes that a step needs where these are dropped.
+        needs: bytes that a step needs where these storages are dropped.
     """
-    ways = dict.fromkeys(dropped_between(known, cuts) for cuts in stretches(known))
-    found = {gone: needs(gone) for gone in ways if known.without(gone).dropped}
-    return min(found, key=lambda gone: found[gone], default=frozenset())
+    if known is None:
+        return ()
+    ways = {dropped_between(known, cuts): cuts for cuts in reversed(list(stretches(known)))}
+    found = {cuts: needs(gone) for gone, cuts in ways.items() if known.without(gone).dropped}
+    return min(found, key=lambda cuts: (found[cuts], -len(cuts)), default=())
+
+
+def up_to(known: Repeatable | None, cuts: Sequence[int], count: int | None = None) -> frozenset[str]:
+    """What is dropped where the first `count` stretches between cuts run again, by default all."""
+    if known is None or not cuts:
+        return frozenset()
+    gone = dropped_between(known, cuts)
+    end = len(known.forward.calls) if count is None or count > len(cuts) else cuts[count - 1]
+    return frozenset(storage for storage in gone if known.first_maker[storage] < end)

@@ -171,7 +171,7 @@ class _Rehearsal:
 
     def __init__(self, training: Training, budget_nbytes: int) -> None:
         self.training = training
-        self.situation = Situation(budget_nbytes, activations=training.activations)
+        self.situation = Situation(budget_nbytes, activations=training.activations, hardware=training.hardware)
         self.captured: list[Captured] = []
 
     def passes(self) -> Iterator[PaperRun]:

@@ -231,6 +231,30 @@ def test_explain_says_what_training_does() -> None:
     assert {moment.call for moment in explanation.moments if "rerun" in moment.call} == repeated(compiled)
 
 
+def explained(activations: str, budget_nbytes: int) -> chunkc.Explanation:
+    case = LADDER["byte_gpt"]
+    settings = {"memory_budget": budget_nbytes, "activations": activations, "whole_graph": "never"}
+    return chunkc.explain(case.build(0), **case.batch(0), hardware="cpu", **settings)
+
+
+@SECOND
+@pytest.mark.parametrize("part", [0.05, 0.3, 0.6, 0.9])
+def test_auto_takes_the_quicker_way_and_trains_to_the_same_bits(part: float) -> None:
+    case, most = LADDER["byte_gpt"], minimum_nbytes("byte_gpt")
+    least = refuse(case, memory_budget=TINY, codegen="eager", activations="auto").minimum_nbytes
+    assert least <= least_nbytes("byte_gpt")
+    nbytes = int(least + part * (most - least))
+    auto = explained("auto", nbytes)
+    others = [explained(way, nbytes) for way in ("offload", "rerun")]
+    assert auto.fits
+    assert auto.step_time_s.total <= min(one.step_time_s.total for one in others if one.fits)
+    assert bool(auto.saved_at_home) != bool(auto.saved_again)
+    assert bool(auto.saved_again) == (part > 0.5)
+    result = train(case, memory_budget=nbytes, activations="auto", whole_graph="never")
+    assert_same_training(result, everything_fits("byte_gpt"))
+    assert result.measured_peak_nbytes == result.predicted_peak_nbytes == auto.predicted_peak_nbytes
+
+
 @SECOND
 def test_sizes_that_differ_from_call_to_call() -> None:
     def results(activations: str) -> object:

@@ -137,7 +137,7 @@ def test_a_value_that_goes_home_alone_costs_what_its_plan_costs() -> None:
 
 
 def test_saved_values_that_are_made_again() -> None:
-    again = asked("0", activations="rerun")
+    again = asked("0", LARGE, activations="rerun")
     assert again.why is not None
     assert any("dropped, and made again by the backward" in one for one in again.why.chosen), again.why
     assert again.saved_again

@@ -12,7 +12,7 @@ from torch import fx
 from chunkc.ir.program import PhaseProgram, SegmentCall
 from chunkc.passes.activations import SMALL_NBYTES
 from chunkc.passes.profile import last_holds
-from chunkc.passes.rerun_choice import dropped_between, leanest, stretches
+from chunkc.passes.rerun_choice import dropped_between, leanest_cuts, stretches, up_to
 from chunkc.passes.reruns import Repeatable, may_run_again, rerunning
 
 BIG = SMALL_NBYTES
@@ -170,8 +170,9 @@ def test_stretches_keep_what_crosses_their_ends(seed: int) -> None:
             begin = max(end for end in ends if end <= at)
             sources = [known.source(v, found.absent) for v in forward.calls[at].inputs]
             assert all(source is None or source >= begin for source in sources)
-    best = leanest(known, lambda gone: -len(gone))
-    assert best <= known.droppable | known.inner
+    best = leanest_cuts(known, lambda gone: -len(gone))
+    for count in range(1, len(best) + 1):
+        assert up_to(known, best, count) <= up_to(known, best) <= known.droppable | known.inner
 
 
 def test_each_block_is_a_stretch_of_its_own_or_several_are() -> None:
