@@ -124,7 +124,7 @@ class Builder:
             parameters=self.capture.by_placeholder,
             num_user_outputs=num_outputs if capture.num_user_outputs is None else capture.num_user_outputs,
             hardware=self.hardware,
-            num_new_buffers=capture.num_new_buffers,
+            new_buffers=capture.new_buffers,
             shapes=shapes,
         )
         backward: PhaseProgram | None = None

@@ -39,7 +39,7 @@ class Capture:
 
     Attributes:
         num_user_outputs: how many of the forward's outputs are the caller's; the rest is saved for the backward.
-        num_new_buffers: how many of these, the first ones, are new values of buffers.
+        new_buffers: the inputs, by place, whose new values the first of these are: buffers.
         by_placeholder: the forward's (and so the backward's) placeholders that are parameters -> the parameters' names.
         gradients: positions among the backward's outputs -> the parameters whose gradients these are.
     """
@@ -47,7 +47,7 @@ class Capture:
     forward: fx.GraphModule | None = None
     backward: fx.GraphModule | None = None
     num_user_outputs: int | None = None
-    num_new_buffers: int = 0
+    new_buffers: tuple[int, ...] = ()
     by_placeholder: Mapping[str, str] = field(default_factory=dict)
     gradients: Mapping[int, str] = field(default_factory=dict)
 
@@ -109,7 +109,7 @@ def capture_graph(
 
     def forward_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         capture.forward = gm
-        capture.num_new_buffers = forbid_donation()
+        capture.new_buffers = forbid_donation()
         return boxed(run_forward)
 
     def inference_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:

@@ -6,21 +6,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torch import nn
+from torch import fx, nn
 
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.estimates import EstimatedOperator, unknown_operators
+from chunkc.ir.items import ALL_PRESENT, Absence
 from chunkc.ir.plan import Position
 from chunkc.ir.program import PhaseProgram, SegmentMemory
-from chunkc.options import Activations
 from chunkc.passes.activations import Saved, candidates, leaving
 from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.planning import StepProfile
 from chunkc.passes.profile import positions
+from chunkc.passes.reruns import Repeatable, may_run_again, rerunning
 from chunkc.passes.update_planning import smallest_tiles, update_positions
 
 ROOM_FOR_LOSS = 3
 """While user code runs between the phases, it may need this many times the outputs' bytes, for a loss."""
+
+MAX_KNOWN = 8
+"""Ways in which values may be absent that a graph is kept in."""
 
 LARGEST_NUMBER_NBYTES = 512
 """Of one number: no allocator gives more for it."""
@@ -61,6 +65,7 @@ class Captured:
 
     Attributes:
         absent: the storages that are at home between forward and backward.
+        absence: what is absent in between.
     """
 
     forward: PhaseProgram
@@ -69,6 +74,7 @@ class Captured:
     modules: Mapping[str, nn.Module]
     whole: bool
     absent: tuple[Saved, ...] = ()
+    absence: Absence = ALL_PRESENT
 
     @property
     def unknown_operators(self) -> tuple[EstimatedOperator, ...]:
@@ -102,37 +108,66 @@ class Captured:
         them at its very first operation."""
         return () if self.whole else candidates(self.forward, self.backward)
 
-    def leaving(self, storages: frozenset[str]) -> Captured:
-        """The same graph, where these storages are at home between forward and backward."""
+    @cached_property
+    def repeatable(self) -> Repeatable | None:
+        """What a backward could make again by calling segments once more; None: nothing."""
+        return None if self.whole or self.backward is None else Repeatable(self.forward, self.backward, self.once)
+
+    @cached_property
+    def once(self) -> frozenset[str]:
+        """Segments that may not be called again: they draw random numbers, or have other effects."""
+        graphs = {name: module.graph for name, module in self.modules.items() if isinstance(module, fx.GraphModule)}
+        return frozenset(name for name in self.modules if name not in graphs or not may_run_again(graphs[name]))
+
+    def without(self, absence: Absence) -> Captured:
+        """The same graph, where this is absent between forward and backward."""
+        if not absence:
+            return self
+        known: dict[Absence, Captured] = self.__dict__.setdefault("_without", {})
+        if absence not in known:
+            if len(known) >= MAX_KNOWN:
+                known.clear()
+            lean = self._rerunning(absence.rerun)
+            known[absence] = lean._leaving(absence.home & {one.storage for one in lean.may_leave})
+        return known[absence]
+
+    def _rerunning(self, storages: frozenset[str]) -> Captured:
         if not storages:
             return self
-        known: dict[frozenset[str], Captured] = self.__dict__.setdefault("_leaving", {})
-        if storages not in known:
-            assert self.backward is not None
-            known.clear()
-            forward, backward = leaving(self.forward, storages), leaving(self.backward, storages)
-            absent = tuple(one for one in self.may_leave if one.storage in storages)
-            known[storages] = replace(self, forward=forward, backward=backward, absent=absent)
-        return known[storages]
+        assert self.backward is not None
+        forward, backward = rerunning(self.forward, self.backward, storages, self.once)
+        return replace(self, forward=forward, backward=backward, absence=Absence(rerun=storages))
+
+    def _leaving(self, storages: frozenset[str]) -> Captured:
+        if not storages:
+            return self
+        assert self.backward is not None
+        forward, backward = leaving(self.forward, storages), leaving(self.backward, storages)
+        absent = tuple(one for one in self.may_leave if one.storage in storages)
+        absence = replace(self.absence, home=storages)
+        return replace(self, forward=forward, backward=backward, absent=absent, absence=absence)
 
     @cached_property
     def may_stand(self) -> tuple[int, ...]:
-        """Where among the backward's inputs something may stand for a value at home."""
+        """Where among the backward's inputs something may stand for a value that is absent."""
         storages = {one.storage for one in self.may_leave}
         inputs = self.backward.inputs.values() if self.backward is not None else ()
         return tuple(place for place, storage in enumerate(inputs) if storage in storages)
 
-    def leanest(self, activations: Activations) -> Captured:
-        """The same graph where it needs the least: with all at home between the phases that may be."""
-        if activations == "keep":
-            return self
-        return self.leaving(frozenset(one.storage for one in self.may_leave))
+    @property
+    def extra(self) -> tuple[str, ...]:
+        """The forward's values that it returns beside its own outputs, for calls that the backward repeats."""
+        outputs = self.forward.outputs
+        return tuple(value for value in outputs[len(outputs) - self.forward.num_extra :] if value is not None)
 
     @property
     def tangents(self) -> tuple[str, ...]:
         """The backward's inputs that are gradients of the forward's outputs; the others were saved for it."""
-        num_saved = len(self.forward.outputs) - self.forward.num_user_outputs
-        return tuple(self.backward.inputs)[num_saved:] if self.backward is not None else ()
+        if self.backward is None:
+            return ()
+        num_saved = len(self.forward.outputs) - self.forward.num_user_outputs - self.forward.num_extra
+        inputs = tuple(self.backward.inputs)
+        return inputs[num_saved : len(inputs) - self.backward.num_extra]
 
     @cached_property
     def memories(self) -> Mapping[str, SegmentMemory]:

@@ -118,7 +118,7 @@ def _add_explain_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--codegen", choices=["eager", "inductor"], default="eager", help=codegen_help)
     command.add_argument(
         "--activations",
-        choices=("auto", "keep", "offload"),
+        choices=("auto", "keep", "offload", "rerun"),
         default="keep",
         help="what becomes of the values that the forward saves; default: keep",
     )

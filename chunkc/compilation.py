@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from chunkc.absences import leanest_form
 from chunkc.build import Builder
 from chunkc.capture import Capture, capture_graph, unique_name
 from chunkc.captured import Captured
@@ -240,7 +241,8 @@ def _build(
         decision = decide(session.situation, GraphCaptured(step.captured, layout))
     except BudgetError as error:
         held = _held_now(session, step.captured, inputs if arguments is None else arguments)
-        needs = needs_of_step(step.captured.leanest(options.activations), session.trained, layout, held)
+        form = leanest_form(step.captured, options.activations, layout)
+        needs = needs_of_step(form, session.trained, layout, held)
         raise session.known.named(error, layout, needs, session.num_graphs + 1) from None
     planned = planned_step(session, step.captured, decision.request)  # verified before anything moves
     compare(facts_of(capture, layout, session, planned))

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from chunkc.absences import leanest_form
 from chunkc.backward_kinds import GradModes, NodeHooks, accumulators
 from chunkc.captured import Captured, profile
 from chunkc.ir.errors import BudgetError
+from chunkc.ir.items import ALL_PRESENT
 from chunkc.ir.plan import Plan
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.known_needs import Held, Needs, NotedNeeds, needs_of_step, update_needs
@@ -76,7 +78,7 @@ def planned_step(session: Session, captured: Captured, request: StepRequest) -> 
     runs = {name: segment.run for name, segment in captured.segments.items()}
     phases = {name: PlannedPhase(graph, lower(graph.graph, runs)) for name, graph in made.graphs.items()}
     layout = request.situation.layout
-    leanest = replace(request.around, absent=None).seen_by(captured.leanest(options.activations))
+    leanest = replace(request.around, absent=None).seen_by(leanest_form(captured, options.activations, layout))
     step = profile(leanest, layout)
     needs = {FORWARD: Needs.of(step.forward, layout), BACKWARD: Needs.of(step.backward, layout)}
     return PlannedStep(request, made.plan, phases, needs, request.held_nbytes)
@@ -212,7 +214,8 @@ class CompiledGraph:
     def _named(self, error: BudgetError, step: SizedStep, held: Held, around: Around = ALONE) -> BudgetError:
         """The error to raise, with all that is known of the smallest budget."""
         situation, (*_, in_segments) = self.session.situation, step.forms
-        seen = around.seen_by(in_segments.leanest(situation.activations) if around.absent is None else in_segments)
+        form = leanest_form(in_segments, situation.activations, situation.layout)
+        seen = around.seen_by(form if around.absent is None else in_segments)
         needs = needs_of_step(seen, situation.trained, situation.layout, held)
         return self.session.known.named(error, situation.layout, needs, situation.num_graphs)
 
@@ -250,7 +253,7 @@ class CompiledGraph:
         def held() -> Held:
             return session.live.beside_forward(step.captured, inputs)
 
-        undecided = None if session.options.activations != "keep" else frozenset[str]()
+        undecided = None if session.options.activations != "keep" else ALL_PRESENT
 
         def plan() -> PlannedStep:
             around = replace(self._around(self._hooked()), absent=undecided)
@@ -258,10 +261,12 @@ class CompiledGraph:
 
         planned = self._until_nobody_leaves(plan)
         self.captured = captured = step.captured
-        absent = planned.request.around.absent
-        saved = SavedValues(session.saved_room) if absent else None
-        outputs = self._run(FORWARD, step, planned, arguments, saved)
-        session.live.forward_ran(captured.leaving(absent or frozenset()), inputs, outputs)
+        absent = planned.request.around.absent or ALL_PRESENT
+        saved = SavedValues(session.saved_room, absent) if absent else None
+        outputs, seen = self._run(FORWARD, step, planned, arguments, saved), captured.without(absent)
+        session.live.forward_ran(seen, inputs, outputs)
+        if saved is not None:
+            saved.keep(outputs, seen.forward.num_extra)
         if captured.backward is None:
             session.store.release_slots()
         else:
@@ -283,16 +288,17 @@ class CompiledGraph:
         if reconcile(session, self._names):
             store.release_slots()  # what was kept there is not what the user has
         saved = saved_values(arguments[place] for place in step.captured.may_stand)
-        absent = frozenset() if saved is None else saved.storages
+        absent = ALL_PRESENT if saved is None else saved.absence
+        seen = step.captured.without(absent)
 
         def others_nbytes() -> int:
-            return session.live.beside_backward(step.captured.leaving(absent))
+            return session.live.beside_backward(seen)
 
         def held_nbytes() -> int:
             return max(0, others_nbytes())
 
         def plan() -> PlannedStep:
-            kept_inputs = _kept_inputs(step.captured, arguments)
+            kept_inputs = _kept_inputs(seen, arguments)
             around = replace(self._around(self._hooked() | hooked_nodes), kept_inputs=kept_inputs, absent=absent)
             planned = self._planned(BACKWARD, step, held_nbytes, around)
             if (found := around.finding(planned.plan, store.present)) != around:
@@ -304,6 +310,8 @@ class CompiledGraph:
         hooked = planned.request.around.hooked
         gone_nbytes = session.situation.gone_nbytes(others_nbytes())
         session.live.backward_begins(step.captured, arguments)
+        if saved is not None:
+            arguments += saved.take(again=keeps_graph())
         outputs = self._run(BACKWARD, step, planned, arguments, saved, gone_nbytes=gone_nbytes)
         if hooked:
             # Autograd will keep these as `.grad`, on the compute tier, until the next phase takes them home.
@@ -365,9 +373,9 @@ def _kept_inputs(captured: Captured, arguments: list[Any]) -> frozenset[str]:
     one that `arguments` owns."""
     assert captured.backward is not None
     if keeps_graph():
-        named = zip(captured.backward.inputs, arguments)
-        chunked = captured.backward.parameters
-        return frozenset(name for name, value in named if isinstance(value, torch.Tensor) and name not in chunked)
+        names, chunked = tuple(captured.backward.inputs), captured.backward.parameters
+        tensors = [name for name, value in zip(names, arguments) if isinstance(value, torch.Tensor)]
+        return frozenset([*tensors, *names[len(arguments) :]]).difference(chunked)
     if KEEPS_TANGENTS:
         return frozenset()  # the program holds them all
     given = dict(zip(captured.backward.inputs, arguments))

@@ -20,7 +20,7 @@ from chunkc.ir.errors import OptionsError
 from chunkc.ir.text import short
 from chunkc.ir.units import NUMBER, parse_nbytes
 
-Activations = Literal["auto", "keep", "offload"]
+Activations = Literal["auto", "keep", "offload", "rerun"]
 """What becomes of the values that a forward saves for its backward."""
 
 MIN_CHUNK_NBYTES = 4 * 1024
@@ -40,7 +40,7 @@ _ALLOWED = {
     "home": '"cpu", "disk" or "disk:DIR"',
     "disk_holds": '"auto", "states" or "everything"',
     "chunk_size": 'an int of bytes or a size such as "4MiB" (at least 4 KiB), or "auto"',
-    "activations": '"auto", "keep" or "offload"',
+    "activations": '"auto", "keep", "offload" or "rerun"',
     "codegen": '"inductor" or "eager"',
     "whole_graph": '"auto" or "never"',
     "strict": "True or False",
@@ -60,7 +60,8 @@ class Options(BaseModel):
             a choice of "auto".
         chunk_size: bytes (>= 4096) or "auto".
         activations: what becomes of the values that a forward saves for its backward. "keep": they stay; "offload":
-            all that can be go home in between; "auto": as many as the budget needs, none where all fit.
+            all that can be go home in between; "rerun": all that can be are dropped, and made again by the backward;
+            "auto": as many as the budget needs are one or the other, whichever is quicker; none where all fit.
         codegen: who compiles the segments.
         whole_graph: "auto" compiles the graph whole where all fits; "never" always cuts it into segments.
         strict: refuse operators whose inner memory nobody has stated, instead of guessing it.
@@ -117,7 +118,7 @@ class Options(BaseModel):
     @property
     def may_be_whole(self) -> bool:
         """Whether a graph may be compiled whole: it would save all that it has, and read that at once."""
-        return self.whole_graph == "auto" and self.activations != "offload"
+        return self.whole_graph == "auto" and self.activations not in ("offload", "rerun")
 
     def at_home(self, home: str, disk_holds: str, source: Mapping[str, object]) -> Options:
         """The same for parameters that live at a home already, unless the user's own options ask for another one.

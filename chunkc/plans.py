@@ -18,6 +18,7 @@ from chunkc.ir.items import ItemId
 from chunkc.ir.plan import Plan, Position, Tile
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.ir.verify import verify_phase
+from chunkc.ir.verify_reruns import Dropped, verify_reruns
 from chunkc.passes.early_updates import with_updates
 from chunkc.passes.insert import insert_events, insert_update_events
 from chunkc.passes.planning import plan_phases
@@ -55,11 +56,11 @@ def step_plan(
     Raises:
         VerificationError: a bug in the planner; nothing has run.
     """
-    captured, layout = request.around.seen_by(captured), request.situation.layout
+    source, captured, layout = captured, request.around.seen_by(captured), request.situation.layout
     plan = _planned(captured, request, hardware)
     graphs = rewrite(captured, plan, layout, settling=settling)
     if verified:
-        verify(captured, plan, graphs, layout, held_nbytes=request.held_nbytes)
+        verify(captured, plan, graphs, layout, held_nbytes=request.held_nbytes, source=source)
     return StepPlan(request, plan, graphs)
 
 
@@ -116,14 +117,26 @@ def rewrite(
 
 
 def verify(
-    captured: Captured, plan: Plan, graphs: Mapping[str, fx.GraphModule], layout: ChunkLayout, *, held_nbytes: int = 0
+    captured: Captured,
+    plan: Plan,
+    graphs: Mapping[str, fx.GraphModule],
+    layout: ChunkLayout,
+    *,
+    source: Captured,
+    held_nbytes: int = 0,
 ) -> None:
     """Check the rewritten graphs, independently of how they came about.
+
+    Args:
+        source: the graph with nothing absent.
 
     Raises:
         VerificationError: a bug in the planner; nothing has run.
     """
     present: frozenset[ItemId] = frozenset()
+    dropped = Dropped(captured.forward.remade, captured.extra)
+    if violations := verify_reruns(graphs, source.programs, dropped):
+        raise VerificationError(violations)
     for phase in plan.phases:
         program = captured.programs[phase.phase]
         elsewhere = program.held - set(program.inputs.values())  # held by the caller, not passed in

@@ -21,19 +21,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NoReturn, overload
 
+from chunkc.absences import absences, leanest_form, step_s
 from chunkc.captured import Captured, profile
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError
-from chunkc.ir.items import ItemId
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.items import ALL_PRESENT, Absence, ItemId
 from chunkc.ir.plan import Plan, Position
 from chunkc.options import Activations
 from chunkc.passes.layout import EMPTY_LAYOUT
 from chunkc.passes.planning import (
     check_minimum,
-    choose_leaving,
     choose_resident,
     everything,
     fixed_nbytes,
@@ -59,6 +60,7 @@ class Situation:
         num_graphs: that were compiled so far. Before the first, any group may still become resident.
         trained: parameters whose gradients these graphs make.
         activations: what becomes of values that forwards save: see `chunkc.options`.
+        hardware: against which ways are timed that fit alike; None: the first one is taken.
     """
 
     budget_nbytes: int
@@ -67,6 +69,7 @@ class Situation:
     num_graphs: int = 0
     trained: frozenset[str] = frozenset()
     activations: Activations = "keep"
+    hardware: Hardware | None = field(default=None, compare=False)
 
     @property
     def may_be_whole(self) -> bool:
@@ -109,18 +112,18 @@ class Around:
         hooked: parameters whose gradients are returned to autograd.
         updates: (group, stages of its update) of the groups that the backward may update in slots, in order.
         kept_inputs: inputs of a backward that others keep: gradients of outputs, and saved values for another backward.
-        absent: saved storages that are at home between forward and backward; None: which ones is yet to be decided.
+        absent: what of the forward's values is absent until the backward; None: that is yet to be decided.
     """
 
     cold_backward: bool = False
     hooked: frozenset[str] = frozenset()
     updates: tuple[tuple[int, int], ...] = ()
     kept_inputs: frozenset[str] = frozenset()
-    absent: frozenset[str] | None = None
+    absent: Absence | None = None
 
     def seen_by(self, captured: Captured) -> Captured:
         """The captured graph in these surroundings."""
-        return captured.leaving(self.absent or frozenset()).returning(self.hooked).holding(self.kept_inputs)
+        return captured.without(self.absent or ALL_PRESENT).returning(self.hooked).holding(self.kept_inputs)
 
     def finding(self, plan: Plan, present: Collection[ItemId]) -> Around:
         """The surroundings of a backward that finds these chunks in slots, where `plan` was made for these."""
@@ -265,7 +268,7 @@ def _captured(now: Situation, event: GraphCaptured) -> StepDecision:
     num_known = len(now.layout.groups) if now.num_graphs else 0
     allowed = now.resident | (frozenset(range(num_known, len(layout.groups))) - layout.cut)
     all_may_stay = len(allowed) == len(layout.groups)
-    least = profile(captured.leanest(now.activations), layout).all
+    least = profile(leanest_form(captured, now.activations, layout), layout).all
     check_minimum(least, layout, now.budget_nbytes, 0, all_may_stay=all_may_stay)
     for around in _alternatives(replace(now, layout=layout), captured):
         needs = profile(around.seen_by(captured), layout).all
@@ -293,25 +296,38 @@ def _called(now: Situation, event: SizesCalled) -> StepDecision:
 
 
 def _phase(now: Situation, event: PhaseCalled) -> StepDecision:
-    """The first of a graph's forms that fits, each with all its saved values first.
+    """The first of a graph's forms that fits, with all its saved values or else the way of least seconds.
 
     Raises:
         BudgetError: of the form that needs the least.
     """
     refused: list[BudgetError] = []
-    ways = ((c, around) for c in event.forms for around in _alternatives(now, c, event.around, event.held_nbytes))
-    for captured, around in ways:
-        needs = _needs(captured, now.layout, around)
-        try:
-            resident, _ = staying_beside(needs, now.layout, now.budget_nbytes, event.held_nbytes, now.resident)
-        except BudgetError as error:
-            refused.append(error)
-            continue
-        after = now if resident == now.resident else replace(now, resident=resident)
-        held_nbytes = _with_room(after, needs, event.held_nbytes)
-        request = StepRequest(after, held_nbytes, held_nbytes - event.held_nbytes, around)
-        return StepDecision(after, captured, request)
+    for captured in event.forms:
+        fitting: list[StepDecision] = []
+        for around in _alternatives(now, captured, event.around, event.held_nbytes):
+            needs = _needs(captured, now.layout, around)
+            try:
+                resident, _ = staying_beside(needs, now.layout, now.budget_nbytes, event.held_nbytes, now.resident)
+            except BudgetError as error:
+                refused.append(error)
+                continue
+            after = now if resident == now.resident else replace(now, resident=resident)
+            held_nbytes = _with_room(after, needs, event.held_nbytes)
+            request = StepRequest(after, held_nbytes, held_nbytes - event.held_nbytes, around)
+            fitting.append(StepDecision(after, captured, request))
+            if not around.absent or now.hardware is None:
+                break
+        if fitting:
+            refused.clear()
+            return fitting[0] if len(fitting) == 1 else min(fitting, key=_step_s)
     _raise_least(refused)
+
+
+def _step_s(decision: StepDecision) -> float:
+    now, seen = decision.situation, decision.request.around.seen_by(decision.captured)
+    assert now.hardware is not None
+    room_nbytes = now.budget_nbytes - decision.request.held_nbytes
+    return step_s(seen, now.layout, now.resident, now.hardware, room_nbytes)
 
 
 def _raise_least(refused: list[BudgetError]) -> NoReturn:
@@ -326,15 +342,9 @@ def _alternatives(now: Situation, captured: Captured, around: Around = ALONE, he
     if around.absent is not None:
         yield around
         return
-    every = frozenset(one.storage for one in captured.may_leave) if now.activations != "keep" else frozenset[str]()
-    if now.activations != "offload" or not every:
-        yield replace(around, absent=frozenset())
-    if now.activations == "auto" and every:
-        kept, least = (profile(form, now.layout) for form in (around.seen_by(captured), captured.leaving(every)))
-        chosen = choose_leaving(captured.may_leave, kept, least, now.layout, now.budget_nbytes - held_nbytes)
-        yield replace(around, absent=chosen)
-    if every:
-        yield replace(around, absent=every)
+    seen = around.seen_by(captured)
+    for absent in absences(captured, seen, now.activations, now.layout, now.budget_nbytes - held_nbytes):
+        yield replace(around, absent=absent)
 
 
 def _needs(captured: Captured, layout: ChunkLayout, around: Around) -> Sequence[Position]:

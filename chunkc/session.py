@@ -146,6 +146,7 @@ class Session:
             self.num_graphs,
             self.trained,
             self.options.activations,
+            self.hardware,
         )
 
     @contextmanager

@@ -68,7 +68,7 @@ def leaving(program: PhaseProgram, storages: Collection[str]) -> PhaseProgram:
             if storage in storages:
                 copied.setdefault(storage, []).append(name)
         return replace(program, copied={storage: tuple(values) for storage, values in copied.items()})
-    storage_of, outputs, stand_ins = program.value_storages(), list(program.outputs), {}
+    storage_of, outputs, stand_ins = program.value_storages(), list(program.outputs), dict(program.stand_ins)
     for position, value in enumerate(program.outputs):
         if position >= program.num_user_outputs and value is not None and storage_of[value] in storages:
             values = copied.setdefault(storage_of[value], [])

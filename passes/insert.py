@@ -13,7 +13,7 @@ from chunkc.ir import chunk_ops
 from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkLayout
 from chunkc.ir.items import SavedStorage
 from chunkc.ir.plan import LEAVE, OFFLOAD, RELOAD, Event, PhasePlan, Tile
-from chunkc.ir.program import PhaseProgram
+from chunkc.ir.program import FORWARD, PhaseProgram, SegmentCall
 
 
 def insert_events(
@@ -28,13 +28,15 @@ def insert_events(
     """Build the rewritten graph of one phase; with a `layout`, saying when its groups are settled at home.
 
     Placeholders carry `meta["storage"] = (name, bytes, held)`, for the verifier. A gradient is owned by its sink when
-    the program hands it over. Values that are at home between the phases are replaced by what stands for them.
+    the program hands it over. Values that are absent between the phases are replaced by what stands for them.
     """
     graph = fx.Graph()
     values: dict[str, fx.Node] = {}
     for value, storage in program.inputs.items():
         node = graph.placeholder(value)
         node.meta["storage"] = (storage, program.storages[storage], storage in program.held)
+        if storage in program.remade:
+            node.meta["storage"] = (f"dropped:{value}", 0, False)
         node.meta["parameter"] = program.parameters.get(value)
         values[value] = node
     settled = {} if layout is None else settled_after(program, plan, layout)
@@ -55,6 +57,7 @@ def insert_events(
         result.meta["call"] = call.name
         for index, value in enumerate(call.outputs):
             values[value] = graph.call_function(operator.getitem, (result, index))
+        saved.after(call)
         for value, name in call.gradients:
             group = group_of.get(name)
             chunk = None if group is None or group in resident else Chunk(GRAD, group)
@@ -109,7 +112,7 @@ def settled_after(program: PhaseProgram, plan: PhasePlan, layout: ChunkLayout) -
 
 
 class _Saved:
-    """Nodes of the storages that are at home between the phases.
+    """Nodes of the storages that are absent between the phases.
 
     Attributes:
         left: storage -> the node that gives it up.
@@ -119,6 +122,23 @@ class _Saved:
         self._graph, self._program, self._values = graph, program, values
         self._reloaded: dict[str, fx.Node] = {}
         self.left: dict[str, fx.Node] = {}
+        self._made: set[str] = set()
+
+    def after(self, call: SegmentCall) -> None:
+        """Behind a call: what it makes is dropped, once all saved values in it are there, or is there again."""
+        for storage in dict.fromkeys(call.output_storages):
+            names = self._program.remade.get(storage, ())
+            if self._program.phase == FORWARD:
+                if names and storage not in self.left and all(name in self._values for name in names):
+                    held = tuple(self._values[name] for name in names)
+                    self.left[storage] = self._graph.call_function(chunk_ops.forget, (storage, *held))
+            elif names and storage not in self._made:
+                self._made.add(storage)
+                made = self._values[call.outputs[call.output_storages.index(storage)]]
+                held = tuple(self._values[name] for name in names)
+                node = self._graph.call_function(chunk_ops.again, (storage, made, *held))
+                for index, name in enumerate(names):
+                    self._values[name] = self._graph.call_function(operator.getitem, (node, index))
 
     def insert(self, event: Event) -> None:
         storage, graph, values = str(event.item), self._graph, self._values

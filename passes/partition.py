@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from chunkc.passes.graphs import is_compute, is_view_of, placeholders, storage_keys
+from chunkc.passes.graphs import is_compute, is_view_of, placeholders, returned, storage_keys
 from chunkc.passes.shapes import numbers_first
 from chunkc.torch_private.aot import min_cut_rematerialization_partition
 
@@ -45,6 +45,18 @@ def mark_parameter_views(joint: fx.GraphModule, is_parameter: Sequence[bool]) ->
                     frontier.append(user)
 
 
+def drop_detaches(forward: fx.GraphModule, num_user_outputs: int) -> None:
+    """Take out what only detaches a value from autograd, which is over, but for what the user gets.
+
+    Attention's would hold each layer's output until the last layer, which reads them all to detach them once more.
+    """
+    given = set(returned(forward.graph)[:num_user_outputs])
+    for node in forward.graph.find_nodes(op="call_function", target=aten.detach.default):
+        if node not in given:
+            node.replace_all_uses_with(node.args[0])
+            forward.graph.erase_node(node)
+
+
 def partition(
     joint: fx.GraphModule, joint_inputs: Sequence[object], *, is_parameter: Sequence[bool], **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -54,6 +66,7 @@ def partition(
     """
     mark_parameter_views(joint, is_parameter)
     forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+    drop_detaches(forward, kwargs["num_fwd_outputs"])
     numbers_first(forward.graph)
     numbers_first(backward.graph)
     return forward, backward

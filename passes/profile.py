@@ -50,13 +50,14 @@ def call_steps(program: PhaseProgram, memories: Mapping[str, SegmentMemory]) -> 
 
     Held storages (inputs, buffers, what the caller keeps) count throughout; a value that nobody needs after the call
     is given up inside it, at the operation that lets it go. A storage that is copied home is held to the end of the
-    forward's last call that holds it, and in the backward from its first call on.
+    forward's last call that holds it, and in the backward from its first call on; one that is dropped and made again,
+    from the call that makes it.
     """
     last = last_holds(program)
     storage_of = program.value_storages()
     nbytes_of = program.storages
     live = {storage for storage in program.inputs.values() if last.get(storage, -1) >= 0} | program.held
-    live -= program.copied.keys()
+    live -= program.copied.keys() | program.remade.keys()
     for index, call in enumerate(program.calls):
         memory = memories[call.segment]
         live = {storage for storage in live if last[storage] >= index}
@@ -86,7 +87,7 @@ def call_steps(program: PhaseProgram, memories: Mapping[str, SegmentMemory]) -> 
 def left_nbytes(program: PhaseProgram) -> list[int]:
     """Non-model bytes that are alive once each call is over and its gradients are sunk."""
     last, storage_of = last_holds(program), program.value_storages()
-    live = (set(program.inputs.values()) | program.held) - program.copied.keys()
+    live = (set(program.inputs.values()) | program.held) - program.copied.keys() - program.remade.keys()
     found = []
     for index, call in enumerate(program.calls):
         live |= {storage_of[value] for value in (*call.inputs, *call.outputs)}

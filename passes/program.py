@@ -27,12 +27,12 @@ def forward_program(
     parameters: Mapping[str, str],
     num_user_outputs: int,
     hardware: Hardware,
-    num_new_buffers: int = 0,
+    new_buffers: Sequence[int] = (),
     shapes: Shapes = AS_TRACED,
 ) -> PhaseProgram:
     """`parameters` maps placeholder names to parameter names, for parameters in the layout.
 
-    The first `num_new_buffers` outputs are new values of buffers.
+    The first outputs are new values of buffers: of the inputs at the places `new_buffers`.
     """
     inputs, storages = _input_storages(graph, parameters, shapes)
     held = frozenset(inputs.values())
@@ -47,8 +47,9 @@ def forward_program(
         calls,
         outputs,
         num_user_outputs,
-        num_new_buffers=num_new_buffers,
+        num_new_buffers=len(new_buffers),
         plain=frozenset(node.name for node in returned(graph) if node is not None and _is_plain(node)),
+        changing=frozenset(list(inputs)[place] for place in new_buffers),
     )
 
 
@@ -79,6 +80,7 @@ def backward_program(
     inputs, storages = _input_storages(graph, parameters, shapes)
     forward_storages = forward.value_storages()
     saved = _as_taken(forward.outputs[forward.num_user_outputs :], graph)
+    saved_as = {node.name: value for node, value in zip(placeholders(graph), saved) if value is not None}
     for node, value in zip(placeholders(graph), saved):
         if node.name not in parameters and value is not None:
             storage = forward_storages[value]
@@ -119,6 +121,7 @@ def backward_program(
         len(outputs),
         tuple(sunk),
         frozenset(fitting),
+        saved_as=saved_as,
     )
 
 

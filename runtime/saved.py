@@ -1,8 +1,8 @@
-"""Values that a forward saves and that are at home until its backward reads them.
+"""Values that a forward saves and that are absent until its backward reads them: at home, or dropped.
 
 What autograd holds meanwhile are stand-ins: tensors of the values' shapes over a few bytes that are not on the compute
-tier. They keep the copies at home. When the last of them is gone (the backward has run, or the graph was dropped), the
-room at home is free for the next forward.
+tier. They keep the copies at home, and what the backward reads to make dropped values again. When the last of them is
+gone (the backward has run, or the graph was dropped), the room at home is free for the next forward.
 
 A stand-in is known by its dtype, which no value that leaves has, and found by what its bytes say. So a copy of one, as
 hooks on saved tensors make, is recognised; if all that it was copied from is gone, so are the values.
@@ -17,10 +17,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
 from chunkc.ir.errors import ChunkcError, UnsupportedError
+from chunkc.ir.items import ALL_PRESENT, Absence
 from chunkc.runtime.arena import Launch
 from chunkc.runtime.homes import Home, Region
 from chunkc.runtime.tier import Mark
@@ -46,6 +48,26 @@ class _Form:
         """The value in a storage that begins with `buffer`; not a view of it for autograd."""
         empty = torch.empty(0, dtype=self.dtype, device=buffer.device)
         return empty.set_(buffer.untyped_storage(), self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True)
+class _Forms:
+    """How saved values lie in their one storage, of so many bytes."""
+
+    values: tuple[_Form, ...]
+    nbytes: int
+
+    @staticmethod
+    def of(values: Sequence[torch.Tensor]) -> _Forms:
+        storage = values[0].untyped_storage()
+        if any(value.untyped_storage().data_ptr() != storage.data_ptr() for value in values):
+            raise AssertionError("saved values do not lie in one storage")
+        return _Forms(tuple(map(_Form.of, values)), storage.nbytes())
+
+
+def _version(value: object) -> int:
+    """How often a tensor was changed in place; of an inference tensor, or of what is none, nobody counts."""
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
 class SavedRoom:
@@ -130,10 +152,9 @@ class SavedRoom:
 
 @dataclass
 class _Copy:
-    """A storage at home. `forms`: of its saved values, known once the copy has run."""
+    """A storage at home."""
 
     region: Region
-    forms: tuple[_Form, ...] = ()
 
 
 class _Bytes(bytearray):
@@ -148,24 +169,52 @@ _numbers = itertools.count(1)
 
 @dataclass
 class SavedValues:
-    """What one forward has left at home, for its backward, however often that runs.
+    """What one forward has left for its backward, however often that runs.
 
     Attributes:
+        absence: what is absent in between.
         under_way: copies that nobody has waited for yet.
     """
 
     room: SavedRoom
+    absence: Absence = ALL_PRESENT
     under_way: dict[str, Mark] = field(default_factory=dict)
     _copies: dict[str, _Copy] = field(default_factory=dict)
+    _forms: dict[str, _Forms] = field(default_factory=dict)
     _regions: list[Region] = field(default_factory=list)
+    _kept: list[tuple[Any, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         weakref.finalize(self, self.room.give_back, self._regions).atexit = False
 
-    @property
-    def storages(self) -> frozenset[str]:
-        """The names of the storages that are at home."""
-        return frozenset(self._copies)
+    def keep(self, outputs: list[Any], count: int) -> None:
+        """Take over the last outputs of a forward: what its backward reads to make dropped values again."""
+        for value in outputs[len(outputs) - count :]:
+            if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+                value = value.detach()  # what the user gets has a graph, which keeps this
+            self._kept.append((value, _version(value)))
+        del outputs[len(outputs) - count :]
+
+    def take(self, *, again: bool) -> list[Any]:
+        """What was kept, for a backward; with `again`, for another one, too.
+
+        Raises:
+            UnsupportedError: some of it was changed in place.
+        """
+        kept = self._kept
+        if any(_version(value) != version for value, version in kept):
+            raise UnsupportedError(
+                "a parameter, an input or an output of the model was changed in place between its forward and its "
+                "backward, which has to run a part of the forward again with what it was; change it after the "
+                'backward, or use the option activations="keep" or "offload"'
+            )
+        if not again:
+            self._kept = []
+        return [value for value, _ in kept]
+
+    def note(self, storage: str, values: Sequence[torch.Tensor]) -> None:
+        """Note how values lie in their storage."""
+        self._forms[storage] = _Forms.of(values)
 
     def writer(self, storage: str, nbytes: int, values: Callable[[], Sequence[torch.Tensor]]) -> Callable[[], None]:
         """A job that copies a storage home, given when it runs by the values that lie in it.
@@ -175,16 +224,22 @@ class SavedValues:
         """
         region = self.room.take(nbytes)
         self._regions.append(region)
-        copy = self._copies[storage] = _Copy(region)
-        return self.room.writer(region, partial(_whole, copy, nbytes, values))
+        self._copies[storage] = _Copy(region)
+        return self.room.writer(region, partial(self._whole, storage, nbytes, values))
 
     def reader(self, storage: str, buffer: torch.Tensor) -> Callable[[], None]:
         """A job that fills `buffer` with a storage's bytes."""
         return self.room.reader(self._copies[storage].region, buffer)
 
     def values(self, storage: str, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The saved values of a storage, in a buffer that was filled with its bytes."""
-        return [form.over(buffer) for form in self._copies[storage].forms]
+        """The saved values of a storage, in one that has its bytes again: the one `buffer` lies in."""
+        return [form.over(buffer) for form in self._forms[storage].values]
+
+    def remade(self, storage: str, made: torch.Tensor) -> list[torch.Tensor]:
+        """The saved values of a storage that a call has made again, `made` being one that lies in it."""
+        if made.untyped_storage().nbytes() != self._forms[storage].nbytes:
+            raise AssertionError(f"{storage} was made again with another number of bytes")
+        return self.values(storage, made)
 
     def stand_ins(self, storage: str) -> list[torch.Tensor]:
         """What stands for them, in the forward: one element, as often as it takes."""
@@ -193,7 +248,17 @@ class SavedValues:
         held.saved = self
         _known[number] = held
         base = torch.frombuffer(held, dtype=STAND_IN, count=1)
-        return [base.as_strided(form.size, (0,) * len(form.size)) for form in self._copies[storage].forms]
+        return [base.as_strided(form.size, (0,) * len(form.size)) for form in self._forms[storage].values]
+
+    def _whole(self, name: str, nbytes: int, values: Callable[[], Sequence[torch.Tensor]]) -> torch.Tensor:
+        """All bytes of the one storage that values lie in; notes how they lie in it."""
+        given = values()
+        self.note(name, given)
+        if self._forms[name].nbytes > nbytes:
+            raise AssertionError(f"{name} has more than the {nbytes} bytes that were planned")
+        storage = given[0].untyped_storage()
+        flat = torch.empty(0, dtype=torch.uint8, device=given[0].device)
+        return flat.set_(storage, 0, (storage.nbytes(),), (1,))
 
     def settle(self) -> None:
         """Block until no copy is under way, whatever became of it: a run has failed."""
@@ -203,17 +268,6 @@ class SavedValues:
             except ChunkcError:
                 continue
         self.under_way.clear()
-
-
-def _whole(copy: _Copy, nbytes: int, values: Callable[[], Sequence[torch.Tensor]]) -> torch.Tensor:
-    """All bytes of the one storage that values lie in; notes how they lie in it."""
-    given = values()
-    storage = given[0].untyped_storage()
-    if any(value.untyped_storage().data_ptr() != storage.data_ptr() for value in given) or storage.nbytes() > nbytes:
-        raise AssertionError(f"saved values do not lie in one storage of {nbytes} bytes, as was planned")
-    copy.forms = tuple(map(_Form.of, given))
-    flat = torch.empty(0, dtype=torch.uint8, device=given[0].device)
-    return flat.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def saved_values(arguments: Iterable[object]) -> SavedValues | None:
@@ -229,7 +283,7 @@ def saved_values(arguments: Iterable[object]) -> SavedValues | None:
     found = _known.get(number)
     if found is None:
         raise UnsupportedError(
-            "the forward's saved values are at home, and hooks on saved tensors have copied and "
+            "the forward's saved values are absent, and hooks on saved tensors have copied and "
             'dropped what autograd knows them by; use the option activations="keep"'
         )
     return found.saved

@@ -1,4 +1,4 @@
-"""Instructions of the executor for storages that are at home between forward and backward.
+"""Instructions of the executor for storages that are absent between forward and backward.
 
 What is in registers is the computation's: it is read by copies that start after the computation so far, and written by
 what is enqueued.
@@ -21,7 +21,9 @@ from chunkc.runtime.slots import fill_with_nan
 if TYPE_CHECKING:
     from chunkc.runtime.executor import Registers, Run
 
-SAVED_OPS = frozenset({chunk_ops.offload, chunk_ops.leave, chunk_ops.reload, chunk_ops.arrive})
+SAVED_OPS = frozenset(
+    {chunk_ops.offload, chunk_ops.leave, chunk_ops.reload, chunk_ops.arrive, chunk_ops.forget, chunk_ops.again}
+)
 """The chunk nodes that become instructions of this module."""
 
 Targets = tuple[tuple[int, int], ...]
@@ -98,8 +100,45 @@ class Arrive:
             registers[index] = values[place]
 
 
+@dataclass(frozen=True)
+class Forget:
+    storage: str
+    sources: tuple[int, ...]
+    cleared: tuple[int, ...]
+    targets: Targets
+
+    def __call__(self, registers: Registers, run: Run) -> None:
+        run.store.tier.enqueue(self._forget, registers, _saved(run))
+
+    def _forget(self, registers: Registers, saved: SavedValues) -> None:
+        saved.note(self.storage, [registers[index] for index in self.sources])
+        for index in self.cleared:
+            registers[index] = None
+        stand_ins = saved.stand_ins(self.storage)
+        for index, place in self.targets:
+            registers[index] = stand_ins[place]
+
+
+@dataclass(frozen=True)
+class Again:
+    storage: str
+    source: int
+    cleared: tuple[int, ...]
+    targets: Targets
+
+    def __call__(self, registers: Registers, run: Run) -> None:
+        run.store.tier.enqueue(self._take, registers, _saved(run))
+
+    def _take(self, registers: Registers, saved: SavedValues) -> None:
+        values = saved.remade(self.storage, registers[self.source])
+        for index in self.cleared:
+            registers[index] = None
+        for index, place in self.targets:
+            registers[index] = values[place]
+
+
 def _saved(run: Run) -> SavedValues:
-    assert run.saved is not None, "the plan has values at home, and the run has none"
+    assert run.saved is not None, "the plan has absent values, and the run has none"
     return run.saved
 
 
@@ -109,16 +148,23 @@ def _hold_for(storage: str, run: Run) -> None:
     run.store.traffic.wait_s += time.perf_counter() - start_s
 
 
-def lower_saved(node: fx.Node, register: Mapping[fx.Node, int], read: Mapping[fx.Node, Any]) -> Any:
+def lower_saved(node: fx.Node, register: Mapping[fx.Node, int], last_reader: Mapping[fx.Node, fx.Node]) -> Any:
     """The instruction of a node of `SAVED_OPS`.
 
     Args:
         register: of every node that has a value.
-        read: the nodes that some other node reads.
+        last_reader: of every node that some other node reads.
     """
     args: Any = node.args
+    targets: Any = tuple(
+        (register[user], user.args[1]) for user in node.users if user in last_reader and user in register
+    )
+    cleared = tuple(register[one] for one in node.all_input_nodes if last_reader[one] is node)
+    if node.target is chunk_ops.forget:
+        return Forget(args[0], tuple(register[value] for value in args[1:]), cleared, targets)
+    if node.target is chunk_ops.again:
+        return Again(args[0], register[args[1]], cleared, targets)
     storage, link, *rest = args
-    targets: Any = tuple((register[user], user.args[1]) for user in node.users if user in read and user in register)
     if node.target is chunk_ops.offload:
         nbytes, *values = rest
         return Offload(storage, link, nbytes, tuple(register[value] for value in values))

@@ -230,7 +230,7 @@ PLANNING = {"plan_phases", "plan_update", "insert_events", "insert_update_events
 COUNTING = {"held_beside_forward", "saved_nbytes"}
 HOMES = [
     (DECIDING, {"policy", "known_needs"}),  # `known_needs` says what an error names, and decides nothing
-    (PLANNING, {"plans"}),
+    (PLANNING, {"plans", "absences"}),  # `absences` times plans for `policy`, and hands out none
     (COUNTING, {"live_values", "captured", "known_needs"}),
 ]
 """Who may use which functions, above the rooms where they are defined."""

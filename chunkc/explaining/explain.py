@@ -17,7 +17,7 @@ from chunkc.declared import state_format_of
 from chunkc.explaining.cuda_offline import overhead_on, planned_on, storages_on
 from chunkc.explaining.host import host_needs
 from chunkc.explaining.measured import measured_side
-from chunkc.explaining.moments import StepPlans, explained_moments, peak_of, saved_at_home
+from chunkc.explaining.moments import StepPlans, explained_moments, peak_of, saved_again, saved_at_home
 from chunkc.explaining.offline import (
     OfflineGraph,
     OfflineStep,
@@ -253,8 +253,8 @@ def explain_step(
     rehearsed, layout = replay.fitting(budget), replay.layout
     step = replay.planned(rehearsed)
     events = replay.events(step)
-    at_home = saved_at_home(step)
-    expressions = () if at_home else replay.expressions(rehearsed)  # which are of a step that keeps all
+    at_home, again = saved_at_home(step), saved_again(step)
+    expressions = () if at_home or again else replay.expressions(rehearsed)  # which are of a step that keeps all
     moments = tuple(explained_moments(step, events, expressions))
     leaving_nbytes = sum(at_home.values())
     host = hardware.host_memory_nbytes
@@ -275,6 +275,7 @@ def explain_step(
         disk_nbytes=_home_nbytes(layout, step.resident, layout.is_on_disk)
         + (leaving_nbytes if layout.is_on_disk(PARAM) else 0),
         saved_at_home=at_home,
+        saved_again=again,
         device_memory_nbytes=hardware.device_memory_nbytes,
         host_memory_nbytes=host,
         peak=peak_of(step),

@@ -41,9 +41,10 @@ def outputs_of(forward: PhaseCall, own: Captured) -> list[int | None]:
     The step ran with the CPU's operators. What they return to the caller is the same on every device.
     """
     by_name = dict(zip(forward.names, forward.outputs, strict=True))
-    num_user_outputs = own.forward.num_user_outputs
-    saved = [by_name.get(name) for name in own.forward.outputs[num_user_outputs:]]
-    return [*forward.outputs[:num_user_outputs], *saved]
+    program, num_user_outputs = own.forward, own.forward.num_user_outputs
+    saved = [by_name.get(name) for name in program.outputs[num_user_outputs : len(program.outputs) - program.num_extra]]
+    dropped = next((by_name.get(names[0]) for names in program.remade.values()), None)  # is alive for as long as extra
+    return [*forward.outputs[:num_user_outputs], *saved, *[dropped] * program.num_extra]
 
 
 def gone_storages(forward: PhaseCall, own: Captured, alive: frozenset[int]) -> frozenset[str]:
@@ -60,4 +61,7 @@ def gone_storages(forward: PhaseCall, own: Captured, alive: frozenset[int]) -> f
         ),
     ]
     found = {name: at for name, at in names if at is not None}
-    return frozenset(name for name, at in found.items() if name in own.backward.held and at not in alive)
+    inputs = tuple(own.backward.inputs.values())
+    kept = inputs[len(inputs) - own.backward.num_extra :]
+    gone = (name for name, at in found.items() if name in own.backward.held and at not in alive)
+    return frozenset(gone).difference(kept)

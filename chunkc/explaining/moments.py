@@ -219,6 +219,17 @@ def saved_at_home(step: StepPlans) -> dict[str, int]:
     return found
 
 
+def saved_again(step: StepPlans) -> dict[str, int]:
+    """Bytes of saved values that the backward makes again, by the module whose call made them."""
+    found: dict[str, int] = {}
+    for run in step.runs:
+        makers = makers_of(run.captured) if run.phase == FORWARD else {}
+        for storage in run.program.remade if run.phase == FORWARD else ():
+            module = makers.get(storage, "the model")
+            found[module] = found.get(module, 0) + run.program.storages[storage]
+    return found
+
+
 def _slots_at(step: StepPlans, peak: Moment) -> list[ItemId]:
     """Chunks that have a slot at a moment."""
     starts = [*(run.present for run in step.runs), *([frozenset()] if step.update else [])]

@@ -20,6 +20,7 @@ from chunkc.explaining.offline_calls import PhaseCall
 from chunkc.explaining.updates import Updates
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.items import ALL_PRESENT, Absence
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.options import Activations
 from chunkc.passes.early_updates import updated_in
@@ -170,7 +171,7 @@ class _Rehearsal:
 
     def __init__(self, training: Training, budget_nbytes: int) -> None:
         self.training = training
-        self.situation = Situation(budget_nbytes, activations=training.activations)
+        self.situation = Situation(budget_nbytes, activations=training.activations, hardware=training.hardware)
         self.captured: list[Captured] = []
 
     def passes(self) -> Iterator[PaperRun]:
@@ -178,7 +179,7 @@ class _Rehearsal:
         self.values = PaperValues(self.training.step.storage_nbytes)
         self.updated: set[int] = set()
         in_flight: Counter[int] = Counter()  # forwards of this step that use a group and are without their backward
-        pending: dict[int, list[tuple[int, PhaseCall, frozenset[str]]]] = {}
+        pending: dict[int, list[tuple[int, PhaseCall, Absence]]] = {}
         num_forwards = 0
         for call in self._calls():
             own = self._compiled(call.graph)
@@ -188,8 +189,8 @@ class _Rehearsal:
                 groups = self._groups(own)
                 around = self._around(own, in_flight)
                 request = self._planned(call.graph, self.values.beside_forward(own, inputs).forward_nbytes, around)
-                absent = request.around.absent or frozenset()
-                own = self.captured[call.graph].leaving(absent)
+                absent = request.around.absent or ALL_PRESENT
+                own = self.captured[call.graph].without(absent)
                 in_flight.update(groups if own.backward is not None else ())
                 yield PaperRun(call.graph, FORWARD, num_forwards, request)
                 self.values.forward_ran(own, inputs, outputs_of(call, own))
@@ -198,10 +199,10 @@ class _Rehearsal:
             else:
                 number, forward, absent = pending[call.graph].pop()
                 in_flight.subtract(self._groups(own))
-                beside_nbytes = max(0, self.values.beside_backward(own.leaving(absent)))
+                beside_nbytes = max(0, self.values.beside_backward(own.without(absent)))
                 around = replace(self._around(own, in_flight), absent=absent)
                 request = self._planned(call.graph, beside_nbytes, around)
-                own = self.captured[call.graph].leaving(absent)
+                own = self.captured[call.graph].without(absent)
                 self.updated |= updated_in(backward_positions(own, request, self.training.hardware))
                 gone_nbytes = self.situation.gone_nbytes(self.values.beside_backward(own))
                 gone = gone_storages(forward, own, call.alive)

@@ -14,7 +14,7 @@ from chunkc.explaining.updates import Updates
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.explanation import TimedEvent
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.items import ItemId
+from chunkc.ir.items import ALL_PRESENT, ItemId
 from chunkc.ir.plan import Plan, Tile
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.ir.simulate import STAYING, simulate
@@ -75,7 +75,7 @@ class Replay:
         present, gradients = frozenset[ItemId](), set[str]()
         for run in rehearsed.runs:
             request = run.request
-            captured = rehearsed.captured[run.graph].leaving(request.around.absent or frozenset())
+            captured = rehearsed.captured[run.graph].without(request.around.absent or ALL_PRESENT)
             if run.phase == FORWARD:
                 present = frozenset[ItemId]()
             found = self._plan(rehearsed.captured[run.graph], run.graph, request, plans)
@@ -134,7 +134,7 @@ def _of_one_run(plan: Plan, run: PaperRun, name: str, captured: Captured) -> Pla
     moments = tuple(
         replace(
             moment,
-            name=moment.name if at in phase.tiles else f"{name}{moment.name.removeprefix(run.phase)}",
+            name=moment.name if at in phase.tiles else f"{name}.{moment.name.removeprefix(f'{run.phase}.')}",
             other_nbytes=moment.other_nbytes + gone_nbytes,
             non_model_nbytes=moment.non_model_nbytes - gone_nbytes,
         )

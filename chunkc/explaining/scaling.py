@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from chunkc.absences import leanest_form
 from chunkc.explaining.explain import budget_of, step_on, training_in
 from chunkc.explaining.optimizer_choice import ADAMW, OptimizerChoice
 from chunkc.explaining.replay import Replay
@@ -67,7 +68,7 @@ class SizedCapture:
         budget_nbytes = self.templates.builder.budget_nbytes
         try:
             in_segments = self.templates.at(values, may_be_whole=False)
-            needed_nbytes = smallest_budget(in_segments.leanest(self.activations), self.layout)
+            needed_nbytes = smallest_budget(leanest_form(in_segments, self.activations, self.layout), self.layout)
             fits_whole = needed_nbytes > budget_nbytes and self.templates.at(values).whole
         except OtherGraphError:
             return None

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
+from chunkc.captured import Captured
 from chunkc.explaining.moments import StepPlans, makers_of
 from chunkc.explaining.rehearsal import Rehearsed
 from chunkc.explaining.replay import Replay
 from chunkc.ir.chunks import PARAM, Chunk
 from chunkc.ir.errors import BudgetError, OptionsError
 from chunkc.ir.explanation import Alternative, Happening, TimedEvent, Why
-from chunkc.ir.items import MovedId
+from chunkc.ir.items import ALL_PRESENT, Absence, MovedId
 from chunkc.ir.links import INWARD
 from chunkc.ir.plan import ARRIVE, EVICT, LEAVE, OFFLOAD, PREFETCH, RELOAD, WAIT, WRITE_BACK
 from chunkc.ir.program import BACKWARD, FORWARD
@@ -150,10 +151,15 @@ def why_is(name: str, replay: Replay, rehearsed: Rehearsed) -> Why:
     return Why(name, tuple(_chosen(part, rehearsed)), tuple(found), tuple(_alternatives(part, replay, rehearsed)))
 
 
-def _absent(rehearsed: Rehearsed) -> set[tuple[int, str]]:
-    """(graph, storage) of every value that goes home in the planned step."""
-    forwards = [run for run in rehearsed.runs if run.phase == FORWARD]
-    return {(run.graph, storage) for run in forwards for storage in run.request.around.absent or ()}
+Storages = frozenset[tuple[int, str]]
+"""(graph, storage) of saved values."""
+
+
+def _absent(rehearsed: Rehearsed) -> tuple[Storages, Storages]:
+    """Those that go home in the planned step, and those that are made again."""
+    found = [(run.graph, run.request.around.absent or ALL_PRESENT) for run in rehearsed.runs if run.phase == FORWARD]
+    home = frozenset((graph, storage) for graph, absent in found for storage in absent.home)
+    return home, frozenset((graph, storage) for graph, absent in found for storage in absent.rerun)
 
 
 def _chosen(part: Part, rehearsed: Rehearsed) -> Iterator[str]:
@@ -166,12 +172,14 @@ def _chosen(part: Part, rehearsed: Rehearsed) -> Iterator[str]:
             yield f"{_listed(names)}: {does}"
     if part.small:
         yield f"{_listed(part.small)}: in no chunk, too small to move, and stays on the device"
-    home = [storage for key in sorted(part.saved) if key in _absent(rehearsed) for storage in key[1:]]
-    kept = [storage for key in sorted(part.saved) if key not in _absent(rehearsed) for storage in key[1:]]
-    if home:
-        yield f"saved {_listed(home)}: goes home between forward and backward"
-    if kept:
-        yield f"saved {_listed(kept)}: kept on the device until the backward has read it"
+    home, again = _absent(rehearsed)
+    for keys, does in (
+        (part.saved.keys() & home, "goes home between forward and backward"),
+        (part.saved.keys() & again, "dropped, and made again by the backward"),
+        (part.saved.keys() - home - again, "kept on the device until the backward has read it"),
+    ):
+        if keys:
+            yield f"saved {_listed([storage for _, storage in sorted(keys)])}: {does}"
 
 
 def _listed(names: Sequence[object]) -> str:
@@ -180,15 +188,18 @@ def _listed(names: Sequence[object]) -> str:
 
 
 def _alternatives(part: Part, replay: Replay, rehearsed: Rehearsed) -> Iterator[Alternative]:
-    resident, absent = rehearsed.situation.resident, _absent(rehearsed)
+    resident, (home, again) = rehearsed.situation.resident, _absent(rehearsed)
+    own = frozenset(part.saved)
+    remade = frozenset(key for key in own if key[1] in _repeatable(rehearsed.captured[key[0]]))
     ways = (
-        ("all its chunks stay on the device", resident.union(part.groups), absent),
-        ("all its chunks move", resident.difference(part.groups), absent),
-        ("its saved values are kept on the device", resident, absent - part.saved.keys()),
-        ("its saved values go home", resident, absent | part.saved.keys()),
+        ("all its chunks stay on the device", resident.union(part.groups), (home, again)),
+        ("all its chunks move", resident.difference(part.groups), (home, again)),
+        ("its saved values are kept on the device", resident, (home - own, again - own)),
+        ("its saved values go home", resident, (home | own, again - own)),
+        ("its saved values are made again", resident, (home - remade, again | remade)),
     )
     for what, staying, away in ways:
-        if (staying, away) == (resident, absent):
+        if (staying, away) == (resident, (home, again)):
             continue
         try:
             step = replay.planned(_forced(replay, rehearsed, staying, away))
@@ -197,8 +208,14 @@ def _alternatives(part: Part, replay: Replay, rehearsed: Rehearsed) -> Iterator[
             yield Alternative(what, None, error.minimum_nbytes)
 
 
-def _forced(replay: Replay, rehearsed: Rehearsed, resident: frozenset[int], absent: set[tuple[int, str]]) -> Rehearsed:
-    """The same step, with these residents and these saved values at home."""
+def _repeatable(captured: Captured) -> frozenset[str]:
+    return frozenset() if captured.repeatable is None else captured.repeatable.droppable
+
+
+def _forced(
+    replay: Replay, rehearsed: Rehearsed, resident: frozenset[int], absent: tuple[Storages, Storages]
+) -> Rehearsed:
+    """The same step, with these residents, these saved values at home, and these made again."""
     training, situation = replay.training, replace(rehearsed.situation, resident=resident)
     moving_now = rehearsed.situation.resident - resident if len(rehearsed.captured) == 1 else frozenset[int]()
     in_backward: set[int] = set()
@@ -206,10 +223,10 @@ def _forced(replay: Replay, rehearsed: Rehearsed, resident: frozenset[int], abse
     for run in rehearsed.runs:
         around = run.request.around
         updates = training.updated_in_backward(situation, {group for group, _ in around.updates} | moving_now)
-        away = frozenset(storage for graph, storage in absent if graph == run.graph)
+        away = Absence(*(frozenset(storage for graph, storage in found if graph == run.graph) for found in absent))
         request = replace(run.request, situation=situation, around=replace(around, updates=updates, absent=away))
         if run.phase == BACKWARD:
-            captured = rehearsed.captured[run.graph].leaving(away)
+            captured = rehearsed.captured[run.graph].without(away)
             in_backward |= updated_in(backward_positions(captured, request, training.hardware))
         runs.append(replace(run, request=request))
     in_slots, at_home = training.updated(situation)

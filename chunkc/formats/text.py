@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.console import Console, Group
 from rich.padding import Padding
@@ -82,7 +82,10 @@ def _tables(explanation: Explanation) -> Iterator[tuple[str, Table]]:
         yield "guessed: what these operators take inside", _estimates(explanation)
     yield "home", _home(explanation)
     if explanation.saved_at_home:
-        yield "saved values that go home between forward and backward", _saved(explanation)
+        yield "saved values that go home between forward and backward", _saved(explanation.saved_at_home)
+    if explanation.saved_again:
+        title = f"saved values that the backward makes again, in {short_seconds(explanation.again_s)}"
+        yield title, _saved(explanation.saved_again)
     if explanation.host is not None:
         yield "host memory, at most", _host(explanation.host, explanation.host_memory_nbytes)
     yield "chunks and traffic", _chunks(explanation)
@@ -182,10 +185,10 @@ def _home(explanation: Explanation) -> Table:
     return _table(("", "", "bytes", ""), rows, right=(1, 2))
 
 
-def _saved(explanation: Explanation) -> Table:
+def _saved(nbytes: Mapping[str, int]) -> Table:
     """By module, largest first; the smallest as one line."""
-    total = sum(explanation.saved_at_home.values())
-    lines = fold(dict(sorted(explanation.saved_at_home.items(), key=lambda item: -item[1])))
+    total = sum(nbytes.values())
+    lines = fold(dict(sorted(nbytes.items(), key=lambda item: -item[1])))
     rows: list[Row] = [_part("all", total, total)]
     rows += [_part(f"  {line}", line.nbytes, total) for line in lines[:MAX_LINES]]
     if smaller := [line.nbytes for line in lines[MAX_LINES:]]:

@@ -20,6 +20,13 @@ Of a storage that the forward saves, in the forward and in the backward:
 %reload     = reload("forward.3:0", "to_device", 512, %a, %b) take 512 bytes, start to fill them
 %arrive     = arrive("forward.3:0", "to_device", %reload)     that copy is done
 %getitem_1  = getitem(%arrive, 1)                             the value that %b stands for
+
+Of one that the forward drops and the backward makes again:
+
+%forget     = forget("forward.3:0", %a, %b)                   %a and %b, which lie in it, are not kept for the backward
+%getitem    = getitem(%forget, 1)                             what stands for %b until the backward
+%again      = again("forward.3:0", %c, %a, %b)                it is %c's, which a call has made again
+%getitem_1  = getitem(%again, 1)                              the value that %b stands for
 """
 
 from __future__ import annotations
@@ -81,6 +88,14 @@ def reload(storage: str, link: str, nbytes: int, *stand_ins: object) -> None:
 
 def arrive(storage: str, link: str, reloaded: object) -> None:
     _never_called("arrive")
+
+
+def forget(storage: str, *values: object) -> None:
+    _never_called("forget")
+
+
+def again(storage: str, made: object, *stand_ins: object) -> None:
+    _never_called("again")
 
 
 EVENT_TARGETS: dict[str, Callable[..., None]] = {

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.estimates import EstimatedOperator
 from chunkc.ir.links import TO_DEVICE, TO_HOME
+from chunkc.ir.program import is_repeated
 
 COMPUTE = "compute"
 STREAMS = (COMPUTE, TO_DEVICE, TO_HOME)
@@ -239,6 +240,7 @@ class Explanation:
         graphs: phase -> the FX graph with its chunk nodes as readable code.
         plan_text: the plan, printed.
         saved_at_home: bytes of saved values that go home between forward and backward, by module.
+        saved_again: likewise, of those that are dropped, and that the backward makes again.
         why: of the part of the model that was asked about.
     """
 
@@ -272,7 +274,13 @@ class Explanation:
     estimates: tuple[EstimatedOperator, ...] = ()
     host: HostNeeds | None = None
     saved_at_home: Mapping[str, int] = field(default_factory=dict)
+    saved_again: Mapping[str, int] = field(default_factory=dict)
     why: Why | None = None
+
+    @property
+    def again_s(self) -> float:
+        """Seconds of a step in which the backward repeats calls of the forward."""
+        return sum(e.end_s - e.start_s for e in self.events if e.kind == "call" and is_repeated(e.name))
 
     @property
     def host_needs_nbytes(self) -> int:

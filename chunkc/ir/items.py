@@ -28,6 +28,24 @@ class SavedStorage:
         return self.name < str(other)
 
 
+@dataclass(frozen=True)
+class Absence:
+    """What of a forward's storages is not on the compute tier until its backward needs it.
+
+    Attributes:
+        home: saved storages that are copied home, and back.
+        rerun: storages that are dropped. The calls that make them run again in the backward, where it needs them.
+    """
+
+    home: frozenset[str] = frozenset()
+    rerun: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.home or self.rerun)
+
+
+ALL_PRESENT = Absence()
+
 MovedId = Chunk | SavedStorage
 """The identity of an item."""
 

@@ -10,6 +10,15 @@ from functools import cached_property
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
 
+RERUN = "rerun"
+"""What the name of a call that a backward repeats begins with, in place of `forward`."""
+
+
+def is_repeated(call: str) -> bool:
+    """Whether a call of this name is one of the forward's that a backward repeats."""
+    return RERUN in call.split(".")
+
+
 @dataclass(frozen=True)
 class Origin:
     """Where in the user's program an operation comes from: the module, and `file.py:12, code`. Empty: not known."""
@@ -124,8 +133,13 @@ class PhaseProgram:
         plain: outputs that size, stride, offset and dtype describe fully, given their storage's bytes.
         copied: storage -> the values in it that are saved, for storages that are at home between forward and backward:
             a forward's outputs are None there.
+        remade: likewise, of storages that are dropped and made again by calls that the backward repeats.
         stand_ins: position among a forward's outputs -> (storage, which of its saved values), where something stands
-            for a value at home.
+            for a value that is absent.
+        changing: inputs that have other contents once the forward has returned: buffers that the model updates.
+        saved_as: of a backward: input -> the forward's value that it is, for saved ones.
+        num_extra: how many of a forward's last outputs, and of its backward's last inputs, do not go through autograd:
+            what repeated calls read.
     """
 
     phase: str
@@ -141,7 +155,11 @@ class PhaseProgram:
     num_new_buffers: int = 0
     plain: frozenset[str] = frozenset()
     copied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    remade: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     stand_ins: Mapping[int, tuple[str, int]] = field(default_factory=dict)
+    changing: frozenset[str] = frozenset()
+    saved_as: Mapping[str, str] = field(default_factory=dict)
+    num_extra: int = 0
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -185,10 +203,11 @@ class PhaseProgram:
         )
 
     def holding(self, values: frozenset[str]) -> PhaseProgram:
-        """The program beside a caller that keeps these of its inputs; of those at home, what stands for them."""
+        """The program beside a caller that keeps these of its inputs; of those absent, what stands for them."""
         if not values:
             return self
-        return replace(self, held=self.held | ({self.inputs[value] for value in values} - self.copied.keys()))
+        absent = self.copied.keys() | self.remade.keys()
+        return replace(self, held=self.held | ({self.inputs[value] for value in values} - absent))
 
     def returning(self, parameters: frozenset[str]) -> PhaseProgram:
         """The program that returns these parameters' gradients to autograd, for hooks on them, and sinks the others."""

@@ -337,6 +337,8 @@ _HANDLERS: Mapping[object, Callable[..., None]] = {
     chunk_ops.leave: lambda checker, *args: checker.saved.on_leave(*args),
     chunk_ops.reload: lambda checker, *args: checker.saved.on_reload(*args),
     chunk_ops.arrive: lambda checker, *args: checker.saved.on_arrive(*args),
+    chunk_ops.forget: lambda checker, *args: checker.saved.on_forget(*args),
+    chunk_ops.again: lambda checker, *args: checker.saved.on_again(*args),
 }
 
 

@@ -115,6 +115,19 @@ class SavedStorages:
             walk.bind(output, storage, self._nbytes.get(storage, 0))
         walk.hold(str(reloaded.args[0]), -1)
 
+    def on_forget(self, node: fx.Node, storage: str, *values: fx.Node) -> None:
+        for value in values:
+            self._walk.read_once(value)
+        for output in node.users:
+            self._walk.bind(output, f"dropped:{output.name}", 0)
+
+    def on_again(self, node: fx.Node, storage: str, made: fx.Node, *stand_ins: fx.Node) -> None:
+        walk = self._walk
+        for output in node.users:
+            walk.bind(output, walk.storage_of[made], walk.storage_nbytes[walk.storage_of[made]])
+        for value in (made, *stand_ins):
+            walk.read_once(value)
+
     def end(self, returned: Iterator[fx.Node]) -> None:
         """After the last node; `returned`: what the phase returns."""
         for storage in sorted({**self._leaving, **self._coming}):

@@ -62,18 +62,18 @@ def in_a_tracing_context() -> AbstractContextManager[Any]:
     return nullcontext() if TracingContext.try_get() is not None else tracing(TracingContext(None))
 
 
-def forbid_donation() -> int:
+def forbid_donation() -> tuple[int, ...]:
     """To be called while the forward is compiled: the backward overwrites nothing, so a graph may be retained.
 
     Returns:
-        How many of the forward's outputs, the first ones, are new values of buffers.
+        The inputs, by place, of which the forward's first outputs are the new values: buffers.
     """
     context = TracingContext.get()
     assert context.fw_metadata is not None
     if donated := context.fw_metadata.bw_donated_idxs:
         donated.clear()  # it is the list of the other record, too, that AOTAutograd looks at as the backward runs
     context.fw_metadata.bw_donated_idxs = []
-    return context.fw_metadata.num_mutated_inp_runtime_indices
+    return tuple(context.fw_metadata.mutated_inp_runtime_indices)
 
 
 def marked_as_boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

@@ -133,7 +133,19 @@ def test_a_value_that_goes_home_alone_costs_what_its_plan_costs() -> None:
     (storage, *_) = [one.item for one in answer("0", activations="offload").happenings if "forward" in one.item]
     found = answer(storage)
     assert found.chosen == (f"saved {storage}: kept on the device until the backward has read it",)
-    assert [one.what for one in found.alternatives] == ["its saved values go home"]
+    assert [one.what for one in found.alternatives] == ["its saved values go home", "its saved values are made again"]
+
+
+def test_saved_values_that_are_made_again() -> None:
+    again = asked("0", LARGE, activations="rerun")
+    assert again.why is not None
+    assert any("dropped, and made again by the backward" in one for one in again.why.chosen), again.why
+    assert again.saved_again
+    assert 0 < again.again_s < again.step_time_s.compute
+    assert "saved values that the backward makes again, in" in " ".join(render_text(replace(again, why=None)).split())
+    kept = alternative(again.why, "saved values are kept").step_time_s
+    assert kept is not None
+    assert kept < again.step_time_s.total
 
 
 def test_parts_by_every_kind_of_name() -> None:

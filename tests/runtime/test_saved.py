@@ -33,7 +33,7 @@ def test_values_come_back_as_they_were(home: Home) -> None:
     assert {s.dtype for s in stand_ins} == {STAND_IN}
     found = saved_values(stand_ins)
     assert found is not None
-    assert found.storages == {"s"}
+    assert found._copies.keys() == {"s"}
     for _ in range(2):  # however often the backward runs
         buffer = torch.empty(whole.nbytes, dtype=torch.uint8)
         found.reader("s", buffer)()
@@ -48,7 +48,7 @@ def test_values_of_two_storages_are_refused() -> None:
     with pytest.raises(AssertionError, match="one storage"):
         left(SavedRoom(MemoryHome()), [torch.randn(4), torch.randn(4)])
     saved = SavedValues(SavedRoom(MemoryHome()))
-    with pytest.raises(AssertionError, match="one storage of 8 bytes"):
+    with pytest.raises(AssertionError, match=r"one storage|than the 8 bytes"):
         saved.writer("s", 8, lambda: [torch.randn(4)])()
 
 

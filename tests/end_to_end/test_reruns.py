@@ -1,0 +1,327 @@
+"""Values that forwards save are dropped, and made again by the backward: the same bits, in less memory."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from harness import (
+    TINY,
+    adamw,
+    assert_same_training,
+    compile_case,
+    differences,
+    everything_fits,
+    gradients,
+    minimum_nbytes,
+    refuse,
+    session_of,
+    train,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from zoo import LADDER
+
+import chunkc
+
+
+@functools.cache
+def least_nbytes(name: str, home: str = "cpu", codegen: str = "eager") -> int:
+    """The smallest budget that `BudgetError` names for a model in one graph."""
+    return refuse(LADDER[name], memory_budget=TINY, home=home, codegen=codegen, activations="rerun").minimum_nbytes
+
+
+SECOND = pytest.mark.second_tier
+
+MODELS = [
+    pytest.param("short_gpt", "cpu", "eager", 0.86),
+    pytest.param("byte_gpt", "cpu", "eager", 0.75, marks=SECOND),
+    pytest.param("checkpointed_gpt", "cpu", "eager", 1.0, marks=SECOND),
+    pytest.param("gpt2_dropout", "disk", "eager", 1.0, marks=SECOND),
+    pytest.param("llama_tied", "cpu", "eager", 0.8, marks=[SECOND, pytest.mark.slow]),
+    pytest.param("convnet", "cpu", "eager", 1.0, marks=SECOND),
+    pytest.param("autocast_gpt", "disk", "eager", 0.95, marks=[SECOND, pytest.mark.slow]),
+    pytest.param("byte_gpt", "cpu", "inductor", 0.9, marks=[SECOND, pytest.mark.slow]),
+    pytest.param("gpt2_dropout", "cpu", "inductor", 0.95, marks=[SECOND, pytest.mark.slow]),
+]
+
+
+@pytest.mark.parametrize(("name", "home", "codegen", "share"), MODELS)
+def test_forced_reruns_train_to_the_same_bits_in_less(name: str, home: str, codegen: str, share: float) -> None:
+    """Operators of a segment that draw random numbers: of eager dropout nothing is repeated; Inductor's segments take
+    the seed, so that they are repeated with the very same numbers."""
+    nbytes = least_nbytes(name, home, codegen)
+    assert nbytes <= share * minimum_nbytes(name, home, codegen)
+    result = train(LADDER[name], memory_budget=nbytes, home=home, codegen=codegen, activations="rerun", debug=True)
+    assert_same_training(result, everything_fits(name, codegen))
+    assert result.measured_peak_nbytes <= result.predicted_peak_nbytes <= nbytes
+    assert result.allocator_peak_nbytes <= nbytes
+    if name in ("short_gpt", "byte_gpt") and codegen == "eager":
+        assert result.measured_peak_nbytes == result.predicted_peak_nbytes
+
+
+@SECOND
+@pytest.mark.parametrize("part", [0.1, 0.4, 1.0, 3.0])
+def test_every_budget_gives_the_same_bits(part: float) -> None:
+    least, most = least_nbytes("byte_gpt"), minimum_nbytes("byte_gpt")
+    result = train(LADDER["byte_gpt"], memory_budget=int(least + part * (most - least)), activations="rerun")
+    assert_same_training(result, everything_fits("byte_gpt"))
+    assert result.measured_peak_nbytes == result.predicted_peak_nbytes
+
+
+@SECOND
+@pytest.mark.parametrize("name", ["graph_breaks", "sometimes_unused"])
+def test_several_graphs_train_to_the_same_bits(name: str) -> None:
+    nbytes = 2 * minimum_nbytes(name)
+    result = train(LADDER[name], memory_budget=nbytes, limit=False, activations="rerun")
+    assert_same_training(result, everything_fits(name))
+    assert result.measured_peak_nbytes <= result.predicted_peak_nbytes
+
+
+@SECOND
+def test_updates_in_the_backward_come_after_what_is_run_again() -> None:
+    def trained(activations: str) -> object:
+        model, compiled = _compiled(activations, minimum_nbytes("short_gpt"))
+        optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-3, overlap="backward")
+        for seed in range(3):
+            compiled(**LADDER["short_gpt"].batch(seed)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        chunkc.synchronize(model)
+        return {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+
+    assert not differences(trained("rerun"), trained("keep"))
+
+
+def _compiled(activations: str, budget_nbytes: int | None = None) -> tuple[nn.Module, nn.Module]:
+    nbytes = budget_nbytes or 2 * minimum_nbytes("short_gpt")
+    return compile_case(LADDER["short_gpt"], memory_budget=nbytes, activations=activations, whole_graph="never")
+
+
+def repeated(compiled: nn.Module) -> set[str]:
+    """The calls that the latest backward has repeated."""
+    return {label for label, *_ in chunkc.report(compiled).moments if "rerun" in label}
+
+
+@SECOND
+def test_a_graph_that_is_kept_runs_again_and_two_forwards_keep_their_own() -> None:
+    def grads(activations: str) -> object:
+        model, compiled = _compiled(activations)
+        first, second = (compiled(**LADDER["short_gpt"].batch(seed)) for seed in (0, 1))
+        second.backward(retain_graph=True)
+        found = [gradients(model)]
+        second.backward()
+        assert (repeated(compiled) != set()) == (activations == "rerun")
+        first.backward()
+        return [*found, gradients(model)]
+
+    assert not differences(grads("rerun"), grads("keep"))
+
+
+@SECOND
+def test_an_abandoned_forward_gives_everything_back() -> None:
+    from chunkc.runtime import cpu_allocator
+
+    cpu_allocator.install()
+    _, compiled = _compiled("rerun")
+    compiled(**LADDER["short_gpt"].batch(0)).backward()
+    batch = LADDER["short_gpt"].batch(0)
+    gc.collect()
+    gc.disable()
+    try:
+        left = set()
+        for _ in range(3):
+            loss = compiled(**batch)
+            held = cpu_allocator.current_nbytes()
+            del loss
+            left.add(cpu_allocator.current_nbytes())  # chunks in slots, for a backward that does not come
+            assert max(left) < held
+        assert len(left) == 1
+    finally:
+        gc.enable()
+    loss = compiled(**batch)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+class Biased(nn.Module):
+    """Its backward needs neither the bias nor what goes in, but to run the first half again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.gain = nn.Parameter(torch.ones(256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.sin(x @ self.first.weight.T + self.first.bias) * self.gain)
+
+
+def _biased() -> tuple[Biased, Callable[[torch.Tensor], torch.Tensor]]:
+    torch._dynamo.reset()
+    options = {"memory_budget": 1 << 24, "codegen": "eager", "chunk_size": 65536, "activations": "rerun"}
+    model = Biased()
+    return model, torch.compile(model, backend="chunkc", options=options)
+
+
+@SECOND
+@pytest.mark.parametrize("what", ["input", "bias"])
+def test_what_was_changed_in_place_is_refused_where_it_is_read_again(what: str) -> None:
+    model, compiled = _biased()
+    x = torch.randn(32, 64)
+    compiled(x).sum().backward()
+    assert repeated(compiled)
+    out = compiled(x).sum()
+    with torch.no_grad():
+        (x if what == "input" else model.first.bias).add_(1.0)
+    with pytest.raises((chunkc.UnsupportedError, RuntimeError), match=r"in place|inplace"):
+        out.backward()
+    compiled(x).sum().backward()
+
+
+@SECOND
+def test_a_retained_graph_of_an_output_that_is_kept_leaks_nothing() -> None:
+    """What the backward reads again may be the user's output, whose graph keeps what the backward reads."""
+    torch._dynamo.reset()
+
+    class Returning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 256), nn.Linear(256, 64)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = self.a(x)
+            return hidden, self.b(torch.sin(hidden).relu()).square()
+
+    options = {"memory_budget": 1 << 24, "codegen": "eager", "chunk_size": 65536, "activations": "rerun"}
+    compiled = torch.compile(Returning(), backend="chunkc", options=options)
+    x = torch.randn(32, 64)
+    for out in compiled(x):
+        out.sum().backward(retain_graph=True)
+    del out
+    gc.collect()
+    gc.disable()
+    try:
+        from weakref import ref
+
+        hidden, out = compiled(x)
+        gone = ref(hidden.untyped_storage())
+        (hidden.sum() + out.sum()).backward()
+        del hidden, out
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@SECOND
+def test_explain_says_what_training_does() -> None:
+    case = LADDER["short_gpt"]
+    nbytes = least_nbytes("short_gpt")
+    explanation = chunkc.explain(case.build(0), **case.batch(0), memory_budget=nbytes, activations="rerun")
+    assert (explanation.fits, explanation.minimum_budget_nbytes) == (True, nbytes)
+    _, compiled = _compiled("rerun", nbytes)
+    compiled(**case.batch(0)).backward()
+    report = chunkc.report(compiled)
+    assert report.predicted_peak_nbytes == explanation.predicted_peak_nbytes
+    assert sum(explanation.peak.contents.values()) == explanation.predicted_peak_nbytes
+    assert {moment.call for moment in explanation.moments if "rerun" in moment.call} == repeated(compiled)
+
+
+def explained(activations: str, budget_nbytes: int) -> chunkc.Explanation:
+    case = LADDER["byte_gpt"]
+    settings = {"memory_budget": budget_nbytes, "activations": activations, "whole_graph": "never"}
+    return chunkc.explain(case.build(0), **case.batch(0), hardware="cpu", **settings)
+
+
+@SECOND
+@pytest.mark.parametrize("part", [0.05, 0.3, 0.6, 0.9])
+def test_auto_takes_the_quicker_way_and_trains_to_the_same_bits(part: float) -> None:
+    case, most = LADDER["byte_gpt"], minimum_nbytes("byte_gpt")
+    least = refuse(case, memory_budget=TINY, codegen="eager", activations="auto").minimum_nbytes
+    assert least <= least_nbytes("byte_gpt")
+    nbytes = int(least + part * (most - least))
+    auto = explained("auto", nbytes)
+    others = [explained(way, nbytes) for way in ("offload", "rerun")]
+    assert auto.fits
+    assert auto.step_time_s.total <= min(one.step_time_s.total for one in others if one.fits)
+    assert bool(auto.saved_at_home) != bool(auto.saved_again)
+    assert bool(auto.saved_again) == (part > 0.5)
+    result = train(case, memory_budget=nbytes, activations="auto", whole_graph="never")
+    assert_same_training(result, everything_fits("byte_gpt"))
+    assert result.measured_peak_nbytes == result.predicted_peak_nbytes == auto.predicted_peak_nbytes
+
+
+@SECOND
+def test_sizes_that_differ_from_call_to_call() -> None:
+    def results(activations: str) -> object:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.GELU())
+        options = {"memory_budget": 1 << 24, "codegen": "eager", "whole_graph": "never", "activations": activations}
+        compiled = torch.compile(model, backend="chunkc", options=options, dynamic=True)
+        losses = [compiled(torch.ones(batch, 64)).square().sum() for batch in (32, 48, 32)]
+        for loss in losses:
+            loss.backward()
+        assert (repeated(compiled) != set()) == (activations == "rerun")
+        return [loss.detach().numpy().copy() for loss in losses], gradients(model)
+
+    assert not differences(results("rerun"), results("keep"))
+
+
+class Checkpointed(nn.Module):
+    """Calls a compiled part inside a checkpoint of the user's, which drops what it saves and runs it again."""
+
+    def __init__(self, options: dict[str, object]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.part = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Dropout(0.2), nn.Linear(64, 64))
+        self.run = torch.compile(self.part, backend="chunkc", options=options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.run, x, use_reentrant=False).square().mean()
+
+
+@SECOND
+def test_a_checkpoint_around_a_compiled_part_is_respected() -> None:
+    def grads(activations: str) -> object:
+        torch._dynamo.reset()
+        options = {"memory_budget": 1 << 24, "codegen": "eager", "chunk_size": 16384, "whole_graph": "never"}
+        model = Checkpointed(options | {"activations": activations})
+        model(torch.randn(64, 64, requires_grad=True)).backward()
+        assert (repeated(model.part) != set()) == (activations == "rerun")
+        return gradients(model)
+
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    rerun = grads("rerun")
+    torch.set_rng_state(state)
+    assert not differences(rerun, grads("keep"))
+
+
+@SECOND
+def test_hooks_that_copy_what_stands_for_values_are_refused() -> None:
+    _, compiled = _compiled("rerun")
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+        loss = compiled(**LADDER["short_gpt"].batch(0))
+    with pytest.raises(chunkc.UnsupportedError, match='activations="keep"'):
+        loss.backward()
+
+
+@SECOND
+def test_gradients_are_accumulated_and_optimized_beside_reruns() -> None:
+    def trained(activations: str) -> object:
+        model, compiled = _compiled(activations, minimum_nbytes("short_gpt"))
+        optimizer = adamw(model.parameters())
+        for seed in range(4):
+            compiled(**LADDER["short_gpt"].batch(seed)).backward()
+            if seed % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert session_of(model).saved_room.nbytes == 0
+        return {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+
+    assert not differences(trained("rerun"), trained("keep"))

@@ -1,0 +1,267 @@
+"""The verifier on storages that are dropped and made again: plans are accepted, each sabotage is reported."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from verify_cases import HARDWARE, HUGE, LAYOUT, MEMORIES, backward_program, forward_program
+
+from chunkc.ir import chunk_ops
+from chunkc.ir.program import PhaseProgram
+from chunkc.ir.verify import verify_phase
+from chunkc.ir.verify_reruns import Dropped, verify_reruns
+from chunkc.passes.activations import SMALL_NBYTES
+from chunkc.passes.insert import insert_events
+from chunkc.passes.planning import check_minimum, plan_phases
+from chunkc.passes.profile import positions
+from chunkc.passes.reruns import rerunning
+
+aten = torch.ops.aten
+GONE = ("forward.0:0", "forward.1:0", "forward.2:0")
+
+
+def layer(*operators: Any) -> fx.GraphModule:
+    graph = fx.Graph()
+    value = graph.placeholder("x")
+    weight = graph.placeholder("w")
+    for operator in operators:
+        value = graph.call_function(operator, (value, weight) if operator is aten.mm.default else (value,))
+    graph.output((value,))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+MODULES = {"layer": layer(aten.mm.default, aten.relu.default), "layer_backward": torch.nn.Identity()}
+SIZE = 2 * SMALL_NBYTES
+LARGE = {
+    name: replace(memory, storage_nbytes=tuple(SIZE if n == 100 else n for n in memory.storage_nbytes))
+    for name, memory in MEMORIES.items()
+}
+
+
+def programs() -> dict[str, PhaseProgram]:
+    """The hand-written step of `verify_cases`, whose saved values are large enough to leave."""
+    forward, backward = forward_program(), backward_program()
+    sized = [
+        replace(p, storages={s: SIZE if n == 100 else n for s, n in p.storages.items()}) for p in (forward, backward)
+    ]
+    saved = {name: name for name in backward.inputs if name != "g4"}
+    values = frozenset(f"x{i}" for i in range(5))
+    forward = replace(sized[0], plain=values, outputs=("x4", *saved))
+    return {"forward": forward, "backward": replace(sized[1], saved_as=saved)}
+
+
+@dataclass
+class Step:
+    """A planned step that drops saved values, its graphs, and what the verifier is told."""
+
+    graphs: dict[str, fx.GraphModule]
+    programs: dict[str, PhaseProgram]
+    dropped: Dropped
+    budget_nbytes: int
+    plan: Any
+
+    def violations(self) -> list[str]:
+        return verify_reruns(self.graphs, self.programs, self.dropped)
+
+    def node(self, phase: str, target: Any, number: int = 0) -> fx.Node:
+        return [n for n in self.graphs[phase].graph.nodes if n.target is target][number]
+
+    def call(self, phase: str, name: str) -> fx.Node:
+        return next(n for n in self.graphs[phase].graph.nodes if n.meta.get("call") == name)
+
+    def placeholder(self, phase: str, name: str) -> fx.Node:
+        return next(n for n in self.graphs[phase].graph.nodes if n.op == "placeholder" and n.target == name)
+
+    def change(self, node: fx.Node, place: int, value: Any) -> None:
+        args = list(node.args)
+        args[place] = value
+        node.args = tuple(args)
+
+    @property
+    def returned(self) -> fx.Node:
+        return next(iter(reversed(self.graphs["forward"].graph.nodes)))
+
+
+def step() -> Step:
+    source = programs()
+    lean = dict(zip(source, rerunning(source["forward"], source["backward"], GONE, frozenset())))
+    group_of = LAYOUT.group_of()
+    line = {name: positions(p, LARGE, group_of=group_of) for name, p in lean.items()}
+    budget = check_minimum((*line["forward"], *line["backward"]), LAYOUT, HUGE, 0)
+    plan = plan_phases(
+        list(line.items()),
+        LAYOUT,
+        budget_nbytes=budget,
+        resident=frozenset(),
+        hardware=HARDWARE,
+        boundary_nbytes=3 * SIZE,
+    )
+    graphs = {
+        phase.phase: insert_events(lean[phase.phase], phase, MODULES, group_of=group_of, resident=frozenset())
+        for phase in plan.phases
+    }
+    forward = lean["forward"]
+    extra = tuple(v for v in forward.outputs[len(forward.outputs) - forward.num_extra :] if v is not None)
+    return Step(graphs, source, Dropped(forward.remade, extra), budget, plan)
+
+
+def test_a_plan_is_accepted_and_its_peak_is_the_walks() -> None:
+    s = step()
+    assert s.violations() == []
+    assert [n.meta["call"] for n in s.graphs["backward"].graph.nodes if n.op == "call_module"] == [
+        *("rerun.0", "rerun.1", "rerun.2"),
+        *(f"backward.{i}" for i in range(4)),
+    ]
+    for phase in s.plan.phases:
+        options: dict[str, Any] = {"resident": frozenset(), "held_nbytes": 0, "layout": LAYOUT, "memories": LARGE}
+        options |= {"kept": s.plan.kept} if phase.phase == "forward" else {"present": s.plan.kept}
+        peak_nbytes = max(moment.nbytes for moment in phase.moments)
+        graph = s.graphs[phase.phase].graph
+        assert verify_phase(graph, budget_nbytes=peak_nbytes, **options) == []
+        assert any(v.startswith("budget") for v in verify_phase(graph, budget_nbytes=peak_nbytes - 1, **options))
+
+
+Sabotage = Callable[[Step], Any]
+SABOTAGES: dict[str, tuple[str, Sabotage]] = {}
+
+
+def sabotage(says: str) -> Callable[[Sabotage], Sabotage]:
+    def register(function: Sabotage) -> Sabotage:
+        SABOTAGES[function.__name__] = (says, function)
+        return function
+
+    return register
+
+
+@sabotage("draws random numbers")
+def a_segment_that_draws_is_called_again(s: Step) -> None:
+    s.graphs["backward"].set_submodule("layer", layer(aten.mm.default, aten.bernoulli.default))
+
+
+@sabotage("draws random numbers")
+def a_segment_that_changes_its_input_is_called_again(s: Step) -> None:
+    s.graphs["backward"].set_submodule("layer", layer(aten.relu_.default))
+
+
+@sabotage("draws random numbers")
+def a_segment_that_nobody_can_look_into_is_called_again(s: Step) -> None:
+    s.graphs["backward"].set_submodule("layer", torch.nn.Identity())
+
+
+@sabotage("has changed since")
+def a_buffer_that_has_changed_is_read_again(s: Step) -> None:
+    s.programs["forward"] = replace(s.programs["forward"], changing=frozenset({"x0"}))
+
+
+@sabotage("only stands for")
+def a_repeated_call_reads_what_is_not_there(s: Step) -> None:
+    s.change(s.call("backward", "rerun.1"), 0, s.placeholder("backward", "x1"))
+
+
+@sabotage("should be read")
+def a_repeated_call_reads_another_value(s: Step) -> None:
+    s.change(s.call("backward", "rerun.1"), 0, s.placeholder("backward", "x0"))
+
+
+@sabotage("should be read")
+def a_repeated_call_reads_another_parameter(s: Step) -> None:
+    s.change(s.call("backward", "rerun.1"), 1, s.call("backward", "rerun.0").args[1])
+
+
+@sabotage("only stands for")
+def what_was_dropped_is_read_without_a_rerun(s: Step) -> None:
+    s.change(s.call("backward", "backward.0"), 1, s.placeholder("backward", "x3"))
+
+
+@sabotage("should be read")
+def a_call_reads_what_another_one_needs(s: Step) -> None:
+    one, other = s.call("backward", "backward.0"), s.call("backward", "backward.1")
+    s.change(one, 1, other.args[1])
+
+
+@sabotage("is taken for a value")
+def what_was_dropped_is_taken_for_a_value(s: Step) -> None:
+    s.placeholder("backward", "x2").meta["storage"] = ("forward.1:0", SIZE, False)
+
+
+@sabotage("was not made again in")
+def what_was_there_before_is_taken_for_what_was_made_again(s: Step) -> None:
+    s.change(s.node("backward", chunk_ops.again), 1, s.placeholder("backward", "x0"))
+
+
+@sabotage("was not made again in")
+def another_storage_is_taken_for_it(s: Step) -> None:
+    one, other = s.node("backward", chunk_ops.again), s.node("backward", chunk_ops.again, 1)
+    s.change(other, 1, one.args[1])
+
+
+@sabotage("not all that is there again")
+def what_stands_for_another_value_is_taken_for_it(s: Step) -> None:
+    s.change(s.node("backward", chunk_ops.again), 2, s.placeholder("backward", "x2"))
+
+
+@sabotage("is no call of the captured programs")
+def a_call_is_repeated_that_there_is_not(s: Step) -> None:
+    s.call("backward", "rerun.0").meta["call"] = "rerun.9"
+
+
+@sabotage("is no call of the captured programs")
+def the_forward_repeats_a_call(s: Step) -> None:
+    s.call("forward", "forward.1").meta["call"] = "rerun.1"
+
+
+@sabotage("and forward.0 calls")
+def another_segment_is_called(s: Step) -> None:
+    s.call("backward", "rerun.0").target = "layer_backward"
+
+
+@sabotage("is dropped with other values")
+def another_value_is_dropped(s: Step) -> None:
+    s.change(s.node("forward", chunk_ops.forget), 1, s.node("forward", chunk_ops.forget, 1).args[1])
+
+
+@sabotage("is returned as x0")
+def what_repeated_calls_read_is_not_returned(s: Step) -> None:
+    (values,) = s.returned.args
+    place = s.programs["forward"].outputs.index("x0")
+    s.returned.args = (tuple(None if at == place else value for at, value in enumerate(values)),)
+
+
+@sabotage("is returned as x4")
+def the_users_output_is_dropped(s: Step) -> None:
+    (values,) = s.returned.args
+    s.returned.args = ((values[2], *values[1:]),)
+
+
+@sabotage("values are returned")
+def less_is_returned(s: Step) -> None:
+    s.returned.args = (s.returned.args[0][:-1],)
+
+
+@sabotage("should be read")
+def what_repeated_calls_read_is_not_handed_over(s: Step) -> None:
+    """The segment's input comes as an extra value, and as another one than was returned."""
+    s.programs = {name: replace(p) for name, p in s.programs.items()}
+    forward, backward = s.programs["forward"], s.programs["backward"]
+    at = forward.outputs.index("x0")
+    s.programs["forward"] = replace(forward, outputs=(*forward.outputs[:at], *forward.outputs[at + 1 :]))
+    saved = {name: value for name, value in backward.saved_as.items() if name != "x0"}
+    inputs = {name: storage for name, storage in backward.inputs.items() if name != "x0"} | {"x0": "in:x0"}
+    s.programs["backward"] = replace(backward, inputs=inputs, saved_as=saved)
+    s.dropped = Dropped(s.dropped.remade, ("x4",))
+
+
+@pytest.mark.parametrize("name", SABOTAGES)
+def test_a_sabotage_is_reported(name: str) -> None:
+    says, break_it = SABOTAGES[name]
+    s = step()
+    s.graphs = copy.copy(s.graphs)
+    assert s.violations() == []
+    break_it(s)
+    assert any(v.startswith("rerun at ") and says in v for v in s.violations()), s.violations()

@@ -1,0 +1,240 @@
+"""Storages that a forward drops and its backward makes again: every call gets the values it always got."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import fx
+
+from chunkc.ir.program import PhaseProgram, SegmentCall
+from chunkc.passes.activations import SMALL_NBYTES
+from chunkc.passes.profile import last_holds
+from chunkc.passes.rerun_choice import dropped_between, leanest_cuts, stretches, up_to
+from chunkc.passes.reruns import Repeatable, may_run_again, rerunning
+
+BIG = SMALL_NBYTES
+aten = torch.ops.aten
+
+
+def random_programs(seed: int) -> tuple[PhaseProgram, PhaseProgram, frozenset[str]]:
+    """A forward with views, parameters and a user's output, its backward, and segments that may not run again."""
+    rng = random.Random(seed)
+    inputs = {"x": "in:x", "w": "in:w", "b": "in:b"}
+    storages = {"in:x": BIG, "in:w": 0, "in:b": 8}
+    storage_of = dict(inputs)
+    calls = []
+    for at in range(rng.randint(3, 9)):
+        known = [value for value in storage_of if value not in ("w",)]
+        read = [*dict.fromkeys(rng.choices(known[-6:], k=rng.randint(1, 3))), *(["w"] if rng.random() < 0.5 else [])]
+        outputs, made = [], []
+        for number in range(rng.randint(1, 3)):
+            value = f"v{at}_{number}"
+            views = [storage_of[v] for v in read if v != "w"]
+            storage = rng.choice(views) if rng.random() < 0.25 else f"forward.{at}:{number}"
+            storages.setdefault(storage, rng.choice([BIG, 3 * BIG]))
+            outputs.append(value)
+            made.append(storage)
+        calls.append(
+            SegmentCall(
+                f"forward.{at}",
+                f"s{rng.randrange(4)}",
+                tuple(read),
+                tuple(outputs),
+                tuple(made),
+                tuple((place, "m.w") for place, value in enumerate(read) if value == "w"),
+                (),
+                "m",
+                1.0,
+            )
+        )
+        storage_of.update(zip(outputs, made))
+    values = [value for call in calls for value in call.outputs]
+    user, saved = values[-1], [v for v in [*values, "x", "w"] if rng.random() < 0.7]
+    held = frozenset(inputs.values())
+    forward = PhaseProgram(
+        "forward",
+        inputs,
+        storages,
+        held,
+        {"w": "m.w"},
+        tuple(calls),
+        (user, *saved),
+        1,
+        plain=frozenset(v for v in values if rng.random() < 0.95),
+        changing=frozenset({"b"}),
+    )
+    taken = {f"s_{value}": value for value in saved}
+    behind = {name: storage_of[value] for name, value in taken.items()} | {"t": "in:t"}
+    names, backward_calls = [*(name for name in taken if name != "s_w"), "t"], []
+    for at in range(rng.randint(1, 6)):
+        read = rng.choices([*names[-8:], "t"], k=4)
+        backward_calls.append(
+            SegmentCall(
+                f"backward.{at}",
+                "back",
+                tuple(dict.fromkeys(read)),
+                (f"g{at}",),
+                (f"backward.{at}:0",),
+                (),
+                (),
+                "m",
+                1.0,
+            )
+        )
+        names.append(f"g{at}")
+    back_storages = {s: storages.get(s, BIG) for s in {*behind.values(), *held, storage_of[user]}} | {
+        f"backward.{i}:0": BIG for i in range(6)
+    }
+    parameters = {"s_w": "m.w"} if "s_w" in taken else {}
+    backward = PhaseProgram(
+        "backward",
+        behind,
+        back_storages,
+        held | {storage_of[user], "in:t"},
+        parameters,
+        tuple(backward_calls),
+        (f"g{len(backward_calls) - 1}",),
+        1,
+        saved_as=taken,
+    )
+    return forward, backward, frozenset({"s0"})
+
+
+def run(program: PhaseProgram, given: Mapping[str, str]) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    """The program on values that are texts of how they came about; and what each call read."""
+    values, read = dict(given), {}
+    for call in program.calls:
+        args = tuple(values[value] for value in call.inputs)
+        read[call.name] = args
+        for place, (value, storage) in enumerate(zip(call.outputs, call.output_storages)):
+            values[value] = f"{call.segment}({', '.join(args)})[{place}]"
+            for position, name in enumerate(program.remade.get(storage, ()) if program.phase == "backward" else ()):
+                values.setdefault(name, f"absent {storage} {position}")
+                made = REMADE.get((storage, position))
+                if made is not None:
+                    values[name] = made
+    return values, read
+
+
+REMADE: dict[tuple[str, int], str] = {}
+"""(storage, which of its saved values) -> the forward's value, of the programs under test."""
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_every_call_gets_the_values_it_always_got(seed: int) -> None:
+    forward, backward, once = random_programs(seed)
+    rng = random.Random(seed)
+    values, _ = run(forward, {name: name for name in forward.inputs})
+    saved = forward.outputs[1:]
+    expected_values = {name: values[v] for name, v in backward.saved_as.items()} | {"t": "t"}
+    _, expected = run(backward, expected_values)
+    known = Repeatable(forward, backward, once)
+    every = sorted(known.droppable | known.inner)
+    for gone in (frozenset(every), frozenset(s for s in every if rng.random() < 0.5)):
+        lean, behind = rerunning(forward, backward, gone, once)
+        dropped = set(lean.remade)
+        assert dropped <= gone
+        assert {call.segment for call in behind.calls if call.name.startswith("rerun")}.isdisjoint(once)
+        kept = lean.outputs[len(lean.outputs) - lean.num_extra :]
+        assert not any(value in forward.changing for value in kept)
+        # What was saved, less what was dropped, and the extra values are all that the backward has.
+        storage_of = forward.value_storages()
+        given = {n: values[v] for n, v in backward.saved_as.items() if storage_of[v] not in dropped} | {"t": "t"}
+        given |= dict(zip(list(behind.inputs)[len(backward.inputs) :], (values[v] for v in kept)))
+        REMADE.clear()
+        REMADE.update({(s, i): values[v] for s, names in lean.remade.items() for i, v in enumerate(names)})
+        _, read = run(behind, given)
+        assert {name: args for name, args in read.items() if name in expected} == expected
+        for call in behind.calls:
+            if call.name.startswith("rerun"):
+                source = next(c for c in forward.calls if c.name.partition(".")[2] == call.name.partition(".")[2])
+                assert read[call.name] == tuple(values[v] for v in source.inputs)
+        assert len({call.name for call in behind.calls}) == len(behind.calls)
+        assert [v for v in lean.outputs[1 : 1 + len(saved)] if v] == [v for v in saved if storage_of[v] not in dropped]
+        held = last_holds(behind)
+        assert all(storage in behind.storages for storage in held)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_stretches_keep_what_crosses_their_ends(seed: int) -> None:
+    forward, backward, once = random_programs(seed)
+    known = Repeatable(forward, backward, once)
+    for cuts in stretches(known):
+        gone = dropped_between(known, cuts)
+        ends = [0, *cuts, len(forward.calls)]
+        found = known.without(gone)
+        for at in found.calls:
+            begin = max(end for end in ends if end <= at)
+            sources = [known.source(v, found.absent) for v in forward.calls[at].inputs]
+            assert all(source is None or source >= begin for source in sources)
+    best = leanest_cuts(known, lambda gone: -len(gone))
+    for count in range(1, len(best) + 1):
+        assert up_to(known, best, count) <= up_to(known, best) <= known.droppable | known.inner
+
+
+def test_each_block_is_a_stretch_of_its_own_or_several_are() -> None:
+    """Twelve like calls that pass on little: every one, every second, every third, ... ends a stretch."""
+    calls = tuple(
+        SegmentCall(f"forward.{i}", "s", (f"x{i}",), (f"x{i + 1}", f"s{i}"), (f"X{i + 1}", f"S{i}"), (), (), "m", 1.0)
+        for i in range(12)
+    )
+    storages = {"in:x0": BIG} | {f"X{i + 1}": BIG for i in range(12)} | {f"S{i}": 9 * BIG for i in range(12)}
+    saved = tuple(f"s{i}" for i in range(12))
+    forward = PhaseProgram(
+        "forward",
+        {"x0": "in:x0"},
+        storages,
+        frozenset({"in:x0"}),
+        {},
+        calls,
+        ("x12", *saved),
+        1,
+        plain=frozenset(saved),
+    )
+    behind = tuple(
+        SegmentCall(f"backward.{11 - i}", "b", (f"s{i}",), (f"g{i}",), (f"G{i}",), (), (), "m", 1.0)
+        for i in reversed(range(12))
+    )
+    backward = PhaseProgram(
+        "backward",
+        {f"s{i}": f"S{i}" for i in range(12)},
+        {f"S{i}": 9 * BIG for i in range(12)} | {f"G{i}": BIG for i in range(12)},
+        frozenset({"X12"}),
+        {},
+        behind,
+        ("g0",),
+        1,
+        saved_as={name: name for name in saved},
+    )
+    known = Repeatable(forward, backward, frozenset())
+    cuts = list(stretches(known))
+    assert cuts[0] == tuple(range(1, 12))
+    assert (1, 3, 5, 7, 9, 11) in cuts
+    assert (2, 5, 8, 11) in cuts
+    lean, repeated = rerunning(forward, backward, dropped_between(known, (4, 8)), frozenset())
+    assert lean.outputs[len(lean.outputs) - lean.num_extra :] == ("x0", "x4", "x8")
+    names = [call.name for call in repeated.calls]
+    assert names[:6] == ["rerun.8", "rerun.9", "rerun.10", "rerun.11", "backward.0", "backward.1"]
+    assert names.index("rerun.7") == names.index("backward.4") - 1
+
+
+def segment(*operations: tuple) -> fx.Graph:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for target, *args in operations:
+        graph.call_function(target, (x, *args))
+    return graph
+
+
+def test_what_draws_random_numbers_or_changes_its_input_runs_once() -> None:
+    assert may_run_again(segment((aten.mm.default, None), (aten.relu.default,)))
+    assert not may_run_again(segment((aten.relu.default,), (aten.native_dropout.default, 0.1, True)))
+    assert not may_run_again(segment((aten.add_.Tensor, 1)))
+    assert not may_run_again(segment((torch.ops.higher_order.cond,)))
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert may_run_again(segment((attention, None, None)))
+    assert may_run_again(segment((attention, None, None, 0.0)))
+    assert not may_run_again(segment((attention, None, None, 0.1)))
