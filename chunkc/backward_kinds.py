@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.torch_private.dynamo import in_compiled_autograd
-from chunkc.torch_private.engine import current_graph_task, current_node, will_execute
+from chunkc.torch_private.engine import current_graph_task, current_node, latest_node_hook, leaf_at, will_execute
 
 MAX_BACKWARDS = 64
 """Backwards that are remembered as making a graph of their own: more than ever run inside each other."""
@@ -79,7 +79,7 @@ def accumulators(parameters: Mapping[str, torch.Tensor]) -> dict[str, Node]:
     names = {id(parameter): name for name, parameter in parameters.items()}
     found = {}
     for node, _ in running.next_functions if running is not None and names else ():
-        name = names.get(id(getattr(node, "variable", None)))
+        name = names.get(id(leaf_at(node)))
         if node is not None and name is not None:
             found[name] = node
     left_out = [name for name, node in found.items() if not _is_accumulated(node)]
@@ -110,15 +110,28 @@ class NodeHooks:
     """Knows which parameters have hooks on the nodes that add to their `.grad`.
 
     Of a node's hooks only a handle tells. So each node is given one and loses it again, and what the handle pointed to
-    is looked at from then on, for as long as the node lives: often until the next forward, which makes new ones.
+    is looked at from then on, for as long as the node lives: often until the next forward, which makes new ones. That
+    takes time, and nodes without hooks get none while nobody registers any: then they are not asked again.
     """
 
     def __init__(self) -> None:
         self._hooks_of: dict[str, tuple[Callable[[], Any], ...]] = {}
+        self._unhooked: dict[str, weakref.ref[torch.Tensor]] = {}
+        self._latest = latest_node_hook()
 
     def hooked(self, nodes: Mapping[str, Node]) -> frozenset[str]:
-        """Names of those nodes that have hooks."""
-        return frozenset(name for name, node in nodes.items() if self._is_hooked(name, node))
+        """Names of those nodes that have hooks, of leaves' nodes by the leaves' names."""
+        if (latest := latest_node_hook()) is not self._latest:
+            self._latest = latest
+            self._unhooked.clear()
+        asked = {name: node for name, node in nodes.items() if not self._is_known(name, node)}
+        found = frozenset(name for name, node in asked.items() if self._is_hooked(name, node))
+        self._unhooked |= {name: weakref.ref(leaf_at(node)) for name, node in asked.items() if name not in found}
+        return found
+
+    def _is_known(self, name: str, node: Node) -> bool:
+        leaf = self._unhooked.get(name, _nothing)()
+        return leaf is not None and leaf is leaf_at(node)
 
     def _is_hooked(self, name: str, node: Node) -> bool:
         known = [hooks() for hooks in self._hooks_of.get(name, (_nothing,))]

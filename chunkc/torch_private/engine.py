@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._logging import trace_structured
+from torch.autograd.function import _HookMixin
 from torch.autograd.graph import Node
 
 __all__ = ["KEEPS_TANGENTS", "trace_structured"]
@@ -44,6 +45,28 @@ def will_execute(node: Node) -> bool:
         RuntimeError: it is a leaf's, and `torch.autograd.grad` runs.
     """
     return torch._C._will_engine_execute_node(node)
+
+
+def leaf_at(node: Node | None) -> Any:
+    """The leaf to whose `.grad` a node adds; None where it is another kind of node."""
+    return getattr(node, "variable", None)
+
+
+def latest_node_hook() -> object:
+    """Another object whenever others than chunkc have registered a hook on a node of autograd's graph meanwhile."""
+    return _latest_node_hook
+
+
+def _note_node_hook(backward_hooks: Any, hook: Any) -> Any:
+    global _latest_node_hook
+    if not str(getattr(hook, "__module__", None)).startswith("chunkc."):
+        _latest_node_hook = object()
+    return _register_node_hook(backward_hooks, hook)
+
+
+_latest_node_hook = object()
+_register_node_hook = _HookMixin._register_hook
+_HookMixin._register_hook = staticmethod(_note_node_hook)  # type: ignore[method-assign]  # called for every node's hook
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
