@@ -45,16 +45,29 @@ def mark_parameter_views(joint: fx.GraphModule, is_parameter: Sequence[bool]) ->
                     frontier.append(user)
 
 
-def drop_detaches(forward: fx.GraphModule, num_user_outputs: int) -> None:
+def drop_detaches(forward: fx.GraphModule, backward: fx.GraphModule, num_user_outputs: int) -> None:
     """Take out what only detaches a value from autograd, which is over, but for what the user gets.
 
-    Attention's would hold each layer's output until the last layer, which reads them all to detach them once more.
+    Attention's would hold each layer's output until the last layer, which reads them all to detach them once more. What
+    is saved has one name in both graphs.
     """
     given = set(returned(forward.graph)[:num_user_outputs])
+    names = {node.name for node in backward.graph.nodes}
+    taken = {node.name: node for node in placeholders(backward.graph)}
     for node in forward.graph.find_nodes(op="call_function", target=aten.detach.default):
-        if node not in given:
-            node.replace_all_uses_with(node.args[0])
-            forward.graph.erase_node(node)
+        source, placeholder = node.args[0], taken.get(node.name)
+        if node in given or (placeholder is not None and source.name in names):
+            continue
+        node.replace_all_uses_with(source)
+        forward.graph.erase_node(node)
+        if placeholder is not None:
+            with backward.graph.inserting_before(placeholder):
+                renamed = backward.graph.placeholder(source.name)
+            renamed.meta = placeholder.meta
+            placeholder.replace_all_uses_with(renamed)
+            backward.graph.erase_node(placeholder)
+            names.add(renamed.name)
+            taken[renamed.name] = renamed
 
 
 def partition(
@@ -66,7 +79,7 @@ def partition(
     """
     mark_parameter_views(joint, is_parameter)
     forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
-    drop_detaches(forward, kwargs["num_fwd_outputs"])
+    drop_detaches(forward, backward, kwargs["num_fwd_outputs"])
     numbers_first(forward.graph)
     numbers_first(backward.graph)
     return forward, backward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,9 @@ def test_a_gradient_that_another_thread_trains_stays_where_it_is(home: Home, mon
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
     grads = {name: parameter.grad for name, parameter in parameters.items()}
-    store.trainers.claim(frozenset(parameters), thread=-1)
+    another = threading.Thread(target=lambda: store.trainers.claim(frozenset(parameters)))
+    another.start()
+    another.join()
     with monkeypatch.context() as patch:
         patch.setattr("chunkc.runtime.store.gradient_of", lambda parameter: pytest.fail("it was read"))
         store.place(store.layout, {}, frozenset())
