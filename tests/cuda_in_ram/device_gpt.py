@@ -60,7 +60,7 @@ def train(
     shape: dict[str, int], dtype: torch.dtype, budget_nbytes: int, *, batch: int = 2, steps: int = 3,
     keep: bool = False, codegen: str = "eager", home: str = "cpu", disk_holds: str = "auto",
     optimizer: Callable[..., Any] = chunkc.optim.AdamW, scaler: torch.amp.GradScaler | None = None,
-    clip: float | None = None, accumulate: int = 1, **optimizer_options: Any,
+    clip: float | None = None, accumulate: int = 1, activations: str = "keep", **optimizer_options: Any,
 ) -> Trained:  # fmt: skip
     """Train a placed GPT; same seed, same weights and batches.
 
@@ -73,7 +73,9 @@ def train(
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = chunkc.place(GPT(**shape).to(dtype), device="cuda", home=home, disk_holds=disk_holds)
-    options = {"memory_budget": budget_nbytes, "codegen": codegen, "whole_graph": "never"}
+    options = {
+        "memory_budget": budget_nbytes, "codegen": codegen, "whole_graph": "never", "activations": activations,
+    }  # fmt: skip
     compiled = torch.compile(model, backend="chunkc", options=options)
     update = optimizer(model.parameters(), lr=1e-2, **optimizer_options)
     scaler = scaler or torch.amp.GradScaler("cuda", enabled=False)
@@ -101,10 +103,10 @@ def train(
     return Trained(tuple(losses), weights, chunkc.report(model))
 
 
-def smallest_budget(shape: dict[str, int], dtype: torch.dtype, *, batch: int = 2, codegen: str = "eager") -> int:
-    """What `BudgetError` says that works; bytes."""
+def smallest_budget(shape: dict[str, int], dtype: torch.dtype, **options: Any) -> int:
+    """What `BudgetError` says that works; bytes. Options are those of `train`."""
     try:
-        train(shape, dtype, 4096, batch=batch, steps=1, codegen=codegen)
+        train(shape, dtype, 4096, steps=1, **options)
     except chunkc.BudgetError as error:
         return error.minimum_nbytes
     raise AssertionError("trains in 4 KiB")

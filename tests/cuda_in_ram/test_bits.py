@@ -59,6 +59,18 @@ def test_the_budget_changes_no_bit(dtype: torch.dtype, home: str, update_on: str
         assert found.report.measured_peak_nbytes <= budget_nbytes
 
 
+@pytest.mark.parametrize("activations", ["offload", "rerun"])
+def test_nor_do_saved_values_that_are_absent(activations: str) -> None:
+    expected = train(SMALL, torch.bfloat16, HUGE)
+    budget_nbytes = smallest_budget(SMALL, torch.bfloat16, activations=activations)
+    assert budget_nbytes < smallest(torch.bfloat16)
+    for seed in (1, 2):
+        with cuda_in_ram.choose(late=seed):
+            found = train(SMALL, torch.bfloat16, budget_nbytes, activations=activations)
+        assert not different(found, expected)
+        assert found.report.measured_peak_nbytes <= budget_nbytes
+
+
 TRAININGS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "updates beside the forward": (torch.bfloat16, {"update_on": "cpu", "overlap": "forward"}),
     "updates beside the backward": (torch.bfloat16, {"update_on": "cpu", "overlap": "backward"}),

@@ -31,6 +31,14 @@ def test_eager_code_takes_what_was_predicted_to_the_byte(dtype: torch.dtype) -> 
     assert report.predicted_peak_nbytes <= budget_nbytes
 
 
+@pytest.mark.parametrize("activations", ["offload", "rerun"])
+def test_nor_more_where_saved_values_are_absent(activations: str) -> None:
+    budget_nbytes = smallest_budget(MEDIUM, torch.bfloat16, batch=4, activations=activations)
+    report = train(MEDIUM, torch.bfloat16, budget_nbytes, batch=4, keep=True, activations=activations).report
+    (left_nbytes,) = set(unused_nbytes(report).values())
+    assert 0 < left_nbytes <= TABLES_NBYTES
+
+
 @DTYPES
 def test_inductor_s_code_takes_hardly_less(dtype: torch.dtype) -> None:
     """At each moment within a thousandth. In fp32, attention's seeds are counted, which are on the CPU."""
