@@ -14,6 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
+if importlib.util.find_spec("hypothesis") is not None:  # a machine that is lent (bench/on_gpu.sh) may not have it
+    from hypothesis import settings
+
+    settings.register_profile("unhurried", settings(), deadline=None)  # other work takes the processor's time
+    settings.load_profile("unhurried")
+
 _HELPERS = (
     "plain_modules",
     "chunk_names",
