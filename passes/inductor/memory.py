@@ -62,7 +62,7 @@ def inductor_memory(
         _StorageTracker(num_threads, on_cuda) as tracker,
     ):
         args = [
-            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=_device_type_of(t, on_cuda))
             if isinstance(t, torch.Tensor)
             else t
             for t in given
@@ -89,6 +89,11 @@ def inductor_memory(
         released = tuple(tracker.input_released.get(k, len(steps)) for k in range(len(input_keys)))
         del mode
     return SegmentMemory(steps, released, numbers, storages).with_sizes(lambda nbytes: _known(nbytes, shapes))
+
+
+def _device_type_of(given: torch.Tensor, on_cuda: bool) -> str:
+    """Where a wrapper finds an input: fake ones may say otherwise. Numbers (0-dim) may be on the CPU on any device."""
+    return "cuda" if on_cuda and given.dim() else given.device.type
 
 
 def _replayed(call: Callable[[list[Any]], Any], args: list[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Names that Inductor's wrappers for CUDA use, as stand-ins that need no GPU: tensors are fake ones.
+"""Names that Inductor's wrappers for CUDA use, as stand-ins that need no GPU: tensors are fake ones, of whichever GPU.
 
 What wrappers call is in `torch/_inductor/codegen/wrapper.py` and `torch/_inductor/codegen/cuda/device_op_overrides.py`.
 """
@@ -53,6 +53,9 @@ def cuda_names() -> dict[str, Any]:
     def empty_strided_cuda(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
 
+    def device(*args: Any, **kwargs: Any) -> torch.device:
+        return torch.device(torch.device(*args, **kwargs).type)
+
     def no_pinned_memory(*args: Any, **kwargs: Any) -> None:
         raise UnsupportedError(
             "a compiled segment copies through pinned host memory, which chunkc does not plan for; keep the model's "
@@ -61,6 +64,7 @@ def cuda_names() -> dict[str, Any]:
 
     return {
         "torch": _Torch(),
+        "device": device,
         "empty_strided_cuda": empty_strided_cuda,
         "empty_strided_cpu_pinned": no_pinned_memory,
         "get_raw_stream": lambda index: 0,

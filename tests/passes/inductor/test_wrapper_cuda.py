@@ -52,11 +52,21 @@ def test_the_shape_of_older_wrappers() -> None:
     assert attention > rounded * 2 + 100 * 64 * 4
 
 
-@pytest.mark.parametrize("inputs_on", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("inputs_on", ["cpu", "cuda:1"])
 def test_where_the_inputs_lie_changes_nothing(inputs_on: str) -> None:
-    """Fake inputs may say either; the wrapper says where it computes."""
+    """Fake inputs may say anything; the wrapper says where it computes."""
     memory = inductor_memory(OLDER, fakes((100, 100), (100, 100), device=inputs_on), 1)
     assert memory == inductor_memory(OLDER, fakes((100, 100), (100, 100)), 1)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_nor_does_which_gpu_the_wrapper_is_for(index: int) -> None:
+    """An operator may meet an input, a buffer of the wrapper's own, and one that an operator made."""
+    meets = "buf7 = torch.ops.aten.addmm.default(primals_1, buf1, buf4)\n        buf6 = buf5[0]"
+    source = OLDER.replace("buf6 = buf5[0]", meets).replace("index=0", f"index={index}")
+    memory = inductor_memory(source, fakes((100, 100), (100, 100), device=f"cuda:{index}"), 1)
+    assert [step.op for step in memory.steps].count("aten.addmm") == 1
+    assert memory == inductor_memory(source, fakes((100, 100), (100, 100), device="cpu"), 1)
 
 
 def test_pinned_host_memory_is_refused() -> None:
