@@ -17,11 +17,10 @@ from types import MappingProxyType
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from chunkc.declared import StateKeeper, declare_states, declared, declared_states, state_format_of
 from chunkc.early import EarlyUpdates
-from chunkc.identity import WeakIdentity
+from chunkc.identity import ByIdentity, WeakIdentity
 from chunkc.ir.chunks import ChunkLayout, ParamSpec
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.estimates import EstimatedOperator, largest_of_each
@@ -293,7 +292,7 @@ class Session:
 
 
 _numbers = itertools.count()
-_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_owners: ByIdentity[tuple[Session, str]] = ByIdentity()
 OPEN: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
@@ -304,7 +303,7 @@ def owner(parameter: torch.Tensor) -> tuple[Session, str] | None:
 
 def readable_parameters() -> list[torch.Tensor]:
     """All parameters that some session owns, and whose `.grad` this thread may look at."""
-    sessions = dict.fromkeys(session for session, _ in list(_owners.values()))
+    sessions = dict.fromkeys(session for session, _ in _owners.values())
     return [parameter for session in sessions for parameter in session.store.readable().values()]
 
 

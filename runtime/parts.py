@@ -118,7 +118,7 @@ def leaf_of(parameter: torch.Tensor) -> torch.Tensor:
     Raises:
         UnsupportedError: that is gone.
     """
-    if not isinstance(parameter, Part):
+    if type(parameter) is not Part:  # `isinstance` asks nn.Parameter's metaclass, which takes four times as long
         return parameter
     found = parameter.distributed
     if found is None:

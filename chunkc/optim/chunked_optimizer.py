@@ -177,8 +177,9 @@ class ChunkedOptimizer(Optimizer):
         Allocates no tensor: in a backward, the compute tier may be full.
         """
         step = self.states_of(parameter)["step"]
-        step.fill_(int(step) + 1)
-        return self.doubts.hyper(parameter, int(step), at)
+        number = int(step) + 1
+        step.fill_(number)
+        return self.doubts.hyper(parameter, number, at)
 
     def updater(self, device: torch.device, *, by_triton: bool | None = None) -> Updater:
         """The rule's updates on a device, which are Triton's where that is what computes."""

@@ -102,7 +102,7 @@ class Doubts:
 
     def hyper(self, parameter: torch.Tensor, step: int, at: Callable[[int], Any]) -> Any:
         """A parameter's hyper-parameters at a step: those of `at(step)`, or what that may turn out to be."""
-        doubts = tuple(doubt for doubt in self._pending if parameter in doubt.states)
+        doubts = tuple(doubt for doubt in self._pending if parameter in doubt.states) if self._pending else ()
         if not doubts:
             return at(step)
         return InDoubt(tuple(at(step - num_skipped) for num_skipped in range(len(doubts) + 1)), doubts)

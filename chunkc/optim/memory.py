@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from chunkc.ir.errors import UnsupportedError
@@ -81,7 +82,7 @@ def aliased_by_gradients(optimizer: Any, parameters: Sequence[torch.Tensor]) -> 
     """
     parameters = [parameter for parameter in parameters if gradient_of(parameter) is not None]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not _meet(map(span_of, parameters), map(span_of, gradients)):
+    if not _meet([span_of(parameter) for parameter in parameters], [span_of(gradient) for gradient in gradients]):
         return []
     aliased = []
     for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -104,12 +105,11 @@ def _same_memory(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
     return gradient.stride() == parameter.stride() or (is_dense(gradient) and is_dense(parameter))
 
 
-def _meet(spans: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> bool:
-    """Whether one of the spans may share an address with one of the others."""
-    in_order = sorted([(*span, 0) for span in spans] + [(*span, 1) for span in others])
-    ends = [0, 0]
-    for begin, end, side in in_order:
-        if begin < ends[1 - side]:
-            return True
-        ends[side] = max(ends[side], end)
-    return False
+def _meet(spans: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> bool:
+    """Whether one of the spans of addresses `[begin, end)` may share one with one of the others."""
+    begins, ends = np.array([*spans, *others], dtype=np.int64).reshape(-1, 2).T
+    order = np.argsort(begins, kind="stable")
+    is_other = (np.arange(len(begins)) >= len(spans))[order]
+    begins, ends = begins[order], ends[order]
+    furthest = [np.maximum.accumulate(np.where(is_other == side, ends, 0)) for side in (False, True)]
+    return bool((begins < np.where(is_other, *furthest)).any())

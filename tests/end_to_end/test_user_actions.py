@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import itertools
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -80,6 +81,7 @@ class Pair:
 
 
 _pool: dict[tuple[str, int], Pair] = {}
+_ended = itertools.count(1)
 
 
 class UserActions(RuleBasedStateMachine):
@@ -258,6 +260,9 @@ class UserActions(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "pair") and self.is_whole:
             _pool[self.key] = self.pair
+        if next(_ended) % 500 == 0:  # guards of what was compiled add up
+            _pool.clear()
+            torch._dynamo.reset()
 
 
 @pytest.mark.timeout(7200)

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import chunkc
 from chunkc.ir.states import MASTER
 from chunkc.ir.strides import is_dense
+from chunkc.optim.memory import _meet
 
 AdamW, Adam, LAMB = chunkc.optim.AdamW, chunkc.optim.Adam, chunkc.optim.LAMB
 
@@ -289,3 +292,15 @@ def test_a_parameter_of_another_shape_than_its_states_is_refused() -> None:
     with pytest.raises(chunkc.UnsupportedError, match=r"parameter 1 of .* has the shape \(2, 3\).*\(4, 3\)"):
         optimizer.step()
     assert torch.equal(first, before)
+
+
+_SPANS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 6)).map(lambda span: (span[0], sum(span))), max_size=6)
+
+
+@given(_SPANS, _SPANS)
+def test_spans_that_may_meet_are_found(spans: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
+    """None is missed, and of those that have elements none is found that does not meet."""
+    common = any(begin < end and max(begin, a) < min(end, b) for begin, end in spans for a, b in others)
+    assert _meet(spans, others) or not common
+    filled = [[span for span in side if span[0] < span[1]] for side in (spans, others)]
+    assert _meet(*filled) == common
