@@ -9,13 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from chunkc.kernels.elementwise_triton import UNIT
+from chunkc.kernels.formats import UNIT
 from chunkc.kernels.hyper import AdamScalars
 from chunkc.kernels.triton_formats import (
     factors_of,
     load_moment,
     load_target,
     load_wide,
+    of_tensor,
+    scale_of_tensor,
     scattered_indices,
     store_moment,
     store_target,
@@ -23,14 +25,15 @@ from chunkc.kernels.triton_formats import (
 
 _UNIT = tl.constexpr(UNIT)
 _NUM_SCALARS = tl.constexpr(len(AdamScalars._fields))
-_NUM_COLUMNS = tl.constexpr(3)
+_NUM_KINDS = tl.constexpr(7)
 
 
 # Only what vectors are loaded from is specialised on alignment, and no integer on its value: few variants to compile.
 @triton.jit(
     do_not_specialize=["first_element", "key_low", "key_high"],
     do_not_specialize_on_alignment=[
-        "exp_avg_scale", "exp_avg_sq_scale", "code_tables", "work", "scalars", "unscale", "clip", "found_inf",
+        "exp_avg_scale", "exp_avg_sq_scale", "code_tables", "work", "distances", "scalars", "unscale", "clip",
+        "found_inf",
     ],
 )  # fmt: skip
 def adam_kernel(
@@ -43,6 +46,7 @@ def adam_kernel(
     exp_avg_sq_scale,
     code_tables,
     work,
+    distances,
     scalars,
     unscale,
     clip,
@@ -53,15 +57,30 @@ def adam_kernel(
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
     RAGGED_BLOCK: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
 ):
-    """One program per row (begin, end, group) of `work`, int64.
+    """One program per row of `work`, int64: begin, end, group, and the tensor where there are `distances`.
+
+    Slots are the first tensor's; `distances` says where each tensor has its own, by kind in the slots' order (see
+    `chunkc.kernels.elementwise_triton.distances_of`). Without it there is one tensor.
 
     `code_tables` is fp32 `[4, 256]`: values, then midpoints, of signed codes, then of unsigned ones.
     """
-    row = work + tl.program_id(0).to(tl.int64) * _NUM_COLUMNS
+    row = work + tl.program_id(0).to(tl.int64) * NUM_COLUMNS
     begin = tl.load(row)
     end = tl.load(row + 1)
     group_scalars = scalars + tl.load(row + 2) * _NUM_SCALARS
+    if distances is not None:
+        distances += tl.load(row + 3) * _NUM_KINDS
+        param = of_tensor(param, distances, 0)
+        grad = of_tensor(grad, distances, 1)
+        exp_avg = of_tensor(exp_avg, distances, 2)
+        exp_avg_sq = of_tensor(exp_avg_sq, distances, 3)
+        if master is not None:
+            master = of_tensor(master, distances, 4)
+        if exp_avg_scale is not None:
+            exp_avg_scale = scale_of_tensor(exp_avg_scale, distances, 5)
+            exp_avg_sq_scale = scale_of_tensor(exp_avg_sq_scale, distances, 6)
     if found_inf is not None:
         end = tl.where(tl.load(found_inf) == 0, end, begin)
     factor, second_factor = factors_of(unscale, clip)

@@ -1,4 +1,5 @@
-"""Elementwise updates in Triton: one launch per tile of a chunk group, whatever the number of tensors in it.
+"""Elementwise updates in Triton: one launch per tile of a chunk group, whatever the number of tensors in it; or one
+for many tensors that lie anywhere.
 
 Which elements a program updates, and with whose hyper-parameters, is in a work table made once per layout on the host.
 Importing this needs no Triton; updating does. With `TRITON_INTERPRET=1` set before Triton is first imported the same
@@ -10,17 +11,20 @@ from __future__ import annotations
 import functools
 import pkgutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from chunkc.ir.chunks import GRAD, PARAM
 from chunkc.ir.errors import UnsupportedError
-from chunkc.ir.states import MASTER, scale_of
+from chunkc.ir.states import MASTER, is_scale, scale_of
 from chunkc.kernels.formats import (
     NO_SCALE,
     QUANT_BLOCK,
+    UNIT,
     GradScale,
     RoundingKey,
     Run,
@@ -35,8 +39,6 @@ from chunkc.kernels.quant import codebook, midpoints
 NUM_THREADS = 128
 BLOCK = 8 * NUM_THREADS
 """Elements a program updates at most: eight per thread, 16 bytes of bf16."""
-UNIT = 16
-"""Elements that a row must begin and end at multiples of to be loaded as vectors: 16 bytes of 8-bit codes."""
 RAGGED_BLOCK = QUANT_BLOCK
 """Elements that any other program updates at most."""
 
@@ -46,8 +48,9 @@ class WorkTable:
     """What each program of a launch does: rows (begin, end, group), on the device that updates.
 
     Args:
-        rows: int64 `[num_programs, 3]`, begin and end in elements of the tile.
-        num_elements: the tile has at least so many.
+        rows: int64 `[num_programs, 3]`, begin and end in elements of the tile; or `[num_programs, 4]`, begin and end in
+            elements of a tensor, whose number is last.
+        num_elements: the tile, or the first tensor, has at least so many.
         num_groups: the scalars have at least so many rows.
         run_alignment: runs begin at multiples of this (`UpdateFormat.run_alignment`).
     """
@@ -79,6 +82,18 @@ def work_table(runs: Sequence[Run], fmt: UpdateFormat) -> WorkTable:
     return WorkTable(rows, num_elements, num_groups, fmt.run_alignment)
 
 
+def work_of_tensors(tensors: Sequence[tuple[int, int]], fmt: UpdateFormat) -> WorkTable:
+    """The same for one launch that updates several tensors, on the CPU.
+
+    Args:
+        tensors: of each its number of elements, and the row of scalars that it is updated with.
+    """
+    tables = [work_table([Run(0, numel, group)], fmt).rows for numel, group in tensors]
+    numbers = torch.repeat_interleave(torch.tensor([len(rows) for rows in tables], device="cpu"))
+    rows = torch.cat([torch.cat(tables), numbers[:, None]], dim=1)
+    return WorkTable(rows, tensors[0][0], max(group for _, group in tensors) + 1, fmt.run_alignment)
+
+
 def _rows_of_run(run: Run, fmt: UpdateFormat) -> list[Tensor]:
     unit = QUANT_BLOCK if fmt.quantised and run.end % UNIT else UNIT
     begin = min(-(-run.begin // UNIT) * UNIT, run.end)
@@ -105,8 +120,9 @@ def update(
     scale: GradScale = NO_SCALE,
     key: RoundingKey | None = None,
     first_element: int = 0,
+    distances: Tensor | None = None,
 ) -> None:
-    """One update of a tile of a chunk group, in place, in one launch on the current stream.
+    """One update of a tile of a chunk group, or of many tensors, in place, in one launch on the current stream.
 
     Computes what `chunkc.kernels.reference.chunk_update` does, to the bit. Waits for nothing and allocates nothing
     but, once per device, 4 KiB of tables for 8-bit moments. Elements outside the work table's runs stay as they are.
@@ -115,19 +131,24 @@ def update(
         work: from `work_table`, on the slots' device.
         scalars: `[num_groups, num_scalars]` fp32 on the slots' device, see `chunkc.kernels.hyper.scalar_table`.
         scale, key, first_element: as for the reference.
+        distances: of several tensors, see `distances_of`; the slots are the first one's. Others are not checked,
+            and whoever calls this marks all as written.
 
     Raises:
         ValueError: a tensor does not fit the format or the work table.
         UnsupportedError: Triton is not installed, or the slots are not on a device that it compiles for.
     """
-    arguments = launch_arguments(fmt, slots, work, scalars, scale=scale, key=key, first_element=first_element)
+    arguments = launch_arguments(
+        fmt, slots, work, scalars, scale=scale, key=key, first_element=first_element, distances=distances
+    )
     num_programs = len(work.rows)
     if num_programs:
         require_triton(slots.param.device, "chunkc.kernels.elementwise_cpu")
         kernel = pkgutil.resolve_name(fmt.triton_kernel)
         with torch.cuda.device_of(slots.param):
             kernel[(num_programs,)](**arguments, **launch_options_on(slots.param.device))
-        mark_written(slots)
+        if distances is None:
+            mark_written(slots)
 
 
 def launch_arguments(
@@ -139,6 +160,7 @@ def launch_arguments(
     scale: GradScale = NO_SCALE,
     key: RoundingKey | None = None,
     first_element: int = 0,
+    distances: Tensor | None = None,
 ) -> dict[str, Any]:
     """The checked arguments of the kernel, by name, as `update` launches it.
 
@@ -155,12 +177,16 @@ def launch_arguments(
         raise ValueError(f"the work table was not made for {fmt.moments} moments; call work_table with {fmt}")
     if work.rows.device != slots.param.device:
         raise ValueError(f"the work table is on {work.rows.device}, param on {slots.param.device}; use work.to(device)")
+    num_columns = work.rows.shape[1]
+    if (num_columns == 4) != (distances is not None):
+        raise ValueError("distances go with a work table of several tensors, from work_of_tensors, and with no other")
     return {
         "param": slots.param.detach(),
         "grad": slots.grad,
         **{kind: slots[kind] for kind in (*fmt.kinds, MASTER, *map(scale_of, fmt.kinds))},
         "code_tables": _code_tables(slots.param.device) if fmt.quantised else None,
         "work": work.rows,
+        "distances": distances,
         "scalars": scalars,
         "unscale": scale.unscale,
         "clip": scale.clip,
@@ -171,7 +197,33 @@ def launch_arguments(
         "STOCHASTIC": fmt.stochastic,
         "BLOCK": BLOCK,
         "RAGGED_BLOCK": RAGGED_BLOCK,
+        "NUM_COLUMNS": num_columns,
     }
+
+
+def kinds_of(fmt: UpdateFormat) -> list[str]:
+    """The kinds of data that an update may have, in the order that its slots and the columns of distances have."""
+    return [field.name for field in fields(fmt.slots)]  # type: ignore[arg-type]
+
+
+def distances_of(addresses: np.ndarray, fmt: UpdateFormat) -> Tensor:
+    """Where each tensor of a launch has its data, from where the first one has its own; on the CPU.
+
+    Args:
+        addresses: int64 `[num_tensors, num_kinds]`, in bytes, by `kinds_of`; 0 where the format has no such data. Those
+            of one kind differ by whole units, of 16 elements (`alignment_of`).
+
+    Returns:
+        int64 `[num_tensors, num_kinds]`: in units, of scales in elements.
+    """
+    return torch.from_numpy((addresses - addresses[0]) // alignment_of(fmt))
+
+
+def alignment_of(fmt: UpdateFormat) -> np.ndarray:
+    """Bytes by which addresses of one kind differ in a launch, or a multiple of them: int64 `[num_kinds]`."""
+    dtypes = {PARAM: fmt.param_dtype, GRAD: fmt.grad_dtype, MASTER: fmt.master_dtype or torch.float32}
+    sizes = [4 if is_scale(kind) else dtypes.get(kind, fmt.moment_dtype).itemsize * UNIT for kind in kinds_of(fmt)]
+    return np.array(sizes, dtype=np.int64)
 
 
 def launch_options(backend: str, warp_size: int) -> dict[str, Any]:

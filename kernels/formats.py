@@ -35,6 +35,9 @@ QUANT_BLOCK = ELEMENTS_PER_SCALE
 """Elements that share one scale in 8-bit moments. A block never mixes two runs: runs begin at multiples of it."""
 
 
+UNIT = 16
+"""Elements at multiples of which Triton's kernels load vectors: 16 bytes of 8-bit codes."""
+
 Root = Callable[[Tensor], Tensor]
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from chunkc.kernels.adam_triton_kernel import new_moments
-from chunkc.kernels.elementwise_triton import UNIT
+from chunkc.kernels.formats import UNIT
 from chunkc.kernels.lamb_formats import LambScalars
 from chunkc.kernels.triton_formats import factors_of, load_target, load_wide, store_target
 

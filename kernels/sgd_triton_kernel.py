@@ -9,13 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from chunkc.kernels.elementwise_triton import UNIT
+from chunkc.kernels.formats import UNIT
 from chunkc.kernels.sgd import SgdScalars
 from chunkc.kernels.triton_formats import (
     factors_of,
     load_moment,
     load_target,
     load_wide,
+    of_tensor,
+    scale_of_tensor,
     scattered_indices,
     store_moment,
     store_target,
@@ -23,13 +25,13 @@ from chunkc.kernels.triton_formats import (
 
 _UNIT = tl.constexpr(UNIT)
 _NUM_SCALARS = tl.constexpr(len(SgdScalars._fields))
-_NUM_COLUMNS = tl.constexpr(3)
+_NUM_KINDS = tl.constexpr(5)
 
 
 @triton.jit(
     do_not_specialize=["first_element", "key_low", "key_high"],
     do_not_specialize_on_alignment=[
-        "momentum_buffer_scale", "code_tables", "work", "scalars", "unscale", "clip", "found_inf",
+        "momentum_buffer_scale", "code_tables", "work", "distances", "scalars", "unscale", "clip", "found_inf",
     ],
 )  # fmt: skip
 def sgd_kernel(
@@ -38,6 +40,7 @@ def sgd_kernel(
     master,
     code_tables,
     work,
+    distances,
     scalars,
     unscale,
     clip,
@@ -48,14 +51,28 @@ def sgd_kernel(
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
     RAGGED_BLOCK: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
     momentum_buffer=None,
     momentum_buffer_scale=None,
 ):
-    """One program per row (begin, end, group) of `work`, int64. Without momentum there is no buffer."""
-    row = work + tl.program_id(0).to(tl.int64) * _NUM_COLUMNS
+    """One program per row of `work`; `work` and `distances` as Adam's kernel has them.
+
+    Without momentum there is no buffer.
+    """
+    row = work + tl.program_id(0).to(tl.int64) * NUM_COLUMNS
     begin = tl.load(row)
     end = tl.load(row + 1)
     group_scalars = scalars + tl.load(row + 2) * _NUM_SCALARS
+    if distances is not None:
+        distances += tl.load(row + 3) * _NUM_KINDS
+        param = of_tensor(param, distances, 0)
+        grad = of_tensor(grad, distances, 1)
+        if master is not None:
+            master = of_tensor(master, distances, 2)
+        if momentum_buffer is not None:
+            momentum_buffer = of_tensor(momentum_buffer, distances, 3)
+        if momentum_buffer_scale is not None:
+            momentum_buffer_scale = scale_of_tensor(momentum_buffer_scale, distances, 4)
     if found_inf is not None:
         end = tl.where(tl.load(found_inf) == 0, end, begin)
     factor, second_factor = factors_of(unscale, clip)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from chunkc.kernels import rounding
-from chunkc.kernels.formats import QUANT_BLOCK
+from chunkc.kernels.formats import QUANT_BLOCK, UNIT
 
 _QUANT_BLOCK = tl.constexpr(QUANT_BLOCK)
 _MIX_FACTOR_0 = tl.constexpr(rounding.MIX_FACTORS[0])
@@ -14,6 +14,20 @@ _MIX_FACTOR_1 = tl.constexpr(rounding.MIX_FACTORS[1])
 _HIGH_FACTOR = tl.constexpr(rounding.HIGH_FACTOR)
 _STREAM_FACTOR = tl.constexpr(rounding.STREAM_FACTOR)
 _PARAM_STREAM = tl.constexpr(rounding.PARAM_STREAM)
+_UNIT = tl.constexpr(UNIT)
+
+
+@triton.jit
+def of_tensor(place, distances, KIND: tl.constexpr):
+    """Where a row's tensor has what the first one has at `place`; `distances` are those of the tensor, in units."""
+    # Multiplied to show the compiler that both are aligned alike.
+    return place + tl.load(distances + KIND) * _UNIT
+
+
+@triton.jit
+def scale_of_tensor(place, distances, KIND: tl.constexpr):
+    """The same of 8-bit moments' scales, whose distances are in elements."""
+    return place + tl.load(distances + KIND)
 
 
 @triton.jit

@@ -17,13 +17,14 @@ from chunkc.ir.plan import Tile
 from chunkc.ir.states import FLOAT32, StateFormat
 from chunkc.kernels import elementwise_triton
 from chunkc.kernels.elementwise_cpu import chunk_update, prepare, warm_up_format
-from chunkc.kernels.elementwise_triton import WorkTable, work_table
+from chunkc.kernels.elementwise_triton import WorkTable, distances_of, work_of_tensors, work_table
 from chunkc.kernels.formats import NO_SCALE, GradScale, RoundingKey, Run, Slots, UpdateFormat, rounding_key
 from chunkc.kernels.hyper import scalar_table
 from chunkc.optim.formats import Formats
-from chunkc.optim.on_device import TABLE_NBYTES, StepScalars, upload
+from chunkc.optim.on_device import DISTANCES_NBYTES, TABLE_NBYTES, StepScalars, upload
 from chunkc.optim.rule import Groups, Place, Rule, Runs, Staying, TileUpdate, Updater
 from chunkc.optim.states import put_back
+from chunkc.optim.together import Batch, batches, goes_along
 from chunkc.recent import Recent
 
 PIECE_NUM_ELEMENTS = 1 << 24
@@ -128,14 +129,16 @@ class ByTriton(Elementwise):
     """Updates on a GPU: any number of tiles and tensors in a step, in the current stream's order.
 
     Attributes:
-        tables: of work on the device, by their runs; the allocator uses the memory of those that went again in the
-            stream's order.
+        tables: of work on the device, by their runs, or by the tensors of a launch; the allocator uses the memory of
+            those that went again in the stream's order.
+        distances: of the tensors of a launch, by their addresses (see `together`).
     """
 
     def __init__(self, rule: ElementwiseRule, device: torch.device) -> None:
         super().__init__(rule)
         self.device = device
-        self.tables: Recent[tuple[Run, ...], WorkTable] = Recent(TABLE_NBYTES, lambda table: table.rows.nbytes)
+        self.tables: Recent[tuple, WorkTable] = Recent(TABLE_NBYTES, lambda table: table.rows.nbytes)
+        self.distances: Recent[bytes, torch.Tensor] = Recent(DISTANCES_NBYTES, lambda distances: distances.nbytes)
         self._scalars = StepScalars(device)
 
     def begin_step(self) -> None:
@@ -146,12 +149,44 @@ class ByTriton(Elementwise):
             self._scalars.row(hyper)
         return super().of_group(index, runs, tiles, scale)
 
+    def of_tensors(self, tensors: Iterable[Staying], scale: GradScale) -> None:
+        """In launches of many tensors, but for random bits, which depend on where a tensor is, and for odd tensors."""
+        along: list[tuple[Staying, UpdateFormat]] = []
+        alone: list[Staying] = []
+        for tensor in tensors:
+            gradient = tensor.parameter.grad
+            assert gradient is not None
+            fmt = self.rule.format(tensor.parameter.dtype, gradient.dtype, tuple(tensor.states))
+            if fmt.stochastic or not goes_along(tensor):
+                alone.append(tensor)
+            else:
+                along.append((tensor, fmt))
+                self._scalars.row(tensor.hyper)  # before the first launch: one table of scalars for all
+        for batch in batches(along):
+            self._update_together(batch, scale)
+        super().of_tensors(alone, scale)
+
+    def _update_together(self, batch: Batch, scale: GradScale) -> None:
+        sizes = tuple((of.parameter.numel(), self._scalars.row(of.hyper)) for of in batch.tensors)
+        work = self._kept(sizes, lambda: work_of_tensors(sizes, batch.fmt), batch.fmt)
+        key = batch.addresses.tobytes()
+        distances = self.distances.find(key)
+        if distances is None:
+            distances = self.distances.keep(key, upload(distances_of(batch.addresses, batch.fmt), self.device))
+        slots, scalars = batch.fmt.slots.of(batch.tensors[0].flats()), self._scalars.table()
+        elementwise_triton.update(batch.fmt, slots, work, scalars, scale=scale, distances=distances)
+        torch.autograd.graph.increment_version(batch.written)
+
     def table_of(self, runs: Sequence[Run], fmt: UpdateFormat) -> WorkTable:
         """The table of work for these runs, made on the first call."""
-        key = tuple(runs)
+        return self._kept(tuple(runs), lambda: work_table(runs, fmt), fmt)
+
+    def _kept(self, key: tuple, make: Callable[[], WorkTable], fmt: UpdateFormat) -> WorkTable:
+        """A table on the device, made on the first call."""
+        key = (fmt.run_alignment, *key)
         found = self.tables.find(key)
         if found is None:
-            made = work_table(key, fmt)
+            made = make()
             found = self.tables.keep(key, replace(made, rows=upload(made.rows, self.device)))
         return found
 

@@ -16,6 +16,9 @@ from chunkc.optim.doubts import decided
 TABLE_NBYTES = 2 << 20
 """Tables of work that are kept on a device, in bytes: those used last (`machines.devices.TABLES_NBYTES` has room)."""
 
+DISTANCES_NBYTES = 1 << 20
+"""Distances between tensors that one launch updates, in bytes: those used last, beside the tables."""
+
 
 def computes_by_triton(device: torch.device) -> bool:
     """Whether updates on a device are Triton's; on the CPU they are passes that Inductor or a C++ compiler made."""

@@ -18,7 +18,7 @@ import torch
 from chunkc.ir.chunks import ALIGNMENT_NBYTES
 from chunkc.ir.errors import UnsupportedError
 from chunkc.kernels import elementwise_triton
-from chunkc.kernels.formats import QUANT_BLOCK, GradScale, Run, rounding_key
+from chunkc.kernels.formats import QUANT_BLOCK, UNIT, GradScale, Run, rounding_key
 from chunkc.kernels.hyper import scalar_table
 
 FORMATS = adam_cases.FORMATS
@@ -108,12 +108,12 @@ def test_rows_cover_runs_once_and_only_ends_are_ragged(name: str) -> None:
     elements = [(element, group) for begin, end, group in rows for element in range(begin, end)]
     assert elements == [(element, run.group) for run in runs for element in range(run.begin, run.end)]
     for begin, end, _ in rows:
-        ragged = (begin | end) % elementwise_triton.UNIT != 0
+        ragged = (begin | end) % UNIT != 0
         assert end - begin <= (elementwise_triton.RAGGED_BLOCK if ragged else elementwise_triton.BLOCK)
         if align > 1:
             assert begin % QUANT_BLOCK == 0
         elif ragged:
-            assert end - begin < elementwise_triton.UNIT
+            assert end - begin < UNIT
     assert len({tuple(row[:2]) for row in rows}) == len(rows)
 
 
@@ -129,7 +129,7 @@ def test_a_chunk_is_one_table_of_full_rows() -> None:
 
 def test_tensors_in_chunks_begin_where_vectors_do() -> None:
     """So that only the ends of tensors can be ragged, whatever their dtype."""
-    assert ALIGNMENT_NBYTES // 4 % elementwise_triton.UNIT == 0
+    assert ALIGNMENT_NBYTES // 4 % UNIT == 0
 
 
 def test_rows_of_huge_offsets() -> None:

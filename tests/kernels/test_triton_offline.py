@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import adam_cases
+import numpy as np
 import pytest
 import torch
 from offline import TARGETS, compile_offline, spilled, targets_with_marks, vector_accesses
@@ -38,7 +39,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
 
 
-def compiled(name: str, target: str, offset: int = 0, fused: bool = False) -> Any:
+def compiled(name: str, target: str, offset: int = 0, fused: bool = False, num_tensors: int = 0) -> Any:
     """Compile what a launch would. `offset`: in elements, where every slot begins in an aligned buffer."""
     from chunkc.kernels.adam_triton_kernel import adam_kernel
 
@@ -47,14 +48,18 @@ def compiled(name: str, target: str, offset: int = 0, fused: bool = False) -> An
     if offset:
         flat = {field: getattr(slots, field) for field in ("param", "grad", "exp_avg", "exp_avg_sq", "master")}
         slots = replace(slots, **{k: None if t is None else torch.cat([t, t])[offset:][:4096] for k, t in flat.items()})
+    addresses = np.arange(num_tensors)[:, None] * elementwise_triton.alignment_of(fmt)
     arguments = elementwise_triton.launch_arguments(
         fmt,
         slots,
-        elementwise_triton.work_table([Run(0, 4096, 0)], fmt),
+        elementwise_triton.work_of_tensors([(4096, 0)] * num_tensors, fmt)
+        if num_tensors
+        else elementwise_triton.work_table([Run(0, 4096, 0)], fmt),
         scalar_table(adam_cases.HYPERS),
         scale=GradScale(*torch.ones(3).unbind()),
         key=rounding_key(0, 1, 0) if fmt.stochastic else None,
         first_element=offset,
+        distances=elementwise_triton.distances_of(addresses, fmt) if num_tensors else None,
     )
     backend, _, warp_size = TARGETS[target]
     options = elementwise_triton.launch_options(backend, warp_size) | ({"enable_fp_fusion": True} if fused else {})
@@ -114,3 +119,24 @@ def test_nothing_is_contracted() -> None:
         for fused in (False, True)
     ]
     assert num_fma[0] < num_fma[1]  # division and square root are made of some
+
+
+@pytest.mark.parametrize(("name", "target"), [(n, t) for n in ("fp32", "bf16-split") for t in ("sm_70", "sm_90")])
+def test_many_tensors_are_moved_in_vectors_too(name: str, target: str, tmp_path: Path) -> None:
+    """Each where it lies, all aligned alike."""
+    kernel = compiled(name, target, num_tensors=2)
+    assert not any(spilled(kernel, tmp_path).values())
+    assert vector_accesses(kernel) == wanted_accesses(FORMATS[name])
+
+
+def test_distances_of_single_elements_would_lose_the_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    from chunkc.kernels import adam_triton_kernel, triton_formats
+
+    monkeypatch.setattr(triton_formats, "_UNIT", triton.language.constexpr(1))
+    for module, name in (
+        (triton_formats, "of_tensor"),
+        (adam_triton_kernel, "of_tensor"),
+        (adam_triton_kernel, "adam_kernel"),
+    ):
+        monkeypatch.setattr(module, name, triton.runtime.jit.JITFunction(getattr(module, name).fn))
+    assert vector_accesses(compiled("fp32", "sm_90", num_tensors=2)) == Counter()

@@ -1,0 +1,193 @@
+"""Parameters that stay on a GPU are updated in few launches, with the bits that each would have alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import chunkc
+from chunkc.kernels import elementwise_triton
+from chunkc.kernels.formats import AdamFormat, AdamSlots, Run, UpdateFormat
+from chunkc.kernels.hyper import AdamHyper, scalar_table
+from chunkc.kernels.sgd import SgdFormat
+from chunkc.optim import on_device, together
+from chunkc.optim.rule import Staying
+
+FORMATS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "fp32": lambda p: chunkc.optim.AdamW(p, lr=0.1),
+    "bf16 split": lambda p: chunkc.optim.AdamW(p, lr=0.1),
+    "bf16 moments": lambda p: chunkc.optim.Adam(p, lr=0.1, moments_dtype=torch.bfloat16, stochastic_rounding=False),
+    "int8": lambda p: chunkc.optim.AdamW(p, lr=0.1, moments_dtype="int8"),
+    "sgd": lambda p: chunkc.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "sgd plain": lambda p: chunkc.optim.SGD(p, lr=0.1),
+}
+SHAPES = [(), (1,), (16,), (300,), (5, 7), (33, 64), (2, 3, 5), (4096,), (1025,)]
+
+
+def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
+    """Small ones, some transposed, at an odd address, with gaps, or over the limit of a launch."""
+    generator = torch.Generator().manual_seed(0)
+
+    def values(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    odd = [values(40, 50).t(), values(101)[1:], values(24, 25)[:, :3], values(9000), values(8, 6).t()[1:]]
+    return [nn.Parameter(value) for value in (*(values(*shape) for shape in SHAPES), *odd)]
+
+
+def give_gradients(params: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for number, p in enumerate(params):
+        grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        p.grad = None if (number + step) % 5 == 0 else torch.empty_like(p).copy_(grad) if number % 3 else grad
+
+
+def trained(name: str, *, by_triton: bool) -> tuple[list[Tensor], int]:
+    """Parameters after four steps, and the number of launches."""
+    params = parameters(torch.bfloat16 if "bf16" in name and "moments" not in name else torch.float32)
+    update, count = elementwise_triton.update, [0]
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        count[0] += 1
+        update(*args, **kwargs)
+
+    groups = [{"params": params[::2], "lr": 0.05}, {"params": params[1::2]}]
+    with (
+        mock.patch.object(on_device, "computes_by_triton", return_value=by_triton),
+        mock.patch.object(elementwise_triton, "update", counted),
+        mock.patch.object(together, "MAX_NUM_ELEMENTS", 8192),
+    ):
+        optimizer = FORMATS[name](groups)
+        for step in range(4):
+            give_gradients(params, step)
+            optimizer.step()
+    states = [state for p in params for kind, state in sorted(optimizer.state[p].items()) if kind != "step"]
+    return [value.detach() for value in (*params, *states)], count[0]
+
+
+def failure_of(name: str) -> str:
+    wanted, none = trained(name, by_triton=False)
+    found, num_launches = trained(name, by_triton=True)
+    if none or not 4 * 3 <= num_launches <= 4 * 9:
+        return f"{none} and {num_launches} launches"
+    wrong = [i for i, (a, b) in enumerate(zip(wanted, found, strict=True)) if not torch.equal(a, b)]
+    return f"of {len(wanted)} tensors {wrong} differ" if wrong else ""
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str]:
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore::RuntimeWarning", __file__]
+    return json.loads(subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("name", FORMATS)
+def test_bits_are_those_of_the_cpu(name: str, interpreted: dict[str, str]) -> None:
+    assert not interpreted[name], interpreted[name]
+
+
+# ---------------------------------------------------------------- what goes together
+
+FP32 = AdamFormat(torch.float32, torch.float32)
+HYPER = AdamHyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3, decoupled=True)
+
+
+def staying(parameter: Tensor, gradient: Tensor | None = None) -> Staying:
+    parameter = nn.Parameter(parameter)
+    parameter.grad = torch.empty_like(parameter) if gradient is None else gradient
+    return Staying(parameter, HYPER, {kind: torch.empty_like(parameter) for kind in FP32.kinds}, 0)
+
+
+def aligned(numel: int, offset: int = 0) -> Tensor:
+    """fp32, at an address that is a multiple of 64 bytes and `offset` elements more."""
+    room = torch.empty(numel + 64)
+    first = -room.data_ptr() % 64 // 4 + offset
+    return room[first : first + numel]
+
+
+def sizes(tensors: list[Staying]) -> list[list[int]]:
+    along = [(tensor, FP32) for tensor in tensors if together.goes_along(tensor)]
+    return [[of.parameter.numel() for of in batch.tensors] for batch in together.batches(along)]
+
+
+def on_units(numel: int, offset: int = 0) -> Staying:
+    found = staying(aligned(numel, offset), aligned(numel))
+    return Staying(found.parameter, HYPER, {kind: aligned(numel) for kind in FP32.kinds}, 0)
+
+
+def test_what_is_aligned_alike_is_one_launch() -> None:
+    assert sizes([on_units(3), on_units(5, offset=1), on_units(7), on_units(9, offset=17)]) == [[3, 7], [5, 9]]
+
+
+def test_a_launch_has_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "MAX_NUM_ELEMENTS", 10)
+    monkeypatch.setattr(together, "MAX_NUM_TENSORS", 2)
+    assert sizes([on_units(n) for n in (4, 6, 1, 1, 1, 10, 11, 3)]) == [[4, 6], [1, 1], [1], [10], [3]]
+
+
+def test_what_shares_memory_is_updated_in_turn() -> None:
+    one = on_units(64)
+    other = Staying(nn.Parameter(one.parameter.detach()[48:]), HYPER, {k: aligned(16) for k in FP32.kinds}, 1)
+    other.parameter.grad = aligned(16)
+    assert sizes([one, on_units(5), other]) == [[64], [5], [16]]
+
+
+def test_gaps_and_other_orders_stay_alone() -> None:
+    assert not together.goes_along(staying(torch.empty(4, 8)[:, :3]))
+    assert not together.goes_along(staying(torch.empty(4, 8), torch.empty(8, 4).t()))
+    assert together.goes_along(staying(torch.empty(4, 8).t(), torch.empty(4, 8).t()))
+
+
+def test_tables_of_a_launch_are_small() -> None:
+    tensors = [(together.MAX_NUM_ELEMENTS // together.MAX_NUM_TENSORS + 17, 0)] * together.MAX_NUM_TENSORS
+    work = elementwise_triton.work_of_tensors(tensors, FP32)
+    assert work.rows.nbytes <= on_device.TABLE_NBYTES // 4
+    assert len(elementwise_triton.kinds_of(FP32)) * 8 * len(tensors) <= on_device.DISTANCES_NBYTES // 4
+
+
+def test_rows_cover_each_tensor_once() -> None:
+    rows = elementwise_triton.work_of_tensors([(20, 1), (3000, 0)], FP32).rows.tolist()
+    for number, (numel, group) in enumerate([(20, 1), (3000, 0)]):
+        own = [row for row in rows if row[3] == number]
+        assert [row[0] for row in own] == [0, *(row[1] for row in own[:-1])]
+        assert (own[-1][1], {row[2] for row in own}) == (numel, {group})
+
+
+@pytest.mark.parametrize("fmt", [FP32, AdamFormat(torch.bfloat16, torch.bfloat16, "int8", master=True), SgdFormat(
+    torch.float32, torch.float32)], ids=["fp32", "int8", "sgd"])  # fmt: skip
+def test_distances_lead_from_the_first_tensor_to_each(fmt: UpdateFormat) -> None:
+    units = elementwise_triton.alignment_of(fmt)
+    steps = np.arange(3 * len(units)).reshape(3, -1) - 4
+    addresses = 1 << 40 | np.arange(len(units)) * 8 + 0 * steps
+    found = elementwise_triton.distances_of(addresses + steps * units, fmt)
+    assert torch.equal(found, torch.from_numpy(steps - steps[0]))
+
+
+def test_distances_go_with_their_table_only() -> None:
+    slots = AdamSlots(*torch.zeros(4, 32))
+    scalars = scalar_table([HYPER])
+    one, many = (
+        elementwise_triton.work_table([Run(0, 32, 0)], FP32),
+        elementwise_triton.work_of_tensors([(32, 0)], FP32),
+    )
+    distances = elementwise_triton.distances_of(np.zeros((1, 7), dtype=np.int64), FP32)
+    elementwise_triton.launch_arguments(FP32, slots, many, scalars, distances=distances)
+    for work, given in ((one, distances), (many, None)):
+        with pytest.raises(ValueError, match="several tensors"):
+            elementwise_triton.launch_arguments(FP32, slots, work, scalars, distances=given)
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: failure_of(name) for name in FORMATS}))
