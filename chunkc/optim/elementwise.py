@@ -21,7 +21,7 @@ from chunkc.kernels.elementwise_triton import WorkTable, distances_of, work_of_t
 from chunkc.kernels.formats import NO_SCALE, GradScale, RoundingKey, Run, Slots, UpdateFormat, rounding_key
 from chunkc.kernels.hyper import scalar_table
 from chunkc.optim.formats import Formats
-from chunkc.optim.on_device import DISTANCES_NBYTES, TABLE_NBYTES, StepScalars, upload
+from chunkc.optim.on_device import DISTANCES_NBYTES, TABLE_NBYTES, Sent, StepScalars, upload
 from chunkc.optim.rule import Groups, Place, Rule, Runs, Staying, TileUpdate, Updater
 from chunkc.optim.states import put_back
 from chunkc.optim.together import Batch, batches, goes_along
@@ -131,14 +131,15 @@ class ByTriton(Elementwise):
     Attributes:
         tables: of work on the device, by their runs, or by the tensors of a launch; the allocator uses the memory of
             those that went again in the stream's order.
-        distances: of the tensors of a launch, by their addresses (see `together`).
+        distances: of the tensors of a launch (see `together`); gradients may lie elsewhere in each step, and what they
+            take on the device stays the same.
     """
 
     def __init__(self, rule: ElementwiseRule, device: torch.device) -> None:
         super().__init__(rule)
         self.device = device
         self.tables: Recent[tuple, WorkTable] = Recent(TABLE_NBYTES, lambda table: table.rows.nbytes)
-        self.distances: Recent[bytes, torch.Tensor] = Recent(DISTANCES_NBYTES, lambda distances: distances.nbytes)
+        self.distances: Recent[tuple, Sent] = Recent(DISTANCES_NBYTES, lambda sent: sent.on_device.nbytes)
         self._scalars = StepScalars(device)
 
     def begin_step(self) -> None:
@@ -169,12 +170,11 @@ class ByTriton(Elementwise):
     def _update_together(self, batch: Batch, scale: GradScale) -> None:
         sizes = tuple((of.parameter.numel(), self._scalars.row(of.hyper)) for of in batch.tensors)
         work = self._kept(sizes, lambda: work_of_tensors(sizes, batch.fmt), batch.fmt)
-        key = batch.addresses.tobytes()
-        distances = self.distances.find(key)
-        if distances is None:
-            distances = self.distances.keep(key, upload(distances_of(batch.addresses, batch.fmt), self.device))
+        key, distances = (batch.fmt, *sizes), distances_of(batch.addresses, batch.fmt)
+        sent = self.distances.find(key) or self.distances.keep(key, Sent(distances, upload(distances, self.device)))
+        sent.follow(distances)
         slots, scalars = batch.fmt.slots.of(batch.tensors[0].flats()), self._scalars.table()
-        elementwise_triton.update(batch.fmt, slots, work, scalars, scale=scale, distances=distances)
+        elementwise_triton.update(batch.fmt, slots, work, scalars, scale=scale, distances=sent.on_device)
         torch.autograd.graph.increment_version(batch.written)
 
     def table_of(self, runs: Sequence[Run], fmt: UpdateFormat) -> WorkTable:

@@ -6,6 +6,7 @@ hundred bytes, copied from pinned memory behind the host's back. Nothing here wa
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +31,20 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass(eq=False)
+class Sent:
+    """A tensor of the CPU, and its copy on the device."""
+
+    here: torch.Tensor
+    on_device: torch.Tensor
+
+    def follow(self, now: torch.Tensor) -> None:
+        """Send another one in its place, in the stream's order: work that was enqueued before reads the former."""
+        if not torch.equal(now, self.here):
+            self.here = now
+            self.on_device.copy_(now if self.on_device.device.type == "cpu" else now.pin_memory(), non_blocking=True)
 
 
 class StepScalars:

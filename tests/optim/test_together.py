@@ -157,6 +157,16 @@ def test_tables_of_a_launch_are_small() -> None:
     assert len(elementwise_triton.kinds_of(FP32)) * 8 * len(tensors) <= on_device.DISTANCES_NBYTES // 4
 
 
+def test_what_is_sent_again_takes_the_same_place() -> None:
+    first, second = torch.arange(4), torch.arange(4) + 1
+    sent = on_device.Sent(first, first.clone())
+    place = sent.on_device.data_ptr()
+    for now in (first, second, second, first):
+        sent.follow(now)
+        assert torch.equal(sent.on_device, now)
+    assert sent.on_device.data_ptr() == place
+
+
 def test_rows_cover_each_tensor_once() -> None:
     rows = elementwise_triton.work_of_tensors([(20, 1), (3000, 0)], FP32).rows.tolist()
     for number, (numel, group) in enumerate([(20, 1), (3000, 0)]):
