@@ -12,13 +12,16 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from torch import nn
 
-from chunkc.ir.errors import DistributedError, UnsupportedError
+from chunkc.ir.errors import ChunkcError, DistributedError, UnsupportedError
 from chunkc.runtime.parts import Part
-from chunkc.runtime.transport import Transport
+from chunkc.runtime.transport import AGREEMENTS, Transport
 from chunkc.session import Session
+
+T = TypeVar("T")
 
 Facts = Mapping[str, str]
 """What is compared: its name in messages, and a text that is equal on all ranks."""
@@ -33,11 +36,16 @@ class _Refusal:
 
 @dataclass(frozen=True)
 class _Said:
-    """What a rank says at an agreement: facts to be compared, and what it alone knows (see `begin_phase`)."""
+    """What a rank says at an agreement: facts to be compared, and what it alone knows.
+
+    The latter are the bytes and groups of `begin_phase`, or what came of an action that ranks do `together`.
+    """
 
     facts: dict[str, str]
     nbytes: int = 0
     outdated: tuple[int, ...] = ()
+    result: Any = None
+    problem: str | None = None
 
 
 @contextmanager
@@ -90,8 +98,45 @@ def begin_phase(transport: Transport, nbytes: int, outdated: Sequence[int], fact
     return max(one.nbytes for one in said), {index for one in said for index in one.outdated}
 
 
-def _heard(transport: Transport, own: _Said) -> list[_Said]:
-    said = transport.tell_all(own)
+def together(
+    transport: Transport | None,
+    phase: str,
+    action: Callable[[], T],
+    error: type[ChunkcError],
+    channel: str = AGREEMENTS,
+) -> list[T]:
+    """What an action returns on each rank; all ranks do it. With None nobody else is asked.
+
+    Args:
+        phase: what ranks do, for messages.
+        error: what is raised where another rank could not do it.
+
+    Raises:
+        DistributedError: a rank is gone, or does something else. And whatever the action raises here.
+    """
+    if transport is None:
+        return [action()]
+    facts = {"the phase": phase}
+    try:
+        own = _Said(facts, result=action())
+    except BaseException as problem:
+        with suppress(DistributedError):
+            _heard(transport, _Said(facts, problem=_shown(problem)), channel)
+        raise
+    said = _heard(transport, own, channel)
+    for rank, one in enumerate(said):
+        if one.problem is not None:
+            raise error(f"rank {rank} of {transport.num_ranks}: {one.problem}")
+    return [one.result for one in said]
+
+
+def _shown(problem: BaseException) -> str:
+    reason = problem.strerror if isinstance(problem, OSError) else None
+    return reason or str(problem) or type(problem).__name__
+
+
+def _heard(transport: Transport, own: _Said, channel: str = AGREEMENTS) -> list[_Said]:
+    said = transport.tell_all(own, channel)
     for rank, value in enumerate(said):
         if isinstance(value, _Refusal):
             raise DistributedError(f"rank {rank} of {transport.num_ranks} cannot go on. {value.message}")

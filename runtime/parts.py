@@ -11,6 +11,7 @@ from typing import Any, overload
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.shards import Shards
@@ -124,3 +125,25 @@ def leaf_of(parameter: torch.Tensor) -> torch.Tensor:
     if found is None:
         raise UnsupportedError("a distributed parameter no longer exists, but code compiled for it still runs")
     return found
+
+
+def shards_of(tensor: DTensor) -> Shards:
+    """How a tensor is cut over ranks.
+
+    Raises:
+        UnsupportedError: in another way than by rows.
+    """
+    mesh = tensor.device_mesh
+    if mesh.ndim != 1 or tuple(tensor.placements) != (Shard(0),):
+        raise UnsupportedError(
+            f"a tensor lies over the ranks as {tuple(tensor.placements)}: only those are saved and loaded that are cut "
+            "by rows, as chunkc.distribute does it"
+        )
+    return Shards(tuple(tensor.shape), mesh.size(), mesh.get_local_rank())
+
+
+def rows_of(whole: torch.Tensor, like: DTensor) -> DTensor:
+    """A whole tensor cut over ranks as another one of its shape: this rank's rows, over the same memory."""
+    shards = shards_of(like)
+    begin, end = shards.rows(shards.rank)
+    return with_local(like, whole[begin:end])

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from chunkc.ir.errors import DistributedError
 
-GATHERS, SCATTERS, AGREEMENTS = "gathers", "scatters", "agreements"
+GATHERS, SCATTERS, AGREEMENTS, CHECKPOINTS = "gathers", "scatters", "agreements", "checkpoints"
+_CHANNELS = (GATHERS, SCATTERS, AGREEMENTS, CHECKPOINTS)
 
 Message = tuple[int, torch.Tensor]
 """A rank, as an index into `Transport.ranks`, and a contiguous tensor that is sent there or filled from there."""
@@ -34,14 +35,15 @@ class Transport:
 
     Attributes:
         sent_nbytes: bytes that this rank has sent, by channel.
-        failure: why nothing can be exchanged any more; None: nothing has failed.
+        failure: why ranks can no longer train together; None: nothing has failed. A checkpoint that is being written
+            goes on then, and one that fails stops nobody: that channel stands for itself.
         accumulating: more gradients will be added to those of the backwards that run now: in stage 1 of ZeRO each rank
             keeps its own until then.
     """
 
     ranks: tuple[int, ...]
     timeout_s: float
-    sent_nbytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys((GATHERS, SCATTERS, AGREEMENTS), 0))
+    sent_nbytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_CHANNELS, 0))
     failure: BaseException | None = None
     accumulating: bool = False
 
@@ -52,6 +54,7 @@ class Transport:
             for channel in self.sent_nbytes
         }
         self.rank = self.ranks.index(dist.get_rank())
+        self._failed_checkpoint: BaseException | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -68,7 +71,7 @@ class Transport:
         Raises:
             DistributedError: another rank is gone, or has not come within the timeout.
         """
-        self.check()
+        self.check(channel)
         group, works = self._groups[channel], []
         try:
             for rank, tensor in receives:
@@ -82,10 +85,13 @@ class Transport:
                 assert work is not None
                 work.wait()
         except RuntimeError as error:
-            self.failure = error
+            if channel == CHECKPOINTS:
+                self._failed_checkpoint = error
+            else:
+                self.failure = error
             raise self._lost(channel) from error
 
-    def tell_all(self, value: Any) -> list[Any]:
+    def tell_all(self, value: Any, channel: str = AGREEMENTS) -> list[Any]:
         """Every rank's value, in the order of the ranks; all of them call this. Takes no memory of torch's allocator.
 
         Raises:
@@ -94,32 +100,35 @@ class Transport:
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = [torch.frombuffer(bytearray(8), dtype=torch.int64) for _ in self.ranks]
         sizes[self.rank][0] = own.numel()
-        self._tell(sizes)
+        self._tell(sizes, channel)
         values = [torch.frombuffer(bytearray(int(size)), dtype=torch.uint8) for size in sizes]
         values[self.rank] = own
-        self._tell(values)
+        self._tell(values, channel)
         return [pickle.loads(bytes(value.numpy())) for value in values]
 
-    def _tell(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _tell(self, tensors: Sequence[torch.Tensor], channel: str) -> None:
         sends = [(rank, tensors[self.rank]) for rank in self.others]
-        self.exchange(AGREEMENTS, sends, [(rank, tensors[rank]) for rank in self.others])
+        self.exchange(channel, sends, [(rank, tensors[rank]) for rank in self.others])
 
-    def check(self) -> None:
+    def check(self, channel: str = AGREEMENTS) -> None:
         """Raises DistributedError: nothing can be exchanged any more."""
-        if self.failure is not None:
-            raise self._lost("the ranks") from self.failure
+        failure = self._failed_checkpoint if channel == CHECKPOINTS else self.failure
+        if failure is not None:
+            raise self._lost(channel) from failure
 
     def give_up(self, cause: BaseException) -> None:
         """This rank stops in the middle of a plan: the others must not wait for it.
 
-        Closes the connections, which ends what the others wait for.
+        Closes the connections, which ends what the others wait for. That of checkpoints stays: what is being written is
+        of a step before.
         """
         if self.failure is not None:
             return
         self.failure = cause
-        for group in self._groups.values():
-            for rank in self.others:
-                _close(group, self.ranks[rank])
+        for channel, group in self._groups.items():
+            if channel != CHECKPOINTS:
+                for rank in self.others:
+                    _close(group, self.ranks[rank])
 
     def _lost(self, channel: str) -> DistributedError:
         return DistributedError(

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from chunkc.ir.errors import BudgetError, DistributedError, UnsupportedError
+from chunkc.ir.errors import BudgetError, DistributedError, FileError, UnsupportedError
 from chunkc.ir.shards import Shards
-from chunkc.ranks import agree, begin_phase, meeting, transport_of
+from chunkc.ranks import agree, begin_phase, meeting, together, transport_of
 from chunkc.runtime.parts import Part
+from chunkc.runtime.transport import AGREEMENTS
 
 
 class Heard:
@@ -25,7 +26,7 @@ class Heard:
     def __init__(self, *others: Any) -> None:
         self.others, self.said = others, []
 
-    def tell_all(self, value: Any) -> list[Any]:
+    def tell_all(self, value: Any, channel: str = AGREEMENTS) -> list[Any]:
         self.said.append(value)
         return [value, *(other(value) if callable(other) else other for other in self.others)]
 
@@ -94,3 +95,21 @@ def test_parameters_are_of_the_same_ranks() -> None:
     assert transport_of({"w": part}) is ranks
     with pytest.raises(UnsupportedError, match="b is not distributed as w is"):
         transport_of({"w": part, "b": nn.Parameter(torch.ones(2))})
+
+
+def test_what_one_rank_cannot_do_is_an_error_of_all() -> None:
+    def failing() -> None:
+        raise OSError(28, "No space left on device")
+
+    assert together(None, "save", lambda: 7, FileError) == [7]
+    assert together(Heard(same, same), "save", lambda: 7, FileError) == [7, 7, 7]  # type: ignore[arg-type]
+    heard = Heard(same, partial(replace, problem="it has no room"))
+    with pytest.raises(FileError, match=r"rank 2 of 3: it has no room"):
+        together(heard, "save", lambda: 7, FileError)  # type: ignore[arg-type]
+    heard = Heard(same, same)
+    with pytest.raises(OSError, match="No space"):
+        together(heard, "save", failing, FileError)  # type: ignore[arg-type]
+    assert heard.said[0].problem == "No space left on device"
+    differs = Heard(same, with_facts({"the phase": "backward"}))
+    with pytest.raises(DistributedError, match=r"the phase: rank 2 of 3 .*: backward instead of save"):
+        together(differs, "save", lambda: 7, FileError)  # type: ignore[arg-type]

@@ -118,13 +118,29 @@ class Folder:
             self.release()
             self.release = None
 
+    def writing(self, step: int) -> Path:
+        """Where a checkpoint is while it is being written."""
+        return self.path / f"{_WRITING}{step:012d}"
+
+    def join(self, step: int) -> None:
+        """Make sure that this process sees what another one has begun.
+
+        Raises:
+            CheckpointError: it does not.
+        """
+        if not self.writing(step).is_dir():
+            raise CheckpointError(
+                f"{self.path} is not there as rank 0 has it: all ranks save to one directory, on a file system that "
+                "they share"
+            )
+
     def begin(self, step: int, nbytes: int) -> Path:
         """An empty directory for a checkpoint of about so many bytes.
 
         Raises:
             CheckpointError: there is no room, or it cannot be made.
         """
-        path = self.path / f"{_WRITING}{step:012d}"
+        path = self.writing(step)
         try:
             disk = os.statvfs(self.path)
             free_nbytes = disk.f_bavail * disk.f_frsize

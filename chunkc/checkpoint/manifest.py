@@ -81,13 +81,13 @@ def read_manifest(folder_fd: int) -> Manifest:
     return manifest
 
 
-def verify(folder_fd: int, manifest: Manifest) -> None:
-    """Read every file of a checkpoint once.
+def verify(folder_fd: int, files: Mapping[str, File]) -> None:
+    """Read files of a checkpoint once.
 
     Raises:
         CheckpointError: one is missing or damaged; named.
     """
-    for name, file in manifest.files.items():
+    for name, file in files.items():
         with opened(folder_fd, name) as fd:
             nbytes, crc32 = os.fstat(fd).st_size, 0
             if nbytes != file.nbytes:

@@ -7,6 +7,7 @@ import math
 import mmap
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,6 +74,20 @@ class MappedFile:
             np.copyto(room.numpy(), flat.numpy())
             flat = room
         return flat.view(entry.dtype).view(entry.shape)
+
+
+class Overlaid:
+    """Files as one: where several have a tensor of a name, that of the last counts."""
+
+    def __init__(self, files: Sequence[MappedFile]) -> None:
+        self._of = {key: file for file in files for key in file.entries}
+        self.entries = {key: file.entries[key] for key, file in self._of.items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """As that of a `MappedFile`."""
+        if name not in self._of:
+            raise CheckpointError(f"the checkpoint has no {name}")
+        return self._of[name].tensor(name)
 
 
 def _entries(memory: mmap.mmap, nbytes: int) -> dict[str, Entry]:

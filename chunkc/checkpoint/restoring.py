@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from chunkc.checkpoint.data import Json, decoded
 from chunkc.checkpoint.manifest import Manifest, opened, read_manifest, verify
-from chunkc.checkpoint.mapped import MappedFile
-from chunkc.checkpoint.planned import load_into
+from chunkc.checkpoint.mapped import MappedFile, Overlaid
+from chunkc.checkpoint.placement import is_of_a_rank, of_rank
 from chunkc.checkpoint.random_state import set_random_state
 from chunkc.checkpoint.snapshot import (
     STATE_FILE,
@@ -29,6 +29,8 @@ from chunkc.checkpoint.snapshot import (
 from chunkc.ir.errors import CheckpointError
 from chunkc.optim.chunked_optimizer import ChunkedOptimizer
 from chunkc.optim.loading import checked_state_dict
+from chunkc.runtime.parts import rows_of
+from chunkc.torch_private.dtensor import DTensor, local_of
 
 _SUFFIX = ".safetensors"
 _MAX_SHOWN = 5
@@ -36,34 +38,50 @@ _MAX_SHOWN = 5
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was read and found whole."""
+    """A checkpoint that was read and found whole, as one rank sees it.
+
+    Attributes:
+        files: by the names that one process gives them.
+        has_generators: the random generators are those of this very rank. One that there was not when the checkpoint
+            was saved gets all else as rank 0 had it, and keeps its own generators.
+    """
 
     step: int
-    files: Mapping[str, MappedFile]
+    files: Mapping[str, Overlaid]
     document: Json
+    has_generators: bool
 
 
-def read(folder_fd: int, step: int) -> Saved:
-    """A checkpoint, once every byte of it has been compared with its checksums.
+def read(folder_fd: int, step: int, rank: int, num_ranks: int) -> Saved:
+    """A checkpoint, once every byte of it has been compared with its checksums: by one of the ranks.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: what this rank has read is damaged.
     """
     manifest = read_manifest(folder_fd)
     if manifest.step != step:
         raise CheckpointError(f"it says that it is of step {manifest.step}")
-    verify(folder_fd, manifest)
-    files = {name: _mapped(folder_fd, name) for name in manifest.files if name.endswith(_SUFFIX)}
-    return Saved(step, files, _document(folder_fd, manifest))
+    names = sorted(manifest.files, key=lambda name: -manifest.files[name].nbytes)
+    verify(folder_fd, {name: manifest.files[name] for name in names[rank::num_ranks]})
+    has_own = of_rank(rank, STATE_JSON) in manifest.files
+    prefix = of_rank(rank, "") if has_own else ""
+    plain = [name for name in manifest.files if name.endswith(_SUFFIX) and not is_of_a_rank(name)]
+    files = {}
+    for name in plain:
+        own = [prefix + name] if prefix and prefix + name in manifest.files else []
+        files[name] = Overlaid([_mapped(folder_fd, found) for found in (name, *own)])
+    return Saved(step, files, _document(folder_fd, manifest, prefix + STATE_JSON), has_own)
 
 
-def restore(saved: Saved, parts: Parts) -> None:
-    """Load everything.
+def prepared(saved: Saved, parts: Parts) -> Callable[[], None]:
+    """What loads everything, once all of it is found to fit; nothing has changed before it is called.
+
+    It may raise HomeError: there is no room at home for an optimizer's states; models are loaded, and that optimizer is
+    not.
 
     Raises:
-        CheckpointError: the checkpoint is of other models, optimizers or other parts; nothing has changed.
-        OptionsError: it does not fit an optimizer of chunkc; nothing has changed.
-        HomeError: there is no room at home for an optimizer's states; models are loaded, and that optimizer is not.
+        CheckpointError: the checkpoint is of other models, optimizers or other parts.
+        OptionsError: it does not fit an optimizer of chunkc.
     """
     document = saved.document
     for kind, here in (
@@ -92,16 +110,21 @@ def restore(saved: Saved, parts: Parts) -> None:
     }
     random = decoded(document["random"], loose)
     extra = {name: decoded(document["models"][name]["extra"], loose) for name in parts.models}
-    with torch.no_grad():
-        load_into(targets, saved.files)
-    for name, model in parts.models.items():
-        _set_extra(model, owns[name], extra[name])
-    for name, optimizer in parts.optimizers.items():
-        optimizer.load_state_dict(states[name])
-    for kind, named in parts.others.items():
-        for name, part in named.items():
-            part.load_state_dict(others[kind][name])
-    set_random_state(random)
+
+    def load() -> None:
+        for (file, key), tensor in targets.items():
+            _fill(tensor, saved.files[file].tensor(key))
+        for name, model in parts.models.items():
+            _set_extra(model, owns[name], extra[name])
+        for name, optimizer in parts.optimizers.items():
+            optimizer.load_state_dict(states[name])
+        for kind, named in parts.others.items():
+            for name, part in named.items():
+                part.load_state_dict(others[kind][name])
+        if saved.has_generators:
+            set_random_state(random)
+
+    return load
 
 
 def _mapped(folder_fd: int, name: str) -> MappedFile:
@@ -109,15 +132,15 @@ def _mapped(folder_fd: int, name: str) -> MappedFile:
         return MappedFile(fd, name)
 
 
-def _document(folder_fd: int, manifest: Manifest) -> Json:
-    if STATE_JSON not in manifest.files:
-        raise CheckpointError(f"it has no {STATE_JSON}")
-    with opened(folder_fd, STATE_JSON) as fd:
-        text = os.pread(fd, manifest.files[STATE_JSON].nbytes, 0)
+def _document(folder_fd: int, manifest: Manifest, name: str) -> Json:
+    if name not in manifest.files:
+        raise CheckpointError(f"it has no {name}")
+    with opened(folder_fd, name) as fd:
+        text = os.pread(fd, manifest.files[name].nbytes, 0)
     return json.loads(text)
 
 
-def _loose(files: Mapping[str, MappedFile]) -> Callable[[str], torch.Tensor]:
+def _loose(files: Mapping[str, Overlaid]) -> Callable[[str], torch.Tensor]:
     """Tensors that lie among what is JSON; copies, as they are small and live on."""
     return lambda key: files[STATE_FILE].tensor(key).clone()
 
@@ -129,7 +152,7 @@ def _same(what: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
 
 
 def _targets(
-    file: str, own: OwnTensors, document: Json, files: Mapping[str, MappedFile]
+    file: str, own: OwnTensors, document: Json, files: Mapping[str, Overlaid]
 ) -> dict[tuple[str, str], torch.Tensor]:
     """A model's tensors by where their values are.
 
@@ -167,7 +190,7 @@ def _refuse(what: str, keys: Sequence[str]) -> None:
 
 
 def _state_dict(
-    name: str, optimizer: Optimizer, document: Json, names: Mapping[int, str], files: Mapping[str, MappedFile]
+    name: str, optimizer: Optimizer, document: Json, names: Mapping[int, str], files: Mapping[str, Overlaid]
 ) -> dict[str, Any]:
     """What an optimizer's `load_state_dict` takes. For one of chunkc, tensors are still in the file: it copies each."""
     file, loose, label = file_of("optimizer", name), _loose(files), f"the optimizer{name and f' {name!r}'}"
@@ -179,13 +202,20 @@ def _state_dict(
             + (f": {', '.join(differing[:_MAX_SHOWN])}" if differing else "")
         )
     is_chunked = isinstance(optimizer, ChunkedOptimizer)
+    of_title = {
+        title: parameter
+        for group, titles in zip(optimizer.param_groups, here, strict=True)
+        for title, parameter in zip(titles, group["params"], strict=True)
+    }
 
-    def state_of(value: Json) -> Any:
+    def state_of(value: Json, parameter: torch.Tensor) -> Any:
         if isinstance(value, dict) and "$tensor" in value and file in files and value["$tensor"] in files[file].entries:
             tensor = files[file].tensor(value["$tensor"])
             if "strides" in value:
                 laid_out = torch.empty_strided(tensor.shape, value["strides"], dtype=tensor.dtype, device="cpu")
                 return laid_out.copy_(tensor)
+            if isinstance(parameter, DTensor) and parameter.shape == tensor.shape:
+                return rows_of(tensor if is_chunked else tensor.clone(), parameter)
             return tensor if is_chunked else tensor.clone()
         return decoded(value, loose)
 
@@ -198,10 +228,17 @@ def _state_dict(
         for group, of_group in zip(document["groups"], here, strict=True)
     ]
     states = {
-        ids[title]: {kind: state_of(value) for kind, value in state.items()}
+        ids[title]: {kind: state_of(value, of_title[title]) for kind, value in state.items()}
         for title, state in document["states"].items()
     }
     return {"state": states, "param_groups": groups}
+
+
+def _fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    if isinstance(tensor, DTensor):
+        local_of(tensor).detach().copy_(local_of(rows_of(whole, tensor)))
+    else:
+        tensor.detach().copy_(whole)
 
 
 def _set_extra(model: torch.nn.Module, own: OwnTensors, extra: Mapping[str, Any]) -> None:

@@ -20,6 +20,9 @@ from chunkc.checkpoint.sources import Source, master_of, source_of
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.states import MASTER, MASTER_LOW
 from chunkc.optim.chunked_optimizer import ChunkedOptimizer
+from chunkc.runtime.parts import Part, part_of
+from chunkc.runtime.transport import Transport
+from chunkc.torch_private.dtensor import DTensor, with_local
 
 STATE_JSON = "state.json"
 STATE_FILE = "state.safetensors"
@@ -41,10 +44,33 @@ class Parts:
     others: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def parameters(self) -> list[torch.Tensor]:
-        """Those of models and optimizers, each once."""
+        """Those of models and optimizers, each once; of one that is cut over ranks, this rank's part as well."""
         of_models = [p for model in self.models.values() for p in model.parameters()]
         of_optimizers = [p for o in self.optimizers.values() for group in o.param_groups for p in group["params"]]
-        return list({id(p): p for p in (*of_models, *of_optimizers)}.values())
+        found = {id(p): p for whole in (*of_models, *of_optimizers) for p in (whole, part_of(whole))}
+        return list(found.values())
+
+    def transport(self) -> Transport | None:
+        """By which ranks meet that train these models together; None: one process does.
+
+        Raises:
+            UnsupportedError: some of the models are cut over ranks and others are not.
+        """
+        found = {
+            f"{name}/{key}" if name else key: part_of(parameter)
+            for name, model in self.models.items()
+            for key, parameter in model.named_parameters()
+        }
+        first, transport = next(
+            ((key, part.transport) for key, part in found.items() if isinstance(part, Part)), ("", None)
+        )
+        for key, part in found.items():
+            if transport is not None and (not isinstance(part, Part) or part.transport.ranks != transport.ranks):
+                raise UnsupportedError(
+                    f"{key} is not distributed as {first} is: ranks save what is cut over all of them, as "
+                    "chunkc.distribute does it"
+                )
+        return transport
 
 
 @dataclass(frozen=True)
@@ -110,6 +136,22 @@ def names_in_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list
         [names.get(id(p), f"#{number}.{position}") for position, p in enumerate(group["params"])]
         for number, group in enumerate(optimizer.param_groups)
     ]
+
+
+def ranks_that_save(parts: Parts) -> Transport | None:
+    """By which ranks meet that save these together; None: one process does.
+
+    Raises:
+        UnsupportedError: there are several processes, but the models are not distributed over them.
+    """
+    transport, distributed = parts.transport(), torch.distributed
+    is_one_of_several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    if transport is None and is_one_of_several:
+        raise UnsupportedError(
+            "there are several processes, and the model is not distributed over them: save after chunkc.distribute, or "
+            "before the process group is initialised"
+        )
+    return transport
 
 
 def snapshot(parts: Parts) -> tuple[list[Source], Json]:
@@ -196,11 +238,13 @@ def _state(
     key = f"{title}.{kind}"
     if not isinstance(value, torch.Tensor):
         return encoded(value, f"{file}.{key}", loose)
-    is_split = kind == MASTER and value.dtype == torch.int16 and isinstance(optimizer, ChunkedOptimizer)
-    if is_split:
-        lower = value if optimizer.contents.belong(parameter) else None  # type: ignore[attr-defined]
+    is_chunked = isinstance(optimizer, ChunkedOptimizer)
+    if kind == MASTER and value.dtype == torch.int16 and is_chunked:
+        lower = value if optimizer.contents.belong(part_of(parameter)) else None  # type: ignore[attr-defined]
         sources.append(master_of(file, key, parameter, lower))
     else:
+        if is_chunked and isinstance(parameter, DTensor) and kind != "step":
+            value = with_local(parameter, value)
         sources.append(source_of(file, key, value, is_guarded=True))
     if value.dtype == torch.uint8 and not value.is_contiguous():  # scales go along memory
         return {"$tensor": key, "strides": list(value.stride())}

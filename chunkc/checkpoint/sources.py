@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ import torch
 
 from chunkc.ir.errors import CheckpointError, UnsupportedError
 from chunkc.kernels.fused_pass import host_empty
+from chunkc.runtime.parts import shards_of
+from chunkc.torch_private.dtensor import DTensor, local_of
 
 PIECE_NBYTES = 1 << 20
 """Bytes that are written at a time, and that a copy takes at most."""
@@ -32,11 +34,13 @@ class Source:
 
     Attributes:
         file, key: where it goes.
-        shape, dtype: as it is saved.
+        shape, dtype: as it is saved, whole.
         pieces: its bytes in row-major order, from the beginning.
         is_guarded: only an optimizer's step changes it, and the next step waits. All else is written before `save`
             returns.
         check: raises CheckpointError if it has changed since.
+        span: of a tensor that is cut over ranks, the elements that this one has; `pieces` are theirs. None: every rank
+            has a tensor of its own.
     """
 
     file: str
@@ -46,19 +50,31 @@ class Source:
     pieces: Pieces
     is_guarded: bool
     check: Callable[[], None]
+    span: tuple[int, int] | None = None
 
     @property
     def nbytes(self) -> int:
+        """Bytes of `pieces`."""
+        return self.whole_nbytes if self.span is None else (self.span[1] - self.span[0]) * self.dtype.itemsize
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def source_of(file: str, key: str, tensor: torch.Tensor, *, is_guarded: bool, title: str | None = None) -> Source:
-    """A tensor as it is.
+    """A tensor as it is; of one that is cut over ranks, this rank's part.
 
     Raises:
         UnsupportedError: it is no ordinary dense tensor; the message names it.
     """
-    title, detached = title or key, tensor.detach()
+    title = title or key
+    if isinstance(tensor, DTensor):
+        shards = shards_of(tensor)
+        part = source_of(file, key, local_of(tensor), is_guarded=is_guarded, title=title)
+        return replace(part, shape=shards.shape, span=shards.span(shards.rank), check=_unchanged(title, tensor))
+    detached = tensor.detach()
     if type(detached) is not torch.Tensor or detached.layout is not torch.strided or detached.device.type == "meta":
         kind = type(detached).__name__ if type(detached) is not torch.Tensor else detached.layout
         raise UnsupportedError(
@@ -71,8 +87,11 @@ def source_of(file: str, key: str, tensor: torch.Tensor, *, is_guarded: bool, ti
 def _unchanged(title: str, *tensors: torch.Tensor) -> Callable[[], None]:
     """Raises CheckpointError, once somebody has written to one of the tensors, or replaced its data."""
 
-    def state_of(tensor: torch.Tensor) -> tuple[int | None, int]:
-        return None if tensor.is_inference() else tensor._version, tensor.data_ptr()
+    def state_of(tensor: torch.Tensor) -> tuple[int | None, int | None, int]:
+        local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+        if tensor.is_inference():
+            return None, None, local.data_ptr()
+        return tensor._version, local._version, local.data_ptr()
 
     states = [state_of(tensor) for tensor in tensors]
 
@@ -90,8 +109,12 @@ def master_of(file: str, key: str, parameter: torch.Tensor, lower: torch.Tensor 
     """The fp32 master of a bf16 parameter whose master is split (see `kernels.split`); None: it is the parameter.
 
     Args:
-        lower: int16 lower bits, dense in the parameter's order.
+        lower: int16 lower bits, dense in the parameter's order; of one that is cut over ranks, those of this rank.
     """
+    if isinstance(parameter, DTensor):
+        shards = shards_of(parameter)
+        part = master_of(file, key, local_of(parameter), lower)
+        return replace(part, shape=shards.shape, span=shards.span(shards.rank))
     check = _unchanged(key, parameter, *(() if lower is None else (lower,)))
     shape = tuple(parameter.shape)
     return Source(file, key, shape, torch.float32, lambda: _joined(parameter.detach(), lower), True, check)

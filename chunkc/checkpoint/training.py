@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,13 +15,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from chunkc.checkpoint.folder import Complete, Folder
-from chunkc.checkpoint.planned import to_write
-from chunkc.checkpoint.restoring import read, restore
-from chunkc.checkpoint.snapshot import STATE_JSON, Parts, named, snapshot
-from chunkc.checkpoint.writing import FileToWrite, Writing, files_of
+from chunkc.checkpoint.placement import FileToWrite, Places, files_beside, files_of, of_rank
+from chunkc.checkpoint.restoring import Saved, prepared, read
+from chunkc.checkpoint.snapshot import STATE_JSON, Parts, named, ranks_that_save, snapshot
+from chunkc.checkpoint.sources import Source
+from chunkc.checkpoint.writing import Writing
 from chunkc.ir.errors import CheckpointError, OptionsError
 from chunkc.optim.chunked_optimizer import ChunkedOptimizer
+from chunkc.ranks import together
 from chunkc.readers import await_readers
+from chunkc.runtime.transport import Transport
 from chunkc.runtime.updates import finish_all
 from chunkc.session import sessions_of
 
@@ -37,6 +40,10 @@ class Checkpoint:
     written during the next forward and backward, and the next step waits for it. (A copy aside would be in memory once
     more; memory is what is short. CheckFreq, Mohan et al., FAST 2021, pipelines a copy and its persistence in the same
     way.) A checkpoint gets its name when all of it is on the medium, so the latest one is always whole.
+
+    Where ranks train the model (`chunkc.distribute`), all of them call `save` and `load_latest`, with one directory on
+    a file system that they share. Each writes its own parts. An error of one is an error of all, and all take the same
+    checkpoint. Any number of ranks loads what another number has saved.
 
     Args:
         directory: of this run alone; made by the first `save`.
@@ -74,7 +81,6 @@ class Checkpoint:
         self._folder = Folder(directory)
         self._keep = keep
         self._writing: Writing | None = None
-        self._late: CheckpointError | None = None
         self._damaged: set[Complete] = set()
         for of_torch in self._parts.optimizers.values():
             if not isinstance(of_torch, ChunkedOptimizer):
@@ -98,23 +104,41 @@ class Checkpoint:
         """
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**12:
             raise OptionsError(f"step is {step!r}; allowed: a whole number from 0 to 10**12 - 1")
-        self.wait()
-        self._folder.lock()
-        later = [found for found in self._folder.complete() if found.step > step and found not in self._damaged]
-        if later:
-            raise CheckpointError(
-                f"{self.directory} has checkpoints of later steps than {step}, up to {later[-1].name}; load_latest() "
-                "first, or use another directory"
-            )
-        self._settle()
-        sources, document = snapshot(self._parts)
-        files = files_of(to_write(sources))
-        text = json.dumps(document, separators=(",", ":")).encode()
-        files.insert(0, FileToWrite(STATE_JSON, text))
-        nbytes = sum(len(f.beginning) + sum(source.nbytes for source in f.sources) for f in files)
-        path = self._folder.begin(step, nbytes)
-        writing = Writing(path, step, files, lambda written: self._complete(written, step))
-        del sources, files
+        transport, phase = ranks_that_save(self._parts), f"Checkpoint.save({step})"
+        rank = 0 if transport is None else transport.rank
+        sources: list[Source] = []
+        files: list[FileToWrite] = []
+
+        def gather() -> int:
+            self.wait()
+            if rank == 0:
+                self._check_later(step)
+            self._settle()
+            found, document = snapshot(self._parts)
+            sources.extend(found)
+            files.append(FileToWrite(of_rank(rank, STATE_JSON), json.dumps(document, separators=(",", ":")).encode()))
+            return files[0].nbytes + sum(source.nbytes for source in sources)
+
+        def begin() -> Places:
+            if rank != 0:
+                return {}
+            ordered, places = files_of(sources)
+            files.extend(ordered)
+            self._folder.begin(step, sum(nbytes))
+            return places
+
+        def join() -> None:
+            if rank != 0:
+                self._folder.join(step)
+                files.extend(files_beside(rank, sources, places))
+
+        nbytes = together(transport, phase, gather, CheckpointError)
+        places = together(transport, phase, begin, CheckpointError)[0]
+        together(transport, phase, join, CheckpointError)
+        writing = Writing(
+            self._folder.writing(step), step, files, lambda written: self._complete(written, step), transport
+        )
+        sources.clear()
         self._writing = writing
         writing.start(self._parts.parameters())
 
@@ -132,9 +156,6 @@ class Checkpoint:
             except KeyboardInterrupt:
                 self._writing = writing
                 raise
-        late, self._late = self._late, None
-        if late is not None:
-            raise late
 
     def load_latest(self) -> int | None:
         """Load the latest checkpoint that is whole, and return its step; None if there is no checkpoint.
@@ -148,32 +169,61 @@ class Checkpoint:
                 Nothing has changed.
             OptionsError, HomeError: its states do not fit the optimizer, or have no room at home.
         """
-        self.wait()
+        transport, phase = self._parts.transport(), "Checkpoint.load_latest()"
+
+        def complete() -> list[Complete]:
+            self.wait()
+            return self._folder.complete()
+
         problems: list[str] = []
-        for found in reversed(self._folder.complete()):
-            try:
-                folder_fd = self._folder.open(found)
-                try:
-                    saved = read(folder_fd, found.step)
-                finally:
-                    os.close(folder_fd)
-            except CheckpointError as error:
-                if found not in self._folder.complete():
+        for found in reversed(together(transport, phase, complete, CheckpointError)[0]):
+            saved, problem = self._read(found, transport, phase)
+            if saved is None:
+                if found not in together(transport, phase, self._folder.complete, CheckpointError)[0]:
                     continue  # who saves to the directory has removed it meanwhile
-                problems.append(f"{found.name} is damaged and left out: {error}")
+                problems.append(f"{found.name} is damaged and left out: {problem}")
                 self._damaged.add(found)
                 warnings.warn(f"the checkpoint {self.directory / problems[-1]}", stacklevel=2)
                 continue
-            self._settle()
-            await_readers(self._parts.parameters())  # for another directory they may be being saved
-            try:
-                restore(saved, self._parts)
-            except CheckpointError as error:
-                raise CheckpointError(f"{self.directory / found.name} cannot be loaded: {error}") from error
+            self._load(saved, found, transport, phase)
             return found.step
         if problems:
             raise CheckpointError(f"no checkpoint in {self.directory} is whole:\n  " + "\n  ".join(problems))
         return None
+
+    def _read(self, found: Complete, transport: Transport | None, phase: str) -> tuple[Saved | None, str]:
+        """A checkpoint that is whole as far as any rank has read it; else what is damaged, the same on all ranks."""
+        saved: list[Saved] = []
+        rank, num_ranks = (0, 1) if transport is None else (transport.rank, transport.num_ranks)
+
+        def attempt() -> str | None:
+            try:
+                folder_fd = self._folder.open(found)
+                try:
+                    saved.append(read(folder_fd, found.step, rank, num_ranks))
+                finally:
+                    os.close(folder_fd)
+            except CheckpointError as error:
+                return str(error)
+            return None
+
+        problems = [problem for problem in together(transport, phase, attempt, CheckpointError) if problem is not None]
+        return (None, problems[0]) if problems else (saved[0], "")
+
+    def _load(self, saved: Saved, found: Complete, transport: Transport | None, phase: str) -> None:
+        """Load what was read, once every rank has found that it fits."""
+        checked: list[Callable[[], None]] = []
+
+        def check() -> None:
+            self._settle()
+            await_readers(self._parts.parameters())  # for another directory they may be being saved
+            checked.append(prepared(saved, self._parts))
+
+        try:
+            together(transport, phase, check, CheckpointError)
+            together(transport, phase, lambda: checked.pop()(), CheckpointError)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.directory / found.name} cannot be loaded: {error}") from error
 
     def close(self) -> None:
         """Wait as `wait` does, and let others save to the directory. Happens by itself with the object's end."""
@@ -202,16 +252,27 @@ class Checkpoint:
         for device in {parameter.device for parameter in parameters if parameter.device.type == "cuda"}:
             torch.cuda.synchronize(device)
 
-    def _complete(self, written: Path, step: int) -> None:
-        """On the writing thread: everything is on the medium."""
+    def _check_later(self, step: int) -> None:
+        """Save to the directory alone, if it has no checkpoints that a former run has left."""
+        self._folder.lock()
+        later = [found for found in self._folder.complete() if found.step > step and found not in self._damaged]
+        if later:
+            raise CheckpointError(
+                f"{self.directory} has checkpoints of later steps than {step}, up to {later[-1].name}; load_latest() "
+                "first, or use another directory"
+            )
+
+    def _complete(self, written: Path, step: int) -> str | None:
+        """On the writing thread of rank 0: everything is on the medium. What failed afterwards, if anything did."""
         done = self._folder.commit(written, step)
         try:
             self._folder.prune(self._keep, self._damaged - {done})
         except OSError as error:
-            self._late = CheckpointError(
+            return (
                 f"{done.name} is complete, but older checkpoints cannot be removed from {self.directory}: "
                 f"{error.strerror}"
             )
+        return None
 
 
 def _wait_before_step(optimizer: Optimizer, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:

@@ -2,6 +2,9 @@
 
 First all that anybody may change at any time is written: `save` waits for that. Then what only an optimizer's step
 changes: the next step waits for that. Then both go on, while the medium is waited for and the checkpoint gets its name.
+
+Where ranks save together, each has such a thread, and these meet by messages of their own: when all have written, rank
+0 names the checkpoint, and tells the others.
 """
 
 from __future__ import annotations
@@ -13,43 +16,28 @@ import shutil
 import threading
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from chunkc.checkpoint.manifest import NAME, File, Manifest
-from chunkc.checkpoint.sources import Source
-from chunkc.files.safetensors import header_of
+from chunkc.checkpoint.checksums import Piece, joined
+from chunkc.checkpoint.manifest import NAME, Manifest
+from chunkc.checkpoint.placement import FileToWrite
 from chunkc.ir.errors import CheckpointError
+from chunkc.ranks import together
 from chunkc.readers import declare_reader
+from chunkc.runtime.transport import CHECKPOINTS, Transport
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-Finish = Callable[[Path], None]
-"""What is done with a directory whose files are all on the medium: it gets its name."""
-
-
-@dataclass(frozen=True)
-class FileToWrite:
-    """A file's bytes: a beginning, and then tensors in this order."""
-
-    name: str
-    beginning: bytes
-    sources: tuple[Source, ...] = ()
-
-
-def files_of(sources: Sequence[Source]) -> list[FileToWrite]:
-    """The files of all sources: first those without anything guarded; what is not guarded comes first in each."""
-    by_file: dict[str, list[Source]] = {}
-    for source in sorted(sources, key=lambda source: source.is_guarded):
-        by_file.setdefault(source.file, []).append(source)
-    ordered = sorted(by_file.items(), key=lambda item: item[1][-1].is_guarded)
-    return [
-        FileToWrite(name, header_of([(s.key, s.dtype, s.shape) for s in of_file]), tuple(of_file))
-        for name, of_file in ordered
-    ]
+Finish = Callable[[Path], str | None]
+"""What is done with a directory whose files are all on the medium: it gets its name. The text is of what failed then,
+though the checkpoint is complete."""
 
 
 class Writing:
@@ -57,12 +45,17 @@ class Writing:
 
     Args:
         path: an empty directory, which goes again if the checkpoint does not become complete.
-        files: as `files_of` orders them. The list is emptied: nobody holds tensors longer than it takes.
-        finish: called when everything is on the medium.
+        files: as `checkpoint.placement` orders them. The list is emptied: nobody holds tensors longer than it takes.
+        finish: called when everything is on the medium, by rank 0.
+        transport: by which ranks meet that save together; None: one process saves alone.
     """
 
-    def __init__(self, path: Path, step: int, files: list[FileToWrite], finish: Finish) -> None:
+    def __init__(
+        self, path: Path, step: int, files: list[FileToWrite], finish: Finish, transport: Transport | None = None
+    ) -> None:
         self._path, self._step, self._files, self._finish = path, step, files, finish
+        self._transport, self._is_first = transport, transport is None or transport.rank == 0
+        self._late: str | None = None
         self._num_open = sum(not source.is_guarded for file in files for source in file.sources)
         self._open_written, self._all_read = threading.Event(), threading.Event()
         self._problem: BaseException | None = None
@@ -81,7 +74,8 @@ class Writing:
         try:
             self._thread.start()
         except RuntimeError as error:
-            shutil.rmtree(self._path, ignore_errors=True)
+            self._refuse(error)
+            self._remove()
             raise _named(error, self._step, self._path) from error
         finally:
             if self._thread.ident is not None:
@@ -92,31 +86,46 @@ class Writing:
         """Block until the checkpoint is complete.
 
         Raises:
-            CheckpointError: it will never be; nothing is left of it.
+            CheckpointError: it will never be, and nothing is left of it; or it is, but older ones could not be removed.
         """
         if self._thread.ident is not None:
             self._thread.join()
         if self._problem is not None:
             raise _named(self._problem, self._step, self._path)
+        if self._late is not None:
+            raise CheckpointError(self._late)
 
     def _run(self) -> None:
         try:
-            self._write()
+            written = self._together(self._write_files)
+            (self._late, *_) = self._together(lambda: self._complete(written) if self._is_first else None)
         except BaseException as error:
-            shutil.rmtree(self._path, ignore_errors=True)
+            self._remove()
             self._files.clear()
             _let_go(error)
             self._problem = error
             logger.error("%s", _named(error, self._step, self._path))  # whoever waits is told, too; maybe nobody does
         finally:
             del self._finish  # which keeps the directory's lock, and may be the last to do so
-            self._open_written.set()
-            self._all_read.set()
 
-    def _write(self) -> None:
+    def _refuse(self, problem: BaseException) -> None:
+        """Tell the other ranks that this one writes nothing."""
+
+        def refuse() -> None:
+            raise problem
+
+        with suppress(type(problem)):
+            self._together(refuse)
+
+    def _together(self, action: Callable[[], T]) -> list[T]:
+        phase = f"writing the checkpoint of step {self._step}"
+        return together(self._transport, phase, action, CheckpointError, CHECKPOINTS)
+
+    def _write_files(self) -> dict[str, list[Piece]]:
+        """What this rank writes, by file; all of it is on the medium."""
         descriptors: list[int] = []
         try:
-            written: dict[str, File] = {}
+            written: dict[str, list[Piece]] = {}
             while self._files:
                 file = self._files.pop(0)
                 descriptors.append(_new_file(self._path / file.name))
@@ -125,26 +134,42 @@ class Writing:
             self._all_read.set()
             for fd in descriptors:
                 os.fsync(fd)
-            descriptors.append(_new_file(self._path / NAME))
-            _write_all(descriptors[-1], [memoryview(Manifest(self._step, written).render())])
-            os.fsync(descriptors[-1])
+            return written
         finally:
+            self._open_written.set()
+            self._all_read.set()
             for fd in descriptors:
                 os.close(fd)
-        self._finish(self._path)
 
-    def _write_file(self, fd: int, file: FileToWrite) -> File:
-        nbytes, crc32 = _write_all(fd, [memoryview(file.beginning)])
-        for source in file.sources:
-            added_nbytes, crc32 = _write_all(fd, source.pieces(), crc32)
-            assert added_nbytes == source.nbytes, source.key
-            nbytes += added_nbytes
+    def _write_file(self, fd: int, file: FileToWrite) -> list[Piece]:
+        pieces = [Piece(0, *_write_all(fd, [memoryview(file.beginning)]))] if file.beginning else []
+        for source, offset_nbytes in zip(file.sources, file.offsets, strict=True):
+            os.lseek(fd, offset_nbytes, os.SEEK_SET)
+            pieces.append(Piece(offset_nbytes, *_write_all(fd, source.pieces())))
+            assert pieces[-1].nbytes == source.nbytes, source.key
             source.check()
             if not source.is_guarded:
                 self._num_open -= 1
                 if self._num_open == 0:
                     self._open_written.set()
-        return File(nbytes, crc32)
+        return pieces
+
+    def _complete(self, written: Sequence[Mapping[str, list[Piece]]]) -> str | None:
+        """Rank 0's last work, when every rank has written: the manifest, and the name."""
+        names = dict.fromkeys(name for of_rank in written for name in of_rank)
+        files = {name: joined(piece for of_rank in written for piece in of_rank.get(name, ())) for name in names}
+        fd = _new_file(self._path / NAME)
+        try:
+            _write_all(fd, [memoryview(Manifest(self._step, files).render())])
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        return self._finish(self._path)
+
+    def _remove(self) -> None:
+        """Leave nothing of the checkpoint; rank 0 does, when no other rank writes any more."""
+        if self._is_first:
+            shutil.rmtree(self._path, ignore_errors=True)
 
 
 def _let_go(error: BaseException | None) -> None:
@@ -155,7 +180,8 @@ def _let_go(error: BaseException | None) -> None:
 
 
 def _new_file(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    """A file to write, which another rank may have made already; the directory is new."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
 
 def _write_all(fd: int, pieces: Iterable[memoryview], crc32: int = 0) -> tuple[int, int]:

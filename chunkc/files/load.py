@@ -11,10 +11,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from chunkc.files.over_ranks import LOAD, transport_of_module
 from chunkc.files.weights import tensors_in
-from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.errors import FileError, UnsupportedError
+from chunkc.ranks import together
 from chunkc.runtime.maps import drop_pages, evict_pages
+from chunkc.runtime.parts import rows_of
 from chunkc.session import all_entered, sessions_of
+from chunkc.torch_private.dtensor import DTensor, local_of
 from chunkc.torch_private.dynamo import unwrapped
 
 OF_COMPILED = "_orig_mod."
@@ -34,6 +38,8 @@ def load(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True)
     Values are copied into the parameters and buffers that there are and converted to their dtypes. One tensor at a time
     is in memory beside the model, so the model may be larger than the RAM (see `chunkc.init`). A weight that modules
     share may be in the files under any of its names.
+
+    Where ranks train the model (`chunkc.distribute`), all of them call this, and each reads its part of each tensor.
 
     Args:
         model: compiled or not; names are those of the module itself.
@@ -56,19 +62,23 @@ def load(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True)
                 f"{name} is on the meta device, with no memory to load into: build the model inside "
                 "`with chunkc.init():`, or make it with `chunkc.place(model, init=...)`"
             )
-    found = tensors_in(Path(path))
-    known = names_of(module)
+    transport = transport_of_module(module)
+    found: dict[str, torch.Tensor] = {}
+    together(transport, LOAD, lambda: found.update(tensors_in(Path(path))), FileError)
+    known, own = names_of(module), module.state_dict(keep_vars=True)
     tensors = {known.get(plain(name), plain(name)): tensor for name, tensor in found.items()}
     for names in _shared(module):
         present = next((tensors[name] for name in names if name in tensors), None)
         if present is not None:
             tensors |= {name: present for name in names if name not in tensors}
+    tensors = {name: _as_cut(tensor, own.get(name)) for name, tensor in tensors.items()}
     sessions = sessions_of(module.parameters())
     with all_entered(sessions):
         for session in sessions:
             session.store.updates.finish()
         with _OneAtATime():
-            return IncompatibleKeys(*module.load_state_dict(tensors, strict=strict))
+            loaded = together(transport, LOAD, lambda: tuple(module.load_state_dict(tensors, strict=strict)), FileError)
+            return IncompatibleKeys(*loaded[0])
 
 
 def weights_module(model: nn.Module) -> nn.Module:
@@ -95,9 +105,16 @@ def names_of(module: nn.Module) -> dict[str, str]:
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal where two tensors are one, or one memory (`b.data = a.data`)."""
+    if isinstance(tensor, DTensor):
+        return place_of(local_of(tensor)) if local_of(tensor).numel() else (id(tensor),)
     if tensor.numel() == 0 or tensor.device.type == "meta":
         return (id(tensor),)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _as_cut(tensor: torch.Tensor, own: object) -> torch.Tensor:
+    """What this rank has of a tensor, if its own one is cut over ranks; else, and where shapes differ, all of it."""
+    return rows_of(tensor, own) if isinstance(own, DTensor) and own.shape == tensor.shape else tensor
 
 
 def _shared(module: nn.Module) -> list[list[str]]:
@@ -117,6 +134,7 @@ class _OneAtATime(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.Tensor.copy_:
-            drop_pages(args[0])
-            evict_pages(args[1])
+            target, source = (local_of(side) if isinstance(side, DTensor) else side for side in args[:2])
+            drop_pages(target)
+            evict_pages(source)
         return result

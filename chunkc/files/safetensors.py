@@ -11,7 +11,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import BinaryIO
 
 import torch
@@ -65,18 +65,28 @@ def check_storable(name: str, tensor: object) -> torch.Tensor:
     return tensor
 
 
-def write(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:
+def in_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of tensors as a file has them, so that every one is aligned."""
+    return sorted(tensors, key=lambda name: -tensors[name].itemsize)
+
+
+def write(
+    file: BinaryIO, tensors: Mapping[str, torch.Tensor], whole: Callable[[torch.Tensor], torch.Tensor] = torch.detach
+) -> None:
     """Write tensors that are storable, one after the other; pages of a disk home leave the memory as they are written.
+
+    Args:
+        whole: gives a tensor's values, where it is none that has them itself; called once for each, `in_order`.
 
     Raises:
         OSError: no room; nothing was written then.
     """
-    in_order = sorted(tensors, key=lambda name: -tensors[name].itemsize)  # so that every one is aligned
-    header = header_of((name, tensors[name].dtype, tuple(tensors[name].shape)) for name in in_order)
+    names = in_order(tensors)
+    header = header_of((name, tensors[name].dtype, tuple(tensors[name].shape)) for name in names)
     os.posix_fallocate(file.fileno(), 0, len(header) + sum(t.numel() * t.itemsize for t in tensors.values()))
     file.write(header)
-    for name in in_order:
-        if tensors[name].numel():
-            data = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous()
+    for name in names:
+        data = whole(tensors[name]).detach().resolve_conj().resolve_neg().cpu().contiguous()
+        if data.numel():
             file.write(data.reshape(-1).view(torch.uint8).numpy().data)
             drop_pages(data)

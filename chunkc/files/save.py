@@ -9,8 +9,9 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,10 +20,15 @@ from torch import nn
 
 from chunkc.files import safetensors
 from chunkc.files.load import place_of, plain, weights_module
+from chunkc.files.over_ranks import SAVE, send_to_first, transport_of_module, whole_on_first
 from chunkc.files.weights import INDEX, SINGLE
 from chunkc.ir.errors import FileError, OptionsError
 from chunkc.options import parse_size
+from chunkc.ranks import together
 from chunkc.session import all_entered, sessions_of
+
+Whole = Callable[[torch.Tensor], torch.Tensor]
+"""Gives all of a tensor that is cut over ranks."""
 
 _SHARD = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
 
@@ -36,6 +42,9 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
     A directory then has what was saved, or what it had before, whenever the process ends: files are written aside and
     synced, and one rename makes them count. Where a directory has shards already, new ones have other names. Other
     files in it stay. A model of `transformers` saves its configuration, too.
+
+    Where ranks train the model (`chunkc.distribute`), all of them call this. Rank 0 writes, with one whole tensor at a
+    time in memory, and the others send it their parts. Buffers are those of rank 0.
 
     Args:
         model: compiled or not.
@@ -51,27 +60,46 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
     if limit < 1:
         raise OptionsError(f"max_shard_size is {max_shard_size!r}; a file holds at least one byte")
     module, target = weights_module(model), Path(path)
-    sessions = sessions_of(module.parameters())
+    sessions, transport = sessions_of(module.parameters()), transport_of_module(module)
+    is_file = target.suffix == ".safetensors"
+    whole = partial(whole_on_first, transport=transport)
+
+    def write() -> None:
+        if is_file:
+            _write(target, shards[0], whole)
+        else:
+            target.mkdir(parents=True, exist_ok=True)
+            _save_configuration(module, target)
+            _write_directory(target, shards, whole)
+
     try:
         with all_entered(sessions):
             for session in sessions:
                 session.store.updates.finish()
-            tensors = _tensors_of(module)
-            if target.suffix == ".safetensors":
-                _write(target, tensors)
-            else:
-                target.mkdir(parents=True, exist_ok=True)
-                _save_configuration(module, target)
-                _write_directory(target, _sharded(tensors, limit))
+            found = _entries_of(module)
+            tensors = _tensors_of(module, found)
+            shards = [tensors] if is_file else _sharded(tensors, limit)
+            names = together(transport, SAVE, lambda: list(map(safetensors.in_order, shards)), FileError)[0]
+            if transport is not None and transport.rank != 0:
+                send_to_first([found[name] for shard in names for name in shard], transport)
+            together(transport, SAVE, write if transport is None or transport.rank == 0 else _nothing, FileError)
     except OSError as error:
         raise FileError(f"cannot save to {path}: {error.strerror or error}; what was there is as it was") from error
 
 
-def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What is to be saved, by plain name. Of several names of one tensor, the one that `transformers` expects."""
+def _nothing() -> None:
+    """What a rank does that does not write."""
+
+
+def _entries_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The entries of the `state_dict`, by plain name."""
+    return {plain(name): safetensors.check_storable(name, value) for name, value in module.state_dict().items()}
+
+
+def _tensors_of(module: nn.Module, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Which of the entries are to be saved. Of several names of one tensor, the one that `transformers` expects."""
     secondary = getattr(module, "all_tied_weights_keys", None) or getattr(module, "_tied_weights_keys", None) or ()
     kept: dict[tuple[Any, ...], str] = {}
-    found = {plain(name): safetensors.check_storable(name, value) for name, value in module.state_dict().items()}
     for name, tensor in found.items():
         key = place_of(tensor) if tensor.numel() else (name,)
         if key not in kept or (kept[key] in secondary and name not in secondary):
@@ -93,18 +121,18 @@ def _sharded(tensors: Mapping[str, torch.Tensor], limit_nbytes: int) -> list[dic
     return shards
 
 
-def _write_directory(directory: Path, shards: Sequence[Mapping[str, torch.Tensor]]) -> None:
+def _write_directory(directory: Path, shards: Sequence[Mapping[str, torch.Tensor]], whole: Whole) -> None:
     """Write all files; the last rename or removal is what makes a reader see them instead of the former ones."""
     if len(shards) == 1:
         names: list[str] = []
-        _write(directory / SINGLE, shards[0])  # goes before an index
+        _write(directory / SINGLE, shards[0], whole)  # goes before an index
         (directory / INDEX).unlink(missing_ok=True)
     else:
         names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
         if any((directory / name).exists() for name in names):
             names = [name.replace("model-", f"model-{secrets.token_hex(4)}-", 1) for name in names]
         for name, shard in zip(names, shards, strict=True):
-            _write(directory / name, shard)
+            _write(directory / name, shard, whole)
         total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
         weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
@@ -117,9 +145,9 @@ def _write_directory(directory: Path, shards: Sequence[Mapping[str, torch.Tensor
             other.unlink()
 
 
-def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def _write(path: Path, tensors: Mapping[str, torch.Tensor], whole: Whole) -> None:
     with _replacing(path) as file:
-        safetensors.write(file, tensors)
+        safetensors.write(file, tensors, whole)
 
 
 @contextmanager

@@ -40,6 +40,12 @@ class Shards:
 
     def span(self, rank: int) -> tuple[int, int]:
         """A rank's part: its first element in the whole tensor, and the one after its last."""
-        rows, row_numel = self.shape[0], math.prod(self.shape[1:])
+        row_numel = math.prod(self.shape[1:])
+        begin, end = self.rows(rank)
+        return begin * row_numel, end * row_numel
+
+    def rows(self, rank: int) -> tuple[int, int]:
+        """The same in rows of the first dimension."""
+        rows = self.shape[0]
         each = -(-rows // self.num_ranks)
-        return min(rank * each, rows) * row_numel, min((rank + 1) * each, rows) * row_numel
+        return min(rank * each, rows), min((rank + 1) * each, rows)

@@ -421,13 +421,17 @@ def whole_bits(model: nn.Module, optimizer: Any) -> str:
     numbers = {id(p): number for number, p in enumerate(optimizer.param_groups[0]["params"])}
     by_number = optimizer.state_dict()["state"]
     for name, parameter in model.named_parameters():
-        found.update(parameter.full_tensor().detach().numpy().tobytes())
+        found.update(bytes_of(parameter.full_tensor()))
         if name.startswith("unused"):
             continue  # it has no states before a checkpoint is loaded, and zeros after that
         for _, value in sorted(by_number.get(numbers[id(parameter)], {}).items()):
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            found.update(whole.numpy().tobytes())
+            found.update(bytes_of(value.full_tensor() if isinstance(value, DTensor) else value))
     return found.hexdigest()
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return array.tobytes()
 
 
 def ended_by(action: Callable[[Any, nn.Module], Any], **given: Any) -> Result:
@@ -594,7 +598,10 @@ CASES: dict[str, Callable[..., Result]] = {
         refused,
     )
 }
-"""By name; a case that takes a folder gets one that all its ranks share."""
+"""By name."""
+
+WITH_FOLDER = {"resumed", "saved", "loaded"}
+"""Cases that get a folder, which all ranks share."""
 
 
 # --- processes ---
@@ -625,7 +632,7 @@ def fork(name: str, rank: int, num_ranks: int, store: Path, file: Path) -> int:
         mesh()
         started = time.monotonic()
         try:
-            found = CASES[name](*([store.parent] if CASES[name] in (resumed, saved, loaded) else []))
+            found = CASES[name](*([store.parent] if name in WITH_FOLDER else []))
         except BaseException as error:  # that of a checkpoint of PyTorch is no Exception
             found = {"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
         found["seconds"] = time.monotonic() - started

@@ -1,0 +1,58 @@
+"""The CRC-32 of bytes of which several ranks know a part each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from chunkc.checkpoint.manifest import File
+
+_POLYNOMIAL = 0xEDB88320
+_ONE = 1 << 31
+"""The polynomial 1: bits are reflected, so the highest one is the coefficient of x^0."""
+
+
+@dataclass(frozen=True, order=True)
+class Piece:
+    """Bytes of a file that were written: where they begin, how many they are, and their CRC-32."""
+
+    offset_nbytes: int
+    nbytes: int
+    crc32: int
+
+
+def joined(pieces: Iterable[Piece]) -> File:
+    """The file that pieces make up, without a gap.
+
+    The CRC of two runs of bytes is that of the first, times x^(8 n) for n bytes that follow, plus that of the second
+    (`crc32_combine` of zlib, which Python does not have).
+    """
+    nbytes = crc32 = 0
+    for piece in sorted(pieces):
+        assert piece.offset_nbytes == nbytes, "there is a gap, or bytes were written twice"
+        crc32 = _product(_power_of_x(8 * piece.nbytes), crc32) ^ piece.crc32
+        nbytes += piece.nbytes
+    return File(nbytes, crc32)
+
+
+@lru_cache(maxsize=1 << 16)
+def _power_of_x(exponent: int) -> int:
+    """x^exponent modulo the polynomial."""
+    power, square = _ONE, _ONE >> 1
+    while exponent:
+        if exponent & 1:
+            power = _product(power, square)
+        square = _product(square, square)
+        exponent >>= 1
+    return power
+
+
+def _product(one: int, other: int) -> int:
+    """The product of two polynomials over the integers modulo 2, modulo the polynomial."""
+    total = 0
+    for bit in range(31, -1, -1):
+        if one >> bit & 1:
+            total ^= other
+        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
+    return total
