@@ -10,10 +10,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.errors import DistributedError, OptionsError, UnsupportedError
 from chunkc.ir.shards import Shards, ZeroStage
 from chunkc.movable import can_move
-from chunkc.ranks import agree
+from chunkc.options import parse_options
+from chunkc.ranks import agree, together
+from chunkc.runtime.homes import open_home
+from chunkc.runtime.nursery import SMALLEST_NBYTES, Nursery, note_birth
 from chunkc.runtime.parts import Part
 from chunkc.runtime.transport import Transport
 from chunkc.session import owner
@@ -47,7 +50,8 @@ def distribute(
     Args:
         model: on the CPU, with all its parameters, and not compiled yet.
         mesh: of one dimension, on "cpu"; the ranks that train the model.
-        home: where each rank's parts are between calls: "cpu", which is RAM.
+        home: where each rank's parts are between calls: "cpu", which is RAM, "disk" or "disk:DIR". Each rank has a file
+            of its own there, without a name. `torch.compile` takes the home over.
         zero_stage: 3 gathers parameters where a forward or backward needs them. 2 gathers them once after each change
             and keeps them whole on the compute tier, which the budget must have room for: a third less is sent. 1 keeps
             whole gradients, too; so backwards inside `optimizer.accumulating()` exchange nothing.
@@ -59,12 +63,12 @@ def distribute(
     Raises:
         OptionsError: an argument makes no sense.
         UnsupportedError: a parameter cannot be cut; nothing has changed.
-        DistributedError: the ranks' models differ, or a rank does not come; nothing has changed.
+        HomeError: the home has no room on this rank, or cannot be used; nothing has changed.
+        DistributedError: the ranks' models differ, or a rank does not come or has no home; nothing has changed.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1 or mesh.device_type != "cpu":
         raise OptionsError('mesh must be a DeviceMesh of one dimension on "cpu", as init_device_mesh makes it')
-    if home != "cpu":
-        raise OptionsError(f'home is {home!r}; distributed models have their parts in RAM so far: home="cpu"')
+    parse_options({"home": home})
     if zero_stage not in (1, 2, 3):
         raise OptionsError(f"zero_stage is {zero_stage!r}; allowed: 1, 2 or 3")
     if not timeout_s > 0:
@@ -76,8 +80,19 @@ def distribute(
         _check(name, parameter)
     transport = Transport(tuple(mesh.mesh.tolist()), timeout_s)
     shapes = [(name, tuple(p.shape), p.dtype) for name, p in named.items()]
-    agree(transport, {"the parameters of the model": repr(shapes), "zero_stage": str(zero_stage)})
-    made = {id(parameter): _cut(parameter, mesh, transport, zero_stage) for parameter in named.values()}
+    home_kind = home.partition(":")[0]
+    agree(
+        transport,
+        {"the parameters of the model": repr(shapes), "zero_stage": str(zero_stage), "the kind of home": home_kind},
+    )
+    made: dict[int, nn.Parameter] = {}
+
+    def cut_all() -> None:
+        nursery = None if home == "cpu" else Nursery(home, "auto", open_home(home))
+        for parameter in named.values():
+            made[id(parameter)] = _cut(parameter, mesh, transport, zero_stage, nursery)
+
+    together(transport, "chunkc.distribute()", cut_all, DistributedError)
     for module in model.modules():
         if module._parameters:
             _distribute_module(module, made)
@@ -98,11 +113,16 @@ def _check(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def _cut(parameter: nn.Parameter, mesh: DeviceMesh, transport: Transport, zero_stage: ZeroStage) -> nn.Parameter:
+def _cut(
+    parameter: nn.Parameter, mesh: DeviceMesh, transport: Transport, zero_stage: ZeroStage, nursery: Nursery | None
+) -> nn.Parameter:
     shards = Shards(tuple(parameter.shape), transport.num_ranks, transport.rank, zero_stage)
     begin, end = shards.span(transport.rank)
-    local = parameter.detach().view(-1)[begin:end].clone().view(-1, *parameter.shape[1:])
+    rows = parameter.detach().view(-1)[begin:end].view(-1, *parameter.shape[1:])
+    local = rows.clone() if nursery is None or rows.nbytes < SMALLEST_NBYTES else nursery.copy_of(rows)
     part = Part.of(local, shards, transport)
+    if nursery is not None:
+        note_birth(part, nursery)
     placed = DTensor.from_local(
         local, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
     )

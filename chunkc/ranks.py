@@ -185,7 +185,7 @@ def join(session: Session, transport: Transport | None) -> None:
     """A graph of a session's model is compiled whose parameters are cut over these ranks; None: it has none that are.
 
     Raises:
-        UnsupportedError: other graphs of the session have ordinary parameters, or the home is no RAM.
+        UnsupportedError: other graphs of the session have ordinary parameters, or the device is no CPU.
         DistributedError: these ranks can exchange nothing any more.
     """
     if transport is None:
@@ -196,8 +196,8 @@ def join(session: Session, transport: Transport | None) -> None:
             "the options are those of another model already, which is not distributed over the same ranks: give each "
             "model a dictionary of its own"
         )
-    if session.device.type != "cpu" or session.options.home_kind != "cpu":
-        raise UnsupportedError('distributed models compute on CPUs, and their home is RAM (home="cpu") so far')
+    if session.device.type != "cpu":
+        raise UnsupportedError("distributed models compute on CPUs so far")
     if session.options.activations != "keep":
         raise UnsupportedError('distributed models keep what the forward saves (activations="keep") so far')
     session.store.transport = transport

@@ -4,6 +4,8 @@ In a slot every parameter lies whole and contiguous, and a rank's part of it is 
 home memory and received where they belong, and nothing is copied on the way. For gradients each rank sends every other
 one what it computed for the other's part, receives the same for its own, and adds up in the order of the ranks: the
 same bits on every run, and the least bytes that there can be, (ranks - 1) / ranks of the chunk each way.
+
+A home on a disk is read and written through its map; its pages leave the process's memory afterwards.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 
 from chunkc.ir.chunks import ChunkGroup, TensorSlice
 from chunkc.ir.shards import Shards
+from chunkc.runtime.maps import drop_pages
 from chunkc.runtime.transport import GATHERS, SCATTERS, Message, Transport
 
 
@@ -34,6 +37,7 @@ def gather(group: ChunkGroup, home: torch.Tensor, slot: torch.Tensor, transport:
         receives += [(rank, part_in_slot(slot, where, rank)) for rank in transport.others]
         part_in_slot(slot, where, transport.rank).copy_(own)
     transport.exchange(GATHERS, sends, receives)
+    drop_pages(home)
 
 
 def scatter_sums(
@@ -75,6 +79,7 @@ def scatter_sums(
             mean = _sum(terms[where.spec.name]).div_(transport.num_ranks)
             place = home[where.offset : where.end]
             place.add_(mean) if adds[where.spec.name] else place.copy_(mean)
+    drop_pages(home)
 
 
 def _sum(terms: list[torch.Tensor]) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkGroup
 from chunkc.runtime.exchange import part_in_slot
+from chunkc.runtime.maps import drop_pages
 from chunkc.runtime.tier import Tier
 from chunkc.runtime.used_gradients import LocalGradient
 
@@ -48,10 +49,12 @@ class Standing:
         if group.index not in self.current:
             return True
         here, bits = self._buffers[Chunk(PARAM, group.index)], _BITS[group.dtype.itemsize]
-        return not all(
+        is_same = all(
             torch.equal(part_in_slot(here, where, rank).view(bits), home[where.offset : where.end].view(bits))
             for where in group.slices
         )
+        drop_pages(home)
+        return not is_same
 
     def local_gradients(self, groups: Iterable[int], parameter: Callable[[str], torch.Tensor]) -> list[str]:
         """Parameters of groups whose gradients wait to be exchanged. Those that somebody has dropped do not any more.

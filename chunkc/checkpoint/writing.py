@@ -101,8 +101,6 @@ class Writing:
             (self._late, *_) = self._together(lambda: self._complete(written) if self._is_first else None)
         except BaseException as error:
             self._remove()
-            self._files.clear()
-            _let_go(error)
             self._problem = error
             logger.error("%s", _named(error, self._step, self._path))  # whoever waits is told, too; maybe nobody does
         finally:
@@ -122,7 +120,18 @@ class Writing:
         return together(self._transport, phase, action, CheckpointError, CHECKPOINTS)
 
     def _write_files(self) -> dict[str, list[Piece]]:
-        """What this rank writes, by file; all of it is on the medium."""
+        """What this rank writes, by file; all of it is on the medium. Whatever happens, nobody waits for it then."""
+        try:
+            return self._write_each()
+        except BaseException as error:
+            self._files.clear()
+            _let_go(error)
+            raise
+        finally:
+            self._open_written.set()
+            self._all_read.set()
+
+    def _write_each(self) -> dict[str, list[Piece]]:
         descriptors: list[int] = []
         try:
             written: dict[str, list[Piece]] = {}
@@ -136,8 +145,6 @@ class Writing:
                 os.fsync(fd)
             return written
         finally:
-            self._open_written.set()
-            self._all_read.set()
             for fd in descriptors:
                 os.close(fd)
 

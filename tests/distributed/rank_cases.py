@@ -349,6 +349,40 @@ def announced_on_one() -> Result:
     return ended_by(action)
 
 
+def disk_home(folder: Path) -> Result:
+    """Training with homes in RAM and on a disk, in every stage; the smallest budget moves most."""
+    found: Result = {}
+    for stage in STAGES:
+        least = HUGE
+        for home in ("cpu", "cpu", f"disk:{folder}"):
+            torch._dynamo.reset()
+            model = chunkc.distribute(made(), mesh(), zero_stage=stage, home=home)
+            optimizer, run = adamw(model), compiled(model, least)
+            losses = train(run, model, optimizer, range(2))
+            (session,) = sessions_of(model.parameters())
+            found[f"{stage} {home.partition(':')[0]}"] = [losses, bits(model)]
+            least = chunkc.report(model).minimum_budget_nbytes
+        maps = Path("/proc/self/maps").read_text()
+        addresses = {address_range(line) for line in maps.splitlines() if str(folder) in line}
+        used = [p.to_local() for name, p in model.named_parameters() if not name.startswith("unused")]
+        parts = [part for part in used if part.numel()]
+        found[f"{stage} on disk"] = all(any(b <= p.data_ptr() < e for b, e in addresses) for p in parts)
+        found[f"{stage} option"] = session.options.home
+    place = str(folder) if dist.get_rank() == 0 else str(folder / "nowhere")
+    model = nn.Linear(4, 4)
+    try:
+        chunkc.distribute(model, mesh(), home=f"disk:{place}")
+    except chunkc.ChunkcError as error:
+        found["nowhere"] = f"{type(error).__name__}: {error}"
+    return found | {"kept": type(model.weight) is nn.Parameter}
+
+
+def address_range(line: str) -> tuple[int, int]:
+    """Of a line of /proc/self/maps."""
+    begin, _, end = line.split()[0].partition("-")
+    return int(begin, 16), int(end, 16)
+
+
 def written() -> Result:
     """Between steps, all ranks or one of them write to parameters in ways that no version counter sees."""
     found: Result = {}
@@ -559,8 +593,7 @@ def refused() -> Result:
     kept = model.state_dict()
     attempt("shared", lambda: compiled(model, HUGE)(torch.ones(2, 4)))
     del kept
-    disk = {"memory_budget": HUGE, "codegen": "eager", "home": "disk"}
-    attempt("disk", lambda: torch.compile(model, backend="chunkc", options=disk)(torch.ones(2, 4)))
+    attempt("home", lambda: chunkc.distribute(nn.Linear(2, 2), mesh(), home="nowhere"))
     return found
 
 
@@ -579,6 +612,7 @@ CASES: dict[str, Callable[..., Result]] = {
         as_one_process,
         as_one_process_inductor,
         sent,
+        disk_home,
         written,
         announced,
         not_exchanged,
@@ -600,7 +634,7 @@ CASES: dict[str, Callable[..., Result]] = {
 }
 """By name."""
 
-WITH_FOLDER = {"resumed", "saved", "loaded"}
+WITH_FOLDER = {"disk_home", "resumed", "saved", "loaded"}
 """Cases that get a folder, which all ranks share."""
 
 

@@ -65,6 +65,23 @@ def test_what_is_written_between_steps_counts_in_every_stage(tmp_path: Path) -> 
 
 
 @pytest.mark.second_tier
+def test_a_home_on_a_disk_changes_no_bit(tmp_path: Path) -> None:
+    """In every stage; parameters lie in each rank's own file, which has no name and leaves nothing behind."""
+    home = tmp_path / "home"
+    home.mkdir()
+    for number, rank in enumerate(ranks(home, "disk_home")["disk_home"]):
+        assert "error" not in rank, rank["traceback"]
+        for stage in "321":
+            assert rank[f"{stage} cpu"] == rank[f"{stage} disk"]
+            assert rank[f"{stage} on disk"]
+            assert rank[f"{stage} option"] == f"disk:{home}"
+        assert rank["kept"]
+        kind = "HomeError: " if number == 1 else "DistributedError: rank 1 of 2: "
+        assert rank["nowhere"].startswith(kind)
+    assert {path.suffix for path in home.iterdir()} <= {".json", ".store"}
+
+
+@pytest.mark.second_tier
 def test_announced_accumulation_exchanges_in_the_last_backward_alone(tmp_path: Path) -> None:
     """What was announced and then dropped leaves nothing behind."""
     for rank in ranks(tmp_path, "announced")["announced"]:
@@ -174,7 +191,7 @@ def test_what_distributed_models_do_not_do_is_refused(faults: dict[str, list[dic
         "timeout": "OptionsError: timeout_s is 0",
         "mesh": "OptionsError: mesh must be a DeviceMesh of one dimension",
         "shared": "UnsupportedError: this rank's part of 0.weight shares its memory",
-        "disk": 'UnsupportedError: distributed models compute on CPUs, and their home is RAM (home="cpu") so far',
+        "home": "OptionsError: home is 'nowhere'",
     }
     for rank in faults["refused"]:
         assert "error" not in rank, rank["traceback"]
