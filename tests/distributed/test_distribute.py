@@ -191,7 +191,7 @@ def test_what_distributed_models_do_not_do_is_refused(faults: dict[str, list[dic
         "timeout": "OptionsError: timeout_s is 0",
         "mesh": "OptionsError: mesh must be a DeviceMesh of one dimension",
         "shared": "UnsupportedError: this rank's part of 0.weight shares its memory",
-        "home": "OptionsError: home is 'nowhere'",
+        "home": "OptionsError: option 'home' is 'nowhere'",
     }
     for rank in faults["refused"]:
         assert "error" not in rank, rank["traceback"]
