@@ -218,9 +218,9 @@ def _propagate(graph: fx.Graph, given: Mapping[str, Any]) -> dict[str, Any]:
         elif node.op == "output":
             continue
         else:
-            args, kwargs = pytree.tree_map_only(fx.Node, values.__getitem__, (node.args, node.kwargs))
-            args, kwargs = pytree.tree_map_only(torch.device, _device, (args, kwargs))
-            node.args, node.kwargs = pytree.tree_map_only(torch.device, _device, (node.args, node.kwargs))
+            if any(isinstance(leaf, torch.device) for leaf in (*node.args, *node.kwargs.values())):
+                node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), _device)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             value = _run(node, args, kwargs, values)
         values[node] = value
         node.meta["val"] = value
@@ -236,12 +236,12 @@ def _run(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], values: 
         position = _WRAPPED_AT[node.target]
         result = args[position](*args[position + 1 :], **kwargs)
         return result if node.target is _RESTORES else (_generator_bytes(), result)
-    if _must_copy(node, args):
-        return _made_contiguous(node, args, values)
     target: Any = node.target
     try:
         return target(*args, **kwargs)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
+        if target is aten.view.default:  # the CPU's strides allowed it: what was no copy there is one here
+            return _made_contiguous(node, args, values)
         if _NO_CUDA not in str(error):
             raise
     # Some fake implementations copy strided operands by torch's own code for CUDA, which a CPU's build does not have.
@@ -253,17 +253,6 @@ def _generator_bytes() -> Tensor:
     return torch.empty(_RNG_STATE_NBYTES, dtype=torch.uint8)
 
 
-def _must_copy(node: fx.Node, args: Sequence[Any]) -> bool:
-    """Whether a view that the CPU's strides allowed is none of the device's: what was no copy there is one here."""
-    if node.target is not aten.view.default:
-        return False
-    try:
-        aten.view.default(*args)
-    except (RuntimeError, ValueError):
-        return True
-    return False
-
-
 def _made_contiguous(view: fx.Node, args: Sequence[Any], values: dict[fx.Node, Any]) -> Any:
     with view.graph.inserting_before(view):
         copy = view.graph.call_function(aten.clone.default, (view.args[0],), {"memory_format": torch.contiguous_format})
@@ -273,8 +262,8 @@ def _made_contiguous(view: fx.Node, args: Sequence[Any], values: dict[fx.Node, A
     return aten.view.default(values[copy], *args[1:])
 
 
-def _device(device: torch.device) -> torch.device:
-    return _DEVICE if device.type == "cpu" else device
+def _device(argument: Any) -> Any:
+    return _DEVICE if isinstance(argument, torch.device) and argument.type == "cpu" else argument
 
 
 def _moved(value: Any, storages: dict[int, Tensor]) -> Any:

@@ -187,7 +187,7 @@ def peak_of(step: StepPlans) -> Peak:
     steps = next(found for i, found in enumerate(call_steps(program, run.captured.memories)) if i == index)
     fullest = max(steps, key=lambda at: at.nbytes)
     makers = makers_of(run.captured)
-    for storage in fullest.around - run.gone:
+    for storage in sorted(fullest.around - run.gone):
         add("activations", makers.get(storage, "inputs"), program.storages[storage])
     add("activations", "outputs of the step before", run.returned_before_nbytes)
     add("temporaries", fullest.module, fullest.inside_nbytes)

@@ -23,7 +23,6 @@ One more rule, `saved`, is in `verify_saved`.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -67,6 +66,7 @@ class _Checker:
         for chunk in present:
             self.slots[chunk] = self._new_slot()
             self.slots[chunk].ready = True
+        self.slot_nbytes = sum(map(layout.chunk_nbytes_of, self.slots))
         self.view_of: dict[fx.Node, tuple[Chunk, int]] = {}  # parameter node -> (chunk, generation)
         self.storage_of: dict[fx.Node, str] = {}
         self.storage_nbytes: dict[str, int] = {}
@@ -76,7 +76,6 @@ class _Checker:
         self.value_nbytes = 0
         self.peak_nbytes = 0
         self.group_of = layout.group_of()
-        self.nbytes_of = functools.cache(layout.chunk_nbytes_of)
         self.sunk: Counter[str] = Counter()
         self.updated: dict[int, list[list[tuple[int, int]]]] = {}  # group -> tiles of each stage
         self.settled: set[int] = set()
@@ -103,11 +102,8 @@ class _Checker:
         elif before > 0 and before + values == 0:
             self.value_nbytes -= self.storage_nbytes[storage]
 
-    def slot_nbytes(self) -> int:
-        return sum(self.nbytes_of(chunk) for chunk in self.slots)
-
     def check_budget(self, node: fx.Node | None, extra_nbytes: int = 0) -> None:
-        nbytes = self.staying_nbytes + self.value_nbytes + self.slot_nbytes() + extra_nbytes
+        nbytes = self.staying_nbytes + self.value_nbytes + self.slot_nbytes + extra_nbytes
         self.peak_nbytes = max(self.peak_nbytes, nbytes)
         if nbytes > self.budget_nbytes:
             self.fail("budget", node, f"{nbytes:,} bytes are in use, {self.budget_nbytes:,} allowed")
@@ -218,6 +214,7 @@ class _Checker:
             if self._overlap(chunk, other):
                 self.fail("overlap", node, f"{chunk} gets a slot, and {other} has one")
         self.slots[chunk] = self._new_slot()
+        self.slot_nbytes += self.layout.chunk_nbytes_of(chunk)
         self.slots[chunk].copying, self.slots[chunk].link = "in", link
 
     def _overlap(self, one: Chunk, other: Chunk) -> bool:
@@ -242,6 +239,7 @@ class _Checker:
         slot = self.slots.pop(chunk, None)
         if slot is None:
             return self.fail("state", node, f"{chunk} has no slot")
+        self.slot_nbytes -= self.layout.chunk_nbytes_of(chunk)
         if slot.copying:
             self.fail("slot", node, f"{chunk} is given back while a copy {slot.copying} is under way")
         elif slot.dirty and not self._is_used_up(chunk):
