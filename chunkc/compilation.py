@@ -136,7 +136,7 @@ def _compile_in(
     names: Sequence[str],
     options: Options,
     arguments: Sequence[Any] | None,
-    compare: Callable[[Facts], None],
+    compare: Callable[[Callable[[], Facts]], None],
 ) -> tuple[CompiledGraph, Callable[..., Any]]:
     """As `compile_graph`: what Dynamo is to call, and the graph that it runs. `compare`: see `ranks.meeting`."""
     await_readers(p for p in parameters if p is not None)  # while they read, parameters are somebody else's, too
@@ -212,7 +212,7 @@ def _build(
     show: Show,
     inputs: Sequence[Any],
     arguments: Sequence[Any] | None,
-    compare: Callable[[Facts], None],
+    compare: Callable[[Callable[[], Facts]], None],
 ) -> CompiledGraph:
     in_order = capture.order_of_use()
     note_shared_memory({name: named[name] for name in in_order if owner(named[name]) is None})
@@ -245,7 +245,7 @@ def _build(
         needs = needs_of_step(form, session.trained, layout, held)
         raise session.known.named(error, layout, needs, session.num_graphs + 1) from None
     planned = planned_step(session, step.captured, decision.request)  # verified before anything moves
-    compare(facts_of(capture, layout, session, planned))
+    compare(lambda: facts_of(capture, layout, session, planned))
     place(session, layout, named, decision.situation.resident)
     session.own(named)
     session.num_graphs, session.trained = decision.situation.num_graphs, decision.situation.trained

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import fx
 
@@ -23,7 +23,8 @@ def log_capture(capture: Capture) -> None:
     for phase, graph in (("forward", capture.forward), ("backward", capture.backward)):
         if graph is not None:
             logger.info("captured %s: %d nodes", phase, len(graph.graph.nodes))
-            logger.debug("captured %s:\n%s", phase, graph.code)
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("captured %s:\n%s", phase, graph.code)
 
 
 def log_build(captured: Captured, layout: ChunkLayout) -> None:
@@ -68,16 +69,17 @@ def log_plan(plan: Plan, graphs: Mapping[str, fx.GraphModule]) -> None:
         len(plan.resident),
     )
     logger.debug("%s", plan)
-    _artifact("chunkc_plan", str(plan))
+    _artifact("chunkc_plan", lambda: str(plan))
     for phase, graph in graphs.items():
-        logger.debug("%s with chunk nodes:\n%s", phase, graph.code)
-        _artifact(f"chunkc_{phase}", graph.code)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("%s with chunk nodes:\n%s", phase, graph.code)
+        _artifact(f"chunkc_{phase}", lambda graph=graph: graph.code)
 
 
-def _artifact(name: str, text: str) -> None:
+def _artifact(name: str, text: Callable[[], str]) -> None:
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},
-        payload_fn=lambda: text,
+        payload_fn=text,
         expect_trace_id=False,
     )

@@ -49,19 +49,20 @@ class _Said:
 
 
 @contextmanager
-def meeting(transport: Transport | None) -> Iterator[Callable[[Facts], None]]:
-    """Inside, all ranks come once to the function that is given, each with its facts; with None nobody else is asked.
+def meeting(transport: Transport | None) -> Iterator[Callable[[Callable[[], Facts]], None]]:
+    """Inside, all ranks come once to the function that is given, each with its facts; with None nobody is asked.
 
     Raises:
         DistributedError: facts differ, a rank is gone, or another rank has raised an error inside.
     """
     met = transport is None
 
-    def compare(facts: Facts) -> None:
+    def compare(facts: Callable[[], Facts]) -> None:
         nonlocal met
         if transport is not None:
+            own = facts()
             met = True
-            agree(transport, facts)
+            agree(transport, own)
 
     try:
         yield compare

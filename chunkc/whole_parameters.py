@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial
 from chunkc.ir.errors import UnsupportedError
 from chunkc.passes.graphs import placeholders
 from chunkc.runtime.parts import Part, part_of
+from chunkc.torch_private.aot import LazyGraphModule
 from chunkc.torch_private.fake import detect_fake_mode
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.13 on; this is Linux's number
@@ -59,7 +60,7 @@ def with_whole_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.Graph
             reader.replace_all_uses_with(placeholder)
             graph.erase_node(reader)
     _refuse_others([value for value, is_cut in zip(inputs, cut, strict=True) if not is_cut])
-    return fx.GraphModule(gm, graph)
+    return LazyGraphModule(gm, graph)
 
 
 def as_traced(inputs: Sequence[Any]) -> list[Any]:

@@ -11,6 +11,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from chunkc.passes.cuda_memory import rounded_nbytes
+from chunkc.torch_private.aot import LazyGraphModule
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
@@ -126,4 +127,4 @@ def without_tied_placeholders(gm: fx.GraphModule, tied: Mapping[int, int]) -> fx
     for position, stands_for in tied.items():
         copied[position].replace_all_uses_with(copied[stands_for])
         graph.erase_node(copied[position])
-    return fx.GraphModule(gm, graph)
+    return LazyGraphModule(gm, graph)

@@ -14,6 +14,7 @@ from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkLayout
 from chunkc.ir.items import SavedStorage
 from chunkc.ir.plan import LEAVE, OFFLOAD, RELOAD, Event, PhasePlan, Tile
 from chunkc.ir.program import FORWARD, PhaseProgram, SegmentCall
+from chunkc.torch_private.aot import LazyGraphModule
 
 
 def insert_events(
@@ -71,7 +72,7 @@ def insert_events(
     for call in program.calls:
         if not hasattr(root, call.segment):
             root.add_module(call.segment, segments[call.segment])
-    return fx.GraphModule(root, graph, f"chunkc_{program.phase}")
+    return LazyGraphModule(root, graph, f"chunkc_{program.phase}")
 
 
 def insert_update_events(plan: PhasePlan, tiles: Sequence[Tile]) -> fx.Graph:

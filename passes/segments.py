@@ -29,6 +29,7 @@ from chunkc.passes.graphs import (
 )
 from chunkc.passes.origins import origins
 from chunkc.passes.symbols import free_symbols, plain_symbol
+from chunkc.torch_private.aot import LazyGraphModule
 
 RUN_BY_ATEN = frozenset({torch.ops.aten.embedding_dense_backward.default})
 """Operators that Inductor never sees: each is a segment of its own. Inductor turns an embedding's backward into atomic
@@ -63,7 +64,7 @@ class SegmentTable:
         if graph.find_nodes(op="get_attr"):
             key += f"\nconstants of its own: {len(self.segments)}"
         if key not in self.segments:
-            self.segments[key] = Segment(f"segment{len(self.segments)}", fx.GraphModule(root, graph))
+            self.segments[key] = Segment(f"segment{len(self.segments)}", LazyGraphModule(root, graph))
         return self.segments[key]
 
 

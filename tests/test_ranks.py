@@ -75,7 +75,7 @@ def test_an_error_after_the_meeting_is_no_part_of_it() -> None:
 
     def fails() -> None:
         with meeting(own) as compare:  # type: ignore[arg-type]
-            compare({"the code": "a"})
+            compare(lambda: {"the code": "a"})
             raise ValueError("later")
 
     with pytest.raises(ValueError, match="later"):
@@ -84,8 +84,11 @@ def test_an_error_after_the_meeting_is_no_part_of_it() -> None:
 
 
 def test_one_process_meets_nobody() -> None:
+    def facts() -> dict[str, str]:
+        raise AssertionError("nobody compares them")
+
     with meeting(None) as compare:
-        compare({"the code": "a"})
+        compare(facts)
     assert transport_of({"w": nn.Parameter(torch.ones(2))}) is None
 
 

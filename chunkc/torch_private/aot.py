@@ -16,12 +16,14 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._library.utils import is_builtin
 from torch._prims.rng_prims import run_and_save_rng_state
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from chunkc.torch_private.fake import TracingContext, tracing
 
 __all__ = [
     "ALIAS_CHECK",
+    "LazyGraphModule",
     "aot_module_simplified",
     "get_decompositions",
     "min_cut_rematerialization_partition",
