@@ -121,7 +121,7 @@ def test_results_lie_as_traced(operator: Any) -> None:
 @pytest.mark.parametrize("operator", list(OPERANDS_ALIKE), ids=str)
 def test_it_is_needed(operator: Any) -> None:
     """Who reads this after it failed: PyTorch has mended the operator, and it can leave the list."""
-    assert [line for args in calls(operator) for line in wrong(operator, args, {})]
+    assert any(wrong(operator, args, {}) for args in calls(operator))
 
 
 class Gates(nn.Module):
