@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +36,11 @@ def _compute_nothing_for_logs() -> None:
     ):
         if hasattr(module, name):  # in the versions that have it
             setattr(module, name, lambda *_, answer=answer: answer)
+    if "TORCH_TRACE" not in os.environ:
+        # pytest gives handlers to loggers that do not propagate, and with any handler torch makes every trace's text
+        trace = logging.getLogger("torch.__trace")
+        trace.handlers.clear()
+        trace.propagate = True
 
 
 _compute_nothing_for_logs()
