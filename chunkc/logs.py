@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from torch import fx
 
@@ -73,7 +74,11 @@ def log_plan(plan: Plan, graphs: Mapping[str, fx.GraphModule]) -> None:
     for phase, graph in graphs.items():
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("%s with chunk nodes:\n%s", phase, graph.code)
-        _artifact(f"chunkc_{phase}", lambda graph=graph: graph.code)
+        _artifact(f"chunkc_{phase}", partial(_code, graph))
+
+
+def _code(graph: fx.GraphModule) -> str:
+    return graph.code
 
 
 def _artifact(name: str, text: Callable[[], str]) -> None:
