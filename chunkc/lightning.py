@@ -19,15 +19,20 @@ from typing import Any
 import lightning
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
+from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies import SingleDeviceStrategy as FabricSingleDeviceStrategy
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.plugins.precision import Precision as PlainPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from torch import nn
 
 from chunkc.in_place import compile_in_place, place_on, was_called
 from chunkc.ir.errors import UnsupportedError
 from chunkc.logs import logger
+from chunkc.optim.chunked_optimizer import ChunkedOptimizer
 from chunkc.options import parse_options
 from chunkc.scalars import Scalars
 
@@ -61,6 +66,32 @@ class MappedCheckpointIO(TorchCheckpointIO):
         if not _is_local(path) or not zipfile.is_zipfile(path):  # `torch.save` once wrote files that no map can show
             return super().load_checkpoint(path, map_location, weights_only)
         return torch.load(path, map_location=map_location, mmap=True, weights_only=weights_only)
+
+
+class UnscalingMixedPrecision(MixedPrecision):
+    """Lightning's own, which also clips for optimizers that divide gradients by the loss's scale themselves.
+
+    Lightning refuses to, even in bf16, where there is no scale. `GradScaler` lets such an optimizer be: what
+    `unscale_` has divided before clipping, its step does not divide again.
+    """
+
+    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        if not isinstance(optimizer, ChunkedOptimizer):
+            super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+            return
+        if clip_val > 0 and self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+        PlainPrecision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+
+
+class FabricUnscalingMixedPrecision(FabricMixedPrecision):
+    """The same for `fabric.clip_gradients`."""
+
+    def unscale_gradients(self, optimizer: Any) -> None:
+        if not isinstance(optimizer, ChunkedOptimizer):
+            super().unscale_gradients(optimizer)
+        elif self.scaler is not None:
+            self.scaler.unscale_(optimizer)
 
 
 def _is_local(path: Any) -> bool:
@@ -117,6 +148,16 @@ class ChunkcStrategy(_OnOneDevice, SingleDeviceStrategy):
     strategy_name = NAME
     _knows_calls = False
 
+    @property
+    def precision_plugin(self) -> PlainPrecision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: PlainPrecision | None) -> None:
+        if type(plugin) is MixedPrecision:
+            plugin = UnscalingMixedPrecision(plugin.precision, plugin.device, plugin.scaler)
+        self._precision_plugin = plugin
+
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """As Lightning's, whose closure calls `training_step`."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -154,6 +195,16 @@ class ChunkcFabricStrategy(_OnOneDevice, FabricSingleDeviceStrategy):
         OptionsError: an option is unknown or makes no sense.
         UnsupportedError: there are several devices.
     """
+
+    @property
+    def precision(self) -> FabricPrecision:
+        return super().precision
+
+    @precision.setter
+    def precision(self, precision: FabricPrecision | None) -> None:
+        if type(precision) is FabricMixedPrecision:
+            precision = FabricUnscalingMixedPrecision(precision.precision, precision.device, precision.scaler)
+        self._precision = precision
 
     def module_to_device(self, module: nn.Module) -> None:
         place_on(module, self.root_device, self.options)

@@ -9,6 +9,8 @@ import lightning
 import pytest
 import torch
 from harness import differences, weights
+from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
+from lightning.pytorch.plugins import MixedPrecision
 from loops import assert_close, assert_moved, batches, gpt, limited, tokens
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -107,6 +109,24 @@ def test_other_settings(tmp_path: Path, settings: dict[str, Any]) -> None:
     tolerance = 2e-2 if "precision" in settings else 1e-3  # bf16 has 8 bits
     assert ours.lightning_module.losses == pytest.approx(plain.lightning_module.losses, rel=tolerance)
     assert_moved(ours.lightning_module, BUDGET)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_gradients_are_clipped_in_mixed_precision(tmp_path: Path, precision: Any) -> None:
+    """With a loss scale, before they are divided by it; Lightning refuses both with optimizers that divide."""
+
+    def settings() -> dict[str, Any]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8) if precision == "16-mixed" else None
+        plugin = MixedPrecision(precision, "cpu", scaler)  # by name, Lightning has no fp16 on CPUs
+        return {"plugins": [plugin], "gradient_clip_val": 0.05}
+
+    plain = fitted(tmp_path, "auto", **settings())
+    ours = fitted(tmp_path, strategy(), **settings())
+    assert ours.lightning_module.losses == pytest.approx(plain.lightning_module.losses, rel=2e-2)
+    assert_moved(ours.lightning_module, BUDGET)
+    unclipped = fitted(tmp_path, strategy(), plugins=settings()["plugins"])
+    assert ours.lightning_module.losses != pytest.approx(unclipped.lightning_module.losses, rel=2e-2)
 
 
 @pytest.mark.slow
@@ -244,3 +264,14 @@ def test_fabric_trains_saves_and_resumes_exactly(tmp_path: Path) -> None:
     assert first + second == losses
     assert not differences(weights(parts), weights(whole))
     assert list(torch.load(tmp_path / "saved", weights_only=True)["model"]) == list(whole.state_dict())
+
+
+@pytest.mark.slow
+def test_fabric_clips_under_a_loss_scale() -> None:
+    def run(strategy: Any, optimizer: Any) -> list[float]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        return run_fabric(strategy, optimizer, plugins=[FabricMixedPrecision("16-mixed", "cpu", scaler)])[1]
+
+    plain = run("auto", torch.optim.AdamW)
+    losses = run(ChunkcFabricStrategy(memory_budget=1_700_000, **OPTIONS), chunkc.optim.AdamW)
+    assert losses == pytest.approx(plain, rel=2e-2)
