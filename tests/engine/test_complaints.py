@@ -1,6 +1,6 @@
 """What users of offloading systems complain about, each a test by name, through an engine.
 
-The list is worked off in several places; here is what belongs to loops and configurations.
+`tests/test_complaints.py` has the whole list; here is what belongs to loops and configurations.
 """
 
 from __future__ import annotations
