@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from chunkc.ir.chunks import GRAD, PARAM, STEP_NBYTES, Chunk, ChunkLayout
+from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkLayout
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import Copy, Item, ItemId, MovedId, SavedStorage
@@ -44,13 +44,6 @@ class StepProfile:
         return self.passes + self.update
 
 
-def small_nbytes(layout: ChunkLayout) -> int:
-    """What never moves: small parameters with their gradients and states, and every parameter's step counter."""
-    specs = [*layout.small, *(s.spec for group in layout.groups for s in group.slices)]
-    counters = STEP_NBYTES * sum(spec.trainable for spec in specs)
-    return counters + sum(spec.nbytes + spec.training_nbytes for spec in layout.small)
-
-
 def chunk_items(layout: ChunkLayout, positions: Sequence[Position]) -> dict[MovedId, Item]:
     """Every chunk, or part of one, that the positions need."""
     found: dict[MovedId, Item] = {}
@@ -81,7 +74,7 @@ def _tightest(positions: Sequence[Position]) -> list[Position]:
 def fixed_nbytes(layout: ChunkLayout, resident: frozenset[int]) -> int:
     """What is on the compute tier for good, once every gradient and state exists: model data and overhead."""
     residents = (layout.groups[index].resident_nbytes for index in resident)
-    return layout.overhead_nbytes + small_nbytes(layout) + standing_nbytes(layout) + sum(residents)
+    return layout.overhead_nbytes + layout.small_nbytes + standing_nbytes(layout) + sum(residents)
 
 
 def standing_nbytes(layout: ChunkLayout) -> int:
@@ -114,7 +107,7 @@ class StayingData:
     @staticmethod
     def of(layout: ChunkLayout, resident: frozenset[int]) -> StayingData:
         staying = [*layout.small, *(s.spec for index in sorted(resident) for s in layout.groups[index].slices)]
-        counters = small_nbytes(layout) - sum(spec.nbytes + spec.training_nbytes for spec in layout.small)
+        counters = layout.small_nbytes - sum(spec.nbytes + spec.training_nbytes for spec in layout.small)
         return StayingData(
             sum(spec.nbytes for spec in staying) + standing_nbytes(layout),
             sum(spec.optimizer_nbytes for spec in staying) + counters,

@@ -28,8 +28,7 @@ def dropped_between(known: Repeatable, cuts: Sequence[int]) -> frozenset[str]:
 
 def stretches(known: Repeatable) -> Iterator[tuple[int, ...]]:
     """Ways to cut a forward, each as the calls before which a stretch ends; the shortest stretches first."""
-    count = len(known.forward.calls)
-    passed = [known.passed_nbytes(cut) for cut in range(1, count)]
+    passed = known.passed_nbytes()
     seen: set[tuple[int, ...]] = set()
     limits = sorted(nbytes for nbytes in passed if nbytes)
     for limit in (None, *(limits[len(limits) // 2 : len(limits) // 2 + 1]), *limits[:1]):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import fx
@@ -92,10 +93,14 @@ class Repeatable:
         at_home = any(value in program.parameters and value not in read for value in call.inputs)
         return call.segment not in once and not at_home and program.changing.isdisjoint(call.inputs)
 
-    def passed_nbytes(self, cut: int) -> int:
-        """Bytes of what the calls before one make and it, or a later one, reads."""
-        crossing = (s for s, at in self.first_maker.items() if at < cut <= self.last_read.get(s, -1))
-        return sum(self.forward.storages[storage] for storage in crossing)
+    def passed_nbytes(self) -> list[int]:
+        """For each call but the first: bytes of what the calls before it make, and it or a later one reads."""
+        more = [0] * (len(self.forward.calls) + 1)
+        for storage, made in self.first_maker.items():
+            if (read := self.last_read.get(storage, -1)) > made:
+                more[made + 1] += self.forward.storages[storage]
+                more[read + 1] -= self.forward.storages[storage]
+        return list(accumulate(more[: len(self.forward.calls)]))[1:]
 
     def without(self, gone: Iterable[str]) -> Reruns:
         """What follows where these storages are dropped, as far as calls may be repeated for it."""

@@ -135,7 +135,7 @@ class ParamSpec:
         """Bytes of the gradient; 0 for a frozen parameter."""
         return self.nbytes if self.trainable else 0
 
-    @property
+    @cached_property
     def optimizer_nbytes(self) -> int:
         """Bytes of the optimizer's states but the step counter; 0 for a frozen parameter."""
         dtypes = self.states.dtypes(self.dtype) if self.trainable else {}
@@ -254,7 +254,7 @@ class ChunkGroup:
         """What the update of so many elements allocates itself: with 8-bit moments a number per block."""
         return 4 * -(-num_elements // ELEMENTS_PER_SCALE) if self.states.moments == INT8 else 0
 
-    @property
+    @cached_property
     def resident_nbytes(self) -> int:
         """What the group takes when it stays on the compute tier: parameters, gradients, states."""
         return sum(s.spec.nbytes + s.spec.training_nbytes for s in self.slices)
@@ -289,6 +289,12 @@ class ChunkLayout:
     def offsets(self) -> dict[str, int]:
         """Every parameter's first element in its group; small ones have none."""
         return {s.spec.name: s.offset for group in self.groups for s in group.slices}
+
+    @cached_property
+    def small_nbytes(self) -> int:
+        """What never moves: small parameters with their gradients and states, and every parameter's step counter."""
+        counters = STEP_NBYTES * sum(spec.trainable for spec in self.specs().values())
+        return counters + sum(spec.nbytes + spec.training_nbytes for spec in self.small)
 
     def specs(self) -> dict[str, ParamSpec]:
         """Every parameter by name."""

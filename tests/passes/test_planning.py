@@ -23,7 +23,6 @@ from chunkc.passes.planning import (
     choose_resident,
     fixed_nbytes,
     plan_phases,
-    small_nbytes,
     staying_beside,
 )
 from chunkc.passes.update_planning import update_positions, update_tiles
@@ -121,11 +120,11 @@ def test_small_parameters_and_step_counters_stay() -> None:
         ParamSpec("a.w", (1024,), (1,), torch.float32, True),
     ]
     layout = lay_out(specs, CHUNK_NBYTES)
-    assert small_nbytes(layout) == 2 * STEP_NBYTES + 32 * 4
+    assert layout.small_nbytes == 2 * STEP_NBYTES + 32 * 4
     frozen = [ParamSpec("a.bias", (8,), (1,), torch.float32, False)]
-    assert small_nbytes(lay_out(frozen, CHUNK_NBYTES)) == 32
+    assert lay_out(frozen, CHUNK_NBYTES).small_nbytes == 32
     half = [ParamSpec("a.bias", (8,), (1,), torch.bfloat16, True)]
-    assert small_nbytes(lay_out(half, CHUNK_NBYTES)) == STEP_NBYTES + 8 * (2 + 2 + 10)
+    assert lay_out(half, CHUNK_NBYTES).small_nbytes == STEP_NBYTES + 8 * (2 + 2 + 10)
 
 
 def test_everything_stays_where_everything_fits_to_the_byte() -> None:
