@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import TypeVar
 
 from chunkc.captured import Captured, profile
-from chunkc.ir.chunks import ChunkLayout
+from chunkc.ir.chunks import GRAD, ChunkLayout
+from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import ALL_PRESENT, Absence
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.ir.simulate import simulate, step_time
 from chunkc.options import Activations
-from chunkc.passes.planning import choose_leaving, fixed_nbytes, needed_nbytes, plan_phases
+from chunkc.passes.planning import choose_leaving, needed_nbytes, plan_phases
 from chunkc.passes.rerun_choice import leanest_cuts, up_to
 
 
 def leanest_absence(captured: Captured, activations: Activations, layout: ChunkLayout) -> Absence:
     """What is absent where a graph needs the least."""
-    match activations:
-        case "keep":
-            return ALL_PRESENT
-        case "offload":
-            return _all_copied(captured)
-        case "rerun":
-            return Absence(rerun=up_to(captured.repeatable, _cuts(captured, layout)))
-    ways = (_all_copied(captured), Absence(rerun=up_to(captured.repeatable, _cuts(captured, layout))))
+    if activations == "keep":
+        return ALL_PRESENT
+    if activations == "offload":
+        return _all_copied(captured)
+    again = Absence(rerun=up_to(captured.repeatable, _cuts(captured, layout)))
+    if activations == "rerun":
+        return again
+    ways = (_all_copied(captured), again, _all_copied(captured, again.rerun))
     return min(ways, key=lambda absence: _needed_nbytes(captured, absence, layout))
 
 
@@ -33,30 +39,18 @@ def leanest_form(captured: Captured, activations: Activations, layout: ChunkLayo
     return captured.without(leanest_absence(captured, activations, layout))
 
 
-def absences(
-    captured: Captured, seen: Captured, activations: Activations, layout: ChunkLayout, budget_nbytes: int
-) -> Iterator[Absence]:
-    """What may be absent, in the order in which it is tried.
-
-    Args:
-        seen: the graph as its surroundings are, with nothing absent.
-        budget_nbytes: less what others hold.
-    """
+def absences(captured: Captured, activations: Activations, layout: ChunkLayout) -> tuple[Absence, ...]:
+    """What may be absent whatever the budget is, in the order in which it is tried; `quickest` finds all between."""
     least = leanest_absence(captured, activations, layout)
-    if activations in ("keep", "auto") or not least:
-        yield ALL_PRESENT
-    if activations == "auto" and least:
-        kept, leaving = profile(seen, layout), profile(captured.without(_all_copied(captured)), layout)
-        yield Absence(home=choose_leaving(captured.may_leave, kept, leaving, layout, budget_nbytes))
-        yield Absence(rerun=_as_needed(captured, layout, budget_nbytes))
-    if least:
-        yield least
+    return tuple(dict.fromkeys((ALL_PRESENT, least) if activations in ("keep", "auto") else (least,)))
 
 
 def step_s(
     seen: Captured, layout: ChunkLayout, resident: frozenset[int], hardware: Hardware, budget_nbytes: int
 ) -> float:
-    """Seconds that forward and backward of a graph take by the plan that they would get.
+    """Seconds that a step takes by the plan that its graph would get.
+
+    The optimizer is not known here: its step is taken to fetch all that moves, at the rate of the links.
 
     Args:
         budget_nbytes: less what others hold.
@@ -75,11 +69,173 @@ def step_s(
         saved=seen.absent,
     )
     costs_s = {call.name: call.cost_s for program in seen.programs.values() for call in program.calls}
-    return step_time(simulate(plan.phases, costs_s, hardware)).total
+    passes_s = step_time(simulate(plan.phases, costs_s, hardware)).total
+    return passes_s + _update_s(layout, layout.groups_of(seen.trained) - resident, hardware)
 
 
-def _all_copied(captured: Captured) -> Absence:
-    return Absence(home=frozenset(one.storage for one in captured.may_leave))
+def _update_s(layout: ChunkLayout, groups: Collection[int], hardware: Hardware) -> float:
+    """Seconds that the busiest link needs to bring these groups to the compute tier, with gradients and states, and
+    home again."""
+    links: dict[str, float] = {}
+    for group in (layout.groups[index] for index in groups):
+        for kind in group.update_kinds:
+            inward, outward = layout.links_of(kind)
+            for link in (inward, *(() if kind == GRAD else (outward,))):
+                links[link] = links.get(link, 0.0) + hardware.copy_s(link, group.nbytes(kind))
+    return max(links.values(), default=0.0)
+
+
+# --- some values copied, some made again, and groups that stay in the room that this leaves ---
+
+
+class Mixes:
+    """Ways in which a graph's values may be absent, by how many groups stay beside them and how many stretches of the
+    forward run again; of the other values as many are copied home as it takes.
+
+    Stretches that run again are spread evenly among those that do not, so that links and arithmetic are both busy all
+    along. Values of the first stretches are absent first: they are away for longest, so that they take the fewest
+    seconds for each byte and moment. Behind the last one that has to be absent nothing runs again.
+
+    Args:
+        allowed: groups that may stay.
+        budget_nbytes: less what others hold.
+    """
+
+    def __init__(self, captured: Captured, layout: ChunkLayout, allowed: Collection[int], budget_nbytes: int) -> None:
+        self._captured, self._layout, self._budget_nbytes = captured, layout, budget_nbytes
+        self._allowed, self._cuts = sorted(allowed), _cuts(captured, layout)
+        self.most = len(self._allowed), len(self._cuts) + 1 if self._cuts else 0
+        """The most groups and stretches."""
+
+    def at(self, staying: int, rerun: int) -> Absence:
+        """What is absent where the first groups stay, so many, and this many stretches run again, if all are needed."""
+        resident = frozenset(self._allowed[:staying])
+        away = self._copied(self._captured, resident)
+        if not rerun:
+            return Absence(away)
+        again = self._spread(rerun, 1 + max(map(self._stretch, away), default=-1))
+        return Absence(self._copied(self._captured.without(Absence(rerun=again)), resident), again)
+
+    def _copied(self, lean: Captured, resident: frozenset[int]) -> frozenset[str]:
+        """What goes home of a graph that drops some values."""
+        least = profile(self._captured.without(_all_copied(self._captured)), self._layout)
+        least_nbytes = needed_nbytes(least.passes, self._layout, resident)
+        kept = profile(lean, self._layout)
+        return choose_leaving(lean.may_leave, kept, least_nbytes, self._layout, self._budget_nbytes, resident)
+
+    def _stretch(self, storage: str) -> int:
+        """Which stretch makes it; what goes into the forward belongs to the first."""
+        known = self._captured.repeatable
+        assert known is not None
+        return bisect_right(self._cuts, known.first_maker.get(storage, 0))
+
+    @cached_property
+    def _gone(self) -> dict[int, list[str]]:
+        """Stretch -> what is dropped where it runs again."""
+        found: dict[int, list[str]] = {}
+        for storage in up_to(self._captured.repeatable, self._cuts):
+            found.setdefault(self._stretch(storage), []).append(storage)
+        return found
+
+    def _spread(self, rerun: int, end: int) -> frozenset[str]:
+        """What is dropped where so many stretches run again, evenly spread, but none from `end` on."""
+        count = self.most[1]
+        chosen = (at for at in range(end) if (at + 1) * rerun // count > at * rerun // count)
+        return frozenset(storage for at in chosen for storage in self._gone.get(at, ()))
+
+
+Tried = TypeVar("Tried")
+Found = TypeVar("Found")
+
+
+def first_that_fits(ways: Iterable[Tried], decided: Callable[[Tried], Found]) -> Found:
+    """What follows from the first way that fits.
+
+    Raises:
+        BudgetError: none does; it is that of the way that needs the least.
+    """
+    refused: list[BudgetError] = []
+    for way in ways:
+        try:
+            return decided(way)
+        except BudgetError as error:
+            refused.append(error)
+    try:
+        raise min(refused, key=lambda error: error.minimum_nbytes)
+    finally:
+        refused.clear()  # an error keeps this frame, and would keep itself
+
+
+def first_or_quickest(
+    ways: Sequence[Absence],
+    mixes: Mixes | None,
+    decided: Callable[[Absence], Found],
+    seconds: Callable[[Found], float],
+    is_best: Callable[[Found], bool],
+) -> Found:
+    """What follows from the first way that fits; with `mixes`, from the quickest of the ways and these.
+
+    Args:
+        ways: the last one needs the least.
+        is_best: the first way that fits is not compared with others.
+
+    Raises:
+        BudgetError: see `first_that_fits`.
+    """
+    first = first_that_fits(ways, decided)
+    if mixes is None or not ways[-1] or is_best(first):
+        return first
+
+    def timed(absent: Absence) -> tuple[float, Found] | None:
+        with suppress(BudgetError):
+            found = decided(absent)
+            return seconds(found), found
+        return None
+
+    found = [timed(way) for way in ways]
+    return min((one for one in (*found, quickest(mixes, timed)) if one is not None), key=lambda one: one[0])[1]
+
+
+COARSE, FINE = 2, 16
+"""Into how many parts numbers of groups and of stretches are divided, at the beginning of a search and at its end."""
+
+
+def quickest(mixes: Mixes, timed: Callable[[Absence], tuple[float, Found] | None]) -> tuple[float, Found] | None:
+    """The way of least seconds that a search finds, with what `timed` says of it; None: none fits.
+
+    From a few ways all over, steps are taken to whichever neighbour is quicker, each time none is with half the step.
+
+    Args:
+        timed: seconds of a way, with what comes of it; None: it does not fit.
+    """
+    places: dict[tuple[int, int], Absence] = {}
+    found: dict[Absence, tuple[float, Found] | None] = {}
+
+    def seconds(place: tuple[int, int]) -> float:
+        absent = places[place] = places.get(place) or mixes.at(*place)
+        if absent not in found:
+            found[absent] = timed(absent)
+        this = found[absent]
+        return math.inf if this is None else this[0]
+
+    groups, stretches = mixes.most
+    at = min(_grid(groups, stretches), key=seconds)
+    parts = 2 * COARSE
+    while parts <= FINE:
+        steps = [(groups // parts, 0), (-(groups // parts), 0), (0, stretches // parts), (0, -(stretches // parts))]
+        around = [(at[0] + m, at[1] + k) for m, k in steps if m or k]
+        near = min([at, *(p for p in around if 0 <= p[0] <= groups and 0 <= p[1] <= stretches)], key=seconds)
+        at, parts = near, parts if near != at else 2 * parts
+    return found[places[at]]
+
+
+def _grid(groups: int, stretches: int) -> Sequence[tuple[int, int]]:
+    parts = range(COARSE + 1)
+    return sorted({(m * groups // COARSE, k * stretches // COARSE) for m in parts for k in parts})
+
+
+def _all_copied(captured: Captured, rerun: frozenset[str] = frozenset()) -> Absence:
+    return Absence(frozenset(one.storage for one in captured.without(Absence(rerun=rerun)).may_leave), rerun)
 
 
 def _needed_nbytes(captured: Captured, absence: Absence, layout: ChunkLayout) -> int:
@@ -93,17 +249,3 @@ def _cuts(captured: Captured, layout: ChunkLayout) -> tuple[int, ...]:
         cuts = leanest_cuts(captured.repeatable, lambda gone: _needed_nbytes(captured, Absence(rerun=gone), layout))
         known = captured.__dict__["_cuts"] = layout, cuts
     return known[1]
-
-
-def _as_needed(captured: Captured, layout: ChunkLayout, budget_nbytes: int) -> frozenset[str]:
-    """The first stretches that run again so that the graph fits, where every chunk moves.
-
-    Of like stretches the first are away for longest: they take the fewest seconds for each byte and moment.
-    """
-    cuts, room_nbytes = _cuts(captured, layout), budget_nbytes - fixed_nbytes(layout, frozenset())
-    fewest, most = 1, len(cuts)
-    while fewest < most:
-        middle = (fewest + most) // 2
-        gone = Absence(rerun=up_to(captured.repeatable, cuts, middle))
-        fewest, most = (fewest, middle) if _needed_nbytes(captured, gone, layout) <= room_nbytes else (middle + 1, most)
-    return up_to(captured.repeatable, cuts, most)

@@ -23,7 +23,7 @@ from chunkc.passes.update_planning import smallest_tiles, update_positions
 ROOM_FOR_LOSS = 3
 """While user code runs between the phases, it may need this many times the outputs' bytes, for a loss."""
 
-MAX_KNOWN = 8
+MAX_KNOWN = 32
 """Ways in which values may be absent that a graph is kept in."""
 
 LARGEST_NUMBER_NBYTES = 512
@@ -134,9 +134,8 @@ class Captured:
     def _rerunning(self, storages: frozenset[str]) -> Captured:
         if not storages:
             return self
-        assert self.backward is not None
-        forward, backward = rerunning(self.forward, self.backward, storages, self.once)
-        return replace(self, forward=forward, backward=backward, absence=Absence(rerun=storages))
+        assert self.repeatable is not None
+        return self._with(*rerunning(self.repeatable, storages), Absence(rerun=storages))
 
     def _leaving(self, storages: frozenset[str]) -> Captured:
         if not storages:
@@ -144,8 +143,15 @@ class Captured:
         assert self.backward is not None
         forward, backward = leaving(self.forward, storages), leaving(self.backward, storages)
         absent = tuple(one for one in self.may_leave if one.storage in storages)
-        absence = replace(self.absence, home=storages)
-        return replace(self, forward=forward, backward=backward, absent=absent, absence=absence)
+        return self._with(forward, backward, replace(self.absence, home=storages), absent)
+
+    def _with(
+        self, forward: PhaseProgram, backward: PhaseProgram, absence: Absence, absent: tuple[Saved, ...] = ()
+    ) -> Captured:
+        """The same graph with other phases; what does not depend on them is worked out once for all."""
+        found = replace(self, forward=forward, backward=backward, absent=absent, absence=absence)
+        found.__dict__.update(memories=self.memories, _updates=self.__dict__.setdefault("_updates", {}))
+        return found
 
     @cached_property
     def may_stand(self) -> tuple[int, ...]:
@@ -155,10 +161,17 @@ class Captured:
         return tuple(place for place, storage in enumerate(inputs) if storage in storages)
 
     @property
-    def extra(self) -> tuple[str, ...]:
-        """The forward's values that it returns beside its own outputs, for calls that the backward repeats."""
-        outputs = self.forward.outputs
-        return tuple(value for value in outputs[len(outputs) - self.forward.num_extra :] if value is not None)
+    def extra(self) -> tuple[tuple[str, bool], ...]:
+        """The forward's values that it returns beside its own outputs, for calls that the backward repeats; and whether
+        each is at home until then."""
+        program, found = self.forward, []
+        for place in range(len(program.outputs) - program.num_extra, len(program.outputs)):
+            if (value := program.outputs[place]) is not None:
+                found.append((value, False))
+            else:
+                storage, index = program.stand_ins[place]
+                found.append((program.copied[storage][index], True))
+        return tuple(found)
 
     @property
     def tangents(self) -> tuple[str, ...]:
@@ -255,7 +268,11 @@ def _profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
     if captured.backward is None:
         return StepProfile(forward, (), (), 0)
     backward = positions(captured.backward, memories, group_of=group_of)
-    trained = sorted(layout.groups_of(p for c in captured.backward.calls for _, p in c.gradients))
-    update = update_positions(layout, smallest_tiles(layout, trained), captured.caller_nbytes)
+    trained = tuple(sorted(layout.groups_of(p for c in captured.backward.calls for _, p in c.gradients)))
+    updates: dict[tuple[tuple[int, ...], int], tuple[ChunkLayout, tuple[Position, ...]]]
+    updates, key = captured.__dict__.setdefault("_updates", {}), (trained, captured.caller_nbytes)
+    if key not in updates or updates[key][0] is not layout:
+        updates[key] = layout, tuple(update_positions(layout, smallest_tiles(layout, trained), key[1]))
+    update = updates[key][1]
     boundary_nbytes = captured.between_nbytes + ROOM_FOR_LOSS * captured.output_nbytes
     return StepProfile(forward, backward, update, boundary_nbytes)

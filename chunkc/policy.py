@@ -22,9 +22,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import NoReturn, overload
+from typing import overload
 
-from chunkc.absences import absences, leanest_form, step_s
+from chunkc.absences import Mixes, absences, first_or_quickest, first_that_fits, leanest_form, step_s
 from chunkc.captured import Captured, profile
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError
@@ -270,81 +270,73 @@ def _captured(now: Situation, event: GraphCaptured) -> StepDecision:
     all_may_stay = len(allowed) == len(layout.groups)
     least = profile(leanest_form(captured, now.activations, layout), layout).all
     check_minimum(least, layout, now.budget_nbytes, 0, all_may_stay=all_may_stay)
-    for around in _alternatives(replace(now, layout=layout), captured):
+    after = replace(now, layout=layout, num_graphs=now.num_graphs + 1, trained=now.trained | captured.trained)
+
+    def decision(around: Around) -> StepDecision:
         needs = profile(around.seen_by(captured), layout).all
-        with suppress(BudgetError):
-            check_minimum(needs, layout, now.budget_nbytes, 0, all_may_stay=all_may_stay)
-            break
-    resident = choose_resident(needs, layout, now.budget_nbytes, allowed)
-    trained = now.trained | captured.trained
-    after = replace(now, layout=layout, resident=resident, num_graphs=now.num_graphs + 1, trained=trained)
-    return StepDecision(after, captured, StepRequest(after, around=around))
+        check_minimum(needs, layout, now.budget_nbytes, 0, all_may_stay=all_may_stay)
+        resident = choose_resident(needs, layout, now.budget_nbytes, allowed)
+        return StepDecision(found := replace(after, resident=resident), captured, StepRequest(found, around=around))
+
+    return _chosen(after, captured, ALONE, 0, allowed, decision)
 
 
 def _called(now: Situation, event: SizesCalled) -> StepDecision:
-    refused: list[BudgetError] = []
-    for around in _alternatives(now, event.captured):
-        needs = profile(around.seen_by(event.captured), now.layout).all
-        try:
-            resident, _ = staying_beside(needs, now.layout, now.budget_nbytes, 0, now.resident)
-        except BudgetError as error:
-            refused.append(error)
-            continue
-        after = replace(now, resident=resident)
-        return StepDecision(after, event.captured, StepRequest(after, around=around))
-    _raise_least(refused)
+    return _beside(now, event.captured, ALONE, 0, exact=True)
 
 
 def _phase(now: Situation, event: PhaseCalled) -> StepDecision:
-    """The first of a graph's forms that fits, with all its saved values or else the way of least seconds.
+    """The first of a graph's forms that fits."""
+    return first_that_fits(event.forms, lambda captured: _beside(now, captured, event.around, event.held_nbytes))
 
-    Raises:
-        BudgetError: of the form that needs the least.
+
+def _beside(
+    now: Situation, captured: Captured, around: Around, held_nbytes: int, *, exact: bool = False
+) -> StepDecision:
+    """A graph beside what others hold, from which residents may have to leave; `exact`: without room for more."""
+
+    def decision(around: Around) -> StepDecision:
+        needs = _needs(captured, now.layout, around)
+        resident, _ = staying_beside(needs, now.layout, now.budget_nbytes, held_nbytes, now.resident)
+        after = now if resident == now.resident else replace(now, resident=resident)
+        room_nbytes = held_nbytes if exact else _with_room(after, needs, held_nbytes)
+        return StepDecision(after, captured, StepRequest(after, room_nbytes, room_nbytes - held_nbytes, around))
+
+    return _chosen(now, captured, around, held_nbytes, now.resident, decision)
+
+
+def _chosen(
+    now: Situation,
+    captured: Captured,
+    around: Around,
+    held_nbytes: int,
+    allowed: frozenset[int],
+    decision: Callable[[Around], StepDecision],
+) -> StepDecision:
+    """What may become of the values that a graph saves: the first that fits, or under "auto" the quickest.
+
+    Args:
+        allowed: groups that may stay.
+        decision: what follows from one; raises `BudgetError` where it does not fit.
     """
-    refused: list[BudgetError] = []
-    for captured in event.forms:
-        fitting: list[StepDecision] = []
-        for around in _alternatives(now, captured, event.around, event.held_nbytes):
-            needs = _needs(captured, now.layout, around)
-            try:
-                resident, _ = staying_beside(needs, now.layout, now.budget_nbytes, event.held_nbytes, now.resident)
-            except BudgetError as error:
-                refused.append(error)
-                continue
-            after = now if resident == now.resident else replace(now, resident=resident)
-            held_nbytes = _with_room(after, needs, event.held_nbytes)
-            request = StepRequest(after, held_nbytes, held_nbytes - event.held_nbytes, around)
-            fitting.append(StepDecision(after, captured, request))
-            if not around.absent or now.hardware is None:
-                break
-        if fitting:
-            refused.clear()
-            return fitting[0] if len(fitting) == 1 else min(fitting, key=_step_s)
-    _raise_least(refused)
-
-
-def _step_s(decision: StepDecision) -> float:
-    now, seen = decision.situation, decision.request.around.seen_by(decision.captured)
-    assert now.hardware is not None
-    room_nbytes = now.budget_nbytes - decision.request.held_nbytes
-    return step_s(seen, now.layout, now.resident, now.hardware, room_nbytes)
-
-
-def _raise_least(refused: list[BudgetError]) -> NoReturn:
-    try:
-        raise min(refused, key=lambda error: error.minimum_nbytes)
-    finally:
-        refused.clear()  # an error keeps this frame, and would keep itself
-
-
-def _alternatives(now: Situation, captured: Captured, around: Around = ALONE, held_nbytes: int = 0) -> Iterator[Around]:
-    """What may become of the values that a graph saves, in the order in which it is tried."""
     if around.absent is not None:
-        yield around
-        return
-    seen = around.seen_by(captured)
-    for absent in absences(captured, seen, now.activations, now.layout, now.budget_nbytes - held_nbytes):
-        yield replace(around, absent=absent)
+        return decision(around)
+    layout, hardware, mixes = now.layout, now.hardware, None
+    if now.activations == "auto" and hardware is not None:
+        mixes = Mixes(captured, layout, allowed, now.budget_nbytes - held_nbytes)
+
+    def seconds(one: StepDecision) -> float:
+        assert hardware is not None
+        seen, room_nbytes = one.request.around.seen_by(captured), now.budget_nbytes - one.request.held_nbytes
+        return step_s(seen, layout, one.situation.resident, hardware, room_nbytes)
+
+    return first_or_quickest(
+        absences(captured, now.activations, layout),
+        mixes,
+        lambda absent: decision(replace(around, absent=absent)),
+        seconds,
+        lambda one: not one.request.around.absent and one.situation.resident == allowed,
+    )
 
 
 def _needs(captured: Captured, layout: ChunkLayout, around: Around) -> Sequence[Position]:

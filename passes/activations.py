@@ -7,7 +7,7 @@ since others hold them, and so do small ones.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from chunkc.ir.items import SavedStorage
@@ -54,7 +54,7 @@ def candidates(forward: PhaseProgram, backward: PhaseProgram | None) -> tuple[Sa
     return tuple(sorted(known, key=lambda one: (one.last, one.storage)))
 
 
-def _held_by(values: Sequence[str], storage_of: dict[str, str]) -> set[str]:
+def _held_by(values: Sequence[str], storage_of: Mapping[str, str]) -> set[str]:
     return {storage_of[value] for value in values}
 
 

@@ -87,10 +87,11 @@ def everything(layout: ChunkLayout) -> frozenset[int]:
     return frozenset(group.index for group in layout.groups)
 
 
-def needed_nbytes(positions: Sequence[Position], layout: ChunkLayout) -> int:
-    """What the positions need beside what is on the compute tier for good, where every chunk moves."""
+def needed_nbytes(positions: Sequence[Position], layout: ChunkLayout, resident: frozenset[int] = frozenset()) -> int:
+    """What the positions need beside what is on the compute tier for good, where all chunks but residents' move."""
     sizes = chunk_sizes(layout, positions)
-    return max(position.non_model_nbytes + required_nbytes(position, sizes) for position in _tightest(positions))
+    moving = (_moving(position, resident) for position in _tightest(positions))
+    return max(position.non_model_nbytes + required_nbytes(position, sizes) for position in moving)
 
 
 @dataclass(frozen=True)
@@ -160,21 +161,26 @@ def choose_resident(
 
 
 def choose_leaving(
-    saved: Sequence[Saved], kept: StepProfile, least: StepProfile, layout: ChunkLayout, budget_nbytes: int
+    saved: Sequence[Saved],
+    kept: StepProfile,
+    least_nbytes: int,
+    layout: ChunkLayout,
+    budget_nbytes: int,
+    resident: frozenset[int],
 ) -> frozenset[str]:
-    """Saved storages that go home so that every call has room where all chunks move, and copies too if possible.
+    """Saved storages that go home so that every call has room beside these residents, and copies too if possible.
 
     Args:
         saved: those that may leave.
-        kept, least: the step where none leaves, and where all do.
+        kept: the step where none leaves.
+        least_nbytes: what it needs for values and chunks beside these residents, where all leave.
     """
     sizes = chunk_sizes(layout, kept.passes)
-    free_nbytes = budget_nbytes - fixed_nbytes(layout, frozenset())
-    rooms = [free_nbytes - required_nbytes(position, sizes) for position in kept.passes]
+    free_nbytes = budget_nbytes - fixed_nbytes(layout, resident)
     slack = SLACK_CHUNKS * max(sizes.values(), default=0)
-    if any(position.non_model_nbytes + slack > room for position, room in zip(least.passes, rooms, strict=True)):
-        slack = 0
-    return choose(saved, kept.forward, kept.backward, [room - slack for room in rooms])
+    free_nbytes -= slack if least_nbytes + slack <= free_nbytes else 0
+    rooms = [free_nbytes - required_nbytes(_moving(position, resident), sizes) for position in kept.passes]
+    return choose(saved, kept.forward, kept.backward, rooms)
 
 
 def staying_beside(

@@ -138,11 +138,9 @@ class Repeatable:
         return self.first_maker[storage] if value in self.saved else self.maker[value]
 
 
-def rerunning(
-    forward: PhaseProgram, backward: PhaseProgram, gone: Collection[str], once: Collection[str]
-) -> tuple[PhaseProgram, PhaseProgram]:
+def rerunning(known: Repeatable, gone: Collection[str]) -> tuple[PhaseProgram, PhaseProgram]:
     """A forward that drops these storages, and its backward that makes the saved ones of them again."""
-    known = Repeatable(forward, backward, once)
+    forward, backward = known.forward, known.backward
     found = known.without(gone)
     if not found.dropped:
         return forward, backward

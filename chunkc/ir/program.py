@@ -177,8 +177,12 @@ class PhaseProgram:
         calls = tuple(replace(call, cost_s=cost_s(call.cost_s)) for call in self.calls)
         return replace(self, storages=storages, calls=calls)
 
-    def value_storages(self) -> dict[str, str]:
+    def value_storages(self) -> Mapping[str, str]:
         """The storage of every value of the phase."""
+        return self._value_storages
+
+    @cached_property
+    def _value_storages(self) -> Mapping[str, str]:
         found = dict(self.inputs)
         for call in self.calls:
             found.update(zip(call.outputs, call.output_storages))
@@ -189,10 +193,14 @@ class PhaseProgram:
         """Gradients that may become `.grad` as they are: laid out as their parameters, in storage that their call made
         for them alone: one value, one gradient, nothing returned."""
         storage_of = self.value_storages()
-        sharing = Counter(storage_of[value] for value in self.outputs if value is not None)
+        wanted = Counter(storage_of[value] for call in self.calls for value, _ in call.gradients)
+        if not wanted:
+            return frozenset()
+        sharing = wanted + Counter(storage_of[value] for value in self.outputs if value is not None)
         for call in self.calls:
-            sharing.update(call.output_storages)
-            sharing.update(storage_of[value] for value, _ in call.gradients)
+            for storage in call.output_storages:
+                if storage in wanted:
+                    sharing[storage] += 1
         return frozenset(
             value
             for call in self.calls
@@ -203,11 +211,14 @@ class PhaseProgram:
         )
 
     def holding(self, values: frozenset[str]) -> PhaseProgram:
-        """The program beside a caller that keeps these of its inputs; of those absent, what stands for them."""
+        """The program beside a caller that keeps these of its inputs, where it has them; of absent ones what stands for
+        them."""
         if not values:
             return self
         absent = self.copied.keys() | self.remade.keys()
-        return replace(self, held=self.held | ({self.inputs[value] for value in values} - absent))
+        return replace(
+            self, held=self.held | ({self.inputs[value] for value in values if value in self.inputs} - absent)
+        )
 
     def returning(self, parameters: frozenset[str]) -> PhaseProgram:
         """The program that returns these parameters' gradients to autograd, for hooks on them, and sinks the others."""

@@ -3,7 +3,8 @@
 rerun     every call gets the values that the captured program gives it, and none that is absent: what is repeated is
           a call of the forward, of the same segment with the same values, none of which has changed since; no segment
           that draws random numbers, or has another effect, is called twice; what is dropped is made again before it
-          is read; all that repeated calls read of the forward is handed to the backward
+          is read; all that repeated calls read of the forward is handed to the backward, and what of it went home is
+          back before they read it
 
 Of both graphs every value is traced to what it is in the captured programs, of which nothing is absent.
 """
@@ -11,7 +12,7 @@ Of both graphs every value is traced to what it is in the captured programs, of 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +33,12 @@ class Dropped:
     Attributes:
         remade: storage -> the forward's saved values in it, for those dropped and made again.
         extra: values of the forward that it returns beside its own outputs, and that the backward takes.
+        home: storages that are copied home.
     """
 
     remade: Mapping[str, Sequence[str]]
     extra: Sequence[str]
+    home: Collection[str] = frozenset()
 
 
 def verify_reruns(
@@ -94,7 +97,8 @@ class _Tracer:
         if place >= len(names):
             extra = self._dropped.extra
             if place - len(names) < len(extra):
-                self._is[node] = self._value(FORWARD, extra[place - len(names)])
+                value = extra[place - len(names)]
+                (self._absent if self._is_home(value) else self._is)[node] = self._value(FORWARD, value)
             return
         name = names[place]
         saved = program.saved_as.get(name)
@@ -102,7 +106,11 @@ class _Tracer:
         is_there = node.meta["storage"][0] == program.inputs[name]
         if is_there and saved is not None and self._storage_of[saved] in self._dropped.remade:
             self._fail(node, f"{saved} was dropped, and is taken for a value")
-        (self._is if is_there else self._absent)[node] = what
+        is_home = saved is not None and self._is_home(saved)
+        (self._is if is_there and not is_home else self._absent)[node] = what
+
+    def _is_home(self, value: str) -> bool:
+        return self._storage_of.get(value) in self._dropped.home
 
     def _call(self, node: fx.Node) -> None:
         name = str(node.meta["call"])
@@ -179,6 +187,7 @@ class _Tracer:
         for place, (value, name) in enumerate(zip(values, expected)):
             what = self._what(value)
             may_be_absent = self._forward.num_user_outputs <= place < len(self._forward.outputs)
+            may_be_absent |= place >= len(self._forward.outputs) and self._is_home(str(name))
             if name is not None and (
                 what != self._value(FORWARD, name) or (value in self._absent and not may_be_absent)
             ):

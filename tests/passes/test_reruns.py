@@ -134,7 +134,7 @@ def test_every_call_gets_the_values_it_always_got(seed: int) -> None:
     known = Repeatable(forward, backward, once)
     every = sorted(known.droppable | known.inner)
     for gone in (frozenset(every), frozenset(s for s in every if rng.random() < 0.5)):
-        lean, behind = rerunning(forward, backward, gone, once)
+        lean, behind = rerunning(known, gone)
         dropped = set(lean.remade)
         assert dropped <= gone
         assert {call.segment for call in behind.calls if call.name.startswith("rerun")}.isdisjoint(once)
@@ -214,7 +214,7 @@ def test_each_block_is_a_stretch_of_its_own_or_several_are() -> None:
     assert cuts[0] == tuple(range(1, 12))
     assert (1, 3, 5, 7, 9, 11) in cuts
     assert (2, 5, 8, 11) in cuts
-    lean, repeated = rerunning(forward, backward, dropped_between(known, (4, 8)), frozenset())
+    lean, repeated = rerunning(known, dropped_between(known, (4, 8)))
     assert lean.outputs[len(lean.outputs) - lean.num_extra :] == ("x0", "x4", "x8")
     names = [call.name for call in repeated.calls]
     assert names[:6] == ["rerun.8", "rerun.9", "rerun.10", "rerun.11", "backward.0", "backward.1"]
