@@ -105,7 +105,7 @@ def call_steps(program: PhaseProgram, memories: Mapping[str, SegmentMemory]) -> 
     """
     nbytes_of = program.storages
     for life in _lives(program, memories):
-        kept, call = frozenset(life.live.difference(life.released)), life.call
+        kept, call = frozenset(life.live - life.released.keys()), life.call
         steps = []
         for at, step in enumerate(life.memory.steps):
             donated = [storage for storage, gone in life.released.items() if at < gone]
