@@ -161,17 +161,10 @@ class Captured:
         return tuple(place for place, storage in enumerate(inputs) if storage in storages)
 
     @property
-    def extra(self) -> tuple[tuple[str, bool], ...]:
-        """The forward's values that it returns beside its own outputs, for calls that the backward repeats; and whether
-        each is at home until then."""
-        program, found = self.forward, []
-        for place in range(len(program.outputs) - program.num_extra, len(program.outputs)):
-            if (value := program.outputs[place]) is not None:
-                found.append((value, False))
-            else:
-                storage, index = program.stand_ins[place]
-                found.append((program.copied[storage][index], True))
-        return tuple(found)
+    def extra(self) -> tuple[str, ...]:
+        """The forward's values that it returns beside its own outputs, for calls that the backward repeats."""
+        outputs = self.forward.outputs
+        return tuple(value for value in outputs[len(outputs) - self.forward.num_extra :] if value is not None)
 
     @property
     def tangents(self) -> tuple[str, ...]:

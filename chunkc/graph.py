@@ -266,7 +266,7 @@ class CompiledGraph:
         outputs, seen = self._run(FORWARD, step, planned, arguments, saved), captured.without(absent)
         session.live.forward_ran(seen, inputs, outputs)
         if saved is not None:
-            saved.keep(outputs, [is_absent for _, is_absent in seen.extra])
+            saved.keep(outputs, seen.forward.num_extra)
         if captured.backward is None:
             session.store.release_slots()
         else:

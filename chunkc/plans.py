@@ -134,8 +134,7 @@ def verify(
         VerificationError: a bug in the planner; nothing has run.
     """
     present: frozenset[ItemId] = frozenset()
-    extra = tuple(value for value, _ in captured.extra)
-    dropped = Dropped(captured.forward.remade, extra, captured.forward.copied.keys())
+    dropped = Dropped(captured.forward.remade, captured.extra, captured.forward.copied.keys())
     if violations := verify_reruns(graphs, source.programs, dropped):
         raise VerificationError(violations)
     for phase in plan.phases:

@@ -187,17 +187,9 @@ class SavedValues:
     def __post_init__(self) -> None:
         weakref.finalize(self, self.room.give_back, self._regions).atexit = False
 
-    def keep(self, outputs: list[Any], absent: Sequence[bool]) -> None:
-        """Take over the last outputs of a forward: what its backward reads to make dropped values again.
-
-        Args:
-            absent: of each of these, whether it is at home: what stands for it would keep this, and nobody reads it.
-        """
-        count = len(absent)
-        for value, is_absent in zip(outputs[len(outputs) - count :], absent, strict=True):
-            if is_absent:
-                self._kept.append((None, 0))
-                continue
+    def keep(self, outputs: list[Any], count: int) -> None:
+        """Take over the last outputs of a forward: what its backward reads to make dropped values again."""
+        for value in outputs[len(outputs) - count :]:
             if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
                 value = value.detach()  # what the user gets has a graph, which keeps this
             self._kept.append((value, _version(value)))

@@ -97,8 +97,7 @@ class _Tracer:
         if place >= len(names):
             extra = self._dropped.extra
             if place - len(names) < len(extra):
-                value = extra[place - len(names)]
-                (self._absent if self._is_home(value) else self._is)[node] = self._value(FORWARD, value)
+                self._is[node] = self._value(FORWARD, extra[place - len(names)])
             return
         name = names[place]
         saved = program.saved_as.get(name)
@@ -106,11 +105,8 @@ class _Tracer:
         is_there = node.meta["storage"][0] == program.inputs[name]
         if is_there and saved is not None and self._storage_of[saved] in self._dropped.remade:
             self._fail(node, f"{saved} was dropped, and is taken for a value")
-        is_home = saved is not None and self._is_home(saved)
+        is_home = saved is not None and self._storage_of[saved] in self._dropped.home
         (self._is if is_there and not is_home else self._absent)[node] = what
-
-    def _is_home(self, value: str) -> bool:
-        return self._storage_of.get(value) in self._dropped.home
 
     def _call(self, node: fx.Node) -> None:
         name = str(node.meta["call"])
@@ -187,7 +183,6 @@ class _Tracer:
         for place, (value, name) in enumerate(zip(values, expected)):
             what = self._what(value)
             may_be_absent = self._forward.num_user_outputs <= place < len(self._forward.outputs)
-            may_be_absent |= place >= len(self._forward.outputs) and self._is_home(str(name))
             if name is not None and (
                 what != self._value(FORWARD, name) or (value in self._absent and not may_be_absent)
             ):
