@@ -155,7 +155,8 @@ class ChunkcStrategy(_OnOneDevice, SingleDeviceStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: PlainPrecision | None) -> None:
         if type(plugin) is MixedPrecision:
-            plugin = UnscalingMixedPrecision(plugin.precision, plugin.device, plugin.scaler)
+            kind: Any = plugin.precision  # for a type checker, any of Lightning's
+            plugin = UnscalingMixedPrecision(kind, plugin.device, plugin.scaler)
         self._precision_plugin = plugin
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
@@ -203,7 +204,8 @@ class ChunkcFabricStrategy(_OnOneDevice, FabricSingleDeviceStrategy):
     @precision.setter
     def precision(self, precision: FabricPrecision | None) -> None:
         if type(precision) is FabricMixedPrecision:
-            precision = FabricUnscalingMixedPrecision(precision.precision, precision.device, precision.scaler)
+            kind: Any = precision.precision
+            precision = FabricUnscalingMixedPrecision(kind, precision.device, precision.scaler)
         self._precision = precision
 
     def module_to_device(self, module: nn.Module) -> None:
