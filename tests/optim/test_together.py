@@ -32,7 +32,10 @@ FORMATS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: chunkc.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
     "sgd plain": lambda p: chunkc.optim.SGD(p, lr=0.1),
 }
-SHAPES = [(), (1,), (16,), (300,), (5, 7), (33, 64), (2, 3, 5), (4096,), (1025,)]
+SHAPES = [(), (1,), (16,), (300,), (5, 7), (2, 3, 5), (1025,)]
+
+
+NUM_STEPS = 2
 
 
 def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
@@ -42,7 +45,7 @@ def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
     def values(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    odd = [values(40, 50).t(), values(101)[1:], values(24, 25)[:, :3], values(9000), values(8, 6).t()[1:]]
+    odd = [values(16, 25).t(), values(101)[1:], values(8, 9)[:, :3], values(2100), values(8, 6).t()[1:]]
     return [nn.Parameter(value) for value in (*(values(*shape) for shape in SHAPES), *odd)]
 
 
@@ -54,7 +57,7 @@ def give_gradients(params: list[nn.Parameter], step: int) -> None:
 
 
 def trained(name: str, *, by_triton: bool) -> tuple[list[Tensor], int]:
-    """Parameters after four steps, and the number of launches."""
+    """Parameters after two steps, and the number of launches."""
     params = parameters(torch.bfloat16 if "bf16" in name and "moments" not in name else torch.float32)
     update, count = elementwise_triton.update, [0]
 
@@ -66,10 +69,10 @@ def trained(name: str, *, by_triton: bool) -> tuple[list[Tensor], int]:
     with (
         mock.patch.object(on_device, "computes_by_triton", return_value=by_triton),
         mock.patch.object(elementwise_triton, "update", counted),
-        mock.patch.object(together, "MAX_NUM_ELEMENTS", 8192),
+        mock.patch.object(together, "MAX_NUM_ELEMENTS", 2000),
     ):
         optimizer = FORMATS[name](groups)
-        for step in range(4):
+        for step in range(NUM_STEPS):
             give_gradients(params, step)
             optimizer.step()
     states = [state for p in params for kind, state in sorted(optimizer.state[p].items()) if kind != "step"]
@@ -79,7 +82,7 @@ def trained(name: str, *, by_triton: bool) -> tuple[list[Tensor], int]:
 def failure_of(name: str) -> str:
     wanted, none = trained(name, by_triton=False)
     found, num_launches = trained(name, by_triton=True)
-    if none or not 4 * 3 <= num_launches <= 4 * 9:
+    if none or not NUM_STEPS * 3 <= num_launches <= NUM_STEPS * 9:
         return f"{none} and {num_launches} launches"
     wrong = [i for i, (a, b) in enumerate(zip(wanted, found, strict=True)) if not torch.equal(a, b)]
     return f"of {len(wanted)} tensors {wrong} differ" if wrong else ""
