@@ -20,8 +20,6 @@ from torch import Tensor
 from chunkc.passes.scratch.convolution_bf16 import backward_nbytes, forward_nbytes, has_known_kernels
 from chunkc.passes.scratch.copies import LOW_PRECISION, contiguous_copy_nbytes, nbytes_of
 from chunkc.passes.scratch.onednn_convolution import (
-    ADDRESS_NBYTES,
-    ADDRESSES_NBYTES,
     BARRIER,
     BLOCK,
     MAX_CHANNELS,
@@ -29,6 +27,7 @@ from chunkc.passes.scratch.onednn_convolution import (
     PADDING,
     PAGE,
     Convolution,
+    addresses_nbytes,
     by_blocks,
     may_unfold,
     padded,
@@ -45,6 +44,8 @@ def convolution_nbytes(convolution: Convolution) -> int:
     c = convolution
     copies = _copied_nbytes(c.input, c.weight)
     found = _forward(c) if c.has_known_kernels else forward_nbytes(c) if has_known_kernels(c) else None
+    if found is not None and c.may_unfold_images:
+        found = max(found, _by_columns_nbytes(c))
     return copies + (_bound(c, backward=False) if found is None else found)
 
 
@@ -103,7 +104,7 @@ def _forward(c: Convolution) -> int | None:
         if c.result_shape[-1] == 1:
             return None  # of one column, images may be copied
         blocked = by_blocks(c.result_shape[1]) * image.shape[1] * c.pixels * 4
-        return copies + blocked + PAGE + ADDRESSES_NBYTES * c.num_threads
+        return copies + blocked + PAGE + addresses_nbytes(c.pixels) * c.num_threads
     if not (image.is_contiguous() and filters.is_contiguous() and c.fills_blocks):
         return None
     if c.is_direct:
@@ -149,9 +150,13 @@ def _backward(c: Convolution, outputs: Sequence[Tensor | None]) -> int:
         else:
             whole = filters if not c.reads_plain_image else filters // c.channels[0] * padded(c.channels[0])
             peaks += [grad + whole + image - given, image + d_image - given]
+        if c.may_unfold_for_images:
+            peaks += [_by_columns_nbytes(c) + d_image - given]
     if d_filters:
         inside = filters + _summed_nbytes(c) - d_filters
-        if not c.depthwise or c.pixels <= _SMALL_DEPTHWISE:
+        if c.unfolds_for_filters:
+            inside = _summed_columns_nbytes(c)
+        elif not c.depthwise or c.pixels <= _SMALL_DEPTHWISE:
             inside += grad + (0 if c.reads_plain_image else image) + c.gathered_nbytes
         peaks += [inside, filters + d_bias]
     return max(peaks)
@@ -172,8 +177,7 @@ def _strided_nbytes(c: Convolution) -> int:
     ):
         after = (size - 1) * step + kernel - whole - before
         numel *= size + sum(max(0, kernel - 1 - pad) // step for pad in (before, after))
-    blocks = padded(c.pixels * -(-channels // MAX_CHANNELS) * ADDRESS_NBYTES, PAGE)
-    thread = -(-blocks // ADDRESS_NBYTES) * ADDRESS_NBYTES + PAGE + 4 * padded(numel * channels, PAGE)
+    thread = addresses_nbytes(c.pixels * -(-channels // MAX_CHANNELS)) + PAGE + 4 * padded(numel * channels, PAGE)
     uneven = written[-1] % c.stride[-1] != 0
     if uneven:
         thread += 4 * padded(padded(written[-1], c.stride[-1]) * c.stride[-1] * written[0], PAGE)
@@ -191,8 +195,7 @@ def _summed_nbytes(c: Convolution) -> int:
     not known how many threads share, nor for transposed ones: all, as a bound.
     """
     if c.depthwise:
-        unfolded = c.positions * c.pixels * 4
-        return c.num_threads * (unfolded + 4 * nbytes_of(c.weight)) + 2 * PADDING
+        return _summed_columns_nbytes(c)
     outside = c.groups * padded(max(c.channels) if c.transposed else c.channels[1])
     num_sharing = c.num_threads if c.pixels == 1 or c.transposed else _num_sharing(c)
     summed = c.padded_bias_nbytes if c.bias else 0
@@ -203,6 +206,22 @@ def _summed_nbytes(c: Convolution) -> int:
     if c.bias and (num_blocks < c.num_threads or (c.pixels == 1 and num_blocks % c.num_threads)):
         summed += max(1, c.num_threads // num_blocks - 1) * 4 * outside + (2 + num_blocks) * PAGE
     return summed
+
+
+def _summed_columns_nbytes(c: Convolution) -> int:
+    """Filters' gradients as products with unfolded images; a bound where a thread unfolds an image part by part.
+
+    One thread works where there is one image of one group.
+    """
+    num_threads = 1 if c.input.shape[0] * c.groups == 1 else c.num_threads
+    itemsize = max(4, c.input.itemsize)
+    unfolded = c.unfolded_nbytes // c.input.itemsize * itemsize
+    return num_threads * (unfolded + 4 * c.weight.numel() * itemsize) + (3 if c.transposed else 2) * PADDING
+
+
+def _by_columns_nbytes(c: Convolution) -> int:
+    """A convolution, or its images' gradient, as a product with unfolded images; a bound, as above."""
+    return c.num_threads * c.unfolded_nbytes + (2 if c.transposed else 1) * PADDING
 
 
 def _num_sharing(c: Convolution) -> int:
@@ -278,7 +297,7 @@ def _bound(c: Convolution, *, backward: bool) -> int:
     itemsize = 4 if low else c.input.itemsize
     channels_last = not c.input.is_contiguous()
     unfolds = may_unfold(c.input, c.weight, c.groups)
-    if unfolds and c.input.dtype == torch.float32 and c.input.dim() == 4 and not c.transposed and max(c.dilation) == 1:
+    if unfolds and c.input.dtype == torch.float32 and c.input.dim() < 5 and not c.transposed and max(c.dilation) == 1:
         return _unfolded_nbytes(c)  # no other kernel may run
     if c.depthwise and not (channels_last and backward):  # blocks span the groups
         num_groups, block, filters = 1, 16, padded(c.groups, 64) * c.pixels * itemsize
@@ -303,12 +322,18 @@ def _bound(c: Convolution, *, backward: bool) -> int:
         nbytes += c.num_threads * (2 * filters + (64 << 10)) if backward else 0
     if max(c.dilation) > 1:  # each thread may unfold an image
         nbytes += c.num_threads * c.input.shape[1] * c.pixels * c.positions * itemsize
+    if c.transposed and c.strided and not (backward or low):
+        nbytes += _strided_nbytes(c)
     if backward and c.strided:
         nbytes += 2 * nbytes_of(c.input)  # its gradient comes with channels last, and is copied
         if not (low or c.transposed or unfolds):
             nbytes += _strided_nbytes(c)
     if backward and c.reads_plain_image and not (low or unfolds):
         nbytes += 2 * c.num_threads * filters  # unfolded, and summed per thread
+    if backward and (c.unfolds_for_filters or c.may_unfold_for_images):
+        nbytes += _summed_columns_nbytes(c)
+    elif c.may_unfold_images:
+        nbytes += _by_columns_nbytes(c)
     if c.pixels == 1 and tuple(c.input.shape[2:]) != tuple(c.result_shape[2:]):
         nbytes += c.num_threads * c.input.shape[1] * c.positions * itemsize  # the pixels it reads, gathered
     if c.transposed or unfolds:

@@ -23,7 +23,6 @@ from torch import Tensor
 from chunkc.passes.scratch.copies import nbytes_of
 from chunkc.passes.scratch.onednn_convolution import (
     ADDRESS_NBYTES,
-    ADDRESSES_NBYTES,
     BARRIER,
     BLOCK,
     MAX_CHANNELS,
@@ -31,6 +30,7 @@ from chunkc.passes.scratch.onednn_convolution import (
     PADDING,
     PAGE,
     Convolution,
+    addresses_nbytes,
     by_blocks,
     padded,
 )
@@ -133,7 +133,8 @@ def _channels_last_nbytes(c: Convolution) -> int:
     columns = c.result_shape[3]
     in_place = (columns - 1) * c.stride[1] < c.input.shape[3]
     whole = c.pixels == 1 or (in_place and c.pixels <= _WHOLE_PIXELS and inside <= _WHOLE_CHANNELS)
-    return filters + PAGE + ADDRESSES_NBYTES * c.num_threads + (0 if whole else _buffer_nbytes(c, outside, columns))
+    buffer = 0 if whole else _buffer_nbytes(c, outside, columns)
+    return filters + PAGE + addresses_nbytes(c.pixels) * c.num_threads + buffer
 
 
 def _strided_nbytes(c: Convolution) -> int:

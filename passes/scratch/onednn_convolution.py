@@ -24,14 +24,19 @@ BARRIER = 2 * PAGE + PADDING
 """Bytes of the buffer in which threads wait for each other before they sum filters' gradients."""
 ADDRESS_NBYTES = 40
 """Of the addresses of one pair of blocks that are multiplied."""
-ADDRESSES_NBYTES = 4120
-"""A page of addresses, and what is left of the last one."""
 MAX_CHANNELS = 64
 """In one of these blocks."""
+_WIDEST_FILTERS, _WIDEST_PADDING = 14, 6
+"""Wider filters' gradients, and convolutions of images padded by more, may be products with unfolded images."""
 
 
 def padded(size: int, block: int = BLOCK) -> int:
     return -(-size // block) * block
+
+
+def addresses_nbytes(num_addresses: int) -> int:
+    """Pages of addresses, and what is left of the last one."""
+    return padded(padded(num_addresses * ADDRESS_NBYTES, PAGE), ADDRESS_NBYTES)
 
 
 def by_blocks(channels: int) -> int:
@@ -135,6 +140,37 @@ class Convolution:
         return self.pixels == 1 and self.num_threads == 1 and plain
 
     @property
+    def unfolded_nbytes(self) -> int:
+        """Bytes of an image of one group as columns: for each position what a filter reads there."""
+        channels, positions = self.channels[0], self.positions
+        if self.transposed:
+            channels, positions = self.channels[1], math.prod(self.input.shape[2:])
+        return channels * self.pixels * positions * self.input.itemsize
+
+    @property
+    def reads_patches(self) -> bool:
+        """Every pixel is read once at most."""
+        return self.padding[-1] == 0 and self.stride[-1] >= self.weight.shape[-1]
+
+    @property
+    def unfolds_for_filters(self) -> bool:
+        """Whether oneDNN has only a matrix product for gradients of filters as wide, such as those of patches of 16."""
+        return self.weight.shape[-1] > _WIDEST_FILTERS
+
+    @property
+    def may_unfold_images(self) -> bool:
+        """Whether filters may be so wide, or images so much padded, that oneDNN has only a matrix product."""
+        padding = self.padding[-1]
+        is_wide = self.weight.shape[-1] > _WIDEST_FILTERS and not self.reads_patches
+        return is_wide or padding > min(_WIDEST_PADDING, self.result_shape[-1])
+
+    @property
+    def may_unfold_for_images(self) -> bool:
+        """The same for the images' gradient, for which results are padded."""
+        width, padding = self.weight.shape[-1], self.padding[-1]
+        return max(padding, width - 1 - padding) > _WIDEST_PADDING and not self.reads_patches
+
+    @property
     def padded_bias_nbytes(self) -> int:
         """A bias that does not fill blocks."""
         filled = self.channels[1] % BLOCK == 0 or self.depthwise
@@ -154,5 +190,6 @@ def may_unfold(input: Tensor, weight: Tensor, groups: int) -> bool:
         return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if input.dtype == torch.float16:
         return not torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    small = input.shape[0] == 1 and input.numel() <= 20480 and groups == 1 and min(weight.shape[-2:]) <= 3
+    edge = min(weight.shape[-2:]) if weight.dim() > 3 else 1  # in one dimension, images are of one row
+    small = input.shape[0] == 1 and input.numel() <= 20480 and groups == 1 and edge <= 3
     return input.dtype != torch.float32 or small

@@ -22,6 +22,8 @@ EXACT = {
     "colours, threads share images": Shape(4, 3, 32, 32, 3, stride=2, padding=1),
     "colours, many images": Shape(8, 3, 32, 32, 3, stride=2, padding=1),
     "patches": Shape(2, 3, 128, 32, 8, stride=8),
+    "patches of 16": Shape(2, 3, 64, 64, 16, stride=16),
+    "patches of 32, one image": Shape(1, 3, 48, 64, 32, stride=32),
     "strided": Shape(2, 64, 64, 32, 3, stride=2, padding=1),
     "strided, filters padded": Shape(2, 48, 16, 16, 4, stride=2, padding=1),
     "strided, uneven": Shape(2, 32, 32, 15, 3, stride=2, padding=1),
@@ -135,6 +137,19 @@ def test_one_small_image_to_the_byte(name: str, num_threads: int) -> None:
     assert gaps(UNFOLDED[name], bias=False) == gaps(UNFOLDED[name], bias=True) == (0, 0)
 
 
+def test_one_small_image_of_one_row_to_the_byte() -> None:
+    torch.set_num_threads(2)
+    assert gaps(Shape(1, 16, 48, 60, 8, padding=3, dimensions=1), bias=True) == (0, 0)
+
+
+@AVX512
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_addresses_of_many_pixels_to_the_byte(num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    shape = Shape(2, 32, 16, 16, 11, padding=5)
+    assert gap(aten.convolution.default, last(shape.image()), last(shape.filters()), None, *shape.how) == 0
+
+
 @pytest.mark.parametrize("name", UNFOLDED)
 def test_one_small_image_in_other_formats_is_never_too_little(name: str) -> None:
     shape = UNFOLDED[name]
@@ -161,6 +176,14 @@ BOUNDED = {
     "gaps": Shape(2, 32, 32, 16, 3, padding=2, dilation=2),
     "gaps, strided": Shape(2, 32, 32, 16, 3, stride=2, padding=2, dilation=2),
     "one image": Shape(1, 16, 32, 16, 3, padding=1),
+    "wide filters": Shape(2, 32, 32, 16, 15, padding=7),
+    "wide filters, strided": Shape(2, 32, 32, 32, 16, stride=2, padding=7),
+    "wide filters, few channels": Shape(2, 8, 32, 32, 15, padding=7),
+    "wide filters of one row": Shape(2, 32, 32, 100, 31, padding=15, dimensions=1),
+    "wide filters in groups": Shape(2, 64, 64, 64, 16, padding=8, groups=4, dimensions=1),
+    "wide depthwise filters": Shape(2, 32, 32, 16, 15, padding=7, groups=32),
+    "wide filters, transposed": Shape(2, 32, 16, 6, 16, stride=8, padding=4, transposed=True),
+    "padded by more than the result": Shape(4, 2, 16, 9, 8, stride=4, padding=4),
 }
 
 
