@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -53,21 +54,32 @@ def _in_ample_room(subject: Subject, column: Column, stage: Stage) -> tuple[Trai
     return trained, chunkc.report(called).minimum_budget_nbytes
 
 
-def _near_the_minimum(subject: Subject, column: Column, stage: Stage, minimum_nbytes: int) -> tuple[Trained, int, int]:
-    """What chunkc trains, the smallest budget that it named last, and the bytes by which it exceeded its budget."""
+@dataclass(frozen=True)
+class _NearMinimum:
+    """What chunkc trained, the smallest budget that it named last, the bytes by which it exceeded its budget, and those
+    of parameters that no graph takes, which are not in it."""
+
+    trained: Trained
+    minimum_nbytes: int
+    excess_nbytes: int
+    untaken_nbytes: int
+
+
+def _near_the_minimum(subject: Subject, column: Column, stage: Stage, minimum_nbytes: int) -> _NearMinimum:
     for _ in range(MAX_MINIMA):
         budget_nbytes = int(SHARE * minimum_nbytes)
         _fresh()
         foreign_nbytes = cpu_allocator.current_nbytes()
         try:
-            trained, _ = run(subject, column, stage, _by_chunkc(column, budget_nbytes), whole=True)
+            trained, called = run(subject, column, stage, _by_chunkc(column, budget_nbytes), whole=True)
         except chunkc.BudgetError as error:
             if error.minimum_nbytes <= minimum_nbytes:
                 raise
             minimum_nbytes = error.minimum_nbytes
             continue
-        peak_nbytes = (trained.peak_nbytes or 0) - foreign_nbytes
-        return trained, minimum_nbytes, max(0, peak_nbytes - budget_nbytes)
+        untaken_nbytes = sum(p.nbytes for p in called.parameters() if not sessions_of([p]))
+        peak_nbytes = (trained.peak_nbytes or 0) - foreign_nbytes - untaken_nbytes
+        return _NearMinimum(trained, minimum_nbytes, max(0, peak_nbytes - budget_nbytes), untaken_nbytes)
     raise Differs(f"{MAX_MINIMA} times in a row the smallest budget was not enough")
 
 
@@ -133,14 +145,14 @@ class Judge:
             self._check_losses(column, ample, plain)
         if minimum is None:
             return "nothing was compiled: Dynamo leaves all of it to eager PyTorch"
-        trained, known, excess = _near_the_minimum(subject, column, stage, minimum)
+        near = _near_the_minimum(subject, column, stage, minimum)
         if not column.dropout:
-            self._check_losses(column, trained, plain)
-        if not _same_bits(trained.losses.steps[:NUM_STEPS], ample.losses.steps):
+            self._check_losses(column, near.trained, plain)
+        if not _same_bits(near.trained.losses.steps[:NUM_STEPS], ample.losses.steps):
             raise Differs("losses have other bits under another budget")
-        if excess:
-            raise Differs(f"measured {excess:,} bytes beyond the budget")
-        return "" if known == minimum else f"the smallest budget grew by {known / minimum - 1:.1%} after the first"
+        if near.excess_nbytes:
+            raise Differs(f"measured {near.excess_nbytes:,} bytes beyond the budget")
+        return "; ".join(_notes(near, minimum))
 
     def _check_losses(self, column: Column, trained: Trained, plain: Trained) -> None:
         if column.is_exact:
@@ -155,6 +167,13 @@ class Judge:
         other = distance(*default.losses.beside(plain.losses))
         if not far <= max(3 * other, LOOSE_TOLERANCE):
             raise Differs(f"losses: {far:.2g} from plain PyTorch's, relatively; the default backend's {other:.2g}")
+
+
+def _notes(near: _NearMinimum, first_minimum_nbytes: int) -> Iterator[str]:
+    if near.minimum_nbytes != first_minimum_nbytes:
+        yield f"the smallest budget grew by {near.minimum_nbytes / first_minimum_nbytes - 1:.1%} after the first"
+    if near.untaken_nbytes:
+        yield f"{near.untaken_nbytes:,} bytes of parameters that no graph takes"
 
 
 def _same_bits(left: Sequence[float], right: Sequence[float]) -> bool:

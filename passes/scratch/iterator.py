@@ -73,9 +73,11 @@ def reduces_two_inner_dimensions(source: Tensor, reduced: Collection[int]) -> bo
 def _order(shape: list[int], out_strides: list[int], in_strides: list[int]) -> list[int]:
     """Dimensions from the innermost of the iterator to the outermost: reduced ones first, then by stride."""
 
+    is_reduced = [bool(stride == 0) for stride in out_strides]  # of symbolic sizes, answers cannot be compared
+
     def compare(left: int, right: int) -> int:
-        if (out_strides[left] == 0) != (out_strides[right] == 0):
-            return 1 if out_strides[right] == 0 else -1
+        if is_reduced[left] != is_reduced[right]:
+            return 1 if is_reduced[right] else -1
         for strides in (out_strides, in_strides):
             if strides[left] == 0 or strides[right] == 0:
                 continue

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
+
 import operator_calls_2  # noqa: F401  (registers its families)
 import pytest
 import torch
 from metering import measure
 from operator_calls import FAMILIES
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from chunkc.passes.scratch import cpu, exceptions, table
@@ -91,6 +98,48 @@ def test_outputs_take_what_fake_tensors_say(name: str, dtype: torch.dtype) -> No
             if real.untyped_storage().nbytes() != nbytes:
                 wrong.append(f"{target} {describe(args)}: {real.untyped_storage().nbytes()} not {nbytes}")
     assert not wrong, "\n".join(wrong[:20])
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_symbolic_sizes_get_the_same_answer(name: str, dtype: torch.dtype) -> None:
+    """Plans for any shapes ask rules about tensors whose sizes are symbols."""
+    torch.manual_seed(0)
+    wrong, seen = [], set()
+    for target, args, kwargs in FAMILIES[name](dtype):
+        key = (target, describe(args), str(kwargs))
+        if key in seen:
+            continue
+        seen.add(key)
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        sources = (ConstantSource(f"x{number}") for number in count())
+        make = partial(symbolic, mode, sources)
+        with mode:
+            try:
+                fakes, fake_kwargs = tree_map_only(Tensor, make, (args, kwargs))
+                fake = target(*fakes, **fake_kwargs)
+            except Exception:
+                continue  # cannot be traced, so it cannot stand in a graph
+            try:
+                found = int(cpu.scratch_nbytes(target, fakes, fake_kwargs, fake, 2))
+            except Exception as error:
+                wrong.append(f"{target} {describe(args)}: {type(error).__name__}: {error}")
+                continue
+        expected = cpu.scratch_nbytes(target, args, kwargs, target(*args, **kwargs), 2)
+        if found != expected:
+            wrong.append(f"{target} {describe(args)}: {expected} not {found}")
+    assert not wrong, "\n".join(wrong[:20])
+
+
+def symbolic(mode: FakeTensorMode, sources: Iterator[ConstantSource], tensor: Tensor) -> Tensor:
+    """Of the same shape; sizes of what is contiguous are symbols less one, as those of many results are."""
+    if not tensor.is_contiguous() or not tensor.dim() or not tensor.numel():
+        return mode.from_tensor(tensor, static_shapes=False, source=next(sources))
+    with no_dispatch():
+        larger = tensor.new_empty([size + 1 for size in tensor.shape])
+    fake = mode.from_tensor(larger, static_shapes=False, source=next(sources))
+    return fake[(slice(1, None),) * tensor.dim()].clone(memory_format=torch.contiguous_format)
 
 
 def test_every_exception_has_a_rule_and_a_measurement() -> None:
