@@ -210,6 +210,68 @@ def as_one_process_inductor() -> Result:
     return _as_one_process("inductor", STAGES)
 
 
+SIZES = ((8, 5), (8, 5), (6, 5), (8, 3), (8, 5))
+"""Of global batches, with their lengths: the last one of an epoch is smaller, sentences may be shorter."""
+
+
+def train_sizes(run: Any, optimizer: Any, part: Callable[[Tensor], Tensor], whole: Callable[[Tensor], float]) -> Any:
+    """A step for each of `SIZES`, and after each an evaluation of another size; the losses."""
+    losses = []
+    generator = torch.Generator().manual_seed(5)
+    for size, length in SIZES:
+        loss = run(part(torch.randint(VOCABULARY, (size, length), generator=generator)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            evaluated = run(part(torch.randint(VOCABULARY, (4, length + 1), generator=generator)))
+        losses += [whole(loss), whole(evaluated)]
+    return losses
+
+
+def other_sizes() -> Result:
+    """Batches whose sizes change alike on all ranks; with room for all, and little to spare."""
+    reference: Any = made()
+    expected = train_sizes(reference, adamw(reference), lambda batch: batch, lambda loss: loss.item())
+    found: Result = {"expected": expected, "runs": []}
+    least = HUGE
+    for stage, budget in ((3, HUGE), (3, None), (1, None)):
+        torch._dynamo.reset()
+        model = chunkc.distribute(made(), mesh(), zero_stage=stage)
+        optimizer, run = adamw(model), compiled(model, budget or int(1.2 * least))
+        losses = train_sizes(run, optimizer, lambda batch: own(batch).clone(), mean)
+        found["runs"].append({"losses": losses, "bits": bits(model)})
+        least = chunkc.report(model).minimum_budget_nbytes
+    return found
+
+
+class Dropping(Tiny):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(nn.functional.dropout(self.embed(tokens), 0.5)).square().mean()
+
+
+def dropout() -> Result:
+    """Each rank draws its own random numbers: the same ones in every stage and budget."""
+    found: Result = {"runs": []}
+    least = HUGE
+    for stage, budget in ((stage, budget) for stage in STAGES for budget in (HUGE, None)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = chunkc.distribute(Dropping(), mesh(), zero_stage=stage)
+        optimizer, run = adamw(model), compiled(model, budget or least)
+        torch.manual_seed(100 + dist.get_rank())
+        batch, losses = batches(0)[0], []
+        for _ in range(3):
+            loss = run(batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found["runs"].append({"losses": losses, "bits": bits(model)})
+        least = chunkc.report(model).minimum_budget_nbytes
+    return found
+
+
 class Square(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -611,6 +673,8 @@ CASES: dict[str, Callable[..., Result]] = {
     for case in (
         as_one_process,
         as_one_process_inductor,
+        other_sizes,
+        dropout,
         sent,
         disk_home,
         written,

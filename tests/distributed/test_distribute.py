@@ -43,6 +43,25 @@ def test_four_ranks_train_as_one_process_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.second_tier
+def test_sizes_that_change_alike_on_all_ranks_train_as_in_one_process(tmp_path: Path) -> None:
+    """A last batch that is smaller, shorter sentences, evaluations in between."""
+    for rank in ranks(tmp_path, "other_sizes")["other_sizes"]:
+        assert "error" not in rank, rank["traceback"]
+        for run in rank["runs"]:
+            assert run["losses"] == pytest.approx(rank["expected"], abs=1e-6)
+        assert len({run["bits"] for run in rank["runs"]}) == 1, "a budget or a stage changed the result"
+
+
+@pytest.mark.second_tier
+def test_ranks_draw_their_own_random_numbers_the_same_in_every_stage(tmp_path: Path) -> None:
+    first, second = ranks(tmp_path, "dropout")["dropout"]
+    for rank in (first, second):
+        assert "error" not in rank, rank["traceback"]
+        assert len({(run["bits"], *run["losses"]) for run in rank["runs"]}) == 1
+    assert first["runs"][0]["losses"] != second["runs"][0]["losses"]
+
+
+@pytest.mark.second_tier
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_send_what_the_formulas_say(num_ranks: int, tmp_path: Path) -> None:
     """Of the parameters (p - 1) / p twice, as plain data parallelism, in stages 1 and 2, and three times in stage 3."""
