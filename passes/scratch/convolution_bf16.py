@@ -29,6 +29,7 @@ from chunkc.passes.scratch.onednn_convolution import (
     MIN_POSITIONS,
     PADDING,
     PAGE,
+    WIDEST_BFLOAT16_PATCHES,
     Convolution,
     addresses_nbytes,
     by_blocks,
@@ -57,7 +58,8 @@ def has_known_kernels(c: Convolution) -> bool:
     if not known or multiplies_tiles():
         return False
     edges = tuple(c.weight.shape[2:])
-    inside = all(k <= _MAX_EDGE and p <= k // 2 for k, p in zip(edges, c.padding, strict=True))
+    max_edge = WIDEST_BFLOAT16_PATCHES if c.reads_plain_image and c.reads_patches else _MAX_EDGE
+    inside = all(k <= max_edge and p <= k // 2 for k, p in zip(edges, c.padding, strict=True))
     inside &= all(k <= size + 1 for k, size in zip(edges, c.input.shape[2:], strict=True))
     inside &= all(after <= k // 2 for k, after in zip(edges, _after(c), strict=True))
     return inside and max(c.dilation) == 1 and c.input.shape[1] > 1 and c.positions >= MIN_POSITIONS

@@ -28,6 +28,8 @@ MAX_CHANNELS = 64
 """In one of these blocks."""
 _WIDEST_FILTERS, _WIDEST_PADDING = 14, 6
 """Wider filters' gradients, and convolutions of images padded by more, may be products with unfolded images."""
+WIDEST_BFLOAT16_PATCHES = 16
+"""The same of filters, in bfloat16, of a few colours."""
 
 
 def padded(size: int, block: int = BLOCK) -> int:
@@ -155,7 +157,8 @@ class Convolution:
     @property
     def unfolds_for_filters(self) -> bool:
         """Whether oneDNN has only a matrix product for gradients of filters as wide, such as those of patches of 16."""
-        return self.weight.shape[-1] > _WIDEST_FILTERS
+        in_bfloat16 = self.reads_plain_image and self.input.dtype == torch.bfloat16
+        return self.weight.shape[-1] > (WIDEST_BFLOAT16_PATCHES if in_bfloat16 else _WIDEST_FILTERS)
 
     @property
     def may_unfold_images(self) -> bool:

@@ -30,6 +30,8 @@ EXACT = {
     "small images": Shape(2, 64, 64, 2, 3, padding=1),
     "long filters": Shape(2, 32, 200, 14, 5, padding=2),
     "no padding": Shape(3, 24, 16, 7, 3),
+    "patches of 14": Shape(2, 3, 64, 56, 14, stride=14),
+    "patches of 16": Shape(4, 3, 64, 64, 16, stride=16),
 }
 
 
