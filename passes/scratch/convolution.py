@@ -35,6 +35,8 @@ from chunkc.passes.scratch.onednn_convolution import (
 
 _SMALL_DEPTHWISE = 25
 """Up to so many pixels per filter, depthwise filters' gradients may be summed over blocked images."""
+_WIDEST_DEPTHWISE = 3
+"""Depthwise filters up to so wide have a kernel of their own for images with channels last."""
 _MIN_ROWS_TO_SHARE = 9
 """Fewer rows of a result than this are never divided among threads when filters' gradients are summed."""
 
@@ -57,6 +59,8 @@ def convolution_backward_nbytes(convolution: Convolution, grad: Tensor, outputs:
         outputs: gradients of images, filters and bias; None for those not asked for.
     """
     c = convolution
+    if _is_depthwise_last(c):
+        return _depthwise_last_nbytes(c, grad, outputs)
     copies = contiguous_copy_nbytes(grad, c.input, c.weight)
     known = c.has_known_kernels and c.is_square and c.fills_blocks
     known &= c.input.is_contiguous() and c.weight.is_contiguous()
@@ -160,6 +164,28 @@ def _backward(c: Convolution, outputs: Sequence[Tensor | None]) -> int:
             inside += grad + (0 if c.reads_plain_image else image) + c.gathered_nbytes
         peaks += [inside, filters + d_bias]
     return max(peaks)
+
+
+def _is_depthwise_last(c: Convolution) -> bool:
+    """Whether a backward is one of depthwise filters over images with channels last, and known."""
+    is_last = not c.input.is_contiguous() and c.input.is_contiguous(memory_format=torch.channels_last)
+    known = c.has_known_kernels and c.depthwise and not c.transposed and c.input.dim() == 4
+    known &= c.weight.shape[-1] >= max(_WIDEST_DEPTHWISE, c.stride[-1])
+    return known and is_last and not (c.unfolds_for_filters or c.may_unfold_for_images)
+
+
+def _depthwise_last_nbytes(c: Convolution, grad: Tensor, outputs: Sequence[Tensor | None]) -> int:
+    """Filters are reordered; for the gradient of wide ones as if each were a dense block of 16 by 16 channels. That of
+    narrow ones is summed per thread: a bound."""
+    _, d_filters, d_bias = (0 if t is None else nbytes_of(t) for t in outputs)
+    filters, nbytes = c.blocked_filters_nbytes, c.blocked_filters_nbytes
+    if d_filters and c.weight.shape[-1] > _WIDEST_DEPTHWISE:
+        nbytes = (BLOCK * BLOCK + 1) * filters + d_bias
+    elif d_filters:
+        nbytes = 2 * filters + d_bias + c.num_threads * (filters + 4 * padded(c.groups)) + 2 * PADDING
+    if grad.is_contiguous(memory_format=torch.channels_last):
+        return nbytes
+    return nbytes + (1 if grad.is_contiguous() else 2) * nbytes_of(grad)
 
 
 def _strided_nbytes(c: Convolution) -> int:

@@ -100,6 +100,40 @@ def test_depthwise_filters_of_convnext() -> None:
         assert gaps(Shape(2, 32, 32, 8, 7, padding=3, groups=32), bias=True) == (0, 0)
 
 
+DEPTHWISE_CHANNELS_LAST = {
+    "convnext": Shape(2, 32, 32, 14, 7, padding=3, groups=32),
+    "strided": Shape(3, 48, 48, 14, 5, stride=2, padding=2, groups=48),
+    "four pixels": Shape(1, 16, 16, 9, 4, padding=1, groups=16),
+}
+
+
+@AVX512
+@pytest.mark.parametrize("num_threads", [1, 4])
+@pytest.mark.parametrize("name", DEPTHWISE_CHANNELS_LAST)
+def test_depthwise_gradients_of_channels_last_to_the_byte(name: str, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    shape = DEPTHWISE_CHANNELS_LAST[name]
+    image, filters = last(shape.image()), shape.filters()
+    grad = torch.randn_like(aten.convolution.default(image, filters, None, *shape.how))
+    for given in (grad, grad.contiguous()):
+        for mask in ([True, True, True], [True, True, False], [False, True, True], [True, False, False]):
+            args = (given, image, filters, [shape.outside], *shape.how, mask)
+            assert gap(aten.convolution_backward.default, *args) == 0
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_narrow_depthwise_gradients_of_channels_last_within_a_few_filters(num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    shape = Shape(4, 40, 40, 14, 3, stride=2, padding=1, groups=40)
+    image, filters = last(shape.image()), shape.filters()
+    grad = torch.randn_like(aten.convolution.default(image, filters, None, *shape.how))
+    args = (grad, image, filters, [40], *shape.how, [True, True, True])
+    found = gap(aten.convolution_backward.default, *args)
+    assert found >= 0
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        assert found < 8 * filters.nbytes
+
+
 TRANSPOSED_CHANNELS_LAST = {
     "growing": Shape(2, 16, 16, 16, 2, stride=2, transposed=True),
     "overlapping": Shape(4, 16, 32, 8, 4, stride=2, padding=1, transposed=True),
