@@ -194,6 +194,14 @@ def pools(dtype: torch.dtype) -> Iterator[Call]:
             [2, 8, 12, 12],
             False,
         )
+        wide = torch.randn(2, 16, 24, 24).to(dtype).to(memory_format=torch.channels_last)
+        for given in (wide, wide[:, :8]):  # a part: of one of several images that were joined
+            to = ([24, 24], [2, given.shape[1], 12, 12])
+            yield call(aten.upsample_nearest2d_backward.default, given, *to)
+            yield call(aten.upsample_bilinear2d_backward.default, given, *to, False)
+            yield call(aten.upsample_bicubic2d_backward.default, given, *to, False)
+            if dtype == torch.float32:
+                yield call(aten._upsample_bilinear2d_aa_backward.default, given, *to, False)
         yield call(aten.upsample_bicubic2d.default, x, [24, 24], False)
         yield call(
             aten.upsample_bicubic2d_backward.default,

@@ -56,11 +56,12 @@ def upsample_rule(call: Call) -> int:
 
 
 def upsample_backward_rule(call: Call) -> int:
-    """Cubic weights only fit contiguous images: copies of both where channels are last."""
-    grad = call["grad_output"]
-    if _dense(grad) and (grad.is_contiguous() or "bicubic" not in call.target._schema.name):
+    """A contiguous copy, and one of a result that is not contiguous, but where a kernel for channels last reads the
+    gradient in place; cubic and antialiased ones have none."""
+    grad, result, name = call["grad_output"], call.outputs[0], call.target._schema.name
+    if grad.is_contiguous() or (_channels_last(grad) and not ("bicubic" in name or "_aa_" in name)):
         return 0
-    return contiguous_copy_nbytes(grad)
+    return contiguous_copy_nbytes(grad) + (0 if result.is_contiguous() else nbytes_of(result))
 
 
 def upsample_smooth_rule(call: Call) -> int:
