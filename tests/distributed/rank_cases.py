@@ -235,7 +235,7 @@ def other_sizes() -> Result:
     expected = train_sizes(reference, adamw(reference), lambda batch: batch, lambda loss: loss.item())
     found: Result = {"expected": expected, "runs": []}
     least = HUGE
-    for stage, budget in ((3, HUGE), (3, None), (1, None)):
+    for stage, budget in ((stage, budget) for stage in (3, 1) for budget in (HUGE, None)):
         torch._dynamo.reset()
         model = chunkc.distribute(made(), mesh(), zero_stage=stage)
         optimizer, run = adamw(model), compiled(model, budget or int(1.2 * least))
