@@ -15,8 +15,7 @@ from chunkc.ir.shards import Shards, ZeroStage
 from chunkc.movable import can_move
 from chunkc.options import parse_options
 from chunkc.ranks import agree, together
-from chunkc.runtime.homes import open_home
-from chunkc.runtime.nursery import SMALLEST_NBYTES, Nursery, note_birth
+from chunkc.runtime.nursery import SMALLEST_NBYTES, Nursery, note_birth, nursery_at
 from chunkc.runtime.parts import Part
 from chunkc.runtime.transport import Transport
 from chunkc.session import owner
@@ -88,7 +87,7 @@ def distribute(
     made: dict[int, nn.Parameter] = {}
 
     def cut_all() -> None:
-        nursery = None if home == "cpu" else Nursery(home, "auto", open_home(home))
+        nursery = None if home == "cpu" else nursery_at(home, "auto", disk_holds_parameters=True)
         for parameter in named.values():
             made[id(parameter)] = _cut(parameter, mesh, transport, zero_stage, nursery)
 

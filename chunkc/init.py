@@ -26,9 +26,8 @@ from chunkc.movable import can_move
 from chunkc.options import parse_options
 from chunkc.place import place
 from chunkc.runtime.forks import refuse_in_forks
-from chunkc.runtime.homes import open_home
 from chunkc.runtime.maps import drop_span, evict_pages
-from chunkc.runtime.nursery import SMALLEST_NBYTES, Nursery, note_birth, nursery_of
+from chunkc.runtime.nursery import SMALLEST_NBYTES, Nursery, note_birth, nursery_at, nursery_of
 from chunkc.session import owner
 
 
@@ -62,8 +61,8 @@ def init(
     """
     target = parse_device(device)
     options = parse_options({"home": home, "disk_holds": disk_holds, "chunk_size": chunk_size})
-    opened = open_home(home if options.disk_holds_everything(target.type) else "cpu")
-    builder = _Builder(Nursery(home, disk_holds, opened))
+    holds_parameters = options.disk_holds_everything(target.type)
+    builder = _Builder(nursery_at(home, disk_holds, disk_holds_parameters=holds_parameters))
     with builder.listening():
         yield
     if target.type != "cpu":

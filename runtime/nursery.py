@@ -6,14 +6,17 @@ chunks, the memory that they were born in goes with each of them.
 
 from __future__ import annotations
 
+import math
 import mmap
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from chunkc.runtime.homes import Home
+from chunkc.runtime.homes import Home, open_home
 from chunkc.runtime.maps import drop_pages
 
 SMALLEST_NBYTES = mmap.PAGESIZE
@@ -22,11 +25,17 @@ SMALLEST_NBYTES = mmap.PAGESIZE
 
 @dataclass(frozen=True)
 class Nursery:
-    """Where tensors are born: a home, and the options that name it."""
+    """Where tensors are born: homes, and the options that name them.
+
+    Attributes:
+        opened: the home of parameters.
+        of_states: the home of optimizer states, which are loaded before there are chunks.
+    """
 
     home: str
     disk_holds: str
     opened: Home = field(compare=False, repr=False)
+    of_states: Home = field(compare=False, repr=False)
 
     @torch.no_grad()
     def copy_of(self, values: torch.Tensor) -> torch.Tensor:
@@ -35,18 +44,40 @@ class Nursery:
         Raises:
             HomeError: the home has no room.
         """
-        region = self.opened.allocate(values.nbytes)
-        try:
-            found = self.opened.tensor(region, values.dtype, tuple(values.shape), values.stride(), 0)
-            memory = self.opened.memory(region)
-        finally:
-            self.opened.free(region)  # from now on `found` alone keeps it
+        found, memory = _room(self.opened, values.dtype, tuple(values.shape), values.stride())
         address = found.data_ptr()
         _born[address] = self
         weakref.finalize(memory, _born.pop, address, None).atexit = False
         found.copy_(values)
         drop_pages(found)
         return found
+
+    def room_for_state(self, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+        """Zeros in new home memory, for a state of what was born here.
+
+        Raises:
+            HomeError: the home has no room.
+        """
+        return _room(self.of_states, dtype, shape, stride)[0]
+
+
+def nursery_at(home: str, disk_holds: str, *, disk_holds_parameters: bool) -> Nursery:
+    """Open the homes that options name.
+
+    Raises:
+        HomeError: the directory cannot be used.
+    """
+    of_states = open_home(home)
+    return Nursery(home, disk_holds, of_states if disk_holds_parameters else open_home("cpu"), of_states)
+
+
+def _room(home: Home, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> tuple[torch.Tensor, Any]:
+    """A dense tensor in a region of its own, which goes with it; and the region's memory."""
+    region = home.allocate(math.prod(shape) * dtype.itemsize)
+    try:
+        return home.tensor(region, dtype, tuple(shape), tuple(stride), 0), home.memory(region)
+    finally:
+        home.free(region)  # from now on the tensor alone keeps it
 
 
 _born: dict[int, Nursery] = {}

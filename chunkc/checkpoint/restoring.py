@@ -29,6 +29,7 @@ from chunkc.checkpoint.snapshot import (
 from chunkc.ir.errors import CheckpointError
 from chunkc.optim.chunked_optimizer import ChunkedOptimizer
 from chunkc.optim.loading import checked_state_dict
+from chunkc.runtime.maps import drop_pages, evict_pages
 from chunkc.runtime.parts import rows_of
 from chunkc.torch_private.dtensor import DTensor, local_of
 
@@ -211,7 +212,7 @@ def _state_dict(
     def state_of(value: Json, parameter: torch.Tensor) -> Any:
         if isinstance(value, dict) and "$tensor" in value and file in files and value["$tensor"] in files[file].entries:
             tensor = files[file].tensor(value["$tensor"])
-            if "strides" in value:
+            if "strides" in value and (tensor.dtype == torch.uint8 or not is_chunked):  # 8-bit: blocks in memory order
                 laid_out = torch.empty_strided(tensor.shape, value["strides"], dtype=tensor.dtype, device="cpu")
                 return laid_out.copy_(tensor)
             if isinstance(parameter, DTensor) and parameter.shape == tensor.shape:
@@ -239,6 +240,8 @@ def _fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
         local_of(tensor).detach().copy_(local_of(rows_of(whole, tensor)))
     else:
         tensor.detach().copy_(whole)
+    drop_pages(local_of(tensor) if isinstance(tensor, DTensor) else tensor)
+    evict_pages(whole)
 
 
 def _set_extra(model: torch.nn.Module, own: OwnTensors, extra: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from chunkc.ir.errors import CheckpointError, UnsupportedError
 from chunkc.kernels.fused_pass import host_empty
+from chunkc.runtime.maps import drop_pages, drop_span
 from chunkc.runtime.parts import shards_of
 from chunkc.torch_private.dtensor import DTensor, local_of
 
@@ -135,6 +136,7 @@ def pieces_of(tensor: torch.Tensor) -> Iterator[memoryview]:
         return
     copy = np.empty(array.shape, array.dtype)
     np.copyto(copy, array)
+    drop_pages(tensor)
     yield from _cut(copy)
 
 
@@ -150,9 +152,12 @@ def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
 
 
 def _cut(array: npt.NDArray[Any]) -> Iterator[memoryview]:
+    """Pieces of an array; pages of a disk home leave the RAM once they were read."""
     whole = _bytes_of(array)
     for begin in range(0, len(whole), PIECE_NBYTES):
-        yield whole[begin : begin + PIECE_NBYTES]
+        piece = whole[begin : begin + PIECE_NBYTES]
+        yield piece
+        drop_span(array.ctypes.data + begin, len(piece))
 
 
 def _from_device(tensor: torch.Tensor) -> Iterator[memoryview]:
@@ -175,6 +180,9 @@ def _joined(parameter: torch.Tensor, lower: torch.Tensor | None) -> Iterator[mem
         wide = upper_bits[begin : begin + numel].astype(np.int32) << 16
         joined = wide if lower_bits is None else wide + lower_bits[begin : begin + numel]
         joined = np.where(np.isnan(joined.view(np.float32)), wide, joined)
+        for read in (upper_bits, lower_bits):
+            if read is not None:
+                drop_span(read.ctypes.data + 2 * begin, 2 * len(wide))
         yield _bytes_of(joined)
 
 

@@ -117,7 +117,7 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool
                 continue
             view = store.home_view(kind, task.name)
             if former is not None:
-                view.copy_(former)
+                store.write(kind, task.name, former)
             elif (
                 not fresh or kind == MASTER or kind not in zeros
             ):  # zeros that are there need not be written over a link

@@ -17,6 +17,8 @@ from chunkc.optim.split_masters import load as load_master
 from chunkc.optim.states import converted, empty_state, names_at_home
 from chunkc.optim.values import plain, shown
 from chunkc.readers import await_readers
+from chunkc.runtime.maps import drop_pages, evict_pages
+from chunkc.runtime.nursery import SMALLEST_NBYTES, birthplace_of
 from chunkc.runtime.parts import part_of
 from chunkc.session import managing
 
@@ -95,7 +97,7 @@ def load(optimizer: ChunkedOptimizer, loaded: LoadedState) -> dict[str, Any]:
 
     def room(kind: str) -> torch.Tensor:
         if home is None:
-            return empty_state(parameter, kind, dtypes[kind])
+            return _room_before_chunks(parameter, kind, dtypes[kind])
         session, name = home
         return session.store.home_view(kind, name)
 
@@ -103,15 +105,29 @@ def load(optimizer: ChunkedOptimizer, loaded: LoadedState) -> dict[str, Any]:
         state[kind] = room(kind)
         if home is None:
             state[kind].copy_(source)
+            drop_pages(state[kind])
         else:
             session, name = home
             session.store.write(kind, name, source)
+        evict_pages(source)
     if MASTER_LOW in dtypes:
         state[MASTER_LOW] = room(MASTER_LOW)
         load_master(optimizer.contents, loaded.tensors.get(MASTER), parameter, state[MASTER_LOW])
     elif MASTER in dtypes:
         optimizer.contents.loaded(parameter, changed=False)
     return state
+
+
+def _room_before_chunks(parameter: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    """Room for a state of a parameter that has none in chunks: at home, if the parameter was built there.
+
+    Raises:
+        HomeError: the home has no room.
+    """
+    born = birthplace_of(parameter)
+    if born is None or is_scale(kind) or parameter.numel() * dtype.itemsize < SMALLEST_NBYTES:
+        return empty_state(parameter, kind, dtype)
+    return born.room_for_state(dtype, parameter.shape, dense_strides(parameter))
 
 
 def put_aside(loaded: LoadedState, places: Mapping[int, tuple[torch.Tensor, str]]) -> LoadedState:

@@ -1,7 +1,7 @@
-"""A model of three times the memory that it is given, from its construction to its evaluation.
+"""A model of three times the memory that it is given: a run that is born, trained and saved, and one that resumes it.
 
-Run in a process of its own, with a folder: prints, for each stage, the most bytes that the process took beside what it
-had before there was a model, and what `chunkc explain` said.
+Each runs in a process of its own, with the same folder: prints, for each stage, the most bytes that the process took
+beside what it had before there was a model, and what `chunkc explain` said.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ import chunkc
 from chunkc.runtime import cpu_allocator
 
 BUDGET_NBYTES = 64 * 2**20
+NUM_STEPS = 5
 OPTIONS = {"memory_budget": BUDGET_NBYTES, "codegen": "eager", "whole_graph": "never"}
 
 
@@ -55,11 +57,29 @@ def stage(name: str, peaks: dict[str, int], before_nbytes: int) -> Iterator[None
     peaks[name] = status_nbytes("VmHWM") - before_nbytes
 
 
+def batch(width: int) -> Tensor:
+    return torch.randn(8, width, generator=torch.Generator().manual_seed(1))
+
+
+def train(call: nn.Module, optimizer: chunkc.optim.AdamW, x: Tensor, num_steps: int) -> list[float]:
+    """The losses of some steps, in which the allocator refuses every byte over the budget."""
+    losses = []
+    with cpu_allocator.hard_limit(cpu_allocator.current_nbytes() + BUDGET_NBYTES):
+        for _ in range(num_steps):
+            loss = call(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            del loss
+    return losses
+
+
 def live(width: int, depth: int, folder: Path, before_nbytes: int) -> tuple[dict[str, int], list[float]]:
-    """Build, load, train, save, evaluate; the peak of each stage, and the losses."""
+    """Build, load, train, save; the peak of each stage, and the losses."""
     peaks: dict[str, int] = {}
     home = f"disk:{folder}"
-    x = torch.randn(8, width, generator=torch.Generator().manual_seed(1))
+    x = batch(width)
     with stage("building", peaks, before_nbytes), chunkc.init(home=home):
         torch.manual_seed(0)
         model = Model(width, depth)
@@ -74,31 +94,42 @@ def live(width: int, depth: int, folder: Path, before_nbytes: int) -> tuple[dict
         chunkc.load(model, folder / "first")
     call = torch.compile(model, backend="chunkc", options=OPTIONS)
     optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    with (
-        stage("training", peaks, before_nbytes),
-        cpu_allocator.hard_limit(cpu_allocator.current_nbytes() + BUDGET_NBYTES),
-    ):
-        for _ in range(5):
-            loss = call(x)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        del loss
+    with stage("training", peaks, before_nbytes):
+        losses = train(call, optimizer, x, NUM_STEPS)
     with stage("saving trained", peaks, before_nbytes):
         chunkc.save(call, folder / "trained", max_shard_size="100MB")
+    with chunkc.Checkpoint(folder / "checkpoints", model=model, optimizer=optimizer) as checkpoint:
+        with stage("saving a checkpoint", peaks, before_nbytes):
+            checkpoint.save(NUM_STEPS)
+            checkpoint.wait()
+    return peaks, losses
+
+
+def resume(width: int, depth: int, folder: Path, before_nbytes: int) -> tuple[dict[str, int], list[float]]:
+    """Build anew, load the checkpoint, train on, evaluate; the peak of each stage, and the losses."""
+    peaks: dict[str, int] = {}
+    x = batch(width)
+    with stage("building", peaks, before_nbytes), chunkc.init(home=f"disk:{folder}"):
+        model = Model(width, depth)
+    call = torch.compile(model, backend="chunkc", options=OPTIONS)
+    optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-3)
+    with stage("resuming", peaks, before_nbytes):
+        checkpoint = chunkc.Checkpoint(folder / "checkpoints", model=model, optimizer=optimizer)
+        assert checkpoint.load_latest() == NUM_STEPS
+    with stage("training", peaks, before_nbytes):
+        losses = train(call, optimizer, x, NUM_STEPS)
     with stage("evaluating", peaks, before_nbytes), torch.no_grad():
         model.eval()
         losses.append(call(x).item())
     return peaks, losses
 
 
-def main(folder: Path, width: int, depth: int) -> None:
+def main(run: Callable[..., tuple[dict[str, int], list[float]]], folder: Path, width: int, depth: int) -> None:
     cpu_allocator.install()
     torch.set_num_threads(1)
-    (folder / "small").mkdir()
-    live(64, 2, folder / "small", 0)  # what is loaded and compiled once for all models
+    with TemporaryDirectory(dir=folder) as small:  # what is loaded and compiled once for all models
+        live(64, 2, Path(small), 0)
+        resume(64, 2, Path(small), 0)
     torch._dynamo.reset()
     with torch.device("meta"):
         model, x = Model(width, depth), torch.empty(8, width)
@@ -108,10 +139,16 @@ def main(folder: Path, width: int, depth: int) -> None:
     del model, x
     gc.collect()
     before_nbytes = status_nbytes("VmRSS")
-    peaks, losses = live(width, depth, folder, before_nbytes)
-    said = {"building": host.building, "loading": host.loading, "training": host.training, "saving": host.saving}
+    peaks, losses = run(width, depth, folder, before_nbytes)
+    said = {
+        "building": host.building,
+        "loading": host.loading,
+        "training": host.training,
+        "saving": host.saving,
+        "resuming": host.resuming,
+    }
     print(json.dumps({"parameters": parameters_nbytes, "peaks": peaks, "said": said, "losses": losses}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main({"live": live, "resume": resume}[sys.argv[1]], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -93,6 +93,16 @@ def test_a_second_optimizer_after_some_steps(pair: str, load: bool) -> None:
     assert not differences(train(False), train(True))
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """What operators take for themselves depends on the threads, and so does what a budget has room for."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_residents_leave_for_a_second_one_with_larger_states() -> None:
     """At its first step, which finds no room for a tile beside them, and again at the next forward."""
 
