@@ -14,6 +14,7 @@ from harness import array, differences
 from torch import nn
 
 import chunkc
+from chunkc.runtime import maps
 from chunkc.runtime.nursery import SMALLEST_NBYTES, nursery_of
 from chunkc.session import owner
 
@@ -158,6 +159,47 @@ def test_home_memory_goes_with_the_model(tmp_path: Path) -> None:
     del model, twin
     gc.collect()
     assert len(nursery._born) == before
+
+
+@pytest.mark.parametrize(("dtype", "moments"), [(torch.float32, "float32"), (torch.bfloat16, "int8")], ids=str)
+@pytest.mark.parametrize("disk_holds", ["everything", "states"])
+def test_states_that_are_loaded_before_the_first_call_are_at_home(
+    tmp_path: Path, disk_holds: str, dtype: torch.dtype, moments: str
+) -> None:
+    """In RAM they would be several times what the model takes there."""
+
+    def adamw(model: nn.Module) -> chunkc.optim.AdamW:
+        return chunkc.optim.AdamW(model.parameters(), lr=1e-2, moments_dtype=moments)
+
+    def step(model: nn.Module, optimizer: chunkc.optim.AdamW) -> None:
+        model(torch.ones(2, WIDTH, dtype=dtype)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def mlp() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    usual = built(mlp).to(dtype)
+    before = adamw(usual)
+    step(usual, before)
+    with chunkc.init(home=f"disk:{tmp_path}", disk_holds=disk_holds):
+        model = mlp().to(dtype)
+    optimizer = adamw(model)
+    model.load_state_dict(usual.state_dict())
+    optimizer.load_state_dict(before.state_dict())
+    large = [t for s in optimizer.state.values() for t in s.values() if t.nbytes >= SMALLEST_NBYTES]
+    assert len(large) >= 4
+    assert all(map(is_in_a_file, large))
+    step(torch.compile(model, backend="chunkc", options={"memory_budget": "96KiB", "codegen": "eager"}), optimizer)
+    step(usual, before)
+    assert not differences(values(model), values(usual))
+    found, expected = (o.state_dict()["state"] for o in (optimizer, before))
+    for number, state in expected.items():
+        assert not differences({k: array(v) for k, v in found[number].items()}, {k: array(v) for k, v in state.items()})
+
+
+def is_in_a_file(tensor: torch.Tensor) -> bool:
+    return any(first <= tensor.data_ptr() < first + nbytes for first, (nbytes, *_) in maps._live.items())
 
 
 def test_a_full_home_is_an_error_at_the_constructor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

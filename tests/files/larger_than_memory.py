@@ -98,10 +98,12 @@ def live(width: int, depth: int, folder: Path, before_nbytes: int) -> tuple[dict
         losses = train(call, optimizer, x, NUM_STEPS)
     with stage("saving trained", peaks, before_nbytes):
         chunkc.save(call, folder / "trained", max_shard_size="100MB")
-    with chunkc.Checkpoint(folder / "checkpoints", model=model, optimizer=optimizer) as checkpoint:
-        with stage("saving a checkpoint", peaks, before_nbytes):
-            checkpoint.save(NUM_STEPS)
-            checkpoint.wait()
+    with (
+        chunkc.Checkpoint(folder / "checkpoints", model=model, optimizer=optimizer) as checkpoint,
+        stage("saving a checkpoint", peaks, before_nbytes),
+    ):
+        checkpoint.save(NUM_STEPS)
+        checkpoint.wait()
     return peaks, losses
 
 
