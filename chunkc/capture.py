@@ -15,6 +15,7 @@ from chunkc.decompositions import decompositions
 from chunkc.ir.errors import UnsupportedError
 from chunkc.passes.graphs import placeholders, returned
 from chunkc.passes.inductor.cuda import steady_inductor
+from chunkc.passes.loss_tiles import tile_losses
 from chunkc.passes.partition import partition
 from chunkc.passes.segments import clone_parameter_views, materialise_returned_placeholders
 from chunkc.torch_private.aot import (
@@ -42,6 +43,7 @@ class Capture:
         new_buffers: the inputs, by place, whose new values the first of these are: buffers.
         by_placeholder: the forward's (and so the backward's) placeholders that are parameters -> the parameters' names.
         gradients: positions among the backward's outputs -> the parameters whose gradients these are.
+        whole_losses: why losses are not computed in tiles that were to be.
     """
 
     forward: fx.GraphModule | None = None
@@ -50,6 +52,7 @@ class Capture:
     new_buffers: tuple[int, ...] = ()
     by_placeholder: Mapping[str, str] = field(default_factory=dict)
     gradients: Mapping[int, str] = field(default_factory=dict)
+    whole_losses: tuple[str, ...] = ()
 
     def order_of_use(self) -> list[str]:
         """Parameter names in the order in which the forward reads them first; those it never reads come last."""
@@ -76,6 +79,7 @@ def capture_graph(
     parameter_names: Sequence[str | None],
     *,
     codegen: str,
+    loss_tile_rows: int | None = None,
     run_forward: Boxed,
     run_backward: Boxed,
 ) -> tuple[Callable[..., Any], Capture]:
@@ -84,6 +88,7 @@ def capture_graph(
     Args:
         parameter_names: per input, the parameter's name; None for an input that is none.
         codegen: who will compile the segments; decides what is decomposed.
+        loss_tile_rows: compute losses of more rows in tiles of so many (see `passes.loss_tiles`); None: whole.
         run_forward, run_backward: called with a list of arguments, which they empty, when the graph runs.
 
     Returns:
@@ -94,6 +99,9 @@ def capture_graph(
     """
     warn_if_newer()
     capture = Capture()
+    if loss_tile_rows is not None:
+        capture.whole_losses = tile_losses(gm.graph, loss_tile_rows)
+        gm.recompile()
 
     def prepare(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         if codegen == "inductor":

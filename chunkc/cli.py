@@ -122,6 +122,9 @@ def _add_explain_arguments(command: argparse.ArgumentParser) -> None:
         default="keep",
         help="what becomes of the values that the forward saves; default: keep",
     )
+    command.add_argument(
+        "--loss-tile-rows", type=_positive, metavar="N", help="logits and cross entropy in tiles of so many rows"
+    )
     command.add_argument("--strict", action="store_true", help="refuse operators whose inner memory is a guess")
     _add_optimizer_arguments(command.add_argument_group("the optimizer of chunkc.optim, by its own arguments"))
     command.add_argument("--largest", choices=["batch_size", "seq_len"], help="the largest that fits")
@@ -240,6 +243,7 @@ def _explain(options: argparse.Namespace) -> int:
         "chunk_size": _size(options.chunk_size),
         "codegen": options.codegen,
         "activations": options.activations,
+        "loss_tile_rows": options.loss_tile_rows,
         "strict": options.strict,
     }
     choice = OptimizerChoice(

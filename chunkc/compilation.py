@@ -150,6 +150,7 @@ def _compile_in(
             as_traced(inputs),
             parameter_names,
             codegen=options.codegen,
+            loss_tile_rows=options.loss_tile_rows,
             run_forward=lambda arguments: compiled[0].forward(arguments),
             run_backward=lambda arguments: compiled[0].backward(arguments),
         )

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 def log_capture(capture: Capture) -> None:
     """What AOTAutograd and the partitioner made."""
+    for reason in capture.whole_losses:
+        logger.warning("option loss_tile_rows: this loss is computed whole, in %s", reason)
     for phase, graph in (("forward", capture.forward), ("backward", capture.backward)):
         if graph is not None:
             logger.info("captured %s: %d nodes", phase, len(graph.graph.nodes))

@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from chunkc.ir.chunks import DiskHolds
 from chunkc.ir.errors import OptionsError
@@ -41,6 +41,7 @@ _ALLOWED = {
     "disk_holds": '"auto", "states" or "everything"',
     "chunk_size": 'an int of bytes or a size such as "4MiB" (at least 4 KiB), or "auto"',
     "activations": '"auto", "keep", "offload" or "rerun"',
+    "loss_tile_rows": "None, or a positive int of rows",
     "codegen": '"inductor" or "eager"',
     "whole_graph": '"auto" or "never"',
     "strict": "True or False",
@@ -62,6 +63,8 @@ class Options(BaseModel):
         activations: what becomes of the values that a forward saves for its backward. "keep": they stay; "offload":
             all that can be go home in between; "rerun": all that can be are dropped, and made again by the backward;
             "auto": as many as the budget needs are one or the other, whichever is quicker; none where all fit.
+        loss_tile_rows: of a cross entropy over more rows than that, logits and loss are computed in tiles of so many
+            rows, and logits again in the backward; None: all at once.
         codegen: who compiles the segments.
         whole_graph: "auto" compiles the graph whole where all fits; "never" always cuts it into segments.
         strict: refuse operators whose inner memory nobody has stated, instead of guessing it.
@@ -76,6 +79,7 @@ class Options(BaseModel):
     disk_holds: Literal["auto", "states", "everything"] = "auto"
     chunk_size: int | Literal["auto"] = "auto"
     activations: Activations = "keep"
+    loss_tile_rows: Annotated[int, Field(gt=0)] | None = None
     codegen: Literal["inductor", "eager"] = "inductor"
     whole_graph: Literal["auto", "never"] = "auto"
     strict: bool = False

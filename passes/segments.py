@@ -2,7 +2,8 @@
 
 A cut falls right before an operation that needs a chunk the segment so far does not have: a matrix product, a
 convolution, an embedding, before which Inductor would end a fused kernel anyway. So cuts depend on the graph and
-on the chunk layout alone, never on a budget, and repeated blocks give identical segments.
+on the chunk layout alone, never on a budget, and repeated blocks give identical segments. Each tile of a loss (see
+`loss_tiles`) begins a segment, too: in one with others, Inductor may compute the logits of them all first.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from chunkc.passes.graphs import (
     returned,
     storage_keys,
 )
+from chunkc.passes.loss_tiles import tile_of
 from chunkc.passes.origins import origins
 from chunkc.passes.symbols import free_symbols, plain_symbol
 from chunkc.torch_private.aot import LazyGraphModule
@@ -143,22 +145,28 @@ def cut(
         sources.setdefault(_producer(gradient), set()).add(group)
     base = {key: group for node, group in groups.items() for key in storage_keys(node)}
     needs_of: dict[fx.Node, set[int]] = {}
+    tiles: dict[fx.Node, object] = {}
     for node in reversed(nodes if not whole else []):
         read = {base[key] for source in node.all_input_nodes for key in storage_keys(source) if key in base}
         needs_of[node] = read | sources.get(node, set())
+        tiles[node] = tile_of(node)
         if is_view_of(node, base.keys()):  # right before its one reader, and in one segment with it
             needs_of[node] |= {group for user in node.users for group in needs_of.get(user, ())}
+            tiles[node] = next((tiles[user] for user in node.users if user in tiles), None)
     runs: list[list[fx.Node]] = [[]]
     held: set[int] = set()
     alone = False
+    tile: object = None
     for node in nodes:
         needs = needs_of.get(node, set())
         new_chunk = bool(held and needs and not needs <= held)
         by_aten = node.target in RUN_BY_ATEN
-        if (new_chunk or by_aten or alone) and not is_getitem(node):
+        of_tile = tiles.get(node)
+        new_tile = of_tile is not None and of_tile != tile
+        if (new_chunk or by_aten or alone or new_tile) and not is_getitem(node):
             runs.append([])
             held = set()
-        alone = by_aten
+        alone, tile = by_aten, of_tile or tile
         held |= needs
         runs[-1].append(node)
     return _keep_getitems_with_producer([run for run in runs if run])

@@ -67,6 +67,7 @@ def explain(
     codegen: str | None = None,
     whole_graph: str | None = None,
     activations: str | None = None,
+    loss_tile_rows: int | None = None,
     strict: bool | None = None,
     update_on: str = DEVICE,
     overlap: str = NONE,
@@ -87,8 +88,8 @@ def explain(
         memory_budget: of one device, as in `torch.compile`'s options; "auto": 90 % of what the hardware's device
             has beside the driver's context.
         hardware: a preset's name (`"rtx3090"`, `"8xv100-32g"`), a file, or a `Hardware`.
-        home, disk_holds, chunk_size, codegen, whole_graph, activations, strict: as in `torch.compile`'s options, but
-            that codegen is "eager" by default. Of a model that chunkc has compiled, all these are its own by default,
+        home, disk_holds, chunk_size, codegen, whole_graph, activations, loss_tile_rows, strict: as in `torch.compile`'s
+            options, but that codegen is "eager" by default. Of a model that chunkc has compiled, all these are its own by default,
             and what its latest step measured is put beside what is predicted.
         optimizer: of `chunkc.optim`: "adamw", "adam", "lamb" or "sgd". None: the model's own, or else AdamW.
         update_on, overlap, moments_dtype, master_weights, stochastic_rounding, momentum: as the optimizer will have
@@ -109,6 +110,7 @@ def explain(
     own, own_hardware, measured = measured_side(model)
     asked = {"memory_budget": memory_budget, "home": home, "disk_holds": disk_holds, "chunk_size": chunk_size}
     asked |= {"codegen": codegen, "whole_graph": whole_graph, "strict": strict, "activations": activations}
+    asked |= {"loss_tile_rows": loss_tile_rows}
     given = {key: value for key, value in asked.items() if value is not None}
     options = parse_options({"codegen": "eager", **own, **given})
     formats = (moments_dtype, master_weights, stochastic_rounding)
@@ -139,6 +141,7 @@ def minimum_budget(
     chunk_size: int | str = "auto",
     codegen: str = "eager",
     activations: str = "keep",
+    loss_tile_rows: int | None = None,
     strict: bool = False,
     memory_budget: int | str = "auto",
     home: str = "cpu",
@@ -149,7 +152,8 @@ def minimum_budget(
     """The smallest budget, in bytes, in which `model(*args, **kwargs)` trains; arguments as for `explain`, those of the
     optimizer together."""
     asked = {"memory_budget": memory_budget, "home": home, "disk_holds": disk_holds, "chunk_size": chunk_size}
-    options = parse_options({**asked, "codegen": codegen, "strict": strict, "activations": activations})
+    asked |= {"activations": activations, "loss_tile_rows": loss_tile_rows}
+    options = parse_options({**asked, "codegen": codegen, "strict": strict})
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     chosen = choice.of(model)
     step = step_on(machine, model, args, kwargs, options, state_format_of=chosen.state_format_of)
@@ -176,8 +180,9 @@ def step_on(
     """
     try:
         step = capture_offline(
-            model, args, kwargs, codegen=options.codegen, dynamic=dynamic, state_format_of=state_format_of
-        )
+            model, args, kwargs, codegen=options.codegen, loss_tile_rows=options.loss_tile_rows, dynamic=dynamic,
+            state_format_of=state_format_of,
+        )  # fmt: skip
     except PartlyCapturedError as error:
         raise UnsupportedError(f"{error}. {_of_the_first(error.before, hardware, options)}") from error
     if len(step.calls) > 1 and any(input_symbols(graph.capture) for graph in step.graphs):

@@ -31,6 +31,8 @@ def measured_side(model: nn.Module) -> tuple[dict[str, Any], Hardware | None, Me
         "chunk_size": options.chunk_size,
         "codegen": options.codegen,
         "whole_graph": options.whole_graph,
+        "activations": options.activations,
+        "loss_tile_rows": options.loss_tile_rows,
         "strict": options.strict,
     }
     if not session.records.latest:

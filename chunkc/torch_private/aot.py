@@ -13,6 +13,7 @@ from torch._decomp import get_decompositions
 from torch._functorch import config
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch.aot_autograd import aot_module_simplified
+from torch._higher_order_ops.wrap import uid as checkpoint_ids
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._library.utils import is_builtin
 from torch._prims.rng_prims import run_and_save_rng_state
@@ -35,6 +36,11 @@ ALIAS_CHECK: type[AbstractContextManager[Any]] | None = getattr(
 )
 """The dispatch mode that looks whether a custom operator returns memory it was given; None where there is no such check
 (in none of the versions checked, but it has a switch)."""
+
+
+def next_checkpoint_id() -> int:
+    """What tells the nodes of one activation checkpoint (`meta["ac_graph_id"]`) from those of others."""
+    return next(checkpoint_ids)
 
 
 def outside_alias_check() -> AbstractContextManager[Any]:

@@ -33,6 +33,16 @@ CONVERTS_FRAMES = convert_frame.__file__
 EVALUATES_FRAMES = eval_frame.__file__
 """The file of what `torch.compile` returns."""
 
+LINEAR = torch._C._nn.linear
+"""What Dynamo's graphs have for `nn.functional.linear`."""
+
+SWITCHES = (
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+    torch._C._set_grad_enabled,
+)
+"""What they have where autocast or the recording of gradients begins or ends."""
+
 _MARKS = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices")
 
 
