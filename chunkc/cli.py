@@ -116,15 +116,10 @@ def _add_explain_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--chunk-size", default="auto", metavar="SIZE", help='bytes, "4MiB" or "auto"')
     codegen_help = "who compiles the segments; default: eager, which takes other bytes than training's inductor"
     command.add_argument("--codegen", choices=["eager", "inductor"], default="eager", help=codegen_help)
-    command.add_argument(
-        "--activations",
-        choices=("auto", "keep", "offload", "rerun"),
-        default="keep",
-        help="what becomes of the values that the forward saves; default: keep",
-    )
-    command.add_argument(
-        "--loss-tile-rows", type=_positive, metavar="N", help="logits and cross entropy in tiles of so many rows"
-    )
+    activations_help = "what becomes of the values that the forward saves; default: keep"
+    kinds = ("auto", "keep", "offload", "rerun")
+    command.add_argument("--activations", choices=kinds, default="keep", help=activations_help)
+    command.add_argument("--loss-tile-rows", type=_positive, metavar="N", help="cross entropy in tiles of so many rows")
     command.add_argument("--strict", action="store_true", help="refuse operators whose inner memory is a guess")
     _add_optimizer_arguments(command.add_argument_group("the optimizer of chunkc.optim, by its own arguments"))
     command.add_argument("--largest", choices=["batch_size", "seq_len"], help="the largest that fits")

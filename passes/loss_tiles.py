@@ -1,14 +1,14 @@
-"""The loss of a language model in tiles of rows: its logits, the largest values of most such models, are never all there.
+"""The loss of a language model in tiles of rows, so that its logits, the largest values of most, are never all there.
 
 A row is a token. For each tile of rows, logits and their cross entropy are computed, and the backward computes that
 tile's logits again right before it uses them (the tiles are marked as activation checkpoints, Chen et al.,
-arXiv:1604.06174). Losses of tiles are added up in fp32. So is done by hand in Liger's fused linear cross entropy, and in
+arXiv:1604.06174). Losses of tiles are added up in fp32. Liger's fused linear cross entropy does so by hand. So does
 PyTorch's automatic chunker, which takes gradients before the loss's own gradient is known: in fp16 they would vanish.
 
 It works on Dynamo's graph, where a cross entropy is one node. What stands between the logits' product and the loss may
 change each element by a number (a cast, a cap), and shape or cut rows. Logits that somebody else reads too, such as the
-caller, are computed a second time for the loss: its gradient with respect to all of them would take as much again. Where
-no such product is found, what follows is tiled.
+caller, are computed a second time for the loss: their gradient would be there twice else, in pieces and as a whole.
+Where no such product is found, what follows is tiled.
 """
 
 from __future__ import annotations

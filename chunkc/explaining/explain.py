@@ -89,8 +89,8 @@ def explain(
             has beside the driver's context.
         hardware: a preset's name (`"rtx3090"`, `"8xv100-32g"`), a file, or a `Hardware`.
         home, disk_holds, chunk_size, codegen, whole_graph, activations, loss_tile_rows, strict: as in `torch.compile`'s
-            options, but that codegen is "eager" by default. Of a model that chunkc has compiled, all these are its own by default,
-            and what its latest step measured is put beside what is predicted.
+            options, but that codegen is "eager" by default. Of a model that chunkc has compiled, all these are its own
+            by default, and what its latest step measured is put beside what is predicted.
         optimizer: of `chunkc.optim`: "adamw", "adam", "lamb" or "sgd". None: the model's own, or else AdamW.
         update_on, overlap, moments_dtype, master_weights, stochastic_rounding, momentum: as the optimizer will have
             them; None is its own default. Where a format or a momentum is given, it counts for all parameters, whatever
@@ -152,8 +152,8 @@ def minimum_budget(
     """The smallest budget, in bytes, in which `model(*args, **kwargs)` trains; arguments as for `explain`, those of the
     optimizer together."""
     asked = {"memory_budget": memory_budget, "home": home, "disk_holds": disk_holds, "chunk_size": chunk_size}
-    asked |= {"activations": activations, "loss_tile_rows": loss_tile_rows}
-    options = parse_options({**asked, "codegen": codegen, "strict": strict})
+    form = {"codegen": codegen, "activations": activations, "loss_tile_rows": loss_tile_rows, "strict": strict}
+    options = parse_options({**asked, **form})
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     chosen = choice.of(model)
     step = step_on(machine, model, args, kwargs, options, state_format_of=chosen.state_format_of)

@@ -9,6 +9,9 @@ from chunkc.ir.explanation import Explanation
 _WORTH = 0.2
 """The part of the peak from which a kind of bytes is worth advice."""
 
+_OF_LOSSES = ("log_softmax", "nll_loss")
+"""What a peak in the loss of a language model is called after, in either kind of code."""
+
 _MODEL_DATA = ("parameters", "gradients", "optimizer states", "slots")
 
 
@@ -39,16 +42,20 @@ def _contents(explanation: Explanation) -> list[str]:
     lines = []
     if _large(kinds.get("activations", 0), total):
         checkpointing = ", and so does activation checkpointing (`--activation-checkpointing`)"
+        leaving = " `--activations auto` lets them leave between forward and backward."
         lines.append(
             f"Activations are {share(kinds['activations'], total)} of that peak: a smaller batch or a shorter sequence "
             "takes fewer (`--largest batch_size` finds the largest that fits)"
             f"{'' if explanation.activation_checkpointing else checkpointing}."
+            f"{'' if explanation.saved_at_home or explanation.saved_again else leaving}"
         )
     if _large(kinds.get("temporaries", 0), total):
         where = f" in {explanation.peak.module}" if explanation.peak.module else ""
+        is_loss = any(name in explanation.peak.op for name in _OF_LOSSES)
+        option = " (`--loss-tile-rows 1024`, of a cross entropy)" if is_loss else ""
         lines.append(
             f"Temporaries are {share(kinds['temporaries'], total)} of that peak: {explanation.peak.op}{where} takes "
-            "fewer with a smaller batch, or when it is computed in parts."
+            f"fewer with a smaller batch, or when it is computed in parts{option}."
         )
     model_data = sum(kinds.get(kind, 0) for kind in _MODEL_DATA)
     if _large(model_data, total):

@@ -13,8 +13,8 @@ from torch._decomp import get_decompositions
 from torch._functorch import config
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch.aot_autograd import aot_module_simplified
-from torch._higher_order_ops.wrap import uid as checkpoint_ids
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._higher_order_ops.wrap import uid as checkpoint_ids
 from torch._library.utils import is_builtin
 from torch._prims.rng_prims import run_and_save_rng_state
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule

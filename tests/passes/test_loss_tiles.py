@@ -147,7 +147,9 @@ def test_loss_and_gradients_are_those_of_the_whole(loss: Loss) -> None:
     assert len(tiles_in(tiler.graphs[0])) >= 4
 
 
-@pytest.mark.parametrize("loss", [plain, with_bias_in_fp32, with_logits_returned, by_row], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(
+    "loss", [plain, with_bias_in_fp32, with_logits_returned, by_row], ids=lambda loss: loss.__name__
+)
 def test_in_sixteen_bits(loss: Loss) -> None:
     assert_close(run(torch.compile(loss, backend=Tiler()), inputs(torch.bfloat16)), run(loss, inputs(torch.bfloat16)))
 
