@@ -42,6 +42,8 @@ def mark_parameter_views(joint: fx.GraphModule, is_parameter: Sequence[bool]) ->
             for user in source.users:
                 if is_compute(user) and (user.target in _CASTS or is_view_of(user, keys)):
                     user.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+                    # One that several activation checkpoints read is no boundary between them, which would be saved.
+                    user.meta.pop("ac_graph_id", None)
                     frontier.append(user)
 
 

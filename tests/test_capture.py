@@ -10,6 +10,9 @@ from torch import Tensor, fx, nn
 from torch._functorch import partitioners
 from torch.utils.checkpoint import checkpoint
 
+from chunkc.capture import Capture
+from chunkc.passes.graphs import placeholders, returned, storage_keys
+
 
 class Blocks(nn.Module):
     """Blocks with dropout, recomputed in the backward: the same elements must be dropped again."""
@@ -59,3 +62,46 @@ def test_states_of_random_generators_are_no_inputs(monkeypatch: pytest.MonkeyPat
     expected = trained(model, model)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+class Shared(nn.Module):
+    """A layer that several checkpoints call: its weight's view, or cast, would lie on the boundary between them."""
+
+    def __init__(self, autocast: bool) -> None:
+        super().__init__()
+        self.layer, self.autocast = nn.Linear(64, 64), autocast
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            for _ in range(3):
+                x = checkpoint(self._block, x, use_reentrant=False)
+        return x.float().square().mean()
+
+    def _block(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_nothing_of_a_parameter_is_saved_between_checkpoints(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[Capture] = []
+    monkeypatch.setattr("chunkc.compilation.log_capture", captured.append)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Shared(autocast)
+    options = {"codegen": "eager", "whole_graph": "never", "memory_budget": "64MiB"}
+    found = trained(model, torch.compile(model, backend="chunkc", options=options))
+    (capture,) = captured
+    assert capture.forward is not None
+    assert capture.num_user_outputs is not None
+    parameters = set(capture.by_placeholder)
+    weights = {
+        key for node in placeholders(capture.forward.graph) if node.name in parameters for key in storage_keys(node)
+    }
+    for saved in returned(capture.forward.graph)[capture.num_user_outputs :]:
+        if saved.name in parameters:
+            continue
+        assert not weights & set(storage_keys(saved)), f"{saved} is a view of a parameter"
+        assert not {source.name for source in saved.all_input_nodes} & parameters, f"{saved} is a cast of a parameter"
+    model.zero_grad()
+    for one, other in zip(found, trained(model, model), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2 if autocast else 1e-5, atol=1e-3 if autocast else 1e-6)
