@@ -137,8 +137,9 @@ def adamw(model: nn.Module) -> Any:
     return chunkc.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
 
 
-def compiled(model: nn.Module, budget: int, codegen: str = "eager") -> Any:
-    return torch.compile(model, backend="chunkc", options={"memory_budget": budget, "codegen": codegen, "debug": True})
+def compiled(model: nn.Module, budget: int, codegen: str = "eager", **more: Any) -> Any:
+    options = {"memory_budget": budget, "codegen": codegen, "debug": True, **more}
+    return torch.compile(model, backend="chunkc", options=options)
 
 
 def bits(model: nn.Module) -> str:
@@ -268,6 +269,21 @@ def dropout() -> Result:
             optimizer.zero_grad()
             losses.append(loss.item())
         found["runs"].append({"losses": losses, "bits": bits(model)})
+        least = chunkc.report(model).minimum_budget_nbytes
+    return found
+
+
+def loss_in_tiles() -> Result:
+    """The head's weight is gathered for each tile, in the backward, too."""
+    reference: Any = made()
+    expected = train(reference, reference, adamw(reference), range(3), lambda batch: batch)
+    found: Result = {"expected": expected, "runs": []}
+    least = HUGE
+    for stage, budget in ((stage, budget) for stage in (3, 1) for budget in (HUGE, None)):
+        torch._dynamo.reset()
+        model = chunkc.distribute(made(), mesh(), zero_stage=stage)
+        optimizer, run = adamw(model), compiled(model, budget or int(1.1 * least), loss_tile_rows=4)
+        found["runs"].append({"losses": train(run, model, optimizer, range(3)), "bits": bits(model)})
         least = chunkc.report(model).minimum_budget_nbytes
     return found
 
@@ -675,6 +691,7 @@ CASES: dict[str, Callable[..., Result]] = {
         as_one_process_inductor,
         other_sizes,
         dropout,
+        loss_in_tiles,
         sent,
         disk_home,
         written,

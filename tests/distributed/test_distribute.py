@@ -53,6 +53,15 @@ def test_sizes_that_change_alike_on_all_ranks_train_as_in_one_process(tmp_path: 
 
 
 @pytest.mark.second_tier
+def test_ranks_train_with_losses_in_tiles_as_one_process_does_without(tmp_path: Path) -> None:
+    for rank in ranks(tmp_path, "loss_in_tiles")["loss_in_tiles"]:
+        assert "error" not in rank, rank["traceback"]
+        for run in rank["runs"]:
+            assert run["losses"] == pytest.approx(rank["expected"], abs=1e-6)
+        assert len({run["bits"] for run in rank["runs"]}) == 1, "a budget or a stage changed the result"
+
+
+@pytest.mark.second_tier
 def test_ranks_draw_their_own_random_numbers_the_same_in_every_stage(tmp_path: Path) -> None:
     first, second = ranks(tmp_path, "dropout")["dropout"]
     for rank in (first, second):
