@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkLayout
-from chunkc.ir.errors import BudgetError
+from chunkc.ir.errors import VALUES, BudgetError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import Copy, Item, ItemId, MovedId, SavedStorage
 from chunkc.ir.plan import EVICT, PREFETCH, Event, Moment, PhasePlan, Plan, Position, gradients_at
@@ -237,7 +237,7 @@ def check_minimum(
     if minimum > budget_nbytes:
         moving = _moving(worst, resident)
         contents = [
-            ("activations, temporaries and inputs", worst.non_model_nbytes),
+            (VALUES, worst.non_model_nbytes),
             ("parameters on the compute tier, with gradients and optimizer states", fixed - layout.overhead_nbytes),
             ("workspaces of libraries, and the allocator's rounding of them", layout.overhead_nbytes),
             ("values of earlier calls that are still held", held_nbytes),

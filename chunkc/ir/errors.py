@@ -23,6 +23,15 @@ class FileError(ChunkcError):
     """A file of weights cannot be read or written, or is not what it should be."""
 
 
+VALUES = "activations, temporaries and inputs"
+"""The label of what fills a peak and is no model data."""
+
+_WHERE_VALUES_FILL_IT = (
+    '\nMost of that are values of the computation: the options activations="auto" and, for the loss of a language model, '
+    "loss_tile_rows=1024 need less, if they are not set yet."
+)
+
+
 class BudgetError(ChunkcError):
     """No plan fits the memory budget. Raised before anything is allocated or moved.
 
@@ -57,10 +66,12 @@ class BudgetError(ChunkcError):
             if covers
             else ""
         )
+        most_nbytes = sum(nbytes for _, nbytes in self.contents) // 2
+        advice = _WHERE_VALUES_FILL_IT if dict(self.contents).get(VALUES, 0) > most_nbytes else ""
         super().__init__(
             f"memory_budget is {format_nbytes(budget_nbytes)}; the smallest that works is "
             f"{format_nbytes(minimum_nbytes)}{scope}. The peak is at {moment} in {module or 'the model'}, filled by:"
-            f"{filled}"
+            f"{filled}{advice}"
         )
 
     def covering(self, minimum_nbytes: int, covers: str) -> BudgetError:

@@ -49,6 +49,16 @@ def test_a_budget_error_says_what_its_minimum_holds_for() -> None:
     assert (str(again), again.covers) == (str(wider), wider.covers)
 
 
+def test_a_budget_error_names_the_options_that_help_where_values_fill_the_peak() -> None:
+    def text(values_nbytes: int) -> str:
+        contents = [("chunk param:3", 100), (errors.VALUES, values_nbytes)]
+        return str(errors.BudgetError(minimum_nbytes=2, budget_nbytes=1, moment="mm", module="", contents=contents))
+
+    assert 'activations="auto"' in text(101)
+    assert "loss_tile_rows" in text(101)
+    assert text(100).splitlines()[-1].endswith(errors.VALUES)
+
+
 WAYS = [lambda e: pickle.loads(pickle.dumps(e)), copy.copy, copy.deepcopy]
 
 
