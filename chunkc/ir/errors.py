@@ -27,8 +27,8 @@ VALUES = "activations, temporaries and inputs"
 """The label of what fills a peak and is no model data."""
 
 _WHERE_VALUES_FILL_IT = (
-    '\nMost of that are values of the computation: the options activations="auto" and, for the loss of a language model, '
-    "loss_tile_rows=1024 need less, if they are not set yet."
+    '\nMost of that are values of the computation: the options activations="auto" and, for the loss of a language '
+    "model, loss_tile_rows=1024 need less, if they are not set yet."
 )
 
 
