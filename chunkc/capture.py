@@ -27,6 +27,7 @@ from chunkc.torch_private.aot import (
     random_states_as_values,
     run_and_save_rng_state,
 )
+from chunkc.torch_private.dynamo import is_of_a_module
 from chunkc.torch_private.engine import without_autocast
 from chunkc.torch_private.inductor import prepare_joint_graph
 from chunkc.torch_private.versions import warn_if_newer
@@ -103,6 +104,9 @@ def capture_graph(
         capture.whole_losses = tile_losses(gm.graph, loss_tile_rows)
         gm.recompile()
 
+    of_modules = [is_of_a_module(node) for node in placeholders(gm.graph)]
+    num_outputs = len(returned(gm.graph))
+
     def prepare(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         if codegen == "inductor":
             with steady_inductor(pytree.tree_leaves(example_inputs)):
@@ -112,7 +116,15 @@ def capture_graph(
         capture.num_user_outputs = kwargs["num_fwd_outputs"]
         prepare(joint, joint_inputs)
         is_parameter = [name is not None for name in parameter_names]
-        forward, capture.backward = partition(joint, joint_inputs, is_parameter=is_parameter, **kwargs)
+        # Where the forward returns more than Dynamo's graph, it may be new values of buffers.
+        knows_buffers = capture.num_user_outputs == num_outputs
+        is_frozen = [
+            (known or (of_module and knows_buffers)) and isinstance(value, torch.Tensor) and not value.requires_grad
+            for known, of_module, value in zip(is_parameter, of_modules, inputs, strict=True)
+        ]
+        forward, capture.backward = partition(
+            joint, joint_inputs, is_parameter=is_parameter, is_frozen=is_frozen, **kwargs
+        )
         return forward, capture.backward
 
     def forward_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:

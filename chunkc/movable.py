@@ -81,5 +81,7 @@ def present_nbytes(parameters: Sequence[torch.Tensor], device: torch.device) -> 
 
 
 def is_chunkable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values can be laid into a chunk as they lie: dense floating-point numbers."""
-    return tensor.layout is torch.strided and tensor.dtype.is_floating_point and tensor.numel() > 0 and is_dense(tensor)
+    """Whether a tensor's values can be laid into a chunk as they lie: dense real numbers, integers of a quantized base
+    among them."""
+    is_dense_one = tensor.layout is torch.strided and tensor.numel() > 0 and is_dense(tensor)
+    return is_dense_one and not tensor.is_complex() and tensor.dtype is not torch.bool

@@ -4,10 +4,14 @@ A saved view or cast would pin its chunk, or a second copy of it, from the forwa
 parameter itself costs nothing: the backward reads it from its chunk again. So everything that is computed from
 one parameter alone, without arithmetic, is marked to be recomputed, and the min-cut partitioner
 (Chen et al., arXiv:1604.06174, as a cut; PyTorch's `min_cut_rematerialization_partition`) does the rest.
+
+Of frozen parameters, arithmetic is repeated, too: weights of a quantized base (QLoRA, Dettmers et al.,
+arXiv:2305.14314) would else be saved as a whole in the precision that they are computed with.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +29,8 @@ _CASTS = {
     torch.ops.prims.convert_element_type.default,
     aten.clone.default,
 }
+
+_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution})
 
 
 def mark_parameter_views(joint: fx.GraphModule, is_parameter: Sequence[bool]) -> None:
@@ -45,6 +51,32 @@ def mark_parameter_views(joint: fx.GraphModule, is_parameter: Sequence[bool]) ->
                     # One that several activation checkpoints read is no boundary between them, which would be saved.
                     user.meta.pop("ac_graph_id", None)
                     frontier.append(user)
+
+
+def mark_frozen_values(joint: fx.GraphModule, is_frozen: Sequence[bool]) -> None:
+    """Mark what is computed from frozen parameters and buffers alone to be recomputed in the backward, matrix products
+    apart.
+
+    `is_frozen` is aligned with the joint graph's primals.
+    """
+    known = {primal for primal, frozen in zip(placeholders(joint.graph), is_frozen) if frozen}
+    for node in joint.graph.nodes if known else ():
+        sources = node.all_input_nodes
+        if not sources or not is_compute(node) or not known.issuperset(sources) or not _is_light(node):
+            continue
+        known.add(node)
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta.pop("ac_graph_id", None)
+
+
+def _is_light(node: fx.Node) -> bool:
+    """Whether an operator draws no random numbers and multiplies no matrices."""
+    if node.target is operator.getitem:
+        return True
+    tags = getattr(node.target, "tags", ())
+    return isinstance(node.target, torch._ops.OpOverload) and not (
+        torch.Tag.nondeterministic_seeded in tags or node.target.overloadpacket in _PRODUCTS
+    )
 
 
 def drop_detaches(forward: fx.GraphModule, backward: fx.GraphModule, num_user_outputs: int) -> None:
@@ -73,12 +105,20 @@ def drop_detaches(forward: fx.GraphModule, backward: fx.GraphModule, num_user_ou
 
 
 def partition(
-    joint: fx.GraphModule, joint_inputs: Sequence[object], *, is_parameter: Sequence[bool], **kwargs: Any
+    joint: fx.GraphModule,
+    joint_inputs: Sequence[object],
+    *,
+    is_parameter: Sequence[bool],
+    is_frozen: Sequence[bool],
+    **kwargs: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Min-cut partition with parameters' views recomputed, and what is computed from sizes alone at the beginning.
 
+    `is_parameter` and `is_frozen` are aligned with the joint graph's primals.
+
     `kwargs` are the partitioner's own.
     """
+    mark_frozen_values(joint, is_frozen)
     mark_parameter_views(joint, is_parameter)
     forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
     drop_detaches(forward, backward, kwargs["num_fwd_outputs"])

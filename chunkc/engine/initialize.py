@@ -181,9 +181,9 @@ def _scheduler_of(
 
 
 def _common_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of most elements."""
+    """The floating-point dtype of most elements."""
     numels: dict[torch.dtype, int] = {}
-    for parameter in model.parameters():
+    for parameter in filter(torch.is_floating_point, model.parameters()):
         numels[parameter.dtype] = numels.get(parameter.dtype, 0) + parameter.numel()
     return max(numels, key=numels.__getitem__, default=torch.float32)
 

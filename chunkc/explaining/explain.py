@@ -214,10 +214,10 @@ def _of_the_first(before: OfflineStep, hardware: Hardware, options: Options) -> 
 
 
 def training_in(machine: Hardware, graphs: Sequence[OfflineGraph]) -> Hardware:
-    """The machine at the rate of the dtype that most parameters have."""
+    """The machine at the rate of the floating-point dtype that most parameters have."""
     sizes: dict[torch.dtype, int] = {}
     specs = {spec.name: spec for graph in graphs for spec in (*graph.movable, *graph.fixed)}
-    for spec in specs.values():
+    for spec in (spec for spec in specs.values() if spec.dtype.is_floating_point):
         sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.numel
     return machine.training_in(max(sizes, key=lambda dtype: sizes[dtype])) if sizes else machine
 

@@ -46,6 +46,11 @@ SWITCHES = (
 _MARKS = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices")
 
 
+def is_of_a_module(placeholder: fx.Node) -> bool:
+    """Whether an input of Dynamo's graph is a parameter or a buffer of a module."""
+    return "_dynamo_static_input_type" in (placeholder.meta.get("tensor_dict") or {})
+
+
 def patched(**options: Any) -> AbstractContextManager[Any]:
     """Dynamo's options inside."""
     return config.patch(**options)

@@ -58,6 +58,21 @@ class Plain(nn.Module):
         return self.layers(x).sum()
 
 
+class Quantized(nn.Module):
+    """Frozen codes and scales that make a weight, a frozen weight that is multiplied by another, and an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randint(-9, 9, (8, 8), dtype=torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(8, 1), requires_grad=False)
+        self.product = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+        self.adapter = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = torch.sin(self.codes * self.scale)
+        return torch.tanh(torch.tanh(x @ self.adapter) @ weight @ (self.product @ self.product)).sum()
+
+
 def from_one_parameter(node: fx.Node, parameters: set[fx.Node]) -> bool:
     """Whether a node is one parameter, moved or cast without arithmetic."""
     while is_compute(node) and op_name(node).rpartition(".")[2] in (*MOVES, *CASTS):
@@ -68,11 +83,13 @@ def from_one_parameter(node: fx.Node, parameters: set[fx.Node]) -> bool:
 def saved_by(model: nn.Module, x: torch.Tensor) -> tuple[list[fx.Node], set[fx.Node], torch.Tensor, list[torch.Tensor]]:
     """What the forward saves, its parameters, the loss and the gradients that the halves compute."""
     names, parameters = zip(*model.named_parameters())
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
     found: dict[str, object] = {}
 
     def partition_fn(joint: fx.GraphModule, inputs: object, **kwargs: object) -> tuple:
         flags = [True] * len(parameters) + [False]
-        forward, backward = partition(joint, inputs, is_parameter=flags, **kwargs)
+        frozen = [not parameter.requires_grad for parameter in parameters] + [False]
+        forward, backward = partition(joint, inputs, is_parameter=flags, is_frozen=frozen, **kwargs)
         found.update(forward=forward, num_outputs=kwargs["num_fwd_outputs"])
         return forward, backward
 
@@ -81,7 +98,7 @@ def saved_by(model: nn.Module, x: torch.Tensor) -> tuple[list[fx.Node], set[fx.N
 
     compiled = aot_function(function, lambda gm, _: gm.forward, lambda gm, _: gm.forward, partition_fn=partition_fn)
     loss = compiled(*parameters, x)
-    gradients = torch.autograd.grad(loss, parameters)
+    gradients = torch.autograd.grad(loss, trainable)
     forward = found["forward"]
     assert isinstance(forward, fx.GraphModule)
     saved = [node for node in returned(forward.graph)[found["num_outputs"] :] if node is not None]
@@ -103,6 +120,17 @@ def test_no_view_or_cast_of_a_parameter_is_saved(kind: type[nn.Module]) -> None:
     torch.testing.assert_close(loss, expected)
     for gradient, reference in zip(gradients, torch.autograd.grad(expected, list(model.parameters()))):
         torch.testing.assert_close(gradient, reference)
+
+
+def test_what_frozen_parameters_give_is_computed_again_but_for_their_products() -> None:
+    model, x = Quantized(), torch.randn(4, 8)
+    saved, parameters, _, (gradient,) = saved_by(model, x)
+    of_weights = [node for node in saved if node not in parameters and tuple(node.meta["val"].shape) == (8, 8)]
+    (node,) = of_weights
+    product = node if op_name(node) == "aten.mm" else node.all_input_nodes[0]
+    assert op_name(product) == "aten.mm", "a product of weights costs more than the room that it takes"
+    assert parameters.issuperset(product.all_input_nodes)
+    torch.testing.assert_close(gradient, torch.autograd.grad(model(x), [model.adapter])[0])
 
 
 def test_a_view_of_a_parameter_that_arithmetic_went_into_may_be_saved() -> None:
