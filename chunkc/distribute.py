@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -87,12 +88,13 @@ def distribute(
     )
     made: dict[int, nn.Parameter] = {}
 
-    def cut_all() -> None:
+    def cut_all() -> str:
         nursery = None if home == "cpu" else Nursery(home, "auto", open_home(home))
         for parameter in named.values():
             made[id(parameter)] = _cut(parameter, mesh, transport, zero_stage, nursery)
+        return socket.gethostname()
 
-    together(transport, "chunkc.distribute()", cut_all, DistributedError)
+    transport.num_hosts = len(set(together(transport, "chunkc.distribute()", cut_all, DistributedError)))
     for module in model.modules():
         if module._parameters:
             _distribute_module(module, made)

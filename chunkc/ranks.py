@@ -202,3 +202,4 @@ def join(session: Session, transport: Transport | None) -> None:
     if session.options.activations != "keep":
         raise UnsupportedError('distributed models keep what the forward saves (activations="keep") so far')
     session.store.transport = transport
+    session.hardware = session.hardware.used_by(transport.num_ranks, transport.num_hosts)

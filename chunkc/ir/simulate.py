@@ -17,7 +17,7 @@ from chunkc.ir.chunks import GRAD, PARAM, Chunk
 from chunkc.ir.explanation import AT_HOME, COMPUTE, StepTime, TimedEvent, Traffic
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import MovedId
-from chunkc.ir.links import INWARD, ROUTES
+from chunkc.ir.links import INWARD, QUEUES
 from chunkc.ir.plan import ARRIVE, LEAVE, OFFLOAD, PREFETCH, RELOAD, WAIT, WRITE_BACK, Event, PhasePlan
 from chunkc.ir.program import BACKWARD, UPDATE
 
@@ -89,7 +89,7 @@ def _replay(
     """
     found: list[TimedEvent] = []
     now = 0.0
-    free = {**dict.fromkeys(ROUTES, 0.0), AT_HOME: max(left_s.values(), default=0.0)}
+    free = {**dict.fromkeys(QUEUES, 0.0), AT_HOME: max(left_s.values(), default=0.0)}
     done: dict[MovedId, float] = {}  # item -> when its latest copy is done
     written: set[int] = set()  # groups whose gradients are at home
     updated = dict(left_s)  # group -> when the latest update at home ends
@@ -108,7 +108,7 @@ def _replay(
         found.append(TimedEvent(AT_HOME, "update", str(Chunk(PARAM, group)), start, updated[group], 0, phase, ""))
 
     def home_free() -> float:
-        return max(free[link] for link in ROUTES if link not in INWARD)
+        return max(free[link] for link in QUEUES if link not in INWARD)
 
     for phase in phases:
         last = {where: group for group, where in phase.last_copies().items()}
@@ -162,8 +162,8 @@ def step_time(events: Sequence[TimedEvent]) -> StepTime:
     return StepTime(
         total=max((event.end_s for event in events if event.stream == COMPUTE), default=0.0),
         compute=busy("call"),
-        to_device=busy(PREFETCH, RELOAD, streams=ROUTES),
-        to_home=busy(WRITE_BACK, OFFLOAD, streams=ROUTES),
+        to_device=busy(PREFETCH, RELOAD, streams=QUEUES),
+        to_home=busy(WRITE_BACK, OFFLOAD, streams=QUEUES),
         optimizer=busy("update"),
         stall=busy("stall"),
     )
@@ -171,6 +171,6 @@ def step_time(events: Sequence[TimedEvent]) -> StepTime:
 
 def traffic(events: Sequence[TimedEvent]) -> Traffic:
     """The bytes that a simulated step copies, each way."""
-    copies = [event for event in events if event.stream in ROUTES]
+    copies = [event for event in events if event.stream in QUEUES]
     inwards = sum(event.nbytes for event in copies if event.stream in INWARD)
     return Traffic(inwards, sum(event.nbytes for event in copies) - inwards)
