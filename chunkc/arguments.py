@@ -31,6 +31,7 @@ EPILOG = f"""examples:
   chunkc explain train.py:build --memory-budget 6GiB
   chunkc explain --module transformers:LlamaForCausalLM --config llama.json --batch-size 1 --seq-len 4096
   chunkc explain gpt-18b --hardware 8xv100-32g --largest batch_size
+  chunkc explain gpt-18b --hardware 2x8xh100 --mesh 2x4
   chunkc explain gpt2-xl --dtype bfloat16 --optimizer adam --moments-dtype bfloat16
 
 models: {", ".join(MODELS)}
@@ -75,7 +76,10 @@ def _add_explain_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--hardware", default=None, metavar="NAME|FILE", help="default: what calibrate saved, else cpu"
     )
-    command.add_argument("--host-memory", metavar="SIZE", help="RAM of the machine, in place of the hardware's")
+    command.add_argument("--host-memory", metavar="SIZE", help="RAM of each host, in place of the hardware's")
+    ranks_help = "devices that train the model together, each with a part of it; default: all that the hardware has"
+    command.add_argument("--world-size", type=_positive, metavar="N", help=ranks_help)
+    command.add_argument("--mesh", metavar="AxB", help="the same as hosts, and devices of each")
     command.add_argument("--memory-budget", default="auto", metavar="SIZE", help='bytes, "6GiB", "80%%" or "auto"')
     command.add_argument("--home", default="cpu", help='"cpu", "disk" or "disk:DIR"')
     command.add_argument(

@@ -28,6 +28,7 @@ from chunkc.explaining.blame import raised_in
 from chunkc.explaining.explain import Show, budget_of, explain, minimum_budget
 from chunkc.explaining.largest import largest
 from chunkc.explaining.optimizer_choice import OptimizerChoice
+from chunkc.explaining.over_ranks import with_ranks
 from chunkc.explaining.scaling import Scaling
 from chunkc.explaining.targets import DTYPES, ModelOptions, Subject, Target, built_in, errors_of, from_file, from_module
 from chunkc.formats import diff, read_explanation, write
@@ -122,7 +123,7 @@ def _hardware(options: argparse.Namespace) -> Hardware:
         hardware = replace(hardware, host_memory_nbytes=nbytes)
         if hardware.kind == "cpu":  # computes in the same memory
             hardware = replace(hardware, device_memory_nbytes=nbytes)
-    return hardware
+    return with_ranks(hardware, options.world_size, options.mesh)
 
 
 def _explain(options: argparse.Namespace) -> int:

@@ -227,6 +227,7 @@ PARTS = {
     "traffic_nbytes": explanations.Traffic,
     "step_time_s": explanations.StepTime,
     "host": explanations.HostNeeds,
+    "ranks": explanations.Ranks,
     "moments": explanations.ExplainedMoment,
     "events": explanations.TimedEvent,
     "estimates": EstimatedOperator,

@@ -157,6 +157,23 @@ class Hardware:
         own_s = self.copy_s(TO_DEVICE if queue == GATHER else TO_HOME, nbytes / self.num_devices)
         return own_s + collective_s(nbytes, self.num_devices, way.bytes_per_s, way.latency_s)
 
+    def carried_nbytes(self, queue: str, nbytes: int) -> dict[str, int]:
+        """Bytes that links carry for one copy, or one exchange, of so many bytes: those of a device that carry most.
+
+        Of an exchange a device sends, and receives, what its ring needs. Of devices on several hosts, those with a
+        neighbour on another one send it `BETWEEN_HOSTS`, and the others `BETWEEN_DEVICES` or through RAM.
+        """
+        if queue not in (GATHER, SCATTER):
+            return dict.fromkeys(ROUTES[queue], nbytes)
+        others = nbytes * (self.num_devices - 1) // self.num_devices
+        found = Counter({TO_DEVICE if queue == GATHER else TO_HOME: nbytes - others})
+        if self.devices_per_host > 1:
+            inside = (TO_DEVICE, TO_HOME) if self.link(BETWEEN_DEVICES) is None else (BETWEEN_DEVICES,)
+            found.update(dict.fromkeys(inside, others))
+        if self.num_hosts > 1:
+            found[BETWEEN_HOSTS] += others
+        return dict(found)
+
     @property
     def between_ranks(self) -> LinkSpec:
         """What two neighbours of a ring over all devices have between them where they have least.

@@ -8,6 +8,7 @@ stream of their own; copies of a group at home come after its update.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +18,7 @@ from chunkc.ir.chunks import GRAD, PARAM, Chunk
 from chunkc.ir.explanation import AT_HOME, COMPUTE, StepTime, TimedEvent, Traffic
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import MovedId
-from chunkc.ir.links import INWARD, QUEUES
+from chunkc.ir.links import INWARD, LINKS, QUEUES
 from chunkc.ir.plan import ARRIVE, LEAVE, OFFLOAD, PREFETCH, RELOAD, WAIT, WRITE_BACK, Event, PhasePlan
 from chunkc.ir.program import BACKWARD, UPDATE
 
@@ -167,6 +168,15 @@ def step_time(events: Sequence[TimedEvent]) -> StepTime:
         optimizer=busy("update"),
         stall=busy("stall"),
     )
+
+
+def link_nbytes(events: Sequence[TimedEvent], hardware: Hardware) -> dict[str, int]:
+    """The bytes that each link of one device carries in a simulated step, by its name; those between ranks each way."""
+    found: Counter[str] = Counter()
+    for event in events:
+        if event.stream in QUEUES:
+            found.update(hardware.carried_nbytes(event.stream, event.nbytes))
+    return {name: found[name] for name in LINKS if found[name]}
 
 
 def traffic(events: Sequence[TimedEvent]) -> Traffic:
