@@ -35,6 +35,7 @@ from chunkc.formats import diff, read_explanation, write
 from chunkc.ir.errors import BudgetError, ChunkcError, OptionsError, UnsupportedError
 from chunkc.ir.explanation import Explanation
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.shards import ZeroStage
 from chunkc.ir.text import message_of, one_line, printable
 from chunkc.ir.units import format_nbytes
 from chunkc.machines.calibrate import calibrate
@@ -156,7 +157,7 @@ def _explain(options: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr), progress() as show:
         if options.largest is not None:
             sizes[options.largest], notes = _largest(
-                options.largest, target, hardware, settings, choice, sizes, budget, show
+                options.largest, target, hardware, settings, choice, sizes, budget, show, options.zero_stage
             )
         show(f"building {target.name}")
         subject = target.build(sizes["batch_size"], sizes["seq_len"])
@@ -168,6 +169,7 @@ def _explain(options: argparse.Namespace) -> int:
                 name=", ".join([target.name, *_given(options, sizes)]),
                 why=options.why,
                 show=show,
+                zero_stage=options.zero_stage,
                 **vars(choice),
                 **settings,
                 **subject.kwargs,
@@ -220,6 +222,7 @@ def _largest(
     sizes: dict[str, int | None],
     budget_nbytes: int,
     show: Show,
+    zero_stage: ZeroStage,
 ) -> tuple[int, list[str]]:
     """The largest size, and sentences about it; 1 where not even that fits.
 
@@ -238,7 +241,13 @@ def _largest(
         subject = build(size)
         with errors_of(f"{target.name} with {words} {size:,}", explained=True):
             return minimum_budget(
-                subject.model, *subject.args, hardware=hardware, choice=choice, **settings, **subject.kwargs
+                subject.model,
+                *subject.args,
+                hardware=hardware,
+                choice=choice,
+                zero_stage=zero_stage,
+                **settings,
+                **subject.kwargs,
             )
 
     notes = []
@@ -246,7 +255,7 @@ def _largest(
         show(f"tracing with {words} in symbols")
         try:
             with errors_of(target.name, explained=True):
-                scaling = Scaling(lambda size: build(size).parts, parse_options(settings), hardware, choice)
+                scaling = Scaling(lambda size: build(size).parts, parse_options(settings), hardware, choice, zero_stage)
 
             def needs_at(size: int) -> int:
                 show(f"trying {words} {size:,}")

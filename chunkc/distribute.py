@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from chunkc.ir.errors import DistributedError, OptionsError, UnsupportedError
-from chunkc.ir.shards import Shards, ZeroStage
+from chunkc.ir.shards import Shards, ZeroStage, check_zero_stage
 from chunkc.movable import can_move
 from chunkc.options import parse_options
 from chunkc.ranks import agree, together
@@ -70,8 +70,7 @@ def distribute(
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1 or mesh.device_type != "cpu":
         raise OptionsError('mesh must be a DeviceMesh of one dimension on "cpu", as init_device_mesh makes it')
     parse_options({"home": home})
-    if zero_stage not in (1, 2, 3):
-        raise OptionsError(f"zero_stage is {zero_stage!r}; allowed: 1, 2 or 3")
+    check_zero_stage(zero_stage)
     if not timeout_s > 0:
         raise OptionsError(f"timeout_s is {timeout_s!r}; allowed: a positive number of seconds")
     named = dict(model.named_parameters())

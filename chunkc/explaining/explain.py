@@ -37,6 +37,7 @@ from chunkc.ir.estimates import largest_of_each
 from chunkc.ir.explanation import Chunks, Explanation
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.program import FORWARD
+from chunkc.ir.shards import ZeroStage
 from chunkc.ir.simulate import step_time, traffic
 from chunkc.ir.states import StateFormat
 from chunkc.ir.units import format_nbytes
@@ -80,6 +81,7 @@ def explain(
     why: str | None = None,
     world_size: int | None = None,
     mesh: str | None = None,
+    zero_stage: ZeroStage = 3,
     show: Show | None = None,
     **kwargs: Any,
 ) -> Explanation:
@@ -101,6 +103,7 @@ def explain(
         why: a parameter, module, chunk (`param:3`) or saved value (`forward.2:0`), of which `Explanation.why` then says
             where it is at each moment, and what it would cost to have it elsewhere.
         world_size, mesh: how many of the hardware's devices do so; or hosts and devices of each, such as `"2x8"`.
+        zero_stage: as `chunkc.distribute` takes it.
         show: told what begins, for a progress display.
 
     Dimensions of arguments that `torch._dynamo.mark_dynamic` marked are traced in symbols, and every moment then says
@@ -126,7 +129,10 @@ def explain(
     show = show or (lambda what: None)
     show("tracing the model")
     dynamic = has_dynamic_dimensions((args, kwargs))
-    step = step_on(machine, model, args, kwargs, options, dynamic=dynamic, state_format_of=chosen.state_format_of)
+    formats_of = chosen.state_format_of
+    step = step_on(
+        machine, model, args, kwargs, options, dynamic=dynamic, state_format_of=formats_of, zero_stage=zero_stage
+    )
     specs = [spec for graph in step.graphs for spec in graph.movable]
     refuse_optimizer(chosen, specs, choice.overlap, machine.num_devices)
     show("planning")
@@ -152,6 +158,7 @@ def minimum_budget(
     home: str = "cpu",
     disk_holds: str = "auto",
     choice: OptimizerChoice = ADAMW,
+    zero_stage: ZeroStage = 3,
     **kwargs: Any,
 ) -> int:
     """The smallest budget, in bytes, in which `model(*args, **kwargs)` trains; arguments as for `explain`, those of the
@@ -160,7 +167,8 @@ def minimum_budget(
     options = parse_options({**asked, "codegen": codegen, "strict": strict, "activations": activations})
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     chosen = choice.of(model)
-    step = step_on(machine, model, args, kwargs, options, state_format_of=chosen.state_format_of)
+    formats_of = chosen.state_format_of
+    step = step_on(machine, model, args, kwargs, options, state_format_of=formats_of, zero_stage=zero_stage)
     replay = Replay(step, options, training_in(machine, step.graphs), Updates.of(choice, chosen))
     return replay.minimum_nbytes(replay.fitting(budget_of(options, machine)))
 
@@ -174,8 +182,9 @@ def step_on(
     *,
     dynamic: bool = False,
     state_format_of: StateFormatOf = state_format_of,
+    zero_stage: ZeroStage = 3,
 ) -> OfflineStep:
-    """One training step of a model, as the hardware would run it.
+    """One training step of a model, as the hardware would run it: on several devices, as rank 0 of them would.
 
     With `dynamic`, dimensions that are marked so are traced in symbols.
 
@@ -187,24 +196,24 @@ def step_on(
             model, args, kwargs, codegen=options.codegen, dynamic=dynamic, state_format_of=state_format_of
         )
     except PartlyCapturedError as error:
-        raise UnsupportedError(f"{error}. {_of_the_first(error.before, hardware, options)}") from error
+        raise UnsupportedError(f"{error}. {_of_the_first(error.before, hardware, options, zero_stage)}") from error
     if len(step.calls) > 1 and any(input_symbols(graph.capture) for graph in step.graphs):
         raise UnsupportedError(
             f"torch.compile splits this model into {len(step.graphs)} graphs; dimensions marked as dynamic are for "
             "models in one graph: leave the marks out, and explain each size for itself"
         )
-    return _on(hardware, step, options)
+    return _on(hardware, step, options, zero_stage)
 
 
-def _on(hardware: Hardware, step: OfflineStep, options: Options) -> OfflineStep:
-    step = cut_over(step, hardware.num_devices, options)
+def _on(hardware: Hardware, step: OfflineStep, options: Options, zero_stage: ZeroStage) -> OfflineStep:
+    step = cut_over(step, hardware.num_devices, zero_stage, options)
     graphs = tuple(planned_on(graph, hardware, options.codegen) for graph in step.graphs)
     return replace(step, graphs=graphs, storage_nbytes=storages_on(step.storage_nbytes, hardware))
 
 
-def _of_the_first(before: OfflineStep, hardware: Hardware, options: Options) -> str:
+def _of_the_first(before: OfflineStep, hardware: Hardware, options: Options, zero_stage: ZeroStage) -> str:
     """What is known of a step whose first graphs alone were captured."""
-    step = _on(hardware, before, options)
+    step = _on(hardware, before, options, zero_stage)
     replay = Replay(step, options, training_in(hardware, step.graphs), IN_SLOTS)
     needs = format_nbytes(replay.fitting(1).budget_nbytes)
     names = [name for graph in step.graphs for name in graph.capture.order_of_use()]

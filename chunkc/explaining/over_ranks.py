@@ -19,7 +19,7 @@ from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.explanation import Ranks, TimedEvent
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.links import GATHER, SCATTER
-from chunkc.ir.shards import Shards
+from chunkc.ir.shards import Shards, ZeroStage, check_zero_stage
 from chunkc.ir.simulate import link_nbytes
 from chunkc.ir.text import short
 from chunkc.optim.over_ranks import refuse_over_ranks
@@ -50,33 +50,35 @@ def with_ranks(hardware: Hardware, world_size: int | None, mesh: str | None) -> 
     return hardware.used_by(num_hosts * each, num_hosts)
 
 
-def cut_over(step: OfflineStep, num_ranks: int, options: Options) -> OfflineStep:
+def cut_over(step: OfflineStep, num_ranks: int, zero_stage: ZeroStage, options: Options) -> OfflineStep:
     """The step with rank 0's parts in place of all parameters; one rank has all of them.
 
     Raises:
+        OptionsError: there is no such stage.
         UnsupportedError: ranks that run would refuse the model or an option.
     """
+    check_zero_stage(zero_stage)
     if num_ranks == 1:
         return step
     refuse_moved_activations(options)
-    return replace(step, graphs=tuple(_cut(graph, num_ranks) for graph in step.graphs))
+    return replace(step, graphs=tuple(_cut(graph, num_ranks, zero_stage) for graph in step.graphs))
 
 
-def _cut(graph: OfflineGraph, num_ranks: int) -> OfflineGraph:
+def _cut(graph: OfflineGraph, num_ranks: int, zero_stage: ZeroStage) -> OfflineGraph:
     for spec in graph.fixed:
         raise UnsupportedError(
             f"{spec.name} shares its memory with other tensors, or is no dense floating-point tensor: ranks cannot "
             "have parts of it"
         )
-    return replace(graph, movable=tuple(_part(spec, num_ranks) for spec in graph.movable))
+    return replace(graph, movable=tuple(_part(spec, num_ranks, zero_stage) for spec in graph.movable))
 
 
-def _part(spec: ParamSpec, num_ranks: int) -> ParamSpec:
+def _part(spec: ParamSpec, num_ranks: int, zero_stage: ZeroStage) -> ParamSpec:
     if not spec.shape:
         raise UnsupportedError(f"{spec.name} is a scalar, which has no rows to cut: make it a tensor of one element")
     if not torch.empty_strided(spec.shape, spec.stride, device="meta").is_contiguous():
         raise UnsupportedError(f"{spec.name} is not contiguous: ranks cut contiguous parameters by rows")
-    return spec.part(Shards(spec.shape, num_ranks, 0))
+    return spec.part(Shards(spec.shape, num_ranks, 0, zero_stage))
 
 
 def refuse_optimizer(optimizer: Optimizer, specs: Collection[ParamSpec], overlap: str, num_ranks: int) -> None:
@@ -98,6 +100,7 @@ def ranks_of(layout: ChunkLayout, events: Sequence[TimedEvent], hardware: Hardwa
     return Ranks(
         num_ranks=hardware.num_devices,
         num_hosts=hardware.num_hosts,
+        zero_stage=next(spec.shards.zero_stage for spec in layout.specs().values() if spec.shards is not None),
         ranks_per_host=hardware.devices_per_host,
         num_parameters=sum(spec.numel for spec in layout.specs().values()),
         gathers=streams.count(GATHER),

@@ -90,7 +90,7 @@ def _tables(explanation: Explanation) -> Iterator[tuple[str, Table]]:
         yield "host memory, at most", _host(explanation.host, explanation.host_memory_nbytes)
     if (ranks := explanation.ranks) is not None:
         hosts = f"{ranks.num_hosts} host{'s' if ranks.num_hosts > 1 else ''}"
-        yield f"rank 0 of {ranks.num_ranks} on {hosts}", _ranks(ranks, explanation)
+        yield f"rank 0 of {ranks.num_ranks} on {hosts}, in stage {ranks.zero_stage} of ZeRO", _ranks(ranks, explanation)
     yield "chunks and traffic", _chunks(explanation)
     yield "step time, predicted", _time(explanation)
     if explanation.measured is not None:

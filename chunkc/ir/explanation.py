@@ -157,6 +157,7 @@ class Ranks:
 
     Attributes:
         num_ranks, num_hosts: that train the model; `ranks_per_host`: on each host, at most.
+        zero_stage: what every rank has whole beside its parts (see `chunkc.ir.shards`).
         num_parameters: in this rank's parts.
         gathers: chunks that all ranks gather from the parts of all.
         scatters: chunks of gradients that they add up, of which each takes its part home.
@@ -167,6 +168,7 @@ class Ranks:
     num_ranks: int
     num_hosts: int
     ranks_per_host: int
+    zero_stage: int
     num_parameters: int
     gathers: int
     scatters: int

@@ -18,7 +18,7 @@ from chunkc.ir.chunks import GRAD, PARAM, Chunk
 from chunkc.ir.explanation import AT_HOME, COMPUTE, StepTime, TimedEvent, Traffic
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import MovedId
-from chunkc.ir.links import INWARD, LINKS, QUEUES
+from chunkc.ir.links import GATHER, INWARD, LINKS, QUEUES
 from chunkc.ir.plan import ARRIVE, LEAVE, OFFLOAD, PREFETCH, RELOAD, WAIT, WRITE_BACK, Event, PhasePlan
 from chunkc.ir.program import BACKWARD, UPDATE
 
@@ -55,6 +55,7 @@ def simulate(
     staying_update_s: float = 0.0,
     at_home: HomeUpdateTimes = NONE_AT_HOME,
     update_nbytes: Mapping[str, int] = MappingProxyType({}),
+    standing: Mapping[int, bool] = MappingProxyType({}),
 ) -> tuple[TimedEvent, ...]:
     """What happens on each stream in one step that begins without gradients, in order of time.
 
@@ -65,8 +66,10 @@ def simulate(
         at_home: updates by the CPU. Where they go on beside the next forward, the step is one that follows another:
             what the former left to do comes first.
         update_nbytes: what each update reads and writes, by its event's name.
+        standing: groups of which every rank has whole parameters from one step to the next, and whether updates change
+            them: then they are gathered once in a step, else never.
     """
-    replay = partial(_replay, phases, costs_s, hardware, staying_update_s, at_home)
+    replay = partial(_replay, phases, costs_s, hardware, staying_update_s, at_home, standing)
     events, left_s = replay({})
     if left_s:
         events, _ = replay(left_s)
@@ -81,6 +84,7 @@ def _replay(
     hardware: Hardware,
     staying_update_s: float,
     at_home: HomeUpdateTimes,
+    standing: Mapping[int, bool],
     left_s: Mapping[int, float],
 ) -> tuple[tuple[TimedEvent, ...], dict[int, float]]:
     """One step's events, and what it leaves to the next: groups whose updates end so long after it.
@@ -96,6 +100,7 @@ def _replay(
     updated = dict(left_s)  # group -> when the latest update at home ends
     needed: dict[int, None] = {}  # groups in the order of their first fetch
     to_do = dict(at_home.seconds)
+    current = {group for group, changes in standing.items() if not changes}  # whole here, as all ranks have them
 
     def copy(event: Event, phase: str) -> None:
         at_rest = updated.get(event.item.group, 0.0) if isinstance(event.item, Chunk) else 0.0
@@ -133,7 +138,9 @@ def _replay(
                     continue
                 kind, group = event.item.kind, event.item.group
                 if event.kind == PREFETCH and (kind != GRAD or group in written):
-                    copy(event, phase.phase)
+                    if not (event.link == GATHER and group in current):
+                        copy(event, phase.phase)
+                    current |= {group} & standing.keys()
                     needed.setdefault(group)
                 elif event.kind == WRITE_BACK:
                     copy(event, phase.phase)

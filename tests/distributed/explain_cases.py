@@ -13,35 +13,45 @@ import torch.distributed as dist
 sys.path.append(str(Path(__file__).parent))
 
 import rank_cases
-from rank_cases import HUGE, Result, adamw, batches, compiled, made, mesh, own
+from rank_cases import HUGE, STAGES, Result, adamw, batches, compiled, made, mesh, own
 
 import chunkc
+from chunkc.ir.shards import ZeroStage
 from chunkc.runtime import cpu_allocator
 from chunkc.runtime.parts import part_of
 from chunkc.session import owner, sessions_of
 
 
 def explained() -> Result:
-    """With room for all, and with none to spare."""
-    roomy = _explained(HUGE)
-    return {"runs": [roomy, _explained(roomy["ranks"]["minimum"])]}
+    """In every stage of ZeRO, with room for all, and with none to spare."""
+    runs = []
+    for stage in STAGES:
+        roomy = _explained(HUGE, stage)
+        runs += [roomy, _explained(roomy["ranks"]["minimum"], stage)]
+    return {"runs": runs}
 
 
-def _explained(budget: int) -> Result:
+def _explained(budget: int, stage: ZeroStage) -> Result:
     """Steps of one batch: what the last one came to, and what was said."""
     said = chunkc.explain(
-        made(), own(batches(0)[0]), memory_budget=budget, world_size=dist.get_world_size(), hardware="cpu"
+        made(),
+        own(batches(0)[0]),
+        memory_budget=budget,
+        world_size=dist.get_world_size(),
+        zero_stage=stage,
+        hardware="cpu",
     )
     torch._dynamo.reset()
     gc.collect()
     cpu_allocator.install()
     foreign_nbytes = cpu_allocator.current_nbytes()
-    model = chunkc.distribute(made(), mesh())
+    model = chunkc.distribute(made(), mesh(), zero_stage=stage)
     run, optimizer = compiled(model, budget), adamw(model)
     tokens = own(batches(0)[0]).clone()
     sent: list[int] = []
     for _ in range(3):
-        run(tokens).backward()
+        loss = run(tokens)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         (session,) = sessions_of(model.parameters())

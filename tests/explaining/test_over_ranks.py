@@ -57,6 +57,29 @@ def test_a_rank_has_its_part_and_exchanges_what_the_formula_says(num_ranks: int)
     assert ranks.gathers > NUM_LAYERS, "a small budget gathers chunks again"
 
 
+@pytest.mark.parametrize(("zero_stage", "whole"), [(3, 0), (2, 1), (1, 2)])
+def test_what_stands_on_every_rank_is_gathered_once_in_a_step(zero_stage: Any, whole: int) -> None:
+    model = layers()
+    model[1].requires_grad_(False)
+    found, cut = (explain(model, hardware=CPU, world_size=2, zero_stage=stage) for stage in (zero_stage, 3))
+    tight = explain(model, hardware=CPU, world_size=2, zero_stage=zero_stage, memory_budget=found.minimum_budget_nbytes)
+    assert found.ranks is not None
+    assert tight.ranks is not None
+    assert found.ranks.zero_stage == zero_stage
+    assert tight.fits
+    assert tight.minimum_budget_nbytes - cut.minimum_budget_nbytes <= whole * MODEL_NBYTES
+    if zero_stage < 3:
+        assert tight.minimum_budget_nbytes > cut.minimum_budget_nbytes
+        assert found.ranks.gathers == tight.ranks.gathers == NUM_LAYERS - 1, "nobody changes what is frozen"
+    assert found.ranks.scatters == NUM_LAYERS - 1
+    assert found.home_nbytes == cut.home_nbytes
+
+
+def test_no_such_stage() -> None:
+    with pytest.raises(OptionsError, match="zero_stage is 0; allowed: 1, 2 or 3"):
+        explain(hardware=CPU, world_size=2, zero_stage=0)
+
+
 def test_one_rank_is_a_model_that_is_not_cut() -> None:
     alone = explain(hardware=replace(load_hardware("8xv100-32g"), name="v100-32g"), world_size=1)
     assert alone.ranks is None
@@ -187,7 +210,7 @@ def test_the_command(model_file: str, capsys: pytest.CaptureFixture[str]) -> Non
     ask = ["explain", model_file, "--hardware", "2x8xh100", "--memory-budget", "1GiB"]
     assert main([*ask, "--world-size", "4"]) == 0
     text = capsys.readouterr().out
-    assert "rank 0 of 4 on 1 host\n" in text
+    assert "rank 0 of 4 on 1 host, in stage 3 of ZeRO\n" in text
     assert "4 ranks of a host" in text
     assert "between devices, in one step" in text
     assert main([*ask, "--mesh", "2x2", "--format", "json"]) == 0
