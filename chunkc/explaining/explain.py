@@ -26,7 +26,7 @@ from chunkc.explaining.offline import (
     has_dynamic_dimensions,
 )
 from chunkc.explaining.optimizer_choice import ADAMW, OptimizerChoice
-from chunkc.explaining.over_ranks import cut_over, notes, ranks_of, refuse_optimizer, with_ranks
+from chunkc.explaining.over_ranks import cut_over, notes, ranks_of, refuse_distributed, refuse_optimizer, with_ranks
 from chunkc.explaining.replay import Replay
 from chunkc.explaining.updates import Updates
 from chunkc.explaining.why import why_is
@@ -114,6 +114,7 @@ def explain(
         UnsupportedError: the model cannot be captured, or has an operator whose memory is not known,
             which `strict` refuses.
     """
+    refuse_distributed(model)
     own, own_hardware, measured = measured_side(model)
     asked = {"memory_budget": memory_budget, "home": home, "disk_holds": disk_holds, "chunk_size": chunk_size}
     asked |= {"codegen": codegen, "whole_graph": whole_graph, "strict": strict, "activations": activations}

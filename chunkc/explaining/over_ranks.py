@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from chunkc.explaining.offline import OfflineGraph, OfflineStep
 from chunkc.explaining.optimizer_choice import Optimizer
@@ -27,6 +29,19 @@ from chunkc.options import Options
 from chunkc.ranks import refuse_moved_activations
 
 _MESH = re.compile(r"([0-9]{1,6})x([0-9]{1,6})")
+
+
+def refuse_distributed(model: nn.Module) -> None:
+    """Refuse a model that `chunkc.distribute` has cut.
+
+    Raises:
+        UnsupportedError: it has.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise UnsupportedError(
+                f"{name} is distributed already: explain the model as it is before chunkc.distribute, with world_size"
+            )
 
 
 def with_ranks(hardware: Hardware, world_size: int | None, mesh: str | None) -> Hardware:

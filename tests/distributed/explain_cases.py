@@ -13,6 +13,7 @@ import torch.distributed as dist
 sys.path.append(str(Path(__file__).parent))
 
 import rank_cases
+from checkpoint_cases import attempted
 from rank_cases import HUGE, STAGES, Result, adamw, batches, compiled, made, mesh, own
 
 import chunkc
@@ -57,6 +58,7 @@ def _explained(budget: int, stage: ZeroStage) -> Result:
         (session,) = sessions_of(model.parameters())
         sent.append(sum(session.transport.sent_nbytes[channel] for channel in ("gathers", "scatters")))
     report = chunkc.report(model)
+    refusal = attempted(lambda: chunkc.explain(run, tokens))
     parts = [part_of(parameter) for parameter in model.parameters()]
     foreign_nbytes += sum(part.nbytes for part in parts if owner(part) is None)  # of which no graph knows
     assert said.ranks is not None
@@ -71,6 +73,7 @@ def _explained(budget: int, stage: ZeroStage) -> Result:
             "minimum": report.minimum_budget_nbytes,
             "home": report.home_nbytes,
         },
+        "distributed already": refusal,
         "measured": report.measured_peak_nbytes - foreign_nbytes,
         "sent": sent[2] - sent[1],
         "link": said.ranks.link_nbytes["between_devices"],

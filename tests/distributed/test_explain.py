@@ -20,6 +20,9 @@ def test_ranks_plan_and_measure_what_was_explained(num_ranks: int, tmp_path: Pat
         assert "error" not in one, one["traceback"]
         for run in one["runs"]:
             said, planned = run["explained"], run["ranks"]
+            assert (
+                "embed.weight is distributed already: explain the model as it is before" in run["distributed already"]
+            )
             assert run["measured"] == planned["peak"]
             assert planned["minimum"] == said["minimum"]
             if rank == 0:
