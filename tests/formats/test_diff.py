@@ -31,9 +31,12 @@ def test_times_counts_and_words_are_compared() -> None:
 
 
 def test_ranks_are_counted() -> None:
-    assert next(
-        line.split()[:4] for line in diff(small(), ranked()).splitlines() if line.startswith("ranks")
-    ) == ["ranks", "1", "4", "+3"]
+    assert next(line.split()[:4] for line in diff(small(), ranked()).splitlines() if line.startswith("ranks")) == [
+        "ranks",
+        "1",
+        "4",
+        "+3",
+    ]
 
 
 def test_chunks_that_begin_and_cease_to_move_are_named() -> None:
