@@ -5,11 +5,13 @@
 Prints a Markdown table and saves what was found to bench/results/headline-DATE.json, rewritten after every row. With
 `--out` of an earlier run, rows that are in it already are taken from there. About two minutes a row on one core.
 
-Nothing runs and nothing is allocated. Each row is one device of the system in question, with the RAM its authors state
-(or, where they state none, enough: what is needed is printed). Assumptions, the same for every row: a GPT of the given
-number of parameters with sequences of 1024 tokens, 16-bit parameters with fp32 masters and Adam, every block's
-activations recomputed, the largest of the batch sizes 1, 2, 4, 8, 16 that fits; rates are the presets' (a datasheet's
-peaks times stated efficiencies). Rows on several devices wait for plans over several devices.
+Nothing runs and nothing is allocated. Each row has the devices of the system in question, and hosts with the RAM its
+authors state (or, where they state none, enough: what is needed is printed). Assumptions, the same for every row: a
+GPT of the given number of parameters with sequences of 1024 tokens, 16-bit parameters with fp32 masters and Adam,
+every block's activations recomputed, the largest of the batch sizes 1, 2, 4, 8, 16 of a device that fits; rates are
+the presets' (a datasheet's peaks times stated efficiencies). Several devices share the model as `chunkc.distribute`
+cuts it, in stage 3 of ZeRO; on GPUs that is a plan only, so far. Budgets are those of one device, homes those of all
+ranks of a host.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ _ASSUMPTIONS = " ".join((__doc__ or "").partition("Nothing runs")[2].split()).re
 class Claim:
     """A published result: which system trained how many billions of parameters, on what.
 
-    `num_layers`, `width`, `num_heads`: the GPT that has as many. `host_nbytes`: stated RAM, None where none is.
+    `num_layers`, `width`, `num_heads`: the GPT that has as many. `host_nbytes`: stated RAM of a host; None: none is.
     """
 
     system: str
@@ -66,6 +68,9 @@ CLAIMS = (
     Claim("ZeRO-Offload", 13, "v100-32g", 64, 4096, 16),
     Claim("ZeRO-3 offload", 40, "v100-32g", 50, 8192, 16, 1536 * GIB),
     Claim("PatrickStar, one A100", 50, "a100-40g", 62, 8192, 16, 1024 * GIB),
+    Claim("PatrickStar", 18, "8xv100-32g", 90, 4096, 16, 240 * GIB),
+    Claim("PatrickStar", 68, "8xa100-40g", 66, 9216, 16, 1024 * GIB),
+    Claim("PatrickStar", 175, "32xa100", 96, 12288, 96, 1024 * GIB),
     Claim("MegaTrain", 120, "h200", 66, 12288, 96, 1536 * GIB),
     Claim("SlideFormer", 123, "rtx4090", 68, 12288, 96, None, "disk"),
     Claim("GreedySnake", 65, "a100-40g", 80, 8192, 64, None, "disk"),
@@ -75,7 +80,7 @@ CLAIMS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """What `explain` says of a claim. Speeds are of one device."""
+    """What `explain` says of a claim. Speeds are of all devices together, homes and traffic of one rank."""
 
     claim: Claim
     batch_size: int
@@ -83,7 +88,7 @@ class Finding:
 
     def to_row(self) -> dict[str, Any]:
         """The claim, and what a table needs of the finding, as plain values."""
-        found = self.explanation
+        found, ranks, total_s = self.explanation, self.explanation.ranks, self.explanation.step_time_s.total
         return {
             "claim": asdict(self.claim),
             "num_parameters": found.num_parameters,
@@ -96,7 +101,10 @@ class Finding:
             "disk_nbytes": found.disk_nbytes,
             "traffic_nbytes": asdict(found.traffic_nbytes),
             "step_time_s": asdict(found.step_time_s),
-            "tokens_per_s": self.batch_size * SEQ_LEN / found.step_time_s.total,
+            "num_ranks": 1 if ranks is None else ranks.num_ranks,
+            "ranks_per_host": 1 if ranks is None else ranks.ranks_per_host,
+            "link_nbytes": {} if ranks is None else dict(ranks.link_nbytes),
+            "tokens_per_s": (1 if ranks is None else ranks.num_ranks) * self.batch_size * SEQ_LEN / total_s,
             "notes": list(found.notes),
         }
 
@@ -133,7 +141,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         "|---|---|---:|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
-        claim = row["claim"]
+        claim, on_host = row["claim"], row.get("ranks_per_host", 1)
+        home_nbytes, disk_nbytes = on_host * row["home_nbytes"], on_host * row["disk_nbytes"]
         cells = (
             claim["system"],
             claim["hardware"] + (", disk" if claim["home"] == "disk" else ""),
@@ -141,11 +150,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             "yes" if row["fits"] else "no",
             str(row["batch_size"]),
             f"{row['minimum_budget_nbytes'] / GIB:.1f} GiB",
-            f"{row['home_nbytes'] / GIB:.0f} GiB",
-            f"{(row['home_nbytes'] - row['disk_nbytes']) / GIB:.0f} GiB",
+            f"{home_nbytes / GIB:.0f} GiB",
+            f"{(home_nbytes - disk_nbytes) / GIB:.0f} GiB",
             f"{row['step_time_s']['total']:.1f} s",
             f"{row['tokens_per_s']:.0f}",
-            f"{row['home_nbytes'] / row['num_parameters']:.1f}",
+            f"{row.get('num_ranks', 1) * row['home_nbytes'] / row['num_parameters']:.1f}",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

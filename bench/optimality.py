@@ -41,7 +41,7 @@ from chunkc.explaining.replay import Replay
 from chunkc.explaining.updates import Updates
 from chunkc.ir.chunks import GRAD, PARAM, Chunk
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.links import ROUTES, TO_DEVICE, TO_HOME
+from chunkc.ir.links import QUEUES, TO_DEVICE, TO_HOME
 from chunkc.ir.plan import PhasePlan, Position
 from chunkc.ir.program import FORWARD, UPDATE
 from chunkc.ir.simulate import STAYING, simulate, step_time
@@ -115,7 +115,7 @@ def timed(planned: Planned, step: StepPlans, phases: Sequence[PhasePlan]) -> tup
         staying_update_s=nbytes[STAYING] / rate,
         at_home=planned.updates.simulated(step.at_home, step.layout, planned.hardware),
     )
-    return step_time(events).total, sum(event.nbytes for event in events if event.stream in ROUTES)
+    return step_time(events).total, sum(event.nbytes for event in events if event.stream in QUEUES)
 
 
 def baselines(planned: Planned) -> Iterator[tuple[str, float]]:

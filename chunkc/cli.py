@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import logging
 import os
-import re
 import sys
 import traceback
 import warnings
@@ -24,136 +23,38 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from chunkc.arguments import BAD_INPUT, MASTER_WEIGHTS, WHOLE, build_parser
 from chunkc.explaining.blame import raised_in
 from chunkc.explaining.explain import Show, budget_of, explain, minimum_budget
 from chunkc.explaining.largest import largest
-from chunkc.explaining.optimizer_choice import OPTIMIZERS, OptimizerChoice
+from chunkc.explaining.optimizer_choice import OptimizerChoice
+from chunkc.explaining.over_ranks import with_ranks
 from chunkc.explaining.scaling import Scaling
 from chunkc.explaining.targets import DTYPES, ModelOptions, Subject, Target, built_in, errors_of, from_file, from_module
-from chunkc.formats import FORMATS, diff, read_explanation, write
+from chunkc.formats import diff, read_explanation, write
 from chunkc.ir.errors import BudgetError, ChunkcError, OptionsError, UnsupportedError
 from chunkc.ir.explanation import Explanation
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.states import BFLOAT16, FLOAT32, INT8, SPLIT
-from chunkc.ir.text import message_of, one_line, printable, short
+from chunkc.ir.shards import ZeroStage
+from chunkc.ir.text import message_of, one_line, printable
 from chunkc.ir.units import format_nbytes
 from chunkc.machines.calibrate import calibrate
-from chunkc.machines.presets import PRESETS, default_hardware_path, load_hardware, save_hardware
-from chunkc.models import MODELS
-from chunkc.optim.overlap_mode import NONE, OVERLAP
-from chunkc.optim.update_on import DEVICE, UPDATE_ON
+from chunkc.machines.presets import default_hardware_path, load_hardware, save_hardware
 from chunkc.options import parse_options, parse_size
 from chunkc.passes.scratch.exceptions import table as exceptions_table
 from chunkc.terminal import answering, open_streams, progress, say
 
-FITS, OWN_FAULT, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
+FITS, OWN_FAULT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 3, 130
 _LOGS = "TORCH_LOGS"
 _TRACEBACK = f'; {_LOGS}="+chunkc" shows the traceback'
 
 READER_LEFT = 128 + 13
 """What a shell says of a program that SIGPIPE ended."""
 
-MASTER_WEIGHTS: dict[str, bool | str] = {"true": True, "false": False, SPLIT: SPLIT, FLOAT32: FLOAT32}
-"""What the optimizer's `master_weights` is called on the command line."""
-
-EPILOG = f"""examples:
-  chunkc explain gpt-18b --hardware rtx3090 --host-memory 288GiB --batch-size 4 --activation-checkpointing
-  chunkc explain train.py:build --memory-budget 6GiB
-  chunkc explain --module transformers:LlamaForCausalLM --config llama.json --batch-size 1 --seq-len 4096
-  chunkc explain gpt-18b --hardware 8xv100-32g --largest batch_size
-  chunkc explain gpt2-xl --dtype bfloat16 --optimizer adam --moments-dtype bfloat16
-
-models: {", ".join(MODELS)}
-hardware: {", ".join(PRESETS)}, a count before one (8xv100-32g), or a YAML or JSON file
-exit code: 0 it fits, 3 it does not, 2 bad input, 1 a fault in chunkc itself, 130 interrupted"""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        """One line, without the usage."""
-        self.exit(BAD_INPUT, f"chunkc: {one_line(message)}\n")
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = _Parser(prog="chunkc", description=__doc__.partition("\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    explain_parser = commands.add_parser(
-        "explain",
-        help="what a training step will need, before it runs",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    _add_explain_arguments(explain_parser)
-    diff_parser = commands.add_parser("diff", help="compare two explanations saved with --format json")
-    diff_parser.add_argument("before", type=Path, metavar="BEFORE.json")
-    diff_parser.add_argument("after", type=Path, metavar="AFTER.json")
-    calibrate_parser = commands.add_parser("calibrate", help="measure this machine for --hardware")
-    calibrate_parser.add_argument("--output", type=Path, metavar="FILE", help=f"default: {default_hardware_path()}")
-    return parser
-
-
-def _add_explain_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("target", nargs="?", metavar="MODEL", help="a built-in model's name, or FILE.py:FACTORY")
-    command.add_argument("--module", metavar="PACKAGE:CLASS", help="a model class of transformers, in place of MODEL")
-    command.add_argument("--config", type=Path, metavar="FILE.json", help="the configuration for --module")
-    command.add_argument("--batch-size", type=_positive, metavar="N", help="of the model's input")
-    command.add_argument("--seq-len", type=_positive, metavar="N", help="of the model's input, in tokens")
-    command.add_argument("--dtype", choices=sorted(DTYPES), help="of the model's parameters; default: its own")
-    command.add_argument("--activation-checkpointing", action="store_true", help="recompute each block in the backward")
-    command.add_argument(
-        "--hardware", default=None, metavar="NAME|FILE", help="default: what calibrate saved, else cpu"
-    )
-    command.add_argument("--host-memory", metavar="SIZE", help="RAM of the machine, in place of the hardware's")
-    command.add_argument("--memory-budget", default="auto", metavar="SIZE", help='bytes, "6GiB", "80%%" or "auto"')
-    command.add_argument("--home", default="cpu", help='"cpu", "disk" or "disk:DIR"')
-    command.add_argument(
-        "--disk-holds",
-        default="auto",
-        choices=("auto", "states", "everything"),
-        help="what a disk home holds: optimizer states, everything, or (auto) everything on a CPU, states behind a GPU",
-    )
-    command.add_argument("--chunk-size", default="auto", metavar="SIZE", help='bytes, "4MiB" or "auto"')
-    codegen_help = "who compiles the segments; default: eager, which takes other bytes than training's inductor"
-    command.add_argument("--codegen", choices=["eager", "inductor"], default="eager", help=codegen_help)
-    activations_help = "what becomes of the values that the forward saves; default: keep"
-    kinds = ("auto", "keep", "offload", "rerun")
-    command.add_argument("--activations", choices=kinds, default="keep", help=activations_help)
-    command.add_argument("--loss-tile-rows", type=_positive, metavar="N", help="cross entropy in tiles of so many rows")
-    command.add_argument("--strict", action="store_true", help="refuse operators whose inner memory is a guess")
-    _add_optimizer_arguments(command.add_argument_group("the optimizer of chunkc.optim, by its own arguments"))
-    command.add_argument("--largest", choices=["batch_size", "seq_len"], help="the largest that fits")
-    why_help = "of a parameter, module, chunk or saved value: where it is at each moment, and what else would cost"
-    command.add_argument("--why", metavar="NAME", help=why_help)
-    command.add_argument("--exceptions", action="store_true", help="print where predicted bytes are not exact, and why")
-    command.add_argument("--format", choices=list(FORMATS), default="text", help="default: text")
-    command.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
-
-
-def _add_optimizer_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--optimizer", choices=list(OPTIMIZERS), help="default: adamw")
-    group.add_argument("--moments-dtype", choices=[FLOAT32, BFLOAT16, INT8], help="default: float32")
-    group.add_argument(
-        "--master-weights", choices=list(MASTER_WEIGHTS), help="of 16-bit parameters; default: true unless stochastic"
-    )
-    group.add_argument("--stochastic-rounding", action="store_true", help="of what is kept in bfloat16")
-    group.add_argument("--momentum", type=float, help="of sgd; default: 0")
-    group.add_argument("--update-on", choices=list(UPDATE_ON), default=DEVICE, help="default: device")
-    group.add_argument("--overlap", choices=list(OVERLAP), default=NONE, help="default: none")
-
-
-def _positive(text: str) -> int:
-    if not _WHOLE.fullmatch(text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{short(text)} is not a whole number of at least 1 and at most 18 digits")
-    return int(text)
-
 
 def _size(text: str) -> int | str:
     """Bytes as a number; all else as it stands, for `parse_options` to judge."""
-    return int(text) if _WHOLE.fullmatch(text.strip()) else text
-
-
-_WHOLE = re.compile("[0-9]{1,18}")
+    return int(text) if WHOLE.fullmatch(text.strip()) else text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -223,7 +124,7 @@ def _hardware(options: argparse.Namespace) -> Hardware:
         hardware = replace(hardware, host_memory_nbytes=nbytes)
         if hardware.kind == "cpu":  # computes in the same memory
             hardware = replace(hardware, device_memory_nbytes=nbytes)
-    return hardware
+    return with_ranks(hardware, options.world_size, options.mesh)
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -257,7 +158,7 @@ def _explain(options: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr), progress() as show:
         if options.largest is not None:
             sizes[options.largest], notes = _largest(
-                options.largest, target, hardware, settings, choice, sizes, budget, show
+                options.largest, target, hardware, settings, choice, sizes, budget, show, options.zero_stage
             )
         show(f"building {target.name}")
         subject = target.build(sizes["batch_size"], sizes["seq_len"])
@@ -269,6 +170,7 @@ def _explain(options: argparse.Namespace) -> int:
                 name=", ".join([target.name, *_given(options, sizes)]),
                 why=options.why,
                 show=show,
+                zero_stage=options.zero_stage,
                 **vars(choice),
                 **settings,
                 **subject.kwargs,
@@ -321,6 +223,7 @@ def _largest(
     sizes: dict[str, int | None],
     budget_nbytes: int,
     show: Show,
+    zero_stage: ZeroStage,
 ) -> tuple[int, list[str]]:
     """The largest size, and sentences about it; 1 where not even that fits.
 
@@ -339,7 +242,13 @@ def _largest(
         subject = build(size)
         with errors_of(f"{target.name} with {words} {size:,}", explained=True):
             return minimum_budget(
-                subject.model, *subject.args, hardware=hardware, choice=choice, **settings, **subject.kwargs
+                subject.model,
+                *subject.args,
+                hardware=hardware,
+                choice=choice,
+                zero_stage=zero_stage,
+                **settings,
+                **subject.kwargs,
             )
 
     notes = []
@@ -347,7 +256,7 @@ def _largest(
         show(f"tracing with {words} in symbols")
         try:
             with errors_of(target.name, explained=True):
-                scaling = Scaling(lambda size: build(size).parts, parse_options(settings), hardware, choice)
+                scaling = Scaling(lambda size: build(size).parts, parse_options(settings), hardware, choice, zero_stage)
 
             def needs_at(size: int) -> int:
                 show(f"trying {words} {size:,}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from chunkc.ir.errors import DistributedError, OptionsError, UnsupportedError
-from chunkc.ir.shards import Shards, ZeroStage
+from chunkc.ir.shards import Shards, ZeroStage, check_zero_stage
 from chunkc.movable import can_move
 from chunkc.options import parse_options
 from chunkc.ranks import agree, together
@@ -68,8 +69,7 @@ def distribute(
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1 or mesh.device_type != "cpu":
         raise OptionsError('mesh must be a DeviceMesh of one dimension on "cpu", as init_device_mesh makes it')
     parse_options({"home": home})
-    if zero_stage not in (1, 2, 3):
-        raise OptionsError(f"zero_stage is {zero_stage!r}; allowed: 1, 2 or 3")
+    check_zero_stage(zero_stage)
     if not timeout_s > 0:
         raise OptionsError(f"timeout_s is {timeout_s!r}; allowed: a positive number of seconds")
     named = dict(model.named_parameters())
@@ -86,12 +86,13 @@ def distribute(
     )
     made: dict[int, nn.Parameter] = {}
 
-    def cut_all() -> None:
+    def cut_all() -> str:
         nursery = None if home == "cpu" else nursery_at(home, "auto", disk_holds_parameters=True)
         for parameter in named.values():
             made[id(parameter)] = _cut(parameter, mesh, transport, zero_stage, nursery)
+        return socket.gethostname()
 
-    together(transport, "chunkc.distribute()", cut_all, DistributedError)
+    transport.num_hosts = len(set(together(transport, "chunkc.distribute()", cut_all, DistributedError)))
     for module in model.modules():
         if module._parameters:
             _distribute_module(module, made)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from chunkc.ir.errors import ChunkcError, DistributedError, UnsupportedError
+from chunkc.options import Options
 from chunkc.runtime.parts import Part
 from chunkc.runtime.transport import AGREEMENTS, Transport
 from chunkc.session import Session
@@ -182,6 +183,16 @@ def transport_of(named: Mapping[str, nn.Parameter]) -> Transport | None:
     return next(iter(found.values()), None)
 
 
+def refuse_moved_activations(options: Options) -> None:
+    """Refuse options by which saved values would leave the compute tier.
+
+    Raises:
+        UnsupportedError: they would.
+    """
+    if options.activations != "keep":
+        raise UnsupportedError('distributed models keep what the forward saves (activations="keep") so far')
+
+
 def join(session: Session, transport: Transport | None) -> None:
     """A graph of a session's model is compiled whose parameters are cut over these ranks; None: it has none that are.
 
@@ -199,6 +210,6 @@ def join(session: Session, transport: Transport | None) -> None:
         )
     if session.device.type != "cpu":
         raise UnsupportedError("distributed models compute on CPUs so far")
-    if session.options.activations != "keep":
-        raise UnsupportedError('distributed models keep what the forward saves (activations="keep") so far')
+    refuse_moved_activations(session.options)
     session.store.transport = transport
+    session.hardware = session.hardware.used_by(transport.num_ranks, transport.num_hosts)

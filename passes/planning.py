@@ -50,8 +50,12 @@ def chunk_items(layout: ChunkLayout, positions: Sequence[Position]) -> dict[Move
     for chunk, nbytes in chunk_sizes(layout, positions).items():
         back, home = layout.links_of_chunk(chunk)
         group = layout.groups[chunk.group]
-        standing_nbytes = group.standing_numel(chunk) * group.dtype.itemsize
-        found[chunk] = Item(nbytes, Copy(back, standing_nbytes), Copy(home, standing_nbytes))
+        if group.is_gathered(chunk):  # a gradient's slot begins empty: each rank's part stays at home, and is added to
+            whole_nbytes = group.gathered_numel * group.dtype.itemsize
+            gathered_nbytes = 0 if chunk.kind == GRAD else whole_nbytes
+            found[chunk] = Item(nbytes, Copy(back, gathered_nbytes), Copy(home, whole_nbytes))
+        else:
+            found[chunk] = Item(nbytes, Copy(back), Copy(home))
     return found
 
 

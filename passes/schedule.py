@@ -276,7 +276,7 @@ def _emit(
                 write_backs[interval.last + 1].append(Event(OFFLOAD, chunk, nbytes, home))
                 evictions[interval.end].append(Event(LEAVE, chunk, nbytes, home))
             continue
-        inward, outward = (nbytes + way.standing_nbytes for way in (item.way_back, item.way_home))
+        inward, outward = (way.moved_nbytes(nbytes) for way in (item.way_back, item.way_home))
         prefetches[interval.start].append(Event(PREFETCH, chunk, inward, back))
         waits[interval.first].append(Event(WAIT, chunk, inward, back))
         if interval.dirty:

@@ -35,7 +35,7 @@ def cpu_update_s(groups: Sequence[ChunkGroup], hardware: Hardware, num_stages: i
     if hardware.cpu_update_bytes_per_s is None:
         return None
     nbytes = sum(group_update_nbytes(group, num_stages) for group in groups)
-    return nbytes / (hardware.cpu_update_bytes_per_s / max(1, hardware.num_devices))
+    return nbytes / (hardware.cpu_update_bytes_per_s / hardware.devices_per_host)
 
 
 def groups_for_cpu(groups: Sequence[ChunkGroup], hardware: Hardware, num_stages: int = 1) -> frozenset[int]:

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from chunkc.ir.links import INWARD, ROUTES
+from chunkc.ir.links import INWARD, QUEUES
 from chunkc.runtime import cpu_allocator
 from chunkc.runtime.streams import JobMark, WorkerStream
 
@@ -54,7 +54,7 @@ class Links:
     def __getitem__(self, name: str) -> Any:
         """The link of that name (see `chunkc.ir.links`): copies in the order in which they are submitted to it."""
         if name not in self._made:
-            assert name in ROUTES, name
+            assert name in QUEUES, name
             self._made[name] = self._make(name)
         return self._made[name]
 

@@ -34,6 +34,7 @@ class Transport:
         timeout_s: how long a rank waits for another before it gives up.
 
     Attributes:
+        num_hosts: that the ranks run on, by their names.
         sent_nbytes: bytes that this rank has sent, by channel.
         failure: why ranks can no longer train together; None: nothing has failed. A checkpoint that is being written
             goes on then, and one that fails stops nobody: that channel stands for itself.
@@ -43,6 +44,7 @@ class Transport:
 
     ranks: tuple[int, ...]
     timeout_s: float
+    num_hosts: int = 1
     sent_nbytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_CHANNELS, 0))
     failure: BaseException | None = None
     accumulating: bool = False

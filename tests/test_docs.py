@@ -16,7 +16,8 @@ import torch
 from doc_pages import DOCS, PAGES, REASONS, ROOT, Block, anchors, blocks, links, named, printed_differs, prose, rows
 
 import chunkc
-from chunkc.cli import FITS, OWN_FAULT, build_parser
+from chunkc.arguments import build_parser
+from chunkc.cli import FITS, OWN_FAULT
 from chunkc.formats import FORMATS
 from chunkc.formats.json_ import VERSION
 from chunkc.ir import explanation as explanations
@@ -226,6 +227,7 @@ PARTS = {
     "traffic_nbytes": explanations.Traffic,
     "step_time_s": explanations.StepTime,
     "host": explanations.HostNeeds,
+    "ranks": explanations.Ranks,
     "moments": explanations.ExplainedMoment,
     "events": explanations.TimedEvent,
     "estimates": EstimatedOperator,

@@ -26,6 +26,7 @@ from chunkc.explaining.offline import (
     has_dynamic_dimensions,
 )
 from chunkc.explaining.optimizer_choice import ADAMW, OptimizerChoice
+from chunkc.explaining.over_ranks import cut_over, notes, ranks_of, refuse_distributed, refuse_optimizer, with_ranks
 from chunkc.explaining.replay import Replay
 from chunkc.explaining.updates import Updates
 from chunkc.explaining.why import why_is
@@ -36,6 +37,7 @@ from chunkc.ir.estimates import largest_of_each
 from chunkc.ir.explanation import Chunks, Explanation
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.program import FORWARD
+from chunkc.ir.shards import ZeroStage
 from chunkc.ir.simulate import step_time, traffic
 from chunkc.ir.states import StateFormat
 from chunkc.ir.units import format_nbytes
@@ -78,6 +80,9 @@ def explain(
     momentum: float | None = None,
     name: str | None = None,
     why: str | None = None,
+    world_size: int | None = None,
+    mesh: str | None = None,
+    zero_stage: ZeroStage = 3,
     show: Show | None = None,
     **kwargs: Any,
 ) -> Explanation:
@@ -87,7 +92,8 @@ def explain(
         model: real, on the meta device or on fake tensors.
         memory_budget: of one device, as in `torch.compile`'s options; "auto": 90 % of what the hardware's device
             has beside the driver's context.
-        hardware: a preset's name (`"rtx3090"`, `"8xv100-32g"`), a file, or a `Hardware`.
+        hardware: a preset's name (`"rtx3090"`, `"8xv100-32g"`), a file, or a `Hardware`. Its devices train the model
+            together, as `chunkc.distribute` has it, and what is explained is one of them.
         home, disk_holds, chunk_size, codegen, whole_graph, activations, loss_tile_rows, strict: as in `torch.compile`'s
             options, but that codegen is "eager" by default. Of a model that chunkc has compiled, all these are its own
             by default, and what its latest step measured is put beside what is predicted.
@@ -97,6 +103,8 @@ def explain(
             optimizer the model has.
         why: a parameter, module, chunk (`param:3`) or saved value (`forward.2:0`), of which `Explanation.why` then says
             where it is at each moment, and what it would cost to have it elsewhere.
+        world_size, mesh: how many of the hardware's devices do so; or hosts and devices of each, such as `"2x8"`.
+        zero_stage: as `chunkc.distribute` takes it.
         show: told what begins, for a progress display.
 
     Dimensions of arguments that `torch._dynamo.mark_dynamic` marked are traced in symbols, and every moment then says
@@ -107,6 +115,7 @@ def explain(
         UnsupportedError: the model cannot be captured, or has an operator whose memory is not known,
             which `strict` refuses.
     """
+    refuse_distributed(model)
     own, own_hardware, measured = measured_side(model)
     asked = {"memory_budget": memory_budget, "home": home, "disk_holds": disk_holds, "chunk_size": chunk_size}
     asked |= {"codegen": codegen, "whole_graph": whole_graph, "strict": strict, "activations": activations}
@@ -119,10 +128,16 @@ def explain(
     updates = Updates.of(choice, chosen)
     hardware = hardware or own_hardware or "cpu"
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+    machine = with_ranks(machine, world_size, mesh)
     show = show or (lambda what: None)
     show("tracing the model")
     dynamic = has_dynamic_dimensions((args, kwargs))
-    step = step_on(machine, model, args, kwargs, options, dynamic=dynamic, state_format_of=chosen.state_format_of)
+    formats_of = chosen.state_format_of
+    step = step_on(
+        machine, model, args, kwargs, options, dynamic=dynamic, state_format_of=formats_of, zero_stage=zero_stage
+    )
+    specs = [spec for graph in step.graphs for spec in graph.movable]
+    refuse_optimizer(chosen, specs, choice.overlap, machine.num_devices)
     show("planning")
     training = training_in(machine, step.graphs)
     found = explain_step(step, options, training, name or _class_of(model), updates, why=why)
@@ -147,6 +162,7 @@ def minimum_budget(
     home: str = "cpu",
     disk_holds: str = "auto",
     choice: OptimizerChoice = ADAMW,
+    zero_stage: ZeroStage = 3,
     **kwargs: Any,
 ) -> int:
     """The smallest budget, in bytes, in which `model(*args, **kwargs)` trains; arguments as for `explain`, those of the
@@ -156,7 +172,8 @@ def minimum_budget(
     options = parse_options({**asked, **form})
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     chosen = choice.of(model)
-    step = step_on(machine, model, args, kwargs, options, state_format_of=chosen.state_format_of)
+    formats_of = chosen.state_format_of
+    step = step_on(machine, model, args, kwargs, options, state_format_of=formats_of, zero_stage=zero_stage)
     replay = Replay(step, options, training_in(machine, step.graphs), Updates.of(choice, chosen))
     return replay.minimum_nbytes(replay.fitting(budget_of(options, machine)))
 
@@ -170,8 +187,9 @@ def step_on(
     *,
     dynamic: bool = False,
     state_format_of: StateFormatOf = state_format_of,
+    zero_stage: ZeroStage = 3,
 ) -> OfflineStep:
-    """One training step of a model, as the hardware would run it.
+    """One training step of a model, as the hardware would run it: on several devices, as rank 0 of them would.
 
     With `dynamic`, dimensions that are marked so are traced in symbols.
 
@@ -184,23 +202,24 @@ def step_on(
             state_format_of=state_format_of,
         )  # fmt: skip
     except PartlyCapturedError as error:
-        raise UnsupportedError(f"{error}. {_of_the_first(error.before, hardware, options)}") from error
+        raise UnsupportedError(f"{error}. {_of_the_first(error.before, hardware, options, zero_stage)}") from error
     if len(step.calls) > 1 and any(input_symbols(graph.capture) for graph in step.graphs):
         raise UnsupportedError(
             f"torch.compile splits this model into {len(step.graphs)} graphs; dimensions marked as dynamic are for "
             "models in one graph: leave the marks out, and explain each size for itself"
         )
-    return _on(hardware, step, options)
+    return _on(hardware, step, options, zero_stage)
 
 
-def _on(hardware: Hardware, step: OfflineStep, options: Options) -> OfflineStep:
+def _on(hardware: Hardware, step: OfflineStep, options: Options, zero_stage: ZeroStage) -> OfflineStep:
+    step = cut_over(step, hardware.num_devices, zero_stage, options)
     graphs = tuple(planned_on(graph, hardware, options.codegen) for graph in step.graphs)
     return replace(step, graphs=graphs, storage_nbytes=storages_on(step.storage_nbytes, hardware))
 
 
-def _of_the_first(before: OfflineStep, hardware: Hardware, options: Options) -> str:
+def _of_the_first(before: OfflineStep, hardware: Hardware, options: Options, zero_stage: ZeroStage) -> str:
     """What is known of a step whose first graphs alone were captured."""
-    step = _on(hardware, before, options)
+    step = _on(hardware, before, options, zero_stage)
     replay = Replay(step, options, training_in(hardware, step.graphs), IN_SLOTS)
     needs = format_nbytes(replay.fitting(1).budget_nbytes)
     names = [name for graph in step.graphs for name in graph.capture.order_of_use()]
@@ -263,14 +282,14 @@ def explain_step(
     moments = tuple(explained_moments(step, events, expressions))
     leaving_nbytes = sum(at_home.values())
     host = hardware.host_memory_nbytes
-    overhead = hardware.context_nbytes
+    overhead, ranks = hardware.context_nbytes, ranks_of(layout, events, hardware)
     found = Explanation(
         model=name,
         hardware=hardware.name,
         codegen=options.codegen,
         fits=rehearsed.budget_nbytes == budget,
         host_fits=True,
-        num_parameters=sum(spec.numel for spec in layout.specs().values()),
+        num_parameters=sum(spec.whole_numel for spec in layout.specs().values()),
         memory_budget_nbytes=budget,
         minimum_budget_nbytes=replay.minimum_nbytes(rehearsed),
         predicted_peak_nbytes=max((m.nbytes for phase in step.phases for m in phase.moments), default=0),
@@ -292,6 +311,7 @@ def explain_step(
         notes=(
             *updates.notes(step, hardware),
             *_notes(step, options, hardware),
+            *notes(ranks, hardware),
             *(f"{symbol}: {what}" for graph in captured.graphs for symbol, what in graph.sizes.items()),
         ),
         graphs={run.name: run.graph.code for run in step.runs},
@@ -300,13 +320,14 @@ def explain_step(
         activation_checkpointing=any(graph.checkpointed for graph in captured.graphs),
         estimates=largest_of_each(call for found in rehearsed.captured for call in found.unknown_operators),
         why=None if why is None else why_is(why, replay, rehearsed),
+        ranks=ranks,
     )
     needs = host_needs(
         layout,
         step.resident,
-        training_nbytes=found.host_needs_nbytes,
+        peak_nbytes=found.predicted_peak_nbytes if found.device_is_host else None,
         home_nbytes=found.home_nbytes - found.disk_nbytes,
-        device_is_host=found.device_is_host,
+        num_ranks=1 if ranks is None else ranks.ranks_per_host,
     )
     return replace(found, host=needs, host_fits=host is None or found.host_needs_nbytes <= host)
 
@@ -337,6 +358,4 @@ def _notes(step: StepPlans, options: Options, hardware: Hardware) -> Iterator[st
             yield "fused as on a CPU: Inductor's Triton kernels may fuse other operators and so need other bytes"
         yield f"{overhead_on(hardware):,} bytes of the budget are for cuBLAS's workspaces and the optimizer's tables"
         yield f"the driver's context and libraries take {hardware.context_nbytes:,} bytes more, counted apart"
-    if hardware.num_devices > 1:
-        yield f"planned for one of the {hardware.num_devices} devices, which trains the whole model by itself"
     yield f"rates of {hardware.name}: {hardware.source or 'as given'}"

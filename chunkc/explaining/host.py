@@ -12,32 +12,34 @@ def host_needs(
     layout: ChunkLayout,
     resident: frozenset[int],
     *,
-    training_nbytes: int,
+    peak_nbytes: int | None,
     home_nbytes: int,
-    device_is_host: bool,
+    num_ranks: int = 1,
 ) -> HostNeeds:
-    """The most that each stage takes. Buffers, and what the process takes without a model, come on top.
+    """The most that each stage takes. Buffers, and what processes take without a model, come on top.
 
     Args:
         resident: groups that stay on the compute tier.
-        training_nbytes: of a step.
+        peak_nbytes: on the compute tier, where that is in the host's memory, too; None: it is not.
         home_nbytes: at home in RAM, of all kinds.
-        device_is_host: what stays on the compute tier is in the host's memory, too.
+        num_ranks: processes on the host, each with parts as large as the layout's. While they are distributed, and when
+            files are read or written, each has whole tensors in memory.
     """
     specs = layout.specs().values()
     at_home = [group for group in layout.groups if group.index not in resident]
     # A tensor on its way is in memory where it comes from and where it goes to.
-    on_the_way = 2 * max((spec.home_nbytes for spec in specs), default=0)
+    on_the_way = 2 * max((spec.whole_nbytes for spec in specs), default=0)
     born = sum(spec.home_nbytes for spec in specs if not layout.is_on_disk(PARAM) or spec.home_nbytes < SMALLEST_NBYTES)
+    whole = sum(spec.whole_nbytes for spec in specs if spec.shards is not None)
     laid_out = 0 if layout.is_on_disk(PARAM) else sum(group.nbytes(PARAM) for group in at_home)
     staying = [*layout.small, *(s.spec for index in resident for s in layout.groups[index].slices)]
-    laid_out += sum(spec.nbytes for spec in staying) if device_is_host else 0
-    between_steps = home_nbytes + (fixed_nbytes(layout, resident) if device_is_host else 0)
+    laid_out += 0 if peak_nbytes is None else sum(spec.nbytes for spec in staying)
+    between_steps = home_nbytes + (0 if peak_nbytes is None else fixed_nbytes(layout, resident))
     chunks = [group.nbytes(kind) for group in at_home for kind in group.update_kinds]
     return HostNeeds(
-        building=born + on_the_way,
-        loading=max(born, laid_out) + on_the_way,
-        training=training_nbytes,
-        saving=between_steps + on_the_way,
-        resuming=between_steps + 2 * max(chunks, default=0),
+        building=num_ranks * (born + whole + (0 if whole else on_the_way)),
+        loading=num_ranks * (max(born, laid_out) + on_the_way),
+        training=num_ranks * (home_nbytes + (peak_nbytes or 0)),
+        saving=num_ranks * (between_steps + on_the_way),
+        resuming=num_ranks * (between_steps + 2 * max(chunks, default=0)),
     )

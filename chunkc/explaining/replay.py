@@ -11,6 +11,7 @@ from chunkc.explaining.moments import PlannedRun, StepPlans
 from chunkc.explaining.offline import OfflineStep
 from chunkc.explaining.rehearsal import PaperGraph, PaperRun, Rehearsed, Training, rehearse
 from chunkc.explaining.updates import Updates
+from chunkc.ir.chunks import PARAM
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.explanation import TimedEvent
 from chunkc.ir.hardware import Hardware
@@ -110,6 +111,7 @@ class Replay:
             staying_update_s=nbytes[STAYING] / rate,
             at_home=updates.simulated(step.at_home, step.layout, hardware),
             update_nbytes=nbytes,
+            standing={group.index: group.trainable for group in step.layout.groups if PARAM in group.standing_kinds},
         )
 
     def _update(self, rehearsed: Rehearsed) -> tuple[Plan | None, frozenset[int], tuple[Tile, ...]]:

@@ -25,6 +25,7 @@ from chunkc.explaining.updates import Updates
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.shards import ZeroStage
 from chunkc.options import Activations, Options
 from chunkc.policy import smallest_budget
 from chunkc.templates import OtherGraphError, Templates
@@ -82,14 +83,21 @@ class Scaling:
         captures: what there is so far, the first at `TRACED_SIZE`.
     """
 
-    def __init__(self, build: Build, options: Options, hardware: Hardware, choice: OptimizerChoice = ADAMW) -> None:
+    def __init__(
+        self,
+        build: Build,
+        options: Options,
+        hardware: Hardware,
+        choice: OptimizerChoice = ADAMW,
+        zero_stage: ZeroStage = 3,
+    ) -> None:
         """Captures the step with its size in symbols.
 
         Raises:
             UnsupportedError: the model, or what it is given, depends on the size in another way than by the lengths of
                 dimensions; or the model cannot be traced with those in symbols.
         """
-        self._capture = partial(_capture, build, options, hardware, choice)
+        self._capture = partial(_capture, build, options, hardware, choice, zero_stage)
         self.captures = [self._capture(TRACED_SIZE)]
         self._captures_left = MAX_CAPTURES - 1
 
@@ -110,7 +118,12 @@ class Scaling:
 
 
 def _capture(
-    build: Build, options: Options, hardware: Hardware, choice: OptimizerChoice, traced_size: int
+    build: Build,
+    options: Options,
+    hardware: Hardware,
+    choice: OptimizerChoice,
+    zero_stage: ZeroStage,
+    traced_size: int,
 ) -> SizedCapture:
     """The step, traced at a size that is in symbols.
 
@@ -124,7 +137,10 @@ def _capture(
     leaves, others = (pytree.tree_leaves((tuple(a), dict(k))) for a, k in ((args, kwargs), other))
     lines = _mark(leaves, others, traced_size)
     chosen = choice.of(model)
-    step = step_on(hardware, model, args, kwargs, options, dynamic=True, state_format_of=chosen.state_format_of)
+    formats_of = chosen.state_format_of
+    step = step_on(
+        hardware, model, args, kwargs, options, dynamic=True, state_format_of=formats_of, zero_stage=zero_stage
+    )
     training = training_in(hardware, step.graphs)
     graph = Replay(step, options, training, Updates.of(choice, chosen)).graphs[0]
     graph.builder.budget_nbytes = budget_of(options, hardware)

@@ -189,6 +189,8 @@ def _listed(names: Sequence[object]) -> str:
 
 def _alternatives(part: Part, replay: Replay, rehearsed: Rehearsed) -> Iterator[Alternative]:
     resident, (home, again) = rehearsed.situation.resident, _absent(rehearsed)
+    if replay.layout.cut:  # what ranks share moves, and what they save stays
+        return
     own = frozenset(part.saved)
     remade = frozenset(key for key in own if key[1] in _repeatable(rehearsed.captured[key[0]]))
     ways = (

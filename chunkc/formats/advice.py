@@ -67,14 +67,17 @@ def _contents(explanation: Explanation) -> list[str]:
 
 
 def _host(explanation: Explanation) -> list[str]:
-    host = explanation.home_nbytes - explanation.disk_nbytes
+    num_ranks = 1 if explanation.ranks is None else explanation.ranks.ranks_per_host
+    host = num_ranks * (explanation.home_nbytes - explanation.disk_nbytes)
     memory = explanation.host_memory_nbytes
     have = "" if memory is None else f", and there are {short_nbytes(memory)}"
     if explanation.device_is_host and not host:
         peak = short_nbytes(explanation.predicted_peak_nbytes)
         return [f"The peak takes {peak} of the host's memory{have}: give a smaller memory budget."]
     option = '`disk_holds="everything"`' if explanation.disk_nbytes else '`home="disk"`'
-    takes = f"Home takes {short_nbytes(host)}"
+    takes = (
+        f"Home takes {short_nbytes(host)}" if num_ranks == 1 else f"Homes of all its ranks take {short_nbytes(host)}"
+    )
     if explanation.device_is_host:
         both = short_nbytes(explanation.host_needs_nbytes)
         return [f"{takes} of the same memory, {both} with the peak{have}: use {option}."]

@@ -25,6 +25,7 @@ _NBYTES: tuple[tuple[str, Callable[[Explanation], int]], ...] = (
 )
 _COUNTS: tuple[tuple[str, Callable[[Explanation], int]], ...] = (
     ("parameters", lambda e: e.num_parameters),
+    ("ranks", lambda e: 1 if e.ranks is None else e.ranks.num_ranks),
     ("chunks", lambda e: e.chunks.count),
     ("resident chunks", lambda e: e.chunks.resident),
     ("calls", lambda e: len({moment.call for moment in e.moments})),

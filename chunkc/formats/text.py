@@ -16,7 +16,7 @@ from chunkc.formats.advice import advice
 from chunkc.formats.fold import Folded, by_kind, fold, kind_of
 from chunkc.formats.units import share, short_nbytes, short_seconds
 from chunkc.formats.why import why_rows
-from chunkc.ir.explanation import Explanation, HostNeeds, Why
+from chunkc.ir.explanation import Explanation, HostNeeds, Ranks, Why
 from chunkc.ir.text import printable
 
 WIDTH = 110
@@ -88,6 +88,9 @@ def _tables(explanation: Explanation) -> Iterator[tuple[str, Table]]:
         yield title, _saved(explanation.saved_again)
     if explanation.host is not None:
         yield "host memory, at most", _host(explanation.host, explanation.host_memory_nbytes)
+    if (ranks := explanation.ranks) is not None:
+        hosts = f"{ranks.num_hosts} host{'s' if ranks.num_hosts > 1 else ''}"
+        yield f"rank 0 of {ranks.num_ranks} on {hosts}, in stage {ranks.zero_stage} of ZeRO", _ranks(ranks, explanation)
     yield "chunks and traffic", _chunks(explanation)
     yield "step time, predicted", _time(explanation)
     if explanation.measured is not None:
@@ -170,18 +173,36 @@ def _estimates(explanation: Explanation) -> Table:
 def _home(explanation: Explanation) -> Table:
     home, disk = explanation.home_nbytes, explanation.disk_nbytes
     memory = explanation.host_memory_nbytes
-    per_parameter = home / max(1, explanation.num_parameters)
+    ranks = explanation.ranks
+    per_parameter = home / max(1, explanation.num_parameters if ranks is None else ranks.num_parameters)
     rows = [
         _bytes("model data at home", home, f"{per_parameter:.2f} bytes a parameter"),
         _bytes("of these in host memory", home - disk, of=memory, name="host"),
         _bytes("of these on disk", disk),
     ]
-    if explanation.device_is_host:
+    if ranks is not None:
+        what = f"{'with predicted peaks, ' if explanation.device_is_host else ''}{ranks.ranks_per_host} ranks of a host"
+        rows.append(_bytes(what, explanation.host_needs_nbytes, of=memory, name="host"))
+    elif explanation.device_is_host:
         rows.append(
             _bytes("with the predicted peak, in the same", explanation.host_needs_nbytes, of=memory, name="host")
         )
     if memory is not None:
         rows.append(_bytes("host has", memory))
+    return _table(("", "", "bytes", ""), rows, right=(1, 2))
+
+
+def _ranks(ranks: Ranks, explanation: Explanation) -> Table:
+    """What one rank does, and what its links carry."""
+    part = share(ranks.num_parameters, explanation.num_parameters)
+    rows: list[Row] = [
+        ("parameters of this rank", f"{ranks.num_parameters:,}", "", f"{part} of all"),
+        ("chunks gathered, in one step", f"{ranks.gathers:,}", "", ""),
+        ("gradients reduced and scattered", f"{ranks.scatters:,}", "", ""),
+    ]
+    for link, nbytes in ranks.link_nbytes.items():
+        each = "each way" if link.startswith("between") else ""
+        rows.append(_bytes(f"{link.replace('_', ' ')}, in one step", nbytes, each))
     return _table(("", "", "bytes", ""), rows, right=(1, 2))
 
 

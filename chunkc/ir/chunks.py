@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -140,6 +140,11 @@ class ParamSpec:
         """Bytes of the optimizer's states but the step counter; 0 for a frozen parameter."""
         dtypes = self.states.dtypes(self.dtype) if self.trainable else {}
         return sum(self.rounded(num_entries(kind, self.numel) * dtype.itemsize) for kind, dtype in dtypes.items())
+
+    def part(self, shards: Shards) -> ParamSpec:
+        """Of a contiguous parameter that this process has all of: the part of one rank."""
+        begin, end = shards.rows(shards.rank)
+        return replace(self, shape=(end - begin, *self.shape[1:]), shards=shards)
 
     def rounded(self, nbytes: int) -> int:
         """Bytes as the compute tier's allocator gives them."""

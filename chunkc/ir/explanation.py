@@ -152,6 +152,30 @@ class HostNeeds:
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """Of a model that is cut over ranks: what rank 0, whose parts are the largest, does in a step.
+
+    Attributes:
+        num_ranks, num_hosts: that train the model; `ranks_per_host`: on each host, at most.
+        zero_stage: what every rank has whole beside its parts (see `chunkc.ir.shards`).
+        num_parameters: in this rank's parts.
+        gathers: chunks that all ranks gather from the parts of all.
+        scatters: chunks of gradients that they add up, of which each takes its part home.
+        link_nbytes: by link, what it carries for one device: `between_devices` and `between_hosts` each way, for
+            ranks with a neighbour there.
+    """
+
+    num_ranks: int
+    num_hosts: int
+    ranks_per_host: int
+    zero_stage: int
+    num_parameters: int
+    gathers: int
+    scatters: int
+    link_nbytes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Measured:
     """The measured side of a model that has run. `moments`: (call, bytes or None where nothing meters the tier).
 
@@ -242,6 +266,8 @@ class Explanation:
         saved_at_home: bytes of saved values that go home between forward and backward, by module.
         saved_again: likewise, of those that are dropped, and that the backward makes again.
         why: of the part of the model that was asked about.
+        ranks: where the model is cut over ranks: all of the above is then what one of them has, but for
+            `num_parameters` and what the host has and needs.
     """
 
     model: str
@@ -276,6 +302,7 @@ class Explanation:
     saved_at_home: Mapping[str, int] = field(default_factory=dict)
     saved_again: Mapping[str, int] = field(default_factory=dict)
     why: Why | None = None
+    ranks: Ranks | None = None
 
     @property
     def again_s(self) -> float:
@@ -284,8 +311,9 @@ class Explanation:
 
     @property
     def host_needs_nbytes(self) -> int:
-        """Of the host's memory: home's part in it, and the compute tier's where both are one."""
-        return self.home_nbytes - self.disk_nbytes + (self.predicted_peak_nbytes if self.device_is_host else 0)
+        """Of the host's memory: home's part in it, and the compute tier's where both are one; of all its ranks."""
+        own_nbytes = self.home_nbytes - self.disk_nbytes + (self.predicted_peak_nbytes if self.device_is_host else 0)
+        return own_nbytes * (1 if self.ranks is None else self.ranks.ranks_per_host)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""

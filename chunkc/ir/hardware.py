@@ -1,4 +1,7 @@
-"""The machine as the planner and `explain` see it: what arithmetic, each memory and each link can do."""
+"""The machine as the planner and `explain` see it: what arithmetic, each memory and each link can do.
+
+A machine is one host or several that are alike, with devices that are alike.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,27 @@ from typing import Literal, Self
 
 import torch
 
+from chunkc.ir.collectives import collective_s
 from chunkc.ir.errors import OptionsError
-from chunkc.ir.links import FROM_DISK, ROUTES, TO_DEVICE, TO_DISK, TO_HOME, LinkSpec, host_links
+from chunkc.ir.links import (
+    BETWEEN_DEVICES,
+    BETWEEN_HOSTS,
+    FROM_DISK,
+    GATHER,
+    LINKS,
+    ROUTES,
+    SCATTER,
+    TO_DEVICE,
+    TO_DISK,
+    TO_HOME,
+    LinkSpec,
+    host_links,
+)
 
 GIB = 1 << 30
+
+THROUGH_RAM = "through_ram"
+"""The way between devices that have no link to each other: the links of both to RAM."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +42,7 @@ class Hardware:
 
     Everything here is what programs reach, not what a datasheet promises. Rates, memories and links of the
     device are those of one device; `host_memory_nbytes`, `cpu_update_bytes_per_s` and the disk's links are those
-    of the whole machine, which its devices share.
+    of one host, which its devices share.
 
     Units: operations per second, bytes per second, seconds, bytes. None: not stated.
 
@@ -30,17 +50,19 @@ class Hardware:
         flops_per_s: matrix products in the dtype one trains in, where a plan needs a single figure.
         memory_bytes_per_s: reads and writes of the compute tier's memory together.
         links: each direction by itself; `to_device` and `to_home` must be among them. The disk's are of the medium
-            behind a disk home, without the page cache; without them a disk is as fast as RAM.
+            behind a disk home, without the page cache; without them a disk is as fast as RAM. Those between devices and
+            between hosts are of one device, each direction while both run.
         name: a preset's name, or what the user calls it.
         kind: whether the compute tier is a CUDA device's memory or RAM.
-        num_devices: devices that compute, all alike.
+        num_devices: devices that compute, all alike, on all hosts together.
+        num_hosts: hosts that have them, all alike; the last one may have fewer devices.
         device_memory_nbytes: of one device, as PyTorch reports its total; on a CPU, of RAM.
         context_nbytes: the part of `device_memory_nbytes` that the driver's context and libraries take before
             the first tensor; 0 on a CPU.
         fp32_flops_per_s, tf32_flops_per_s, bf16_flops_per_s, fp16_flops_per_s: matrix products by dtype (tf32: of
             fp32 tensors, in tf32); None where the device has no unit for it.
         both_links_bytes_per_s: `to_device` and `to_home` together while both run; None: one does not slow the other.
-        host_memory_nbytes: RAM of the machine.
+        host_memory_nbytes: RAM of each host.
         cpu_update_bytes_per_s: memory traffic of optimizer updates on the CPU, all cores.
         capability: compute capability of a CUDA device, major and minor, which decides some of its kernels; None: not
             known.
@@ -53,6 +75,7 @@ class Hardware:
     name: str = "custom"
     kind: Literal["cpu", "cuda"] = "cpu"
     num_devices: int = 1
+    num_hosts: int = 1
     device_memory_nbytes: int | None = None
     context_nbytes: int = 0
     fp32_flops_per_s: float | None = None
@@ -75,6 +98,10 @@ class Hardware:
             elif isinstance(value, int | float) and not 0 < value < float("inf"):
                 raise OptionsError(f"hardware {self.name!r}: {field.name} is {value}; it must be positive and finite")
         self._check_links()
+        if self.num_hosts > self.num_devices:
+            raise OptionsError(
+                f"hardware {self.name!r}: {self.num_hosts} hosts cannot share {self.num_devices} devices"
+            )
         if self.device_memory_nbytes is not None and self.context_nbytes >= self.device_memory_nbytes:
             raise OptionsError(f"hardware {self.name!r}: context_nbytes leaves nothing of device_memory_nbytes")
 
@@ -82,8 +109,8 @@ class Hardware:
         names = Counter(link.name for link in self.links)
         for link in self.links:
             what = f"hardware {self.name!r}: link {link.name!r}"
-            if link.name not in ROUTES:
-                raise OptionsError(f"{what} is not known; there are {', '.join(ROUTES)}")
+            if link.name not in LINKS:
+                raise OptionsError(f"{what} is not known; there are {', '.join(LINKS)}")
             if names[link.name] > 1:
                 raise OptionsError(f"{what} is listed {names[link.name]} times")
             if not (link.bytes_per_s > 0 and isfinite(link.bytes_per_s)):
@@ -98,9 +125,81 @@ class Hardware:
         return next((link for link in self.links if link.name == name), None)
 
     def copy_s(self, link: str, nbytes: float) -> float:
-        """Seconds of one copy that queues on a link, while all else rests: at the slowest rate of its route."""
-        route = [spec for name in ROUTES[link] if (spec := self.link(name)) is not None]
+        """Seconds of one copy that queues on a link, while all else rests: at the slowest rate of its route.
+
+        Of an exchange with other ranks (`GATHER`, `SCATTER`) as `exchange_s`.
+        """
+        if link in (GATHER, SCATTER):
+            return self.exchange_s(link, nbytes)
+        route = [spec for name in ROUTES[link] if (spec := self._shared(name)) is not None]
         return sum(spec.latency_s for spec in route) + nbytes / min(spec.bytes_per_s for spec in route)
+
+    def _shared(self, name: str) -> LinkSpec | None:
+        """What a device has of a link while all of them use theirs: the devices of a host share its disk."""
+        found = self.link(name)
+        if found is None or name not in (FROM_DISK, TO_DISK):
+            return found
+        return replace(found, bytes_per_s=found.bytes_per_s / self.devices_per_host)
+
+    def exchange_s(self, queue: str, nbytes: float) -> float:
+        """Seconds of an exchange of a chunk between ranks, one on each device, while all else rests.
+
+        A gather brings each rank's part from its home, by its own link, and then all parts to every rank; a scatter
+        does the same the other way. Homes on a disk count as RAM: they are read and written through the page cache.
+
+        Args:
+            queue: `GATHER` or `SCATTER`.
+            nbytes: of all ranks' parts.
+        """
+        if not nbytes:
+            return 0.0
+        way = self.between_ranks
+        own_s = self.copy_s(TO_DEVICE if queue == GATHER else TO_HOME, nbytes / self.num_devices)
+        return own_s + collective_s(nbytes, self.num_devices, way.bytes_per_s, way.latency_s)
+
+    def carried_nbytes(self, queue: str, nbytes: int) -> dict[str, int]:
+        """Bytes that links carry for one copy, or one exchange, of so many bytes: those of a device that carry most.
+
+        Of an exchange a device sends, and receives, what its ring needs. Of devices on several hosts, those with a
+        neighbour on another one send it `BETWEEN_HOSTS`, and the others `BETWEEN_DEVICES` or through RAM.
+        """
+        if queue not in (GATHER, SCATTER):
+            return dict.fromkeys(ROUTES[queue], nbytes)
+        others = nbytes * (self.num_devices - 1) // self.num_devices
+        found = Counter({TO_DEVICE if queue == GATHER else TO_HOME: nbytes - others})
+        if self.devices_per_host > 1:
+            inside = (TO_DEVICE, TO_HOME) if self.link(BETWEEN_DEVICES) is None else (BETWEEN_DEVICES,)
+            found.update(dict.fromkeys(inside, others))
+        if self.num_hosts > 1:
+            found[BETWEEN_HOSTS] += others
+        return dict(found)
+
+    @property
+    def between_ranks(self) -> LinkSpec:
+        """What two neighbours of a ring over all devices have between them where they have least.
+
+        Devices without a link to each other exchange through RAM, and their links to it send and receive at once.
+
+        Raises:
+            OptionsError: there are several hosts, and no link between them is stated.
+        """
+        inside = self.link(BETWEEN_DEVICES)
+        if inside is None:
+            out, back = (spec for spec in self.links if spec.name in (TO_HOME, TO_DEVICE))
+            both = self.both_links_bytes_per_s or out.bytes_per_s + back.bytes_per_s
+            slowdown = min(1.0, both / (out.bytes_per_s + back.bytes_per_s))
+            inside = LinkSpec(
+                THROUGH_RAM, slowdown * min(out.bytes_per_s, back.bytes_per_s), out.latency_s + back.latency_s
+            )
+        if self.num_hosts == 1:
+            return inside
+        outside = self.link(BETWEEN_HOSTS)
+        if outside is None:
+            raise OptionsError(
+                f"hardware {self.name!r} does not say the link {BETWEEN_HOSTS!r}, by which hosts exchange"
+            )
+        slower = min(inside, outside, key=lambda link: link.bytes_per_s)
+        return replace(slower, latency_s=max(inside.latency_s, outside.latency_s))
 
     @property
     def usable_memory_nbytes(self) -> int | None:
@@ -112,7 +211,12 @@ class Hardware:
         """Memory traffic of one device's optimizer updates on the compute tier: a GPU's memory, or the CPU's cores."""
         if self.kind == "cuda" or self.cpu_update_bytes_per_s is None:
             return self.memory_bytes_per_s
-        return self.cpu_update_bytes_per_s / self.num_devices
+        return self.cpu_update_bytes_per_s / self.devices_per_host
+
+    @property
+    def devices_per_host(self) -> int:
+        """Devices of a host; of the last one, where hosts cannot share them evenly, fewer."""
+        return -(-self.num_devices // self.num_hosts)
 
     def matrix_flops_per_s(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
         """The rate of matrix products in `dtype`.
@@ -151,10 +255,11 @@ class Hardware:
         together, inwards, outwards = self.both_links_bytes_per_s, rates.pop(TO_DEVICE), rates.pop(TO_HOME)
         slowdown = 1.0 if together is None else min(1.0, together / (inwards + outwards))
         alone = sorted((carried[TO_DEVICE] / inwards, carried[TO_HOME] / outwards))
-        return max(alone[0] / slowdown + (alone[1] - alone[0]), *(carried[name] / rates[name] for name in rates), 0.0)
+        disks = (carried[name] * self.devices_per_host / rates[name] for name in (FROM_DISK, TO_DISK) if name in rates)
+        return max(alone[0] / slowdown + (alone[1] - alone[0]), *disks, 0.0)
 
     def times(self, count: int) -> Self:
-        """A machine of `count` times as many such devices, with as much more RAM, cores and disks.
+        """Hosts with `count` times as many such devices, and as much more RAM, cores and disks.
 
         Raises:
             OptionsError: `count` is not positive.
@@ -175,13 +280,54 @@ class Hardware:
         name = f"{count}x{self.name}"
         return replace(self, name=name, num_devices=self.num_devices * count, links=links, **shared)
 
+    def on_hosts(self, count: int) -> Self:
+        """`count` times as many such hosts.
+
+        Raises:
+            OptionsError: `count` is not positive.
+        """
+        if count < 1:
+            raise OptionsError(f"a machine has at least one host, not {count}")
+        if count == 1:
+            return self
+        name, num_devices = f"{count}x{self.name}", self.num_devices * count
+        return replace(self, name=name, num_devices=num_devices, num_hosts=self.num_hosts * count)
+
+    def used_by(self, num_ranks: int, num_hosts: int | None = None) -> Self:
+        """The same machine as far as ranks use it that train one model.
+
+        On GPUs each rank has a device of its own. A CPU's ranks are processes that share its hosts, however many.
+
+        Args:
+            num_hosts: over which they lie evenly; None: no more hosts than they need, each with all its devices.
+
+        Raises:
+            OptionsError: there are no such devices or hosts.
+        """
+        if num_ranks < 1 or (num_hosts is not None and not 1 <= num_hosts <= num_ranks):
+            raise OptionsError(
+                f"{num_ranks} ranks on {num_hosts or 1} hosts: a model has at least one rank on each host"
+            )
+        if self.kind == "cpu":
+            return replace(self, num_devices=num_ranks, num_hosts=num_hosts or min(self.num_hosts, num_ranks))
+        hosts = num_hosts or -(-num_ranks // self.devices_per_host)
+        if hosts > self.num_hosts or -(-num_ranks // hosts) > self.devices_per_host:
+            where = f" on {num_hosts} hosts" if num_hosts else ""
+            has = f"{self.num_hosts} of {self.devices_per_host} devices each"
+            raise OptionsError(f"{num_ranks} ranks{where} need a device each; the hosts of {self.name} are {has}")
+        return replace(self, num_devices=num_ranks, num_hosts=hosts)
+
 
 CPU = Hardware(
     name="cpu",
     kind="cpu",
     flops_per_s=1.0e11,
     memory_bytes_per_s=1.5e10,
-    links=host_links(2.0e9, 1.5e9, from_disk=2.0e9, to_disk=1.5e9),
+    links=(
+        *host_links(2.0e9, 1.5e9, from_disk=2.0e9, to_disk=1.5e9),
+        LinkSpec(BETWEEN_DEVICES, 1.0e9, 1.0e-4),
+        LinkSpec(BETWEEN_HOSTS, 1.0e8, 2.0e-4),
+    ),
     fp32_flops_per_s=1.0e11,
     both_links_bytes_per_s=2.5e9,
     device_memory_nbytes=32 * GIB,

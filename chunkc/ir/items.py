@@ -52,18 +52,23 @@ MovedId = Chunk | SavedStorage
 
 @dataclass(frozen=True)
 class Copy:
-    """A way of an item, to the compute tier or home: one copy that queues on a link (see `chunkc.ir.links`).
+    """A way of an item, to the compute tier or home: one copy, or an exchange of all ranks, that queues on a link (see
+    `chunkc.ir.links`).
 
     Attributes:
-        standing_nbytes: what is copied beside the item's room, into bytes that stay on the compute tier.
+        exchanged_nbytes: of an exchange, all ranks' parts; 0: the item only takes its room. None: a copy of the room.
     """
 
     link: str
-    standing_nbytes: int = 0
+    exchanged_nbytes: int | None = None
+
+    def moved_nbytes(self, nbytes: int) -> int:
+        """What is copied or exchanged for an item with so much room."""
+        return nbytes if self.exchanged_nbytes is None else self.exchanged_nbytes
 
     def seconds(self, nbytes: int, hardware: Hardware) -> float:
         """What it takes while all else rests."""
-        return hardware.copy_s(self.link, nbytes + self.standing_nbytes)
+        return hardware.copy_s(self.link, self.moved_nbytes(nbytes))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Links: the ways that bytes take between homes and the compute tier, one direction each, each with a queue of its own.
 
+Between ranks bytes take further links, in both directions at once. What ranks exchange has queues of its own, too.
+
 A copy from a disk goes on through the link to the device, piece by piece, while the next piece is read (see
 `chunkc.runtime.staging`); so it is as fast as the slowest part of its route. It has its own queue: copies from RAM do
 not wait behind it. What a disk's pieces take of the device's link from copies beside them is not reckoned with: on
@@ -18,9 +20,16 @@ TO_DEVICE, TO_HOME = "to_device", "to_home"
 FROM_DISK, TO_DISK = "from_disk", "to_disk"
 """Between a disk home and the compute tier."""
 
+BETWEEN_DEVICES, BETWEEN_HOSTS = "between_devices", "between_hosts"
+"""Between two devices of a host, and between devices of two hosts: what one device sends, or receives."""
+
+LINKS = (TO_DEVICE, TO_HOME, FROM_DISK, TO_DISK, BETWEEN_DEVICES, BETWEEN_HOSTS)
+"""Every link of which a machine may state what it can do."""
+
 GATHER, SCATTER = "gather", "scatter"
-"""Between homes and the compute tiers of all ranks: every rank's part of a chunk to each of them, and the sum of their
-gradients back, of which each rank takes its part home."""
+"""Queues between homes and the compute tiers of all ranks: every rank's part of a chunk to each of them, and the sum of
+their gradients back, of which each rank takes its part home. They pass this rank's link to or from home, and the links
+between ranks (see `Hardware.exchange_s`)."""
 
 ROUTES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -28,14 +37,15 @@ ROUTES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         TO_HOME: (TO_HOME,),
         FROM_DISK: (FROM_DISK, TO_DEVICE),
         TO_DISK: (TO_HOME, TO_DISK),
-        GATHER: (TO_DEVICE, GATHER),
-        SCATTER: (SCATTER, TO_HOME),
     }
 )
-"""Every link by name, and what a copy that queues there passes through, in order."""
+"""The queues of copies between this rank's home and its compute tier, and the links that each passes, in order."""
+
+QUEUES = (*ROUTES, GATHER, SCATTER)
+"""Every queue by name."""
 
 INWARD = frozenset({TO_DEVICE, FROM_DISK, GATHER})
-"""Links that lead to the compute tier; all others lead away from it."""
+"""Queues that lead to the compute tier; all others lead away from it."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,7 @@ class LinkSpec:
     """What one link can do.
 
     Attributes:
-        name: a key of `ROUTES`.
+        name: of `LINKS`.
         bytes_per_s: of one large copy while the other links rest.
         latency_s: seconds that every copy takes on top.
     """
@@ -56,6 +66,6 @@ class LinkSpec:
 def host_links(
     to_device: float, to_home: float, from_disk: float | None = None, to_disk: float | None = None
 ) -> tuple[LinkSpec, ...]:
-    """The links of a machine by their rates in bytes per second, without latencies; None: there is no such link."""
+    """The links between homes and a device by rates in bytes per second, and no latencies; None: no such link."""
     rates = {TO_DEVICE: to_device, TO_HOME: to_home, FROM_DISK: from_disk, TO_DISK: to_disk}
     return tuple(LinkSpec(name, rate) for name, rate in rates.items() if rate is not None)

@@ -6,7 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from chunkc.ir.errors import OptionsError
+
 ZeroStage = Literal[1, 2, 3]
+
+
+def check_zero_stage(zero_stage: object) -> None:
+    """Raises OptionsError: there is no such stage."""
+    if zero_stage not in (1, 2, 3):
+        raise OptionsError(f"zero_stage is {zero_stage!r}; allowed: 1, 2 or 3")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ stream of their own; copies of a group at home come after its update.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +18,7 @@ from chunkc.ir.chunks import GRAD, PARAM, Chunk
 from chunkc.ir.explanation import AT_HOME, COMPUTE, StepTime, TimedEvent, Traffic
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import MovedId
-from chunkc.ir.links import INWARD, ROUTES
+from chunkc.ir.links import GATHER, INWARD, LINKS, QUEUES
 from chunkc.ir.plan import ARRIVE, LEAVE, OFFLOAD, PREFETCH, RELOAD, WAIT, WRITE_BACK, Event, PhasePlan
 from chunkc.ir.program import BACKWARD, UPDATE
 
@@ -54,6 +55,7 @@ def simulate(
     staying_update_s: float = 0.0,
     at_home: HomeUpdateTimes = NONE_AT_HOME,
     update_nbytes: Mapping[str, int] = MappingProxyType({}),
+    standing: Mapping[int, bool] = MappingProxyType({}),
 ) -> tuple[TimedEvent, ...]:
     """What happens on each stream in one step that begins without gradients, in order of time.
 
@@ -64,8 +66,10 @@ def simulate(
         at_home: updates by the CPU. Where they go on beside the next forward, the step is one that follows another:
             what the former left to do comes first.
         update_nbytes: what each update reads and writes, by its event's name.
+        standing: groups of which every rank has whole parameters from one step to the next, and whether updates change
+            them: then they are gathered once in a step, else never.
     """
-    replay = partial(_replay, phases, costs_s, hardware, staying_update_s, at_home)
+    replay = partial(_replay, phases, costs_s, hardware, staying_update_s, at_home, standing)
     events, left_s = replay({})
     if left_s:
         events, _ = replay(left_s)
@@ -80,6 +84,7 @@ def _replay(
     hardware: Hardware,
     staying_update_s: float,
     at_home: HomeUpdateTimes,
+    standing: Mapping[int, bool],
     left_s: Mapping[int, float],
 ) -> tuple[tuple[TimedEvent, ...], dict[int, float]]:
     """One step's events, and what it leaves to the next: groups whose updates end so long after it.
@@ -89,12 +94,13 @@ def _replay(
     """
     found: list[TimedEvent] = []
     now = 0.0
-    free = {**dict.fromkeys(ROUTES, 0.0), AT_HOME: max(left_s.values(), default=0.0)}
+    free = {**dict.fromkeys(QUEUES, 0.0), AT_HOME: max(left_s.values(), default=0.0)}
     done: dict[MovedId, float] = {}  # item -> when its latest copy is done
     written: set[int] = set()  # groups whose gradients are at home
     updated = dict(left_s)  # group -> when the latest update at home ends
     needed: dict[int, None] = {}  # groups in the order of their first fetch
     to_do = dict(at_home.seconds)
+    current = {group for group, changes in standing.items() if not changes}  # whole here, as all ranks have them
 
     def copy(event: Event, phase: str) -> None:
         at_rest = updated.get(event.item.group, 0.0) if isinstance(event.item, Chunk) else 0.0
@@ -108,7 +114,7 @@ def _replay(
         found.append(TimedEvent(AT_HOME, "update", str(Chunk(PARAM, group)), start, updated[group], 0, phase, ""))
 
     def home_free() -> float:
-        return max(free[link] for link in ROUTES if link not in INWARD)
+        return max(free[link] for link in QUEUES if link not in INWARD)
 
     for phase in phases:
         last = {where: group for group, where in phase.last_copies().items()}
@@ -132,7 +138,9 @@ def _replay(
                     continue
                 kind, group = event.item.kind, event.item.group
                 if event.kind == PREFETCH and (kind != GRAD or group in written):
-                    copy(event, phase.phase)
+                    if not (event.link == GATHER and group in current):
+                        copy(event, phase.phase)
+                    current |= {group} & standing.keys()
                     needed.setdefault(group)
                 elif event.kind == WRITE_BACK:
                     copy(event, phase.phase)
@@ -162,15 +170,24 @@ def step_time(events: Sequence[TimedEvent]) -> StepTime:
     return StepTime(
         total=max((event.end_s for event in events if event.stream == COMPUTE), default=0.0),
         compute=busy("call"),
-        to_device=busy(PREFETCH, RELOAD, streams=ROUTES),
-        to_home=busy(WRITE_BACK, OFFLOAD, streams=ROUTES),
+        to_device=busy(PREFETCH, RELOAD, streams=QUEUES),
+        to_home=busy(WRITE_BACK, OFFLOAD, streams=QUEUES),
         optimizer=busy("update"),
         stall=busy("stall"),
     )
 
 
+def link_nbytes(events: Sequence[TimedEvent], hardware: Hardware) -> dict[str, int]:
+    """The bytes that each link of one device carries in a simulated step, by its name; those between ranks each way."""
+    found: Counter[str] = Counter()
+    for event in events:
+        if event.stream in QUEUES:
+            found.update(hardware.carried_nbytes(event.stream, event.nbytes))
+    return {name: found[name] for name in LINKS if found[name]}
+
+
 def traffic(events: Sequence[TimedEvent]) -> Traffic:
     """The bytes that a simulated step copies, each way."""
-    copies = [event for event in events if event.stream in ROUTES]
+    copies = [event for event in events if event.stream in QUEUES]
     inwards = sum(event.nbytes for event in copies if event.stream in INWARD)
     return Traffic(inwards, sum(event.nbytes for event in copies) - inwards)

@@ -10,9 +10,21 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from chunkc.ir.hardware import GIB, Hardware
-from chunkc.ir.links import host_links
+from chunkc.ir.links import BETWEEN_DEVICES, BETWEEN_HOSTS, LinkSpec, host_links
 
 MIB = 1 << 20
+
+NVLINK_LATENCY_S, NETWORK_LATENCY_S = 3.4e-6, 9.6e-6
+"""Of one step of a ring, as NCCL reckons with it to choose its algorithms (`src/graph/tuning.cc`, protocol Simple)."""
+
+KNOWN_HOSTS: Mapping[str, int] = MappingProxyType(
+    {"8xv100-32g": 240 * GIB, "8xa100-40g": 1024 * GIB, "8xa100-80g": 1024 * GIB}
+)
+"""Hosts that papers have trained on (PatrickStar, arXiv:2108.05818, the first two), and their RAM. The RAM of any other
+count of devices is that of so many parts of the host in the device's datasheet."""
+
+KNOWN_CLUSTERS: Mapping[str, str] = MappingProxyType({"32xa100": "4x8xa100-40g"})
+"""Machines by a name that does not say their hosts."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +35,8 @@ class Efficiency:
         matrix: of matrix products; cuBLAS reaches 0.65 to 0.9 with a transformer's large ones, least on Hopper.
         memory: of a memory's bandwidth; streaming kernels reach 0.8 to 0.93 of the device's. No copy to the device is
             faster than that of RAM.
-        link: of one direction with pinned memory; PCIe's packets alone cost a tenth, 12.5 to 13 of 15.75 GB/s.
+        link: of one direction with pinned memory; PCIe's packets alone cost a tenth, 12.5 to 13 of 15.75 GB/s. Of links
+            between devices and between hosts NCCL reaches as much: at most 235 of an A100's 300 GB/s.
         both_links: of twice one direction's rate, while both run.
         cpu_update: of RAM's bandwidth, in a fused update on all cores.
         disk: of a drive's sequential rates, with a file system in between.
@@ -54,6 +67,9 @@ class Datasheet:
         disk: (read, write) of the machine's drives, over its devices.
         capability: compute capability, major and minor.
         source: of the figures.
+        between_devices: one direction of all of the device's links to others of its host; None: it has none, as PCIe
+            cards do.
+        between_hosts: what one direction of the host's network is for each of its devices; None: not known.
     """
 
     memory_nbytes: int
@@ -70,6 +86,8 @@ class Datasheet:
     capability: tuple[int, int]
     source: str
     reached: tuple[float, float] | None = None
+    between_devices: float | None = None
+    between_hosts: float | None = None
 
     def hardware(self, name: str, efficiency: Efficiency) -> Hardware:
         """One such device in its machine, at achievable rates."""
@@ -82,12 +100,20 @@ class Datasheet:
         link = self.link * 1e9 * e.link
         to_device, to_home = (link, link) if self.reached is None else (rate * 1e9 for rate in self.reached)
         to_device = min(to_device, self.host_bandwidth * 1e9 * e.memory)
+        between = tuple(
+            LinkSpec(name, rate * 1e9 * e.link, latency_s)
+            for name, rate, latency_s in (
+                (BETWEEN_DEVICES, self.between_devices, NVLINK_LATENCY_S),
+                (BETWEEN_HOSTS, self.between_hosts, NETWORK_LATENCY_S),
+            )
+            if rate is not None
+        )
         return Hardware(
             name=name,
             kind="cuda",
             flops_per_s=half * 1e12 * e.matrix,
             memory_bytes_per_s=self.memory_bandwidth * 1e9 * e.memory,
-            links=host_links(to_device, to_home, *(rate * 1e9 * e.disk for rate in self.disk)),
+            links=(*host_links(to_device, to_home, *(rate * 1e9 * e.disk for rate in self.disk)), *between),
             both_links_bytes_per_s=(to_device + to_home) * e.both_links,
             device_memory_nbytes=self.memory_nbytes,
             context_nbytes=self.context_nbytes,
@@ -107,6 +133,12 @@ _PCIE3, _PCIE4, _PCIE5 = 15.75, 31.5, 63.0
 # One direction of NVLink-C2C: NVIDIA GH200 datasheet, 900 GB/s for both.
 _C2C = 450.0
 
+# One direction of all NVLinks of a device: NVIDIA's datasheets of V100 (300 GB/s for both), A100 (600), H100 (900).
+_NVLINK2, _NVLINK3, _NVLINK4 = 150.0, 300.0, 450.0
+# InfiniBand of a device, which is a part of its host's: eight ports of 100 Gbit/s over a DGX-2's 16 devices, of 200
+# over a DGX A100's eight, of 400 over a DGX H100's eight.
+_EDR_HALF, _HDR, _NDR = 6.25, 25.0, 50.0
+
 # (read, write) of one drive: Samsung's datasheets of the 970 EVO Plus, 980 PRO and PM9A3 (U.2, 3.84 TB).
 _NVME3, _NVME4, _PM9A3 = (3.5, 3.3), (7.0, 5.0), (6.8, 4.0)
 
@@ -115,6 +147,7 @@ _H100 = Datasheet(
     memory_nbytes=int(79.1 * GIB), context_nbytes=600 * MIB, memory_bandwidth=3350,
     fp32=67, tf32=494.7, bf16=989.4, fp16=989.4, link=_PCIE5,
     host_nbytes=256 * GIB, host_bandwidth=614.4 / 8, disk=_PM9A3, capability=(9, 0),
+    between_devices=_NVLINK4, between_hosts=_NDR,
     source="NVIDIA H100 datasheet (SXM5, 80 GB; halved: the datasheet counts sparsity) and DGX H100 datasheet",
 )  # fmt: skip
 
@@ -147,6 +180,7 @@ DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
             memory_nbytes=int(31.7 * GIB), context_nbytes=350 * MIB, memory_bandwidth=900,
             fp32=15.7, tf32=None, bf16=None, fp16=125, link=_PCIE3,
             host_nbytes=96 * GIB, host_bandwidth=256 / 16, disk=(_NVME3[0] / 2, _NVME3[1] / 2), capability=(7, 0),
+            between_devices=_NVLINK2, between_hosts=_EDR_HALF,
             source="NVIDIA V100 datasheet (SXM2, 32 GB) and DGX-2 datasheet",
         ),
         # Host: an eighth of a DGX A100 320GB: 1 TB, two EPYC 7742 with eight channels of DDR4-3200, four drives.
@@ -154,6 +188,7 @@ DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
             memory_nbytes=int(39.2 * GIB), context_nbytes=450 * MIB, memory_bandwidth=1555,
             fp32=19.5, tf32=156, bf16=312, fp16=312, link=_PCIE4,
             host_nbytes=128 * GIB, host_bandwidth=409.6 / 8, disk=(_PM9A3[0] / 2, _PM9A3[1] / 2), capability=(8, 0),
+            between_devices=_NVLINK3, between_hosts=_HDR,
             source="NVIDIA A100 datasheet (SXM4, 40 GB) and DGX A100 datasheet",
         ),
         # Host: an eighth of a DGX A100 640GB: 2 TB, the same processors, eight drives.
@@ -161,6 +196,7 @@ DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
             memory_nbytes=int(79.1 * GIB), context_nbytes=450 * MIB, memory_bandwidth=2039,
             fp32=19.5, tf32=156, bf16=312, fp16=312, link=_PCIE4,
             host_nbytes=256 * GIB, host_bandwidth=409.6 / 8, disk=_PM9A3, capability=(8, 0),
+            between_devices=_NVLINK3, between_hosts=_HDR,
             source="NVIDIA A100 datasheet (SXM4, 80 GB) and DGX A100 datasheet",
         ),
         "h100": _H100,
@@ -175,7 +211,7 @@ DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
             memory_nbytes=int(94.5 * GIB), context_nbytes=600 * MIB, memory_bandwidth=4000,
             fp32=67, tf32=494.7, bf16=989.4, fp16=989.4, link=_C2C,
             host_nbytes=480 * 10**9, host_bandwidth=384, disk=_PM9A3, capability=(9, 0),
-            reached=(415, 170),
+            reached=(415, 170), between_hosts=_NDR,
             source="NVIDIA GH200 datasheet (96 GB HBM3, 480 GB LPDDR5X; halved: the datasheet counts sparsity); "
             "its link as the SuperOffload paper measured it, where its RAM is fast enough",
         ),

@@ -27,10 +27,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from chunkc.ir.documents import parse_json, parse_yaml, read_text
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import CPU, Hardware
-from chunkc.ir.links import FROM_DISK, ROUTES, TO_DEVICE, TO_DISK, TO_HOME, LinkSpec
+from chunkc.ir.links import FROM_DISK, LINKS, TO_DEVICE, TO_DISK, TO_HOME, LinkSpec
 from chunkc.ir.text import short
 from chunkc.ir.units import BYTE_UNITS
-from chunkc.machines.datasheets import DATASHEETS, Efficiency
+from chunkc.machines.datasheets import DATASHEETS, KNOWN_CLUSTERS, KNOWN_HOSTS, Efficiency
 
 PRESETS = ("cpu", *DATASHEETS)
 """Names of all presets."""
@@ -45,10 +45,12 @@ RATE_KEYS = {
 }
 """Keys of a hardware file for the rate of one link alone."""
 
-_COUNTED = re.compile(r"([0-9]{1,6})\s*x\s*(.+)", re.IGNORECASE)
+_COUNTED = re.compile(r"(?:([0-9]{1,6})\s*x\s*)?([0-9]{1,6})\s*x\s*(.+)", re.IGNORECASE)
+"""Hosts, devices of each, and the device."""
 _FILE_ENDINGS = (".json", ".yaml", ".yml")
 _ALLOWED_TEXT = (
-    f"a preset ({', '.join(PRESETS)}), a count of one such as 8xv100-32g, or a file that ends in .json, .yaml or .yml"
+    f"a preset ({', '.join(PRESETS)}), a count of one such as 8xv100-32g, hosts of these such as 2x8xh100, "
+    f"{', '.join(KNOWN_CLUSTERS)}, or a file that ends in .json, .yaml or .yml"
 )
 
 
@@ -70,9 +72,10 @@ def preset(name: str, efficiency: Efficiency | None = None) -> Hardware:
 
 
 def load_hardware(text: str) -> Hardware:
-    """The machine that a user names: a preset, a count of one (`8xv100-32g`), or a file.
+    """The machine that a user names: a preset, a count of one (`8xv100-32g`), hosts of these (`2x8xh100`), or a file.
 
-    A count multiplies devices, and with them RAM, CPU and disks: the machine is that much larger.
+    A count of devices multiplies RAM, CPU and disks with them: the host is that much larger. Hosts that are known as a
+    whole have the RAM that is known of them.
 
     Raises:
         OptionsError: one line that says what is wrong and what is allowed.
@@ -84,18 +87,26 @@ def load_hardware(text: str) -> Hardware:
 
 
 def named_hardware(text: str) -> Hardware:
-    """A preset, or a count of one (`8xv100-32g`).
+    """A preset, a count of one (`8xv100-32g`), or hosts of these (`2x8xh100`).
 
     Raises:
         OptionsError: there is none of that name.
     """
+    known = text.strip().lower()
+    if known in KNOWN_CLUSTERS:
+        return replace(named_hardware(KNOWN_CLUSTERS[known]), name=known)
     counted = _COUNTED.fullmatch(text)
     if counted is None:
         return preset(text)
-    count = int(counted[1])
-    if count < 1:
+    num_hosts, count = int(counted[1] or 1), int(counted[2])
+    if count < 1 or num_hosts < 1:
         raise OptionsError(f"hardware {text!r} has no device; a count is at least 1")
-    return preset(counted[2]).times(count)
+    if num_hosts * count > MAX_NUM_DEVICES:
+        raise OptionsError(f"hardware {text!r} has more than {MAX_NUM_DEVICES:,} devices")
+    host = preset(counted[3]).times(count)
+    if host.name in KNOWN_HOSTS:
+        host = replace(host, host_memory_nbytes=KNOWN_HOSTS[host.name])
+    return host.on_hosts(num_hosts)
 
 
 def read_hardware(path: Path) -> Hardware:
@@ -149,7 +160,7 @@ def _links(stated: dict[str, Any], known: Sequence[LinkSpec]) -> tuple[LinkSpec,
         found[name] = found.get(name, {}) | figures
         if "bytes_per_s" not in found[name]:
             raise OptionsError(f"links: {name} has no bytes_per_s; give one")
-    return tuple(LinkSpec(name, **found[name]) for name in ROUTES if name in found)
+    return tuple(LinkSpec(name, **found[name]) for name in LINKS if name in found)
 
 
 def _together(known: Hardware, links: Sequence[LinkSpec]) -> float | None:
@@ -248,6 +259,7 @@ class _HardwareFile(BaseModel):
     name: _Text = "custom"
     kind: Literal["cpu", "cuda"] = "cpu"
     num_devices: Annotated[int, Field(strict=True, ge=1, le=MAX_NUM_DEVICES)] = 1
+    num_hosts: Annotated[int, Field(strict=True, ge=1, le=MAX_NUM_DEVICES)] = 1
     source: Annotated[str, Field(strict=True)] = ""
     device_memory_nbytes: _Size = 1
     context_nbytes: _Size = 0
@@ -258,7 +270,9 @@ class _HardwareFile(BaseModel):
     bf16_flops_per_s: _Flops = 1
     fp16_flops_per_s: _Flops = 1
     memory_bytes_per_s: _Rate = 1
-    links: dict[Literal["to_device", "to_home", "from_disk", "to_disk"], _LinkFile] = Field(default_factory=dict)
+    links: dict[
+        Literal["to_device", "to_home", "from_disk", "to_disk", "between_devices", "between_hosts"], _LinkFile
+    ] = Field(default_factory=dict)
     to_device_bytes_per_s: _Rate = 1
     to_home_bytes_per_s: _Rate = 1
     both_links_bytes_per_s: _Rate = 1
@@ -278,8 +292,9 @@ _ALLOWED = {
     "source": "a text",
     "kind": '"cpu" or "cuda"',
     "capability": 'a text such as "8.6"',
-    "links": f'links by name ({", ".join(ROUTES)}), each such as {{"bytes_per_s": "24GB/s", "latency_s": "10us"}}',
+    "links": f'links by name ({", ".join(LINKS)}), each such as {{"bytes_per_s": "24GB/s", "latency_s": "10us"}}',
     "num_devices": f"a whole number from 1 to {MAX_NUM_DEVICES:,}",
+    "num_hosts": f"a whole number from 1 to {MAX_NUM_DEVICES:,}",
 }
 
 

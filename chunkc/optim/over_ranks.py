@@ -34,14 +34,28 @@ def check_over_ranks(optimizer: Any) -> None:
         if isinstance(gradient := part.grad, LocalGradient):
             raise gradient.refusal()
     name = type(optimizer).__name__
-    if optimizer.rule.num_stages > 1:
-        raise UnsupportedError(f"{name} needs the norms of whole parameters; distributed ones take AdamW, Adam or SGD")
-    if optimizer.states.moments == INT8:
-        raise UnsupportedError(f"{name} updates distributed parameters with fp32 or bf16 moments, not with 8 bits")
-    if optimizer.overlap.mode != NONE:
-        raise UnsupportedError(f'{name} updates distributed parameters in step() only: use overlap="none"')
+    refuse_over_ranks(name, optimizer.rule.num_stages, optimizer.states.moments, optimizer.overlap.mode)
     if grad_scale_of(optimizer) is not NO_SCALE:
         raise UnsupportedError("a GradScaler sees the gradients of one rank only: train distributed models in bf16")
+
+
+def refuse_over_ranks(name: str, num_stages: int, moments: str, overlap: str) -> None:
+    """Refuse an optimizer of that name whose updates need more than a rank's own parts.
+
+    Args:
+        num_stages: of an update (see `chunkc.ir.updates`).
+        moments: in what form it keeps them (see `chunkc.ir.states`).
+        overlap: its argument of that name.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    if num_stages > 1:
+        raise UnsupportedError(f"{name} needs the norms of whole parameters; distributed ones take AdamW, Adam or SGD")
+    if moments == INT8:
+        raise UnsupportedError(f"{name} updates distributed parameters with fp32 or bf16 moments, not with 8 bits")
+    if overlap != NONE:
+        raise UnsupportedError(f'{name} updates distributed parameters in step() only: use overlap="none"')
 
 
 @contextmanager

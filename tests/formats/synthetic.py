@@ -13,11 +13,12 @@ from chunkc.ir.explanation import (
     HostNeeds,
     Measured,
     Peak,
+    Ranks,
     StepTime,
     TimedEvent,
     Traffic,
 )
-from chunkc.ir.links import TO_DEVICE, TO_HOME
+from chunkc.ir.links import BETWEEN_DEVICES, BETWEEN_HOSTS, GATHER, SCATTER, TO_DEVICE, TO_HOME
 
 MIB = 1024**2
 MS = 1e-3
@@ -108,6 +109,19 @@ def small(**changes: Any) -> Explanation:
         host=HostNeeds(90 * MIB, 80 * MIB, 100 * MIB, 110 * MIB, 140 * MIB),
     )
     return dataclasses.replace(values, **changes)
+
+
+def ranked(**changes: Any) -> Explanation:
+    """Rank 0 of four on two hosts, which gathers twice and scatters once; two such ranks on a host."""
+    exchanges = (
+        event(GATHER, "prefetch", "param:1", 0, 2, 40),
+        event(GATHER, "prefetch", "param:2", 2, 4, 40),
+        event(SCATTER, "write_back", "grad:1", 8, 10, 40, phase="backward"),
+    )
+    own = tuple(e for e in EVENTS if e.stream == COMPUTE)
+    link_nbytes = {TO_DEVICE: 20 * MIB, TO_HOME: 10 * MIB, BETWEEN_DEVICES: 90 * MIB, BETWEEN_HOSTS: 90 * MIB}
+    ranks = Ranks(4, 2, 2, zero_stage=3, num_parameters=3_932_160, gathers=2, scatters=1, link_nbytes=link_nbytes)
+    return small(**({"ranks": ranks, "events": (*exchanges, *own)} | changes))
 
 
 def not_fitting(**changes: Any) -> Explanation:

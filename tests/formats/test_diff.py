@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from synthetic import EVENTS, MIB, PLAN, small
+from synthetic import EVENTS, MIB, PLAN, ranked, small
 
 from chunkc.formats import diff
 from chunkc.ir.explanation import Chunks, StepTime
@@ -28,6 +28,15 @@ def test_times_counts_and_words_are_compared() -> None:
     assert ["fits", "yes", "no"] in lines
     assert ["resident", "chunks", "1", "0", "-1"] in lines
     assert ["step", "12.0", "ms", "15.0", "ms", "+3.00", "ms,", "+25.0", "%"] in lines
+
+
+def test_ranks_are_counted() -> None:
+    assert next(line.split()[:4] for line in diff(small(), ranked()).splitlines() if line.startswith("ranks")) == [
+        "ranks",
+        "1",
+        "4",
+        "+3",
+    ]
 
 
 def test_chunks_that_begin_and_cease_to_move_are_named() -> None:

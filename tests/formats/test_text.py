@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 from rich.console import Console
-from synthetic import MIB, large, measured, not_fitting, small
+from synthetic import MIB, large, measured, not_fitting, ranked, small
 
 from chunkc.formats import print_text, render_text
 from chunkc.formats.advice import advice
@@ -37,6 +37,29 @@ def test_numbers_are_exact_and_overhead_is_apart() -> None:
         ("to the device", 40),
     ]:
         assert f"{nbytes * MIB:,}" in line_of(text, start), start
+
+
+def test_one_rank_s_exchanges_and_what_its_host_needs_stand_in_tables() -> None:
+    text = render_text(ranked())
+    assert "rank 0 of 4 on 2 hosts, in stage 3 of ZeRO\n" in text
+    for start, words in [
+        ("parameters of this rank", "3,932,160"),
+        ("parameters of this rank", "25.0 % of all"),
+        ("chunks gathered", " 2"),
+        ("gradients reduced and scattered", " 1"),
+        ("to device, in one step", f"{20 * MIB:,}"),
+        ("between devices, in one step", f"{90 * MIB:,}  each way"),
+        ("between hosts, in one step", f"{90 * MIB:,}  each way"),
+        ("2 ranks of a host", f"{200 * MIB:,}"),
+        ("model data at home", f"{160 * MIB / 3_932_160:.2f} bytes a parameter"),
+    ]:
+        assert words in line_of(text, start), start
+    on_cpu = ranked(device_is_host=True, host_fits=False)
+    assert f"{2 * (100 + 190) * MIB:,}" in line_of(render_text(on_cpu), "with predicted peaks, 2 ranks of a host")
+    assert advice(on_cpu)[0].startswith(
+        "Homes of all its ranks take 200.00 MiB of the same memory, 580.00 MiB with the"
+    )
+    assert advice(ranked(host_fits=False))[0].startswith("Homes of all its ranks take 200.00 MiB of the host's memory")
 
 
 def test_identical_layers_fold_and_modules_stand_below_their_kind() -> None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from synthetic import EVENTS, MIB, event, large, measured, small
+from synthetic import EVENTS, MIB, event, large, measured, ranked, small
 
 from chunkc.formats import render_trace
 from chunkc.formats.trace import BUDGET, BY_KIND, IN_USE, MEASURED, PREDICTED
@@ -81,6 +81,11 @@ def test_streams_stand_in_one_order_on_both_sides() -> None:
     assert [predicted[tid] for tid in sorted(predicted)] == ["compute", "to_device", "to_home"]
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert [name.partition(":")[0] for name in names] == ["predicted", "measured"]
+
+
+def test_exchanges_between_ranks_have_streams_of_their_own() -> None:
+    predicted = threads(events_of(ranked()), PREDICTED)
+    assert [predicted[tid] for tid in sorted(predicted)] == ["compute", "to_device", "to_home", "gather", "scatter"]
 
 
 def test_measured_bytes_stand_at_the_measured_time_of_their_call() -> None:

@@ -8,8 +8,19 @@ import pytest
 import torch
 
 from chunkc.ir.errors import OptionsError
-from chunkc.ir.hardware import CPU, GIB, Hardware
-from chunkc.ir.links import FROM_DISK, TO_DEVICE, TO_DISK, TO_HOME, LinkSpec, host_links
+from chunkc.ir.hardware import CPU, GIB, THROUGH_RAM, Hardware
+from chunkc.ir.links import (
+    BETWEEN_DEVICES,
+    BETWEEN_HOSTS,
+    FROM_DISK,
+    GATHER,
+    SCATTER,
+    TO_DEVICE,
+    TO_DISK,
+    TO_HOME,
+    LinkSpec,
+    host_links,
+)
 
 PLAIN = Hardware(4.0, 3.0, host_links(2.0, 1.0))
 GPU = Hardware(
@@ -106,10 +117,48 @@ def test_one_device_is_the_machine_itself() -> None:
     assert PLAIN.times(3).host_memory_nbytes is None
 
 
+def test_more_hosts_have_as_much_each() -> None:
+    two = GPU.times(4).on_hosts(2)
+    assert two == replace(GPU.times(4), name="2x4xgpu", num_devices=8, num_hosts=2)
+    assert two.devices_per_host == 4
+    assert replace(two, kind="cpu", context_nbytes=0).update_bytes_per_s == 20.0
+    assert GPU.on_hosts(1) is GPU
+
+
+def test_ranks_use_a_device_each_and_no_more_hosts_than_they_need() -> None:
+    machine = GPU.times(8).on_hosts(4)
+    used = {ranks: machine.used_by(ranks) for ranks in (1, 8, 9, 32)}
+    assert {ranks: (one.num_devices, one.num_hosts) for ranks, one in used.items()} == {
+        1: (1, 1),
+        8: (8, 1),
+        9: (9, 2),
+        32: (32, 4),
+    }
+    assert used[9].devices_per_host == 5
+    assert machine.used_by(4, 4).devices_per_host == 1
+    assert used[8] == replace(machine, num_devices=8, num_hosts=1), "all else is as it was"
+
+
+def test_processes_share_a_cpu_however_many_there_are() -> None:
+    cores = replace(GPU, kind="cpu", context_nbytes=0)
+    assert cores.used_by(3) == replace(cores, num_devices=3)
+    assert cores.used_by(4, 2) == replace(cores, num_devices=4, num_hosts=2)
+    assert cores.used_by(4).update_bytes_per_s == 5.0, "they share the cores"
+
+
+@pytest.mark.parametrize(("ranks", "hosts"), [(0, None), (2, 3), (2, 0), (33, None), (9, 1), (5, 5)])
+def test_ranks_without_a_device_are_refused(ranks: int, hosts: int | None) -> None:
+    with pytest.raises(OptionsError, match=r"ranks (on \d+ hosts)?") as caught:
+        GPU.times(8).on_hosts(4).used_by(ranks, hosts)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("count", [0, -2])
 def test_no_device_is_no_machine(count: int) -> None:
     with pytest.raises(OptionsError, match="at least one device"):
         GPU.times(count)
+    with pytest.raises(OptionsError, match="at least one host"):
+        GPU.on_hosts(count)
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan")])
@@ -147,6 +196,44 @@ def test_a_copy_takes_the_latencies_and_the_slowest_rate_of_its_route() -> None:
     assert machine.copy_s(TO_DISK, 100) == machine.copy_s(TO_HOME, 100)  # no such disk is stated
 
 
+BETWEEN = (LinkSpec(BETWEEN_DEVICES, 8.0, 0.5), LinkSpec(BETWEEN_HOSTS, 2.0, 1.0))
+EIGHT = replace(GPU, links=(*GPU.links, *BETWEEN)).times(4).on_hosts(2)
+
+
+def test_an_exchange_is_a_copy_of_a_part_and_a_collective_between_all_ranks() -> None:
+    four = EIGHT.used_by(4)
+    own_s = {GATHER: 100 / 10.0, SCATTER: 100 / 5.0}
+    for queue, seconds in own_s.items():
+        assert four.copy_s(queue, 400) == four.exchange_s(queue, 400)
+        assert four.exchange_s(queue, 400) == pytest.approx(seconds + 300 / 8.0 + 3 * 0.5)
+        assert four.exchange_s(queue, 0) == 0
+    assert GPU.exchange_s(GATHER, 400) == GPU.copy_s(TO_DEVICE, 400), "a rank alone has all of it"
+
+
+def test_the_slower_link_decides_where_ranks_are_on_several_hosts() -> None:
+    assert EIGHT.used_by(4).between_ranks == BETWEEN[0]
+    assert EIGHT.used_by(4, 2).between_ranks == BETWEEN[1]
+    fast_network = replace(EIGHT, links=(*GPU.links, BETWEEN[0], LinkSpec(BETWEEN_HOSTS, 20.0, 1.0)))
+    assert fast_network.between_ranks == LinkSpec(BETWEEN_DEVICES, 8.0, 1.0)
+    unknown = replace(EIGHT, links=(*GPU.links, BETWEEN[0]))
+    assert unknown.used_by(4).exchange_s(GATHER, 400)
+    with pytest.raises(OptionsError, match="does not say the link 'between_hosts'"):
+        unknown.exchange_s(GATHER, 400)
+
+
+def test_devices_without_a_link_exchange_through_ram() -> None:
+    """Both directions at once, 7.5 bytes a second instead of 15: each at half its rate."""
+    assert GPU.times(2).between_ranks == LinkSpec(THROUGH_RAM, 2.5)
+    assert replace(GPU, both_links_bytes_per_s=None).times(2).between_ranks == LinkSpec(THROUGH_RAM, 5.0)
+
+
+def test_devices_of_a_host_share_its_disk() -> None:
+    host = GPU.times(4)
+    assert host.copy_s(FROM_DISK, 30) == GPU.copy_s(FROM_DISK, 30)
+    assert host.used_by(1).copy_s(FROM_DISK, 30) == pytest.approx(3), "its link is slower than the disks are"
+    assert host.link_seconds({TO_DISK: 20}) == GPU.link_seconds({TO_DISK: 20}) == pytest.approx(10)
+
+
 def test_what_comes_from_the_disk_crosses_the_device_s_link_too() -> None:
     assert GPU.link_seconds({TO_DEVICE: 100, FROM_DISK: 1}) == pytest.approx(10.1)
     assert GPU.link_seconds({TO_DEVICE: 100, FROM_DISK: 300}) == pytest.approx(100)
@@ -163,5 +250,5 @@ def test_a_context_leaves_some_memory(context: int) -> None:
 def test_the_cautious_cpu_keeps_the_rates_that_plans_were_made_with() -> None:
     assert CPU.flops_per_s == 1.0e11
     assert CPU.memory_bytes_per_s == 1.5e10
-    assert CPU.links == host_links(2.0e9, 1.5e9, from_disk=2.0e9, to_disk=1.5e9)
+    assert CPU.links[:4] == host_links(2.0e9, 1.5e9, from_disk=2.0e9, to_disk=1.5e9)
     assert CPU.usable_memory_nbytes == 32 * GIB

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -14,7 +15,16 @@ from hypothesis import strategies as st
 from chunkc.ir.explanation import COMPUTE, STREAMS, StepTime, TimedEvent, Traffic
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import SavedStorage
-from chunkc.ir.links import TO_DEVICE, TO_HOME, host_links
+from chunkc.ir.links import (
+    BETWEEN_DEVICES,
+    BETWEEN_HOSTS,
+    GATHER,
+    SCATTER,
+    TO_DEVICE,
+    TO_HOME,
+    LinkSpec,
+    host_links,
+)
 from chunkc.ir.plan import (
     ARRIVE,
     EVICT,
@@ -29,7 +39,7 @@ from chunkc.ir.plan import (
     PhasePlan,
 )
 from chunkc.ir.program import BACKWARD, FORWARD, UPDATE
-from chunkc.ir.simulate import STAYING, simulate, step_time, traffic
+from chunkc.ir.simulate import STAYING, link_nbytes, simulate, step_time, traffic
 
 MACHINE = Hardware(flops_per_s=1.0, memory_bytes_per_s=280.0, links=host_links(100.0, 50.0))
 """100 bytes a second in, 50 out."""
@@ -67,6 +77,35 @@ def test_saved_storages_share_the_links_with_chunks_and_are_waited_for() -> None
     ]
     assert step_time(events) == StepTime(total=5, compute=3, to_device=2, to_home=2, optimizer=0, stall=2)
     assert traffic(events) == Traffic(to_device=200, to_home=100)
+
+
+def test_links_carry_a_rank_s_part_and_what_its_neighbours_lack() -> None:
+    between = (LinkSpec(BETWEEN_DEVICES, 10.0), LinkSpec(BETWEEN_HOSTS, 5.0))
+    four = replace(MACHINE, links=(*MACHINE.links, *between)).used_by(4)
+    events = [
+        TimedEvent(stream, "copy", "", 0, 1, nbytes, FORWARD, "")
+        for stream, nbytes in ((GATHER, 400), (GATHER, 80), (SCATTER, 400), (TO_HOME, 7), (COMPUTE, 99))
+    ]
+    carried = {TO_DEVICE: 120, TO_HOME: 107, BETWEEN_DEVICES: 660}
+    assert link_nbytes(events, four) == carried
+    assert link_nbytes(events, four.used_by(4, 2)) == carried | {BETWEEN_HOSTS: 660}
+    alone_on_each = {name: n for name, n in carried.items() if name != BETWEEN_DEVICES}
+    assert link_nbytes(events, four.used_by(4, 4)) == alone_on_each | {BETWEEN_HOSTS: 660}
+    through_ram = {TO_DEVICE: 120 + 660, TO_HOME: 107 + 660}
+    assert link_nbytes(events, MACHINE.used_by(4)) == through_ram
+
+
+@pytest.mark.parametrize("queue", [GATHER, SCATTER])
+def test_an_exchange_takes_its_queue_for_a_part_s_copy_and_a_ring(queue: str) -> None:
+    between = (LinkSpec(BETWEEN_DEVICES, 10.0, 0.5),)
+    four = replace(MACHINE, links=(*MACHINE.links, *between)).used_by(4)
+    kind, rate = (PREFETCH, 100.0) if queue == GATHER else (WRITE_BACK, 50.0)
+    stops = ((Event(kind, chunk("param:0"), 400, queue), Event(WAIT, chunk("param:0"), 400, queue)), ())
+    moment = Moment("forward.0", FORWARD, "op", "h", 0, 0, 0, 0, 0, 0)
+    events = simulate([PhasePlan(FORWARD, stops, (moment,))], {"forward.0": 1.0}, four)
+    (exchange,) = (event for event in events if event.stream == queue)
+    assert exchange.end_s - exchange.start_s == pytest.approx(100 / rate + 300 / 10 + 3 * 0.5)
+    assert step_time(events).stall == pytest.approx(exchange.end_s)
 
 
 NO_TIME = defaultdict[str, float](float)

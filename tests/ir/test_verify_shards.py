@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import fx
 
 from chunkc.ir import chunk_ops
 from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkLayout, ParamSpec
+from chunkc.ir.hardware import CPU
 from chunkc.ir.links import GATHER, SCATTER, TO_DEVICE
 from chunkc.ir.plan import Position
 from chunkc.ir.shards import Shards, ZeroStage
@@ -21,9 +27,14 @@ ROWS = 1000
 
 def layout(num_ranks: int = 3, zero_stage: ZeroStage = 3) -> ChunkLayout:
     """One matrix, of which this rank has a third."""
-    shards = Shards((ROWS,), num_ranks, 0, zero_stage)
-    _, rows = shards.span(0)
-    return lay_out([ParamSpec("w", (rows,), (1,), torch.float32, trainable=True, shards=shards)], 1 << 16)
+    return lay_out([part((ROWS,), num_ranks, 0, zero_stage)], 1 << 16)
+
+
+def part(shape: tuple[int, ...], num_ranks: int, rank: int, zero_stage: ZeroStage) -> ParamSpec:
+    strides = torch.empty(shape, device="meta").stride()
+    return ParamSpec("w", shape, strides, torch.float32, trainable=True).part(
+        Shards(shape, num_ranks, rank, zero_stage)
+    )
 
 
 WHOLE = Chunk(PARAM, 0)
@@ -78,6 +89,29 @@ def test_the_planner_takes_the_links_of_all_ranks() -> None:
     assert layout().cut == {0}
 
 
+@given(
+    st.lists(st.integers(1, 99), min_size=1, max_size=3).map(tuple),
+    st.integers(2, 9),
+    st.sampled_from((1, 2, 3)),
+)
+def test_all_ranks_see_the_same_items_at_the_same_prices(shape: Any, num_ranks: int, zero_stage: ZeroStage) -> None:
+    """So they plan alike, whatever parts they have."""
+    machine = CPU.used_by(num_ranks)
+    chunks = frozenset({Chunk(PARAM, 0), Chunk(GRAD, 0)})
+    position = Position("forward.0", "forward", 0, "mm", "h", chunks, frozenset(), 0.0)
+    first, *others = (
+        chunk_items(lay_out([part(shape, num_ranks, rank, zero_stage)]), [position]) for rank in range(num_ranks)
+    )
+    assert all(items == first for items in others)
+    whole_nbytes = 4 * math.prod(shape)
+    ways = {chunk.kind: (item.way_back, item.way_home, item.nbytes) for chunk, item in first.items()}
+    back, home, nbytes = ways[PARAM]
+    assert back.moved_nbytes(nbytes) >= whole_nbytes
+    assert back.seconds(nbytes, machine) == machine.exchange_s(GATHER, back.moved_nbytes(nbytes)) > 0
+    assert home.seconds(nbytes, machine) == machine.exchange_s(SCATTER, home.moved_nbytes(nbytes)) > 0
+    assert ways[GRAD][0].seconds(ways[GRAD][2], machine) == 0, "a gradient's slot begins empty"
+
+
 @pytest.mark.parametrize(("zero_stage", "kinds"), [(1, (PARAM, GRAD)), (2, (PARAM,)), (3, ())])
 def test_what_every_rank_has_whole_counts_at_all_times(zero_stage: ZeroStage, kinds: tuple[str, ...]) -> None:
     """The planner and the verifier, which share no code, find the same bytes; a slot takes the rest."""
@@ -95,4 +129,6 @@ def test_what_every_rank_has_whole_counts_at_all_times(zero_stage: ZeroStage, ki
         assert violations(GATHER, needed - 1, chunk, zero_stage)
         position = Position("forward.0", "forward", 0, "mm", "h", frozenset({chunk}), frozenset(), 0.0)
         (item,) = chunk_items(laid_out, [position]).values()
-        assert item.nbytes + item.way_back.standing_nbytes == whole, "what is copied is the same in every stage"
+        exchanged = 4 * group.gathered_numel
+        assert item.way_home.moved_nbytes(item.nbytes) == exchanged, "what is exchanged is the same in every stage"
+        assert item.way_back.moved_nbytes(item.nbytes) == (exchanged if kind == PARAM else 0)

@@ -119,8 +119,34 @@ def test_case_and_spaces_do_not_matter(written_as: str) -> None:
 
 @pytest.mark.parametrize("text", ["8xv100-32g", "8XV100-32G", "8 x v100-32g"])
 def test_counts(text: str) -> None:
-    assert load_hardware(text) == preset("v100-32g").times(8)
+    assert load_hardware(text) == replace(preset("v100-32g").times(8), host_memory_nbytes=240 * GIB)
     assert load_hardware(text).name == "8xv100-32g"
+
+
+@pytest.mark.parametrize(
+    ("name", "num_hosts", "num_devices", "host_gib"),
+    [
+        ("8xv100-32g", 1, 8, 240),
+        ("8xa100-40g", 1, 8, 1024),
+        ("8xa100-80g", 1, 8, 1024),
+        ("4xa100-40g", 1, 4, 512),
+        ("8xh100", 1, 8, 2048),
+        ("2x8xh100", 2, 16, 2048),
+        ("32xa100", 4, 32, 1024),
+        ("4x8xa100-40g", 4, 32, 1024),
+        (" 2 X 8xV100-32G", 2, 16, 240),
+    ],
+)
+def test_hosts_of_devices(name: str, num_hosts: int, num_devices: int, host_gib: int) -> None:
+    found = load_hardware(name)
+    assert (found.num_hosts, found.num_devices) == (num_hosts, num_devices)
+    assert found.host_memory_nbytes == host_gib * GIB, "of each host"
+    assert found.name == "".join(name.lower().split())
+
+
+def test_a_cluster_is_its_hosts() -> None:
+    assert load_hardware("32xa100") == replace(load_hardware("4x8xa100-40g"), name="32xa100")
+    assert load_hardware("1x8xh100") == load_hardware("8xh100")
 
 
 def test_the_cpu_is_the_one_plans_are_made_with() -> None:
@@ -135,7 +161,7 @@ def test_a_near_miss_names_the_nearest(text: str, nearest: str) -> None:
     assert f"did you mean {nearest}" in refused(text)
 
 
-@pytest.mark.parametrize("text", ["", "zzz", "8x", "x", "8x8xh100", "/tmp", "machine.toml"])
+@pytest.mark.parametrize("text", ["", "zzz", "8x", "x", "8x8x8xh100", "/tmp", "machine.toml"])
 def test_a_wild_miss_names_what_is_allowed(text: str) -> None:
     message = refused(text)
     assert all(name in message for name in PRESETS)
@@ -143,10 +169,12 @@ def test_a_wild_miss_names_what_is_allowed(text: str) -> None:
 
 
 def test_no_devices() -> None:
-    assert "at least 1" in refused("0xh100")
+    for text in ("0xh100", "0x8xh100", "2x0xh100"):
+        assert "at least 1" in refused(text)
+    assert "more than 999,999 devices" in refused("999999x999999xh100")
 
 
-@pytest.mark.parametrize("name", [*PRESETS, "8xv100-32g"])
+@pytest.mark.parametrize("name", [*PRESETS, "8xv100-32g", "2x8xh100"])
 def test_a_saved_machine_comes_back_equal(tmp_path: Path, name: str) -> None:
     hardware, path = load_hardware(name), tmp_path / "new" / "folder" / "h.json"
     save_hardware(hardware, path)
@@ -271,6 +299,8 @@ def test_a_needed_key_is_missing(tmp_path: Path, missing: str) -> None:
         ({"based_on": "h100", "kind": "tpu"}, ["kind is 'tpu'", '"cpu" or "cuda"']),
         ({"based_on": "h100", "num_devices": 1.5}, ["num_devices is 1.5", "whole number"]),
         ({"based_on": "h100", "num_devices": 0}, ["num_devices is 0"]),
+        ({"based_on": "h100", "num_hosts": 0}, ["num_hosts is 0", "whole number"]),
+        ({"based_on": "h100", "num_hosts": 2}, ["2 hosts cannot share 1 devices"]),
         ({"based_on": "h100", "name": ""}, ["name is ''", "a text"]),
         ({"based_on": "h100", "context_nbytes": "200GiB"}, ["context_nbytes leaves nothing"]),
         ({"based_on": "h100", "kind": "tpu", "name": 3}, ["kind is 'tpu'", "name is 3"]),

@@ -14,7 +14,7 @@ from store_cases import EMPTY, fetch, layout_of, make_parameters, placed, put_ba
 
 from chunkc.ir.chunks import Chunk
 from chunkc.ir.errors import ChunkStateError, HomeError, StreamError, UnsupportedError
-from chunkc.ir.links import ROUTES
+from chunkc.ir.links import QUEUES
 from chunkc.runtime.arena import Arena
 from chunkc.runtime.chunk_states import ChunkState
 from chunkc.runtime.homes import MemoryHome
@@ -238,7 +238,7 @@ def test_copies_queue_on_the_link_of_their_home(holds: Any) -> None:
     store.sink("last", Chunk("grad", 2), taking(torch.ones(2, 64)), owned=True)
     put_back(store, Chunk("grad", 2))
     fetch(store, Chunk("param", 0))
-    used = {name for name in ROUTES if tier.links[name].busy_s}
+    used = {name for name in QUEUES if tier.links[name].busy_s}
     assert used == ({"to_device", "to_home"} if holds == "nothing" else {"from_disk", "to_disk"})
     assert tier.links.busy_s(inward=True) + tier.links.busy_s(inward=False) == sum(tier.links[n].busy_s for n in used)
     store.release_slots()

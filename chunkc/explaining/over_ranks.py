@@ -1,0 +1,135 @@
+"""A model that is cut over ranks, as one of them trains it: what `chunkc.distribute` makes of it, without any rank.
+
+The rank is number 0, whose parts are the largest. Where its copies and exchanges stand is the planner's to say, as on
+ranks that run: the layout tells it that groups are cut, and the hardware over how many devices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from chunkc.explaining.offline import OfflineGraph, OfflineStep
+from chunkc.explaining.optimizer_choice import Optimizer
+from chunkc.ir.chunks import ChunkLayout, ParamSpec
+from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.explanation import Ranks, TimedEvent
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.links import GATHER, SCATTER
+from chunkc.ir.shards import Shards, ZeroStage, check_zero_stage
+from chunkc.ir.simulate import link_nbytes
+from chunkc.ir.text import short
+from chunkc.optim.over_ranks import refuse_over_ranks
+from chunkc.options import Options
+from chunkc.ranks import refuse_moved_activations
+
+_MESH = re.compile(r"([0-9]{1,6})x([0-9]{1,6})")
+
+
+def refuse_distributed(model: nn.Module) -> None:
+    """Refuse a model that `chunkc.distribute` has cut.
+
+    Raises:
+        UnsupportedError: it has.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise UnsupportedError(
+                f"{name} is distributed already: explain the model as it is before chunkc.distribute, with world_size"
+            )
+
+
+def with_ranks(hardware: Hardware, world_size: int | None, mesh: str | None) -> Hardware:
+    """The hardware as far as the ranks use it that train one model together.
+
+    Args:
+        world_size: how many there are; None: one on each device.
+        mesh: hosts, and ranks on each: `2x8`; None: no more hosts than they need.
+
+    Raises:
+        OptionsError: the hardware has no such devices, or the two say different things.
+    """
+    if mesh is None:
+        return hardware if world_size is None else hardware.used_by(world_size)
+    found = _MESH.fullmatch(mesh.strip().lower())
+    if found is None:
+        raise OptionsError(f"mesh is {short(mesh)}; allowed: hosts and ranks on each, such as 2x8")
+    num_hosts, each = map(int, found.groups())
+    if world_size is not None and world_size != num_hosts * each:
+        raise OptionsError(f"world_size is {world_size}, but mesh {short(mesh)} has {num_hosts * each} ranks")
+    return hardware.used_by(num_hosts * each, num_hosts)
+
+
+def cut_over(step: OfflineStep, num_ranks: int, zero_stage: ZeroStage, options: Options) -> OfflineStep:
+    """The step with rank 0's parts in place of all parameters; one rank has all of them.
+
+    Raises:
+        OptionsError: there is no such stage.
+        UnsupportedError: ranks that run would refuse the model or an option.
+    """
+    check_zero_stage(zero_stage)
+    if num_ranks == 1:
+        return step
+    refuse_moved_activations(options)
+    return replace(step, graphs=tuple(_cut(graph, num_ranks, zero_stage) for graph in step.graphs))
+
+
+def _cut(graph: OfflineGraph, num_ranks: int, zero_stage: ZeroStage) -> OfflineGraph:
+    for spec in graph.fixed:
+        raise UnsupportedError(
+            f"{spec.name} shares its memory with other tensors, or is no dense floating-point tensor: ranks cannot "
+            "have parts of it"
+        )
+    return replace(graph, movable=tuple(_part(spec, num_ranks, zero_stage) for spec in graph.movable))
+
+
+def _part(spec: ParamSpec, num_ranks: int, zero_stage: ZeroStage) -> ParamSpec:
+    if not spec.shape:
+        raise UnsupportedError(f"{spec.name} is a scalar, which has no rows to cut: make it a tensor of one element")
+    if not torch.empty_strided(spec.shape, spec.stride, device="meta").is_contiguous():
+        raise UnsupportedError(f"{spec.name} is not contiguous: ranks cut contiguous parameters by rows")
+    return spec.part(Shards(spec.shape, num_ranks, 0, zero_stage))
+
+
+def refuse_optimizer(optimizer: Optimizer, specs: Collection[ParamSpec], overlap: str, num_ranks: int) -> None:
+    """Refuse what needs more than a rank's own parts.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    if num_ranks > 1:
+        for moments in sorted({str(spec.states.moments) for spec in specs if spec.trainable}):
+            refuse_over_ranks(optimizer.name, optimizer.num_stages, moments, overlap)
+
+
+def ranks_of(layout: ChunkLayout, events: Sequence[TimedEvent], hardware: Hardware) -> Ranks | None:
+    """What rank 0 does in a step; None where the model is not cut."""
+    if not layout.cut:
+        return None
+    streams = [event.stream for event in events]
+    return Ranks(
+        num_ranks=hardware.num_devices,
+        num_hosts=hardware.num_hosts,
+        zero_stage=next(spec.shards.zero_stage for spec in layout.specs().values() if spec.shards is not None),
+        ranks_per_host=hardware.devices_per_host,
+        num_parameters=sum(spec.numel for spec in layout.specs().values()),
+        gathers=streams.count(GATHER),
+        scatters=streams.count(SCATTER),
+        link_nbytes=link_nbytes(events, hardware),
+    )
+
+
+def notes(ranks: Ranks | None, hardware: Hardware) -> Iterator[str]:
+    """What was assumed of the ranks."""
+    if ranks is None:
+        return
+    where = f"{ranks.num_ranks} ranks on {ranks.num_hosts} host{'s' if ranks.num_hosts > 1 else ''}"
+    yield f"all bytes, times and the batch are those of rank 0 of {where}; its parts are the largest"
+    yield "ranks exchange in rings, or in trees where these are faster, at the rate of the slowest link between them"
+    if hardware.kind == "cuda":
+        yield "chunkc.distribute trains on CPUs so far: this is what its plan would be on these devices"

@@ -1,0 +1,89 @@
+"""What ranks plan and measure beside what `chunkc.explain` says of rank 0; run as `rank_cases` is."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).parent))
+
+import rank_cases
+from checkpoint_cases import attempted
+from rank_cases import HUGE, STAGES, Result, adamw, batches, compiled, made, mesh, own
+
+import chunkc
+from chunkc.ir.shards import ZeroStage
+from chunkc.runtime import cpu_allocator
+from chunkc.runtime.parts import part_of
+from chunkc.session import owner, sessions_of
+
+
+def explained() -> Result:
+    """In every stage of ZeRO, with room for all, and with none to spare."""
+    runs = []
+    for stage in STAGES:
+        roomy = _explained(HUGE, stage)
+        runs += [roomy, _explained(roomy["ranks"]["minimum"], stage)]
+    return {"runs": runs}
+
+
+def _explained(budget: int, stage: ZeroStage) -> Result:
+    """Steps of one batch: what the last one came to, and what was said."""
+    said = chunkc.explain(
+        made(),
+        own(batches(0)[0]),
+        memory_budget=budget,
+        world_size=dist.get_world_size(),
+        zero_stage=stage,
+        hardware="cpu",
+    )
+    torch._dynamo.reset()
+    gc.collect()
+    cpu_allocator.install()
+    foreign_nbytes = cpu_allocator.current_nbytes()
+    model = chunkc.distribute(made(), mesh(), zero_stage=stage)
+    run, optimizer = compiled(model, budget), adamw(model)
+    tokens = own(batches(0)[0]).clone()
+    sent: list[int] = []
+    for _ in range(3):
+        loss = run(tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (session,) = sessions_of(model.parameters())
+        sent.append(sum(session.transport.sent_nbytes[channel] for channel in ("gathers", "scatters")))
+    report = chunkc.report(model)
+    refusal = attempted(lambda: chunkc.explain(run, tokens))
+    parts = [part_of(parameter) for parameter in model.parameters()]
+    foreign_nbytes += sum(part.nbytes for part in parts if owner(part) is None)  # of which no graph knows
+    assert said.ranks is not None
+    return {
+        "explained": {
+            "peak": said.predicted_peak_nbytes,
+            "minimum": said.minimum_budget_nbytes,
+            "home": said.home_nbytes,
+        },
+        "ranks": {
+            "peak": report.predicted_peak_nbytes,
+            "minimum": report.minimum_budget_nbytes,
+            "home": report.home_nbytes,
+        },
+        "distributed already": refusal,
+        "measured": report.measured_peak_nbytes - foreign_nbytes,
+        "sent": sent[2] - sent[1],
+        "link": said.ranks.link_nbytes["between_devices"],
+        "plans": [text.partition("\nplan:")[0].strip() for text in (said.plan_text, report.plan_text)],
+    }
+
+
+CASES = {case.__name__: case for case in (explained,)}
+
+if __name__ == "__main__":
+    rank_cases.CASES = CASES
+    folder, num_ranks, timeout_s, *names = sys.argv[1:]
+    print(json.dumps(dict(rank_cases.main(Path(folder), int(num_ranks), float(timeout_s), names))))
