@@ -155,6 +155,7 @@ def test_a_rank_that_ends_while_it_writes(case: str, tmp_path: Path) -> None:
     seconds = re.match(r"CheckpointError after (\d) s: .*step 2 .* another rank was gone", first["told"])
     assert seconds is not None
     assert int(seconds[1]) < 6
-    assert first["names"] == ["step-000000000001"]
+    late = [".writing-000000000003"] if case == "hung" else []  # begun by the one that hung, once it goes on
+    assert [name for name in first["names"] if name not in late] == ["step-000000000001"]
     assert re.match("CheckpointError|DistributedError", first["again"]), "until all are started anew"
     assert other == {"error": "killed"} if case == "killed" else other["told"].startswith("CheckpointError")
