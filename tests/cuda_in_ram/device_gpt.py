@@ -60,7 +60,8 @@ def train(
     shape: dict[str, int], dtype: torch.dtype, budget_nbytes: int, *, batch: int = 2, steps: int = 3,
     keep: bool = False, codegen: str = "eager", home: str = "cpu", disk_holds: str = "auto",
     optimizer: Callable[..., Any] = chunkc.optim.AdamW, scaler: torch.amp.GradScaler | None = None,
-    clip: float | None = None, accumulate: int = 1, activations: str = "keep", **optimizer_options: Any,
+    clip: float | None = None, accumulate: int = 1, activations: str = "keep",
+    loss_tile_rows: int | None = None, **optimizer_options: Any,
 ) -> Trained:  # fmt: skip
     """Train a placed GPT; same seed, same weights and batches.
 
@@ -75,6 +76,7 @@ def train(
     model = chunkc.place(GPT(**shape).to(dtype), device="cuda", home=home, disk_holds=disk_holds)
     options = {
         "memory_budget": budget_nbytes, "codegen": codegen, "whole_graph": "never", "activations": activations,
+        "loss_tile_rows": loss_tile_rows,
     }  # fmt: skip
     compiled = torch.compile(model, backend="chunkc", options=options)
     update = optimizer(model.parameters(), lr=1e-2, **optimizer_options)

@@ -12,6 +12,7 @@ import cuda_in_ram
 import pytest
 import torch
 from device_gpt import SMALL, Trained, smallest_budget, train
+from torch import Tensor, nn
 
 import chunkc
 from chunkc.kernels import elementwise_triton
@@ -69,6 +70,61 @@ def test_nor_do_saved_values_that_are_absent(activations: str) -> None:
             found = train(SMALL, torch.bfloat16, budget_nbytes, activations=activations)
         assert not different(found, expected)
         assert found.report.measured_peak_nbytes <= budget_nbytes
+
+
+def test_nor_does_the_budget_with_losses_in_tiles() -> None:
+    """Beside the whole loss, tiles round differently: each budget has the same ones."""
+    expected = train(SMALL, torch.bfloat16, HUGE, loss_tile_rows=16)
+    budget_nbytes = smallest_budget(SMALL, torch.bfloat16, loss_tile_rows=16)
+    with cuda_in_ram.choose(late=1):
+        found = train(SMALL, torch.bfloat16, budget_nbytes, loss_tile_rows=16)
+    assert not different(found, expected)
+    assert found.report.measured_peak_nbytes <= budget_nbytes
+    whole = train(SMALL, torch.bfloat16, HUGE)
+    torch.testing.assert_close(torch.stack(found.losses), torch.stack(whole.losses), rtol=1e-2, atol=0)
+
+
+class Quantized(nn.Module):
+    """A frozen weight in int8 with a scale per row, and an adapter."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randint(-127, 128, (width, width), dtype=torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(width, 1) / 1000, requires_grad=False)
+        self.down, self.up = nn.Parameter(torch.randn(4, width) / 10), nn.Parameter(torch.zeros(width, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(x @ (self.codes * self.scale).t() + (x @ self.down.t()) @ self.up.t())
+
+
+def test_nor_does_it_with_integers_in_chunks() -> None:
+    def trained(budget_nbytes: int) -> tuple[list[Tensor], chunkc.Report]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = chunkc.place(nn.Sequential(*(Quantized(128) for _ in range(6))), device="cuda")
+        options = {"memory_budget": budget_nbytes, "codegen": "eager", "whole_graph": "never"}
+        compiled = torch.compile(model, backend="chunkc", options=options)
+        optimizer = chunkc.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        for step in range(3):
+            x = torch.randn(4, 128, generator=torch.Generator().manual_seed(step)).to("cuda")
+            loss = compiled(x).square().mean()
+            loss.backward()
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+        chunkc.synchronize(model)
+        return [p.detach().cpu().clone() for p in model.parameters()], chunkc.report(model)
+
+    expected, _ = trained(HUGE)
+    with pytest.raises(chunkc.BudgetError) as refused:
+        trained(4096)
+    budget_nbytes = refused.value.minimum_nbytes
+    with cuda_in_ram.choose(late=1):
+        found, report = trained(budget_nbytes)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert any(not torch.equal(p, torch.zeros_like(p)) for p in found if p.shape == (128, 4))
+    assert report.measured_peak_nbytes <= budget_nbytes
+    assert report.num_resident_chunks < report.num_chunks
 
 
 TRAININGS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {

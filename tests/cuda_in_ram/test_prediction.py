@@ -39,6 +39,15 @@ def test_nor_more_where_saved_values_are_absent(activations: str) -> None:
     assert 0 < left_nbytes <= TABLES_NBYTES
 
 
+def test_nor_more_where_losses_are_in_tiles() -> None:
+    tiles = {"batch": 4, "loss_tile_rows": 256}
+    budget_nbytes = smallest_budget(MEDIUM, torch.bfloat16, **tiles)
+    assert budget_nbytes < smallest_budget(MEDIUM, torch.bfloat16, batch=4)
+    report = train(MEDIUM, torch.bfloat16, budget_nbytes, keep=True, **tiles).report
+    (left_nbytes,) = set(unused_nbytes(report).values())
+    assert 0 < left_nbytes <= TABLES_NBYTES
+
+
 @DTYPES
 def test_inductor_s_code_takes_hardly_less(dtype: torch.dtype) -> None:
     """At each moment within a thousandth. In fp32, attention's seeds are counted, which are on the CPU."""
