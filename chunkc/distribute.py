@@ -108,7 +108,7 @@ def _check(name: str, parameter: nn.Parameter) -> None:
         raise UnsupportedError(f"{name} is a scalar, which has no rows to cut: make it a tensor of one element")
     if not can_move(parameter) or not parameter.is_contiguous():
         raise UnsupportedError(
-            f"{name} shares its memory with other tensors, or is no contiguous floating-point tensor: give it memory "
+            f"{name} shares its memory with other tensors, or is no contiguous tensor of real numbers: give it memory "
             "of its own (`p.data = p.data.clone(memory_format=torch.contiguous_format)`)"
         )
 

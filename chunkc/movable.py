@@ -35,7 +35,7 @@ def refuse_staying(named: Mapping[str, nn.Parameter]) -> None:
         if isinstance(parameter, Part) and not can_move(parameter):
             raise UnsupportedError(
                 f"this rank's part of {name} shares its memory with other tensors (an earlier state_dict, say) or is "
-                "no dense floating-point tensor: delete the others before the first call"
+                "no dense tensor of real numbers: delete the others before the first call"
             )
 
 

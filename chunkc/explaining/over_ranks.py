@@ -82,7 +82,7 @@ def cut_over(step: OfflineStep, num_ranks: int, zero_stage: ZeroStage, options: 
 def _cut(graph: OfflineGraph, num_ranks: int, zero_stage: ZeroStage) -> OfflineGraph:
     for spec in graph.fixed:
         raise UnsupportedError(
-            f"{spec.name} shares its memory with other tensors, or is no dense floating-point tensor: ranks cannot "
+            f"{spec.name} shares its memory with other tensors, or is no dense tensor of real numbers: ranks cannot "
             "have parts of it"
         )
     return replace(graph, movable=tuple(_part(spec, num_ranks, zero_stage) for spec in graph.movable))
