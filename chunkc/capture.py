@@ -116,10 +116,10 @@ def capture_graph(
         capture.num_user_outputs = kwargs["num_fwd_outputs"]
         prepare(joint, joint_inputs)
         is_parameter = [name is not None for name in parameter_names]
-        # Where the forward returns more than Dynamo's graph, it may be new values of buffers.
-        knows_buffers = capture.num_user_outputs == num_outputs
+        # What the forward returns beside the results of Dynamo's graph may be new values of its inputs.
+        writes_inputs = capture.num_user_outputs != num_outputs
         is_frozen = [
-            (known or (of_module and knows_buffers)) and isinstance(value, torch.Tensor) and not value.requires_grad
+            (known or of_module) and not writes_inputs and isinstance(value, torch.Tensor) and not value.requires_grad
             for known, of_module, value in zip(is_parameter, of_modules, inputs, strict=True)
         ]
         forward, capture.backward = partition(

@@ -123,7 +123,7 @@ def test_the_base_moves_in_its_few_bits(kind: type[Int8], codegen: str) -> None:
     base_nbytes = sum(group.nbytes(PARAM) for group in layout.groups if not group.trainable)
     trained_nbytes = sum(group.nbytes(PARAM) for group in layout.groups if group.trainable)
     assert report.home_nbytes == base_nbytes + 4 * trained_nbytes, "no room for gradients or states of the base"
-    assert report.traffic_nbytes["to_home"] < report.traffic_nbytes["to_device"] / 2, "nothing of the base goes home"
+    assert report.traffic_nbytes["to_home"] <= 3 * 5 * trained_nbytes, "nothing of the base goes home"
 
 
 @pytest.mark.second_tier
