@@ -16,6 +16,7 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.estimates import how_to_avoid, not_known
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.program import PhaseProgram
+from chunkc.passes.casts import read_as_casts, with_casts_given
 from chunkc.passes.codegen import (
     CompiledSegment,
     compile_segment,
@@ -34,8 +35,16 @@ from chunkc.torch_private.engine import without_autocast
 
 @dataclass(frozen=True)
 class Structure:
-    """A cut step: what does not depend on sizes. `compiled`: its segments, each as it was last described."""
+    """A cut step: what does not depend on sizes.
 
+    Attributes:
+        graphs: the phases that were cut, forward first.
+        read_as: as of a `PhaseProgram`.
+        compiled: its segments, each as it was last described.
+    """
+
+    graphs: tuple[fx.GraphModule, ...]
+    read_as: Mapping[str, str]
     forward: tuple[Piece, ...]
     backward: tuple[Piece, ...]
     table: SegmentTable
@@ -88,16 +97,26 @@ class Builder:
 
     def _structure(self, whole: bool) -> Structure:
         if whole not in self._structures:
-            capture, table = self.capture, SegmentTable()
-            assert capture.forward is not None
-            forward, backward = self._pieces(capture.forward, {}, table, whole), []
-            if capture.backward is not None:
+            table = SegmentTable()
+            graphs, read_as = self._graphs(whole)
+            forward, backward = self._pieces(graphs[0], {}, table, whole), []
+            if len(graphs) > 1:
                 group_of = self.layout.group_of()
-                nodes = returned(capture.backward.graph)
+                nodes = returned(graphs[1].graph)
                 wanted = {nodes[i]: group_of[p] for i, p in self.capture.gradients.items() if p in group_of}
-                backward = self._pieces(capture.backward, wanted, table, whole)
-            self._structures[whole] = Structure(tuple(forward), tuple(backward), table)
+                backward = self._pieces(graphs[1], wanted, table, whole)
+            self._structures[whole] = Structure(graphs, read_as, tuple(forward), tuple(backward), table)
         return self._structures[whole]
+
+    def _graphs(self, whole: bool) -> tuple[tuple[fx.GraphModule, ...], Mapping[str, str]]:
+        """The phases to cut, and which parameters they read as casts: none, where all stays and is compiled whole."""
+        capture = self.capture
+        graphs = tuple(graph for graph in (capture.forward, capture.backward) if graph is not None)
+        read_as = {} if whole else read_as_casts([g.graph for g in graphs], capture.by_placeholder, self.layout)
+        if read_as:
+            given = [place for place, name in capture.by_placeholder.items() if name in read_as]
+            graphs = tuple(with_casts_given(graph, given) for graph in graphs)
+        return graphs, read_as
 
     def described(self, whole: bool, estimated: bool = False, shapes: Shapes = AS_TRACED) -> Captured:
         """With `estimated`: only an upper bound of the memory, from the graph before any fusion, which is quick.
@@ -113,25 +132,26 @@ class Builder:
 
     def _described(self, whole: bool, estimated: bool, shapes: Shapes) -> Captured:
         capture, structure = self.capture, self._structure(whole)
-        assert capture.forward is not None
+        graph, *backward_graphs = (gm.graph for gm in structure.graphs)
         segments = self._segments(structure, estimated, shapes)
         memories = {name: segment.memory for name, segment in segments.items()}
-        num_outputs = len(returned(capture.forward.graph))
+        num_outputs = len(returned(graph))
         forward = forward_program(
-            capture.forward.graph,
+            graph,
             structure.forward,
             memories,
             parameters=self.capture.by_placeholder,
             num_user_outputs=num_outputs if capture.num_user_outputs is None else capture.num_user_outputs,
             hardware=self.hardware,
             new_buffers=capture.new_buffers,
+            read_as=structure.read_as,
             shapes=shapes,
         )
         backward: PhaseProgram | None = None
-        if capture.backward is not None:
-            saved = {n.name for n in placeholders(capture.backward.graph)}
+        for graph in backward_graphs:
+            saved = {n.name for n in placeholders(graph)}
             backward = backward_program(
-                capture.backward.graph,
+                graph,
                 structure.backward,
                 memories,
                 forward,

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx, nn
 
 from chunkc.ir import chunk_ops
-from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkLayout
+from chunkc.ir.chunks import GRAD, Chunk, ChunkLayout
 from chunkc.ir.items import SavedStorage
 from chunkc.ir.plan import LEAVE, OFFLOAD, RELOAD, Event, PhasePlan, Tile
 from chunkc.ir.program import FORWARD, PhaseProgram, SegmentCall
@@ -52,8 +52,8 @@ def insert_events(
         args = [values[value] for value in call.inputs]
         for position, name in call.parameters:
             group = group_of.get(name)
-            if group is not None and group not in resident:
-                args[position] = _node(graph, chunk_ops.parameter, Chunk(PARAM, group), name)
+            if group is not None and (read := program.chunk(name, group)).moves_beside(resident):
+                args[position] = _node(graph, chunk_ops.parameter, read, name)
         result = graph.call_module(call.segment, tuple(args))
         result.meta["call"] = call.name
         for index, value in enumerate(call.outputs):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkLayout
+from chunkc.ir.chunks import CASTS, GRAD, PARAM, Chunk, ChunkLayout
 from chunkc.ir.errors import VALUES, BudgetError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import Copy, Item, ItemId, MovedId, SavedStorage
@@ -44,7 +44,7 @@ class StepProfile:
         return self.passes + self.update
 
 
-def chunk_items(layout: ChunkLayout, positions: Sequence[Position]) -> dict[MovedId, Item]:
+def chunk_items(layout: ChunkLayout, positions: Sequence[Position], resident: frozenset[int]) -> dict[MovedId, Item]:
     """Every chunk, or part of one, that the positions need."""
     found: dict[MovedId, Item] = {}
     for chunk, nbytes in chunk_sizes(layout, positions).items():
@@ -54,6 +54,8 @@ def chunk_items(layout: ChunkLayout, positions: Sequence[Position]) -> dict[Move
             whole_nbytes = group.gathered_numel * group.dtype.itemsize
             gathered_nbytes = 0 if chunk.kind == GRAD else whole_nbytes
             found[chunk] = Item(nbytes, Copy(back, gathered_nbytes), Copy(home, whole_nbytes))
+        elif chunk.kind in CASTS:
+            found[chunk] = Item(nbytes, Copy(back, layout.read_for_cast_nbytes(chunk, resident)), Copy(home, 0))
         else:
             found[chunk] = Item(nbytes, Copy(back), Copy(home))
     return found
@@ -121,10 +123,10 @@ class StayingData:
 
 
 def _moving(position: Position, resident: frozenset[int]) -> Position:
-    """The position without the chunks of resident groups."""
+    """The position without the chunks that stay with resident groups."""
 
     def keep(chunks: frozenset[ItemId]) -> frozenset[ItemId]:
-        return frozenset(chunk for chunk in chunks if chunk.group not in resident)
+        return frozenset(chunk for chunk in chunks if chunk.moves_beside(resident))
 
     return replace(position, reads=keep(position.reads), writes=keep(position.writes))
 
@@ -142,13 +144,13 @@ def choose_resident(
     """
     sizes = chunk_sizes(layout, positions)
     needs = [
-        (position.non_model_nbytes, [(chunk.group, sizes[chunk]) for chunk in position.items])
+        (position.non_model_nbytes, [(chunk, sizes[chunk]) for chunk in position.items])
         for position in _tightest(positions)
     ]
 
     def fits(resident: frozenset[int], fixed: int) -> bool:
         return all(
-            fixed + non_model + sum(size for group, size in chunks if group not in resident) <= budget_nbytes
+            fixed + non_model + sum(size for chunk, size in chunks if chunk.moves_beside(resident)) <= budget_nbytes
             for non_model, chunks in needs
         )
 
@@ -236,8 +238,8 @@ def check_minimum(
     worst = max(_tightest(positions), key=total)
     minimum = total(worst)
     if all_may_stay:  # without the gaps that chunks have, and optimizer tiles, a very small model may need less
-        beside = held_nbytes + max(position.non_model_nbytes for position in positions)
-        minimum = min(minimum, fixed_nbytes(layout, everything(layout)) + beside)
+        whole = everything(layout)
+        minimum = min(minimum, fixed_nbytes(layout, whole) + held_nbytes + needed_nbytes(positions, layout, whole))
     if minimum > budget_nbytes:
         moving = _moving(worst, resident)
         contents = [
@@ -292,7 +294,7 @@ def plan_phases(
     used_up = {Chunk(GRAD, position.tile.group) for position in line if position.tile is not None}
     minimum = check_minimum(calls, layout, budget_nbytes, held_nbytes, resident)
     capacity = [max(0, budget_nbytes - fixed - held_nbytes - position.non_model_nbytes) for position in line]
-    items = chunk_items(layout, line)
+    items = chunk_items(layout, line, resident)
     ways = [Copy(link) for link in layout.links_of(PARAM)]
     items |= {SavedStorage(one.storage): Item(one.nbytes, *ways) for one in saved}
     calls_of = {name: [at for at in range(begin, end) if line[at].tile is None] for name, begin, end in spans}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from itertools import accumulate
 
-from chunkc.ir.chunks import GRAD, PARAM, Chunk
+from chunkc.ir.chunks import GRAD, Chunk
 from chunkc.ir.plan import Position
 from chunkc.ir.program import BACKWARD, FORWARD, MemoryStep, PhaseProgram, SegmentCall, SegmentMemory
 
@@ -154,7 +154,7 @@ def positions(
                 non_model_nbytes=life.kept_nbytes + inside_nbytes,
                 op=step.op,
                 module=call.origin(step).module or call.module,
-                reads=frozenset(Chunk(PARAM, group_of[p]) for _, p in call.parameters if p in group_of),
+                reads=frozenset(program.chunk(p, group_of[p]) for _, p in call.parameters if p in group_of),
                 writes=frozenset(Chunk(GRAD, group_of[p]) for _, p in call.gradients if p in group_of),
                 cost_s=call.cost_s,
                 sunk=tuple((name, value in program.handed_over) for value, name in call.gradients),

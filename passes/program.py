@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -28,9 +29,11 @@ def forward_program(
     num_user_outputs: int,
     hardware: Hardware,
     new_buffers: Sequence[int] = (),
+    read_as: Mapping[str, str] = MappingProxyType({}),
     shapes: Shapes = AS_TRACED,
 ) -> PhaseProgram:
-    """`parameters` maps placeholder names to parameter names, for parameters in the layout.
+    """`parameters` maps placeholder names to parameter names, for parameters in the layout; `read_as` these to kinds of
+    chunks, as in the program.
 
     The first outputs are new values of buffers: of the inputs at the places `new_buffers`.
     """
@@ -50,6 +53,7 @@ def forward_program(
         num_new_buffers=len(new_buffers),
         plain=frozenset(node.name for node in returned(graph) if node is not None and _is_plain(node)),
         changing=frozenset(list(inputs)[place] for place in new_buffers),
+        read_as=read_as,
     )
 
 
@@ -122,6 +126,7 @@ def backward_program(
         tuple(sunk),
         frozenset(fitting),
         saved_as=saved_as,
+        read_as=forward.read_as,
     )
 
 

@@ -126,6 +126,11 @@ class Arena:
         job = Launch if place.home.only_launches(place.region) else partial
         return job(place.home.read, place.region, offset_nbytes, buffer)
 
+    def caster(self, chunk: Chunk, dtype: torch.dtype, buffer: torch.Tensor) -> Callable[[], None]:
+        """A job that fills `buffer` with a chunk's elements, which are of `dtype`, cast to its own."""
+        place = self._places[chunk]
+        return partial(place.home.read_cast, place.region, dtype, buffer)
+
     def writer(self, chunk: Chunk, offset_nbytes: int, buffer: torch.Tensor) -> Callable[[], None]:
         """A job that writes `buffer` into a chunk from `offset_nbytes`."""
         place = self._touched(chunk)

@@ -35,6 +35,7 @@ from chunkc.runtime.disk_reads import (
     WORTH_A_THREAD_NBYTES,
     Readers,
     read_by_way_of,
+    read_into_pages,
     room_for,
     write_through_cache,
 )
@@ -139,6 +140,13 @@ class Home(abc.ABC):
         """
 
     @abc.abstractmethod
+    def read_cast(self, region: Region, dtype: torch.dtype, destination: torch.Tensor) -> None:
+        """Fill `destination` (flat, contiguous) with a region's first elements, which are of `dtype`, cast to its own.
+
+        Blocks until done; otherwise as `read`.
+        """
+
+    @abc.abstractmethod
     def write(self, region: Region, offset_nbytes: int, source: torch.Tensor) -> None:
         """Copy `source` into the region at `offset_nbytes`; otherwise as `read`."""
 
@@ -173,6 +181,9 @@ class MemoryHome(Home):
         nbytes = _copied_nbytes(destination)
         mapping = self._find(region, offset_nbytes, nbytes)
         ctypes.memmove(destination.data_ptr(), mapping.address + offset_nbytes, nbytes)
+
+    def read_cast(self, region: Region, dtype: torch.dtype, destination: torch.Tensor) -> None:
+        destination.copy_(self.bytes(region)[: destination.numel() * dtype.itemsize].view(dtype))
 
     def write(self, region: Region, offset_nbytes: int, source: torch.Tensor) -> None:
         nbytes = _copied_nbytes(source)
@@ -242,6 +253,19 @@ class DiskHome(Home):
         for _ in self._readers.run(-(-nbytes // PIECE_NBYTES), job_of):
             pass
 
+    def read_cast(self, region: Region, dtype: torch.dtype, destination: torch.Tensor) -> None:
+        """As `Home.read_cast`: in pieces, as `read`."""
+        num_elements = PIECE_NBYTES // dtype.itemsize
+        mapping = self._find(region, 0, destination.numel() * dtype.itemsize)
+        parts = destination.split(num_elements)
+
+        def job_of(index: int) -> Callable[[], None]:
+            reader = index % self._readers.num
+            return partial(self._cast_piece, mapping, index * PIECE_NBYTES, dtype, self._pages[reader], parts[index])
+
+        for _ in self._readers.run(len(parts), job_of):
+            pass
+
     def write(self, region: Region, offset_nbytes: int, source: torch.Tensor) -> None:
         """As `Home.write`: one request at a time, through the page cache."""
         nbytes = _copied_nbytes(source)
@@ -268,6 +292,15 @@ class DiskHome(Home):
     ) -> None:
         with self._problems("read", into.numel()):
             read_by_way_of(mapping, offset_nbytes, into, pages, past_cache=past_cache)
+
+    def _cast_piece(
+        self, mapping: Mapping, offset_nbytes: int, dtype: torch.dtype, pages: torch.Tensor, into: torch.Tensor
+    ) -> None:
+        """On a reader's thread: elements of the file, cast."""
+        nbytes = into.numel() * dtype.itemsize
+        with self._problems("read", nbytes):
+            piece = read_into_pages(mapping, offset_nbytes, nbytes, pages, past_cache=self._past_cache)
+        into.copy_(piece.view(dtype))
 
     def _reader_pages(self, num: int) -> list[torch.Tensor]:
         """Memory for each reader, which takes room only once it is used."""

@@ -15,10 +15,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import logging
 import mmap
 import os
 import resource
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -34,6 +36,11 @@ from chunkc.runtime.homes import Home, Region, home_view_span
 from chunkc.runtime.maps import Mapping, map_memory
 
 logger = logging.getLogger(__name__)
+
+CAST_PIECE_NBYTES = 4 << 20
+"""What is cast at a time, as bytes of the cast."""
+_NUM_CAST_BUFFERS = 2
+"""One is filled while the device copies from the other."""
 
 _BEFORE_TORCH_S_OWN = 1
 """A priority of `torch.serialization.register_package`: torch asks about CUDA's storages at 20."""
@@ -65,6 +72,7 @@ class PinnedHome(Home):
         self._allow_unpinned = allow_unpinned
         self._warned = False
         self._noted_nbytes, self._pinning_s = 0, 0.0
+        self._casting = threading.Lock()
         self._pinned: dict[int, int] = {}  # nbytes by address; finalizers pop from it, in any thread
 
     @property
@@ -106,6 +114,28 @@ class PinnedHome(Home):
         """Copy `source` into the region on the current stream; otherwise as `read`."""
         data = flat_bytes(source)
         self._copy(region, self._part(region, offset_nbytes, data.numel()), data)
+
+    def read_cast(self, region: Region, dtype: torch.dtype, destination: torch.Tensor) -> None:
+        """Fill `destination`, a flat device tensor, with the region's elements, cast on the host, piece by piece.
+
+        Blocks until the last piece's copy is enqueued on the current stream.
+        """
+        source = self._part(region, 0, destination.numel() * dtype.itemsize).view(dtype)
+        num_elements = CAST_PIECE_NBYTES // destination.dtype.itemsize
+        with self._casting:
+            parts = zip(source.split(num_elements), destination.detach().split(num_elements))
+            for (buffer, copied), (elements, part) in zip(itertools.cycle(self._cast_buffers), parts):
+                copied.synchronize()
+                piece = buffer.view(destination.dtype)[: part.numel()]
+                piece.copy_(elements)
+                self._gpu.copy(part, piece)
+                copied.record(self._gpu.current_stream())
+
+    @functools.cached_property
+    def _cast_buffers(self) -> list[tuple[torch.Tensor, Any]]:
+        """Pinned room for pieces that are cast, each with the event of the last copy out of it."""
+        regions = [self.allocate(CAST_PIECE_NBYTES) for _ in range(_NUM_CAST_BUFFERS)]
+        return [(self.bytes(region), self._gpu.new_event()) for region in regions]
 
     def _copy(self, region: Region, destination: torch.Tensor, source: torch.Tensor) -> None:
         self._gpu.copy(destination, source)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
 
-from chunkc.ir.chunks import PARAM, Chunk, ChunkGroup, ChunkLayout, TensorSlice
+from chunkc.ir.chunks import CASTS, PARAM, Chunk, ChunkGroup, ChunkLayout, TensorSlice
 from chunkc.ir.errors import ChunkStateError, UnsupportedError
 from chunkc.ir.states import is_scale, num_entries
+from chunkc.runtime.arena import Launch
 from chunkc.runtime.chunk_states import ChunkState
 from chunkc.runtime.maps import drop_pages
 from chunkc.runtime.slots import ChunkSlots
@@ -114,6 +116,21 @@ class ChunkPlaces(ChunkSlots):
         shape, stride = self._extent(PARAM, name)
         return torch.empty_strided(shape, stride, dtype=values.dtype, device=self.tier.device).copy_(values)
 
+    def _reader(self, chunk: Chunk, buffer: torch.Tensor) -> Callable[[], None]:
+        """A job that fills a slot: of a cast, from the parameters, at home or where they stay."""
+        if chunk.kind not in CASTS:
+            return super()._reader(chunk, buffer)
+        group = self.layout.groups[chunk.group]
+        if chunk.group not in self.resident:
+            return self.arena.caster(Chunk(PARAM, chunk.group), group.dtype, buffer)
+        pairs = [(self.parameter(s.spec.name).detach(), _placed(buffer, s)) for s in group.slices]
+        return Launch(_cast_all, pairs) if self.tier.device.type == "cuda" else partial(_cast_all, pairs)
+
+    def _read_nbytes(self, chunk: Chunk, buffer: torch.Tensor) -> int:
+        if chunk.kind in CASTS:
+            return self.layout.read_for_cast_nbytes(chunk, self.resident)
+        return super()._read_nbytes(chunk, buffer)
+
     def parameter_view(self, chunk: Chunk, name: str) -> torch.Tensor:
         """The parameter in its slot, which must hold it."""
         slot, (_, where) = self.slot(chunk), self._slices[name]
@@ -122,7 +139,7 @@ class ChunkPlaces(ChunkSlots):
         shards = where.spec.shards
         if shards is not None:
             return slot.buffer[where.slot_offset : where.slot_offset + shards.numel].view(shards.shape)
-        return slot.buffer.as_strided(where.spec.shape, where.spec.stride, where.offset)
+        return _placed(slot.buffer, where)
 
     def reserve_states(self, group: int) -> None:
         """Reserve home room, all zeros, for the optimizer states of a group, and of all others at the same time.
@@ -144,3 +161,14 @@ class ChunkPlaces(ChunkSlots):
     def _states_at_home(self, group: ChunkGroup) -> list[Chunk]:
         """The chunks of a group's states that have room at home."""
         return [chunk for kind in group.state_kinds if (chunk := Chunk(kind, group.index)) in self.arena]
+
+
+def _placed(buffer: torch.Tensor, where: TensorSlice) -> torch.Tensor:
+    """A parameter's elements in a slot of its group."""
+    return buffer.as_strided(where.spec.shape, where.spec.stride, where.offset)
+
+
+def _cast_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Cast each tensor into the other one of its pair."""
+    for source, destination in pairs:
+        destination.copy_(source)

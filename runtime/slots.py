@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout
+from chunkc.ir.chunks import CASTS, GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout
 from chunkc.ir.errors import ChunkcError, ChunkStateError, DistributedError, HomeError, StreamError
 from chunkc.ir.states import num_entries
 from chunkc.runtime.arena import Arena
@@ -132,10 +132,18 @@ class ChunkSlots(ABC):
             self.tier.enqueue(fill_with_nan, buffer)
         is_gathered = group.is_gathered(chunk)
         if needs_data and not (is_gathered and kind == GRAD):  # home has a part of it, to which a part is added there
-            job = self._gather(chunk, buffer) if is_gathered else self.arena.reader(*self._whole(chunk), buffer)
+            job = self._gather(chunk, buffer) if is_gathered else self._reader(chunk, buffer)
             queue = self.tier.links[link or self.layout.links_of_chunk(chunk)[0]]
             slot.copy = queue.submit(job, after=(*self.tier.mark(), *self.updates.before(group_index)))
-            self.traffic.to_device_nbytes += buffer.nbytes
+            self.traffic.to_device_nbytes += self._read_nbytes(chunk, buffer)
+
+    def _reader(self, chunk: Chunk, buffer: torch.Tensor) -> Callable[[], None]:
+        """A job that fills a slot from the chunk's home."""
+        return self.arena.reader(*self._whole(chunk), buffer)
+
+    def _read_nbytes(self, chunk: Chunk, buffer: torch.Tensor) -> int:
+        """What comes over the link for it."""
+        return buffer.nbytes
 
     def _room(self, chunk: Chunk, group: ChunkGroup) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What computation is to see of a chunk, and room for what other ranks send."""
@@ -216,7 +224,8 @@ class ChunkSlots(ABC):
 
     def home_marks(self, group: int) -> list[Mark]:
         """When all that was enqueued so far, and every copy of the group's chunks under way, is over."""
-        slots = [self._slots.get(Chunk(kind, group)) for kind in self.layout.groups[group].update_kinds]
+        kinds = (*self.layout.groups[group].update_kinds, *CASTS)
+        slots = [self._slots.get(Chunk(kind, group)) for kind in kinds]
         return [*self.tier.mark(), *(slot.copy for slot in slots if slot is not None and slot.copy is not None)]
 
     def write_back(self, chunk: Chunk, link: str | None = None) -> None:

@@ -12,6 +12,7 @@ finds what the others wrote.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -109,9 +110,7 @@ class StagedDiskHome(DiskHome):
         pieces: list[torch.Tensor | None] = [None] * num
 
         def job_of(index: int) -> Callable[[], None]:
-            copied = self._copied[index % num]
-            if copied is not None:
-                copied.synchronize()
+            self._await_copy(index % num)
             begin = offset_nbytes + index * self._piece_nbytes
             return partial(self._fill, pieces, index % num, mapping, begin, parts[index].numel())
 
@@ -121,6 +120,35 @@ class StagedDiskHome(DiskHome):
                 assert piece is not None
                 self._gpu.copy(parts[index], piece)
                 self._copied[index % num] = self._record()
+
+    def read_cast(self, region: Region, dtype: torch.dtype, destination: torch.Tensor) -> None:
+        """Fill `destination`, a flat device tensor, with the region's elements, cast on the host; else as `read`."""
+        num_elements = self._piece_nbytes // dtype.itemsize
+        parts = destination.detach().split(num_elements)
+        mapping = self._find(region, 0, destination.numel() * dtype.itemsize)
+        num = self._readers.num
+        casts = [piece.view(destination.dtype) for piece in self._cast_pieces]
+
+        def job_of(index: int) -> Callable[[], None]:
+            self._await_copy(index % num)
+            begin, into = index * self._piece_nbytes, casts[index % num][: parts[index].numel()]
+            return partial(self._cast_piece, mapping, begin, dtype, self._pages[index % num], into)
+
+        with self._reading, contextlib.closing(self._readers.run(len(parts), job_of)) as read:
+            for index in read:
+                self._gpu.copy(parts[index], casts[index % num][: parts[index].numel()])
+                self._copied[index % num] = self._record()
+
+    @functools.cached_property
+    def _cast_pieces(self) -> list[torch.Tensor]:
+        """Of each reader, where elements are cast; pinned once something is."""
+        return [self._staging.bytes(self._staging.allocate(self._piece_nbytes)) for _ in range(self._readers.num)]
+
+    def _await_copy(self, reader: int) -> None:
+        """Wait until what this reader has read last is on the device."""
+        copied = self._copied[reader]
+        if copied is not None:
+            copied.synchronize()
 
     def _fill(self, pieces: list[torch.Tensor | None], reader: int, mapping: Mapping, begin: int, nbytes: int) -> None:
         """On a reader's thread: a piece of the file into its pages."""

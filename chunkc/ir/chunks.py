@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -22,6 +22,10 @@ ALIGNMENT_NBYTES = 256
 
 PARAM, GRAD = "param", "grad"
 
+CASTS: Mapping[str, torch.dtype] = {"param_bf16": torch.bfloat16, "param_fp16": torch.float16}
+"""Kinds of chunks that are parameters in 16 bits: cast on the way from the parameters' home, or from where these stay,
+and without a home of their own."""
+
 DiskHolds = Literal["nothing", "states", "everything"]
 
 
@@ -30,7 +34,7 @@ class Chunk:
     """The identity of a chunk, or of a part of one. Plans and graphs print it as `param:3` or `param:3[0:65536]`.
 
     Attributes:
-        kind: `PARAM`, `GRAD`, or a kind of optimizer state.
+        kind: `PARAM`, `GRAD`, one of `CASTS`, or a kind of optimizer state.
         group: index of the chunk's group in its layout.
         part: a range of elements; None for the whole chunk. Optimizer updates move chunks part by part.
     """
@@ -43,6 +47,10 @@ class Chunk:
     def whole(self) -> Chunk:
         """The chunk that this is, or is a part of."""
         return self if self.part is None else Chunk(self.kind, self.group)
+
+    def moves_beside(self, resident: Collection[int]) -> bool:
+        """Whether it has a slot of its own while these groups stay on the compute tier: casts always have."""
+        return self.group not in resident or self.kind in CASTS
 
     @cached_property
     def _name(self) -> str:
@@ -72,7 +80,7 @@ class Chunk:
 
 def is_state(kind: str) -> bool:
     """Whether chunks of a kind hold optimizer states."""
-    return kind not in (PARAM, GRAD)
+    return kind not in (PARAM, GRAD) and kind not in CASTS
 
 
 @dataclass(frozen=True)
@@ -224,6 +232,8 @@ class ChunkGroup:
 
     def kind_dtype(self, kind: str) -> torch.dtype:
         """Gradients have the parameters' dtype; states that of their format."""
+        if kind in CASTS:
+            return CASTS[kind]
         return self.states.dtypes(self.dtype)[kind] if is_state(kind) else self.dtype
 
     def nbytes(self, kind: str) -> int:
@@ -316,6 +326,12 @@ class ChunkLayout:
     def links_of_chunk(self, chunk: Chunk) -> tuple[str, str]:
         """The links that a chunk, or a part of one, comes by and leaves by."""
         return (GATHER, SCATTER) if self.groups[chunk.group].is_gathered(chunk) else self.links_of(chunk.kind)
+
+    def read_for_cast_nbytes(self, chunk: Chunk, resident: Collection[int]) -> int:
+        """What comes over the link for a cast: a disk's is made behind it, and one of what stays crosses none."""
+        if chunk.group in resident:
+            return 0
+        return self.groups[chunk.group].nbytes(PARAM if self.is_on_disk(PARAM) else chunk.kind)
 
     @cached_property
     def cut(self) -> frozenset[int]:

@@ -56,15 +56,16 @@ class Copy:
     `chunkc.ir.links`).
 
     Attributes:
-        exchanged_nbytes: of an exchange, all ranks' parts; 0: the item only takes its room. None: a copy of the room.
+        link_nbytes: what goes over the link, where that is not the item's room: of an exchange, all ranks' parts; of a
+            cast, what is read. 0: the item only takes its room, or comes from the compute tier itself.
     """
 
     link: str
-    exchanged_nbytes: int | None = None
+    link_nbytes: int | None = None
 
     def moved_nbytes(self, nbytes: int) -> int:
-        """What is copied or exchanged for an item with so much room."""
-        return nbytes if self.exchanged_nbytes is None else self.exchanged_nbytes
+        """What goes over the link for an item with so much room."""
+        return nbytes if self.link_nbytes is None else self.link_nbytes
 
     def seconds(self, nbytes: int, hardware: Hardware) -> float:
         """What it takes while all else rests."""

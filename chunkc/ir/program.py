@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from chunkc.ir.chunks import PARAM, Chunk
+
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
 
@@ -138,6 +140,7 @@ class PhaseProgram:
             for a value that is absent.
         changing: inputs that have other contents once the forward has returned: buffers that the model updates.
         saved_as: of a backward: input -> the forward's value that it is, for saved ones.
+        read_as: parameter -> the kind of chunk that calls read it from, where that is not the parameter's own.
         num_extra: how many of a forward's last outputs, and of its backward's last inputs, do not go through autograd:
             what repeated calls read.
     """
@@ -159,7 +162,12 @@ class PhaseProgram:
     stand_ins: Mapping[int, tuple[str, int]] = field(default_factory=dict)
     changing: frozenset[str] = frozenset()
     saved_as: Mapping[str, str] = field(default_factory=dict)
+    read_as: Mapping[str, str] = field(default_factory=dict)
     num_extra: int = 0
+
+    def chunk(self, parameter: str, group: int) -> Chunk:
+        """The chunk that calls read a parameter of that group from."""
+        return Chunk(self.read_as.get(parameter, PARAM), group)
 
     @property
     def results(self) -> tuple[str, ...]:

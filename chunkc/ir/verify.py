@@ -6,7 +6,7 @@ is ready, which copy is under way on which link, whether it is newer than home. 
 nobody knows when: only a wait makes data ready. Bytes are counted by reference counts over storages, not by lifetimes.
 
 Rules, by the words their violations begin with:
-    read      a parameter is read from the chunk it lies in, while that is in the same slot with its data ready
+    read      a parameter is read from the chunk it lies in, or its cast, while that is in the same slot, ready
     write     gradients and updates go into their own chunk's slot, ready and under no copy; all that are due, once
     slot      a slot is given back only when no copy to or from it is under way
     dirty     a slot with data newer than home is not given back before it was written back
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from chunkc.ir import chunk_ops, links
-from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkLayout
+from chunkc.ir.chunks import CASTS, GRAD, PARAM, Chunk, ChunkLayout
 from chunkc.ir.program import SegmentMemory
 from chunkc.ir.updates import update_stages
 from chunkc.ir.verify_saved import SavedStorages
@@ -256,6 +256,8 @@ class _Checker:
 
     def on_write_back(self, node: fx.Node, chunk: Chunk, link: str = "") -> None:
         self._copies(node, chunk, "out", link)
+        if chunk.kind in CASTS:
+            self.fail("write", node, f"{chunk} is a cast, which has no home of its own")
         slot = self.slots.get(chunk)
         if slot is None:
             return self.fail("state", node, f"{chunk} has no slot to write back")
@@ -264,7 +266,7 @@ class _Checker:
         slot.copying, slot.link, slot.dirty = "out", link, False
 
     def on_parameter(self, node: fx.Node, chunk: Chunk, name: str) -> None:
-        if (chunk.kind, chunk.group) != (PARAM, self.group_of.get(name)):
+        if chunk.group != self.group_of.get(name) or not (chunk.kind == PARAM or chunk.kind in CASTS):
             self.fail("read", node, f"{name} does not lie in {chunk}")
         slot = self.slots.get(chunk)
         if slot is None or not slot.ready:

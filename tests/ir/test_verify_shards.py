@@ -128,7 +128,7 @@ def test_what_every_rank_has_whole_counts_at_all_times(zero_stage: ZeroStage, ki
         assert not violations(GATHER, needed, chunk, zero_stage)
         assert violations(GATHER, needed - 1, chunk, zero_stage)
         position = Position("forward.0", "forward", 0, "mm", "h", frozenset({chunk}), frozenset(), 0.0)
-        (item,) = chunk_items(laid_out, [position]).values()
+        (item,) = chunk_items(laid_out, [position], frozenset()).values()
         exchanged = 4 * group.gathered_numel
         assert item.way_home.moved_nbytes(item.nbytes) == exchanged, "what is exchanged is the same in every stage"
         assert item.way_back.moved_nbytes(item.nbytes) == (exchanged if kind == PARAM else 0)
