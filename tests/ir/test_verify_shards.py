@@ -84,7 +84,7 @@ def test_a_slot_has_room_for_all_ranks(kind: str) -> None:
 def test_the_planner_takes_the_links_of_all_ranks() -> None:
     chunks = frozenset({Chunk(PARAM, 0), Chunk(GRAD, 0)})
     position = Position("forward.0", "forward", 0, "mm", "h", chunks, frozenset(), 0.0)
-    items = chunk_items(layout(), [position])
+    items = chunk_items(layout(), [position], frozenset())
     assert {(item.way_back.link, item.way_home.link) for item in items.values()} == {(GATHER, SCATTER)}
     assert layout().cut == {0}
 
@@ -100,7 +100,8 @@ def test_all_ranks_see_the_same_items_at_the_same_prices(shape: Any, num_ranks: 
     chunks = frozenset({Chunk(PARAM, 0), Chunk(GRAD, 0)})
     position = Position("forward.0", "forward", 0, "mm", "h", chunks, frozenset(), 0.0)
     first, *others = (
-        chunk_items(lay_out([part(shape, num_ranks, rank, zero_stage)]), [position]) for rank in range(num_ranks)
+        chunk_items(lay_out([part(shape, num_ranks, rank, zero_stage)]), [position], frozenset())
+        for rank in range(num_ranks)
     )
     assert all(items == first for items in others)
     whole_nbytes = 4 * math.prod(shape)
