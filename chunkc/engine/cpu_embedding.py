@@ -1,0 +1,109 @@
+"""Embeddings whose weights stay in the CPU's memory, and which the CPU looks up: PatrickStar's `use_cpu_embedding`.
+
+Indices go to the CPU, rows come to the device. Backward, the rows' gradient goes to the CPU, where that of the weight
+is made; so it is the CPU that updates it. A lookup is no part of the graph: Dynamo breaks it there. Both copies are
+pageable, and wait: nothing reads what has not arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from chunkc.ir.errors import UnsupportedError
+from chunkc.logs import logger
+from chunkc.session import owner
+
+_WEIGHT = "weight"
+
+
+class CpuEmbedding(nn.Embedding):
+    """Looks up on the CPU.
+
+    Attributes:
+        rows_on: where its rows go.
+    """
+
+    rows_on: torch.device
+
+    @torch.compiler.disable
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The rows of integer indices of any shape, on any device."""
+        return super().forward(input.to("cpu")).to(self.rows_on)
+
+
+def chosen(model: nn.Module) -> list[nn.Embedding]:
+    """The embeddings of a model that the CPU can look up. Which ones it cannot is told.
+
+    Raises:
+        UnsupportedError: one is not on the CPU, or placed already; or it is trained and has sparse gradients.
+    """
+    users: dict[int, list[tuple[str, nn.Module]]] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            users.setdefault(id(parameter), []).append((f"{prefix}.{name}" if prefix else name, module))
+    found = []
+    for prefix, module in model.named_modules():
+        if not isinstance(module, nn.Embedding):
+            continue
+        weight = module._parameters.get(_WEIGHT)
+        if type(weight) is not nn.Parameter:
+            _leave(prefix, "has no ordinary parameter as its weight")
+            continue
+        others = [name for name, user in users[id(weight)] if not isinstance(user, nn.Embedding)]
+        if others:
+            _leave(f"{prefix}.{_WEIGHT}", f"is {' and '.join(others)} too")
+            continue
+        _check(prefix, module, weight)
+        found.append(module)
+    return found
+
+
+def _leave(name: str, why: str) -> None:
+    logger.warning("use_cpu_embedding: %s %s; it is left to the plan, like all other parameters", name, why)
+
+
+def _check(prefix: str, module: nn.Embedding, weight: nn.Parameter) -> None:
+    name = f"{prefix}.{_WEIGHT}" if prefix else _WEIGHT
+    if weight.device.type != "cpu":
+        raise UnsupportedError(f"{name} is on {weight.device}; use_cpu_embedding keeps it on the CPU: build it there")
+    if owner(weight) is not None:
+        raise UnsupportedError(
+            f"{name} is placed or compiled already, and use_cpu_embedding keeps it out of chunks: give "
+            "initialize_engine the model before"
+        )
+    if module.sparse and weight.requires_grad:
+        raise UnsupportedError(
+            f"{prefix or 'the model'} is an nn.Embedding with sparse=True, and chunkc has no sparse gradients; make it "
+            "with sparse=False"
+        )
+
+
+@contextmanager
+def set_apart(embeddings: Sequence[nn.Embedding]) -> Iterator[None]:
+    """Inside, their weights are no parameters of the model, so that nothing places or moves them."""
+    weights = [embedding._parameters[_WEIGHT] for embedding in embeddings]
+    try:
+        for embedding in embeddings:
+            embedding._parameters[_WEIGHT] = None
+        yield
+    finally:
+        for embedding, weight in zip(embeddings, weights, strict=True):
+            embedding._parameters[_WEIGHT] = weight
+
+
+def look_up_on_cpu(embeddings: Sequence[nn.Embedding], device: torch.device) -> None:
+    """From now on the CPU looks these up, for a model that computes on the device. They stay the objects they are."""
+    for embedding in embeddings:
+        embedding.__class__ = _kept(type(embedding))
+        embedding.rows_on = device  # type: ignore[assignment]
+
+
+def _kept(kind: type[nn.Embedding]) -> type[nn.Embedding]:
+    """A class of embeddings, whose `super().forward` is that of `CpuEmbedding`."""
+    if kind is nn.Embedding:
+        return CpuEmbedding
+    return type(kind.__name__, (kind, CpuEmbedding), {"__module__": kind.__module__, "__doc__": kind.__doc__})
