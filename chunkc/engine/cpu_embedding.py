@@ -104,6 +104,6 @@ def look_up_on_cpu(embeddings: Sequence[nn.Embedding], device: torch.device) -> 
 
 def _kept(kind: type[nn.Embedding]) -> type[nn.Embedding]:
     """A class of embeddings, whose `super().forward` is that of `CpuEmbedding`."""
-    if kind is nn.Embedding:
-        return CpuEmbedding
+    if kind is nn.Embedding or issubclass(kind, CpuEmbedding):
+        return CpuEmbedding if kind is nn.Embedding else kind
     return type(kind.__name__, (kind, CpuEmbedding), {"__module__": kind.__module__, "__doc__": kind.__doc__})
