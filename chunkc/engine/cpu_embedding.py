@@ -18,6 +18,7 @@ from chunkc.logs import logger
 from chunkc.session import owner
 
 _WEIGHT = "weight"
+_LEFT = "and is left to the plan, like all other parameters"
 
 
 class CpuEmbedding(nn.Embedding):
@@ -36,38 +37,33 @@ class CpuEmbedding(nn.Embedding):
 
 
 def chosen(model: nn.Module) -> list[nn.Embedding]:
-    """The embeddings of a model that the CPU can look up. Which ones it cannot is told.
+    """The embeddings of a model that the CPU can look up. Weights of others are told, each once.
 
     Raises:
         UnsupportedError: one is not on the CPU, or placed already; or it is trained and has sparse gradients.
     """
-    users: dict[int, list[tuple[str, nn.Module]]] = {}
+    users: dict[int, dict[str, nn.Module]] = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            users.setdefault(id(parameter), []).append((f"{prefix}.{name}" if prefix else name, module))
-    found = []
+            users.setdefault(id(parameter), {})[f"{prefix}.{name}" if prefix else name] = module
+    found, left = [], set()
     for prefix, module in model.named_modules():
         if not isinstance(module, nn.Embedding):
             continue
-        weight = module._parameters.get(_WEIGHT)
+        name, weight = f"{prefix}.{_WEIGHT}" if prefix else _WEIGHT, module._parameters.get(_WEIGHT)
         if type(weight) is not nn.Parameter:
-            _leave(prefix, "has no ordinary parameter as its weight")
-            continue
-        others = [name for name, user in users[id(weight)] if not isinstance(user, nn.Embedding)]
-        if others:
-            _leave(f"{prefix}.{_WEIGHT}", f"is {' and '.join(others)} too")
-            continue
-        _check(prefix, module, weight)
-        found.append(module)
+            logger.warning("use_cpu_embedding: %s is no ordinary parameter, %s", name, _LEFT)
+        elif others := [other for other, user in users[id(weight)].items() if not isinstance(user, nn.Embedding)]:
+            if id(weight) not in left:
+                logger.warning("use_cpu_embedding: %s is %s too, %s", name, " and ".join(others), _LEFT)
+            left.add(id(weight))
+        else:
+            _check(name, module, weight)
+            found.append(module)
     return found
 
 
-def _leave(name: str, why: str) -> None:
-    logger.warning("use_cpu_embedding: %s %s; it is left to the plan, like all other parameters", name, why)
-
-
-def _check(prefix: str, module: nn.Embedding, weight: nn.Parameter) -> None:
-    name = f"{prefix}.{_WEIGHT}" if prefix else _WEIGHT
+def _check(name: str, module: nn.Embedding, weight: nn.Parameter) -> None:
     if weight.device.type != "cpu":
         raise UnsupportedError(f"{name} is on {weight.device}; use_cpu_embedding keeps it on the CPU: build it there")
     if owner(weight) is not None:
@@ -77,8 +73,8 @@ def _check(prefix: str, module: nn.Embedding, weight: nn.Parameter) -> None:
         )
     if module.sparse and weight.requires_grad:
         raise UnsupportedError(
-            f"{prefix or 'the model'} is an nn.Embedding with sparse=True, and chunkc has no sparse gradients; make it "
-            "with sparse=False"
+            f"{name} is that of an nn.Embedding with sparse=True, and chunkc has no sparse gradients; make it with "
+            "sparse=False"
         )
 
 

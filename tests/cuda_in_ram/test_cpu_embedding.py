@@ -201,6 +201,16 @@ def test_a_checkpoint_goes_on_where_it_was(tmp_path: Path) -> None:
     assert all(torch.equal(p.detach(), found.weights[name]) for name, p in plain.named_parameters())
 
 
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["with the key", "without"])
+def test_files_are_those_of_the_model(on_cpu: bool, tmp_path: Path) -> None:
+    saved = train(on_cpu=not on_cpu, steps=1)
+    chunkc.save(saved.engine.module, tmp_path)
+    torch._dynamo.reset()
+    engine, _ = chunkc.initialize_engine(lambda: GPT(**SHAPE), 0, config(on_cpu=on_cpu))
+    assert chunkc.load(engine, tmp_path) == ([], [])
+    assert all(torch.equal(p.detach().cpu(), saved.weights[name]) for name, p in engine.module.named_parameters())
+
+
 def test_indices_may_be_on_the_cpu_and_nothing_is_recorded_for_evaluation() -> None:
     engine, _ = chunkc.initialize_engine(build, 0, config())
     with torch.no_grad():

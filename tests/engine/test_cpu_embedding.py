@@ -117,6 +117,13 @@ def test_a_tied_weight_is_left_to_the_plan(caplog: pytest.LogCaptureFixture) -> 
     assert "head.weight" in caplog.text
 
 
+def test_a_weight_of_many_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.ModuleDict({"encoder": nn.Embedding(32, 64), "decoder": nn.Embedding(32, 64), "head": nn.Linear(64, 32)})
+    model["decoder"].weight = model["head"].weight = model["encoder"].weight
+    assert chosen(model) == []
+    assert caplog.text.count("encoder.weight is head.weight too") == caplog.text.count("use_cpu_embedding") == 1
+
+
 def test_embeddings_that_share_a_weight_are_kept_together(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.ModuleDict({"encoder": nn.Embedding(32, 64), "decoder": nn.Embedding(32, 64)})
     model["decoder"].weight = model["encoder"].weight
@@ -134,7 +141,7 @@ def test_a_parametrized_weight_is_left_to_the_plan(caplog: pytest.LogCaptureFixt
 
 
 def test_sparse_gradients_are_refused() -> None:
-    with pytest.raises(chunkc.UnsupportedError, match=r"embed .*sparse=True.*sparse=False"):
+    with pytest.raises(chunkc.UnsupportedError, match=r"embed\.weight .*sparse=True.*sparse=False"):
         chosen(Model(sparse=True))
     frozen = Model(sparse=True)
     frozen.embed.weight.requires_grad_(False)
