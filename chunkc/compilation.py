@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from chunkc.absences import leanest_form
 from chunkc.build import Builder
@@ -22,7 +23,7 @@ from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError, UnsupportedError
 from chunkc.known_needs import Held, needs_of_step
 from chunkc.logs import log_build, log_capture, warn_of_estimates
-from chunkc.machines.devices import device_of
+from chunkc.machines.devices import device_of, parse_device
 from chunkc.movable import can_move, refuse_staying
 from chunkc.moving import place
 from chunkc.options import Options
@@ -84,7 +85,7 @@ def compile_graph(
         return _taking(positions, call)
     names = graph_names.take(inputs, UserNames.of_caller())
     parameters = [part_of(value) if isinstance(value, nn.Parameter) else None for value in inputs]
-    device = _compute_device(parameters, inputs, names)
+    device = _compute_device(parameters, inputs, names, gm)
     owned = [p for p in parameters if p is not None]
     end_where_laid_out_otherwise(owned)
     transport = transport_of({n: p for n, p in zip(names, parameters, strict=True) if p is not None})
@@ -194,13 +195,17 @@ def _name_parameters(
 
 
 def _compute_device(
-    parameters: Sequence[nn.Parameter | None], inputs: Sequence[Any], names: Sequence[str]
+    parameters: Sequence[nn.Parameter | None], inputs: Sequence[Any], names: Sequence[str], gm: fx.GraphModule
 ) -> torch.device:
-    """The device of a graph's parameters, or of its tensors where it has none: a CUDA device if there is one."""
+    """The device of a graph's parameters, or of its tensors where it has none: a CUDA device if there is one. A graph
+    that is given no tensors, such as the positions of a sequence, says where it makes them."""
     found = {name: p for name, p in zip(names, parameters, strict=True) if p is not None}
     if found:
         return device_of(found)
     devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
+    if not devices:
+        arguments = pytree.tree_leaves([(node.args, node.kwargs) for node in gm.graph.nodes])
+        devices = [parse_device(value) for value in arguments if isinstance(value, torch.device)]
     return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from chunkc.engine import cpu_embedding
 from chunkc.engine.config import Config, EngineConfig, read_config
 from chunkc.engine.engine import Engine, check_optimizer
 from chunkc.engine.optimizers import make_optimizer
@@ -55,7 +56,8 @@ def initialize_engine(
 
     Raises:
         OptionsError: the configuration has an unknown key or a value that makes no sense; each is named.
-        UnsupportedError: it asks for something that chunkc does not do, or there are several processes.
+        UnsupportedError: it asks for something that chunkc does not do, or there are several processes; with
+            use_cpu_embedding, an embedding is not in the CPU's memory, is placed already, or has sparse gradients.
         HomeError: there is no room for the model at home.
     """
     _check_one_process()
@@ -65,12 +67,9 @@ def initialize_engine(
     if optimizer is None and settings.optimizer is None:
         raise OptionsError('the configuration has no "optimizer"; write one, or pass initialize_engine(optimizer=...)')
     device = parse_device(settings.device or (f"cuda:{max(local_rank, 0)}" if torch.cuda.is_available() else "cpu"))
-    if settings.cpu_embedding and device.type != "cpu":
-        raise UnsupportedError(
-            f"use_cpu_embedding is true, and {device} computes: set it to false; the plan fetches embeddings like all "
-            "other parameters"
-        )
-    with _at_home(settings, model_func, device):
+    looks_up = settings.cpu_embedding and device.type != "cpu"
+    embeddings: list[nn.Embedding] = []
+    with ExitStack() as stack, _at_home(settings, model_func, device):
         model = model_func if isinstance(model_func, nn.Module) else model_func()
         if not isinstance(model, nn.Module):
             raise OptionsError(f"model_func returned {short(model)}; it must return a torch.nn.Module")
@@ -81,6 +80,10 @@ def initialize_engine(
             )
         if settings.dtype is not None:
             _cast(model, settings.dtype)
+        embeddings = cpu_embedding.chosen(model) if looks_up else []
+        stack.enter_context(
+            cpu_embedding.set_apart(embeddings)
+        )  # until the model is placed, where it was built at home
     model.train()
 
     parameters = list(model.parameters()) if model_parameters is None else list(model_parameters)
@@ -89,10 +92,11 @@ def initialize_engine(
     scheduler = _scheduler_of(settings, lr_scheduler, found)
 
     options = settings.compile_options(settings.dtype or _common_dtype(model))
-    place_on(model, device, options)
+    with cpu_embedding.set_apart(embeddings):
+        place_on(model, device, options)
+    cpu_embedding.look_up_on_cpu(embeddings, device)
     dynamo.compile_in_place(model, backend="chunkc", options=options)
-    of_cpu = {"the CPU computes anyway": ["use_cpu_embedding"]}
-    _report({**settings.without_effect, **(of_cpu if settings.cpu_embedding else {})})
+    _report({**settings.without_effect, **_cpu_embedding_without_effect(settings, device, embeddings)})
     _tell_of_others(model, found)
     engine = Engine(model, found, settings, lr_scheduler=scheduler, local_rank=local_rank, device=device)
     return engine, found
@@ -115,6 +119,16 @@ def _at_home(
         )
     options = parse_options(dict(settings.options), os.environ)
     return init(home=options.home, disk_holds=options.disk_holds, chunk_size=options.chunk_size, device=device)
+
+
+def _cpu_embedding_without_effect(
+    settings: EngineConfig, device: torch.device, embeddings: Sequence[nn.Embedding]
+) -> dict[str, list[str]]:
+    """Whether `use_cpu_embedding` means nothing, with the reason."""
+    if not settings.cpu_embedding or embeddings:
+        return {}
+    on_device = "the model has no nn.Embedding that the CPU can look up"
+    return {"the CPU computes anyway" if device.type == "cpu" else on_device: ["use_cpu_embedding"]}
 
 
 def _tell_of_others(model: nn.Module, optimizer: Optimizer) -> None:

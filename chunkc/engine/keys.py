@@ -190,7 +190,7 @@ KEYS: tuple[Key, ...] = (
     _used("default_chunk_size", "PatrickStar: elements in a chunk of parameters"),
     _used(
         "use_cpu_embedding",
-        "PatrickStar: no effect where the CPU computes; refused on a GPU, to which the plan fetches embeddings",
+        "PatrickStar: on a GPU, [the CPU looks up embeddings](#embeddings-on-the-cpu); no effect on a CPU",
     ),
     _used(
         "release_after_init",

@@ -373,7 +373,7 @@ class ChunkedOptimizer(Optimizer):
             return
         due, prepared = prepare_step(self)
         self.in_backward.end()
-        if any(of_session.at_home for of_session in prepared):
+        if any(of_session.at_home for of_session in prepared) or any(p.device.type == "cpu" for p, _ in due.in_place):
             self.doubts.settle(wait=True)  # the CPU is about to wait for this step's gradients anyway
         for updater in self._updaters.values():
             updater.begin_step()

@@ -172,4 +172,8 @@ def update_in_place(optimizer: ChunkedOptimizer, tasks: Sequence[tuple[torch.Ten
                 yield Staying(parameter, hyper, kinds, numbers[parameter])
 
     for device in dict.fromkeys(parameter.device for parameter, _ in tasks):
-        optimizer.updater(device).of_tensors(staying(device), scale)
+        tensors, scale_there = staying(device), on_the_cpu(scale) if device == _CPU else scale
+        if is_skipped(scale_there):
+            list(tensors)  # the step is counted, and corrected with those of the device (see `doubts`)
+        else:
+            optimizer.updater(device).of_tensors(tensors, scale_there)
