@@ -81,9 +81,8 @@ def initialize_engine(
         if settings.dtype is not None:
             _cast(model, settings.dtype)
         embeddings = cpu_embedding.chosen(model) if looks_up else []
-        stack.enter_context(
-            cpu_embedding.set_apart(embeddings)
-        )  # until the model is placed, where it was built at home
+        # until the model is placed, where it was built at home
+        stack.enter_context(cpu_embedding.set_apart(embeddings))
     model.train()
 
     parameters = list(model.parameters()) if model_parameters is None else list(model_parameters)
