@@ -1,0 +1,146 @@
+"""Which parameters are read as casts, and the graphs that read them so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from chunkc.ir.chunks import ChunkLayout, ParamSpec
+from chunkc.ir.shards import Shards
+from chunkc.passes.casts import read_as_casts, with_casts_given
+from chunkc.passes.layout import lay_out
+
+WIDTH = 4
+BF16, FP16 = torch.bfloat16, torch.float16
+Function = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+def traced(function: Function, w: Tensor | None = None) -> fx.GraphModule:
+    """A phase whose placeholders are `x_1`, `w_1`, `v_1`."""
+    x, v = torch.ones(2, WIDTH, dtype=BF16), torch.ones(WIDTH, WIDTH)
+
+    def phase(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        made = function(x, w, v)
+        return made if isinstance(made, tuple) else (made,)
+
+    return make_fx(phase, tracing_mode="fake")(x, torch.ones(WIDTH, WIDTH) if w is None else w, v)
+
+
+def spec(name: str, dtype: torch.dtype = torch.float32, shards: Shards | None = None) -> ParamSpec:
+    return ParamSpec(name, (WIDTH, WIDTH), (WIDTH, 1), dtype, trainable=True, shards=shards)
+
+
+def one_group(*specs: ParamSpec) -> ChunkLayout:
+    layout = lay_out(specs or [spec("h.w"), spec("h.v")], 1 << 9)
+    assert len(layout.groups) == 1
+    return layout
+
+
+def found(*functions: Function, layout: ChunkLayout | None = None, w: Tensor | None = None) -> dict[str, str]:
+    graphs = [traced(function, w).graph for function in functions]
+    return read_as_casts(graphs, {"w_1": "h.w", "v_1": "h.v"}, layout or one_group())
+
+
+def as_casts(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return x @ w.to(BF16) @ v.to(BF16)
+
+
+def only_one(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return x @ w.to(BF16)
+
+
+def by_another_operator(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return x @ torch.ops.prims.convert_element_type(w, BF16)
+
+
+def test_parameters_that_are_only_cast_are_read_as_casts() -> None:
+    assert found(as_casts) == {"h.w": "param_bf16", "h.v": "param_bf16"}
+    assert found(as_casts, as_casts) == {"h.w": "param_bf16", "h.v": "param_bf16"}
+    assert found(lambda x, w, v: x.half() @ w.half()) == {"h.w": "param_fp16"}
+    assert found(by_another_operator) == {"h.w": "param_bf16"}
+
+
+def test_what_no_graph_reads_keeps_no_other_from_it() -> None:
+    assert found(only_one) == {"h.w": "param_bf16"}
+    assert found(lambda x, w, v: x * 2) == {}
+
+
+def as_it_is(x: Tensor, w: Tensor, v: Tensor) -> Any:
+    return x @ w.to(BF16), w * 2
+
+
+def as_a_view(x: Tensor, w: Tensor, v: Tensor) -> Any:
+    return x @ w.t().to(BF16)
+
+
+def in_two_dtypes(x: Tensor, w: Tensor, v: Tensor) -> Any:
+    return x @ w.to(BF16), x.half() @ w.half()
+
+
+def beside_one_in_another_dtype(x: Tensor, w: Tensor, v: Tensor) -> Any:
+    return x @ w.to(BF16), x.half() @ v.half()
+
+
+def beside_one_as_it_is(x: Tensor, w: Tensor, v: Tensor) -> Any:
+    return x @ w.to(BF16), v * 2
+
+
+def in_double_precision(x: Tensor, w: Tensor, v: Tensor) -> Any:
+    return x.double() @ w.double()
+
+
+def returned(x: Tensor, w: Tensor, v: Tensor) -> Any:
+    return w.to(BF16)
+
+
+def returned_as_a_view(x: Tensor, w: Tensor, v: Tensor) -> Any:
+    cast = w.to(BF16)
+    return x @ cast, cast.t()
+
+
+def in_another_layout(x: Tensor, w: Tensor, v: Tensor) -> Any:
+    return x @ torch.ops.aten._to_copy.default(w, dtype=BF16, memory_format=torch.contiguous_format)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        as_it_is, as_a_view, in_two_dtypes, beside_one_in_another_dtype, beside_one_as_it_is, in_double_precision,
+        returned, returned_as_a_view, in_another_layout,
+    ],
+)  # fmt: skip
+def test_what_needs_the_parameter_itself_reads_it(function: Function) -> None:
+    assert found(function) == {}
+
+
+def test_both_phases_must_read_the_cast_only() -> None:
+    assert found(only_one, as_it_is) == {}
+    assert found(only_one, lambda x, w, v: x * 2) == {"h.w": "param_bf16"}
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, FP16])
+def test_integers_and_16_bits_travel_as_they_are(dtype: torch.dtype) -> None:
+    layout = one_group(spec("h.w", dtype))
+    assert found(only_one, layout=layout, w=torch.ones(WIDTH, WIDTH, dtype=dtype)) == {}
+
+
+def test_what_is_cut_over_ranks_is_exchanged_as_it_is() -> None:
+    shards = Shards((WIDTH, WIDTH), 2, 0, 3)
+    assert found(only_one, layout=one_group(spec("h.w", shards=shards))) == {}
+
+
+def test_a_graph_that_is_given_casts_computes_the_same() -> None:
+    original = traced(lambda x, w, v: x @ w.to(BF16) @ w.to(BF16).t() + v.to(BF16).sum())
+    text, given = original.code, with_casts_given(original, ["w_1"])
+    assert original.code == text, "the original is changed"
+    x, w, v = torch.randn(2, WIDTH).to(BF16), torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
+    assert torch.equal(*given(x, w.to(BF16), v), *original(x, w, v))
+    casts = [node for node in given.graph.nodes if node.target is torch.ops.aten._to_copy.default]
+    assert len(casts) == 1, "that of the parameter that is not given"
+    placeholder = next(node for node in given.graph.nodes if node.name == "w_1")
+    assert placeholder.meta["val"].dtype == BF16
