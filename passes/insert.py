@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -40,7 +40,7 @@ def insert_events(
             node.meta["storage"] = (f"dropped:{value}", 0, False)
         node.meta["parameter"] = program.parameters.get(value)
         values[value] = node
-    settled = {} if layout is None else settled_after(program, plan, layout)
+    settled = {} if layout is None else settled_after(program, plan, layout, resident)
     saved = _Saved(graph, program, values)
     calls = iter(program.calls)
     for at, stop in enumerate(plan.stops[:-1]):
@@ -96,17 +96,20 @@ def _node(graph: fx.Graph, target: Callable[..., None], *arguments: Any) -> fx.N
     return graph.call_function(target, arguments)
 
 
-def settled_after(program: PhaseProgram, plan: PhasePlan, layout: ChunkLayout) -> dict[tuple[int, int], int]:
+def settled_after(
+    program: PhaseProgram, plan: PhasePlan, layout: ChunkLayout, resident: Collection[int] = ()
+) -> dict[tuple[int, int], int]:
     """Where groups are settled: after which event of which stop, which group.
 
     That is the last event that starts a copy of the group's parameters or gradients, either way. Only groups count
-    all of whose gradients are sunk by this program, and that the phase does not update itself.
+    that move, all of whose gradients are sunk by this program, and that the phase does not update itself.
     """
     sunk = {name for call in program.calls for _, name in call.gradients}
     return {
         where: index
         for index, where in plan.last_copies().items()
         if index not in plan.updated
+        and index not in resident
         and layout.groups[index].trainable
         and all(s.spec.name in sunk for s in layout.groups[index].slices)
     }

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
-from chunkc.ir.chunks import GRAD, PARAM, Chunk
+from chunkc.ir.chunks import CASTS, GRAD, PARAM, Chunk
 from chunkc.ir.explanation import AT_HOME, COMPUTE, StepTime, TimedEvent, Traffic
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import MovedId
@@ -146,7 +146,7 @@ def _replay(
                     copy(event, phase.phase)
                     written |= {group} if kind == GRAD else set()
                 if at_home.beside_backward and phase.phase == BACKWARD and (index, place) in last and group in to_do:
-                    ready = max(done.get(Chunk(kind, group), 0.0) for kind in (PARAM, GRAD))
+                    ready = max(done.get(Chunk(kind, group), 0.0) for kind in (PARAM, GRAD, *CASTS))
                     update_at_home(group, max(now, ready), phase.phase)
             if index < len(phase.moments):
                 moment = phase.moments[index]

@@ -90,7 +90,6 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "bf16": ({}, {}, {}),
     "fp16": ({"dtype": torch.float16}, {}, {}),
     "disk": ({}, {"home": "disk"}, {}),
-    "states on disk": ({}, {"home": "disk", "disk_holds": "states"}, {}),
     "inductor": ({}, {"codegen": "inductor"}, {}),
     "frozen": ({"frozen": 2}, {}, {}),
     "updates beside the forward": ({}, {}, {"overlap": "forward", "update_on": "cpu"}),

@@ -122,6 +122,26 @@ def a_parameter_is_read_from_the_chunk_of_another(c: Case) -> None:
     node.args = (Chunk("param", 1), "h.2.w")
 
 
+@sabotage("read", "casting")
+def a_cast_is_not_waited_for(c: Case) -> None:
+    c.erase(WAIT, Chunk("param_bf16", 1))
+
+
+@sabotage("read", "casting")
+def a_cast_is_read_from_the_chunk_of_another(c: Case) -> None:
+    c.the("parameter", Chunk("param_bf16", 1)).args = (Chunk("param_bf16", 1), "h.2.w")
+
+
+@sabotage("write", "casting")
+def a_cast_is_written_back(c: Case) -> None:
+    c.add_before(c.the(EVICT, Chunk("param_bf16", 1)), (WRITE_BACK, Chunk("param_bf16", 1)))
+
+
+@sabotage("end", "casting", 1 << 20)
+def a_cast_is_left_in_its_slot(c: Case) -> None:
+    c.erase(EVICT, Chunk("param_bf16", 1))
+
+
 ROOMY = 1 << 20
 """Bytes beside the smallest budget with which the backward of four layers updates all of them."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -146,6 +146,11 @@ class Case:
         self.add_before(node.next, *events)
 
 
+def casting_program() -> PhaseProgram:
+    """The forward, which reads every parameter but the first as a cast."""
+    return replace(forward_program(), read_as={f"h.{i}.w": "param_bf16" for i in range(1, NUM_LAYERS)})
+
+
 def step_positions() -> tuple[tuple, tuple]:
     group_of = LAYOUT.group_of()
     return tuple(positions(p, MEMORIES, group_of=group_of) for p in (forward_program(), backward_program()))  # type: ignore[return-value]
@@ -173,7 +178,15 @@ def case(phase: str, spare: int = 0) -> Case:
     """The forward, backward or update under the smallest budget, plus `spare` bytes.
 
     `settling`: the backward, saying when groups are settled at home. `updating`: the backward, updating all groups.
+    `casting`: a forward that reads casts.
     """
+    if phase == "casting":
+        program = casting_program()
+        calls = positions(program, MEMORIES, group_of=LAYOUT.group_of())
+        budget = check_minimum(calls, LAYOUT, HUGE, 0) + spare
+        plan = plan_phases([("forward", calls)], LAYOUT, budget_nbytes=budget, resident=frozenset(), hardware=HARDWARE)
+        graph = insert_events(program, plan.phases[0], MODULES, group_of=LAYOUT.group_of(), resident=frozenset()).graph
+        return Case(plan, graph, {"resident": frozenset(), "held_nbytes": 0, "budget_nbytes": budget})
     if phase == "update":
         tiles = update_tiles(LAYOUT, range(NUM_LAYERS), 0)
         calls = update_positions(LAYOUT, tiles, 100)
@@ -198,7 +211,7 @@ def case(phase: str, spare: int = 0) -> Case:
     return Case(plan, graph.graph, options)
 
 
-PHASES = ("forward", "backward", "update")
+PHASES = ("forward", "backward", "update", "casting")
 
 
 SPARES = (0, 1, 4096, 10_000, 1 << 20)

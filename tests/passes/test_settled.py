@@ -44,3 +44,9 @@ def test_a_group_counts_only_with_all_its_gradients() -> None:
     )  # fmt: skip
     settled = {n.args[0] for n in graph.graph.nodes if n.target is chunk_ops.settle}
     assert settled == set(range(NUM_LAYERS)) - {1}
+
+
+def test_a_group_that_stays_is_not_settled_when_its_cast_is_made() -> None:
+    stops = ((Event(PREFETCH, Chunk("param_bf16", 2), 0), Event(WAIT, Chunk("param_bf16", 2), 0)), ())
+    plan = PhasePlan("backward", stops, ())
+    assert settled_after(backward_program(), plan, LAYOUT, resident=frozenset({2})) == {}
