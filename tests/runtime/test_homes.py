@@ -269,3 +269,19 @@ def _runs_during(job: Callable[[], None]) -> bool:
     finally:
         sys.setswitchinterval(switch_s)
     return ran_while_copying
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("numel", [1, 1000, 3 * MIB], ids=["one", "some", "of several pieces"])
+def test_what_is_read_as_a_cast_is_cast(home: Home, dtype: torch.dtype, to: torch.dtype, numel: int) -> None:
+    region = home.allocate(numel * dtype.itemsize + 64)
+    values = torch.randn(numel, dtype=dtype)
+    home.write(region, 0, values)
+    out = torch.zeros(numel + 2, dtype=to)
+    home.read_cast(region, dtype, out[:numel])
+    assert torch.equal(out[:numel], values.to(to))
+    assert not out[numel:].any(), "beyond its end"
+    home.tensor(region, dtype, (numel,), (1,), 0).mul_(3)
+    home.read_cast(region, dtype, out[:numel])
+    assert torch.equal(out[:numel], (values * 3).to(to)), "what was written since is not cast"

@@ -11,10 +11,11 @@ import os
 import platform
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
-from fake_gpu import FakeGpu, FakeStream
+from fake_gpu import FakeEvent, FakeGpu, FakeStream
 
 import chunkc.runtime.pinned
 from chunkc.ir.chunks import Chunk
@@ -109,6 +110,52 @@ def test_copies_return_at_once_and_come_in_the_stream_s_order() -> None:
 
 def assert_true(value: bool) -> None:
     assert value
+
+
+class _NoWait(FakeEvent):
+    def synchronize(self) -> None:
+        pass
+
+
+def read_as_casts(gpu: FakeGpu, regions: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Small integers in fp32 from the home, each tensor as a cast and on a stream of its own; then back in fp32."""
+    home, found = PinnedHome(gpu), []
+    for values in regions:
+        home.tensor(region := home.allocate(values.nbytes), values.dtype, values.shape, (1,), 0).copy_(values)
+        found.append(torch.zeros_like(values, dtype=torch.bfloat16))
+        with gpu.using(gpu.new_stream()):
+            home.read_cast(region, values.dtype, found[-1])
+    for stream in gpu.streams:
+        stream.synchronize()
+    return [cast.float() for cast in found]
+
+
+def test_the_waits_for_buffers_of_casts_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer is filled anew only when the copy out of it is over, on whichever stream."""
+    monkeypatch.setattr(chunkc.runtime.pinned, "CAST_PIECE_NBYTES", 2 * PAGE)
+    regions = [torch.randint(-99, 99, (numel,)).float() for numel in (1, PAGE, 7 * PAGE + 3, 5 * PAGE)]
+    right, wrong = 0, 0
+    for seed in range(20):
+        for event in (FakeEvent, _NoWait):
+            gpu = FakeGpu(longest_s=0.002)
+            gpu.reseed(seed)
+            monkeypatch.setattr(gpu, "new_event", event)
+            same = all(map(torch.equal, read_as_casts(gpu, regions), regions))
+            right, wrong = right + (same and event is FakeEvent), wrong + (not same)
+    assert right == 20
+    assert wrong > 0
+
+
+def test_a_cast_is_of_what_home_holds() -> None:
+    gpu = FakeGpu()
+    home = PinnedHome(gpu)
+    region = home.allocate(4096)
+    view, cast = home.tensor(region, torch.float32, (1000,), (1,), 0), torch.zeros(1000, dtype=torch.float16)
+    for _ in range(2):
+        view.copy_(torch.randn(1000))
+        home.read_cast(region, torch.float32, cast)
+        gpu.compute.synchronize()
+        assert torch.equal(cast, view.half())
 
 
 def test_unpinning_waits_for_copies_under_way() -> None:

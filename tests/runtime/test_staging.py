@@ -52,6 +52,21 @@ def test_bytes_of_any_size_go_through(tmp_path: Path, nbytes: int, num_pieces: i
     assert not home.tensor(region, torch.uint8, (16,), (1,), 0).any()
 
 
+@pytest.mark.parametrize("numel", [1, PIECE // 4 - 1, PIECE // 4, 7 * PIECE + 5])
+def test_a_cast_is_of_what_the_file_holds(tmp_path: Path, numel: int) -> None:
+    gpu = FakeGpu(longest_s=0.001)
+    home = staged(tmp_path, gpu, num_pieces=3)
+    region = home.allocate(4 * numel + 16)
+    for _ in range(2):  # what is written later, too
+        data = torch.randn(numel)
+        home.write(region, 0, data)
+        cast = torch.zeros(numel + 1, dtype=torch.float16)
+        home.read_cast(region, torch.float32, cast[:numel])
+        gpu.compute.synchronize()
+        assert torch.equal(cast[:numel], data.half())
+        assert cast[numel] == 0
+
+
 def test_the_buffers_are_all_the_pinned_memory_it_takes(tmp_path: Path) -> None:
     gpu = FakeGpu()
     home = staged(tmp_path, gpu, num_pieces=3)
@@ -91,9 +106,20 @@ def _write_all(home: StagedDiskHome, gpu: FakeGpu, data: torch.Tensor) -> torch.
     return home.tensor(region, data.dtype, tuple(data.shape), (1,), 0)
 
 
-@pytest.mark.parametrize("way", [_read_all, _write_all])
+def _cast_all(home: StagedDiskHome, gpu: FakeGpu, data: torch.Tensor) -> torch.Tensor:
+    region = home.allocate(data.nbytes)
+    home.tensor(region, data.dtype, tuple(data.shape), (1,), 0).copy_(data)
+    cast = torch.empty_like(data, dtype=torch.bfloat16)
+    home.read_cast(region, data.dtype, cast)
+    gpu.compute.synchronize()
+    return cast.float()  # exact: the elements are small integers
+
+
+@pytest.mark.parametrize("way", [_read_all, _write_all, _cast_all])
 def test_the_buffers_waits_matter(tmp_path: Path, way: Callable[..., torch.Tensor]) -> None:
-    data = torch.randn(10 * mmap.PAGESIZE)  # in pieces of a page: each comes to lie where a former one was
+    data = torch.randint(
+        -99, 99, (10 * mmap.PAGESIZE,)
+    ).float()  # in pieces of a page: each comes to lie where a former one was
     right, wrong = 0, 0
     for seed in range(20):
         gpu = FakeGpu(longest_s=0.002)
