@@ -119,7 +119,7 @@ def _cast_all(home: StagedDiskHome, gpu: FakeGpu, data: torch.Tensor) -> torch.T
 def test_the_buffers_waits_matter(tmp_path: Path, way: Callable[..., torch.Tensor]) -> None:
     data = torch.randint(
         -99, 99, (10 * mmap.PAGESIZE,)
-    ).float()  # in pieces of a page: each comes to lie where a former one was
+    ).float()  # in pages: each comes where another was
     right, wrong = 0, 0
     for seed in range(20):
         gpu = FakeGpu(longest_s=0.002)
