@@ -61,7 +61,7 @@ def train(
     keep: bool = False, codegen: str = "eager", home: str = "cpu", disk_holds: str = "auto",
     optimizer: Callable[..., Any] = chunkc.optim.AdamW, scaler: torch.amp.GradScaler | None = None,
     clip: float | None = None, accumulate: int = 1, activations: str = "keep",
-    loss_tile_rows: int | None = None, **optimizer_options: Any,
+    loss_tile_rows: int | None = None, autocast: torch.dtype | None = None, **optimizer_options: Any,
 ) -> Trained:  # fmt: skip
     """Train a placed GPT; same seed, same weights and batches.
 
@@ -70,6 +70,7 @@ def train(
         scaler: scales losses; with fp16, the first steps overflow.
         clip: the largest norm of all gradients.
         accumulate: backwards per step.
+        autocast: the dtype of a region around the forward.
     """
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -87,7 +88,8 @@ def train(
         tokens = torch.randint(shape["vocab"], (batch, shape["sequence"]), generator=generator).to("cuda")
         is_last = (step + 1) % accumulate == 0
         with nullcontext() if is_last else update.accumulating():
-            loss = compiled(tokens)
+            with torch.autocast("cuda", autocast, enabled=autocast is not None):
+                loss = compiled(tokens)
             scaler.scale(loss).backward()
         losses.append(loss.detach().cpu().clone())
         if not keep:

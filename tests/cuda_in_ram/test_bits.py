@@ -84,6 +84,24 @@ def test_nor_does_the_budget_with_losses_in_tiles() -> None:
     torch.testing.assert_close(torch.stack(found.losses), torch.stack(whole.losses), rtol=1e-2, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("home", "update_on"), [("cpu", "device"), ("cpu", "cpu"), ("disk", "device")])
+def test_nor_does_it_under_autocast(dtype: torch.dtype, home: str, update_on: str, tmp_path: Path) -> None:
+    """Casts come from the host's cores, from a disk, and on the device from what stays there."""
+    how: dict[str, Any] = {"autocast": dtype, "update_on": update_on}
+    expected = train(SMALL, torch.float32, HUGE, **how)
+    how["home"] = home if home == "cpu" else f"disk:{tmp_path}"
+    budget_nbytes = smallest_budget(SMALL, torch.float32, **how)
+    roomy_nbytes = (budget_nbytes + expected.report.predicted_peak_nbytes) // 2
+    for seed, nbytes in enumerate((budget_nbytes, roomy_nbytes), 1):
+        with cuda_in_ram.choose(late=seed):
+            found = train(SMALL, torch.float32, nbytes, **how)
+        assert not different(found, expected)
+        assert found.report.measured_peak_nbytes <= nbytes
+        assert "param_" in found.report.plan_text
+    assert 0 < found.report.num_resident_chunks < found.report.num_chunks
+
+
 class Quantized(nn.Module):
     """A frozen weight in int8 with a scale per row, and an adapter."""
 

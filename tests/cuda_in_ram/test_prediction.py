@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from device_gpt import MEDIUM, smallest_budget, train
@@ -44,6 +46,17 @@ def test_nor_more_where_losses_are_in_tiles() -> None:
     budget_nbytes = smallest_budget(MEDIUM, torch.bfloat16, **tiles)
     assert budget_nbytes < smallest_budget(MEDIUM, torch.bfloat16, batch=4)
     report = train(MEDIUM, torch.bfloat16, budget_nbytes, keep=True, **tiles).report
+    (left_nbytes,) = set(unused_nbytes(report).values())
+    assert 0 < left_nbytes <= TABLES_NBYTES
+
+
+@pytest.mark.parametrize("home", ["cpu", "disk"])
+def test_nor_more_under_autocast(home: str) -> None:
+    """At every moment, in eager code."""
+    how: dict[str, Any] = {"batch": 4, "autocast": torch.bfloat16, "home": home}
+    budget_nbytes = smallest_budget(MEDIUM, torch.float32, **how)
+    assert budget_nbytes < smallest_budget(MEDIUM, torch.float32, batch=4)
+    report = train(MEDIUM, torch.float32, budget_nbytes, keep=True, **how).report
     (left_nbytes,) = set(unused_nbytes(report).values())
     assert 0 < left_nbytes <= TABLES_NBYTES
 

@@ -117,9 +117,7 @@ def _cast_all(home: StagedDiskHome, gpu: FakeGpu, data: torch.Tensor) -> torch.T
 
 @pytest.mark.parametrize("way", [_read_all, _write_all, _cast_all])
 def test_the_buffers_waits_matter(tmp_path: Path, way: Callable[..., torch.Tensor]) -> None:
-    data = torch.randint(
-        -99, 99, (10 * mmap.PAGESIZE,)
-    ).float()  # in pages: each comes where another was
+    data = torch.randint(-99, 99, (10 * mmap.PAGESIZE,)).float()  # in pages: each comes where another was
     right, wrong = 0, 0
     for seed in range(20):
         gpu = FakeGpu(longest_s=0.002)
