@@ -8,13 +8,15 @@ themselves.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from chunkc.ir.chunks import CASTS, ChunkLayout
-from chunkc.passes.graphs import placeholders, returned, storage_keys
+from chunkc.passes.graphs import placeholders, returned, storage_key, storage_keys
 from chunkc.passes.segments import clone_parameter_views
 from chunkc.torch_private.aot import LazyGraphModule
 
@@ -74,5 +76,24 @@ def with_casts_given(gm: fx.GraphModule, parameters: Iterable[str]) -> fx.GraphM
             node.meta["val"] = casts[0].meta["val"]
             cast.replace_all_uses_with(node)
             graph.erase_node(cast)
+        if casts:
+            _trace_views(node)
     clone_parameter_views(graph, [node for node in placeholders(graph) if node.name in given])
     return LazyGraphModule(gm, graph)
+
+
+def _trace_views(given: fx.Node) -> None:
+    """Trace a placeholder's views again: they may have been traced as views of a cast that was made a second time."""
+    views, keys = [given], set(storage_keys(given))
+    for view in views:
+        for user in view.users:
+            if user not in views and (
+                isinstance(user.target, torch._ops.OpOverload) or user.target is operator.getitem
+            ):
+                args, kwargs = fx.map_arg((user.args, user.kwargs), lambda n: n.meta["val"])
+                with torch.no_grad():
+                    made = user.target(*args, **kwargs)
+                tensors = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+                if not keys.isdisjoint(map(storage_key, tensors)):
+                    user.meta["val"] = made
+                    views.append(user)

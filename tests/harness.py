@@ -33,6 +33,9 @@ TRACING_NBYTES = 16384
 """What Dynamo itself may allocate while it traces: two copies of the random generator's state, 5056 bytes each. It
 frees them before the compiled graph runs for the first time."""
 
+LOOP_NBYTES = 64 * 1024
+"""What a loop of another library may allocate beside the model's calls: batches, losses, norms, metrics."""
+
 TINY = 4096
 """A budget in which no model fits."""
 
@@ -236,6 +239,16 @@ def refuse(case: Case, *, memory_budget: int, **options: Any) -> chunkc.BudgetEr
     except chunkc.BudgetError as error:
         return error.with_traceback(None)
     raise AssertionError(f"{case.name} trains in {memory_budget} bytes")
+
+
+@contextmanager
+def limited(budget_nbytes: int) -> Iterator[None]:
+    """Inside, torch's allocator gives `budget_nbytes`, and room for what the loop and Dynamo allocate."""
+    cpu_allocator.install()
+    gc.collect()
+    now = cpu_allocator.current_nbytes()
+    with cpu_allocator.hard_limit(now + budget_nbytes + LOOP_NBYTES + TRACING_NBYTES):
+        yield
 
 
 def in_a_small_budget(run: Callable[[int], _T]) -> _T:

@@ -138,7 +138,10 @@ def _document(folder_fd: int, manifest: Manifest, name: str) -> Json:
         raise CheckpointError(f"it has no {name}")
     with opened(folder_fd, name) as fd:
         text = os.pread(fd, manifest.files[name].nbytes, 0)
-    return json.loads(text)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # its checksum may be another rank's to compare
+        raise CheckpointError(f"{name} is damaged ({type(error).__name__})") from error
 
 
 def _loose(files: Mapping[str, Overlaid]) -> Callable[[str], torch.Tensor]:

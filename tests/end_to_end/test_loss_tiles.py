@@ -82,7 +82,7 @@ WAYS = [
     pytest.param("dropout", "eager", 0.5, marks=SECOND),
     pytest.param("dropout", "inductor", 0.6, marks=SLOW),
     pytest.param("autocast", "eager", 0.7, marks=SLOW),
-    pytest.param("autocast", "inductor", 0.75, marks=SECOND),
+    pytest.param("autocast", "inductor", 0.85, marks=SECOND),
     pytest.param("hugging_face", "eager", 0.8, marks=SECOND),
     pytest.param("hugging_face", "inductor", 0.97, marks=SLOW),
 ]

@@ -5,24 +5,17 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from harness import TRACING_NBYTES
 from torch import Tensor, nn
 from zoo import integers
 
 import chunkc
-from chunkc.runtime import cpu_allocator
 
 VOCAB, LENGTH, WIDTH = 128, 32, 64
-
-LOOP_NBYTES = 64 * 1024
-"""What a loop of another library may allocate beside the model's calls: batches, losses, norms, metrics."""
 
 
 def gpt(seed: int = 0, num_layers: int = 2) -> nn.Module:
@@ -49,16 +42,6 @@ def batches(examples: Sequence[dict[str, Tensor]], size: int) -> Iterator[dict[s
     for at in range(0, len(examples), size):
         part = examples[at : at + size]
         yield {key: torch.stack([example[key] for example in part]) for key in part[0]}
-
-
-@contextmanager
-def limited(budget_nbytes: int) -> Iterator[None]:
-    """Inside, torch's allocator gives `budget_nbytes`, and room for what the loop and Dynamo allocate."""
-    cpu_allocator.install()
-    gc.collect()
-    now = cpu_allocator.current_nbytes()
-    with cpu_allocator.hard_limit(now + budget_nbytes + LOOP_NBYTES + TRACING_NBYTES):
-        yield
 
 
 def assert_moved(model: nn.Module, budget_nbytes: int) -> chunkc.Report:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from harness import differences, weights
-from loops import assert_close, assert_moved, batches, gpt, limited, tokens
+from harness import differences, limited, weights
+from loops import assert_close, assert_moved, batches, gpt, tokens
 
 import chunkc
 

@@ -8,10 +8,10 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from harness import differences, weights
+from harness import differences, limited, weights
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch.plugins import MixedPrecision
-from loops import assert_close, assert_moved, batches, gpt, limited, tokens
+from loops import assert_close, assert_moved, batches, gpt, tokens
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from zoo import floats

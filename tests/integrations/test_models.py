@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import array, gradients, in_a_small_budget
+from harness import array, gradients, in_a_small_budget, limited
 from loops import LENGTH, VOCAB, gpt
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -161,10 +161,11 @@ def test_trains_and_answers_as_plain_pytorch(name: str) -> None:
 
     def run(budget: int) -> tuple[nn.Module, list[Any]]:
         torch._dynamo.reset()
-        model = built(MODELS[name])
+        model = chunkc.place(built(MODELS[name]))
         options = {"memory_budget": budget, "codegen": "eager", "whole_graph": "never"}
         compiled = torch.compile(model, backend="chunkc", options=options)
-        return model, trained(model, compiled, chunkc.optim.AdamW, (8, 8, 8))
+        with limited(budget):
+            return model, trained(model, compiled, chunkc.optim.AdamW, (8, 8, 8))
 
     with rnns_captured(True):
         model, found = in_a_small_budget(run)

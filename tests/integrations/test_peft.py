@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import differences, session_of, weights
-from loops import assert_close, assert_moved, batches, gpt, limited, tokens
+from harness import differences, limited, session_of, weights
+from loops import assert_close, assert_moved, batches, gpt, tokens
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 

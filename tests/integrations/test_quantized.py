@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import differences, session_of, weights
-from loops import assert_close, limited
+from harness import differences, limited, session_of, weights
+from loops import assert_close
 from torch import Tensor, nn
 
 import chunkc

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from harness import differences, weights
-from loops import assert_close, assert_moved, gpt, limited, tokens
+from harness import differences, limited, weights
+from loops import assert_close, assert_moved, gpt, tokens
 from torch import nn
 from transformers import HfArgumentParser, TrainerCallback
 

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from chunkc.ir.chunks import ChunkLayout, ParamSpec
 from chunkc.ir.shards import Shards
 from chunkc.passes.casts import read_as_casts, with_casts_given
+from chunkc.passes.graphs import storage_keys
 from chunkc.passes.layout import lay_out
 
 WIDTH = 4
@@ -144,3 +145,13 @@ def test_a_graph_that_is_given_casts_computes_the_same() -> None:
     assert len(casts) == 1, "that of the parameter that is not given"
     placeholder = next(node for node in given.graph.nodes if node.name == "w_1")
     assert placeholder.meta["val"].dtype == BF16
+
+
+def test_views_of_several_casts_are_views_of_what_is_given() -> None:
+    """As in recomputed regions, each of which casts for itself; so no view of a slot crosses a cut."""
+    original = traced(lambda x, w, v: (x @ w.to(BF16).t(), x @ w.to(BF16).t()))
+    given = with_casts_given(original, ["w_1"])
+    placeholder = next(node for node in given.graph.nodes if node.name == "w_1")
+    views = [node for node in given.graph.nodes if node.target is torch.ops.aten.t.default]
+    assert len(views) == 2
+    assert {key for view in views for key in storage_keys(view)} == set(storage_keys(placeholder))
