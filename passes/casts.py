@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
 
 import torch
 from torch import fx
@@ -92,7 +93,7 @@ def _trace_views(given: fx.Node) -> None:
             ):
                 args, kwargs = fx.map_arg((user.args, user.kwargs), lambda n: n.meta["val"])
                 with torch.no_grad():
-                    made = user.target(*args, **kwargs)
+                    made = target(*args, **kwargs)
                 tensors = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)]
                 if not keys.isdisjoint(map(storage_key, tensors)):
                     user.meta["val"] = made
