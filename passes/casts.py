@@ -88,8 +88,9 @@ def _trace_views(given: fx.Node) -> None:
     views, keys = [given], set(storage_keys(given))
     for view in views:
         for user in view.users:
-            target: Any = user.target
-            if user not in views and (isinstance(target, torch._ops.OpOverload) or target is operator.getitem):
+            is_operator = isinstance(user.target, torch._ops.OpOverload) or user.target is operator.getitem
+            if is_operator and user not in views:
+                target: Any = user.target
                 args, kwargs = fx.map_arg((user.args, user.kwargs), lambda n: n.meta["val"])
                 with torch.no_grad():
                     made = target(*args, **kwargs)
