@@ -17,6 +17,8 @@ from torch import nn
 
 import chunkc
 from chunkc.checkpoint.manifest import File, Manifest
+from chunkc.checkpoint.restoring import read
+from chunkc.checkpoint.snapshot import STATE_JSON
 from chunkc.ir.errors import CheckpointError
 
 
@@ -177,6 +179,20 @@ def test_a_checkpoint_under_another_steps_name(tmp_path: Path) -> None:
     model, optimizer = begin(1)
     with pytest.warns(UserWarning, match="it says that it is of step 2"):
         assert chunkc.Checkpoint(tmp_path, model=model, optimizer=optimizer).load_latest() == 2
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_rank_that_does_not_check_a_file_names_its_damage(tmp_path: Path, rank: int) -> None:
+    """Each file's checksum is compared by one rank; all of them read what is in JSON."""
+    two_checkpoints(tmp_path)
+    path = tmp_path / NEWEST / STATE_JSON
+    path.write_bytes(path.read_bytes().replace(b",", b";", 1))
+    folder_fd = os.open(tmp_path / NEWEST, os.O_RDONLY)
+    try:
+        with pytest.raises(CheckpointError, match=r"state\.json"):
+            read(folder_fd, 2, rank, 3)
+    finally:
+        os.close(folder_fd)
 
 
 def test_what_comes_from_a_newer_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
