@@ -222,6 +222,7 @@ def train(
             del batch, loss
             update.step()
             update.zero_grad()
+    chunkc.synchronize(model)  # an optimizer's last update may go on
     peak_nbytes = cpu_allocator.peak_nbytes() - foreign_nbytes
     report = chunkc.report(compiled)
     return Result(
