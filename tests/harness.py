@@ -123,6 +123,13 @@ def session_of(model: nn.Module) -> Session:
     return session
 
 
+def kept(tensor: Tensor) -> Tensor:
+    """A copy of the tensor that charges nothing to a hard limit."""
+    low = tensor.dtype is torch.bfloat16
+    copy = torch.from_numpy(array(tensor))
+    return copy.view(torch.bfloat16) if low else copy
+
+
 def gradients(model: nn.Module) -> Arrays:
     """Copies of all gradients that exist, by parameter name."""
     return {name: array(p.grad) for name, p in model.named_parameters() if p.grad is not None}

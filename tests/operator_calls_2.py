@@ -289,6 +289,7 @@ def linear_algebra(dtype: torch.dtype) -> Iterator[Call]:
         yield call(aten.linalg_qr.default, square)
         yield call(aten._linalg_svd.default, square)
         yield call(aten._linalg_eigh.default, definite)
+        yield from (call(aten.linalg_matrix_exp.default, square * scale) for scale in (1e-6, 0.05, 1.0, 10.0))
         yield call(aten._linalg_det.default, definite)
         yield call(aten._linalg_slogdet.default, definite)
         yield call(aten._linalg_solve_ex.default, definite, right)

@@ -57,6 +57,9 @@ _LAPACK = Inexact(
     "LAPACK says only when it runs how much workspace it wants",
     "a copy of the matrices, pivots, and LAPACK's usual block of 64 columns",
 )
+_POWERS = Inexact(
+    "always", "the norm of each matrix says how many of its powers are made", "the most: twelve matrices", loose=True
+)
 _STEPS = Inexact("always", "computed in several steps that ATen may fuse", "temporaries in the widest dtype")
 _ATTENTION = Inexact(
     "more than one thread, and low precision",
@@ -85,6 +88,7 @@ _GROUPS: tuple[tuple[Inexact, str], ...] = (
         "aten::_linalg_det aten::_linalg_slogdet aten::_linalg_solve_ex aten::linalg_qr aten::_linalg_svd "
         "aten::_linalg_eigh",
     ),
+    (_POWERS, "aten::linalg_matrix_exp"),
     (
         _STEPS,
         "aten::mse_loss aten::huber_loss aten::smooth_l1_loss aten::soft_margin_loss aten::soft_margin_loss_backward "

@@ -27,6 +27,7 @@ from chunkc.passes.scratch.indexing import (
 from chunkc.passes.scratch.linear_algebra import (
     copy_and_pivots_rule,
     decomposition_rule,
+    matrix_exp_rule,
     pivots_rule,
 )
 from chunkc.passes.scratch.norms import (
@@ -201,6 +202,7 @@ _GROUPS: tuple[tuple[Callable[[Call], int], tuple[str, ...]], ...] = (
     (copy_and_pivots_rule, _names("aten", "linalg_inv_ex linalg_solve_triangular triangular_solve cholesky_solve")),
     (pivots_rule, _names("aten", "_linalg_det _linalg_slogdet _linalg_solve_ex")),
     (decomposition_rule, _names("aten", "linalg_qr _linalg_svd _linalg_eigh")),
+    (matrix_exp_rule, _names("aten", "linalg_matrix_exp")),
     (
         pointwise_rule,
         _names(

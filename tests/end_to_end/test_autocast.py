@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import HUGE, in_a_small_budget
+from harness import HUGE, in_a_small_budget, kept, limited
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -105,16 +105,17 @@ def train(
                 scaler.scale(loss).backward()
         if not backward_inside:
             scaler.scale(loss).backward()
-        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        found += [kept(loss), *(kept(p.grad) for p in model.parameters() if p.grad is not None)]
+        del loss
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         if evaluated_in is not None:
             model.train(evaluated_in == "train")
             with torch.no_grad(), torch.autocast("cpu", region, enabled=region is not None):
-                found.append(call(tokens(3 + step, 12 + 4 * step, 9)))
+                found.append(kept(call(tokens(3 + step, 12 + 4 * step, 9))))
             model.train()
-    return [*found, *(p.detach().clone() for p in model.parameters())]
+    return [*found, *(kept(p) for p in model.parameters())]
 
 
 def built(kind: type[nn.Module] = GPT, **arguments: Any) -> nn.Module:
@@ -127,7 +128,7 @@ def compiled(budget: int, codegen: str, kind: type[nn.Module] = GPT, **arguments
     gc.collect()
     options = {"memory_budget": budget, "codegen": codegen, "whole_graph": "never", "chunk_size": 4096}
     options |= arguments.pop("options", {})
-    model = built(kind, **arguments)
+    model = chunkc.place(built(kind, **arguments), chunk_size=4096)
     return model, torch.compile(model, backend="chunkc", options=options)
 
 
@@ -135,7 +136,9 @@ def in_both_budgets(codegen: str, kind: type[nn.Module], how: dict[str, Any], **
     """What is trained where everything fits, which a small budget must reproduce to the bit."""
 
     def trained(budget: int) -> list[Tensor]:
-        return train(*compiled(budget, codegen, kind, **arguments), **how)
+        made = compiled(budget, codegen, kind, **arguments)
+        with limited(budget):
+            return train(*made, **how)
 
     found = trained(HUGE)
     assert_equal(in_a_small_budget(trained), found)

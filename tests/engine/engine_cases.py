@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from harness import kept
 from optim_models import BUDGET_NBYTES, MLP, batch
 from torch import Tensor, nn
 
@@ -38,7 +39,7 @@ def engine(**changes: Any) -> tuple[Engine, torch.optim.Optimizer]:
 
 
 def weights(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
+    return [kept(p) for p in model.parameters()]
 
 
 def assert_same(left: list[Tensor], right: list[Tensor]) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import EPS, LR, Masters, assert_close, assert_same, config, engine, plain, small_model, weights
-from optim_models import batch, is_managed, states
+from harness import limited
+from optim_models import BUDGET_NBYTES, batch, is_managed, states
 
 import chunkc
 
@@ -19,11 +20,12 @@ second_tier = pytest.mark.second_tier
 
 def test_patrickstars_loop() -> None:
     model, optimizer = engine()
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = model(batch(step))
-        model.backward(loss)
-        optimizer.step()
+    with limited(BUDGET_NBYTES):
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = model(batch(step))
+            model.backward(loss)
+            optimizer.step()
     assert is_managed(model.module.layers[0].weight)
     assert_close(weights(model), plain(3))
 
@@ -36,11 +38,12 @@ def test_deepspeeds_loop() -> None:
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
     )
     boundaries = []
-    for step in range(6):
-        loss = model(batch(step))
-        model.backward(loss)
-        boundaries.append(model.is_gradient_accumulation_boundary())
-        model.step()
+    with limited(BUDGET_NBYTES):
+        for step in range(6):
+            loss = model(batch(step))
+            model.backward(loss)
+            boundaries.append(model.is_gradient_accumulation_boundary())
+            model.step()
     assert boundaries == [False, False, True] * 2
     assert_close(weights(model), plain(2, accumulate=3, clip=0.05, scheduled=True))
     assert all(p.grad is None for p in model.parameters())
@@ -78,17 +81,19 @@ def test_patrickstars_loop_with_accumulation_is_refused_where_it_would_be_wrong(
 
 def test_fp16_with_a_static_scale() -> None:
     model, _ = engine(fp16={"enabled": True, "loss_scale": 256})
-    reference, norms = Masters(torch.float16), []
+    norms = []
+    with limited(BUDGET_NBYTES):
+        for step in range(3):
+            model.backward(model(batch(step, torch.float16)))
+            model.step()
+            norms.append(model.get_global_grad_norm())
+    reference, expected = Masters(torch.float16), []
     for step in range(3):
-        x = batch(step, torch.float16)
-        model.backward(model(x))
-        model.step()
-        (reference.model(x) * 256).backward()
-        norms.append((model.get_global_grad_norm(), reference.step(256)))
+        (reference.model(batch(step, torch.float16)) * 256).backward()
+        expected.append(reference.step(256))
     assert model.module.layers[0].weight.dtype == torch.float16
     assert_close(weights(model), weights(reference.model), rtol=1e-3)
-    for norm, expected in norms:
-        assert norm == pytest.approx(expected, rel=1e-3)
+    assert norms == pytest.approx(expected, rel=1e-3)
 
 
 @second_tier

@@ -51,11 +51,11 @@ class OwnFunction(nn.Module):
 
 
 class Stack(nn.Module):
-    """Four layers with residuals."""
+    """Layers with residuals."""
 
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
+    def __init__(self, make: Callable[[], nn.Module], num_layers: int = 4) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([make() for _ in range(4)])
+        self.layers = nn.ModuleList([make() for _ in range(num_layers)])
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -99,7 +99,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "weight_norm": lambda: Stack(lambda: parametrizations.weight_norm(square())),
     "former_weight_norm": lambda: Stack(lambda: nn.utils.weight_norm(square())),
     "spectral_norm": lambda: Stack(lambda: parametrizations.spectral_norm(square())),
-    "orthogonal": lambda: Stack(lambda: parametrizations.orthogonal(square(), orthogonal_map="matrix_exp")),
+    "orthogonal": lambda: Stack(lambda: parametrizations.orthogonal(square(), orthogonal_map="matrix_exp"), 24),
     "attention": Attention,
     "gru": lambda: Recurrent(nn.GRU),
     "rnn": lambda: Recurrent(nn.RNN),
@@ -201,9 +201,11 @@ def test_lengths_that_vary() -> None:
 
     def run(budget: int) -> list[Any]:
         torch._dynamo.reset()
-        model = built(Attention)
+        model = chunkc.place(built(Attention))
         options = {"memory_budget": budget, "codegen": "eager", "whole_graph": "never"}
-        return trained(model, torch.compile(model, backend="chunkc", options=options), chunkc.optim.AdamW, lengths)
+        compiled = torch.compile(model, backend="chunkc", options=options)
+        with limited(budget):
+            return trained(model, compiled, chunkc.optim.AdamW, lengths)
 
     assert_alike(in_a_small_budget(run), expected)
 
@@ -241,10 +243,11 @@ def test_generates_between_steps_with_its_cache(settings: dict[str, Any]) -> Non
 
     def run(budget: int) -> tuple[nn.Module, list[Any]]:
         torch._dynamo.reset()
-        model = gpt()
+        model = chunkc.place(gpt())
         options = {"memory_budget": budget, "codegen": "eager", "whole_graph": "never"}
         model.compile(backend="chunkc", options=options)
-        return model, steps_and_texts(model, chunkc.optim.AdamW, **settings)
+        with limited(budget):
+            return model, steps_and_texts(model, chunkc.optim.AdamW, **settings)
 
     model, found = in_a_small_budget(run)
     assert found[1::2] == expected[1::2]

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from harness import limited
 from torch import nn
 
 import chunkc
+from chunkc.ir.units import parse_nbytes
 
 pytestmark = pytest.mark.slow
 
@@ -311,27 +313,28 @@ def changed(script: str, changes: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("script", "changes", "arguments", "more"),
+    ("script", "changes", "arguments", "more", "budget"),
     [
         (
             FINE_TUNING, FINE_TUNING_CHANGES,
             ["--output_dir", "out", "--max_steps", "6", "--logging_steps", "1", "--per_device_train_batch_size", "4",
              "--use_cpu", "true", "--report_to", "none", "--learning_rate", "1e-3", "--disable_tqdm", "true"],
-            ["--memory_budget", "1500KiB"],
+            ["--memory_budget", "1500KiB"], "1500KiB",
         ),
-        (AUTO_ENCODER, AUTO_ENCODER_CHANGES, [], []),
+        (AUTO_ENCODER, AUTO_ENCODER_CHANGES, [], [], "900KiB"),
     ],
     ids=["transformers", "lightning"],
 )  # fmt: skip
 def test_three_changed_lines_at_most(
-    script: str, changes: dict[str, str], arguments: list[str], more: list[str], tmp_path: Path,
+    script: str, changes: dict[str, str], arguments: list[str], more: list[str], budget: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     new = changed(script, changes)
     diff = list(difflib.unified_diff(script.splitlines(), new.splitlines(), n=0, lineterm=""))[2:]
     assert 1 <= sum(line.startswith("+") for line in diff) <= 3
     plain = run(script, arguments, tmp_path / "plain", monkeypatch)
-    ours = run(new, arguments + more, tmp_path / "ours", monkeypatch)
+    with limited(parse_nbytes(budget)):
+        ours = run(new, arguments + more, tmp_path / "ours", monkeypatch)
     assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-3)
     report = chunkc.report(ours["model"])
     assert report.predicted_peak_nbytes <= report.memory_budget_nbytes
@@ -357,7 +360,8 @@ def test_scripts_of_other_systems(
         monkeypatch.setitem(sys.modules, module.__name__, module)
     assert len(changes) <= 3
     plain = run(script, arguments, tmp_path / "plain", monkeypatch)
-    ours = run(changed(script, changes), arguments, tmp_path / "ours", monkeypatch)
+    with limited(parse_nbytes(budget)):
+        ours = run(changed(script, changes), arguments, tmp_path / "ours", monkeypatch)
     assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-3)
     assert ours["losses"][-1] < ours["losses"][0]
     model = ours.get("model_engine") or ours["model"]
