@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import HUGE, TINY, array, compile_case, differences, refuse, session_of
+from harness import HUGE, TINY, array, compile_case, differences, limited, refuse, session_of
 from torch import Tensor, nn
 from zoo import Case, floats
 
@@ -70,6 +70,23 @@ def train(
     model, compiled = build(tight, dtype)
     optimizer = make(model.parameters(), update_on=update_on)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, growth_interval=2, enabled=scale is not None)
+    with limited(minimum(dtype, False) if tight else HUGE):
+        loop(model, compiled, optimizer, scaler, dtype, unscale=unscale, clip=clip, overflow_at=overflow_at)
+    assert session_of(model).store.is_managed("layers.0.weight") == tight
+    return results(model, optimizer)
+
+
+def loop(
+    model: nn.Module,
+    compiled: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    dtype: torch.dtype,
+    *,
+    unscale: bool,
+    clip: float | None,
+    overflow_at: int | None,
+) -> None:
     for step in range(STEPS):
         loss = compiled(**case(dtype).batch(step))
         if step == overflow_at:
@@ -84,9 +101,6 @@ def train(
         scaler.update()
         optimizer.zero_grad()
         assert bool(differences(results(model, optimizer), before)) == (step != overflow_at)
-    session = session_of(model)
-    assert session.store.is_managed("layers.0.weight") == tight
-    return results(model, optimizer)
 
 
 @pytest.mark.second_tier
