@@ -22,6 +22,7 @@ from chunkc.torch_private.aot import (
     aot_module_simplified,
     forbid_donation,
     in_a_tracing_context,
+    linalg_checks_decomposed,
     marked_as_boxed,
     outside_alias_check,
     random_states_as_values,
@@ -140,7 +141,7 @@ def capture_graph(
     def backward_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         return boxed(run_backward)
 
-    with random_states_as_values(), in_a_tracing_context():
+    with random_states_as_values(), linalg_checks_decomposed(), in_a_tracing_context():
         call = aot_module_simplified(
             gm,
             inputs,
@@ -212,10 +213,8 @@ def _refuse_effects(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if getattr(node.target, "__name__", "") == "with_effects":
             raise UnsupportedError(
-                f"{node.args[1]} has an effect beside its outputs, which no plan keeps in order. If it is a check of "
-                "torch.linalg, call the function that leaves it out (torch.linalg.solve_ex, inv_ex, cholesky_ex), or "
-                'parametrizations.orthogonal with orthogonal_map="matrix_exp"; else keep it out of the graph with '
-                "torch.compiler.disable"
+                f"{node.args[1]} has an effect beside its outputs, which no plan keeps in order; keep it out of the "
+                "graph with torch.compiler.disable"
             )
 
 

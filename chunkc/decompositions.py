@@ -29,11 +29,12 @@ _KEEP_MORE_THAN_THEY_SHOW = [
 
 def decompositions(codegen: str) -> dict[Any, Callable[..., Any]]:
     """For Inductor its own table, but for the operators that run as they are (`segments.RUN_BY_ATEN`); for eager, next
-    to nothing, but `layouts.OPERANDS_ALIKE` get operands of one order. For both, layers in one operator."""
+    to nothing, but `layouts.OPERANDS_ALIKE` get operands of one order. For both, layers in one
+    operator, and checks."""
     if codegen == "eager":
-        return {**OPERANDS_ALIKE, **get_decompositions(_KEEP_MORE_THAN_THEY_SHOW), **_LAYERS}
+        return {**OPERANDS_ALIKE, **get_decompositions(_KEEP_MORE_THAN_THEY_SHOW), **_ALWAYS}
     known = {op: decompose for op, decompose in select_decomp_table().items() if op not in RUN_BY_ATEN}
-    return {**known, **_LAYERS, aten.normal_functional.default: normal}
+    return {**known, **_ALWAYS, aten.normal_functional.default: normal}
 
 
 def normal(like: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: torch.Generator | None = None) -> Tensor:
@@ -104,4 +105,15 @@ def transformer_encoder_layer(
         return norm_2(x + feed_forward(x))
 
 
-_LAYERS: dict[Any, Callable[..., Any]] = {aten._transformer_encoder_layer_fwd.default: transformer_encoder_layer}
+def linalg_check_errors(info: Tensor, api_name: str, *, is_matrix: bool) -> None:
+    """What `torch.linalg.inv`, `solve`, `cholesky` and others do with LAPACK's `info`, one number for each matrix: an
+    error where one is not 0. Here an assertion, a `RuntimeError`, as `torch.linalg.LinAlgError` is one."""
+    which = "the matrix" if is_matrix else "a matrix of the batch"
+    message = f"{api_name}: {which} is singular, not positive definite, or the algorithm did not converge"
+    aten._assert_async.msg((info == 0).all(), message)
+
+
+_ALWAYS: dict[Any, Callable[..., Any]] = {
+    aten._transformer_encoder_layer_fwd.default: transformer_encoder_layer,
+    aten._linalg_check_errors.default: linalg_check_errors,
+}

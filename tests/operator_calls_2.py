@@ -295,6 +295,8 @@ def linear_algebra(dtype: torch.dtype) -> Iterator[Call]:
         yield call(aten._linalg_solve_ex.default, definite, right)
         yield call(aten.linalg_solve_triangular.default, definite.tril(), right, upper=False)
         yield call(aten.triangular_solve.default, right, definite)
+        factors, pivots, _ = aten.linalg_lu_factor_ex(definite)
+        yield call(aten.linalg_lu_solve.default, factors, pivots, right)
         yield call(aten.cholesky_solve.default, right, definite)
         yield call(aten.linalg_cross.default, torch.randn(4, 3), torch.randn(4, 3))
     yield call(aten._fft_r2c.default, torch.randn(4, 32), [1], 0, True)

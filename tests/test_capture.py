@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch._functorch import partitioners
 from torch.utils.checkpoint import checkpoint
 
+import chunkc
 from chunkc.capture import Capture
 from chunkc.passes.graphs import placeholders, returned, storage_keys
 
@@ -105,3 +106,16 @@ def test_nothing_of_a_parameter_is_saved_between_checkpoints(autocast: bool, mon
     model.zero_grad()
     for one, other in zip(found, trained(model, model), strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2 if autocast else 1e-5, atol=1e-3 if autocast else 1e-6)
+
+
+class Prints(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.ops.aten._print("once")
+        return x.square().sum()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_an_effect_beside_outputs_is_refused_by_name() -> None:
+    compiled = torch.compile(Prints(), backend="chunkc", options={"codegen": "eager"})
+    with pytest.raises(chunkc.UnsupportedError, match=r"aten\._print.*torch\.compiler\.disable"):
+        compiled(torch.ones(3))

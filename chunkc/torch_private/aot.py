@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._higher_order_ops.wrap import uid as checkpoint_ids
+from torch._library.simple_registry import singleton
 from torch._library.utils import is_builtin
 from torch._prims.rng_prims import run_and_save_rng_state
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
@@ -63,6 +64,19 @@ def is_custom(node: fx.Node) -> bool:
 def random_states_as_values() -> AbstractContextManager[Any]:
     """States of random generators are values inside as on a CPU: on CUDA they would else be inputs that nobody gave."""
     return config.patch(graphsafe_rng_functionalization=False)
+
+
+@contextmanager
+def linalg_checks_decomposed() -> Iterator[None]:
+    """`aten._linalg_check_errors` is asked for its decomposition like others. It has an effect alone (it raises), which
+    AOTAutograd would keep in order by tokens, inputs and outputs that no plan knows."""
+    effects = singleton.find("aten::_linalg_check_errors").effect
+    known = effects.effect
+    effects.register(None)
+    try:
+        yield
+    finally:
+        effects.register(known)
 
 
 def in_a_tracing_context() -> AbstractContextManager[Any]:

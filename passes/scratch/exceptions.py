@@ -84,7 +84,8 @@ _GROUPS: tuple[tuple[Inexact, str], ...] = (
     ),
     (
         _LAPACK,
-        "aten::linalg_inv_ex aten::linalg_solve_triangular aten::triangular_solve aten::cholesky_solve "
+        "aten::linalg_inv_ex aten::linalg_solve_triangular aten::linalg_lu_solve aten::triangular_solve "
+        "aten::cholesky_solve "
         "aten::_linalg_det aten::_linalg_slogdet aten::_linalg_solve_ex aten::linalg_qr aten::_linalg_svd "
         "aten::_linalg_eigh",
     ),

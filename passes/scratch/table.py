@@ -199,7 +199,10 @@ _GROUPS: tuple[tuple[Callable[[Call], int], tuple[str, ...]], ...] = (
     (nll_loss_backward_rule, _names("aten", "nll_loss_backward nll_loss2d_backward")),
     (embedding_bag_rule, _names("aten", "_embedding_bag _embedding_bag_forward_only")),
     (distance_rule, _names("aten", "_cdist_forward _euclidean_dist")),
-    (copy_and_pivots_rule, _names("aten", "linalg_inv_ex linalg_solve_triangular triangular_solve cholesky_solve")),
+    (
+        copy_and_pivots_rule,
+        _names("aten", "linalg_inv_ex linalg_solve_triangular linalg_lu_solve triangular_solve cholesky_solve"),
+    ),
     (pivots_rule, _names("aten", "_linalg_det _linalg_slogdet _linalg_solve_ex")),
     (decomposition_rule, _names("aten", "linalg_qr _linalg_svd _linalg_eigh")),
     (matrix_exp_rule, _names("aten", "linalg_matrix_exp")),

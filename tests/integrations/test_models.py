@@ -100,6 +100,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "former_weight_norm": lambda: Stack(lambda: nn.utils.weight_norm(square())),
     "spectral_norm": lambda: Stack(lambda: parametrizations.spectral_norm(square())),
     "orthogonal": lambda: Stack(lambda: parametrizations.orthogonal(square(), orthogonal_map="matrix_exp"), 24),
+    "cayley": lambda: Stack(lambda: parametrizations.orthogonal(square(), orthogonal_map="cayley")),
     "attention": Attention,
     "gru": lambda: Recurrent(nn.GRU),
     "rnn": lambda: Recurrent(nn.RNN),
@@ -175,12 +176,29 @@ def test_trains_and_answers_as_plain_pytorch(name: str) -> None:
     assert report.num_resident_chunks < report.num_chunks
 
 
-def test_checks_of_linear_algebra_are_refused_by_name() -> None:
-    """`torch.linalg.solve` looks whether the matrix is singular."""
-    model = Stack(lambda: parametrizations.orthogonal(square(), orthogonal_map="cayley"))
-    compiled = torch.compile(model, backend="chunkc", options={"codegen": "eager"})
-    with pytest.raises(chunkc.UnsupportedError, match=r"_linalg_check_errors.*solve_ex"):
-        compiled(floats(0, (2, 8, WIDTH)))
+class Inverse(nn.Module):
+    """Of a matrix in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.inv(self.layer(x)).square().mean()
+
+
+@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_matrix_that_has_no_inverse_is_an_error(codegen: str) -> None:
+    """As in PyTorch, in training and without gradients; what is inverted before and after is right."""
+    model = built(Inverse)
+    compiled = torch.compile(model, backend="chunkc", options={"codegen": codegen})
+    for seed in (0, 1):
+        x = floats(seed, (2, WIDTH, WIDTH))
+        assert_alike(array(compiled(x)), array(model(x)))
+        x[1] = 0
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=r"linalg\.inv: a matrix of the batch"):
+                compiled(x)
 
 
 @pytest.mark.slow
