@@ -54,9 +54,12 @@ def tuned(folder: Path, trainer: Any, config: Any, lora: bool, **settings: Any) 
     )  # fmt: skip
     ours = "memory_budget" in settings
     made = trainer(
-        model=chunkc.place(llama()) if ours else llama(), args=arguments, train_dataset=Dataset.from_dict({"text": TEXTS}), processing_class=tokenizer(),
+        model=chunkc.place(llama()) if ours else llama(),
+        args=arguments,
+        train_dataset=Dataset.from_dict({"text": TEXTS}),
+        processing_class=tokenizer(),
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if lora else None,
-    )  # fmt: skip
+    )
     with limited(settings["memory_budget"] + LOSS_NBYTES if ours else 1 << 30):
         made.train()
     return made
