@@ -31,6 +31,9 @@ _WHERE_VALUES_FILL_IT = (
     "model, loss_tile_rows=1024 need less, if they are not set yet."
 )
 
+_NOTHING_RAN = "Nothing has run: the step would run out of memory."
+"""By the last words others know what a smaller batch may mend: `accelerate.utils.find_executable_batch_size`."""
+
 
 class BudgetError(ChunkcError):
     """No plan fits the memory budget. Raised before anything is allocated or moved.
@@ -71,7 +74,7 @@ class BudgetError(ChunkcError):
         super().__init__(
             f"memory_budget is {format_nbytes(budget_nbytes)}; the smallest that works is "
             f"{format_nbytes(minimum_nbytes)}{scope}. The peak is at {moment} in {module or 'the model'}, filled by:"
-            f"{filled}{advice}"
+            f"{filled}\n{_NOTHING_RAN}{advice}"
         )
 
     def covering(self, minimum_nbytes: int, covers: str) -> BudgetError:

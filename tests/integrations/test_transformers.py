@@ -209,6 +209,15 @@ def test_a_model_made_by_the_trainer_is_compiled(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_batch_size_that_the_budget_allows_is_found(tmp_path: Path) -> None:
+    """Hugging Face tries smaller batches where memory runs out, and a budget that is too small says that it would."""
+    trainer = trained(tmp_path, per_device_train_batch_size=8, auto_find_batch_size=True)
+    assert 1 < trainer._train_batch_size < 8
+    assert len(losses(trainer)) == 6
+    assert_moved(trainer.model, BUDGET)
+
+
+@pytest.mark.slow
 def test_a_budget_from_the_environment_and_plain_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher that knows nothing of chunkc: its arguments and its optimizer, and our Trainer."""
     torch._dynamo.reset()
