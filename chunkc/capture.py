@@ -106,6 +106,8 @@ def capture_graph(
         gm.recompile()
 
     of_modules = [is_of_a_module(node) for node in placeholders(gm.graph)]
+    # Nothing below keeps the inputs: PyTorch 2.11 keeps these functions with the graph.
+    without_gradient = [isinstance(value, torch.Tensor) and not value.requires_grad for value in inputs]
     num_outputs = len(returned(gm.graph))
 
     def prepare(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -120,8 +122,8 @@ def capture_graph(
         # What the forward returns beside the results of Dynamo's graph may be new values of its inputs.
         writes_inputs = capture.num_user_outputs != num_outputs
         is_frozen = [
-            (known or of_module) and not writes_inputs and isinstance(value, torch.Tensor) and not value.requires_grad
-            for known, of_module, value in zip(is_parameter, of_modules, inputs, strict=True)
+            (known or of_module) and not writes_inputs and idle
+            for known, of_module, idle in zip(is_parameter, of_modules, without_gradient, strict=True)
         ]
         forward, capture.backward = partition(
             joint, joint_inputs, is_parameter=is_parameter, is_frozen=is_frozen, **kwargs
