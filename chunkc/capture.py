@@ -17,7 +17,7 @@ from chunkc.passes.graphs import placeholders, returned
 from chunkc.passes.inductor.cuda import steady_inductor
 from chunkc.passes.loss_tiles import tile_losses
 from chunkc.passes.partition import partition
-from chunkc.passes.segments import clone_parameter_views, materialise_returned_placeholders
+from chunkc.passes.segments import clone_parameter_views, copy_changing, materialise_returned_placeholders
 from chunkc.torch_private.aot import (
     aot_module_simplified,
     forbid_donation,
@@ -82,6 +82,7 @@ def capture_graph(
     *,
     codegen: str,
     loss_tile_rows: int | None = None,
+    repeatable: bool = False,
     run_forward: Boxed,
     run_backward: Boxed,
 ) -> tuple[Callable[..., Any], Capture]:
@@ -91,6 +92,7 @@ def capture_graph(
         parameter_names: per input, the parameter's name; None for an input that is none.
         codegen: who will compile the segments; decides what is decomposed.
         loss_tile_rows: compute losses of more rows in tiles of so many (see `passes.loss_tiles`); None: whole.
+        repeatable: parts of the forward may be repeated in the backward: they read copies of buffers that it updates.
         run_forward, run_backward: called with a list of arguments, which they empty, when the graph runs.
 
     Returns:
@@ -155,6 +157,8 @@ def capture_graph(
         )
     _name_parameters(capture, parameter_names)
     assert capture.forward is not None
+    if repeatable and capture.backward is not None:
+        copy_changing(capture.forward.graph, capture.new_buffers)
     _fix_lengths_of_random_states(capture.forward.graph)
     _forget_autograd(gm)
     return call, capture

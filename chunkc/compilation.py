@@ -152,6 +152,7 @@ def _compile_in(
             parameter_names,
             codegen=options.codegen,
             loss_tile_rows=options.loss_tile_rows,
+            repeatable=options.may_repeat,
             run_forward=lambda arguments: compiled[0].forward(arguments),
             run_backward=lambda arguments: compiled[0].backward(arguments),
         )

@@ -124,6 +124,11 @@ class Options(BaseModel):
         """Whether a graph may be compiled whole: it would save all that it has, and read that at once."""
         return self.whole_graph == "auto" and self.activations not in ("offload", "rerun")
 
+    @property
+    def may_repeat(self) -> bool:
+        """Whether the backward may repeat parts of the forward."""
+        return self.activations in ("rerun", "auto")
+
     def at_home(self, home: str, disk_holds: str, source: Mapping[str, object]) -> Options:
         """The same for parameters that live at a home already, unless the user's own options ask for another one.
 

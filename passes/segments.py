@@ -37,6 +37,9 @@ RUN_BY_ATEN = frozenset({torch.ops.aten.embedding_dense_backward.default})
 """Operators that Inductor never sees: each is a segment of its own. Inductor turns an embedding's backward into atomic
 additions, whose order, and so whose rounding, differs from run to run; ATen's kernel always adds in the same order."""
 
+_OF_CHANGING = "copy_of_changing"
+"""The mark of the copies that `copy_changing` makes: they are a segment of their own, which is not repeated."""
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -108,6 +111,21 @@ def _clone_chain(graph: fx.Graph, view: fx.Node, views: Sequence[fx.Node], befor
     return copy(view)
 
 
+def copy_changing(graph: fx.Graph, places: Sequence[int]) -> None:
+    """Let operations read copies of inputs that have other contents once the graph has run, all made first.
+
+    Then what reads one, such as a batch norm its running mean, may be repeated in the backward: it reads what it read.
+    """
+    inputs = placeholders(graph)
+    read = [node for node in map(inputs.__getitem__, places) if any(map(is_compute, node.users))]
+    with graph.inserting_after(inputs[-1]):
+        for node in reversed(read):
+            copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+            copy.meta |= {"val": torch.empty_like(node.meta["val"]), _OF_CHANGING: True}
+            for user in [user for user in node.users if user is not copy and is_compute(user)]:
+                user.replace_input_with(node, copy)
+
+
 def materialise_returned_placeholders(graph: fx.Graph, positions: Sequence[int]) -> None:
     """Make outputs at `positions` (gradients) nodes of their own where they are bare placeholders."""
     output = output_node(graph)
@@ -161,9 +179,12 @@ def cut(
         needs = needs_of.get(node, set())
         new_chunk = bool(held and needs and not needs <= held)
         by_aten = node.target in RUN_BY_ATEN
+        behind_copies = (
+            not whole and _OF_CHANGING not in node.meta and bool(runs[-1]) and _OF_CHANGING in runs[-1][-1].meta
+        )
         of_tile = tiles.get(node)
         new_tile = of_tile is not None and of_tile != tile
-        if (new_chunk or by_aten or alone or new_tile) and not is_getitem(node):
+        if (new_chunk or by_aten or alone or new_tile or behind_copies) and not is_getitem(node):
             runs.append([])
             held = set()
         alone, tile = by_aten, of_tile or tile

@@ -198,8 +198,8 @@ def step_on(
     """
     try:
         step = capture_offline(
-            model, args, kwargs, codegen=options.codegen, loss_tile_rows=options.loss_tile_rows, dynamic=dynamic,
-            state_format_of=state_format_of,
+            model, args, kwargs, codegen=options.codegen, loss_tile_rows=options.loss_tile_rows,
+            repeatable=options.may_repeat, dynamic=dynamic, state_format_of=state_format_of,
         )  # fmt: skip
     except PartlyCapturedError as error:
         raise UnsupportedError(f"{error}. {_of_the_first(error.before, hardware, options, zero_stage)}") from error

@@ -101,6 +101,7 @@ def capture_offline(
     *,
     codegen: str,
     loss_tile_rows: int | None = None,
+    repeatable: bool = False,
     dynamic: bool = False,
     state_format_of: Callable[[nn.Parameter], StateFormat] = state_format_of,
 ) -> OfflineStep:
@@ -113,6 +114,7 @@ def capture_offline(
         codegen: who would compile the segments. For Inductor, the C++ compiler is asked for its vector instructions
             meanwhile: its code depends on them.
         loss_tile_rows: as in `torch.compile`'s options.
+        repeatable: as in `capture_graph`.
         state_format_of: in what form an optimizer keeps states for a parameter of `model`.
 
     Raises:
@@ -128,7 +130,7 @@ def capture_offline(
     staying = {name for name, parameter in named.items() if not _may_move(parameter)}
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (tuple(args), dict(kwargs)))
     states = {name: state_format_of(parameter) for name, parameter in named.items()}
-    recorder = _Recorder(codegen, loss_tile_rows, fake_model, names, staying, states)
+    recorder = _Recorder(codegen, loss_tile_rows, repeatable, fake_model, names, staying, states)
     many_recompiles = patched(
         recompile_limit=NUM_RECOMPILES,
         accumulated_recompile_limit=NUM_RECOMPILES,
@@ -172,6 +174,7 @@ class _Recorder:
         self,
         codegen: str,
         loss_tile_rows: int | None,
+        repeatable: bool,
         model: nn.Module,
         names: Mapping[int, str],
         staying: Collection[str],
@@ -180,7 +183,12 @@ class _Recorder:
         """`names`: the model's parameters, by identity; `staying`: those that cannot live in chunks."""
         self.graphs: list[OfflineGraph] = []
         self.log = CallLog()
-        self._codegen, self._loss_tile_rows, self._model = codegen, loss_tile_rows, model
+        self._how: dict[str, Any] = {
+            "codegen": codegen,
+            "loss_tile_rows": loss_tile_rows,
+            "repeatable": repeatable,
+        }
+        self._model = model
         self._names, self._staying, self._states = names, staying, states
         self._own_names: dict[int, str] = {}
 
@@ -208,10 +216,7 @@ class _Recorder:
             assert holder[0].backward is not None
             return self.log.run(number, BACKWARD, holder[0].backward, arguments, skipped=holder[0].gradients)
 
-        call, capture = capture_graph(
-            gm, inputs, parameters, codegen=self._codegen, loss_tile_rows=self._loss_tile_rows, run_forward=forward,
-            run_backward=backward,
-        )  # fmt: skip
+        call, capture = capture_graph(gm, inputs, parameters, **self._how, run_forward=forward, run_backward=backward)
         holder.append(capture)
         by_name = {name: value for name, value in zip(parameters, inputs, strict=True) if name is not None}
         in_order = [(name, by_name[name]) for name in capture.order_of_use()]

@@ -16,6 +16,7 @@ from chunkc.passes.segments import (
     SegmentTable,
     canonical_text,
     clone_parameter_views,
+    copy_changing,
     cut,
     extract,
     home_views,
@@ -231,6 +232,28 @@ def test_views_of_parameters_never_cross_a_cut() -> None:
         for node in (*piece.outputs, *(i for i in piece.inputs if i is not w)):
             assert not set(storage_keys(node)) & keys, f"{node} is a view of a parameter"
     torch.testing.assert_close(run_pieces(gm, pieces, args)[0], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_inputs_that_change_are_read_from_copies_made_first_in_a_segment_of_their_own(whole: bool) -> None:
+    args = (torch.randn(4, 4), torch.randn(4), torch.randn(4), torch.randn(4))
+
+    def function(x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, idle: torch.Tensor) -> tuple[object, ...]:
+        y = (x - mean) / variance.view(1, 4)
+        return mean + 1, variance.view(4) + y.sum(), idle, y
+
+    gm = trace(function, *args)
+    expected = gm(*args)
+    _, mean, variance, idle = placeholders(gm.graph)
+    copy_changing(gm.graph, [1, 2, 3])
+    assert returned(gm.graph)[2] is idle
+    assert {op_name(user) for user in (*mean.users, *variance.users)} == {"aten.clone"}
+    runs = cut(gm.graph, groups={}, gradient_groups={}, whole=whole)
+    assert len(runs) == (1 if whole else 2)
+    assert ops(runs[0])[:3] == (["clone", "clone", "sub"] if whole else ["clone", "clone"])
+    pieces = extract(gm, runs, SegmentTable())
+    for found, value in zip(run_pieces(gm, pieces, args), expected, strict=True):
+        torch.testing.assert_close(found, value, rtol=0, atol=0)
 
 
 def test_views_that_nobody_reads_go() -> None:
