@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from chunkc.absences import leanest_form
 from chunkc.build import Builder
+from chunkc.caller import called_modules
 from chunkc.capture import Capture, capture_graph, unique_name
 from chunkc.captured import Captured
 from chunkc.garbage import no_automatic_collection
@@ -92,6 +93,7 @@ def compile_graph(
     session = session_for(owned, options, source, device)
     join(session, transport)
     session.known.has_parts |= is_part
+    session.modules.update(list(called_modules())[-1:])
     with meeting(transport) as compare, session.entered(), _configured(session, options, source):
         graph, call = _compile_in(session, gm, inputs, parameters, names, options, arguments, compare)
     is_symbolic = isinstance(graph.steps, SymbolicSteps)

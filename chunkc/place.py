@@ -94,6 +94,7 @@ def place(
         named = dict(model.named_parameters())
     _move_staying(model, [named[spec.name] for spec in layout.small], session.store.tier.device)
     session.own(named)
+    session.modules.add(model)
     return model
 
 

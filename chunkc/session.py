@@ -84,6 +84,7 @@ class Session:
         known: what is known of the smallest budget.
         update_plans: the latest plans of the optimizer's step, by what was asked for.
         keepers: whose states are at home.
+        modules: those that were placed, or called when a graph was compiled: what has its parameters. Held weakly.
         early: updates that begin during the backward.
         estimates: operators of every graph so far whose inner memory is a guess.
         is_over: whether it has ended: everything was given back, and what was compiled for it refuses.
@@ -117,6 +118,7 @@ class Session:
         self.known = KnownNeeds()
         self.update_plans: Recent[Key, tuple[UpdatePlan, Executable]] = Recent(MAX_UPDATE_PLANS)
         self.keepers = StateKeepers(self.store)
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.early = EarlyUpdates()
         self.estimates: tuple[EstimatedOperator, ...] = ()
         self._lock = threading.RLock()

@@ -79,7 +79,8 @@ class AdamW(Adam):
             `"none"`: nothing; `step()` returns when all is updated.
             `"forward"`: the next forward. `step()` returns at once, and the compiled model waits for each chunk when it
             needs it. Until then, anything else that reads or writes parameters or gradients must call `synchronize()`
-            first; the optimizer's own `state`, `state_dict`, `load_state_dict` and `zero_grad` wait by themselves.
+            first; the model's `state_dict` waits by itself, and the optimizer's own `state`, `state_dict`,
+            `load_state_dict` and `zero_grad`.
             `"backward"`: a chunk's update begins when the backward has made its gradients; from the second step on.
             `step()` waits for the rest, so afterwards all is ordinary again, but between `backward()` and `step()`
             nothing may change gradients, parameters or hyper-parameters, or read parameters: no clipping, no

@@ -26,10 +26,14 @@ class UpdatesUnderWay:
     def __init__(self, overlap: OverlapMode) -> None:
         self._overlap = overlap
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._waiting: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def watch(self, session: Session) -> None:
-        """A session's updates may be under way from now on: `finish` waits for them."""
+        """A session's updates may be under way from now on: `finish` waits for them, and its models' `state_dict`."""
         self._sessions.add(session)
+        for model in session.modules - self._waiting if self._overlap.beside_forward else ():
+            self._waiting.add(model)
+            _let_state_dict_wait(model)
 
     def finish(self) -> None:
         """Block until no update of this optimizer's models is under way.
@@ -75,6 +79,18 @@ class UpdatesUnderWay:
                 updates.wait(index)
 
 
+def _let_state_dict_wait(model: nn.Module) -> None:
+    """`state_dict()` of a model, and of each of its modules with parameters of its own, waits for updates."""
+    for module in model.modules():
+        known = module._state_dict_pre_hooks.values()
+        if (module is model or module._parameters) and _finish_updates not in known:
+            module.register_state_dict_pre_hook(_finish_updates)
+
+
+def _finish_updates(model: nn.Module, prefix: str, keep_vars: bool) -> None:
+    synchronize(model)
+
+
 def label_of(session: Session, index: int) -> str:
     """A group as its user knows it, for the error of an update that fails."""
     return f"chunk param:{index} ({session.store.layout.groups[index].title})"
@@ -84,7 +100,8 @@ def synchronize(model: nn.Module) -> None:
     """Wait until every update of the model's parameters that goes on after `step()` has ended.
 
     With `overlap="forward"` or `"both"`, call this before code that is not the compiled model reads or writes
-    parameters, gradients or optimizer states: a checkpoint, an evaluation without `torch.compile`, an average.
+    parameters, gradients or optimizer states: an evaluation without `torch.compile`, an average. The model's
+    `state_dict()` waits by itself, and so does the optimizer's.
 
     Raises:
         StreamError: an update failed; named.

@@ -135,6 +135,9 @@ def doors() -> dict[str, Any]:
     return {
         "synchronize": lambda m: m.optimizer.synchronize(),
         "chunkc.synchronize": lambda m: chunkc.synchronize(m.compiled),
+        "the model's state_dict": lambda m: m.model.state_dict(),
+        "the compiled model's state_dict": lambda m: m.compiled.state_dict(),
+        "a module's state_dict": lambda m: m.model.layers[0].state_dict(),
         "state": lambda m: m.optimizer.state,
         "state_dict": lambda m: m.optimizer.state_dict(),
         "load_state_dict": lambda m: m.optimizer.load_state_dict(copy.deepcopy(m.optimizer.state_dict())),
