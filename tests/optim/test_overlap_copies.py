@@ -1,6 +1,7 @@
-"""Copies of a model whose updates are under way: whole after `synchronize`, else of two steps.
+"""Copies of a model whose updates are under way: whole after `synchronize`, else of two steps; `state_dict` waits.
 
-A module is copied and saved past every optimizer, tensor by tensor, from home; nothing there could make it wait.
+A module is copied and saved past every optimizer, tensor by tensor, from home; nothing there could make it wait. For
+`state_dict` alone modules have hooks.
 """
 
 from __future__ import annotations
@@ -71,8 +72,18 @@ def save_model(model: nn.Module) -> Tensor:
     return loaded(model).get_parameter(WEIGHT)
 
 
-def copied(made: Subject, ways: list[Callable[[nn.Module], Tensor]], patch: pytest.MonkeyPatch, *, waits: bool) -> Any:
-    """The weight before a step, in copies made while its update goes on, and after it."""
+def copied(
+    made: Subject,
+    ways: list[Callable[[nn.Module], Tensor]],
+    patch: pytest.MonkeyPatch,
+    wait: Callable[[nn.Module], object] | None,
+    *,
+    stands: bool = False,
+) -> Any:
+    """The weight before a step, in copies made while its update goes on, after `wait`, and after it.
+
+    `stands`: the update stands still until the copies are made.
+    """
     made.train(range(1), reading=False)
     made.optimizer.synchronize()
     before = array(made.model.get_parameter(WEIGHT)).ravel()
@@ -81,9 +92,10 @@ def copied(made: Subject, ways: list[Callable[[nn.Module], Tensor]], patch: pyte
     made.backward(1)
     made.optimizer.step()
     assert halves.half_done.wait(LONG_S)
-    if waits:
+    if not stands:
         threading.Timer(SHORT_S, halves.going_on.set).start()
-        chunkc.synchronize(made.model)
+    if wait is not None:
+        wait(made.model)
     found = [array(way(made.model)).ravel() for way in ways]
     halves.going_on.set()
     chunkc.synchronize(made.model)
@@ -93,10 +105,16 @@ def copied(made: Subject, ways: list[Callable[[nn.Module], Tensor]], patch: pyte
 @pytest.mark.second_tier
 @pytest.mark.parametrize("waits", [True, False], ids=["synchronized", "not synchronized"])
 def test_a_copy_of_the_model_waits_for_synchronize_only(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    ways = [deepcopy, save_state_dict, save_model]
-    before, found, after = copied(subject("forward"), ways, monkeypatch, waits=waits)
+    wait = chunkc.synchronize if waits else None
+    before, found, after = copied(subject("forward"), [deepcopy, save_model], monkeypatch, wait, stands=not waits)
     half = after.size // 2
     assert (before[:half] != after[:half]).any()
     assert (before[half:] != after[half:]).any()
     for values in found:
         assert np.array_equal(values, after if waits else np.concatenate([after[:half], before[half:]]))
+
+
+def test_a_state_dict_waits_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, (found,), after = copied(subject("forward"), [save_state_dict], monkeypatch, None)
+    assert (before != after).any()
+    assert np.array_equal(found, after)
