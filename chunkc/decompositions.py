@@ -29,8 +29,7 @@ _KEEP_MORE_THAN_THEY_SHOW = [
 
 def decompositions(codegen: str) -> dict[Any, Callable[..., Any]]:
     """For Inductor its own table, but for the operators that run as they are (`segments.RUN_BY_ATEN`); for eager, next
-    to nothing, but `layouts.OPERANDS_ALIKE` get operands of one order. For both, layers in one
-    operator, and checks."""
+    to nothing, but `layouts.OPERANDS_ALIKE` get operands of one order. For both, layers in one operator, and checks."""
     if codegen == "eager":
         return {**OPERANDS_ALIKE, **get_decompositions(_KEEP_MORE_THAN_THEY_SHOW), **_ALWAYS}
     known = {op: decompose for op, decompose in select_decomp_table().items() if op not in RUN_BY_ATEN}

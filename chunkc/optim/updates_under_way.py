@@ -32,8 +32,15 @@ class UpdatesUnderWay:
         """A session's updates may be under way from now on: `finish` waits for them, and its models' `state_dict`."""
         self._sessions.add(session)
         for model in session.modules - self._waiting if self._overlap.beside_forward else ():
-            self._waiting.add(model)
-            _let_state_dict_wait(model)
+            self._let_state_dict_wait(model)
+
+    def _let_state_dict_wait(self, model: nn.Module) -> None:
+        """`state_dict()` of a model, and of each of its modules with parameters of its own, waits for updates."""
+        for module in model.modules():
+            has_parameters = any(True for _ in module.parameters(recurse=False))
+            if (module is model or has_parameters) and module not in self._waiting:
+                self._waiting.add(module)
+                module.register_state_dict_pre_hook(_finish_updates)
 
     def finish(self) -> None:
         """Block until no update of this optimizer's models is under way.
@@ -77,14 +84,6 @@ class UpdatesUnderWay:
             names = {s.spec.name for s in session.store.layout.groups[index].slices}
             if not names <= session.trained:
                 updates.wait(index)
-
-
-def _let_state_dict_wait(model: nn.Module) -> None:
-    """`state_dict()` of a model, and of each of its modules with parameters of its own, waits for updates."""
-    for module in model.modules():
-        known = module._state_dict_pre_hooks.values()
-        if (module is model or module._parameters) and _finish_updates not in known:
-            module.register_state_dict_pre_hook(_finish_updates)
 
 
 def _finish_updates(model: nn.Module, prefix: str, keep_vars: bool) -> None:
