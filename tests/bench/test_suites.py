@@ -23,7 +23,7 @@ def test_fits(tmp_path: Path):
     assert fast < segmented  # the fast path really is one
 
 
-@pytest.mark.second_tier
+@pytest.mark.slow
 def test_disk(tmp_path: Path):
     reads, *sections = rehearse("disk", tmp_path)
     assert reads["title"] == "Reads of a disk home"
@@ -35,7 +35,7 @@ def test_disk(tmp_path: Path):
             assert metrics["measured peak"]["median"] <= metrics["bytes"]["median"]
 
 
-@pytest.mark.second_tier
+@pytest.mark.slow
 def test_adam(tmp_path: Path):
     sections = rehearse("adam", tmp_path)
     assert [section["title"] for section in sections] == ["Adam on CPU, fp32", "Adam on CPU, bf16 with fp32 master"]
@@ -46,7 +46,7 @@ def test_adam(tmp_path: Path):
         assert max(row["of bound"] for name, row in rows.items() if name.startswith("bound")) <= 1
 
 
-@pytest.mark.second_tier
+@pytest.mark.slow
 def test_checkpoint(tmp_path: Path):
     (section,) = rehearse("checkpoint", tmp_path)
     assert all(row["to no saving"] > 0 for row in medians(section).values())

@@ -25,7 +25,7 @@ def test_budget(tmp_path: Path):
     assert medians(roomy)[PLAIN]["loss difference"] < 1e-3
 
 
-@pytest.mark.second_tier
+@pytest.mark.slow
 def test_bound(tmp_path: Path):
     machine, case = rehearse("bound", tmp_path)
     assert medians(machine)["rate"]["matrix products"] > 0
@@ -34,7 +34,7 @@ def test_bound(tmp_path: Path):
     assert row["bound"] == max(row["compute"], row["links"], row["CPU update"])
 
 
-@pytest.mark.second_tier
+@pytest.mark.slow
 def test_scale(tmp_path: Path):
     (section,) = rehearse("scale", tmp_path)
     rows = medians(section)

@@ -71,7 +71,7 @@ def test_ranks_draw_their_own_random_numbers_the_same_in_every_stage(tmp_path: P
 
 
 @pytest.mark.second_tier
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_send_what_the_formulas_say(num_ranks: int, tmp_path: Path) -> None:
     """Of the parameters (p - 1) / p twice, as plain data parallelism, in stages 1 and 2, and three times in stage 3."""
     found = ranks(tmp_path, "sent", num_ranks=num_ranks)["sent"]

@@ -74,7 +74,7 @@ def test_small_budgets_are_small(name: str) -> None:
 
 
 @pytest.mark.second_tier
-@pytest.mark.parametrize("name", ["byte_gpt", "bert_dropout"])
+@pytest.mark.parametrize("name", ["byte_gpt", pytest.param("bert_dropout", marks=pytest.mark.slow)])
 def test_a_budget_is_repeatable(name: str) -> None:
     """The same budget twice gives the same bits and the same plan; another seed does not."""
     nbytes = minimum_nbytes(name)

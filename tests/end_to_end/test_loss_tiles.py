@@ -127,7 +127,7 @@ def test_values_that_leave_beside_tiles(activations: str) -> None:
 
 
 @SECOND
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_other_sizes_and_evaluations_between(codegen: str) -> None:
     def losses(rows: int | None) -> list[float]:
         case = CASES["dropout" if codegen == "inductor" else "plain"]

@@ -34,7 +34,7 @@ IDLE_EXPERTS = Case(
 )  # fmt: skip
 CASES = LADDER | {IDLE_EXPERTS.name: IDLE_EXPERTS}
 
-SECOND_TIER = ("idle_experts", "sometimes_unused", "graph_breaks", "llama_tied", "gpt2_dropout")
+SECOND_TIER = ("idle_experts", "sometimes_unused", "graph_breaks")
 
 
 def plain_losses(case: Case) -> list[np.ndarray]:

@@ -92,7 +92,8 @@ class Norms(nn.Module):
         return self.head(images.mean((2, 3))).square().mean()
 
 
-@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=SECOND)])
+@SECOND
+@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_batch_norms_are_repeated_with_the_statistics_that_they_read(codegen: str) -> None:
     """Their buffers have other contents by then; what the repeated ones make of these is nobody's."""
     case = Case("norms", Norms, lambda seed: {"images": floats(seed, (4, 3, 16, 16))})
