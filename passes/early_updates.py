@@ -32,11 +32,12 @@ def with_updates(
 
     Args:
         updates: groups that may be updated, each with the stages of its update (see `chunkc.ir.updates`). Those are
-            updated that move, all of whose gradients this backward makes, and whose update fits.
+            updated that move, all of whose gradients this backward makes, and whose update fits. Groups that are cut
+            over ranks are not: in their slots are all ranks' parts, and this rank's gradients alone.
         held_nbytes: of others' values.
     """
     room_nbytes = budget_nbytes - fixed_nbytes(layout, resident) - held_nbytes
-    last = _last_uses(backward, layout, {index for index in updates if index not in resident})
+    last = _last_uses(backward, layout, {*updates} - resident - layout.cut)
     found: list[Position] = []
     for at, position in enumerate(backward):
         found.append(position)

@@ -172,6 +172,9 @@ class ChunkSlots(ABC):
             if not group.standing_numel(chunk) or chunk in present:
                 continue
             assert self.transport is not None
+            if self.updates.before(index):  # under way: a gather waits for it, and nobody else need
+                found.append(index)
+                continue
             self.await_home(chunk)
             if self.standing.is_outdated(group, self._flat_home(chunk), self.transport.rank):
                 found.append(index)

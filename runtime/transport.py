@@ -2,7 +2,8 @@
 
 Each channel is a process group of its own, so that threads which use different ones do not wait for each other.
 Messages are sent from where they lie and received where they are to be, without buffers; so what a rank sends is
-exactly what others lack, whatever the sizes of their parts are. A channel's exchanges are matched by their order alone.
+exactly what others lack, whatever the sizes of their parts are. A channel's exchanges are matched by their order, and
+where threads share one, by their tags.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import torch.distributed as dist
 
 from chunkc.ir.errors import DistributedError
 
-GATHERS, SCATTERS, AGREEMENTS, CHECKPOINTS = "gathers", "scatters", "agreements", "checkpoints"
-_CHANNELS = (GATHERS, SCATTERS, AGREEMENTS, CHECKPOINTS)
+GATHERS, SCATTERS, AGREEMENTS, SUMS, CHECKPOINTS = "gathers", "scatters", "agreements", "sums", "checkpoints"
+_CHANNELS = (GATHERS, SCATTERS, AGREEMENTS, SUMS, CHECKPOINTS)
 
 Message = tuple[int, torch.Tensor]
 """A rank, as an index into `Transport.ranks`, and a contiguous tensor that is sent there or filled from there."""
@@ -67,8 +68,11 @@ class Transport:
         """The other ranks, beginning with the next one: not all send to the same one at first."""
         return tuple((self.rank + step) % self.num_ranks for step in range(1, self.num_ranks))
 
-    def exchange(self, channel: str, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+    def exchange(self, channel: str, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> None:
         """Send and receive; returns once all is done. Empty tensors are no messages.
+
+        Args:
+            tag: exchanges of one tag meet, in their order.
 
         Raises:
             DistributedError: another rank is gone, or has not come within the timeout.
@@ -78,10 +82,10 @@ class Transport:
         try:
             for rank, tensor in receives:
                 if tensor.numel():
-                    works.append(dist.irecv(_bytes(tensor), src=self.ranks[rank], group=group))
+                    works.append(dist.irecv(_bytes(tensor), src=self.ranks[rank], group=group, tag=tag))
             for rank, tensor in sends:
                 if tensor.numel():
-                    works.append(dist.isend(_bytes(tensor), dst=self.ranks[rank], group=group))
+                    works.append(dist.isend(_bytes(tensor), dst=self.ranks[rank], group=group, tag=tag))
                     self.sent_nbytes[channel] += tensor.nbytes
             for work in works:
                 assert work is not None
@@ -107,6 +111,25 @@ class Transport:
         values[self.rank] = own
         self._tell(values, channel)
         return [pickle.loads(bytes(value.numpy())) for value in values]
+
+    def add_up(self, values: torch.Tensor, meeting: Sequence[int], tag: int) -> None:
+        """Sum a CPU tensor over those ranks that are meeting, this one among them, in place: on each the same bits.
+
+        Takes no memory of torch's allocator.
+
+        Raises:
+            DistributedError: as `exchange`.
+        """
+        others = [rank for rank in self.others if rank in meeting]
+        of_rank = {
+            rank: torch.frombuffer(bytearray(values.nbytes), dtype=values.dtype).view(values.shape) for rank in meeting
+        }
+        of_rank[self.rank].copy_(values)
+        sends = [(rank, of_rank[self.rank]) for rank in others]
+        self.exchange(SUMS, sends, [(rank, of_rank[rank]) for rank in others], tag)
+        values.zero_()
+        for rank in meeting:
+            values.add_(of_rank[rank])
 
     def _tell(self, tensors: Sequence[torch.Tensor], channel: str) -> None:
         sends = [(rank, tensors[self.rank]) for rank in self.others]

@@ -137,7 +137,7 @@ def explain(
         machine, model, args, kwargs, options, dynamic=dynamic, state_format_of=formats_of, zero_stage=zero_stage
     )
     specs = [spec for graph in step.graphs for spec in graph.movable]
-    refuse_optimizer(chosen, specs, choice.overlap, machine.num_devices)
+    refuse_optimizer(chosen, specs, machine.num_devices)
     show("planning")
     training = training_in(machine, step.graphs)
     found = explain_step(step, options, training, name or _class_of(model), updates, why=why)

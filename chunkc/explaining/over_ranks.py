@@ -96,15 +96,15 @@ def _part(spec: ParamSpec, num_ranks: int, zero_stage: ZeroStage) -> ParamSpec:
     return spec.part(Shards(spec.shape, num_ranks, 0, zero_stage))
 
 
-def refuse_optimizer(optimizer: Optimizer, specs: Collection[ParamSpec], overlap: str, num_ranks: int) -> None:
-    """Refuse what needs more than a rank's own parts.
+def refuse_optimizer(optimizer: Optimizer, specs: Collection[ParamSpec], num_ranks: int) -> None:
+    """Refuse an optimizer whose states cannot be cut over ranks.
 
     Raises:
-        UnsupportedError: it does.
+        UnsupportedError: they cannot.
     """
     if num_ranks > 1:
         for moments in sorted({str(spec.states.moments) for spec in specs if spec.trainable}):
-            refuse_over_ranks(optimizer.name, optimizer.num_stages, moments, overlap)
+            refuse_over_ranks(optimizer.name, moments)
 
 
 def ranks_of(layout: ChunkLayout, events: Sequence[TimedEvent], hardware: Hardware) -> Ranks | None:

@@ -23,6 +23,7 @@ from chunkc.optim.overlap_mode import OverlapMode
 from chunkc.optim.step import group_runs, job_of
 from chunkc.optim.updates_under_way import UpdatesUnderWay, label_of
 from chunkc.readers import await_readers
+from chunkc.runtime.parts import part_of
 from chunkc.runtime.updates import HomeUpdate
 from chunkc.runtime.used_gradients import UsedGradient, used_up
 from chunkc.session import Session, managing
@@ -105,7 +106,7 @@ class BackwardUpdates:
         known, self._at_home[session] = {index: [] for index in groups}, at_home
         self._known[session] = known
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
+            for parameter in map(part_of, group["params"]):
                 found, name = managing(parameter) or (None, "")
                 if found is session:
                     index = session.store.group_index(name)

@@ -22,7 +22,7 @@ from chunkc.kernels.formats import NO_SCALE, GradScale, RoundingKey, Run, Slots,
 from chunkc.kernels.hyper import scalar_table
 from chunkc.optim.formats import Formats
 from chunkc.optim.on_device import DISTANCES_NBYTES, TABLE_NBYTES, Sent, StepScalars, upload
-from chunkc.optim.rule import Groups, Place, Rule, Runs, Staying, TileUpdate, Updater
+from chunkc.optim.rule import Groups, OverRanks, Place, Rule, Runs, Staying, TileUpdate, Updater
 from chunkc.optim.states import put_back
 from chunkc.optim.together import Batch, batches, goes_along
 from chunkc.recent import Recent
@@ -79,7 +79,14 @@ class Elementwise(Updater):
     def update(self, flat: Mapping[str, torch.Tensor], runs: Runs, scale: GradScale, place: Place) -> None:
         """Update runs of elements of flat tensors by kind."""
 
-    def of_group(self, index: int, runs: Runs, tiles: Sequence[tuple[int, int]], scale: GradScale) -> TileUpdate:
+    def of_group(
+        self,
+        index: int,
+        runs: Runs,
+        tiles: Sequence[tuple[int, int]],
+        scale: GradScale,
+        sums: OverRanks | None = None,
+    ) -> TileUpdate:
         def update(flat: Mapping[str, torch.Tensor], tile: Tile) -> None:
             self.update(flat, clipped(runs, tile.begin, tile.end), scale, Place(index, tile.begin))
 
@@ -145,7 +152,14 @@ class ByTriton(Elementwise):
     def begin_step(self) -> None:
         self._scalars = StepScalars(self.device)
 
-    def of_group(self, index: int, runs: Runs, tiles: Sequence[tuple[int, int]], scale: GradScale) -> TileUpdate:
+    def of_group(
+        self,
+        index: int,
+        runs: Runs,
+        tiles: Sequence[tuple[int, int]],
+        scale: GradScale,
+        sums: OverRanks | None = None,
+    ) -> TileUpdate:
         for _, _, hyper in runs:  # before the first tile: one table of scalars for all that is to come
             self._scalars.row(hyper)
         return super().of_group(index, runs, tiles, scale)

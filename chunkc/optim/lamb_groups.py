@@ -16,11 +16,13 @@ from chunkc.ir.plan import Tile
 from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, MASTER
 from chunkc.kernels import lamb_cpu, lamb_triton
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run
+from chunkc.kernels.fused_pass import host_empty
 from chunkc.kernels.hyper import scalar_table
 from chunkc.kernels.lamb_formats import ROW, LambWork, lamb_work, new_partials
 from chunkc.optim.doubts import decided
 from chunkc.optim.on_device import TABLE_NBYTES, upload
-from chunkc.optim.rule import Runs, Staying, TileUpdate, Updater
+from chunkc.optim.over_ranks import sums_of_tensors
+from chunkc.optim.rule import OverRanks, Runs, Staying, TileUpdate, Updater
 from chunkc.optim.states import put_back
 from chunkc.recent import Recent
 
@@ -45,8 +47,15 @@ class LambUpdater(Updater):
             works = self._works.keep(key, tuple(made))
         return works
 
-    def of_group(self, index: int, runs: Runs, tiles: Sequence[tuple[int, int]], scale: GradScale) -> TileUpdate:
-        return GroupLamb(self, runs, tiles, scale).update
+    def of_group(
+        self,
+        index: int,
+        runs: Runs,
+        tiles: Sequence[tuple[int, int]],
+        scale: GradScale,
+        sums: OverRanks | None = None,
+    ) -> TileUpdate:
+        return GroupLamb(self, runs, tiles, scale, sums).update
 
     def of_tensors(self, tensors: Iterable[Staying], scale: GradScale) -> None:
         staying = list(tensors)
@@ -54,7 +63,7 @@ class LambUpdater(Updater):
             return
         ranges = rows_apart([t.place.first_element for t in staying], [t.parameter.numel() for t in staying])
         runs = [(*where, tensor.hyper) for where, tensor in zip(ranges, staying, strict=True)]
-        lamb = GroupLamb(self, runs, ranges, scale)
+        lamb = GroupLamb(self, runs, ranges, scale, sums_of_tensors([tensor.parameter for tensor in staying]))
         for where, tensor in zip(ranges, staying, strict=True):
             flats = tensor.flats()
             for stage in range(2):
@@ -77,9 +86,17 @@ class GroupLamb:
         runs: of the group.
         tiles: ranges of the group's elements that are updated at one time.
         scale: of the gradients.
+        sums: as for `Updater.of_group`.
     """
 
-    def __init__(self, works: LambUpdater, runs: Runs, tiles: Sequence[tuple[int, int]], scale: GradScale) -> None:
+    def __init__(
+        self,
+        works: LambUpdater,
+        runs: Runs,
+        tiles: Sequence[tuple[int, int]],
+        scale: GradScale,
+        sums: OverRanks | None,
+    ) -> None:
         hypers = list(dict.fromkeys(hyper for _, _, hyper in runs))
         rows = {hyper: row for row, hyper in enumerate(hypers)}
         in_order = works.get([Run(begin, end, rows[hyper]) for begin, end, hyper in runs], tiles)
@@ -88,9 +105,14 @@ class GroupLamb:
         self._partials = new_partials(in_order[0], works.device)
         self._kernels = works.kernels
         self._scale = scale
+        self._sums = sums
+        self._is_empty = [begin == end for begin, end, _ in runs]
 
     def update(self, slots: Mapping[str, torch.Tensor], tile: Tile) -> None:
         """One stage of one tile; `slots` has the kinds that the stage needs."""
+        if tile.stage and self._sums is not None:
+            self._sum_over_ranks(self._sums)
+            self._sums = None
         work = self._works[tile.begin, tile.end]
         if not work.pieces:
             return
@@ -102,6 +124,22 @@ class GroupLamb:
         of_tile = AdamSlots(param, grad, slots[EXP_AVG], slots[EXP_AVG_SQ], slots.get(MASTER))
         stage = self._kernels.lamb_apply if tile.stage else self._kernels.lamb_moments
         stage(fmt, of_tile, work, self._scalars, self._partials, scale=self._scale)
+
+    def _sum_over_ranks(self, sums: OverRanks) -> None:
+        """Once this rank's partial sums are all there: each tensor's becomes the sum of all ranks', as one number.
+
+        Every rank adds up the same numbers in the same order, so all scale their parts alike.
+        """
+        spans = sorted({(p.first_partial, p.last_partial) for work in self._works.values() for p in work.pieces})
+        places = [number for number, is_empty in enumerate(self._is_empty) if not is_empty]
+        totals = host_empty((2, len(self._is_empty)), torch.float64).zero_()
+        for number, (first, last) in zip(places, spans, strict=True):
+            wide = host_empty((2, last - first), torch.float64).copy_(self._partials[:, first:last])
+            torch.sum(wide, 1, out=totals[:, number])
+        sums(totals)
+        for number, (first, last) in zip(places, spans, strict=True):
+            self._partials[:, first:last].zero_()
+            self._partials[:, first].copy_(totals[:, number])
 
 
 def rows_apart(offsets: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.shards import Shards
 from chunkc.ir.states import INT8
-from chunkc.kernels.formats import NO_SCALE
-from chunkc.optim.grad_scale import grad_scale_of
-from chunkc.optim.overlap_mode import NONE
+from chunkc.optim.rule import OverRanks
 from chunkc.optim.split_masters import NotedContents, put_masters_together
 from chunkc.runtime.parts import Part, part_of
+from chunkc.runtime.store import ChunkStore
+from chunkc.runtime.transport import Transport
 from chunkc.runtime.used_gradients import LocalGradient
 from chunkc.torch_private.dtensor import local_of, with_local
 
@@ -25,7 +27,7 @@ def check_over_ranks(optimizer: Any) -> None:
     """Refuse what would need more than a rank's own parts, where parameters are cut over ranks.
 
     Raises:
-        UnsupportedError: the rule or a loss scale does, or gradients were not exchanged between ranks yet.
+        UnsupportedError: states would have 8 bits, or gradients were not exchanged between ranks yet.
     """
     parts = [part for group in optimizer.param_groups for p in group["params"] if isinstance(part := part_of(p), Part)]
     if not parts:
@@ -33,29 +35,46 @@ def check_over_ranks(optimizer: Any) -> None:
     for part in parts:
         if isinstance(gradient := part.grad, LocalGradient):
             raise gradient.refusal()
-    name = type(optimizer).__name__
-    refuse_over_ranks(name, optimizer.rule.num_stages, optimizer.states.moments, optimizer.overlap.mode)
-    if grad_scale_of(optimizer) is not NO_SCALE:
-        raise UnsupportedError("a GradScaler sees the gradients of one rank only: train distributed models in bf16")
+    refuse_over_ranks(type(optimizer).__name__, optimizer.states.moments)
 
 
-def refuse_over_ranks(name: str, num_stages: int, moments: str, overlap: str) -> None:
-    """Refuse an optimizer of that name whose updates need more than a rank's own parts.
+def refuse_over_ranks(name: str, moments: str) -> None:
+    """Refuse an optimizer of that name whose states cannot be cut over ranks.
 
     Args:
-        num_stages: of an update (see `chunkc.ir.updates`).
         moments: in what form it keeps them (see `chunkc.ir.states`).
-        overlap: its argument of that name.
 
     Raises:
-        UnsupportedError: it does.
+        UnsupportedError: they cannot.
     """
-    if num_stages > 1:
-        raise UnsupportedError(f"{name} needs the norms of whole parameters; distributed ones take AdamW, Adam or SGD")
     if moments == INT8:
         raise UnsupportedError(f"{name} updates distributed parameters with fp32 or bf16 moments, not with 8 bits")
-    if overlap != NONE:
-        raise UnsupportedError(f'{name} updates distributed parameters in step() only: use overlap="none"')
+
+
+def sums_of_group(store: ChunkStore, index: int) -> OverRanks | None:
+    """How ranks add up what is to be of whole tensors of a chunk group; None where this rank has all of them."""
+    group = store.layout.groups[index]
+    shards = [where.spec.shards for where in group.slices if where.spec.shards is not None]
+    return _sums(store.transport, shards, tag=index + 1 + _TENSORS_TAG)
+
+
+def sums_of_tensors(parameters: Sequence[torch.Tensor]) -> OverRanks | None:
+    """The same for parameters that are in no chunk."""
+    parts = [parameter for parameter in parameters if isinstance(parameter, Part)]
+    return _sums(parts[0].transport, [part.shards for part in parts], _TENSORS_TAG) if parts else None
+
+
+_TENSORS_TAG = 2
+"""Of exchanges for tensors in no chunk; each chunk group has one of its own, since threads may update them."""
+
+
+def _sums(transport: Transport | None, shards: Sequence[Shards], tag: int) -> OverRanks | None:
+    if transport is None:
+        return None
+    meeting = [rank for rank in range(transport.num_ranks) if any(len(range(*s.rows(rank))) for s in shards)]
+    if transport.rank not in meeting or len(meeting) == 1:
+        return None  # who has nothing of them is not asked
+    return partial(transport.add_up, meeting=tuple(meeting), tag=tag)
 
 
 @contextmanager

@@ -28,6 +28,9 @@ Groups = Sequence[Mapping[str, Any]]
 Runs = Sequence[tuple[int, int, Any]]
 """Elements `[begin, end)` of a group with their hyper-parameters, in order."""
 
+OverRanks = Callable[[torch.Tensor], None]
+"""Adds up a CPU tensor over the ranks, in place: on each the same bits. All of them come to it."""
+
 TileUpdate = Callable[[Mapping[str, torch.Tensor], Tile], None]
 """The update of a tile of a chunk group, or of one stage of it, in place.
 
@@ -74,8 +77,19 @@ class Updater(ABC):
         return
 
     @abstractmethod
-    def of_group(self, index: int, runs: Runs, tiles: Sequence[tuple[int, int]], scale: GradScale) -> TileUpdate:
-        """The update of a chunk group, tile by tile; the tiles are ranges of its elements."""
+    def of_group(
+        self,
+        index: int,
+        runs: Runs,
+        tiles: Sequence[tuple[int, int]],
+        scale: GradScale,
+        sums: OverRanks | None = None,
+    ) -> TileUpdate:
+        """The update of a chunk group, tile by tile; the tiles are ranges of its elements.
+
+        Args:
+            sums: where other ranks have parts of the group's tensors: adds up what is to be of the whole ones.
+        """
 
     @abstractmethod
     def of_tensors(self, tensors: Iterable[Staying], scale: GradScale) -> None:

@@ -16,7 +16,7 @@ from chunkc.ir.plan import Tile
 from chunkc.kernels.formats import GradScale
 from chunkc.optim.grad_scale import is_skipped, on_the_cpu
 from chunkc.optim.group_runs import Due, Task, due_of, flat_home, runs_of
-from chunkc.optim.over_ranks import check_over_ranks
+from chunkc.optim.over_ranks import check_over_ranks, sums_of_group
 from chunkc.optim.overlap_mode import NONE
 from chunkc.optim.rule import Runs, Staying
 from chunkc.optim.update import PreparedUpdate, ResidentsLeft, prepare_updates
@@ -111,7 +111,8 @@ def update_chunks(optimizer: ChunkedOptimizer, prepared: Prepared, scale: GradSc
     if prepared.in_slots is not None:
         updater, tiles = optimizer.updater(store.tier.device), prepared.in_slots.tiles
         ranges = {i: [(t.begin, t.end) for t in tiles if t.group == i and t.stage == 0] for i in runs if i not in home}
-        prepared.in_slots.run({i: updater.of_group(i, runs[i], ranges[i], scale) for i in ranges})
+        sums = {i: sums_of_group(session.store, i) for i in ranges}
+        prepared.in_slots.run({i: updater.of_group(i, runs[i], ranges[i], scale, sums[i]) for i in ranges if ranges[i]})
     if overlaps:
         optimizer.under_way.end_step(session, home)
         return
@@ -132,7 +133,8 @@ def at_home(
 ) -> Callable[[], None]:
     """The update of a group in home memory, by the CPU; home must be as all computation leaves it when it runs."""
     numel, num_stages = session.store.layout.groups[index].numel, optimizer.rule.num_stages
-    update = optimizer.updater(_CPU, by_triton=False).of_group(index, runs, [(0, numel)], scale)
+    sums = sums_of_group(session.store, index)
+    update = optimizer.updater(_CPU, by_triton=False).of_group(index, runs, [(0, numel)], scale, sums)
     home = flat_home(session, index)
 
     def run() -> None:
@@ -166,7 +168,7 @@ def update_in_place(optimizer: ChunkedOptimizer, tasks: Sequence[tuple[torch.Ten
         for (parameter, index), state in zip(tasks, states, strict=True):
             if parameter.device == device:
                 hyper = optimizer.next_hyper(parameter, partial(hyper_at, index))
-                if parameter.numel() == 0:  # this rank's part of a parameter that has fewer rows than there are ranks
+                if parameter.numel() == 0 and optimizer.rule.num_stages == 1:  # fewer rows than there are ranks
                     continue
                 kinds = {kind: value for kind, value in state.items() if kind != "step"}
                 yield Staying(parameter, hyper, kinds, numbers[parameter])

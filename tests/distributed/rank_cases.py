@@ -657,9 +657,7 @@ def refused() -> Result:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     make = chunkc.optim
-    attempt("lamb", lambda: make.LAMB(model.parameters()).step())
     attempt("8 bits", lambda: make.AdamW(model.parameters(), moments_dtype="int8").step())
-    attempt("overlap", lambda: make.AdamW(model.parameters(), update_on="cpu", overlap="forward").step())
     attempt("twice", lambda: chunkc.distribute(model, mesh()))
     attempt("plain gradient", lambda: with_plain_gradient(model))
     attempt("copied", lambda: compiled(copy.deepcopy(model), HUGE)(torch.ones(2, 4)))

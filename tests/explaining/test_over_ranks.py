@@ -174,9 +174,7 @@ def transposed() -> nn.Module:
     ("options", "message"),
     [
         ({"activations": "rerun"}, 'distributed models keep what the forward saves \\(activations="keep"\\)'),
-        ({"optimizer": "lamb"}, "LAMB needs the norms of whole parameters"),
         ({"moments_dtype": "int8"}, "AdamW updates distributed parameters with fp32 or bf16 moments"),
-        ({"update_on": "cpu", "overlap": "forward"}, "AdamW updates distributed parameters in step\\(\\) only"),
         ({"model": Scalar()}, "scale is a scalar, which has no rows to cut"),
         ({"model": transposed()}, "weight is not contiguous"),
     ],

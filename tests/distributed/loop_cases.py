@@ -1,0 +1,143 @@
+"""What loops of all kinds do on ranks; run as `rank_cases` is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).parent))
+
+import rank_cases
+from rank_cases import HUGE, VOCABULARY, WIDTH, Block, Result, arrays, batches, bits, compiled, mean, mesh, own
+
+import chunkc
+
+PLACES = ((3, HUGE), (3, None), (1, HUGE))
+"""Stages of ZeRO, with budgets; None is the smallest that the run before has found."""
+
+
+class Small(nn.Module):
+    """Quickly compiled; a matrix is tied, one has fewer rows than there are ranks, and one is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.block = Block()
+        self.unused = nn.Linear(3, 2)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.block(self.embed(tokens)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def small(seed: int = 0) -> Small:
+    torch.manual_seed(seed)
+    return Small()
+
+
+def as_one_process(make: Callable[[nn.Module], Any], train: Callable[..., list[float]], places: Any = PLACES) -> Result:
+    """Train in one process, and on the ranks in every place."""
+    reference: Any = small()
+    expected = train(reference, reference, make(reference), lambda batch: batch, lambda loss: loss.item())
+    found: Result = {"expected": expected, "runs": []}
+    weights, least = arrays(reference), HUGE
+    for stage, budget in places:
+        torch._dynamo.reset()
+        model: Any = chunkc.distribute(small(), mesh(), zero_stage=stage)
+        losses = train(compiled(model, budget or least), model, make(model), own, mean)
+        chunkc.synchronize(model)
+        least = chunkc.report(model).minimum_budget_nbytes
+        difference = max(float(abs(a - b).max()) for a, b in zip(arrays(model), weights, strict=True))
+        found["runs"].append({"losses": losses, "bits": bits(model), "difference": difference})
+    return found
+
+
+def plain_steps(run: Any, model: nn.Module, optimizer: Any, part: Any, whole: Any) -> list[float]:
+    """One backward in each step, and nothing that looks at gradients."""
+    losses = []
+    for step in range(3):
+        loss = run(part(batches(step)[0]))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(whole(loss))
+    return losses
+
+
+def clipped_steps(run: Any, model: nn.Module, optimizer: Any, part: Any, whole: Any) -> list[float]:
+    losses = []
+    for step in range(3):
+        for batch in batches(step):
+            loss = run(part(batch)) / 2
+            loss.backward()
+            losses.append(whole(loss))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def scaled_steps(run: Any, model: nn.Module, optimizer: Any, part: Any, whole: Any) -> list[float]:
+    """With a GradScaler, and clipping. In a step a gradient overflows, on ranks in the part of the last one alone."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    found = []
+    for step in range(4):
+        loss = run(part(batches(step)[0]))
+        scaler.scale(loss).backward()
+        if step != 2:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        elif dist.get_rank() == dist.get_world_size() - 1 or part is not own:
+            gradient: Any = model.embed.weight.grad  # type: ignore[union-attr]
+            (gradient.to_local() if part is own else gradient)[-1] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found += [whole(loss), scaler.get_scale() / 2**20]
+    return found
+
+
+def scaler() -> Result:
+    return as_one_process(lambda m: chunkc.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3), scaled_steps)
+
+
+def lamb() -> Result:
+    return as_one_process(lambda m: chunkc.optim.LAMB(m.parameters(), lr=1e-2, eps=1e-3), clipped_steps)
+
+
+def lamb_beside() -> Result:
+    def make(model: nn.Module) -> Any:
+        return chunkc.optim.LAMB(model.parameters(), lr=1e-2, eps=1e-3, update_on="cpu", overlap="both")
+
+    return as_one_process(make, plain_steps)
+
+
+def overlap(mode: str, update_on: str) -> Result:
+    def make(model: nn.Module) -> Any:
+        return chunkc.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, update_on=update_on, overlap=mode)
+
+    return as_one_process(make, clipped_steps if mode == "forward" else plain_steps)
+
+
+CASES: dict[str, Callable[[], Result]] = {
+    "scaler": scaler,
+    "lamb": lamb,
+    "lamb beside": lamb_beside,
+    "forward": lambda: overlap("forward", "cpu"),
+    "both": lambda: overlap("both", "cpu"),
+    "backward": lambda: overlap("backward", "device"),
+}
+
+if __name__ == "__main__":
+    rank_cases.CASES.update(CASES)
+    folder, num_ranks, timeout_s, *names = sys.argv[1:]
+    print(json.dumps(dict(rank_cases.main(Path(folder), int(num_ranks), float(timeout_s), names))))
