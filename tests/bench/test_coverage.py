@@ -18,9 +18,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import coverage_models
 import coverage_subject
 import coverage_table
-from coverage_judge import Judge
+from coverage_judge import Judge, nudged
 from coverage_models import NotBuilt, build
 from coverage_table import COLUMNS, DEFAULT_FAILS, FAILED, NOT_BUILT, REFUSED, TRAINED, Cell, Column
+from coverage_training import Differs, Losses, Trained
+from torch import nn
 
 import chunkc
 from chunkc.runtime import cpu_allocator
@@ -203,6 +205,29 @@ def test_a_cell_for_real() -> None:
     judge = Judge(subject)
     assert judge.cell(Column.named("eager/fp32")).outcome == TRAINED
     assert judge.cell(Column.named("eager/autocast-bf16")).outcome == TRAINED
+
+
+def test_losses_may_be_as_far_as_roundings_move_plain_pytorch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = coverage_models.Subject("a/b/c", lambda: nn.Linear(3, 3), lambda size, length: {}, 12)
+    judge, column = Judge(subject), Column.named("eager/fp32")
+    plain = Trained(Losses((1.0, 2.0), None), None)
+    for own, far, is_taken in ((0.0, 5e-4, True), (2e-3, 1.5e-3, True), (2e-3, 3e-3, False), (1.0, 2e-2, False)):
+        monkeypatch.setattr(Judge, "_own_distance", lambda *_, own=own: own)
+        trained = Trained(Losses((1.0, 2.0 * (1 + far)), None), None)
+        if is_taken:
+            assert bool(judge._check_losses(column, trained, plain)) == (far > 1e-3)
+        else:
+            with pytest.raises(Differs, match="from plain PyTorch's"):
+                judge._check_losses(column, trained, plain)
+    torch.manual_seed(0)
+    weight = subject.make().weight
+    torch.manual_seed(0)
+    moved = nudged(subject).make().weight
+    assert 0 < relative_distance(moved, weight) < 1e-6
+
+
+def relative_distance(one: Any, other: Any) -> float:
+    return float(((one - other) / other).abs().max())
 
 
 @pytest.mark.slow
