@@ -80,7 +80,9 @@ def _add_explain_arguments(command: argparse.ArgumentParser) -> None:
     ranks_help = "devices that train the model together, each with a part of it; default: all that the hardware has"
     command.add_argument("--world-size", type=_positive, metavar="N", help=ranks_help)
     command.add_argument("--mesh", metavar="AxB", help="the same as hosts, and devices of each")
-    command.add_argument("--zero-stage", type=int, choices=(1, 2, 3), default=3, help="as of distribute; default: 3")
+    command.add_argument(
+        "--zero-stage", type=int, choices=(1, 2, 3), help="as of distribute; default: the plan's choice"
+    )
     command.add_argument("--memory-budget", default="auto", metavar="SIZE", help='bytes, "6GiB", "80%%" or "auto"')
     command.add_argument("--home", default="cpu", help='"cpu", "disk" or "disk:DIR"')
     command.add_argument(

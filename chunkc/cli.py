@@ -223,7 +223,7 @@ def _largest(
     sizes: dict[str, int | None],
     budget_nbytes: int,
     show: Show,
-    zero_stage: ZeroStage,
+    zero_stage: ZeroStage | None,
 ) -> tuple[int, list[str]]:
     """The largest size, and sentences about it; 1 where not even that fits.
 

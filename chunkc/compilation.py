@@ -254,6 +254,7 @@ def _build(
         needs = needs_of_step(form, session.trained, layout, held)
         raise session.known.named(error, layout, needs, session.num_graphs + 1) from None
     planned = planned_step(session, step.captured, decision.request)  # verified before anything moves
+    layout = decision.situation.layout
     compare(lambda: facts_of(capture, layout, session, planned))
     place(session, layout, named, decision.situation.resident)
     session.own(named)
@@ -265,10 +266,10 @@ def _build(
 def facts_of(capture: Capture, layout: ChunkLayout, session: Session, planned: PlannedStep) -> Facts:
     """What ranks that train one model have in common where a graph is compiled."""
     graphs = [graph.code for graph in (capture.forward, capture.backward) if graph is not None]
-    whole = [(g.index, [(s.spec.name, s.spec.shards, s.slot_offset) for s in g.slices]) for g in layout.groups]
+    found = [(g, [(s.spec.name, s.spec.shards, s.slot_offset) for s in g.slices]) for g in layout.groups]
     in_common = [
-        (index, [(name, shards and (shards.shape, shards.zero_stage), at) for name, shards, at in of])
-        for index, of in whole
+        (group.index, [(name, shards and (shards.shape, shards.zero_stage), at) for name, shards, at in of])
+        for group, of in found
     ]
     return {
         "the versions of PyTorch and chunkc": f"{torch.__version__} {version('chunkc')}",
@@ -276,6 +277,7 @@ def facts_of(capture: Capture, layout: ChunkLayout, session: Session, planned: P
         "the budget in bytes": str(session.budget_nbytes),
         "the code of the model": "\n".join(graphs),
         "the layout of parameters": repr(in_common),
+        "what stands whole on every rank": str(sorted(layout.whole)),
         "the plan": str(planned.plan),
     }
 

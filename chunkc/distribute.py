@@ -32,7 +32,7 @@ def distribute(
     mesh: DeviceMesh,
     *,
     home: str = "cpu",
-    zero_stage: ZeroStage = 3,
+    zero_stage: ZeroStage | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> nn.Module:
     """Cut a model's parameters over the ranks of a mesh, in place; compile it afterwards.
@@ -52,9 +52,10 @@ def distribute(
         mesh: of one dimension, on "cpu"; the ranks that train the model.
         home: where each rank's parts are between calls: "cpu", which is RAM, "disk" or "disk:DIR". Each rank has a file
             of its own there, without a name. `torch.compile` takes the home over.
-        zero_stage: 3 gathers parameters where a forward or backward needs them. 2 gathers them once after each change
-            and keeps them whole on the compute tier, which the budget must have room for: a third less is sent. 1 keeps
-            whole gradients, too; so backwards inside `optimizer.accumulating()` exchange nothing.
+        zero_stage: None lets the plan choose for each group of parameters: as in stage 2 where the budget has the room,
+            else as in stage 3. 3 gathers parameters where a forward or backward needs them. 2 gathers them once after
+            each change and keeps them whole on the compute tier: a third less is sent. 1 keeps whole gradients, too; so
+            backwards inside `optimizer.accumulating()` exchange nothing.
         timeout_s: seconds that a rank waits for another before it raises an error.
 
     Returns:
@@ -114,7 +115,11 @@ def _check(name: str, parameter: nn.Parameter) -> None:
 
 
 def _cut(
-    parameter: nn.Parameter, mesh: DeviceMesh, transport: Transport, zero_stage: ZeroStage, nursery: Nursery | None
+    parameter: nn.Parameter,
+    mesh: DeviceMesh,
+    transport: Transport,
+    zero_stage: ZeroStage | None,
+    nursery: Nursery | None,
 ) -> nn.Parameter:
     shards = Shards(tuple(parameter.shape), transport.num_ranks, transport.rank, zero_stage)
     begin, end = shards.span(transport.rank)

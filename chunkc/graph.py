@@ -125,13 +125,14 @@ class CompiledGraph:
 
     def _admit(self, inputs: Sequence[Any]) -> None:
         session, step = self.session, self._step(INPUTS, inputs)
-        if step.admitted != session.store.resident:
+        if step.admitted != session.situation.staying:
             try:
                 decision = decide(session.situation, SizesCalled(step.captured))
             except BudgetError as error:
                 raise self._named(error, step, Held(0, 0)) from None
-            stay(session, decision.situation.resident)
-            step.admitted = session.store.resident
+            if session.transport is None:  # ranks let go together, when the forward begins
+                stay(session, decision.situation)
+            step.admitted = session.situation.staying
 
     def _step(self, where: str, arguments: Sequence[Any]) -> SizedStep:
         return self.steps.at(where, arguments, may_be_whole=self.session.situation.may_be_whole)
@@ -162,7 +163,7 @@ class CompiledGraph:
         if found is not None:
             return found
         decision = self._decided(step, held_nbytes, beside, around, held)
-        stay(session, decision.situation.resident)
+        stay(session, decision.situation)
         step.become(decision.captured)
         request = decision.request
         found = step.plans.find(plan_key(session, request.key))
@@ -184,9 +185,9 @@ class CompiledGraph:
         """A plan beside which no resident had to leave: a gradient that stays behind, as somebody has it, is another
         thing that a phase runs beside."""
         while True:
-            resident = self.session.store.resident
+            staying = self.session.situation.staying
             planned = plan()
-            if self.session.store.resident == resident:
+            if self.session.situation.staying == staying:
                 return planned
 
     def _decided(

@@ -38,7 +38,7 @@ class Needs:
         if not positions:
             return Needs()
         most_nbytes = max(position.non_model_nbytes for position in positions)
-        return Needs(needed_nbytes(positions, layout) + held_nbytes, most_nbytes + held_nbytes)
+        return Needs(needed_nbytes(positions, layout.with_whole(())) + held_nbytes, most_nbytes + held_nbytes)
 
     def beside(self, held_nbytes: int) -> Needs:
         return Needs(self.moving_nbytes + held_nbytes, self.staying_nbytes + held_nbytes)
@@ -49,9 +49,9 @@ class Needs:
     def minimum_nbytes(self, layout: ChunkLayout) -> int:
         """The smallest budget with room for this, with all of a layout's chunks moving or none.
 
-        Those that are cut over ranks always move.
+        Those that are cut over ranks always move, and are whole nowhere but where a stage is forced.
         """
-        moving = fixed_nbytes(layout, frozenset()) + self.moving_nbytes
+        moving = fixed_nbytes(layout.with_whole(()), frozenset()) + self.moving_nbytes
         if layout.cut:
             return moving
         staying = fixed_nbytes(layout, everything(layout)) + self.staying_nbytes

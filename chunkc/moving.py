@@ -11,6 +11,7 @@ from torch import nn
 from chunkc.declared import StateKeeper, declared
 from chunkc.ir.chunks import Chunk, ChunkGroup, ChunkLayout
 from chunkc.movable import shares_memory
+from chunkc.policy import Situation
 from chunkc.readers import await_readers
 from chunkc.runtime.nursery import nursery_of
 from chunkc.session import Session
@@ -71,11 +72,14 @@ def _kept(session: Session, group: ChunkGroup) -> Kept:
     return found
 
 
-def stay(session: Session, resident: frozenset[int]) -> None:
-    """Send residents home for good, all but these.
+def stay(session: Session, situation: Situation) -> None:
+    """Send residents home for good, all but those of a situation; what ranks have whole goes alike.
 
     Raises:
         HomeError, StreamError: nothing has moved.
     """
-    if resident != session.store.resident:
-        place(session, session.store.layout, {}, resident)
+    store = session.store
+    if situation.resident != store.resident:
+        place(session, store.layout, {}, situation.resident)
+    if situation.layout.whole != store.layout.whole:
+        store.stand(situation.layout)

@@ -36,11 +36,13 @@ from chunkc.passes.layout import EMPTY_LAYOUT
 from chunkc.passes.planning import (
     check_minimum,
     choose_resident,
+    choose_whole,
     everything,
     fixed_nbytes,
     staying_beside,
+    whole_beside,
 )
-from chunkc.passes.update_planning import check_update, staying_beside_update
+from chunkc.passes.update_planning import check_update, staying_beside_update, whole_beside_update
 
 HELD_GRANULES = 256
 """Plans are made for what others hold rounded up to this part of the budget, where that fits: a program that keeps a
@@ -79,7 +81,12 @@ class Situation:
     @property
     def key(self) -> Key:
         """What plans depend on."""
-        return self.budget_nbytes, self.layout.version, self.resident, self.activations
+        return self.budget_nbytes, self.layout.version, *self.staying, self.activations
+
+    @property
+    def staying(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Groups that stay on the compute tier, and those that are cut over ranks and stand there whole."""
+        return self.resident, self.layout.whole
 
     def gone_nbytes(self, others_nbytes: int) -> int:
         """How much less than nothing others hold beside a backward, as values of its own are gone (see `live_values`).
@@ -159,7 +166,7 @@ class StepRequest:
 @dataclass(frozen=True)
 class UpdateRequest:
     """The plan of an optimizer's step that updates these groups in slots, beside `held_nbytes` of others' values, in
-    stages (see `chunkc.ir.updates`)."""
+    stages (see `chunkc.ir.updates`). `situation`: that of the step, in which fewer groups may stand whole than else."""
 
     situation: Situation
     groups: tuple[int, ...]
@@ -255,7 +262,7 @@ def decide(situation: Situation, event: Event) -> StepDecision | UpdateDecision:
         case GraphCaptured():
             return _captured(situation, event)
         case SizesCalled():
-            return _called(situation, event)
+            return _beside(situation, event.captured, ALONE, 0, exact=True)
         case PhaseCalled():
             return _phase(situation, event)
         case UpdateDue():
@@ -263,10 +270,13 @@ def decide(situation: Situation, event: Event) -> StepDecision | UpdateDecision:
 
 
 def _captured(now: Situation, event: GraphCaptured) -> StepDecision:
-    """Any group may stay that is new and not cut over ranks; of the others those that stay so far."""
-    captured, layout = event.captured, event.layout
+    """Any group may stay that is new and not cut over ranks; of the others those that stay so far. Any may stand whole
+    that is new and cut, where no stage is forced; of the others those that do so far."""
+    captured, layout = event.captured, event.layout.with_whole(())
     num_known = len(now.layout.groups) if now.num_graphs else 0
-    allowed = now.resident | (frozenset(range(num_known, len(layout.groups))) - layout.cut)
+    new = layout.groups[num_known:]
+    allowed = now.resident | (frozenset(group.index for group in new) - layout.cut)
+    may_be_whole = now.layout.whole.union(group.index for group in new if group.may_be_whole)
     all_may_stay = len(allowed) == len(layout.groups)
     least = profile(leanest_form(captured, now.activations, layout), layout).all
     check_minimum(least, layout, now.budget_nbytes, 0, all_may_stay=all_may_stay)
@@ -276,13 +286,11 @@ def _captured(now: Situation, event: GraphCaptured) -> StepDecision:
         needs = profile(around.seen_by(captured), layout).all
         check_minimum(needs, layout, now.budget_nbytes, 0, all_may_stay=all_may_stay)
         resident = choose_resident(needs, layout, now.budget_nbytes, allowed)
-        return StepDecision(found := replace(after, resident=resident), captured, StepRequest(found, around=around))
+        chosen = choose_whole(needs, layout, now.budget_nbytes, may_be_whole)
+        found = replace(after, layout=chosen, resident=resident)
+        return StepDecision(found, captured, StepRequest(found, around=around))
 
     return _chosen(after, captured, ALONE, 0, allowed, decision)
-
-
-def _called(now: Situation, event: SizesCalled) -> StepDecision:
-    return _beside(now, event.captured, ALONE, 0, exact=True)
 
 
 def _phase(now: Situation, event: PhaseCalled) -> StepDecision:
@@ -296,9 +304,11 @@ def _beside(
     """A graph beside what others hold, from which residents may have to leave; `exact`: without room for more."""
 
     def decision(around: Around) -> StepDecision:
-        needs = _needs(captured, now.layout, around)
-        resident, _ = staying_beside(needs, now.layout, now.budget_nbytes, held_nbytes, now.resident)
-        after = now if resident == now.resident else replace(now, resident=resident)
+        step = profile(around.seen_by(captured), now.layout)
+        needs = step.backward if around.cold_backward else step.passes
+        layout = whole_beside(needs, now.layout, now.budget_nbytes, held_nbytes)
+        resident, _ = staying_beside(needs, layout, now.budget_nbytes, held_nbytes, now.resident)
+        after = now if (resident, layout.whole) == now.staying else replace(now, layout=layout, resident=resident)
         room_nbytes = held_nbytes if exact else _with_room(after, needs, held_nbytes)
         return StepDecision(after, captured, StepRequest(after, room_nbytes, room_nbytes - held_nbytes, around))
 
@@ -339,11 +349,6 @@ def _chosen(
     )
 
 
-def _needs(captured: Captured, layout: ChunkLayout, around: Around) -> Sequence[Position]:
-    step = profile(around.seen_by(captured), layout)
-    return step.backward if around.cold_backward else step.passes
-
-
 def _with_room(now: Situation, needs: Sequence[Position], held_nbytes: int) -> int:
     """What others hold, with room for a little more of it where that fits (see `HELD_GRANULES`)."""
     granule = max(1, now.budget_nbytes // HELD_GRANULES)
@@ -356,17 +361,21 @@ def _with_room(now: Situation, needs: Sequence[Position], held_nbytes: int) -> i
 
 
 def _update(now: Situation, event: UpdateDue) -> UpdateDecision:
-    """Trained residents that leave are due as well."""
+    """Trained residents that leave are due as well. What ranks have whole gives its room back for the step where that
+    is needed: after it, all of it that is trained is gathered anew."""
     asked = now.budget_nbytes, event.held_nbytes, now.resident, event.num_stages
+    layout = whole_beside_update(now.layout, event.groups, now.budget_nbytes, event.held_nbytes, event.num_stages)
     try:
-        check_update(now.layout, event.groups, *asked)
+        check_update(layout, event.groups, *asked)
     except BudgetError:
         trained = now.layout.groups_of(now.trained)
         staying = staying_beside_update(now.layout, event.groups, trained, *asked)
         if staying == now.resident:
             raise
         return UpdateDecision(replace(now, resident=staying), None)
-    return UpdateDecision(now, UpdateRequest(now, event.groups, event.held_nbytes, event.num_stages))
+    return UpdateDecision(
+        now, UpdateRequest(replace(now, layout=layout), event.groups, event.held_nbytes, event.num_stages)
+    )
 
 
 # --- before there is a graph: whole or in segments ---
@@ -386,6 +395,6 @@ def fits_whole(layout: ChunkLayout, budget_nbytes: int, captured: Captured | Non
 def smallest_budget(captured: Captured, layout: ChunkLayout) -> int:
     """The smallest budget for a graph by itself, of which any group may stay."""
     try:
-        return check_minimum(profile(captured, layout).all, layout, 0, 0, all_may_stay=not layout.cut)
+        return check_minimum(profile(captured, layout).all, layout.with_whole(()), 0, 0, all_may_stay=not layout.cut)
     except BudgetError as error:
         return error.minimum_nbytes

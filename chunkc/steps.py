@@ -44,14 +44,14 @@ class SizedStep:
         described_in_segments: of a step that is whole: what it would need in segments. Compiles nothing, so that where
             Inductor compiles, these are upper bounds.
         plans: by what they depend on.
-        admitted: the residents beside which it was found to fit.
+        admitted: what stayed on the compute tier when it was found to fit (`Situation.staying`).
         noted: the most that it has needed.
     """
 
     forms: Forms
     described_in_segments: InitVar[Callable[[], Captured] | None] = None
     plans: Recent[tuple, Any] = field(default_factory=lambda: Recent(MAX_PLANS))
-    admitted: frozenset[int] | None = None
+    admitted: tuple[frozenset[int], frozenset[int]] | None = None
 
     def __post_init__(self, described_in_segments: Callable[[], Captured] | None) -> None:
         self.noted = NotedNeeds(described_in_segments)

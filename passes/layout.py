@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from chunkc.ir.chunks import ALIGNMENT_NBYTES, ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
+from chunkc.ir.chunks import ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.states import StateFormat
 
@@ -170,23 +170,17 @@ _EARLIER = (
 )
 
 
-def _aligned(spec: ParamSpec, numel: int) -> int:
-    """So many elements of the parameter, rounded up to where the next one may begin."""
-    unit = max(ALIGNMENT_NBYTES // spec.dtype.itemsize, spec.states.alignment)
-    return -(-numel // unit) * unit
-
-
 def _room(specs: Iterable[ParamSpec]) -> int:
-    return sum(_aligned(spec, spec.whole_numel) * spec.dtype.itemsize for spec in specs)
+    return sum(spec.aligned(spec.whole_numel) * spec.dtype.itemsize for spec in specs)
 
 
 def _group(index: int, specs: Sequence[ParamSpec]) -> ChunkGroup:
     slices, offset, slot_offset, exchange_numel = [], 0, 0, 0
     for spec in specs:
         slices.append(TensorSlice(spec, offset, slot_offset if spec.shards is not None else 0))
-        offset += _aligned(spec, spec.numel)
+        offset += spec.aligned(spec.numel)
         if spec.shards is not None:
-            slot_offset += _aligned(spec, spec.shards.numel)
+            slot_offset += spec.aligned(spec.shards.numel)
             exchange_numel += (spec.shards.num_ranks - 1) * spec.shards.largest_numel
     first = specs[0]
     return ChunkGroup(

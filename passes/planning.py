@@ -166,6 +166,55 @@ def choose_resident(
     return resident
 
 
+def choose_whole(
+    positions: Sequence[Position],
+    layout: ChunkLayout,
+    budget_nbytes: int,
+    allowed: frozenset[int],
+    held_nbytes: int = 0,
+) -> ChunkLayout:
+    """Of groups that are cut over ranks, whose parameters stand whole on every rank: all if they fit, else the first
+    ones used that leave room to move, as in `choose_resident`. Whatever the layout says of that does not count.
+
+    All that it goes by is the same on all ranks, so they choose alike.
+    """
+    none, every = layout.with_whole(()), layout.with_whole(allowed)
+    needs, fixed = _tightest(positions), fixed_nbytes(none, frozenset()) + held_nbytes
+    moving, standing = chunk_sizes(none, needs), chunk_sizes(every, needs)
+
+    def fits(whole: frozenset[int], fixed_nbytes: int) -> bool:
+        return all(
+            fixed_nbytes
+            + one.non_model_nbytes
+            + sum((standing if chunk.group in whole else moving)[chunk] for chunk in one.items)
+            <= budget_nbytes
+            for one in needs
+        )
+
+    if fits(allowed, fixed + standing_nbytes(every) - standing_nbytes(none)):
+        return every
+    whole, fixed = frozenset[int](), fixed + SLACK_CHUNKS * max(moving.values(), default=0)
+    for index in sorted(allowed):
+        wider, with_it = whole | {index}, fixed + every.groups[index].standing_nbytes
+        if fits(wider, with_it):
+            whole, fixed = wider, with_it
+    return layout.with_whole(whole)
+
+
+def whole_beside(
+    positions: Sequence[Position], layout: ChunkLayout, budget_nbytes: int, held_nbytes: int
+) -> ChunkLayout:
+    """The layout where those groups are whole on every rank that may stay so where more room is needed than was known
+    of: all of them if they leave the room, else the first ones used that do."""
+    if not layout.whole:
+        return layout
+    try:
+        check_minimum(positions, layout, budget_nbytes, held_nbytes)
+    except BudgetError:
+        return choose_whole(positions, layout, budget_nbytes, layout.whole, held_nbytes)
+    return layout
+
+
 def choose_leaving(
     saved: Sequence[Saved],
     kept: StepProfile,

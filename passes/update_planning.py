@@ -10,7 +10,7 @@ from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Plan, Position, Tile
 from chunkc.ir.program import UPDATE
 from chunkc.ir.updates import tile_traffic, update_stages
-from chunkc.passes.planning import check_minimum, fixed_nbytes, plan_phases, staying_beside
+from chunkc.passes.planning import check_minimum, fixed_nbytes, plan_phases, staying_beside, whole_beside
 
 MIN_TILE_NUMEL, MAX_TILE_NUMEL = 1 << 16, 1 << 24
 """Bounds on an update's elements: below, events cost more than the update; above, nothing is gained."""
@@ -48,9 +48,12 @@ def tile_numel(group: ChunkGroup, capacity_nbytes: int) -> int:
 
 
 def smallest_tiles(layout: ChunkLayout, groups: Sequence[int], num_stages: int = 1) -> tuple[Tile, ...]:
-    """One tile of each group, of the smallest size: what the group's update needs room for at the least."""
+    """One tile of each group, of the smallest size: what the group's update needs room for at the least.
+
+    Of a group that is cut over ranks that of the largest parts: all ranks choose alike.
+    """
     return tuple(
-        Tile(index, 0, min(MIN_TILE_NUMEL, layout.groups[index].numel), stage, num_stages)
+        Tile(index, 0, min(MIN_TILE_NUMEL, layout.groups[index].largest_numel), stage, num_stages)
         for index in groups
         for stage in range(num_stages)
     )
@@ -136,6 +139,14 @@ def staying_beside_update(
     due = sorted({*groups, *(resident & trained)})
     positions = update_positions(layout, smallest_tiles(layout, due, num_stages), held_nbytes)
     return staying_beside(positions, layout, budget_nbytes, 0, resident)[0]
+
+
+def whole_beside_update(
+    layout: ChunkLayout, groups: Sequence[int], budget_nbytes: int, held_nbytes: int, num_stages: int
+) -> ChunkLayout:
+    """The layout where those groups stand whole on every rank beside which there is room for the update of some."""
+    positions = update_positions(layout, smallest_tiles(layout, groups, num_stages), held_nbytes)
+    return whole_beside(positions, layout, budget_nbytes, 0)
 
 
 def plan_update(

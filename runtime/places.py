@@ -71,8 +71,16 @@ class ChunkPlaces(ChunkSlots):
         """Take over a layout that differs in what states are kept; none may be at home yet where it does."""
         for old, new in zip(self.layout.groups, layout.groups, strict=True):
             assert old.states == new.states or not self._states_at_home(old), "states are at home"
+        self._take_over(layout)
+
+    def stand(self, layout: ChunkLayout) -> None:
+        """Take over a layout that differs in what stands whole on every rank; what does no more gives its room back."""
+        self._take_over(layout)
+
+    def _take_over(self, layout: ChunkLayout) -> None:
         self.layout = layout
         self._slices = {s.spec.name: (group, s) for group in layout.groups for s in group.slices}
+        self.standing.keep(layout.standing)
 
     @torch.no_grad()
     def write(self, kind: str, name: str, values: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ optimizer or its user, on one rank or on all, is seen by that, and the chunk is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -71,6 +71,12 @@ class Standing:
                 else:
                     del waiting[name]
         return found
+
+    def keep(self, groups: Collection[int]) -> None:
+        """Give back to the tier what is here of all groups but these."""
+        self.current.intersection_update(groups)
+        for chunk in [chunk for chunk in self._buffers if chunk.group not in groups]:
+            del self._buffers[chunk]
 
     def clear(self) -> None:
         """Give all of it back to the tier."""

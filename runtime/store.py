@@ -73,8 +73,8 @@ class ChunkStore(ChunkPlaces):
         }
         wanted |= {Chunk(GRAD, g.index): g.nbytes(GRAD) for g in unfrozen if g.index not in resident}
         self.arena.reserve(wanted)
-        slices = {s.spec.name: (group, s) for group in layout.groups for s in group.slices}
-        self.layout, self._slices, self.resident = layout, slices, resident
+        self._take_over(layout)
+        self.resident = resident
 
     def _leaving(self, layout: ChunkLayout, resident: frozenset[int]) -> tuple[list[ChunkGroup], list[ChunkGroup]]:
         """The groups that have to go home, and those that have to come to the compute tier for good."""

@@ -82,7 +82,7 @@ def explain(
     why: str | None = None,
     world_size: int | None = None,
     mesh: str | None = None,
-    zero_stage: ZeroStage = 3,
+    zero_stage: ZeroStage | None = None,
     show: Show | None = None,
     **kwargs: Any,
 ) -> Explanation:
@@ -162,7 +162,7 @@ def minimum_budget(
     home: str = "cpu",
     disk_holds: str = "auto",
     choice: OptimizerChoice = ADAMW,
-    zero_stage: ZeroStage = 3,
+    zero_stage: ZeroStage | None = None,
     **kwargs: Any,
 ) -> int:
     """The smallest budget, in bytes, in which `model(*args, **kwargs)` trains; arguments as for `explain`, those of the
@@ -187,7 +187,7 @@ def step_on(
     *,
     dynamic: bool = False,
     state_format_of: StateFormatOf = state_format_of,
-    zero_stage: ZeroStage = 3,
+    zero_stage: ZeroStage | None = None,
 ) -> OfflineStep:
     """One training step of a model, as the hardware would run it: on several devices, as rank 0 of them would.
 
@@ -211,13 +211,13 @@ def step_on(
     return _on(hardware, step, options, zero_stage)
 
 
-def _on(hardware: Hardware, step: OfflineStep, options: Options, zero_stage: ZeroStage) -> OfflineStep:
+def _on(hardware: Hardware, step: OfflineStep, options: Options, zero_stage: ZeroStage | None) -> OfflineStep:
     step = cut_over(step, hardware.num_devices, zero_stage, options)
     graphs = tuple(planned_on(graph, hardware, options.codegen) for graph in step.graphs)
     return replace(step, graphs=graphs, storage_nbytes=storages_on(step.storage_nbytes, hardware))
 
 
-def _of_the_first(before: OfflineStep, hardware: Hardware, options: Options, zero_stage: ZeroStage) -> str:
+def _of_the_first(before: OfflineStep, hardware: Hardware, options: Options, zero_stage: ZeroStage | None) -> str:
     """What is known of a step whose first graphs alone were captured."""
     step = _on(hardware, before, options, zero_stage)
     replay = Replay(step, options, training_in(hardware, step.graphs), IN_SLOTS)
@@ -274,7 +274,8 @@ def explain_step(
     """Explain one captured step, and where the part of the model named `why` is in it."""
     budget = budget_of(options, hardware)
     replay = Replay(captured, options, hardware, updates)
-    rehearsed, layout = replay.fitting(budget), replay.layout
+    rehearsed = replay.fitting(budget)
+    layout = rehearsed.situation.layout
     step = replay.planned(rehearsed)
     events = replay.events(step)
     at_home, again = saved_at_home(step), saved_again(step)

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from chunkc.explaining.offline import OfflineGraph, OfflineStep
 from chunkc.explaining.optimizer_choice import Optimizer
-from chunkc.ir.chunks import ChunkLayout, ParamSpec
+from chunkc.ir.chunks import PARAM, Chunk, ChunkLayout, ParamSpec
 from chunkc.ir.errors import OptionsError, UnsupportedError
-from chunkc.ir.explanation import Ranks, TimedEvent
+from chunkc.ir.explanation import GatheredGroup, Ranks, TimedEvent
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.links import GATHER, SCATTER
 from chunkc.ir.shards import Shards, ZeroStage, check_zero_stage
@@ -65,7 +65,7 @@ def with_ranks(hardware: Hardware, world_size: int | None, mesh: str | None) -> 
     return hardware.used_by(num_hosts * each, num_hosts)
 
 
-def cut_over(step: OfflineStep, num_ranks: int, zero_stage: ZeroStage, options: Options) -> OfflineStep:
+def cut_over(step: OfflineStep, num_ranks: int, zero_stage: ZeroStage | None, options: Options) -> OfflineStep:
     """The step with rank 0's parts in place of all parameters; one rank has all of them.
 
     Raises:
@@ -79,7 +79,7 @@ def cut_over(step: OfflineStep, num_ranks: int, zero_stage: ZeroStage, options: 
     return replace(step, graphs=tuple(_cut(graph, num_ranks, zero_stage) for graph in step.graphs))
 
 
-def _cut(graph: OfflineGraph, num_ranks: int, zero_stage: ZeroStage) -> OfflineGraph:
+def _cut(graph: OfflineGraph, num_ranks: int, zero_stage: ZeroStage | None) -> OfflineGraph:
     for spec in graph.fixed:
         raise UnsupportedError(
             f"{spec.name} shares its memory with other tensors, or is no dense tensor of real numbers: ranks cannot "
@@ -88,7 +88,7 @@ def _cut(graph: OfflineGraph, num_ranks: int, zero_stage: ZeroStage) -> OfflineG
     return replace(graph, movable=tuple(_part(spec, num_ranks, zero_stage) for spec in graph.movable))
 
 
-def _part(spec: ParamSpec, num_ranks: int, zero_stage: ZeroStage) -> ParamSpec:
+def _part(spec: ParamSpec, num_ranks: int, zero_stage: ZeroStage | None) -> ParamSpec:
     if not spec.shape:
         raise UnsupportedError(f"{spec.name} is a scalar, which has no rows to cut: make it a tensor of one element")
     if not torch.empty_strided(spec.shape, spec.stride, device="meta").is_contiguous():
@@ -121,7 +121,20 @@ def ranks_of(layout: ChunkLayout, events: Sequence[TimedEvent], hardware: Hardwa
         gathers=streams.count(GATHER),
         scatters=streams.count(SCATTER),
         link_nbytes=link_nbytes(events, hardware),
+        groups=tuple(_gathered(layout, events)),
     )
+
+
+def _gathered(layout: ChunkLayout, events: Sequence[TimedEvent]) -> Iterator[GatheredGroup]:
+    gathers: dict[str, list[float]] = {}
+    for event in events:
+        if event.stream == GATHER:
+            gathers.setdefault(event.name.rpartition(":")[2], []).append(event.end_s - event.start_s)
+    for group in layout.groups:
+        seconds = gathers.get(str(group.index), [])
+        nbytes, is_whole = group.gathered_numel * group.dtype.itemsize, PARAM in group.standing_kinds
+        chunk = str(Chunk(PARAM, group.index))
+        yield GatheredGroup(chunk, group.title, nbytes, is_whole, len(seconds), sum(seconds))
 
 
 def notes(ranks: Ranks | None, hardware: Hardware) -> Iterator[str]:

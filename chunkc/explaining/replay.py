@@ -93,7 +93,8 @@ class Replay:
             runs.append(PlannedRun(name, run.phase, captured, plan, found.graphs[run.phase], present, run.gone))
             present = plan.kept if run.phase == FORWARD else frozenset[ItemId]()
             gradients |= captured.trained if run.phase == BACKWARD else frozenset()
-        return StepPlans(tuple(runs), self.layout, rehearsed.situation.resident, *self._update(rehearsed))
+        situation = rehearsed.situation
+        return StepPlans(tuple(runs), situation.layout, situation.resident, *self._update(rehearsed))
 
     def events(self, step: StepPlans) -> tuple[TimedEvent, ...]:
         """The planned step against the clock."""

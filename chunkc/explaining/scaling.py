@@ -89,7 +89,7 @@ class Scaling:
         options: Options,
         hardware: Hardware,
         choice: OptimizerChoice = ADAMW,
-        zero_stage: ZeroStage = 3,
+        zero_stage: ZeroStage | None = None,
     ) -> None:
         """Captures the step with its size in symbols.
 
@@ -122,7 +122,7 @@ def _capture(
     options: Options,
     hardware: Hardware,
     choice: OptimizerChoice,
-    zero_stage: ZeroStage,
+    zero_stage: ZeroStage | None,
     traced_size: int,
 ) -> SizedCapture:
     """The step, traced at a size that is in symbols.

@@ -163,10 +163,14 @@ def _absent(rehearsed: Rehearsed) -> tuple[Storages, Storages]:
 
 
 def _chosen(part: Part, rehearsed: Rehearsed) -> Iterator[str]:
-    resident = rehearsed.situation.resident
+    resident, whole = rehearsed.situation.resident, rehearsed.situation.layout.standing
     for names, does in (
         ([str(Chunk(PARAM, g)) for g in part.groups if g in resident], "stays on the device, with gradient and states"),
-        ([str(Chunk(PARAM, g)) for g in part.groups if g not in resident], "moves, with gradient and states"),
+        (
+            [str(Chunk(PARAM, g)) for g in part.groups if g in whole],
+            "stands whole on every rank; gradient and states move",
+        ),
+        ([str(Chunk(PARAM, g)) for g in part.groups if g not in resident | whole], "moves, with gradient and states"),
     ):
         if names:
             yield f"{_listed(names)}: {does}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 
 from rich.console import Console, Group
 from rich.padding import Padding
@@ -16,7 +17,7 @@ from chunkc.formats.advice import advice
 from chunkc.formats.fold import Folded, by_kind, fold, kind_of
 from chunkc.formats.units import share, short_nbytes, short_seconds
 from chunkc.formats.why import why_rows
-from chunkc.ir.explanation import Explanation, HostNeeds, Ranks, Why
+from chunkc.ir.explanation import Explanation, GatheredGroup, HostNeeds, Ranks, Why
 from chunkc.ir.text import printable
 
 WIDTH = 110
@@ -90,7 +91,8 @@ def _tables(explanation: Explanation) -> Iterator[tuple[str, Table]]:
         yield "host memory, at most", _host(explanation.host, explanation.host_memory_nbytes)
     if (ranks := explanation.ranks) is not None:
         hosts = f"{ranks.num_hosts} host{'s' if ranks.num_hosts > 1 else ''}"
-        yield f"rank 0 of {ranks.num_ranks} on {hosts}, in stage {ranks.zero_stage} of ZeRO", _ranks(ranks, explanation)
+        stage = f"in stage {ranks.zero_stage} of ZeRO" if ranks.zero_stage else "in stages of ZeRO chosen per chunk"
+        yield f"rank 0 of {ranks.num_ranks} on {hosts}, {stage}", _ranks(ranks, explanation)
     yield "chunks and traffic", _chunks(explanation)
     yield "step time, predicted", _time(explanation)
     if explanation.measured is not None:
@@ -203,7 +205,20 @@ def _ranks(ranks: Ranks, explanation: Explanation) -> Table:
     for link, nbytes in ranks.link_nbytes.items():
         each = "each way" if link.startswith("between") else ""
         rows.append(_bytes(f"{link.replace('_', ' ')}, in one step", nbytes, each))
+    rows += _alike(ranks.groups)
     return _table(("", "", "bytes", ""), rows, right=(1, 2))
+
+
+def _alike(groups: Sequence[GatheredGroup]) -> Iterator[Row]:
+    """Chunks that follow each other and are treated alike as one line: what is whole, and what it is gathered."""
+    for (is_whole, gathers), found in groupby(groups, key=lambda group: (group.is_whole, group.gathers)):
+        of_all = list(found)
+        first, last = of_all[0].chunk, of_all[-1].chunk
+        where = "whole on every rank" if is_whole else "not whole"
+        seconds = short_seconds(sum(group.gather_s for group in of_all))
+        times = {1: "once", 2: "twice"}.get(gathers, f"{gathers} times")
+        says = f"{where}, gathered {times} in {seconds}" if gathers else f"{where}, gathered in no step"
+        yield _bytes(first if len(of_all) == 1 else f"{first} to {last}", sum(group.nbytes for group in of_all), says)
 
 
 def _saved(nbytes: Mapping[str, int]) -> Table:

@@ -154,6 +154,11 @@ class ParamSpec:
         begin, end = shards.rows(shards.rank)
         return replace(self, shape=(end - begin, *self.shape[1:]), shards=shards)
 
+    def aligned(self, numel: int) -> int:
+        """So many elements, rounded up to where the next parameter of a chunk may begin."""
+        unit = max(ALIGNMENT_NBYTES // self.dtype.itemsize, self.states.alignment)
+        return -(-numel // unit) * unit
+
     def rounded(self, nbytes: int) -> int:
         """Bytes as the compute tier's allocator gives them."""
         return -(-nbytes // self.granule_nbytes) * self.granule_nbytes
@@ -185,6 +190,7 @@ class ChunkGroup:
     whole, in slots of `gathered_numel` elements. A gradient's slot has `exchange_numel` more: room for what other ranks
     computed for this rank's part. Optimizer states, and parts of chunks, are as at home. In stages 1 and 2 some of
     these elements stand on the compute tier from phase to phase (`standing_numel`); the rest of a slot comes and goes.
+    So they do in a group that `is_whole`, where no stage is forced: its parameters, as in stage 2.
     """
 
     index: int
@@ -195,6 +201,7 @@ class ChunkGroup:
     states: StateFormat = DEFAULT_STATES
     gathered_numel: int = 0
     exchange_numel: int = 0
+    is_whole: bool = False
 
     @cached_property
     def is_cut(self) -> bool:
@@ -215,11 +222,24 @@ class ChunkGroup:
 
     @cached_property
     def standing_kinds(self) -> tuple[str, ...]:
-        """The kinds of chunks of which every rank has all parts from phase to phase: in stages 1 and 2 of ZeRO."""
+        """The kinds of chunks of which every rank has all parts from phase to phase: in stages 1 and 2 of ZeRO, and
+        where it is chosen."""
         stages = [s.spec.shards.zero_stage for s in self.slices if s.spec.shards is not None]
-        if not stages or stages[0] == 3:
+        if not stages or stages[0] == 3 or (stages[0] is None and not self.is_whole):
             return ()
         return (PARAM, GRAD) if stages[0] == 1 and self.trainable else (PARAM,)
+
+    @property
+    def may_be_whole(self) -> bool:
+        """Whether it is the plan's choice that its parameters stand whole on every rank."""
+        return any(s.spec.shards is not None and s.spec.shards.zero_stage is None for s in self.slices)
+
+    @cached_property
+    def largest_numel(self) -> int:
+        """`numel` of the rank that has the largest parts: the same on all ranks."""
+        if not self.is_cut:
+            return self.numel
+        return sum(s.spec.aligned(s.spec.shards.largest_numel) for s in self.slices if s.spec.shards is not None)
 
     @property
     def standing_nbytes(self) -> int:
@@ -337,6 +357,22 @@ class ChunkLayout:
     def cut(self) -> frozenset[int]:
         """Groups that are cut over ranks: whole, they are on the compute tier for as long as they have a slot."""
         return frozenset(group.index for group in self.groups if group.is_cut)
+
+    @cached_property
+    def whole(self) -> frozenset[int]:
+        """Groups whose parameters every rank has whole by choice."""
+        return frozenset(group.index for group in self.groups if group.is_whole)
+
+    @cached_property
+    def standing(self) -> frozenset[int]:
+        """Groups of which every rank has something whole, by choice or by force."""
+        return frozenset(group.index for group in self.groups if group.standing_kinds)
+
+    def with_whole(self, groups: Collection[int]) -> ChunkLayout:
+        """The layout where it is the choice that these groups' parameters stand whole on every rank, and no others'."""
+        if self.whole == frozenset(groups):
+            return self
+        return replace(self, groups=tuple(replace(group, is_whole=group.index in groups) for group in self.groups))
 
     def chunk_nbytes_of(self, chunk: Chunk) -> int:
         """Bytes of the slot of a chunk, or of a part of one, without what stands."""

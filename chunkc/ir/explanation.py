@@ -152,27 +152,49 @@ class HostNeeds:
 
 
 @dataclass(frozen=True)
+class GatheredGroup:
+    """Parameters that share a chunk, and that are cut over ranks.
+
+    Attributes:
+        chunk, title: as the plan and as people name them.
+        nbytes: of all ranks' parts.
+        is_whole: every rank has them whole from one step to the next.
+        gathers, gather_s: in a step, and the seconds that all of these take.
+    """
+
+    chunk: str
+    title: str
+    nbytes: int
+    is_whole: bool
+    gathers: int
+    gather_s: float
+
+
+@dataclass(frozen=True)
 class Ranks:
     """Of a model that is cut over ranks: what rank 0, whose parts are the largest, does in a step.
 
     Attributes:
         num_ranks, num_hosts: that train the model; `ranks_per_host`: on each host, at most.
-        zero_stage: what every rank has whole beside its parts (see `chunkc.ir.shards`).
+        zero_stage: what every rank has whole beside its parts (see `chunkc.ir.shards`); None: the plan has chosen that
+            for each group.
         num_parameters: in this rank's parts.
         gathers: chunks that all ranks gather from the parts of all.
         scatters: chunks of gradients that they add up, of which each takes its part home.
         link_nbytes: by link, what it carries for one device: `between_devices` and `between_hosts` each way, for
             ranks with a neighbour there.
+        groups: in order of use, what of them is whole.
     """
 
     num_ranks: int
     num_hosts: int
     ranks_per_host: int
-    zero_stage: int
+    zero_stage: int | None
     num_parameters: int
     gathers: int
     scatters: int
     link_nbytes: Mapping[str, int]
+    groups: tuple[GatheredGroup, ...] = ()
 
 
 @dataclass(frozen=True)

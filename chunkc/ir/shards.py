@@ -13,8 +13,10 @@ ZeroStage = Literal[1, 2, 3]
 
 def check_zero_stage(zero_stage: object) -> None:
     """Raises OptionsError: there is no such stage."""
-    if zero_stage not in (1, 2, 3):
-        raise OptionsError(f"zero_stage is {zero_stage!r}; allowed: 1, 2 or 3")
+    if zero_stage not in (None, 1, 2, 3) or isinstance(zero_stage, bool):
+        raise OptionsError(
+            f"zero_stage is {zero_stage!r}; allowed: 1, 2, 3, or None, with which the plan chooses per group"
+        )
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,13 @@ class Shards:
         shape: of the whole tensor, with at least one dimension.
         rank: whose part is meant where none is named.
         zero_stage: what every rank has whole from one step to the next, beside its parts: in stage 3 nothing, in
-            stage 2 parameters, in stage 1 gradients too.
+            stage 2 parameters, in stage 1 gradients too. None: that is chosen for each group (`ChunkGroup.is_whole`).
     """
 
     shape: tuple[int, ...]
     num_ranks: int
     rank: int
-    zero_stage: ZeroStage = 3
+    zero_stage: ZeroStage | None = 3
 
     @property
     def numel(self) -> int:

@@ -42,6 +42,7 @@ class PreparedUpdate:
         """
         store = self.session.store
         store.release_slots()
+        store.standing.keep(self.planned.request.situation.layout.standing)
 
         def update(tile: Tile) -> None:
             compute(store, updates[tile.group], tile)
@@ -91,7 +92,7 @@ def prepare_updates(session: Session, groups: Iterable[int], *, num_stages: int 
         except BudgetError as error:
             raise session.known.named(error, situation.layout, Needs(), situation.num_graphs) from None
         if decision.request is None:
-            stay(session, decision.situation.resident)
+            stay(session, decision.situation)
             raise ResidentsLeft
         made = update_plan(decision.request, session.hardware, verified=session.options.verify)
         found = session.update_plans.keep(decision.request.key, (made, lower(made.graph, {})))

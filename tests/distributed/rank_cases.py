@@ -211,6 +211,79 @@ def as_one_process_inductor() -> Result:
     return _as_one_process("inductor", STAGES)
 
 
+def chosen() -> Result:
+    """The plan chooses what is whole, from room for all down to none to spare; beside that, the forced stages."""
+    found: Result = {"runs": []}
+    cpu_allocator.install()
+
+    def run_with(budget: int, stage: int | None) -> Any:
+        torch._dynamo.reset()
+        model = chunkc.distribute(made(), mesh(), zero_stage=stage)  # type: ignore[arg-type]
+        optimizer, run = adamw(model), compiled(model, budget)
+        losses = train(run, model, optimizer, range(2))
+        before = chunkc.report(model)
+        (session,) = sessions_of(model.parameters())
+        with cpu_allocator.hard_limit(before.predicted_peak_nbytes + NUMBERS_NBYTES):
+            losses += train(run, model, optimizer, range(2, 3))
+        report, layout = chunkc.report(model), session.store.layout
+        found["runs"].append(
+            {
+                "stage": stage,
+                "budget": budget,
+                "losses": losses,
+                "bits": bits(model),
+                "whole": sorted(layout.whole),
+                "groups": len(layout.groups),
+                "plan": report.plan_text.partition("\n")[2],
+                "peaks": (report.measured_peak_nbytes, report.predicted_peak_nbytes),
+            }
+        )
+        return report
+
+    run_with(HUGE, 2)
+    roomy = run_with(HUGE, None)
+    run_with(roomy.minimum_budget_nbytes, None)
+    return found
+
+
+class Telling(nn.Module):
+    """Returns, beside its loss, what callers may keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.h:
+            x = layer(x).tanh()
+        return x.square().mean(), x
+
+
+def leaving() -> Result:
+    """One rank keeps outputs, for which what is whole has to go: on all ranks, for good, and without a changed bit."""
+    found: Result = {"runs": []}
+    cpu_allocator.install()
+    for stage in (3, None):
+        torch._dynamo.reset()
+        gc.collect()
+        torch.manual_seed(0)
+        model = chunkc.distribute(Telling(), mesh(), zero_stage=stage)  # type: ignore[arg-type]
+        optimizer, run = adamw(model), compiled(model, 310_000)
+        kept, whole = [], []
+        for step in range(6):
+            loss, told = run(torch.full((64, 64), 0.1 * (step + dist.get_rank())))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            (session,) = sessions_of(model.parameters())
+            whole.append(sorted(session.store.layout.whole))
+            if dist.get_rank() == 1:
+                kept.append(told.detach())
+        peaks = chunkc.report(model).measured_peak_nbytes, chunkc.report(model).predicted_peak_nbytes
+        found["runs"].append({"bits": bits(model), "whole": whole, "peaks": peaks})
+    return found
+
+
 SIZES = ((8, 5), (8, 5), (6, 5), (8, 3), (8, 5))
 """Of global batches, with their lengths: the last one of an epoch is smaller, sentences may be shorter."""
 
@@ -236,9 +309,9 @@ def other_sizes() -> Result:
     expected = train_sizes(reference, adamw(reference), lambda batch: batch, lambda loss: loss.item())
     found: Result = {"expected": expected, "runs": []}
     least = HUGE
-    for stage, budget in ((stage, budget) for stage in (3, 1) for budget in (HUGE, None)):
+    for stage, budget in ((stage, budget) for stage in (3, 1, None) for budget in (HUGE, None)):
         torch._dynamo.reset()
-        model = chunkc.distribute(made(), mesh(), zero_stage=stage)
+        model = chunkc.distribute(made(), mesh(), zero_stage=stage)  # type: ignore[arg-type]
         optimizer, run = adamw(model), compiled(model, budget or int(1.2 * least))
         losses = train_sizes(run, optimizer, lambda batch: own(batch).clone(), mean)
         found["runs"].append({"losses": losses, "bits": bits(model)})
@@ -321,20 +394,22 @@ def sent() -> Result:
 
     dist.isend = counting
     found: Result = {"parameters": sum(p.nbytes for p in Deep().parameters()), "by stage": {}}
-    for stage in STAGES:
+    least = HUGE
+    for stage, budget in ((3, HUGE), (3, None), (2, HUGE), (1, HUGE), (None, None)):
         torch._dynamo.reset()
-        budget = HUGE
-        for _ in range(2 if stage == 3 else 1):
-            torch.manual_seed(0)
-            model = chunkc.distribute(Deep(), mesh(), zero_stage=stage)
-            optimizer, run = adamw(model), compiled(model, budget)
-            for _ in range(2):
-                before = counted[0]
-                run(torch.ones(4, 64)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            budget = chunkc.report(model).minimum_budget_nbytes
-        found["by stage"][stage] = counted[0] - before
+        budget = budget or least + (found["parameters"] // 2 if stage is None else 0)
+        torch.manual_seed(0)
+        model = chunkc.distribute(Deep(), mesh(), zero_stage=stage)  # type: ignore[arg-type]
+        optimizer, run = adamw(model), compiled(model, budget)
+        for _ in range(2):
+            before = counted[0]
+            run(torch.ones(4, 64)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        (session,) = sessions_of(model.parameters())
+        least = chunkc.report(model).minimum_budget_nbytes
+        found["by stage"]["chosen" if stage is None else stage] = counted[0] - before
+        found["whole"] = len(session.store.layout.whole) / len(session.store.layout.groups)
     return found
 
 
@@ -687,6 +762,8 @@ CASES: dict[str, Callable[..., Result]] = {
     for case in (
         as_one_process,
         as_one_process_inductor,
+        chosen,
+        leaving,
         other_sizes,
         dropout,
         loss_in_tiles,

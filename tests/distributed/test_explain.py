@@ -14,7 +14,7 @@ PADDING = 1.15
 @pytest.mark.second_tier
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_plan_and_measure_what_was_explained(num_ranks: int, tmp_path: Path) -> None:
-    """To the byte, in every stage, with room for all and with none to spare; parts of rank 0 are the largest."""
+    """To the byte, in stages forced and chosen, with room for all and none to spare; rank 0 has the largest parts."""
     found = ranks(tmp_path, "explained", num_ranks=num_ranks, script="explain_cases.py")["explained"]
     for rank, one in enumerate(found):
         assert "error" not in one, one["traceback"]

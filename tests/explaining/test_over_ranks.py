@@ -26,9 +26,9 @@ MODEL_NBYTES = 4 * NUM_LAYERS * WIDTH * WIDTH
 ROOMY, TIGHT = 1 << 30, 2 << 20
 
 
-def layers() -> nn.Sequential:
+def layers(num_layers: int = NUM_LAYERS) -> nn.Sequential:
     with torch.device("meta"):
-        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)), nn.Flatten(0))
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers)), nn.Flatten(0))
 
 
 def explain(model: nn.Module | None = None, **options: Any) -> Explanation:
@@ -41,7 +41,7 @@ def test_a_rank_has_its_part_and_exchanges_what_the_formula_says(num_ranks: int)
     """Each parameter once in the forward and once more in the backward, where it was not kept, and its gradient."""
     least = explain(hardware=CPU, world_size=num_ranks).minimum_budget_nbytes
     for budget, num_gathers in ((ROOMY, 1), (least, 2)):
-        found = explain(hardware=CPU, world_size=num_ranks, memory_budget=budget)
+        found = explain(hardware=CPU, world_size=num_ranks, memory_budget=budget, zero_stage=3)
         ranks = found.ranks
         assert ranks is not None
         assert found.fits
@@ -75,8 +75,36 @@ def test_what_stands_on_every_rank_is_gathered_once_in_a_step(zero_stage: Any, w
     assert found.home_nbytes == cut.home_nbytes
 
 
+def test_the_plan_chooses_what_is_whole_and_says_so() -> None:
+    """All of it where there is room, as in stage 2; in a smaller budget some, and none in the smallest."""
+    model, num_layers = layers(12), 12
+    forced, roomy = (explain(model, hardware=CPU, world_size=2, zero_stage=stage) for stage in (2, None))
+    assert roomy.plan_text == forced.plan_text
+    assert roomy.ranks is not None
+    assert forced.ranks is not None
+    assert roomy.ranks.groups == forced.ranks.groups
+    assert (roomy.ranks.zero_stage, [group.is_whole for group in roomy.ranks.groups]) == (None, [True] * num_layers)
+    least, matrix_nbytes = roomy.minimum_budget_nbytes, MODEL_NBYTES // NUM_LAYERS
+    for budget, num_whole in ((least, 0), (least + 5 * matrix_nbytes, 2)):
+        found = explain(model, hardware=CPU, world_size=2, memory_budget=budget)
+        assert found.ranks is not None
+        assert found.minimum_budget_nbytes == least
+        assert [group.is_whole for group in found.ranks.groups] == [i < num_whole for i in range(num_layers)]
+        assert sum(group.gathers for group in found.ranks.groups) == found.ranks.gathers
+        assert all(group.gathers == 1 for group in found.ranks.groups if group.is_whole)
+        between = sum(group.nbytes * (group.gathers + 1) for group in found.ranks.groups)
+        assert found.ranks.link_nbytes[BETWEEN_DEVICES] == between // 2
+        assert found.predicted_peak_nbytes <= budget
+    text = render_text(found)
+    assert "in stages of ZeRO chosen per chunk" in text
+    (line,) = (line for line in text.splitlines() if "whole on every rank" in line)
+    assert line.strip().startswith("param:0 to param:1 ")
+    assert "gathered once in" in line
+    assert any("not whole, gathered twice in" in line for line in text.splitlines())
+
+
 def test_no_such_stage() -> None:
-    with pytest.raises(OptionsError, match="zero_stage is 0; allowed: 1, 2 or 3"):
+    with pytest.raises(OptionsError, match="zero_stage is 0; allowed: 1, 2, 3, or None"):
         explain(hardware=CPU, world_size=2, zero_stage=0)
 
 

@@ -25,12 +25,13 @@ from chunkc.passes.planning import chunk_items, fixed_nbytes
 ROWS = 1000
 
 
-def layout(num_ranks: int = 3, zero_stage: ZeroStage = 3) -> ChunkLayout:
-    """One matrix, of which this rank has a third."""
-    return lay_out([part((ROWS,), num_ranks, 0, zero_stage)], 1 << 16)
+def layout(num_ranks: int = 3, zero_stage: ZeroStage | None = 3) -> ChunkLayout:
+    """One matrix, of which this rank has a third; where no stage is forced, it is chosen to be whole."""
+    found = lay_out([part((ROWS,), num_ranks, 0, zero_stage)], 1 << 16)
+    return found.with_whole([0]) if zero_stage is None else found
 
 
-def part(shape: tuple[int, ...], num_ranks: int, rank: int, zero_stage: ZeroStage) -> ParamSpec:
+def part(shape: tuple[int, ...], num_ranks: int, rank: int, zero_stage: ZeroStage | None) -> ParamSpec:
     strides = torch.empty(shape, device="meta").stride()
     return ParamSpec("w", shape, strides, torch.float32, trainable=True).part(
         Shards(shape, num_ranks, rank, zero_stage)
@@ -40,7 +41,7 @@ def part(shape: tuple[int, ...], num_ranks: int, rank: int, zero_stage: ZeroStag
 WHOLE = Chunk(PARAM, 0)
 
 
-def violations(link: str, budget_nbytes: int, chunk: Chunk = WHOLE, zero_stage: ZeroStage = 3) -> list[str]:
+def violations(link: str, budget_nbytes: int, chunk: Chunk = WHOLE, zero_stage: ZeroStage | None = 3) -> list[str]:
     graph = fx.Graph()
     graph.call_function(chunk_ops.prefetch, (chunk, link))
     graph.call_function(chunk_ops.wait, (chunk, link))
@@ -113,8 +114,8 @@ def test_all_ranks_see_the_same_items_at_the_same_prices(shape: Any, num_ranks: 
     assert ways[GRAD][0].seconds(ways[GRAD][2], machine) == 0, "a gradient's slot begins empty"
 
 
-@pytest.mark.parametrize(("zero_stage", "kinds"), [(1, (PARAM, GRAD)), (2, (PARAM,)), (3, ())])
-def test_what_every_rank_has_whole_counts_at_all_times(zero_stage: ZeroStage, kinds: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("zero_stage", "kinds"), [(1, (PARAM, GRAD)), (2, (PARAM,)), (3, ()), (None, (PARAM,))])
+def test_what_every_rank_has_whole_counts_at_all_times(zero_stage: ZeroStage | None, kinds: tuple[str, ...]) -> None:
     """The planner and the verifier, which share no code, find the same bytes; a slot takes the rest."""
     laid_out, in_parts = layout(zero_stage=zero_stage), layout()
     (group,) = laid_out.groups
@@ -133,3 +134,16 @@ def test_what_every_rank_has_whole_counts_at_all_times(zero_stage: ZeroStage, ki
         exchanged = 4 * group.gathered_numel
         assert item.way_home.moved_nbytes(item.nbytes) == exchanged, "what is exchanged is the same in every stage"
         assert item.way_back.moved_nbytes(item.nbytes) == (exchanged if kind == PARAM else 0)
+
+
+def test_a_plan_for_what_is_whole_is_none_for_what_is_not() -> None:
+    """Whichever of the two the verifier is told: the bytes are others."""
+    whole = layout(zero_stage=None)
+    needed = nbytes_that_stay(whole, ()) + whole.chunk_nbytes_of(WHOLE)
+    apart = whole.with_whole(())
+    assert not violations(GATHER, needed, zero_stage=None)
+    assert nbytes_that_stay(apart, ()) + apart.chunk_nbytes_of(WHOLE) == needed, "as long as the chunk has a slot"
+    assert nbytes_that_stay(apart, ()) < nbytes_that_stay(whole, ())
+    assert whole.whole == {0}
+    assert whole.with_whole([0]) is whole
+    assert layout(zero_stage=2).whole == frozenset(), "what is forced is no choice"
