@@ -29,6 +29,7 @@ from chunkc.ir.explanation import Explanation
 from chunkc.optim.updates_under_way import synchronize
 from chunkc.passes.scratch.declared import declare_scratch
 from chunkc.place import place
+from chunkc.process_group import init_process_group
 from chunkc.report import Report, report
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "distribute",
     "explain",
     "init",
+    "init_process_group",
     "initialize_engine",
     "load",
     "optim",

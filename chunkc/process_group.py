@@ -1,0 +1,87 @@
+"""`chunkc.init_process_group`: the processes of a launcher find each other, also when it starts them anew.
+
+`torchrun` gives every attempt the same store, with all that an earlier one has left in it. PyTorch's own
+`init_process_group` reads there the addresses of processes that have ended, and waits until its timeout. The count of
+restarts is no remedy: each host counts for itself, and none where another host leaves or comes. So ranks first agree
+on a name that nobody has used, and then meet under it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from chunkc.ir.errors import DistributedError, OptionsError
+
+TIMEOUT_S = 300.0
+"""How long ranks wait for each other by default."""
+
+_POLL_S = 0.01
+
+
+def init_process_group(timeout_s: float = TIMEOUT_S) -> None:
+    """`torch.distributed.init_process_group` for gloo, with which `torchrun --max-restarts` works.
+
+    Reads what a launcher says in the environment (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`); a process that
+    was started without one is the only rank.
+
+    Args:
+        timeout_s: seconds that a rank waits for the others, here and in PyTorch's own collectives.
+
+    Raises:
+        OptionsError: the timeout makes no sense.
+        DistributedError: a rank has not come in time.
+    """
+    if not timeout_s > 0:
+        raise OptionsError(f"timeout_s is {timeout_s!r}; allowed: a positive number of seconds")
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" not in os.environ:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+        name = _agreed_name(store, rank, world_size, timeout)
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world_size, timeout=timeout
+        )
+    except dist.DistError as error:
+        raise DistributedError(
+            f"rank {rank} of {world_size} has not met all others within {timeout_s:g} s: look for the first error of "
+            f"any rank, and start all anew ({error})"
+        ) from error
+
+
+def _agreed_name(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """A name that rank 0 has made up, and that every rank of this attempt has learnt from it.
+
+    A rank says hello under a name of its own, and takes the answer to that name only. Rank 0 may read the hello of an
+    earlier attempt, and answers the next one, too: it goes on until each rank has said that it knows the name.
+    """
+    own = secrets.token_hex(8)
+    if rank != 0:
+        store.set(f"chunkc/hello/{rank}", own)
+        store.wait([f"chunkc/answer/{own}"], timeout)
+        name = store.get(f"chunkc/answer/{own}").decode()
+        store.set(f"chunkc/{name}/knows/{rank}", "")
+        return f"chunkc/{name}"
+    answered: set[str] = set()
+    missing = set(range(1, world_size))
+    deadline = time.monotonic() + timeout.total_seconds()
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"chunkc/{own}/knows/{other}"]):
+                missing.discard(other)
+            elif store.check([f"chunkc/hello/{other}"]):
+                hello = store.get(f"chunkc/hello/{other}").decode()
+                if hello not in answered:
+                    answered.add(hello)
+                    store.set(f"chunkc/answer/{hello}", own)
+        if missing and time.monotonic() > deadline:
+            raise dist.DistStoreError(f"rank {', '.join(map(str, sorted(missing)))} did not come")
+        time.sleep(_POLL_S if missing else 0)
+    return f"chunkc/{own}"
