@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -60,12 +61,58 @@ class Places:
 
 
 @dataclass(frozen=True)
+class Needed:
+    """What a step needs at each of its calls, as far as plans depend on it.
+
+    Attributes:
+        calls: of both phases: bytes at the call's peak, bytes once it is over, seconds, and the operation at the peak.
+        boundary_nbytes: between the phases (see `StepProfile`).
+        caller_nbytes: that the forward's caller holds when the optimizer steps.
+    """
+
+    calls: tuple[tuple[int, int, float, str], ...]
+    boundary_nbytes: int
+    caller_nbytes: int
+
+    @staticmethod
+    def of(captured: Captured, layout: ChunkLayout) -> Needed:
+        """What a graph needs; the latest is kept with it."""
+        step = profile(captured, layout)
+        known: tuple[StepProfile, Needed] | None = captured.__dict__.get("_needed")
+        if known is None or known[0] is not step:
+            calls = tuple((p.non_model_nbytes, p.left_nbytes, p.cost_s, p.op) for p in step.passes)
+            known = step, Needed(calls, step.boundary_nbytes, captured.caller_nbytes)
+            captured.__dict__["_needed"] = known
+        return known[1]
+
+    @cached_property
+    def digest(self) -> str:
+        """Of equal needs it is the same."""
+        return hashlib.blake2b(repr(self).encode(), digest_size=16).hexdigest()
+
+    @staticmethod
+    def most(of_all: Sequence[Needed]) -> Needed:
+        """The most of each; an operation is that of who needs most there."""
+        calls = []
+        for of_call in zip(*(needed.calls for needed in of_all), strict=True):
+            peak_nbytes, left_nbytes, cost_s, _ = (max(values) for values in zip(*of_call, strict=True))
+            op = next(op for nbytes, _, _, op in of_call if nbytes == peak_nbytes)
+            calls.append((peak_nbytes, left_nbytes, cost_s, op))
+        return Needed(
+            tuple(calls),
+            max(needed.boundary_nbytes for needed in of_all),
+            max(needed.caller_nbytes for needed in of_all),
+        )
+
+
+@dataclass(frozen=True)
 class Captured:
     """What compilation made of a graph, before any plan.
 
     Attributes:
         absent: the storages that are at home between forward and backward.
         absence: what is absent in between.
+        at_least: what plans are to reckon with, if that is more than it needs.
     """
 
     forward: PhaseProgram
@@ -75,6 +122,7 @@ class Captured:
     whole: bool
     absent: tuple[Saved, ...] = ()
     absence: Absence = ALL_PRESENT
+    at_least: Needed | None = None
 
     @property
     def unknown_operators(self) -> tuple[EstimatedOperator, ...]:
@@ -258,14 +306,34 @@ def _profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
         replace(position, non_model_nbytes=position.non_model_nbytes + captured.output_nbytes)
         for position in positions(captured.forward, memories, group_of=group_of)
     )
+    least = captured.at_least
+    if least is not None:
+        forward = _at_least(forward, least.calls[: len(forward)])
     if captured.backward is None:
         return StepProfile(forward, (), (), 0)
-    backward = positions(captured.backward, memories, group_of=group_of)
+    backward: tuple[Position, ...] = positions(captured.backward, memories, group_of=group_of)
+    if least is not None:
+        backward = _at_least(backward, least.calls[len(forward) :])
     trained = tuple(sorted(layout.groups_of(p for c in captured.backward.calls for _, p in c.gradients)))
     updates: dict[tuple[tuple[int, ...], int], tuple[ChunkLayout, tuple[Position, ...]]]
-    updates, key = captured.__dict__.setdefault("_updates", {}), (trained, captured.caller_nbytes)
+    caller_nbytes = captured.caller_nbytes if least is None else least.caller_nbytes
+    updates, key = captured.__dict__.setdefault("_updates", {}), (trained, caller_nbytes)
     if key not in updates or updates[key][0] is not layout:
         updates[key] = layout, tuple(update_positions(layout, smallest_tiles(layout, trained), key[1]))
     update = updates[key][1]
     boundary_nbytes = captured.between_nbytes + ROOM_FOR_LOSS * captured.output_nbytes
-    return StepProfile(forward, backward, update, boundary_nbytes)
+    return StepProfile(forward, backward, update, boundary_nbytes if least is None else least.boundary_nbytes)
+
+
+def _at_least(positions: Sequence[Position], calls: Sequence[tuple[int, int, float, str]]) -> tuple[Position, ...]:
+    """Positions that need what is said of their calls, or more."""
+    return tuple(
+        replace(
+            position,
+            non_model_nbytes=max(position.non_model_nbytes, nbytes),
+            left_nbytes=max(position.left_nbytes, left_nbytes),
+            cost_s=max(position.cost_s, cost_s),
+            op=op,
+        )
+        for position, (nbytes, left_nbytes, cost_s, op) in zip(positions, calls, strict=True)
+    )

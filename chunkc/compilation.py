@@ -19,7 +19,7 @@ from chunkc.caller import called_modules
 from chunkc.capture import Capture, capture_graph, unique_name
 from chunkc.captured import Captured
 from chunkc.garbage import no_automatic_collection
-from chunkc.graph import CompiledGraph, PlannedStep, plan_key, planned_step
+from chunkc.graph import CompiledGraph, plan_key, planned_step
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError, UnsupportedError
 from chunkc.known_needs import Held, needs_of_step
@@ -30,8 +30,10 @@ from chunkc.moving import place
 from chunkc.options import Options
 from chunkc.passes.graphs import placeholders, without_tied_placeholders
 from chunkc.policy import GraphCaptured, decide
+from chunkc.program_text import num_numbers, text_of
 from chunkc.progress import Show, compilation_progress
-from chunkc.ranks import Facts, join, meeting, transport_of
+from chunkc.rank_phases import Code, whole_on_all
+from chunkc.ranks import Facts, hashed, join, meeting, transport_of
 from chunkc.readers import await_readers
 from chunkc.reconcile import end_where_laid_out_otherwise, note_shared_memory, reconcile
 from chunkc.runtime.parts import part_of
@@ -39,6 +41,7 @@ from chunkc.session import DEFAULTS, Session, owner
 from chunkc.session_lookup import session_for
 from chunkc.steps import INPUTS, SizedStep, StaticSteps, Steps, SymbolicSteps
 from chunkc.templates import Templates, input_symbols
+from chunkc.torch_private.dynamo import TensorifyScalarRestartAnalysis
 from chunkc.torch_private.fake import FakeTensor
 from chunkc.user_names import GraphNames, UserNames
 from chunkc.whole_parameters import as_traced
@@ -94,7 +97,11 @@ def compile_graph(
     join(session, transport)
     session.known.has_parts |= is_part
     session.modules.update(list(called_modules())[-1:])
-    with meeting(transport) as compare, session.entered(), _configured(session, options, source):
+    with (
+        meeting(transport, (NotForAnyShapes, TensorifyScalarRestartAnalysis)) as compare,
+        session.entered(),
+        _configured(session, options, source),
+    ):
         graph, call = _compile_in(session, gm, inputs, parameters, names, options, arguments, compare)
     is_symbolic = isinstance(graph.steps, SymbolicSteps)
 
@@ -255,30 +262,43 @@ def _build(
         raise session.known.named(error, layout, needs, session.num_graphs + 1) from None
     planned = planned_step(session, step.captured, decision.request)  # verified before anything moves
     layout = decision.situation.layout
-    compare(lambda: facts_of(capture, layout, session, planned))
+    code = None if session.transport is None else _code_of(capture)
+    if code is not None:
+        is_new = any(owner(parameter) is None for parameter in named.values())
+        if is_new:
+            program = code.program
+            compare(lambda: facts_of(program, layout, session))  # later graphs are compared where their phases begin
+        layout = layout.with_whole(whole_on_all(session, layout, is_new=is_new))
     place(session, layout, named, decision.situation.resident)
     session.own(named)
     session.num_graphs, session.trained = decision.situation.num_graphs, decision.situation.trained
-    step.plans.keep(plan_key(session, decision.request.key), planned)
-    return CompiledGraph(session, steps, step.captured)
+    if layout.whole == decision.situation.layout.whole:
+        step.plans.keep(plan_key(session, decision.request.key), planned)
+    if code is not None:
+        step.history = f"compiled, {hashed(str(planned.plan))}"
+    return CompiledGraph(session, steps, step.captured, code)
 
 
-def facts_of(capture: Capture, layout: ChunkLayout, session: Session, planned: PlannedStep) -> Facts:
-    """What ranks that train one model have in common where a graph is compiled."""
+def _code_of(capture: Capture) -> Code:
     graphs = [graph.code for graph in (capture.forward, capture.backward) if graph is not None]
+    kind = f"{bool(input_symbols(capture))} {num_numbers(capture)}"
+    return Code(hashed(text_of(capture)), hashed("\n".join(graphs)), kind)
+
+
+def facts_of(program: str, layout: ChunkLayout, session: Session) -> Facts:
+    """What ranks that train one model have in common where their parameters move."""
     found = [(g, [(s.spec.name, s.spec.shards, s.slot_offset) for s in g.slices]) for g in layout.groups]
     in_common = [
         (group.index, [(name, shards and (shards.shape, shards.zero_stage), at) for name, shards, at in of])
         for group, of in found
     ]
     return {
+        "the phase": "compilation",
         "the versions of PyTorch and chunkc": f"{torch.__version__} {version('chunkc')}",
         "the options": repr(session.options),
         "the budget in bytes": str(session.budget_nbytes),
-        "the code of the model": "\n".join(graphs),
+        "the program of the model": program,
         "the layout of parameters": repr(in_common),
-        "what stands whole on every rank": str(sorted(layout.whole)),
-        "the plan": str(planned.plan),
     }
 
 

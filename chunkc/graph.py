@@ -35,7 +35,7 @@ from chunkc.policy import (
     StepRequest,
     decide,
 )
-from chunkc.rank_phases import held_on_any_rank
+from chunkc.rank_phases import Code, PhaseOfAll
 from chunkc.ranks import agree
 from chunkc.reconcile import gradients_left_to_autograd, reconcile
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
@@ -98,6 +98,9 @@ class CompiledGraph:
     captured: Captured
     """At the sizes of the latest call; before any, as it was traced."""
 
+    code: Code | None = None
+    """As ranks compare it; None: one process trains the model."""
+
     def __post_init__(self) -> None:
         self._has_run = False
         self.number = self.session.num_graphs
@@ -125,6 +128,8 @@ class CompiledGraph:
 
     def _admit(self, inputs: Sequence[Any]) -> None:
         session, step = self.session, self._step(INPUTS, inputs)
+        if self.code is not None:
+            return  # nothing stays that could leave, and what fits is said where ranks meet
         if step.admitted != session.situation.staying:
             try:
                 decision = decide(session.situation, SizesCalled(step.captured))
@@ -154,10 +159,12 @@ class CompiledGraph:
             VerificationError: a bug in the planner; nothing has run.
         """
         session = self.session
-        beside = held_on_any_rank(
-            session, f"{phase} of graph {self.number}", self._groups, step.captured, beside, around
-        )
-        held_nbytes = beside()
+        of_all = self._of_all_ranks(phase, step, beside, around)
+        if of_all is None:
+            held_nbytes = beside()
+        else:
+            beside, held_nbytes = of_all.beside, of_all.beside()
+            step = of_all.step
         asked = StepRequest(session.situation, held_nbytes, around=around)
         found: PlannedStep | None = step.plans.find(plan_key(session, asked.key))
         if found is not None:
@@ -169,8 +176,8 @@ class CompiledGraph:
         found = step.plans.find(plan_key(session, request.key))
         if found is None:
             found = step.plans.keep(plan_key(session, request.key), planned_step(session, step.captured, request))
-            if session.transport is not None:
-                agree(session.transport, {"the plan": str(found.plan)})
+            if of_all is not None:
+                agree(of_all.transport, {"the plan": str(found.plan)})
         exact = replace(request, held_nbytes=request.held_nbytes - request.spare_nbytes, spare_nbytes=0)
         if request.spare_nbytes:
             plan = found.plan.beside_less(request.spare_nbytes)
@@ -180,6 +187,16 @@ class CompiledGraph:
             undecided = replace(exact, around=around)
             step.plans.keep(plan_key(session, undecided.key), found)
         return found
+
+    def _of_all_ranks(
+        self, phase: str, step: SizedStep, beside: Callable[[], int], around: Around
+    ) -> PhaseOfAll | None:
+        """Where ranks exchange something in a phase: its beginning, as they agree on it."""
+        transport = self.session.transport
+        if transport is None or self.code is None or not self._groups:
+            return None
+        name = f"{phase} of what begins with {min(self._names)}"
+        return PhaseOfAll(self.session, transport, name, self._groups, self.code, step, around, beside)
 
     def _until_nobody_leaves(self, plan: Callable[[], PlannedStep]) -> PlannedStep:
         """A plan beside which no resident had to leave: a gradient that stays behind, as somebody has it, is another

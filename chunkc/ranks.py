@@ -39,19 +39,44 @@ class _Refusal:
 class _Said:
     """What a rank says at an agreement: facts to be compared, and what it alone knows.
 
-    The latter are the bytes and groups of `begin_phase`, or what came of an action that ranks do `together`.
+    The latter is what a phase begins with, or what came of an action that ranks do `together`.
     """
 
     facts: dict[str, str]
-    nbytes: int = 0
-    outdated: tuple[int, ...] = ()
     result: Any = None
     problem: str | None = None
 
 
+@dataclass(frozen=True)
+class Here:
+    """What a rank has to say of itself where a phase begins.
+
+    Attributes:
+        nbytes: what it holds beside the phase.
+        outdated: groups of which what stands there is not what it has at home.
+        needs: a hash of what the phase's step needs at its sizes.
+        history: of that step's plans (see `SizedStep`).
+        code: a hash of the graph's code, which is the same on ranks of the same `needs` and `kind`.
+        kind: whether its sizes are symbols, and how many of its inputs are.
+    """
+
+    nbytes: int
+    outdated: tuple[int, ...] = ()
+    needs: str = ""
+    history: str | None = None
+    code: str = ""
+    kind: str = ""
+
+
 @contextmanager
-def meeting(transport: Transport | None) -> Iterator[Callable[[Callable[[], Facts]], None]]:
-    """Inside, all ranks come once to the function that is given, each with its facts; with None nobody is asked.
+def meeting(
+    transport: Transport | None, not_final: tuple[type[BaseException], ...] = ()
+) -> Iterator[Callable[[Callable[[], Facts]], None]]:
+    """Inside, all ranks come once to the function that is given, each with its facts; with None nobody is asked. A rank
+    that need not meet others there does not come; one that fails says so where they meet next.
+
+    Args:
+        not_final: errors after which this rank tries again.
 
     Raises:
         DistributedError: facts differ, a rank is gone, or another rank has raised an error inside.
@@ -68,7 +93,7 @@ def meeting(transport: Transport | None) -> Iterator[Callable[[Callable[[], Fact
     try:
         yield compare
     except Exception as error:
-        if not met and transport is not None:
+        if not met and transport is not None and not isinstance(error, not_final):
             with suppress(DistributedError):
                 transport.tell_all(_Refusal(f"{type(error).__name__}: {str(error) or error.__cause__}"))
         raise
@@ -80,24 +105,21 @@ def agree(transport: Transport, facts: Facts) -> None:
     Raises:
         DistributedError: they differ, a rank is gone, or has raised an error.
     """
-    _heard(transport, _Said({name: _hashed(text) for name, text in facts.items()}))
+    _heard(transport, _Said({name: hashed(text) for name, text in facts.items()}))
 
 
-def begin_phase(transport: Transport, nbytes: int, outdated: Sequence[int], facts: Facts) -> tuple[int, set[int]]:
-    """What is true of all ranks at the beginning of a phase, once facts are compared, as by `agree`.
-
-    Args:
-        nbytes: what this rank holds beside the phase.
-        outdated: groups of which what stands on this rank is not what it has at home.
-
-    Returns:
-        The largest number of bytes of any rank, and the groups that are outdated on any.
+def begin_phase(transport: Transport, own: Here, facts: Facts) -> list[Here]:
+    """What each rank says at the beginning of a phase, once facts are compared, as by `agree`.
 
     Raises:
         DistributedError: as `agree`.
     """
-    said = _heard(transport, _Said(dict(facts), nbytes, tuple(outdated)))
-    return max(one.nbytes for one in said), {index for one in said for index in one.outdated}
+    said: list[Here] = [one.result for one in _heard(transport, _Said(dict(facts), own))]
+    codes: dict[tuple[str, str], str] = {}
+    for one in said:
+        if codes.setdefault((one.needs, one.kind), one.code) != one.code:
+            raise DistributedError(_difference("the code of the model", [one.code for one in said]))
+    return said
 
 
 def together(
@@ -162,7 +184,8 @@ def _difference(name: str, values: Sequence[str | None]) -> str:
     )
 
 
-def _hashed(text: str) -> str:
+def hashed(text: str) -> str:
+    """What is compared of a long text."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

@@ -36,6 +36,10 @@ MAX_PLANS = 32
 """Plans of one step that are kept, beside whatever else is held; the one that was not used for longest goes."""
 
 
+MAX_AGREED = 16
+"""Ways in which ranks' sizes differ that are kept with a step."""
+
+
 @dataclass
 class SizedStep:
     """A captured step at one set of sizes, and what was made of it.
@@ -46,12 +50,17 @@ class SizedStep:
         plans: by what they depend on.
         admitted: what stayed on the compute tier when it was found to fit (`Situation.staying`).
         noted: the most that it has needed.
+        history: where ranks train one model: of what plans it has come from; where that is the same on all of them, all
+            find a plan or none does. None: of nothing yet.
+        agreed: the same step, as ranks agree on it whose sizes differ; by what each of them needs.
     """
 
     forms: Forms
     described_in_segments: InitVar[Callable[[], Captured] | None] = None
     plans: Recent[tuple, Any] = field(default_factory=lambda: Recent(MAX_PLANS))
     admitted: tuple[frozenset[int], frozenset[int]] | None = None
+    history: str | None = None
+    agreed: Recent[tuple[str, ...], SizedStep] = field(default_factory=lambda: Recent(MAX_AGREED))
 
     def __post_init__(self, described_in_segments: Callable[[], Captured] | None) -> None:
         self.noted = NotedNeeds(described_in_segments)
@@ -66,7 +75,12 @@ class SizedStep:
         if captured is not self.captured:
             self.forms, self.admitted = Forms(captured), None
             self.plans = Recent(MAX_PLANS)
+            self.history = None
             self.noted = NotedNeeds()
+
+    def begin_anew(self, history: str) -> None:
+        """Forget all plans."""
+        self.plans, self.history = Recent(MAX_PLANS), history
 
 
 class Steps(Protocol):

@@ -41,6 +41,7 @@ class Transport:
             goes on then, and one that fails stops nobody: that channel stands for itself.
         accumulating: more gradients will be added to those of the backwards that run now: in stage 1 of ZeRO each rank
             keeps its own until then.
+        num_renewed: how often ranks have forgotten plans of a step; the same on all of them.
     """
 
     ranks: tuple[int, ...]
@@ -49,6 +50,7 @@ class Transport:
     sent_nbytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_CHANNELS, 0))
     failure: BaseException | None = None
     accumulating: bool = False
+    num_renewed: int = 0
 
     def __post_init__(self) -> None:
         timeout = timedelta(seconds=self.timeout_s)

@@ -13,7 +13,7 @@ from torch import nn
 
 from chunkc.ir.errors import BudgetError, DistributedError, FileError, UnsupportedError
 from chunkc.ir.shards import Shards
-from chunkc.ranks import agree, begin_phase, meeting, together, transport_of
+from chunkc.ranks import Here, agree, begin_phase, meeting, together, transport_of
 from chunkc.runtime.parts import Part
 from chunkc.runtime.transport import AGREEMENTS
 
@@ -52,12 +52,27 @@ def test_a_difference_names_what_and_who() -> None:
         agree(heard, {"the code": "a", "the plan": "b"})  # type: ignore[arg-type]
 
 
-def test_the_largest_of_any_rank_counts_and_what_is_outdated_on_any() -> None:
-    heard: Any = Heard(partial(replace, nbytes=7), partial(replace, nbytes=3, outdated=(4,)))
-    assert begin_phase(heard, 5, [1], {"the phase": "forward"}) == (7, {1, 4})
+def saying(**here: Any) -> Callable[[Any], Any]:
+    """Another rank says this of itself where a phase begins."""
+    return lambda said: replace(said, result=replace(said.result, **here))
+
+
+def test_a_phase_begins_with_what_each_rank_says() -> None:
+    own = Here(5, (1,), "needs", "history", "code", "static")
+    heard: Any = Heard(saying(nbytes=7), saying(nbytes=3, outdated=(4,)))
+    said = begin_phase(heard, own, {"the phase": "forward"})
+    assert said == [own, replace(own, nbytes=7), replace(own, nbytes=3, outdated=(4,))]
     differs: Any = Heard(with_facts({"the phase": "backward"}), same)
     with pytest.raises(DistributedError, match=r"the phase: rank 1 of 3 .*: backward instead of forward"):
-        begin_phase(differs, 5, [], {"the phase": "forward"})
+        begin_phase(differs, own, {"the phase": "forward"})
+
+
+def test_ranks_of_equal_sizes_have_equal_code() -> None:
+    own = Here(5, (), "needs", "history", "code", "static")
+    for others in ({"needs": "less"}, {"kind": "symbols"}):
+        begin_phase(Heard(saying(code="another", **others), same), own, {})  # type: ignore[arg-type]
+    with pytest.raises(DistributedError, match="differ in the code of the model: rank 2 of 3"):
+        begin_phase(Heard(same, saying(code="another")), own, {})  # type: ignore[arg-type]
 
 
 def test_an_error_before_the_meeting_is_told_and_raised_by_all() -> None:
@@ -68,6 +83,13 @@ def test_an_error_before_the_meeting_is_told_and_raised_by_all() -> None:
     (refusal,) = own.said
     with pytest.raises(DistributedError, match=r"rank 1 of 3 cannot go on. BudgetError: memory_budget is 1 byte"):
         agree(Heard(refusal, same), {"the code": "a"})  # type: ignore[arg-type]
+
+
+def test_who_tries_again_says_nothing() -> None:
+    own = Heard(same, same)
+    with pytest.raises(KeyError), meeting(own, (KeyError,)):  # type: ignore[arg-type]
+        raise KeyError
+    assert not own.said
 
 
 def test_an_error_after_the_meeting_is_no_part_of_it() -> None:

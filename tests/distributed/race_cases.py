@@ -199,10 +199,10 @@ def _none(transport: Any) -> Iterator[Callable[[Any], None]]:
 LEFT_OUT: dict[str, tuple[str, Any, Callable[[], Result]]] = {
     "of models": ("chunkc.distribute.agree", lambda *args: None, rank_cases.another_stage),
     "of a compilation": ("chunkc.compilation.meeting", _none, rank_cases.another_budget),
-    "of a phase": ("chunkc.rank_phases.begin_phase", lambda t, n, outdated, f: (n, set(outdated)), lost_phase),
+    "of a phase": ("chunkc.rank_phases.begin_phase", lambda transport, own, facts: [own], lost_phase),
     "of what is outdated": (
         "chunkc.rank_phases.begin_phase",
-        lambda t, n, outdated, f: (n, set(outdated)),
+        lambda transport, own, facts: [own],
         changed_on_one,
     ),
     "of a plan": ("chunkc.graph.agree", lambda *args: None, another_plan),

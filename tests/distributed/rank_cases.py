@@ -663,13 +663,6 @@ def another_phase() -> Result:
     return ended_by(action)
 
 
-def another_shape() -> Result:
-    def action(run: Any, model: nn.Module) -> None:
-        run(own(batches(0)[0])[:, : LENGTH - dist.get_rank()].clone())
-
-    return ended_by(action)
-
-
 def hooked_on_one() -> Result:
     """A rank refuses in the middle of a step, and stays: the others are told."""
 
@@ -779,7 +772,6 @@ CASES: dict[str, Callable[..., Result]] = {
         killed,
         hung,
         another_phase,
-        another_shape,
         hooked_on_one,
         another_budget,
         another_stage,
