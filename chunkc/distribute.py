@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from chunkc.ir.errors import DistributedError, OptionsError, UnsupportedError
-from chunkc.ir.shards import Shards, ZeroStage, check_zero_stage
+from chunkc.ir.shards import ZeroStage, check_zero_stage
 from chunkc.movable import can_move
 from chunkc.options import parse_options
 from chunkc.ranks import agree, together
 from chunkc.runtime.nursery import SMALLEST_NBYTES, Nursery, note_birth, nursery_at
-from chunkc.runtime.parts import Part
+from chunkc.runtime.parts import Part, part_of, shards_on
 from chunkc.runtime.transport import Transport
 from chunkc.session import owner
 from chunkc.whole_parameters import whole
@@ -48,8 +48,11 @@ def distribute(
     ranks' gradients home. Buffers stay as they are on each rank.
 
     Args:
-        model: on the CPU, with all its parameters, and not compiled yet.
-        mesh: of one dimension, on "cpu"; the ranks that train the model.
+        model: on the CPU, with all its parameters, and not compiled yet. Or on the meta device: then each rank makes
+            room for its own parts, all zeros, and no whole parameter is ever there; `chunkc.load` brings the values.
+        mesh: on "cpu"; the ranks that train the model. On one of two dimensions parameters are cut over the inner one,
+            such as the ranks of a host, and ranks along the outer one have copies of each other's parts. Gradients are
+            the mean over all.
         home: where each rank's parts are between calls: "cpu", which is RAM, "disk" or "disk:DIR". Each rank has a file
             of its own there, without a name. `torch.compile` takes the home over.
         zero_stage: None lets the plan choose for each group of parameters: as in stage 2 where the budget has the room,
@@ -67,8 +70,8 @@ def distribute(
         HomeError: the home has no room on this rank, or cannot be used; nothing has changed.
         DistributedError: the ranks' models differ, or a rank does not come or has no home; nothing has changed.
     """
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1 or mesh.device_type != "cpu":
-        raise OptionsError('mesh must be a DeviceMesh of one dimension on "cpu", as init_device_mesh makes it')
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2 or mesh.device_type != "cpu":
+        raise OptionsError('mesh must be a DeviceMesh of one or two dimensions on "cpu", as init_device_mesh makes it')
     parse_options({"home": home})
     check_zero_stage(zero_stage)
     if not timeout_s > 0:
@@ -78,12 +81,25 @@ def distribute(
         raise OptionsError("the model has no parameters to distribute: compile it as it is")
     for name, parameter in named.items():
         _check(name, parameter)
-    transport = Transport(tuple(mesh.mesh.tolist()), timeout_s)
+    without_values = {name for name, buffer in model.named_buffers() if buffer.is_meta}
+    if unsaved := sorted(without_values.difference(model.state_dict()) if without_values else ()):
+        raise UnsupportedError(
+            f"the buffer {unsaved[0]} is on the meta device, and no file of weights has it: give it its values on "
+            "the CPU before chunkc.distribute"
+        )
+    transport = Transport(
+        tuple(mesh.mesh.flatten().tolist()), timeout_s, num_copies=mesh.size(0) if mesh.ndim > 1 else 1
+    )
     shapes = [(name, tuple(p.shape), p.dtype) for name, p in named.items()]
     home_kind = home.partition(":")[0]
     agree(
         transport,
-        {"the parameters of the model": repr(shapes), "zero_stage": str(zero_stage), "the kind of home": home_kind},
+        {
+            "the parameters of the model": repr(shapes),
+            "zero_stage": str(zero_stage),
+            "the kind of home": home_kind,
+            "the mesh": str(tuple(mesh.mesh.shape)),
+        },
     )
     made: dict[int, nn.Parameter] = {}
 
@@ -97,17 +113,23 @@ def distribute(
     for module in model.modules():
         if module._parameters:
             _distribute_module(module, made)
+        for name, found in module._buffers.items():
+            if found is not None and found.is_meta:
+                module._buffers[name] = torch.zeros_like(found, device="cpu")
     return model
 
 
 def _check(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, DTensor) and not isinstance(part_of(parameter), Part):
+        raise UnsupportedError(
+            f"{name} is a DTensor that chunkc.distribute has not made, as parallelize_module or fully_shard does: it "
+            "cuts ordinary parameters, over all ranks that it is given; leave the model whole before it"
+        )
     if isinstance(parameter, DTensor) or owner(parameter) is not None:
         raise UnsupportedError(f"{name} is distributed or compiled already: distribute a model once, before it is")
-    if parameter.device.type != "cpu":
+    if parameter.device.type not in ("cpu", "meta"):
         raise UnsupportedError(f"{name} is on {parameter.device}: build the model on the CPU, on every rank")
-    if parameter.dim() == 0:
-        raise UnsupportedError(f"{name} is a scalar, which has no rows to cut: make it a tensor of one element")
-    if not can_move(parameter) or not parameter.is_contiguous():
+    if not parameter.is_contiguous() or not (parameter.is_meta or can_move(parameter)):
         raise UnsupportedError(
             f"{name} shares its memory with other tensors, or is no contiguous tensor of real numbers: give it memory "
             "of its own (`p.data = p.data.clone(memory_format=torch.contiguous_format)`)"
@@ -121,15 +143,22 @@ def _cut(
     zero_stage: ZeroStage | None,
     nursery: Nursery | None,
 ) -> nn.Parameter:
-    shards = Shards(tuple(parameter.shape), transport.num_ranks, transport.rank, zero_stage)
-    begin, end = shards.span(transport.rank)
-    rows = parameter.detach().view(-1)[begin:end].view(-1, *parameter.shape[1:])
-    local = rows.clone() if nursery is None or rows.nbytes < SMALLEST_NBYTES else nursery.copy_of(rows)
+    is_cut = parameter.dim() > 0
+    shards = shards_on(mesh, tuple(parameter.shape), zero_stage, is_cut=is_cut)
+    begin, end = shards.rows(shards.rank)
+    rows = parameter.detach()[begin:end] if is_cut else parameter.detach()
+    own = torch.zeros(rows.shape, dtype=rows.dtype) if rows.is_meta else rows
+    if nursery is not None and own.nbytes >= SMALLEST_NBYTES:
+        local = nursery.copy_of(own)
+    else:
+        local = own if rows.is_meta else own.clone()
     part = Part.of(local, shards, transport)
     if nursery is not None:
         note_birth(part, nursery)
+    copied: list[Placement] = [Replicate()] * (mesh.ndim - 1)
+    placements = [*copied, Shard(0) if is_cut else Replicate()]
     placed = DTensor.from_local(
-        local, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
     distributed = nn.Parameter(placed, requires_grad=parameter.requires_grad)
     part.attach(distributed)  # type: ignore[arg-type]

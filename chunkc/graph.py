@@ -35,7 +35,7 @@ from chunkc.policy import (
     StepRequest,
     decide,
 )
-from chunkc.rank_phases import Code, PhaseOfAll
+from chunkc.rank_phases import Code, phase_of_all
 from chunkc.ranks import agree
 from chunkc.reconcile import gradients_left_to_autograd, reconcile
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
@@ -159,7 +159,8 @@ class CompiledGraph:
             VerificationError: a bug in the planner; nothing has run.
         """
         session = self.session
-        of_all = self._of_all_ranks(phase, step, beside, around)
+        name = f"{phase} of what begins with {min(self._names, default='nothing')}"
+        of_all = phase_of_all(session, name, self._groups, self.code, step, around, beside)
         if of_all is None:
             held_nbytes = beside()
         else:
@@ -187,16 +188,6 @@ class CompiledGraph:
             undecided = replace(exact, around=around)
             step.plans.keep(plan_key(session, undecided.key), found)
         return found
-
-    def _of_all_ranks(
-        self, phase: str, step: SizedStep, beside: Callable[[], int], around: Around
-    ) -> PhaseOfAll | None:
-        """Where ranks exchange something in a phase: its beginning, as they agree on it."""
-        transport = self.session.transport
-        if transport is None or self.code is None or not self._groups:
-            return None
-        name = f"{phase} of what begins with {min(self._names)}"
-        return PhaseOfAll(self.session, transport, name, self._groups, self.code, step, around, beside)
 
     def _until_nobody_leaves(self, plan: Callable[[], PlannedStep]) -> PlannedStep:
         """A plan beside which no resident had to leave: a gradient that stays behind, as somebody has it, is another

@@ -140,6 +140,21 @@ def whole_on_all(session: Session, layout: ChunkLayout, *, is_new: bool) -> froz
     return frozenset.intersection(*of_all)
 
 
+def phase_of_all(
+    session: Session,
+    name: str,
+    groups: Collection[int],
+    code: Code | None,
+    step: SizedStep,
+    around: Around,
+    beside: Callable[[], int],
+) -> PhaseOfAll | None:
+    """A phase at this rank's sizes, where ranks exchange something in it; None: it is this process's alone."""
+    if session.transport is None or code is None or not groups:
+        return None
+    return PhaseOfAll(session, session.transport, name, groups, code, step, around, beside)
+
+
 def _refuse_to_keep(session: Session, groups: Collection[int]) -> None:
     """Where ranks keep whole gradients until a later backward, there is nothing yet that these are to be added to."""
     transport, store = session.transport, session.store

@@ -180,7 +180,8 @@ def _difference(name: str, values: Sequence[str | None]) -> str:
     shown = f": {values[others[0]]} instead of {usual}" if name == "the phase" else ""
     return (
         f"ranks differ in {name}: rank {which} of {len(values)} has another one than the others{shown}. All ranks must "
-        "build the same model, run the same code on shapes that are alike, and take the same options"
+        "build the same model, run the same code and take the same options; where shapes differ, dynamic=True of "
+        "torch.compile may make it the same code"
     )
 
 
@@ -235,4 +236,4 @@ def join(session: Session, transport: Transport | None) -> None:
         raise UnsupportedError("distributed models compute on CPUs so far")
     refuse_moved_activations(session.options)
     session.store.transport = transport
-    session.hardware = session.hardware.used_by(transport.num_ranks, transport.num_hosts)
+    session.hardware = session.hardware.used_by(transport.num_ranks, transport.num_hosts, transport.num_copies)

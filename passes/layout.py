@@ -181,7 +181,7 @@ def _group(index: int, specs: Sequence[ParamSpec]) -> ChunkGroup:
         offset += spec.aligned(spec.numel)
         if spec.shards is not None:
             slot_offset += spec.aligned(spec.shards.numel)
-            exchange_numel += (spec.shards.num_ranks - 1) * spec.shards.largest_numel
+            exchange_numel += spec.shards.exchange_numel
     first = specs[0]
     return ChunkGroup(
         index, first.dtype, first.trainable, offset, tuple(slices), first.states, slot_offset, exchange_numel

@@ -11,10 +11,11 @@ from typing import Any, overload
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
 
 from chunkc.ir.errors import UnsupportedError
-from chunkc.ir.shards import Shards
+from chunkc.ir.shards import Shards, ZeroStage
 from chunkc.runtime.transport import Transport
 from chunkc.runtime.used_gradients import GradientElsewhere
 from chunkc.torch_private.dtensor import DTensor, as_subclass_without_grad, local_of, set_local, with_local
@@ -133,17 +134,36 @@ def shards_of(tensor: DTensor) -> Shards:
     Raises:
         UnsupportedError: in another way than by rows.
     """
-    mesh = tensor.device_mesh
-    if mesh.ndim != 1 or tuple(tensor.placements) != (Shard(0),):
+    *copied, cut = tensor.placements
+    if (
+        len(copied) > 1
+        or not all(isinstance(placement, Replicate) for placement in copied)
+        or cut
+        not in (
+            Shard(0),
+            Replicate(),
+        )
+    ):
         raise UnsupportedError(
             f"a tensor lies over the ranks as {tuple(tensor.placements)}: only those are saved and loaded that are cut "
             "by rows, as chunkc.distribute does it"
         )
-    return Shards(tuple(tensor.shape), mesh.size(), mesh.get_local_rank())
+    return shards_on(tensor.device_mesh, tuple(tensor.shape), is_cut=cut == Shard(0))
+
+
+def shards_on(mesh: DeviceMesh, shape: tuple[int, ...], zero_stage: ZeroStage | None = 3, *, is_cut: bool) -> Shards:
+    """A tensor's parts on a mesh: cut over its last dimension, with copies along the first of two; or whole on all."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    place, size = coordinate[-1], mesh.size(mesh.ndim - 1)
+    number = place + (coordinate[0] * size if mesh.ndim > 1 else 0)
+    if not is_cut:
+        return Shards(shape, 1, 0, zero_stage, mesh.size(), number)
+    return Shards(shape, size, place, zero_stage, mesh.size() // size, number // size)
 
 
 def rows_of(whole: torch.Tensor, like: DTensor) -> DTensor:
     """A whole tensor cut over ranks as another one of its shape: this rank's rows, over the same memory."""
     shards = shards_of(like)
     begin, end = shards.rows(shards.rank)
-    return with_local(like, whole[begin:end])
+    return with_local(like, whole[begin:end] if whole.dim() else whole)

@@ -176,7 +176,7 @@ class ChunkSlots(ABC):
                 found.append(index)
                 continue
             self.await_home(chunk)
-            if self.standing.is_outdated(group, self._flat_home(chunk), self.transport.rank):
+            if self.standing.is_outdated(group, self._flat_home(chunk)):
                 found.append(index)
         return found
 

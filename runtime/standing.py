@@ -40,7 +40,7 @@ class Standing:
             self._buffers[chunk] = tier.allocate_slot(group.standing_numel(chunk), group.dtype)
         return self._buffers[chunk]
 
-    def is_outdated(self, group: ChunkGroup, home: torch.Tensor, rank: int) -> bool:
+    def is_outdated(self, group: ChunkGroup, home: torch.Tensor) -> bool:
         """Whether a group's parameters are not all here, or this rank's parts are others than at home.
 
         Args:
@@ -50,7 +50,7 @@ class Standing:
             return True
         here, bits = self._buffers[Chunk(PARAM, group.index)], _BITS[group.dtype.itemsize]
         is_same = all(
-            torch.equal(part_in_slot(here, where, rank).view(bits), home[where.offset : where.end].view(bits))
+            torch.equal(part_in_slot(here, where).view(bits), home[where.offset : where.end].view(bits))
             for where in group.slices
         )
         drop_pages(home)

@@ -33,6 +33,7 @@ class Transport:
     Args:
         ranks: of the default process group, in the order of the mesh; this process's is among them.
         timeout_s: how long a rank waits for another before it gives up.
+        num_copies: of every part (see `chunkc.ir.shards`).
 
     Attributes:
         num_hosts: that the ranks run on, by their names.
@@ -46,6 +47,7 @@ class Transport:
 
     ranks: tuple[int, ...]
     timeout_s: float
+    num_copies: int = 1
     num_hosts: int = 1
     sent_nbytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_CHANNELS, 0))
     failure: BaseException | None = None

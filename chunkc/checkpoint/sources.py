@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from chunkc.ir.errors import CheckpointError, UnsupportedError
+from chunkc.ir.shards import Shards
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.runtime.maps import drop_pages, drop_span
 from chunkc.runtime.parts import shards_of
@@ -74,7 +75,7 @@ def source_of(file: str, key: str, tensor: torch.Tensor, *, is_guarded: bool, ti
     if isinstance(tensor, DTensor):
         shards = shards_of(tensor)
         part = source_of(file, key, local_of(tensor), is_guarded=is_guarded, title=title)
-        return replace(part, shape=shards.shape, span=shards.span(shards.rank), check=_unchanged(title, tensor))
+        return _of_rank(replace(part, check=_unchanged(title, tensor)), shards)
     detached = tensor.detach()
     if type(detached) is not torch.Tensor or detached.layout is not torch.strided or detached.device.type == "meta":
         kind = type(detached).__name__ if type(detached) is not torch.Tensor else detached.layout
@@ -83,6 +84,14 @@ def source_of(file: str, key: str, tensor: torch.Tensor, *, is_guarded: bool, ti
         )
     shape, check = tuple(detached.shape), _unchanged(title, tensor)
     return Source(file, key, shape, detached.dtype, lambda: pieces_of(tensor.detach()), is_guarded, check)
+
+
+def _of_rank(part: Source, shards: Shards) -> Source:
+    """A part as one of the whole tensor. Of copies the first one is written."""
+    begin, end = shards.span(shards.rank)
+    if shards.copy:
+        return replace(part, shape=shards.shape, span=(begin, begin), pieces=lambda: iter(()))
+    return replace(part, shape=shards.shape, span=(begin, end))
 
 
 def _unchanged(title: str, *tensors: torch.Tensor) -> Callable[[], None]:
@@ -115,7 +124,7 @@ def master_of(file: str, key: str, parameter: torch.Tensor, lower: torch.Tensor 
     if isinstance(parameter, DTensor):
         shards = shards_of(parameter)
         part = master_of(file, key, local_of(parameter), lower)
-        return replace(part, shape=shards.shape, span=shards.span(shards.rank))
+        return _of_rank(part, shards)
     check = _unchanged(key, parameter, *(() if lower is None else (lower,)))
     shape = tuple(parameter.shape)
     return Source(file, key, shape, torch.float32, lambda: _joined(parameter.detach(), lower), True, check)

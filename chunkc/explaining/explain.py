@@ -212,7 +212,7 @@ def step_on(
 
 
 def _on(hardware: Hardware, step: OfflineStep, options: Options, zero_stage: ZeroStage | None) -> OfflineStep:
-    step = cut_over(step, hardware.num_devices, zero_stage, options)
+    step = cut_over(step, hardware, zero_stage, options)
     graphs = tuple(planned_on(graph, hardware, options.codegen) for graph in step.graphs)
     return replace(step, graphs=graphs, storage_nbytes=storages_on(step.storage_nbytes, hardware))
 

@@ -49,7 +49,8 @@ def with_ranks(hardware: Hardware, world_size: int | None, mesh: str | None) -> 
 
     Args:
         world_size: how many there are; None: one on each device.
-        mesh: hosts, and ranks on each: `2x8`; None: no more hosts than they need.
+        mesh: hosts, and ranks on each: `2x8`. Parameters are cut over the ranks of a host, and hosts have copies, as on
+            a mesh of two dimensions. None: they are cut over all ranks, which lie on no more hosts than they need.
 
     Raises:
         OptionsError: the hardware has no such devices, or the two say different things.
@@ -62,10 +63,10 @@ def with_ranks(hardware: Hardware, world_size: int | None, mesh: str | None) -> 
     num_hosts, each = map(int, found.groups())
     if world_size is not None and world_size != num_hosts * each:
         raise OptionsError(f"world_size is {world_size}, but mesh {short(mesh)} has {num_hosts * each} ranks")
-    return hardware.used_by(num_hosts * each, num_hosts)
+    return hardware.used_by(num_hosts * each, num_hosts, num_hosts)
 
 
-def cut_over(step: OfflineStep, num_ranks: int, zero_stage: ZeroStage | None, options: Options) -> OfflineStep:
+def cut_over(step: OfflineStep, hardware: Hardware, zero_stage: ZeroStage | None, options: Options) -> OfflineStep:
     """The step with rank 0's parts in place of all parameters; one rank has all of them.
 
     Raises:
@@ -73,27 +74,27 @@ def cut_over(step: OfflineStep, num_ranks: int, zero_stage: ZeroStage | None, op
         UnsupportedError: ranks that run would refuse the model or an option.
     """
     check_zero_stage(zero_stage)
-    if num_ranks == 1:
+    if hardware.num_devices == 1:
         return step
     refuse_moved_activations(options)
-    return replace(step, graphs=tuple(_cut(graph, num_ranks, zero_stage) for graph in step.graphs))
+    return replace(step, graphs=tuple(_cut(graph, hardware, zero_stage) for graph in step.graphs))
 
 
-def _cut(graph: OfflineGraph, num_ranks: int, zero_stage: ZeroStage | None) -> OfflineGraph:
+def _cut(graph: OfflineGraph, hardware: Hardware, zero_stage: ZeroStage | None) -> OfflineGraph:
     for spec in graph.fixed:
         raise UnsupportedError(
             f"{spec.name} shares its memory with other tensors, or is no dense tensor of real numbers: ranks cannot "
             "have parts of it"
         )
-    return replace(graph, movable=tuple(_part(spec, num_ranks, zero_stage) for spec in graph.movable))
+    return replace(graph, movable=tuple(_part(spec, hardware, zero_stage) for spec in graph.movable))
 
 
-def _part(spec: ParamSpec, num_ranks: int, zero_stage: ZeroStage | None) -> ParamSpec:
+def _part(spec: ParamSpec, hardware: Hardware, zero_stage: ZeroStage | None) -> ParamSpec:
     if not spec.shape:
-        raise UnsupportedError(f"{spec.name} is a scalar, which has no rows to cut: make it a tensor of one element")
+        return spec.part(Shards((), 1, 0, zero_stage, hardware.num_devices))
     if not torch.empty_strided(spec.shape, spec.stride, device="meta").is_contiguous():
         raise UnsupportedError(f"{spec.name} is not contiguous: ranks cut contiguous parameters by rows")
-    return spec.part(Shards(spec.shape, num_ranks, 0, zero_stage))
+    return spec.part(Shards(spec.shape, hardware.devices_per_row, 0, zero_stage, hardware.num_copies))
 
 
 def refuse_optimizer(optimizer: Optimizer, specs: Collection[ParamSpec], num_ranks: int) -> None:
@@ -143,6 +144,8 @@ def notes(ranks: Ranks | None, hardware: Hardware) -> Iterator[str]:
         return
     where = f"{ranks.num_ranks} ranks on {ranks.num_hosts} host{'s' if ranks.num_hosts > 1 else ''}"
     yield f"all bytes, times and the batch are those of rank 0 of {where}; its parts are the largest"
+    if hardware.num_copies > 1:
+        yield "parameters are cut over the ranks of a host, and hosts have copies of each other's parts"
     yield "ranks exchange in rings, or in trees where these are faster, at the rate of the slowest link between them"
     if hardware.kind == "cuda":
         yield "chunkc.distribute trains on CPUs so far: this is what its plan would be on these devices"

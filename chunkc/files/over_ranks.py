@@ -41,7 +41,7 @@ def whole_on_first(tensor: torch.Tensor, transport: Transport | None) -> torch.T
     together(transport, SAVE, lambda: None, FileError)
     shards, local = shards_of(tensor), local_of(tensor).detach()
     room = host_empty((shards.numel,), tensor.dtype)
-    spans = {rank: shards.span(rank) for rank in range(transport.num_ranks)}
+    spans = {rank: shards.span(part) for part, rank in enumerate(shards.row)}
     begin, end = spans.pop(transport.rank)
     room[begin:end].copy_(local.reshape(-1))
     transport.exchange(GATHERS, [], [(rank, room[begin:end]) for rank, (begin, end) in spans.items()])
@@ -58,4 +58,5 @@ def send_to_first(tensors: Iterable[torch.Tensor], transport: Transport) -> None
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             together(transport, SAVE, lambda: None, FileError)
-            transport.exchange(GATHERS, [(0, local_of(tensor).detach().contiguous())], [])
+            if shards_of(tensor).copy == 0:
+                transport.exchange(GATHERS, [(0, local_of(tensor).detach().contiguous())], [])

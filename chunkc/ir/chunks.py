@@ -152,7 +152,7 @@ class ParamSpec:
     def part(self, shards: Shards) -> ParamSpec:
         """Of a contiguous parameter that this process has all of: the part of one rank."""
         begin, end = shards.rows(shards.rank)
-        return replace(self, shape=(end - begin, *self.shape[1:]), shards=shards)
+        return replace(self, shape=(end - begin, *self.shape[1:]) if self.shape else (), shards=shards)
 
     def aligned(self, numel: int) -> int:
         """So many elements, rounded up to where the next parameter of a chunk may begin."""

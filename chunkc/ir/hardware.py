@@ -67,6 +67,7 @@ class Hardware:
         capability: compute capability of a CUDA device, major and minor, which decides some of its kernels; None: not
             known.
         source: where the figures come from.
+        num_copies: of all parts of a model that is cut over its devices (see `chunkc.ir.shards`).
     """
 
     flops_per_s: float
@@ -87,6 +88,7 @@ class Hardware:
     cpu_update_bytes_per_s: float | None = None
     capability: tuple[int, int] | None = None
     source: str = ""
+    num_copies: int = 1
 
     def __post_init__(self) -> None:
         """Raises OptionsError where a figure makes no sense: not positive, or a context larger than its memory."""
@@ -153,9 +155,13 @@ class Hardware:
         """
         if not nbytes:
             return 0.0
-        way = self.between_ranks
-        own_s = self.copy_s(TO_DEVICE if queue == GATHER else TO_HOME, nbytes / self.num_devices)
-        return own_s + collective_s(nbytes, self.num_devices, way.bytes_per_s, way.latency_s)
+        way, part_nbytes = self.between_ranks, nbytes / self.devices_per_row
+        row = self._inside_hosts if self.num_copies >= self.num_hosts else way
+        own_s = self.copy_s(TO_DEVICE if queue == GATHER else TO_HOME, part_nbytes)
+        row_s = collective_s(nbytes, self.devices_per_row, row.bytes_per_s, row.latency_s)
+        if queue == GATHER:
+            return own_s + row_s
+        return own_s + row_s + 2 * collective_s(part_nbytes, self.num_copies, way.bytes_per_s, way.latency_s)
 
     def carried_nbytes(self, queue: str, nbytes: int) -> dict[str, int]:
         """Bytes that links carry for one copy, or one exchange, of so many bytes: those of a device that carry most.
@@ -165,14 +171,23 @@ class Hardware:
         """
         if queue not in (GATHER, SCATTER):
             return dict.fromkeys(ROUTES[queue], nbytes)
-        others = nbytes * (self.num_devices - 1) // self.num_devices
-        found = Counter({TO_DEVICE if queue == GATHER else TO_HOME: nbytes - others})
-        if self.devices_per_host > 1:
-            inside = (TO_DEVICE, TO_HOME) if self.link(BETWEEN_DEVICES) is None else (BETWEEN_DEVICES,)
+        others = nbytes * (self.devices_per_row - 1) // self.devices_per_row
+        own = nbytes - others
+        found = Counter({TO_DEVICE if queue == GATHER else TO_HOME: own})
+        inside = (TO_DEVICE, TO_HOME) if self.link(BETWEEN_DEVICES) is None else (BETWEEN_DEVICES,)
+        if self.devices_per_host > 1 and self.devices_per_row > 1:
             found.update(dict.fromkeys(inside, others))
-        if self.num_hosts > 1:
+        if self.num_hosts > self.num_copies:
             found[BETWEEN_HOSTS] += others
+        if queue == SCATTER and self.num_copies > 1:  # sums of rows, to who adds them up, and what they come to
+            between = (BETWEEN_HOSTS,) if self.num_hosts > 1 else inside
+            found.update(dict.fromkeys(between, 2 * own * (self.num_copies - 1) // self.num_copies))
         return dict(found)
+
+    @property
+    def devices_per_row(self) -> int:
+        """Devices that have all parts of a model between them."""
+        return self.num_devices // self.num_copies
 
     @property
     def between_ranks(self) -> LinkSpec:
@@ -183,14 +198,7 @@ class Hardware:
         Raises:
             OptionsError: there are several hosts, and no link between them is stated.
         """
-        inside = self.link(BETWEEN_DEVICES)
-        if inside is None:
-            out, back = (spec for spec in self.links if spec.name in (TO_HOME, TO_DEVICE))
-            both = self.both_links_bytes_per_s or out.bytes_per_s + back.bytes_per_s
-            slowdown = min(1.0, both / (out.bytes_per_s + back.bytes_per_s))
-            inside = LinkSpec(
-                THROUGH_RAM, slowdown * min(out.bytes_per_s, back.bytes_per_s), out.latency_s + back.latency_s
-            )
+        inside = self._inside_hosts
         if self.num_hosts == 1:
             return inside
         outside = self.link(BETWEEN_HOSTS)
@@ -200,6 +208,19 @@ class Hardware:
             )
         slower = min(inside, outside, key=lambda link: link.bytes_per_s)
         return replace(slower, latency_s=max(inside.latency_s, outside.latency_s))
+
+    @property
+    def _inside_hosts(self) -> LinkSpec:
+        """The same of neighbours on one host."""
+        inside = self.link(BETWEEN_DEVICES)
+        if inside is None:
+            out, back = (spec for spec in self.links if spec.name in (TO_HOME, TO_DEVICE))
+            both = self.both_links_bytes_per_s or out.bytes_per_s + back.bytes_per_s
+            slowdown = min(1.0, both / (out.bytes_per_s + back.bytes_per_s))
+            inside = LinkSpec(
+                THROUGH_RAM, slowdown * min(out.bytes_per_s, back.bytes_per_s), out.latency_s + back.latency_s
+            )
+        return inside
 
     @property
     def usable_memory_nbytes(self) -> int | None:
@@ -293,13 +314,14 @@ class Hardware:
         name, num_devices = f"{count}x{self.name}", self.num_devices * count
         return replace(self, name=name, num_devices=num_devices, num_hosts=self.num_hosts * count)
 
-    def used_by(self, num_ranks: int, num_hosts: int | None = None) -> Self:
+    def used_by(self, num_ranks: int, num_hosts: int | None = None, num_copies: int = 1) -> Self:
         """The same machine as far as ranks use it that train one model.
 
         On GPUs each rank has a device of its own. A CPU's ranks are processes that share its hosts, however many.
 
         Args:
             num_hosts: over which they lie evenly; None: no more hosts than they need, each with all its devices.
+            num_copies: see `Hardware`.
 
         Raises:
             OptionsError: there are no such devices or hosts.
@@ -309,13 +331,14 @@ class Hardware:
                 f"{num_ranks} ranks on {num_hosts or 1} hosts: a model has at least one rank on each host"
             )
         if self.kind == "cpu":
-            return replace(self, num_devices=num_ranks, num_hosts=num_hosts or min(self.num_hosts, num_ranks))
+            hosts = num_hosts or min(self.num_hosts, num_ranks)
+            return replace(self, num_devices=num_ranks, num_hosts=hosts, num_copies=num_copies)
         hosts = num_hosts or -(-num_ranks // self.devices_per_host)
         if hosts > self.num_hosts or -(-num_ranks // hosts) > self.devices_per_host:
             where = f" on {num_hosts} hosts" if num_hosts else ""
             has = f"{self.num_hosts} of {self.devices_per_host} devices each"
             raise OptionsError(f"{num_ranks} ranks{where} need a device each; the hosts of {self.name} are {has}")
-        return replace(self, num_devices=num_ranks, num_hosts=hosts)
+        return replace(self, num_devices=num_ranks, num_hosts=hosts, num_copies=num_copies)
 
 
 CPU = Hardware(

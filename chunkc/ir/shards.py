@@ -1,4 +1,8 @@
-"""How a parameter is cut over ranks: by rows of its first dimension, as `torch.distributed.tensor.Shard(0)` does it."""
+"""How a parameter is cut over ranks: by rows of its first dimension, as `torch.distributed.tensor.Shard(0)` does it.
+
+On a mesh of two dimensions it is cut over the inner one, and ranks along the outer one have copies of each other's
+parts. What cannot be cut, a scalar, is one part, of which every rank has a copy.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +25,42 @@ def check_zero_stage(zero_stage: object) -> None:
 
 @dataclass(frozen=True)
 class Shards:
-    """The parts of a contiguous tensor, one for each rank.
+    """The parts of a contiguous tensor, one for each rank of a row: of the ranks that have all parts between them.
 
     Every rank but the last ones has as many rows, `ceil(rows / num_ranks)`; the last ones have fewer, or none.
 
     Attributes:
-        shape: of the whole tensor, with at least one dimension.
-        rank: whose part is meant where none is named.
+        shape: of the whole tensor. Without dimensions it has one part.
+        num_ranks: that have a part each.
+        rank: whose part is meant where none is named, as its place in the row.
         zero_stage: what every rank has whole from one step to the next, beside its parts: in stage 3 nothing, in
             stage 2 parameters, in stage 1 gradients too. None: that is chosen for each group (`ChunkGroup.is_whole`).
+        num_copies: of every part: so many rows there are. `copy`: which of them this rank's is.
     """
 
     shape: tuple[int, ...]
     num_ranks: int
     rank: int
     zero_stage: ZeroStage | None = 3
+    num_copies: int = 1
+    copy: int = 0
+
+    @property
+    def row(self) -> range:
+        """The ranks of this one's row, in the order of their parts."""
+        return range(self.copy * self.num_ranks, (self.copy + 1) * self.num_ranks)
+
+    @property
+    def copies(self) -> range:
+        """The ranks that have this one's part."""
+        return range(self.rank, self.num_copies * self.num_ranks, self.num_ranks)
+
+    @property
+    def exchange_numel(self) -> int:
+        """Elements that a rank receives at most while a gradient's parts are added up."""
+        return (self.num_ranks - 1) * self.largest_numel + (self.num_copies - 1) * -(
+            -self.largest_numel // self.num_copies
+        )
 
     @property
     def numel(self) -> int:
@@ -56,6 +81,6 @@ class Shards:
 
     def rows(self, rank: int) -> tuple[int, int]:
         """The same in rows of the first dimension."""
-        rows = self.shape[0]
+        rows = self.shape[0] if self.shape else 1
         each = -(-rows // self.num_ranks)
         return min(rank * each, rows), min((rank + 1) * each, rows)

@@ -25,7 +25,7 @@ from chunkc.optim.backward_updates import BackwardUpdates
 from chunkc.optim.grad_scale import grad_scale_of, is_skipped, on_the_cpu
 from chunkc.optim.group_runs import Due
 from chunkc.optim.loading import LoadedState, checked_state_dict, load, prepared_to_load
-from chunkc.optim.over_ranks import as_saved, no_exchange
+from chunkc.optim.over_ranks import agree_on_overflow, as_saved, no_exchange
 from chunkc.optim.overlap_mode import NONE, OverlapMode
 from chunkc.optim.rule import Rule, Updater
 from chunkc.optim.split_masters import NotedContents, has_master
@@ -366,6 +366,7 @@ class ChunkedOptimizer(Optimizer):
         take_over_changes(self._parameters())
         scale, must_know = grad_scale_of(self), self.rule.must_know_steps
         self.in_backward.check_scale(scale)
+        agree_on_overflow(self, scale)
         if must_know and bool(on_the_cpu(scale).found_inf):
             return
         self.doubts.settle(wait=must_know)

@@ -63,7 +63,8 @@ class LambUpdater(Updater):
             return
         ranges = rows_apart([t.place.first_element for t in staying], [t.parameter.numel() for t in staying])
         runs = [(*where, tensor.hyper) for where, tensor in zip(ranges, staying, strict=True)]
-        lamb = GroupLamb(self, runs, ranges, scale, sums_of_tensors([tensor.parameter for tensor in staying]))
+        sums = sums_of_tensors({begin: tensor.parameter for (begin, _), tensor in zip(ranges, staying, strict=True)})
+        lamb = GroupLamb(self, runs, ranges, scale, sums)
         for where, tensor in zip(ranges, staying, strict=True):
             flats = tensor.flats()
             for stage in range(2):
@@ -106,7 +107,7 @@ class GroupLamb:
         self._kernels = works.kernels
         self._scale = scale
         self._sums = sums
-        self._is_empty = [begin == end for begin, end, _ in runs]
+        self._ranges = [(begin, end) for begin, end, _ in runs]
 
     def update(self, slots: Mapping[str, torch.Tensor], tile: Tile) -> None:
         """One stage of one tile; `slots` has the kinds that the stage needs."""
@@ -131,12 +132,12 @@ class GroupLamb:
         Every rank adds up the same numbers in the same order, so all scale their parts alike.
         """
         spans = sorted({(p.first_partial, p.last_partial) for work in self._works.values() for p in work.pieces})
-        places = [number for number, is_empty in enumerate(self._is_empty) if not is_empty]
-        totals = host_empty((2, len(self._is_empty)), torch.float64).zero_()
+        places = [number for number, (begin, end) in enumerate(self._ranges) if begin < end]
+        totals = host_empty((2, len(self._ranges)), torch.float64).zero_()
         for number, (first, last) in zip(places, spans, strict=True):
             wide = host_empty((2, last - first), torch.float64).copy_(self._partials[:, first:last])
             torch.sum(wide, 1, out=totals[:, number])
-        sums(totals)
+        sums(totals, [begin for begin, _ in self._ranges])
         for number, (first, last) in zip(places, spans, strict=True):
             self._partials[:, first:last].zero_()
             self._partials[:, first].copy_(totals[:, number])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +13,10 @@ from torch.optim import Optimizer
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.shards import Shards
 from chunkc.ir.states import INT8
+from chunkc.kernels.formats import GradScale
 from chunkc.optim.rule import OverRanks
 from chunkc.optim.split_masters import NotedContents, put_masters_together
+from chunkc.ranks import agree
 from chunkc.runtime.parts import Part, part_of
 from chunkc.runtime.store import ChunkStore
 from chunkc.runtime.transport import Transport
@@ -53,28 +54,57 @@ def refuse_over_ranks(name: str, moments: str) -> None:
 
 def sums_of_group(store: ChunkStore, index: int) -> OverRanks | None:
     """How ranks add up what is to be of whole tensors of a chunk group; None where this rank has all of them."""
-    group = store.layout.groups[index]
-    shards = [where.spec.shards for where in group.slices if where.spec.shards is not None]
-    return _sums(store.transport, shards, tag=index + 1 + _TENSORS_TAG)
+    slices = store.layout.groups[index].slices
+    placed = {where.offset: where.spec.shards for where in slices if where.spec.shards is not None}
+    return _sums(store.transport, placed, tag=index + 1 + _TENSORS_TAG)
 
 
-def sums_of_tensors(parameters: Sequence[torch.Tensor]) -> OverRanks | None:
-    """The same for parameters that are in no chunk."""
-    parts = [parameter for parameter in parameters if isinstance(parameter, Part)]
-    return _sums(parts[0].transport, [part.shards for part in parts], _TENSORS_TAG) if parts else None
+def sums_of_tensors(parameters: Mapping[int, torch.Tensor]) -> OverRanks | None:
+    """The same for parameters that are in no chunk, by their first elements."""
+    parts = {offset: parameter for offset, parameter in parameters.items() if isinstance(parameter, Part)}
+    transport = next((part.transport for part in parts.values()), None)
+    return _sums(transport, {offset: part.shards for offset, part in parts.items()}, _TENSORS_TAG)
 
 
 _TENSORS_TAG = 2
 """Of exchanges for tensors in no chunk; each chunk group has one of its own, since threads may update them."""
 
 
-def _sums(transport: Transport | None, shards: Sequence[Shards], tag: int) -> OverRanks | None:
-    if transport is None:
+def _sums(transport: Transport | None, placed: Mapping[int, Shards], tag: int) -> OverRanks | None:
+    """Over the ranks of a row that have something of the tensors which are cut; of others each rank has all."""
+    cut = [shards for shards in placed.values() if shards.num_ranks > 1]
+    if transport is None or not cut:
         return None
-    meeting = [rank for rank in range(transport.num_ranks) if any(len(range(*s.rows(rank))) for s in shards)]
+    meeting = [rank for part, rank in enumerate(cut[0].row) if any(len(range(*s.rows(part))) for s in cut)]
     if transport.rank not in meeting or len(meeting) == 1:
         return None  # who has nothing of them is not asked
-    return partial(transport.add_up, meeting=tuple(meeting), tag=tag)
+    whole = {offset for offset, shards in placed.items() if shards.num_ranks == 1}
+
+    def add_up(values: torch.Tensor, offsets: Sequence[int]) -> None:
+        if transport.rank != meeting[0]:
+            for number, offset in enumerate(offsets):
+                if offset in whole:
+                    values[:, number].zero_()
+        transport.add_up(values, meeting, tag)
+
+    return add_up
+
+
+def agree_on_overflow(optimizer: Any, scale: GradScale) -> None:
+    """Where a `GradScaler` may have asked only this rank whether a gradient overflowed, ask all of them.
+
+    PyTorch asks all where the first of an optimizer's gradients is cut over them.
+
+    Raises:
+        DistributedError: it has overflowed on some ranks alone; nothing is updated.
+    """
+    if scale.found_inf is None:
+        return
+    parts = [part for group in optimizer.param_groups for p in group["params"] if isinstance(part := part_of(p), Part)]
+    first = next((part for part in parts if part.grad is not None), None)
+    if first is not None and first.shards.num_ranks == 1 and first.transport.num_ranks > 1:
+        name = "whether a gradient overflowed (give the optimizer no scalar as its first parameter)"
+        agree(first.transport, {name: str(bool(scale.found_inf.cpu()))})
 
 
 @contextmanager

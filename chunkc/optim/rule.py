@@ -28,8 +28,11 @@ Groups = Sequence[Mapping[str, Any]]
 Runs = Sequence[tuple[int, int, Any]]
 """Elements `[begin, end)` of a group with their hyper-parameters, in order."""
 
-OverRanks = Callable[[torch.Tensor], None]
-"""Adds up a CPU tensor over the ranks, in place: on each the same bits. All of them come to it."""
+OverRanks = Callable[[torch.Tensor, Sequence[int]], None]
+"""Adds up numbers of tensors over the ranks, in place: on each the same bits. All that have parts of them come to it.
+
+It takes a CPU tensor `[..., num_tensors]`, and the first element of each of these tensors, as the runs have it.
+"""
 
 TileUpdate = Callable[[Mapping[str, torch.Tensor], Tile], None]
 """The update of a tile of a chunk group, or of one stage of it, in place.

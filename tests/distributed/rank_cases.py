@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import chunkc
 from chunkc.runtime import cpu_allocator
@@ -727,10 +728,12 @@ def refused() -> Result:
     make = chunkc.optim
     attempt("8 bits", lambda: make.AdamW(model.parameters(), moments_dtype="int8").step())
     attempt("twice", lambda: chunkc.distribute(model, mesh()))
+    attempt("tensor parallel", lambda: chunkc.distribute(tensor_parallel(), mesh()))
     attempt("plain gradient", lambda: with_plain_gradient(model))
     attempt("copied", lambda: compiled(copy.deepcopy(model), HUGE)(torch.ones(2, 4)))
-    attempt("scalar", lambda: chunkc.distribute(nn.ParameterList([torch.ones(())]), mesh()))
-    attempt("meta", lambda: chunkc.distribute(nn.Linear(2, 2, device="meta"), mesh()))
+    numbers = nn.Linear(2, 2, device="meta")
+    numbers.register_buffer("numbers", torch.ones(3, device="meta"), persistent=False)
+    attempt("meta", lambda: chunkc.distribute(numbers, mesh()))
     attempt("stage", lambda: chunkc.distribute(nn.Linear(2, 2), mesh(), zero_stage=4))
     attempt("timeout", lambda: chunkc.distribute(nn.Linear(2, 2), mesh(), timeout_s=0))
     attempt("mesh", lambda: chunkc.distribute(nn.Linear(2, 2), None))
@@ -739,6 +742,10 @@ def refused() -> Result:
     del kept
     attempt("home", lambda: chunkc.distribute(nn.Linear(2, 2), mesh(), home="nowhere"))
     return found
+
+
+def tensor_parallel() -> nn.Module:
+    return parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh(), {"0": ColwiseParallel()})
 
 
 def with_plain_gradient(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -19,15 +20,14 @@ from loop_cases import small
 from rank_cases import HUGE, VOCABULARY, Result, adamw, bits, compiled, mean, mesh
 
 import chunkc
+from chunkc.runtime import cpu_allocator
 from chunkc.session import sessions_of
 
 SHAPES = (
     ((4, 5), (4, 5)),
     ((4, 5), (3, 5)),  # a last batch that is smaller on one rank
-    ((4, 5), (4, 5)),
     ((2, 7), (4, 3)),
-    ((4, 3), (2, 7)),
-    ((3, 5), (3, 5)),
+    ((4, 5), (4, 5)),
 )
 """Of each rank's batch, step by step; more ranks go on from the beginning."""
 
@@ -50,13 +50,14 @@ def uneven() -> Result:
         optimizer.zero_grad()
         with torch.no_grad():
             evaluated = [float(reference(batch(step, rank + 1))) for rank in range(num_ranks)]
-        expected += [float(sum(losses)), sum(evaluated) / num_ranks]
+        expected += [float(sum(losses).detach()), sum(evaluated) / num_ranks]  # type: ignore[union-attr]
     found: Result = {"expected": expected, "runs": []}
+    cpu_allocator.install()  # what was allocated before is not metered
     least = HUGE
-    for stage, budget, dynamic in ((3, HUGE, None), (3, None, None), (1, HUGE, True)):
+    for stage, budget, dynamic in ((3, HUGE, None), (1, HUGE, True), (3, None, None)):
         torch._dynamo.reset()
         model: Any = chunkc.distribute(small(), mesh(), zero_stage=stage)
-        options = {"memory_budget": budget or int(1.3 * least), "codegen": "eager", "debug": True}
+        options = {"memory_budget": budget or int(1.1 * least), "codegen": "eager", "debug": True}
         run = torch.compile(model, backend="chunkc", dynamic=dynamic, options=options)
         optimizer, losses = adamw(model), []
         for step in range(len(SHAPES)):
@@ -73,10 +74,12 @@ def uneven() -> Result:
             {
                 "losses": losses,
                 "bits": bits(model),
-                "fits": report.measured_peak_nbytes <= report.predicted_peak_nbytes <= options["memory_budget"],
+                "peaks": (report.measured_peak_nbytes, report.predicted_peak_nbytes, options["memory_budget"]),
                 "renewed": session.transport.num_renewed,
             }
         )
+        del model, optimizer, run, session, report, loss  # of stage 1 much stands on the compute tier
+        gc.collect()
     return found
 
 
@@ -94,7 +97,7 @@ def sliced() -> Result:
         loss = run(whole[rank * each :][:each])
         loss.backward()
         losses.append(mean(loss))
-    return {"expected": expected, "runs": [{"losses": losses, "bits": "", "fits": True}]}
+    return {"expected": expected, "runs": [{"losses": losses, "bits": "", "peaks": (0, 0, 0)}]}
 
 
 class Turning(nn.Module):
@@ -126,12 +129,8 @@ def another_graph() -> Result:
 
 def too_large_on_one() -> Result:
     """A batch for which one rank's budget is too small: it is so for all."""
-    torch.manual_seed(0)
     model: Any = chunkc.distribute(small(), mesh(), timeout_s=20)
-    compiled(model, HUGE)(batch(0, 0)).backward()
-    torch._dynamo.reset()
-    model = chunkc.distribute(small(), mesh(), timeout_s=20)
-    run = compiled(model, int(1.2 * chunkc.report(model).minimum_budget_nbytes) if False else 90_000)
+    run = compiled(model, 100_000)
     try:
         run(batch(0, 0)).backward()
         run(batch(0, 0, shapes=[[(400 if dist.get_rank() else 4, 5)]]))

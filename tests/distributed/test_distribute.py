@@ -236,13 +236,13 @@ def test_what_distributed_models_do_not_do_is_refused(faults: dict[str, list[dic
     expected = {
         "8 bits": "UnsupportedError: AdamW updates distributed parameters with fp32 or bf16 moments",
         "twice": "UnsupportedError: 0.weight is distributed or compiled already",
+        "tensor parallel": "UnsupportedError: 0.weight is a DTensor that chunkc.distribute has not made",
         "plain gradient": "UnsupportedError: the gradient of a distributed parameter must be cut",
         "copied": "UnsupportedError: the model takes a DTensor that chunkc.distribute has not made",
-        "scalar": "UnsupportedError: 0 is a scalar, which has no rows to cut",
-        "meta": "UnsupportedError: weight is on meta: build the model on the CPU",
+        "meta": "UnsupportedError: the buffer numbers is on the meta device, and no file of weights has it",
         "stage": "OptionsError: zero_stage is 4; allowed: ",
         "timeout": "OptionsError: timeout_s is 0",
-        "mesh": "OptionsError: mesh must be a DeviceMesh of one dimension",
+        "mesh": "OptionsError: mesh must be a DeviceMesh of one or two dimensions",
         "shared": "UnsupportedError: this rank's part of 0.weight shares its memory",
         "home": "OptionsError: option 'home' is 'nowhere'",
     }

@@ -15,7 +15,7 @@ def check_as_one_process(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert "error" not in rank, rank["traceback"]
         for run in rank["runs"]:
-            assert run["losses"] == pytest.approx(rank["expected"], abs=1e-6)
+            assert run["losses"] == pytest.approx(rank["expected"], rel=1e-6)
             assert run["difference"] < 1e-6
         assert len({run["bits"] for run in rank["runs"]}) == 1, "a budget or a stage changed the result"
 

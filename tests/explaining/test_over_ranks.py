@@ -131,7 +131,7 @@ def test_hosts_add_up_what_their_ranks_need() -> None:
     assert found.host is not None
     assert (found.ranks.num_hosts, found.ranks.ranks_per_host) == (2, 4)
     assert found.host.training == found.host_needs_nbytes == 4 * (found.home_nbytes + found.predicted_peak_nbytes)
-    assert found.host.building == 4 * (MODEL_NBYTES + MODEL_NBYTES // 8), "each rank builds all of the model first"
+    assert found.host.building == 4 * (MODEL_NBYTES + MODEL_NBYTES // 4), "each rank builds all of the model first"
     assert found.host_fits == (found.host.training <= (host or 0))
     small = replace(CPU, host_memory_nbytes=found.host.training - 1)
     assert not explain(hardware=small, mesh="2x4").host_fits
@@ -139,13 +139,25 @@ def test_hosts_add_up_what_their_ranks_need() -> None:
 
 
 def test_the_link_between_hosts_decides_and_carries() -> None:
-    one, two = (explain(hardware="2x8xh100", mesh=mesh, memory_budget=TIGHT * 64) for mesh in ("1x4", "2x2"))
+    one, two = (explain(hardware=name, memory_budget=TIGHT * 64) for name in ("4xh100", "2x2xh100"))
     assert one.ranks is not None
     assert two.ranks is not None
     assert two.step_time_s.to_device > one.step_time_s.to_device
     assert BETWEEN_HOSTS not in one.ranks.link_nbytes
     assert two.ranks.link_nbytes[BETWEEN_HOSTS] == two.ranks.link_nbytes[BETWEEN_DEVICES]
     assert BETWEEN_DEVICES not in (explain(hardware="2x8xh100", mesh="2x1").ranks or two.ranks).link_nbytes
+
+
+def test_hosts_with_copies_exchange_sums_of_gradients_alone() -> None:
+    flat, copies = (explain(hardware="2x2xh100", mesh=mesh, memory_budget=TIGHT * 64) for mesh in (None, "2x2"))
+    assert flat.ranks is not None
+    assert copies.ranks is not None
+    assert copies.ranks.num_parameters == 2 * flat.ranks.num_parameters
+    part = MODEL_NBYTES // NUM_LAYERS // 2
+    assert copies.ranks.link_nbytes[BETWEEN_DEVICES] == (copies.ranks.gathers + copies.ranks.scatters) * part
+    assert copies.ranks.link_nbytes[BETWEEN_HOSTS] == copies.ranks.scatters * part
+    assert copies.ranks.link_nbytes[BETWEEN_HOSTS] < flat.ranks.link_nbytes[BETWEEN_HOSTS]
+    assert any("hosts have copies" in note for note in copies.notes)
 
 
 def test_devices_without_a_link_send_through_ram() -> None:
@@ -203,7 +215,6 @@ def transposed() -> nn.Module:
     [
         ({"activations": "rerun"}, 'distributed models keep what the forward saves \\(activations="keep"\\)'),
         ({"moments_dtype": "int8"}, "AdamW updates distributed parameters with fp32 or bf16 moments"),
-        ({"model": Scalar()}, "scale is a scalar, which has no rows to cut"),
         ({"model": transposed()}, "weight is not contiguous"),
     ],
 )
@@ -236,7 +247,7 @@ def test_the_command(model_file: str, capsys: pytest.CaptureFixture[str]) -> Non
     ask = ["explain", model_file, "--hardware", "2x8xh100", "--memory-budget", "1GiB"]
     assert main([*ask, "--world-size", "4"]) == 0
     text = capsys.readouterr().out
-    assert "rank 0 of 4 on 1 host, in stage 3 of ZeRO\n" in text
+    assert "rank 0 of 4 on 1 host, in stages of ZeRO chosen per chunk\n" in text
     assert "4 ranks of a host" in text
     assert "between devices, in one step" in text
     assert main([*ask, "--mesh", "2x2", "--format", "json"]) == 0

@@ -15,7 +15,9 @@ from chunkc.ir.shards import Shards
 from chunkc.passes.layout import lay_out
 from chunkc.runtime.exchange import gather, scatter_sums
 
-SHAPES = {"a": (5, 3), "b": (1,), "c": (7,), "d": (4, 2)}
+SHAPES: dict[str, tuple[int, ...]] = {"a": (5, 3), "b": (1,), "c": (7,), "d": (4, 2), "e": ()}
+RANKS = [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2), (6, 3)]
+"""With how many copies there are of each part."""
 
 
 class Thread:
@@ -45,14 +47,18 @@ def on_ranks(num_ranks: int, job: Callable[[Any], None]) -> list[Thread]:
     return ranks
 
 
-def group_of(rank: int, num_ranks: int) -> ChunkGroup:
+def shards_of(shape: tuple[int, ...], rank: int, num_ranks: int, num_copies: int) -> Shards:
+    each = num_ranks // num_copies
+    return (
+        Shards(shape, each, rank % each, 3, num_copies, rank // each) if shape else Shards((), 1, 0, 3, num_ranks, rank)
+    )
+
+
+def group_of(rank: int, num_ranks: int, num_copies: int = 1) -> ChunkGroup:
     specs = []
     for name, shape in SHAPES.items():
-        shards = Shards(shape, num_ranks, rank)
-        begin, end = shards.span(rank)
-        row = max(1, shards.numel // shape[0])
-        own = ((end - begin) // row, *shape[1:])
-        specs.append(ParamSpec(name, own, torch.empty(shape).stride(), torch.float32, trainable=True, shards=shards))
+        whole = ParamSpec(name, shape, torch.empty(shape).stride(), torch.float32, trainable=True)
+        specs.append(whole.part(shards_of(shape, rank, num_ranks, num_copies)))
     (group,) = lay_out(specs, 1 << 20).groups
     return group
 
@@ -62,11 +68,11 @@ def whole(seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def home_with(group: ChunkGroup, values: dict[str, torch.Tensor], rank: int) -> torch.Tensor:
+def home_with(group: ChunkGroup, values: dict[str, torch.Tensor]) -> torch.Tensor:
     home = torch.full((group.numel,), torch.nan)
     for where in group.slices:
         assert where.spec.shards is not None
-        begin, end = where.spec.shards.span(rank)
+        begin, end = where.spec.shards.span(where.spec.shards.rank)
         home[where.offset : where.end] = values[where.spec.name].flatten()[begin:end]
     return home
 
@@ -82,33 +88,44 @@ def in_slot(group: ChunkGroup, slot: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_every_rank_gets_every_parameter_whole(num_ranks: int) -> None:
+def added(terms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their sum, from the first to the last."""
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total += term
+    return total
+
+
+@pytest.mark.parametrize(("num_ranks", "num_copies"), RANKS)
+def test_every_rank_gets_every_parameter_whole(num_ranks: int, num_copies: int) -> None:
     values, found = whole(0), {}
 
     def job(rank: Any) -> None:
-        group = group_of(rank.rank, num_ranks)
+        group = group_of(rank.rank, num_ranks, num_copies)
         slot = slot_of(group, PARAM)
-        gather(group, home_with(group, values, rank.rank), slot, rank)
+        gather(group, home_with(group, values), slot, rank)
         found[rank.rank] = in_slot(group, slot)
 
     ranks = on_ranks(num_ranks, job)
     for tensors in found.values():
         assert all(torch.equal(tensors[name], value) for name, value in values.items())
-    nbytes = sum(value.nbytes for value in values.values())
+    nbytes = sum(value.nbytes for value in values.values() if value.dim())
     assert len(found) == num_ranks
-    assert sum(rank.sent for rank in ranks) == (num_ranks - 1) * nbytes
+    assert sum(rank.sent for rank in ranks) == (num_ranks - num_copies) * nbytes
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_each_rank_gets_its_part_of_the_mean(num_ranks: int) -> None:
-    """Added up in the order of the ranks; added to what home has where it has one; what is not in the slot stays."""
+@pytest.mark.parametrize(("num_ranks", "num_copies"), RANKS)
+def test_each_rank_gets_its_part_of_the_mean(num_ranks: int, num_copies: int) -> None:
+    """Added up in the order of the ranks, in each row and then row by row; added to what home has where it has one.
+
+    What is not in the slot stays.
+    """
     computed, before, found = [whole(1 + rank) for rank in range(num_ranks)], whole(9), {}
-    adds = {"a": False, "b": True, "d": True}
+    adds = {"a": False, "b": True, "d": True, "e": True}
 
     def job(rank: Any) -> None:
-        group = group_of(rank.rank, num_ranks)
-        slot, home = slot_of(group, GRAD), home_with(group, before, rank.rank)
+        group = group_of(rank.rank, num_ranks, num_copies)
+        slot, home = slot_of(group, GRAD), home_with(group, before)
         for name in adds:
             in_slot(group, slot)[name].copy_(computed[rank.rank][name])
         scatter_sums(group, slot, slot[group.gathered_numel :], home, adds, rank)
@@ -118,18 +135,20 @@ def test_each_rank_gets_its_part_of_the_mean(num_ranks: int) -> None:
     for name, former in before.items():
         expected = former.clone()
         if name in adds:
-            total = computed[0][name].clone()
-            for other in computed[1:]:
-                total += other[name]
+            each = num_ranks // num_copies if former.dim() else 1
+            rows = [added([one[name] for one in computed[at : at + each]]) for at in range(0, num_ranks, each)]
+            total = added(rows)
             expected = total / num_ranks + (former if adds[name] else 0)
         for rank, (group, home) in found.items():
             (where,) = [w for w in group.slices if w.spec.name == name]
             assert where.spec.shards is not None
-            begin, end = where.spec.shards.span(rank)
+            begin, end = where.spec.shards.span(where.spec.shards.rank)
+            assert where.spec.shards.row[where.spec.shards.rank] == rank
             assert torch.equal(home[where.offset : where.end], expected.flatten()[begin:end])
-    nbytes = sum(before[name].nbytes for name in adds)
+    nbytes = sum(before[name].nbytes for name in adds if before[name].dim())
     assert len(found) == num_ranks
-    assert sum(rank.sent for rank in ranks) == (num_ranks - 1) * nbytes
+    in_rows, of_copies = (num_ranks - num_copies) * nbytes, 2 * (num_copies - 1) * nbytes
+    assert sum(rank.sent for rank in ranks) == in_rows + of_copies + 2 * (num_ranks - 1) * 4
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -29,22 +29,22 @@ def group_of(dtype: torch.dtype) -> ChunkGroup:
 def test_a_chunk_is_outdated_once_home_differs(dtype: torch.dtype) -> None:
     group, standing, tier = group_of(dtype), Standing(), CpuTier()
     home = torch.zeros(group.numel, dtype=dtype)
-    assert standing.is_outdated(group, home, RANK), "nothing was gathered yet"
+    assert standing.is_outdated(group, home), "nothing was gathered yet"
     room = standing.room(Chunk(PARAM, 0), group, tier)
     assert room is standing.room(Chunk(PARAM, 0), group, tier)
     room.fill_(1)
     begin, end = Shards((ROWS,), 3, RANK).span(RANK)
     room[begin:end] = 0
     standing.current.add(0)
-    assert not standing.is_outdated(group, home, RANK), "what other ranks have is for them to see"
+    assert not standing.is_outdated(group, home), "what other ranks have is for them to see"
     home[end - begin - 1] = -0.0
-    assert standing.is_outdated(group, home, RANK), "another sign is another value"
+    assert standing.is_outdated(group, home), "another sign is another value"
     room[end - 1] = -0.0
-    assert not standing.is_outdated(group, home, RANK)
+    assert not standing.is_outdated(group, home)
     home[0] = room[begin] = torch.nan
-    assert not standing.is_outdated(group, home, RANK), "NaN is equal to itself here"
+    assert not standing.is_outdated(group, home), "NaN is equal to itself here"
     standing.clear()
-    assert standing.is_outdated(group, home, RANK)
+    assert standing.is_outdated(group, home)
 
 
 def test_gradients_wait_until_they_are_exchanged_or_dropped() -> None:

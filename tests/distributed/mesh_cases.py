@@ -1,0 +1,146 @@
+"""Meshes of two dimensions, scalars, and models from the meta device; run as `rank_cases` is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+sys.path.append(str(Path(__file__).parent))
+
+import rank_cases
+from loop_cases import Small
+from rank_cases import HUGE, Result, arrays, batches, bits, compiled, mean, mesh, own, whole_bits
+
+import chunkc
+from chunkc.session import sessions_of
+
+
+class Scaled(nn.Module):
+    """With a scalar, which every rank has, and random numbers of each rank's own."""
+
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.inner = Small()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.drop = drop
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss = self.inner(tokens) * self.scale
+        return nn.functional.dropout(loss.expand(4), self.drop).mean() if self.drop else loss
+
+
+def scaled(seed: int = 0, drop: float = 0.0) -> Scaled:
+    torch.manual_seed(seed)
+    return Scaled(drop)
+
+
+def lamb(model: nn.Module) -> Any:
+    return chunkc.optim.LAMB(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def steps(run: Any, model: nn.Module, optimizer: Any, part: Any, whole: Any) -> list[float]:
+    losses = []
+    for step in range(3):
+        loss = run(part(batches(step)[0]))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(whole(loss))
+    return losses
+
+
+def grid() -> Any:
+    """Two copies of each part, or two ranks with a copy each."""
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+
+
+def copies(folder: Path) -> Result:
+    """On a mesh of two dimensions and on one, in two stages; saved on one and loaded on the other."""
+    reference: Any = scaled()
+    expected = steps(reference, reference, lamb(reference), lambda batch: batch, lambda loss: loss.item())
+    weights, found = arrays(reference), {"expected": expected, "runs": []}
+    for stage, place, budget in ((3, grid(), HUGE), (1, grid(), 80_000), (3, mesh(), HUGE)):
+        torch._dynamo.reset()
+        model: Any = chunkc.distribute(scaled(), place, zero_stage=stage)
+        optimizer, run = lamb(model), compiled(model, budget)
+        losses = steps(run, model, optimizer, own, mean)
+        difference = max(float(abs(a - b).max()) for a, b in zip(arrays(model), weights, strict=True))
+        (session,) = sessions_of(model.parameters())
+        found["runs"].append(
+            {
+                "losses": losses,
+                "bits": bits(model),
+                "difference": difference,
+                "parts": sum(p.to_local().numel() for p in model.parameters()),
+                "sent": session.transport.sent_nbytes["gathers"],
+            }
+        )
+        if place is not mesh():
+            with chunkc.Checkpoint(folder / f"checkpoint {stage}", model=run, optimizer=optimizer) as checkpoint:
+                checkpoint.save(1)
+            chunkc.save(model, folder / f"weights {stage}")
+            found[f"saved {stage}"] = whole_bits(model, optimizer)
+    other: Any = chunkc.distribute(scaled(seed=1), mesh())
+    optimizer = lamb(other)
+    with chunkc.Checkpoint(folder / "checkpoint 3", model=other, optimizer=optimizer) as checkpoint:
+        found["step"] = checkpoint.load_latest()
+    found["loaded"] = whole_bits(other, optimizer)
+    torch._dynamo.reset()
+    with torch.device("meta"):
+        empty: Any = Scaled()
+    chunkc.distribute(empty, grid())
+    found["from meta"] = sum(p.to_local().numel() for p in empty.parameters())
+    chunkc.load(empty, folder / "weights 3")
+    found["weights"] = bits(empty)
+    found["evaluated"] = [mean(compiled(empty, HUGE)(own(batches(5)[0])).detach())]
+    with torch.no_grad():
+        found["evaluated"].append(float(reference(batches(5)[0])))
+    return found
+
+
+def drops() -> Result:
+    """Ranks with copies of the same parts draw their own random numbers."""
+    found: Result = {"runs": []}
+    for stage in (3, 1):
+        torch._dynamo.reset()
+        model: Any = chunkc.distribute(scaled(drop=0.5), grid(), zero_stage=stage)
+        optimizer = lamb(model)
+        torch.manual_seed(100 + dist.get_rank())
+        losses = steps(compiled(model, HUGE), model, optimizer, lambda batch: batch, lambda loss: loss.item())
+        found["runs"].append({"losses": losses, "bits": bits(model)})
+    return found
+
+
+def overflow_behind_a_scalar() -> Result:
+    """PyTorch asks the ranks by the first gradient, and of a scalar each has all: then they are asked here."""
+    model: Any = chunkc.distribute(scaled(), mesh())
+    parameters = [model.scale, *(p for p in model.parameters() if p is not model.scale)]
+    optimizer, scaler = chunkc.optim.AdamW(parameters), torch.amp.GradScaler("cpu", init_scale=4.0)
+    found: Result = {}
+    run, before = compiled(model, HUGE), bits(model)
+    scaler.scale(run(own(batches(0)[0]))).backward()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        model.inner.embed.weight.grad.to_local()[-1] = torch.inf
+    try:
+        scaler.step(optimizer)
+    except chunkc.ChunkcError as error:
+        found["message"] = str(error)
+    return found | {"kept": bits(model) == before}
+
+
+CASES: dict[str, Callable[..., Result]] = {case.__name__: case for case in (copies, drops, overflow_behind_a_scalar)}
+
+if __name__ == "__main__":
+    rank_cases.CASES.update(CASES)
+    rank_cases.WITH_FOLDER.add("copies")
+    folder, num_ranks, timeout_s, *names = sys.argv[1:]
+    print(json.dumps(dict(rank_cases.main(Path(folder), int(num_ranks), float(timeout_s), names))))
