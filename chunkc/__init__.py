@@ -26,6 +26,7 @@ from chunkc.ir.errors import (
     VerificationError,
 )
 from chunkc.ir.explanation import Explanation
+from chunkc.optim.grad_scaler import GradScaler
 from chunkc.optim.updates_under_way import synchronize
 from chunkc.passes.scratch.declared import declare_scratch
 from chunkc.place import place
@@ -41,6 +42,7 @@ __all__ = [
     "DistributedError",
     "Explanation",
     "FileError",
+    "GradScaler",
     "HomeError",
     "OptionsError",
     "Report",

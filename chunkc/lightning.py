@@ -24,6 +24,7 @@ from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies import SingleDeviceStrategy as FabricSingleDeviceStrategy
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.plugins.precision import Precision as PlainPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
@@ -33,6 +34,7 @@ from chunkc.in_place import compile_in_place, place_on, was_called
 from chunkc.ir.errors import UnsupportedError
 from chunkc.logs import logger
 from chunkc.optim.chunked_optimizer import ChunkedOptimizer
+from chunkc.optim.grad_scaler import GradScaler
 from chunkc.options import parse_options
 from chunkc.scalars import Scalars
 
@@ -68,7 +70,18 @@ class MappedCheckpointIO(TorchCheckpointIO):
         return torch.load(path, map_location=map_location, mmap=True, weights_only=weights_only)
 
 
-class UnscalingMixedPrecision(MixedPrecision):
+class ClippingPrecision(PlainPrecision):
+    """Lightning's own, which lets chunkc's optimizers clip in their step: no gradient is read or written for it."""
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        optimizer = _own(optimizer)
+        if isinstance(optimizer, ChunkedOptimizer) and not optimizer.overlap.beside_backward:
+            optimizer.clip_grad_norm_(clip_val)
+        else:
+            super().clip_grad_by_norm(optimizer, clip_val)
+
+
+class UnscalingMixedPrecision(ClippingPrecision, MixedPrecision):
     """Lightning's own, which also clips for optimizers that divide gradients by the loss's scale themselves.
 
     Lightning refuses to, even in bf16, where there is no scale. `GradScaler` lets such an optimizer be: what
@@ -78,6 +91,9 @@ class UnscalingMixedPrecision(MixedPrecision):
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         if not isinstance(optimizer, ChunkedOptimizer):
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+            return
+        if clip_val > 0 and isinstance(self.scaler, GradScaler) and gradient_clip_algorithm == "norm":
+            self.scaler.clip_grad_norm_(_own(optimizer), clip_val)
             return
         if clip_val > 0 and self.scaler is not None:
             self.scaler.unscale_(optimizer)
@@ -92,6 +108,11 @@ class FabricUnscalingMixedPrecision(FabricMixedPrecision):
             super().unscale_gradients(optimizer)
         elif self.scaler is not None:
             self.scaler.unscale_(optimizer)
+
+
+def _own(optimizer: Any) -> Any:
+    """The user's optimizer, also where Lightning hands out one of its own around it."""
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def _is_local(path: Any) -> bool:
@@ -156,7 +177,10 @@ class ChunkcStrategy(_OnOneDevice, SingleDeviceStrategy):
     def precision_plugin(self, plugin: PlainPrecision | None) -> None:
         if type(plugin) is MixedPrecision:
             kind: Any = plugin.precision  # for a type checker, any of Lightning's
-            plugin = UnscalingMixedPrecision(kind, plugin.device, plugin.scaler)
+            scaler = GradScaler.like(plugin.scaler, plugin.device)
+            plugin = UnscalingMixedPrecision(kind, plugin.device, scaler)
+        elif type(plugin) is PlainPrecision:
+            plugin = ClippingPrecision()
         self._precision_plugin = plugin
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
@@ -205,8 +229,25 @@ class ChunkcFabricStrategy(_OnOneDevice, FabricSingleDeviceStrategy):
     def precision(self, precision: FabricPrecision | None) -> None:
         if type(precision) is FabricMixedPrecision:
             kind: Any = precision.precision
-            precision = FabricUnscalingMixedPrecision(kind, precision.device, precision.scaler)
+            scaler = GradScaler.like(precision.scaler, precision.device)
+            precision = FabricUnscalingMixedPrecision(kind, precision.device, scaler)
         self._precision = precision
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        if not isinstance(optimizer, ChunkedOptimizer) or norm_type != 2.0 or optimizer.overlap.beside_backward:
+            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        scaler = getattr(self.precision, "scaler", None)
+        if isinstance(scaler, GradScaler):
+            return scaler.clip_grad_norm_(optimizer, max_norm, error_if_nonfinite=error_if_nonfinite)
+        self.precision.unscale_gradients(optimizer)
+        return optimizer.clip_grad_norm_(max_norm, error_if_nonfinite=error_if_nonfinite)
 
     def module_to_device(self, module: nn.Module) -> None:
         place_on(module, self.root_device, self.options)

@@ -26,6 +26,8 @@ class Report:
         chunk_size_nbytes, num_chunks: chunks of parameters; gradients and states have as many again.
         num_resident_chunks: those that never leave the compute tier.
         traffic_nbytes: bytes copied `to_device` and `to_home` so far.
+        gradients_read_nbytes: bytes of gradients that norms have read at home so far, on a GPU through the link, beside
+            what any plan moves: those of the first step, and those that were changed before `clip_grad_norm_`.
         time_s: seconds so far in `compute`, `host` (what chunkc's own instructions took beyond arithmetic, updates and
             waiting), `wait` (for copies), `to_device`, `to_home` (busy links).
         host_step_s: seconds of the host in the latest step's `forward`, `backward` and `update` (the optimizer's step),
@@ -56,6 +58,7 @@ class Report:
     host_step_s: Mapping[str, float] = field(default_factory=dict)
     num_instructions: int = 0
     num_allocator_retries: int = 0
+    gradients_read_nbytes: int = 0
     estimates: tuple[EstimatedOperator, ...] = ()
 
     def __str__(self) -> str:
@@ -74,6 +77,7 @@ class Report:
                 f"{self.num_chunks} of {format_nbytes(self.chunk_size_nbytes)}, {self.num_resident_chunks} resident",
             ),
             *((f"moved {way.replace('_', ' ')}", format_nbytes(n)) for way, n in self.traffic_nbytes.items()),
+            *([("read for norms", format_nbytes(self.gradients_read_nbytes))] if self.gradients_read_nbytes else []),
             *((f"time, {what.replace('_', ' ')}", f"{seconds:.3f} s") for what, seconds in self.time_s.items()),
             *((f"latest {phase}", f"{seconds:.3f} s of the host") for phase, seconds in self.host_step_s.items()),
         ]
@@ -129,5 +133,6 @@ def _report(session: Session) -> Report:
         host_step_s=dict(session.records.latest_host_s),
         num_instructions=session.records.num_instructions,
         num_allocator_retries=store.tier.num_retries(),
+        gradients_read_nbytes=store.sums.read_nbytes,
         estimates=session.estimates,
     )

@@ -16,12 +16,15 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers.integrations import TensorBoardCallback as _TensorBoardCallback
 
 from chunkc import optim
 from chunkc.in_place import compile_in_place, place_on
 from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.optim.chunked_optimizer import ChunkedOptimizer
+from chunkc.optim.grad_scaler import GradScaler
 from chunkc.options import parse_options
 from chunkc.scalars import PEAK, Scalars
 
@@ -141,6 +144,8 @@ class ChunkcTrainer:
                 )
             with _without_backend(self.args):
                 super().create_accelerator_and_postprocess()  # type: ignore[misc]
+            accelerator: Any = self.accelerator  # type: ignore[attr-defined]
+            accelerator.scaler = GradScaler.like(accelerator.scaler, accelerator.device.type)
         else:
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
 
@@ -153,6 +158,34 @@ class ChunkcTrainer:
         if self._uses_chunkc():
             place_on(model, device, self._chunkc_options())
         super()._move_model_to_device(model, device)  # type: ignore[misc]
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """As `transformers`', but chunkc's optimizers multiply in their step: no gradient is read or written for it."""
+        optimizer = self._clipping_optimizer(model)
+        if optimizer is None:
+            return super()._clip_grad_norm(model)  # type: ignore[misc]
+        return self._clipped_by(optimizer, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if grad_norm is None and (optimizer := self._clipping_optimizer(model)) is not None:
+            grad_norm = self._clipped_by(optimizer, float("inf"))
+        return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
+
+    def _clipped_by(self, optimizer: optim.AdamW, max_norm: float) -> Any:
+        scaler = self.accelerator.scaler  # type: ignore[attr-defined]
+        if scaler is None:
+            return optimizer.clip_grad_norm_(max_norm)
+        return scaler.clip_grad_norm_(optimizer, max_norm)
+
+    def _clipping_optimizer(self, model: nn.Module) -> Any:
+        """The optimizer, if it is one of chunkc's that can clip all gradients of the model; else None."""
+        found: Any = self.optimizer  # type: ignore[attr-defined]
+        while isinstance(found, AcceleratedOptimizer):
+            found = found.optimizer
+        scaler = self.accelerator.scaler  # type: ignore[attr-defined]
+        can = isinstance(found, ChunkedOptimizer) and not found.overlap.beside_backward
+        can = can and (scaler is None or isinstance(scaler, GradScaler))
+        return found if can and found.has_all_gradients_of(model.parameters()) else None
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:

@@ -19,15 +19,15 @@ from chunkc.kernels.formats import UpdateFormat
 from chunkc.kernels.fused_pass import Pass, a_compiler_needed
 from chunkc.torch_private.inductor import CppCodeCache, patched
 
-_OPTIONS: dict[str, Any] = {
+OPTIONS: dict[str, Any] = {
     "cpp.enable_floating_point_contract_flag": "off",
     "cpp.enable_unsafe_math_opt_flag": False,
 }
 # Inductor's flags leave loops alone, since its own kernels are vectorised by hand, and let a root set errno.
-_FLAGS = ("-ftree-loop-vectorize", "-fno-math-errno")
+FLAGS = ("-ftree-loop-vectorize", "-fno-math-errno")
 
 # The C++ type, and what makes it a float. 16-bit floats are plain integers: of structs the compiler makes no vectors.
-_TYPES = {
+TYPES = {
     torch.float32: ("float", "as_it_is"),
     torch.bfloat16: ("uint16_t", "widen_bf16"),
     torch.float16: ("uint16_t", "widen_fp16"),
@@ -49,7 +49,7 @@ _WHOLE_MASTER = {
     "write_master": "master[i] = new_target;",
 }
 
-_SOURCE = Template(r"""
+WIDENING = r"""
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -67,7 +67,12 @@ static inline float widen_fp16(uint16_t x) {
   const float value = magnitude < 0x00800000u ? subnormal : normal;
   return as_float(as_bits(value) | (uint32_t(x & 0x8000u) << 16));
 }
+"""
+"""C++ that makes floats of the elements of `TYPES`."""
 
+_SOURCE = Template(
+    WIDENING
+    + r"""
 static inline uint16_t rounded(float x) {  // to nearest even
   const uint32_t bits = x != x ? 0x7FC00000u : as_bits(x);
   return uint16_t((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
@@ -95,7 +100,8 @@ $new_moments
     $write_master
   }
 }
-""")
+"""
+)
 
 
 def has_loop(fmt: UpdateFormat) -> bool:
@@ -129,8 +135,8 @@ def library(fmt: UpdateFormat, *, l2: bool, scaled: bool) -> ctypes.CDLL:
     Raises:
         UnsupportedError: there is no working C++ compiler.
     """
-    grad, widen_grad = _TYPES[fmt.grad_dtype]
-    moment, widen_moment = _TYPES[fmt.moment_dtype]
+    grad, widen_grad = TYPES[fmt.grad_dtype]
+    moment, widen_moment = TYPES[fmt.moment_dtype]
     names = {"grad": grad, "widen_grad": widen_grad}
     names |= _SPLIT_MASTER if fmt.split else _WHOLE_MASTER
     names["places"] = "".join(f"{moment}* {kind}, " for kind in fmt.kinds)
@@ -139,8 +145,8 @@ def library(fmt: UpdateFormat, *, l2: bool, scaled: bool) -> ctypes.CDLL:
     names["new_moments"] = "\n".join(f"    store(&{kind}[i], new_{kind});" for kind in fmt.kinds)
     names["before"], names["inside"] = fmt.loop
     source = _SOURCE.substitute(names, l2=str(l2).lower(), scaled=str(scaled).lower())
-    with patched(_OPTIONS), a_compiler_needed():
-        loaded: ctypes.CDLL = CppCodeCache.load(source, extra_flags=_FLAGS)
+    with patched(OPTIONS), a_compiler_needed():
+        loaded: ctypes.CDLL = CppCodeCache.load(source, extra_flags=FLAGS)
     loaded.update.argtypes = [*[ctypes.c_void_p] * (6 + len(fmt.kinds)), ctypes.c_int64, ctypes.c_int]
     loaded.update.restype = None
     return loaded

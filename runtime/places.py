@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from chunkc.ir.errors import ChunkStateError, UnsupportedError
 from chunkc.ir.states import is_scale, num_entries
 from chunkc.runtime.arena import Launch
 from chunkc.runtime.chunk_states import ChunkState
+from chunkc.runtime.gradient_sums import GradientSums
 from chunkc.runtime.maps import drop_pages
 from chunkc.runtime.slots import ChunkSlots
 
@@ -30,6 +31,11 @@ class ChunkPlaces(ChunkSlots):
     resident: frozenset[int] = frozenset()
     _parameters: dict[str, weakref.ref[nn.Parameter]] = field(default_factory=dict)
     _slices: dict[str, tuple[ChunkGroup, TensorSlice]] = field(default_factory=dict)
+
+    @cached_property
+    def sums(self) -> GradientSums:
+        """Sums of squares of gradients, for whoever asks for their norm."""
+        return GradientSums(self.arena.home)
 
     def parameter(self, name: str) -> nn.Parameter:
         """The parameter of that name.

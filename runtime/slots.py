@@ -244,6 +244,8 @@ class ChunkSlots(ABC):
         if slot.dirty and self.is_kept(chunk):
             slot.dirty = False  # it waits where it stands
         if slot.dirty:
+            if chunk.kind == GRAD:
+                self._gradients_leave(chunk, buffer)
             is_gathered = self.layout.groups[chunk.group].is_gathered(chunk)
             job = self._scatter(chunk, slot) if is_gathered else self.arena.writer(*self._whole(chunk), buffer)
             queue = self.tier.links[link or self.layout.links_of_chunk(chunk)[1]]
@@ -331,6 +333,10 @@ class ChunkSlots(ABC):
     @abstractmethod
     def _has_data_at_home(self, chunk: Chunk) -> bool:
         """Whether there is anything to read for a chunk about to be fetched, once home is as its user wants it."""
+
+    @abstractmethod
+    def _gradients_leave(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        """Gradients are complete in their slot, and about to be written home."""
 
     @abstractmethod
     def _never_got_home(self, chunk: Chunk) -> None:

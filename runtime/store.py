@@ -201,6 +201,11 @@ class ChunkStore(ChunkPlaces):
         kind, group = chunk.kind, chunk.group
         return kind != GRAD or self.collect_gradients(group)
 
+    def _gradients_leave(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        gradients = {name: p.grad for name, p in self._parameters_of(chunk.group).items()}
+        own = {n: g for n, g in gradients.items() if g is not None and not self._is_foreign(n, g)}
+        self.sums.take(self.layout.groups[chunk.group], buffer, own, self.tier)
+
     def _never_got_home(self, chunk: Chunk) -> None:
         """A reader must find no gradient rather than one that never got home."""
         kind, group = chunk.kind, chunk.group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,7 +15,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from chunkc.engine.config import EngineConfig
-from chunkc.engine.gradients import all_finite, global_norm, gradients_of
 from chunkc.in_place import was_called
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.logs import logger
@@ -168,16 +168,18 @@ class Engine(nn.Module):
         self._tell_where_nothing_was_called()
         scale, limit = self.loss_scaler.loss_scale, self.config.gradient_clipping
         self._overflow, self._norm = False, None
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if self.config.dtype is None:
-            if limit > 0:
+            if limit > 0 and isinstance(optimizer, ChunkedOptimizer):
+                self._norm = float(optimizer.clip_grad_norm_(limit))
+            elif limit > 0:
+                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                 self._norm = float(nn.utils.clip_grad_norm_(parameters, limit))
             return
         if not self.config.checks_overflow and limit == 0:
             return
-        gradients = gradients_of(parameters)
-        norm = global_norm(gradients)
-        self._overflow = self.config.checks_overflow and norm - norm != 0 and not all_finite(gradients)
+        assert isinstance(optimizer, ChunkedOptimizer)  # see `check_optimizer`
+        norm = float(optimizer.grad_norm())
+        self._overflow = self.config.checks_overflow and not math.isfinite(norm)
         self._norm = norm / scale
         clip = (self._norm + _CLIP_EPS) / limit if limit > 0 else 1.0
         divisor = scale * max(clip, 1.0)

@@ -15,13 +15,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from chunkc.declared import declare_states, declared_states
 from chunkc.ir.errors import OptionsError
 from chunkc.optim import doubts, on_device
 from chunkc.optim.backward_starter import BackwardStarter
 from chunkc.optim.backward_updates import BackwardUpdates
+from chunkc.optim.clipping import ClipsGradients
 from chunkc.optim.grad_scale import grad_scale_of, is_skipped, on_the_cpu
 from chunkc.optim.group_runs import Due
 from chunkc.optim.loading import LoadedState, checked_state_dict, load, prepared_to_load
@@ -40,7 +40,7 @@ from chunkc.session import lay_out_states, sessions_of, stepping
 _UNSUPPORTED = ("amsgrad", "differentiable", "capturable")
 
 
-class ChunkedOptimizer(Optimizer):
+class ChunkedOptimizer(ClipsGradients):
     """What all rules share.
 
     Attributes:
@@ -356,15 +356,16 @@ class ChunkedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with stepping(sessions_of(self._parameters())):
+        with stepping(sessions := sessions_of(self._parameters())):
             self._step()
+            self.end_of_step(sessions)
         return loss
 
     def _step(self) -> None:
         await_readers(self._parameters())
         self.follow(self.param_groups)
+        scale, must_know = grad_scale_of(self, self.clip_factor()), self.rule.must_know_steps
         take_over_changes(self._parameters())
-        scale, must_know = grad_scale_of(self), self.rule.must_know_steps
         self.in_backward.check_scale(scale)
         agree_on_overflow(self, scale)
         if must_know and bool(on_the_cpu(scale).found_inf):

@@ -1,6 +1,6 @@
 """All that chunkc uses of PyTorch's private parts, by subject: `fake` and `sizes` (values without data), `dynamo`,
 `aot` (AOTAutograd), `inductor` and `wrappers` (what it generates), `engine` (autograd's engine and other functions of
-torch._C), `cuda_allocator`, and `versions`.
+torch._C), `cuda_allocator`, `grad_scaler`, and `versions`.
 
 Every line was checked on the versions that `versions.CHECKED` lists; what only some of them have says so. Names that
 are the same in all of them are handed on as they are. What differs is told apart by what is there (`hasattr`, a
@@ -17,8 +17,8 @@ from __future__ import annotations
 from chunkc.torch_private.versions import lacks
 
 try:
-    from chunkc.torch_private import aot, cuda_allocator, dynamo, engine, fake, inductor, sizes, wrappers
+    from chunkc.torch_private import aot, cuda_allocator, dynamo, engine, fake, grad_scaler, inductor, sizes, wrappers
 except (ImportError, AttributeError) as error:
     raise lacks(error) from error
 
-__all__ = ["aot", "cuda_allocator", "dynamo", "engine", "fake", "inductor", "sizes", "wrappers"]
+__all__ = ["aot", "cuda_allocator", "dynamo", "engine", "fake", "grad_scaler", "inductor", "sizes", "wrappers"]

@@ -60,7 +60,7 @@ def train(
     shape: dict[str, int], dtype: torch.dtype, budget_nbytes: int, *, batch: int = 2, steps: int = 3,
     keep: bool = False, codegen: str = "eager", home: str = "cpu", disk_holds: str = "auto",
     optimizer: Callable[..., Any] = chunkc.optim.AdamW, scaler: torch.amp.GradScaler | None = None,
-    clip: float | None = None, accumulate: int = 1, activations: str = "keep",
+    clip: float | None = None, clip_in_step: bool = False, accumulate: int = 1, activations: str = "keep",
     loss_tile_rows: int | None = None, autocast: torch.dtype | None = None, **optimizer_options: Any,
 ) -> Trained:  # fmt: skip
     """Train a placed GPT; same seed, same weights and batches.
@@ -69,6 +69,7 @@ def train(
         keep: the caller keeps each loss during the update and the next forward, which plans allow for.
         scaler: scales losses; with fp16, the first steps overflow.
         clip: the largest norm of all gradients.
+        clip_in_step: by the optimizer's own method, or the scaler's.
         accumulate: backwards per step.
         autocast: the dtype of a region around the forward.
     """
@@ -96,7 +97,11 @@ def train(
             del loss
         if not is_last:
             continue
-        if clip is not None:
+        if clip is not None and clip_in_step and isinstance(scaler, chunkc.GradScaler):
+            scaler.clip_grad_norm_(update, clip)
+        elif clip is not None and clip_in_step:
+            update.clip_grad_norm_(clip)
+        elif clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         scaler.step(update)
         scaler.update()

@@ -152,6 +152,11 @@ TRAININGS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp16, scaled": (torch.float16, {"init_scale": 2.0**22}),
     "fp16, scaled, updated on the CPU": (torch.float16, {"init_scale": 2.0**22, "update_on": "cpu"}),
     "clipped": (torch.bfloat16, {"clip": 0.1}),
+    "clipped in the step": (torch.bfloat16, {"clip": 0.1, "clip_in_step": True}),
+    "fp16, scaled, clipped in the step": (
+        torch.float16,
+        {"init_scale": 2.0**22, "scaler": chunkc.GradScaler, "clip": 0.1, "clip_in_step": True},
+    ),
     "accumulated": (torch.float32, {"accumulate": 2}),
     "8-bit moments": (torch.bfloat16, {"moments_dtype": "int8"}),
     "rounded stochastically": (torch.bfloat16, {"stochastic_rounding": True}),
@@ -168,7 +173,8 @@ def test_nor_does_it_with(name: str) -> None:
     def trained(budget_nbytes: int) -> Trained:
         options_left = dict(options)
         scale = options_left.pop("init_scale", None)
-        scaler = None if scale is None else torch.amp.GradScaler("cuda", init_scale=scale)
+        make = options_left.pop("scaler", torch.amp.GradScaler)
+        scaler = None if scale is None else make("cuda", init_scale=scale)
         found = train(SMALL, dtype, budget_nbytes, scaler=scaler, **options_left)
         assert scaler is None or scaler.get_scale() < scale, "no step was skipped"
         return found

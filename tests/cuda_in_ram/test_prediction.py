@@ -62,6 +62,17 @@ def test_nor_more_under_autocast(home: str) -> None:
 
 
 @DTYPES
+def test_norms_are_taken_in_slots_and_no_gradient_is_read(dtype: torch.dtype) -> None:
+    """But for the first step's, before which nobody has asked. At every moment, to the byte."""
+    how: dict[str, Any] = {"batch": 4, "clip": 0.1, "clip_in_step": True}
+    budget_nbytes = smallest_budget(MEDIUM, dtype, **how)
+    reports = [train(MEDIUM, dtype, budget_nbytes, keep=True, steps=steps, **how).report for steps in (1, 4)]
+    (left_nbytes,) = set(unused_nbytes(reports[1]).values())
+    assert 0 < left_nbytes <= TABLES_NBYTES
+    assert reports[0].gradients_read_nbytes == reports[1].gradients_read_nbytes > 0
+
+
+@DTYPES
 def test_inductor_s_code_takes_hardly_less(dtype: torch.dtype) -> None:
     """At each moment within a thousandth. In fp32, attention's seeds are counted, which are on the CPU."""
     budget_nbytes = smallest_budget(MEDIUM, dtype, batch=4, codegen="inductor")

@@ -7,7 +7,7 @@ that orders bytes is left out in turn, and some seed shows it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import chunkc
 from chunkc.optim.rule import TileUpdate
 from chunkc.optim.update import PreparedUpdate
 from chunkc.runtime.cuda import CudaTier
+from chunkc.runtime.gradient_sums import GradientSums
 from chunkc.runtime.pinned import PinnedHome
 from chunkc.runtime.staging import StagedDiskHome
 from chunkc.runtime.tier import CpuTier
@@ -55,6 +56,9 @@ class Subject:
 
     A backward that accumulates onto gradients, the optimizer's step, and a forward with what it made.
     """
+
+    norms: list[Any] | None = None
+    """Of gradients, where they are asked for: that makes the host wait for computation."""
 
     def __init__(self, home: str, directory: Path, debug: bool) -> None:
         self.gpu = FakeGpu(longest_s=LONGEST_S, views_pageable=True)
@@ -89,6 +93,8 @@ class Subject:
         loss = self.compiled(**CASE.batch(seed))
         loss.backward()
         grads = gradients(self.model)
+        if self.norms is not None:
+            self.norms.append(array(self.optimizer.grad_norm()))
         self.optimizer.step()
         after = weights(self.model)
         states = {
@@ -186,6 +192,31 @@ def test_whatever_is_late_the_bits_are_the_same(subjects: Subjects, expected: An
     subject = subjects(home, debug)
     assert_same_bits(subject, expected, range(3))
     assert subject.tier.num_reused > 40
+
+
+def norms_of(subject: Subject, seeds: Iterable[int]) -> Iterator[Any]:
+    """The norms of gradients in a step, of sums that were taken in slots."""
+    subject.norms = []
+    try:
+        subject.step()
+        for seed in seeds:
+            subject.gpu.reseed(seed)
+            subject.step()
+            yield subject.norms[-1]
+    finally:
+        subject.norms = None
+
+
+def test_norms_are_those_of_gradients_as_computation_leaves_them(
+    subjects: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = next(norms_of(Subject("cpu", Path(), debug=False), [0]))
+    subject, take = subjects("pinned", True), GradientSums.take
+    read_nbytes = subject.session.store.sums.read_nbytes
+    assert all(norm == expected for norm in norms_of(subject, range(3)))
+    assert subject.session.store.sums.read_nbytes - read_nbytes == 6 * 64 * 64 * 4  # of the first step
+    monkeypatch.setattr(GradientSums, "take", lambda sums, group, slot, own, _: take(sums, group, slot, own, CpuTier()))
+    assert any(norm != expected for norm in norms_of(subject, range(NUM_SEEDS))), "they need not wait for it"
 
 
 @pytest.mark.slow

@@ -1,0 +1,49 @@
+"""Rows: how the elements of a gradient are summed up, so that bits do not depend on where it lies.
+
+A row is `ROW` elements of one gradient, in the order of memory, counted from its own beginning; the last one may be
+shorter. Each is summed up by itself, in fp64 and in one order (see `chunkc.kernels.sums_cpu`). So sums have the same
+bits in a chunk's slot, at home and anywhere else, however many gradients are summed up at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from torch import Tensor
+
+ROW = 1 << 16
+"""Elements of a row."""
+
+COLUMNS = 3
+"""Of a table of rows: begin and end in elements from a base, and the sum's place."""
+
+SumSquares = Callable[[Tensor, Tensor, Tensor], None]
+"""`(base, rows, sums)`: sums up the squares of rows of elements.
+
+No square of a 16-bit or fp32 number overflows in fp64: a sum is finite if and only if each element is.
+
+Args:
+    base: a tensor of the elements' dtype, from whose first element rows count.
+    rows: int64 `[num_rows, COLUMNS]`, contiguous, on the device that computes.
+    sums: fp64, contiguous; the places that the table names are written.
+"""
+
+
+def num_rows(numel: int) -> int:
+    """Rows of a gradient of so many elements."""
+    return -(-numel // ROW)
+
+
+def rows_of(places: Sequence[tuple[int, int]]) -> np.ndarray:
+    """The table for gradients that each begin at an element and have so many; their sums follow each other.
+
+    Returns:
+        int64 `[num_rows, COLUMNS]`.
+    """
+    spans = []
+    for begin, numel in places:
+        cuts = np.minimum(np.arange(num_rows(numel) + 1, dtype=np.int64) * ROW, numel) + begin
+        spans.append(np.stack([cuts[:-1], cuts[1:]], axis=1))
+    table = np.concatenate(spans) if spans else np.empty((0, 2), dtype=np.int64)
+    return np.concatenate([table, np.arange(len(table), dtype=np.int64)[:, None]], axis=1)

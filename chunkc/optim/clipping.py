@@ -1,0 +1,234 @@
+"""Clipping by the norm of all gradients, at no traffic: the norm comes from sums that the backward took in slots (see
+`norms`), and gradients are multiplied inside the update.
+
+So `.grad` keeps what the backward computed. A factor holds for the gradients that it was made of, as they were: whoever
+changes them after that, by a backward, by hand or otherwise, is told at the step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from chunkc.ir.errors import UnsupportedError
+from chunkc.kernels.fused_pass import host_tensor
+from chunkc.optim.norms import Gradients, sum_of_squares, summing_on
+from chunkc.optim.overlap_mode import OverlapMode
+from chunkc.runtime.gradient_sums import asked_by, clock
+from chunkc.runtime.parts import part_of
+from chunkc.runtime.used_gradients import GradientElsewhere
+from chunkc.session import Session, managing, sessions_of
+
+EPS = 1e-6
+"""What is added to a norm before it divides, in PyTorch."""
+
+SAME, CHANGED, ANOTHER = "same", "changed", "another"
+"""What has become of a gradient that was clipped: nothing; there are other values in it; another one is there."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A gradient, and how often it had been written: by what counts versions, and by backwards into its home."""
+
+    gradient: weakref.ref[torch.Tensor]
+    version: int
+    written: int
+
+    @staticmethod
+    def of(parameter: torch.Tensor, gradient: torch.Tensor) -> _Seen:
+        return _Seen(weakref.ref(gradient), gradient._version, _written(parameter))
+
+    def now(self, parameter: torch.Tensor, gradient: torch.Tensor) -> str:
+        if self.gradient() is not gradient:
+            return ANOTHER
+        return SAME if (self.version, self.written) == (gradient._version, _written(parameter)) else CHANGED
+
+
+def _written(parameter: torch.Tensor) -> int:
+    """How often gradients of the parameter's group went home."""
+    home = managing(parameter)
+    return 0 if home is None else home[0].store.sums.written[home[0].store.group_index(home[1])]
+
+
+@dataclass
+class _Clipped:
+    """A factor, and the gradients that it is for.
+
+    Attributes:
+        norm: of the gradients, before they are clipped.
+        factor: 0-dim fp32.
+        stepped: whether a step has multiplied them.
+    """
+
+    norm: torch.Tensor
+    factor: torch.Tensor
+    gradients: dict[int, _Seen]
+    stepped: bool = False
+
+    def now(self, found: list[tuple[torch.Tensor, torch.Tensor]]) -> set[str]:
+        """What has become of the gradients there are."""
+        seen = [(self.gradients.get(id(parameter)), parameter, gradient) for parameter, gradient in found]
+        return {ANOTHER if one is None else one.now(parameter, gradient) for one, parameter, gradient in seen}
+
+
+class ClipsGradients(Optimizer):
+    """An optimizer whose updates multiply gradients by what `clip_grad_norm_` found."""
+
+    overlap: OverlapMode
+    _clipped: _Clipped | None = None
+    _looked_at: int = 0
+    _asked: bool = False
+
+    @property
+    def param_groups(self) -> Any:
+        """As in `torch.optim`. Whoever reads it may change gradients in a way that nobody counts, as
+        `torch.amp.GradScaler.unscale_` does: sums of gradients that were taken before are not used any more."""
+        self._looked_at = next(clock)
+        return self.__dict__["param_groups"]
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self.__dict__["param_groups"] = groups
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, *, error_if_nonfinite: bool = False, loss_scale: float | torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` of all parameters of this optimizer, but the next `step()` multiplies.
+
+        Nothing is copied for it where gradients are as the backward left them. `.grad` stays as it is.
+
+        Args:
+            error_if_nonfinite: raise an error where the norm is not finite; waits for the device.
+            loss_scale: by what the loss was multiplied, and what `GradScaler.step` will divide gradients by.
+
+        Returns:
+            The norm of all gradients, divided by the loss scale: 0-dim fp32.
+
+        Raises:
+            RuntimeError: see `error_if_nonfinite`.
+            UnsupportedError: gradients have been added to some that were clipped, or updates begin in the backward.
+        """
+        found = self._gradients()
+        before = self._clipped if self._is_clipped(found) else None
+        if before is None:
+            whole = self.grad_norm() if loss_scale is None else self.grad_norm() / loss_scale
+            norm = whole
+        else:
+            whole, norm = before.norm, before.norm * before.factor
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RuntimeError(
+                "The total norm of order 2 for gradients from `parameters` is non-finite, so it cannot be clipped: "
+                "set error_if_nonfinite=False to clip by it all the same"
+            )
+        factor = torch.clamp(max_norm / (norm + EPS), max=1.0).float()
+        if before is not None:
+            factor = factor * before.factor
+        whole, factor, told = _kept(whole), _kept(factor), _kept(norm.float())
+        for session in sessions_of(self._all_parameters()):
+            session.live.watch(value for value in (whole, factor, told) if value.device.type != "cpu")
+        self._clipped = _Clipped(whole, factor, {id(p): _Seen.of(p, g) for p, g in found})
+        return told
+
+    @torch.no_grad()
+    def grad_norm(self) -> torch.Tensor:
+        """The Euclidean norm of all gradients as they are: 0-dim fp64, finite if and only if each element is.
+
+        From the next backward on, sums of squares are taken where gradients are in slots; they are for as long as each
+        step is preceded by a call of this, or of what calls it.
+
+        Raises:
+            UnsupportedError: gradients are somewhere where nobody can read them.
+        """
+        if self.overlap.beside_backward:
+            raise UnsupportedError(
+                f'overlap="{self.overlap.mode}" updates during the backward, before the norm of all gradients is '
+                'known; use overlap="forward" or "none"'
+            )
+        found = self._gradients()
+        self._asked = True
+        for session in sessions_of(self._all_parameters()):
+            asked_by(self, [session.store.sums], summing_on(session.device))
+        return sum_of_squares(Gradients(found, self._looked_at)).sqrt()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._clipped = None
+        super().zero_grad(set_to_none)
+
+    def has_all_gradients_of(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether those of the parameters that have a gradient are this optimizer's."""
+        own = set(map(id, self._all_parameters()))
+        return all(id(part_of(parameter)) in own for parameter in parameters if parameter.grad is not None)
+
+    def clip_factor(self) -> torch.Tensor | None:
+        """What the gradients of this step are to be multiplied by: 0-dim fp32; None: nothing.
+
+        Raises:
+            UnsupportedError: some of them are not what was clipped.
+        """
+        clipped, found = self._clipped, self._gradients(read=False)
+        if clipped is None or not found or not self._is_clipped(found):
+            if clipped is not None and found and not clipped.stepped:
+                raise UnsupportedError(
+                    "the gradients are not those that clip_grad_norm_ has clipped: call optimizer.zero_grad() where "
+                    "gradients are dropped, and clip_grad_norm_ after the last backward of each step"
+                )
+            return None
+        clipped.stepped = True
+        is_one = clipped.factor.device.type == "cpu" and float(clipped.factor) == 1.0
+        return None if is_one else clipped.factor
+
+    def end_of_step(self, sessions: list[Session]) -> None:
+        """Take no more sums where nobody has asked for a norm since the step before."""
+        if not self._asked:
+            for session in sessions:
+                session.store.sums.askers.pop(self, None)
+        self._asked = False
+
+    def _is_clipped(self, found: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+        """Whether these gradients are those that were clipped last.
+
+        Raises:
+            UnsupportedError: some are, or were before somebody changed them.
+        """
+        now = set() if self._clipped is None else self._clipped.now(found)
+        if CHANGED in now or len(now) > 1:
+            raise UnsupportedError(
+                "gradients were changed, or added to, after clip_grad_norm_ of their optimizer, which multiplies them "
+                "in step() only: clip after the last change, call zero_grad() after each step, or use "
+                "torch.nn.utils.clip_grad_norm_, which multiplies at once"
+            )
+        return now == {SAME}
+
+    def _all_parameters(self) -> Iterator[torch.Tensor]:
+        groups = self.__dict__["param_groups"]  # not a look at them, see `param_groups`
+        return (part_of(parameter) for group in groups for parameter in group["params"])
+
+    def _gradients(self, *, read: bool = True) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters with their gradients, where there are any.
+
+        Raises:
+            UnsupportedError: one is sparse, or has no values that could be `read`.
+        """
+        found = []
+        for parameter in self._all_parameters():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if read and isinstance(gradient, GradientElsewhere):
+                raise gradient.refusal()
+            if gradient.layout is not torch.strided:
+                raise UnsupportedError("clip_grad_norm_ does not support sparse gradients; use sparse=False")
+            found.append((parameter, gradient))
+        return found
+
+
+def _kept(value: torch.Tensor) -> torch.Tensor:
+    """A number that outlives this call: on the CPU in none of torch's memory, which may be planned to the byte."""
+    return host_tensor(value.numpy(), value.numpy().dtype) if value.device.type == "cpu" else value

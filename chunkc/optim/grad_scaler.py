@@ -1,0 +1,50 @@
+"""A `torch.amp.GradScaler` that reads no gradient of chunkc's optimizers: overflows show in sums taken in slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from chunkc.optim.clipping import ClipsGradients
+from chunkc.torch_private.grad_scaler import OverflowsElsewhere
+
+
+class GradScaler(OverflowsElsewhere):
+    """`torch.amp.GradScaler`, with the same arguments, for the usual loop:
+
+        scaler.scale(loss).backward()
+        scaler.clip_grad_norm_(optimizer, 1.0)  # in place of unscale_ and torch's function; or left out
+        scaler.step(optimizer)
+        scaler.update()
+
+    PyTorch's own reads and writes every gradient to see whether one overflows, through the link where they are at home.
+    This one does so only in `unscale_`, and for optimizers that are not of `chunkc.optim`.
+    """
+
+    @staticmethod
+    def like(scaler: Any, device: str) -> Any:
+        """One that is as PyTorch's own on a device; whatever is another kind of scaler, or scales nothing, as it is."""
+        if type(scaler) is not torch.amp.GradScaler or not scaler.is_enabled():
+            return scaler
+        made = GradScaler(device)
+        made.load_state_dict(scaler.state_dict())
+        return made
+
+    def found_inf_of(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+        if not isinstance(optimizer, ClipsGradients) or optimizer.overlap.beside_backward:
+            return None
+        return (~torch.isfinite(optimizer.grad_norm())).float()
+
+    def clip_grad_norm_(self, optimizer: Any, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """Clip what the step will divide: see `clip_grad_norm_` of chunkc's optimizers.
+
+        Returns:
+            The norm of all gradients, divided by the loss's scale.
+
+        Raises:
+            RuntimeError, UnsupportedError: as there.
+        """
+        return optimizer.clip_grad_norm_(
+            max_norm, error_if_nonfinite=error_if_nonfinite, loss_scale=self.scale_now(optimizer)
+        )

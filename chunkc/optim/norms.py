@@ -1,0 +1,117 @@
+"""The norm of all gradients of an optimizer, from sums that were taken where each gradient was in its slot.
+
+What no sum is true of is read where it lies: gradients that never move, and those at home that somebody has changed, or
+may have. Both are added up in rows (see `chunkc.ir.sums`), so the norm has the same bits under every budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from chunkc.ir.errors import DistributedError
+from chunkc.ir.strides import is_dense
+from chunkc.ir.sums import SumSquares, num_rows, rows_of
+from chunkc.kernels import sums_cpu, sums_triton
+from chunkc.kernels.fused_pass import host_empty
+from chunkc.optim.on_device import computes_by_triton, upload
+from chunkc.ranks import together
+from chunkc.runtime.parts import Part
+from chunkc.session import managing, owner
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients there are, in the optimizer's order.
+
+    Attributes:
+        since: sums that are older count no more (see `runtime.gradient_sums.clock`).
+    """
+
+    of: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    since: int
+
+
+def summing_on(device: torch.device) -> SumSquares:
+    """What adds up squares on a device."""
+    return sums_triton.sum_squares if computes_by_triton(device) else sums_cpu.sum_squares
+
+
+@torch.no_grad()
+def sum_of_squares(gradients: Gradients) -> torch.Tensor:
+    """0-dim fp64, on the device of the first gradient: finite if and only if every element is. Waits for no device.
+
+    Of parameters that are cut over ranks, all ranks' parts; each rank calls this.
+    """
+    session = next((hit[0] for parameter, _ in gradients.of if (hit := owner(parameter)) is not None), None)
+    found: list[torch.Tensor] = []
+
+    def compute() -> None:
+        found.append(_added_up(gradients))
+
+    if session is None:
+        compute()
+    else:
+        session.store.tier.enqueue(compute)
+        session.store.tier.materialise()
+    return _over_ranks(found[0], [parameter for parameter, _ in gradients.of])
+
+
+def _added_up(gradients: Gradients) -> torch.Tensor:
+    """Of this rank."""
+    rows: list[torch.Tensor | None] = []
+    unread: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, (parameter, gradient) in enumerate(gradients.of):
+        taken = None
+        if (home := managing(parameter)) is not None:
+            session, name = home
+            taken = session.store.sums.of(name, gradient, since=gradients.since)
+            if taken is None:
+                session.store.sums.read_nbytes += gradient.nbytes
+        rows.append(taken)
+        if taken is None and gradient.numel():
+            unread.setdefault((gradient.device, gradient.dtype), []).append(index)
+    for (device, _), indices in unread.items():
+        read = _read([gradients.of[index][1] for index in indices], device)
+        for index, of_gradient in zip(indices, read, strict=True):
+            rows[index] = of_gradient
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for sums in rows:
+        if sums is not None:
+            by_device.setdefault(sums.device, []).append(sums)
+    totals = [_total(sums, device) for device, sums in by_device.items()]
+    if not totals:
+        return torch.zeros((), dtype=torch.float64, device="cpu")
+    first = totals[0]
+    return sum((total.to(first.device) for total in totals[1:]), first)
+
+
+def _read(gradients: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """The sums of some gradients of one dtype, each `[num_rows]`."""
+    dense = [g if is_dense(g) else g.contiguous() for g in gradients]
+    base, itemsize = dense[0].data_ptr(), dense[0].dtype.itemsize
+    table = torch.from_numpy(rows_of([((g.data_ptr() - base) // itemsize, g.numel()) for g in dense]))
+    shape, dtype = (len(table),), torch.float64
+    sums = host_empty(shape, dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)
+    summing_on(device)(dense[0], upload(table, device), sums)
+    return list(sums.split([num_rows(g.numel()) for g in dense]))
+
+
+def _total(sums: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """All sums added up, in one order: on the CPU by one thread, and in none of torch's memory."""
+    if device.type == "cpu":
+        total = np.add.reduce(np.concatenate([part.numpy() for part in sums]))
+        return torch.from_numpy(np.array(total))
+    return torch.cat(list(sums)).sum()
+
+
+def _over_ranks(own: torch.Tensor, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """All ranks' together, in the order of ranks."""
+    transport = next((p.transport for p in parameters if isinstance(p, Part)), None)
+    if transport is None:
+        return own
+    of_ranks = together(transport, "the norm of all gradients", lambda: float(own), DistributedError)
+    return torch.from_numpy(np.array(np.add.reduce(of_ranks)))

@@ -1,0 +1,34 @@
+"""Sums of squares in Triton (see `chunkc.ir.sums`): one launch for a table of rows, which allocates nothing.
+
+Importing this needs no Triton; calling does. With `TRITON_INTERPRET=1` set before Triton is first imported the same
+code runs on CPU tensors, slowly: for tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chunkc.kernels import elementwise_triton
+from chunkc.kernels.elementwise_triton import launch_options_on, require_triton
+
+
+def sum_squares(base: Tensor, rows: Tensor, sums: Tensor) -> None:
+    """See `chunkc.ir.sums.SumSquares`; on the current stream. Waits for nothing.
+
+    Raises:
+        UnsupportedError: Triton is not installed, or does not compile for the device.
+    """
+    require_triton(base.device, "chunkc.kernels.sums_cpu")
+    from chunkc.kernels.sums_triton_kernel import sum_squares_kernel
+
+    if len(rows):
+        with torch.cuda.device_of(base):
+            sum_squares_kernel[(len(rows),)](**arguments(base, rows, sums), **launch_options_on(base.device))
+
+
+def arguments(base: Tensor, rows: Tensor, sums: Tensor) -> dict[str, Any]:
+    """The kernel's arguments, by name."""
+    return {"base": base, "rows": rows, "sums": sums, "BLOCK": elementwise_triton.BLOCK}
