@@ -82,6 +82,7 @@ _HELPERS = (
     "runtime/store_cases",
     "runtime/update_cases",
     "cuda_in_ram/device_gpt",
+    "cuda_in_ram/device_ladder",
     "integrations/loops",
     "checkpoint/checkpoint_runs",
     "distributed/run_ranks",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from chunkc.passes.scratch.cuda_convolution import own_parts
 from chunkc.passes.scratch.cuda_reduction import MULTIPROCESSORS, reduces_fastest, reduction_nbytes
 
 MAX_SPLITS = 128
@@ -204,13 +205,17 @@ def grouped_product(call: Call) -> list[int]:
 
 
 def convolution(call: Call) -> list[int]:
-    """What cuDNN takes follows from no shape: its heuristics choose an algorithm when the convolution runs, and
-    `ATen/native/cudnn/Conv_v8.cpp` gives that its workspace, or tries the next if it cannot be had.
+    """Without cuDNN, what ATen's own takes (`cuda_convolution`). What cuDNN takes follows from no shape: its heuristics
+    choose an algorithm when the convolution runs, and `ATen/native/cudnn/Conv_v8.cpp` gives that its workspace, or
+    tries the next if it cannot be had.
 
     So this is a policy and no bound: all operands and results in fp32 (copies in other layouts), and eight times as
     much, but at most CONVOLUTION_NBYTES, for the workspace. Under a memory limit cuDNN makes do with less, by another
     algorithm. Who knows better declares `aten::convolution` and `aten::convolution_backward`.
     """
+    own = None if torch.backends.cudnn.enabled else own_parts(call.arguments, call.outputs)
+    if own is not None:
+        return own
     copies = [4 * tensor.numel() for tensor in (*call.inputs, *call.outputs)]
     return [*copies, min(CONVOLUTION_NBYTES, 32 * _MIB + 8 * sum(copies))]
 

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from device_gpt import MEDIUM, smallest_budget, train
+from torch import nn
 
 import chunkc
 from chunkc.machines.devices import TABLES_NBYTES
 from chunkc.passes.cuda_memory import rounded_nbytes
+from chunkc.passes.scratch.cuda import cuda_scratch_nbytes
 from chunkc.passes.scratch.cuda_reduction import reduces_fastest, reduction_nbytes
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -106,3 +108,46 @@ def test_reductions_to_the_byte(shape: tuple[int, ...], dims: list[int], dtype: 
             num_outputs, given.numel() // num_outputs, over_fastest=reduces_fastest(given, dims), itemsize=itemsize
         )
         assert taken_nbytes == sum(map(rounded_nbytes, parts)), op.__name__
+
+
+CONVOLUTIONS = {
+    "of images": (nn.Conv2d(16, 24, 3, stride=2, padding=1), (4, 16, 33, 33)),
+    "of pixels": (nn.Conv2d(16, 24, 1, bias=False), (4, 16, 20, 20)),
+    "patches": (nn.Conv2d(3, 128, 8, stride=8), (2, 3, 32, 32)),
+    "of a sequence": (nn.Conv1d(40, 64, 3, padding=1), (2, 40, 3000)),
+    "depthwise": (nn.Conv2d(32, 32, 7, padding=3, groups=32), (4, 32, 56, 56)),
+    "transposed": (nn.ConvTranspose2d(16, 8, 2, stride=2), (4, 16, 20, 20)),
+    "of many results": (nn.Conv2d(4, 8, 3, padding=1), (32, 4, 96, 96)),
+}
+
+
+@pytest.mark.parametrize("needs_image", [True, False], ids=["", "first"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["", "channels last"])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_without_cudnn_to_the_byte(name: str, layout: torch.memory_format, needs_image: bool) -> None:
+    """The device has no cuDNN: forward and backward as ATen's own kernels are planned."""
+    assert not torch.backends.cudnn.enabled
+    module, shape = CONVOLUTIONS[name]
+    if len(shape) != 4 and layout is torch.channels_last:
+        pytest.skip("images only")
+    weight, bias = (None if p is None else p.detach().to("cuda") for p in (module.weight, module.bias))
+    image = torch.empty(shape, device="cuda").contiguous(memory_format=layout)
+    rest = (module.stride, module.padding, module.dilation, module.transposed, module.output_padding, module.groups)
+    aten = torch.ops.aten
+    given = (image, weight, bias, *map(list, rest[:3]), rest[3], list(rest[4]), rest[5])
+    _took_its_bound(aten.convolution.default, given)
+    grad = torch.empty_like(aten.convolution.default(*given), memory_format=layout)
+    sizes = None if bias is None else list(bias.shape)
+    mask = [needs_image, True, bias is not None]
+    _took_its_bound(aten.convolution_backward.default, (grad, image, weight, sizes, *given[3:], mask))
+
+
+def _took_its_bound(op: torch._ops.OpOverload, given: tuple[Any, ...]) -> None:
+    op(*given)  # what libraries keep is there from now on
+    before_nbytes = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    made = op(*given)
+    results = [t for t in (made if isinstance(made, tuple) else (made,)) if t is not None]
+    results_nbytes = sum(rounded_nbytes(t.untyped_storage().nbytes()) for t in results)
+    taken_nbytes = torch.cuda.max_memory_allocated() - before_nbytes - results_nbytes
+    assert taken_nbytes == cuda_scratch_nbytes(op, given, {}, made), op

@@ -129,6 +129,20 @@ def test_what_is_set_aside_for_a_convolution_grows_with_it_up_to_a_limit() -> No
     assert of(8) < of(64) < of(1024) == CONVOLUTION_NBYTES
 
 
+def test_without_cudnn_a_convolution_takes_its_columns() -> None:
+    """What it takes is compared with what it took in `tests/cuda_in_ram`."""
+    image, kernel = meta(8, 64, 56, 56), meta(64, 64, 3, 3)
+    rest = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    columns = 64 * 9 * 56 * 56 * 4
+    with torch.backends.cudnn.flags(enabled=False):
+        assert cuda_scratch_nbytes(aten.convolution.default, (image, kernel, None, *rest), {}, image) == columns
+        given = (image, image, kernel, None, *rest, [True, True, False])
+        backward = cuda_scratch_nbytes(aten.convolution_backward.default, given, {}, (image, kernel))
+        assert backward == columns
+        dilated = (image, kernel, None, [1, 1], [2, 2], [2, 2], False, [0, 0], 1)
+        assert cuda_scratch_nbytes(aten.convolution.default, dilated, {}, image) > 10 * columns  # as with cuDNN
+
+
 def test_cudnn_s_attention_makes_gradients_per_query_head_where_heads_share_keys() -> None:
     """As fp32 at most: `dK_fullhead` and `dV_fullhead` of cuDNN's frontend."""
     half = torch.bfloat16

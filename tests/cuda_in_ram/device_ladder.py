@@ -1,0 +1,71 @@
+"""How the models of the end-to-end ladder (`zoo.LADDER`) train on the device."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from zoo import Case
+
+import chunkc
+from chunkc.runtime.cuda import memory_limit
+
+MIB = 1 << 20
+NOT_CAPTURED = "lstm"
+
+
+@dataclass(frozen=True)
+class LadderRun:
+    losses: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...]
+    report: chunkc.Report
+
+
+def on(device: str, batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+def train(
+    case: Case, budget_nbytes: int, codegen: str = "eager", *, device: str = "cuda", **optimizer_options: Any
+) -> LadderRun:
+    """Two steps; the caller keeps batch and output, as plans assume. torch gives out the budget, and 64 MiB for pages
+    that are only partly used."""
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.manual_seed(0)
+    model = chunkc.place(case.build(), device=device)
+    options = {"memory_budget": budget_nbytes, "codegen": codegen, "whole_graph": "never"}
+    compiled = torch.compile(model, backend="chunkc", options=options)
+    optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-3, **optimizer_options)
+    total_nbytes = torch.cuda.get_device_properties(0).total_memory
+    limit_nbytes = torch.cuda.memory_reserved() + budget_nbytes + 64 * MIB
+    losses = []
+    with memory_limit(min(limit_nbytes, total_nbytes)):
+        for seed in range(2):
+            batch = on(device, case.batch(seed))
+            output = compiled(**batch)
+            loss = case.loss(output)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().cpu().clone())
+            del loss
+        chunkc.synchronize(model)
+    torch.cuda.synchronize()
+    weights = tuple(p.detach().cpu().clone() for p in model.parameters())
+    return LadderRun(tuple(losses), weights, chunkc.report(model))
+
+
+def in_the_smallest_budget(case: Case, codegen: str = "eager", **options: Any) -> tuple[LadderRun, int]:
+    """Also that budget in bytes. Graphs are planned one by one: a later one may need more."""
+    budget_nbytes = 4096
+    for _ in range(6):
+        try:
+            return train(case, budget_nbytes, codegen, **options), budget_nbytes
+        except chunkc.BudgetError as error:
+            budget_nbytes = error.minimum_nbytes
+    raise AssertionError(f"{case.name} does not train in what its BudgetErrors say")
