@@ -34,6 +34,12 @@ NOT_COMPUTED = (
 )  # fmt: skip
 """Operators that compute nothing, or that this device does not have: by how their names begin."""
 
+_ALSO = (
+    torch.ops.aten.copy_.default, torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
+)  # fmt: skip
+"""Not under CUDA's key. Of convolutions, what is under it is no operator of the CPU's, or is called past the
+dispatcher."""
+
 _depth = 0  # of operators within operators: only the outermost's results count
 
 _keep: list[torch.library.Library] = []
@@ -211,7 +217,7 @@ def install() -> None:
     library = torch.library.Library("aten", "IMPL")
     _keep.append(library)
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
-    for op in [*_overloads(names), torch.ops.aten.copy_.default]:
+    for op in [*_overloads(names), *_ALSO]:
         run = _replacement(op, torch.library.get_kernel(op, "CUDA"))
         if run is not None:
             name = op.name().removeprefix("aten::")

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import device_libdevice
 from torch import Tensor
 
 _one_at_a_time = threading.Lock()  # the interpreter patches Triton's language while it runs
@@ -21,6 +22,7 @@ def install(launch: Callable[[Callable[[], None]], None], alias: Callable[[Tenso
         from triton.runtime import interpreter
     except ImportError:
         return
+    device_libdevice.install(interpreter)
     executor = interpreter.GridExecutor
     run_at_once = executor.__call__
 
