@@ -4,19 +4,23 @@
 
 An architecture trains where, under 1.3 x the smallest budget that `chunkc.BudgetError` names, it takes three steps,
 evaluates a batch of another size and length under `no_grad`, takes two more steps, generates (where it can) and goes
-through its `state_dict`, with plain PyTorch's losses (1e-3 relative in fp32; in mixed precision as close as the default
-backend's, or 1e-2), the same bits under another budget, and no more measured bytes than the budget. `COLUMNS` of
+through its `state_dict`, with plain PyTorch's losses, the same bits under another budget, and no more measured bytes
+than the budget. Losses may be 1e-3 off, relatively, in fp32; or 1e-2, if plain PyTorch's own move as far where each
+weight is rounded once. In mixed precision they are as close as the default backend's, or 1e-2. `COLUMNS` of
 `coverage_table.py` say in what precision, with dropout as configured or none, with gradient checkpointing, with
 Inductor's code or eager code. What fails is tried with the default backend: where that fails too, it does not count.
 
 Each architecture has a process of its own; `--time-limit` is for each of its columns. Progress goes to standard error,
-a table to standard output, everything to bench/results/coverage-DATE.json, rewritten after every architecture.
+a table to standard output, everything to bench/results/coverage-DATE.json, rewritten after every architecture. An
+`--out` file that is there goes on: what it has is kept and not trained once more. So samples, columns and runs that
+were stopped add up. Each cell says which commit it is of.
 
     --sample N      so many architectures, drawn by --seed
     --family NAME   a library, a family such as `llama`, or a pattern of whole names such as `timm/*/test_*`
     --dozen         the fixed sample of the second test tier
     --columns       such as `eager/fp32,inductor/*` (default: all)
-    --again FILE    only those that were refused or failed in an earlier result; the others' answers are taken over
+    --from FILE     takes over the answers of an earlier result, too; may be given several times
+    --again         only what was refused or failed there
     --small         a rehearsal: three architectures, two columns
 """
 
@@ -79,8 +83,9 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--family", metavar="NAME", help="a library, a family or a pattern of whole names")
     parser.add_argument("--columns", default="*", metavar="PATTERN,...")
     parser.add_argument("--dozen", action="store_true", help="the fixed sample of the second test tier")
-    parser.add_argument("--again", type=Path, metavar="FILE.json", help="those that were refused or failed there")
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="goes on where it is there")
+    parser.add_argument("--from", type=Path, action="append", default=[], metavar="FILE.json", dest="earlier")
+    parser.add_argument("--again", action="store_true", help="only what was refused or failed in earlier results")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes side by side")
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, metavar="SECONDS", help="for each column")
     parser.add_argument("--small", action="store_true", help="a rehearsal")
@@ -94,16 +99,28 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parsed
 
 
-def chosen(names: Sequence[str], args: argparse.Namespace) -> list[str]:
-    """The architectures to train, in the order in which they will be."""
+def chosen(names: Sequence[str], args: argparse.Namespace, known: Mapping[str, Answer]) -> dict[str, list[str]]:
+    """The architectures to train, in the order in which they will be, each with its columns."""
+    columns = {name: _left(args, known.get(name)) for name in _sampled(names, args, known)}
+    return {name: left for name, left in columns.items() if left}
+
+
+def _left(args: argparse.Namespace, answer: Answer | None) -> list[str]:
+    """Of the columns that are asked for, those without an answer; `--again`: with one that is to be tried again."""
+    cells = {} if answer is None else answer["cells"]
+    if args.again:
+        return [column for column in args.columns if column in cells and _is_failure(cells[column])]
+    return [column for column in args.columns if column not in cells]
+
+
+def _sampled(names: Sequence[str], args: argparse.Namespace, known: Mapping[str, Answer]) -> list[str]:
     wanted = [name for name in names if _is_of(name, args.family)]
     if args.small:
         return [name for name in SMALL if name in wanted]
     if args.dozen:
         return [name for name in DOZEN if name in wanted]
-    if args.again is not None:
-        failed = {row["architecture"] for row in json.loads(args.again.read_text())["answers"] if has_failed(row)}
-        wanted = [name for name in wanted if name in failed]
+    if args.again:
+        wanted = [name for name in wanted if name in known and has_failed(known[name])]
     if args.sample is not None and args.sample < len(wanted):
         return random.Random(args.seed).sample(wanted, args.sample)
     return wanted
@@ -115,10 +132,32 @@ def _is_of(name: str, family: str | None) -> bool:
 
 def has_failed(answer: Answer) -> bool:
     """Whether chunkc did not train it somewhere where the default backend does."""
-    return any(cell["outcome"] in (REFUSED, FAILED) for cell in answer["cells"].values())
+    return any(map(_is_failure, answer["cells"].values()))
 
 
-def trained(args: argparse.Namespace, workers: Sequence[Process], names: Sequence[str]) -> Iterator[Answer]:
+def _is_failure(cell: Mapping[str, Any]) -> bool:
+    return cell["outcome"] in (REFUSED, FAILED)
+
+
+def earlier_results(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What goes on: those of `--from`, then the `--out` file, where it is there."""
+    files = [*args.earlier, *([args.out] if args.out is not None and args.out.exists() else [])]
+    return [json.loads(file.read_text()) for file in files]
+
+
+def add(known: dict[str, Answer], answer: Answer, commit: str) -> None:
+    """An answer to those that are known; its cells take the place of earlier ones."""
+    cells = {column: {"commit": commit, **cell} for column, cell in answer["cells"].items()}
+    former = known.get(answer["architecture"], {"num_parameters": None, "cells": {}})
+    num_parameters = answer["num_parameters"] or former["num_parameters"]
+    known[answer["architecture"]] = {
+        "architecture": answer["architecture"],
+        "num_parameters": num_parameters,
+        "cells": {**former["cells"], **cells},
+    }
+
+
+def trained(args: argparse.Namespace, workers: Sequence[Process], names: Mapping[str, list[str]]) -> Iterator[Answer]:
     """The answers as they come; a worker that died has failed in every column, and is replaced."""
     free: SimpleQueue[Process] = SimpleQueue()
     for worker in workers:
@@ -127,11 +166,11 @@ def trained(args: argparse.Namespace, workers: Sequence[Process], names: Sequenc
     def ask(name: str) -> Answer:
         worker = free.get()
         try:
-            return worker.ask(json.dumps({"architecture": name, "columns": args.columns}))
+            return worker.ask(json.dumps({"architecture": name, "columns": names[name]}))
         except SubjectFailed as error:
             cell = {"outcome": FAILED, "stage": "", "message": str(error)[-300:], "seconds": 0.0}
             worker = Process(Spec(args.time_limit), timeout_s=worker_timeout_s(args)).__enter__()
-            return {"architecture": name, "num_parameters": None, "cells": dict.fromkeys(args.columns, cell)}
+            return {"architecture": name, "num_parameters": None, "cells": dict.fromkeys(names[name], cell)}
         finally:
             free.put(worker)
 
@@ -159,9 +198,7 @@ def sections(answers: Sequence[Answer], columns: Sequence[str]) -> list[Section]
         rows.append(Row({"column": name}, metrics))
     reasons: Counter[tuple[str, str]] = Counter()
     for _, cells in by_column:
-        reasons.update(
-            (cell["outcome"], cell["message"][:160]) for cell in cells if cell["outcome"] in (REFUSED, FAILED)
-        )
+        reasons.update((cell["outcome"], cell["message"][:160]) for cell in cells if _is_failure(cell))
     why = [
         Row({"outcome": outcome, "message": _plain(message)}, {"cells": one("number", count)})
         for (outcome, message), count in reasons.most_common()
@@ -207,9 +244,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     workers = [Process(Spec(args.time_limit), timeout_s=worker_timeout_s(args)) for _ in range(max(1, args.jobs))]
     for worker in workers:
         worker.__enter__()
-    names = chosen(workers[0].ready["architectures"], args)
-    earlier = [] if args.again is None else json.loads(args.again.read_text())["answers"]
-    answers: list[Answer] = [answer for answer in earlier if answer["architecture"] not in names]
+    former = earlier_results(args)
+    known: dict[str, Answer] = {}
+    for earlier in former:
+        for answer in earlier["answers"]:
+            add(known, answer, answer.get("commit", earlier["versions"]["commit"]))
+    names = chosen(workers[0].ready["architectures"], args, known)
+    sample = {key: getattr(args, key) for key in ("sample", "seed", "family", "columns", "again")}
     result: dict[str, Any] = {
         "suite": "coverage",
         "is_small": args.small,
@@ -218,27 +259,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "date": now.isoformat(timespec="seconds"),
         "hardware": machine.hardware(),
         "versions": machine.versions(),
-        "sample": {"sample": args.sample, "seed": args.seed, "family": args.family},
+        "samples": [*(sample for earlier in former for sample in samples_of(earlier)), sample],
         "sections": [],
-        "answers": answers,
+        "answers": [],
     }
     bar = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with ProgressBar(*bar, console=console) as progress:
         task = progress.add_task("", total=len(names))
         for answer in trained(args, workers, names):
-            answers.append({**answer, "commit": result["versions"]["commit"]})
-            result["sections"] = [section.to_json() for section in sections(answers, args.columns)]
-            out.write_text(json.dumps(result, indent=1) + "\n")
+            add(known, answer, result["versions"]["commit"])
+            _write(out, result, known)
             progress.update(task, advance=1, description=answer["architecture"])
             for column, cell in answer["cells"].items():
-                if cell["outcome"] in (REFUSED, FAILED):
+                if _is_failure(cell):
                     line = f"{answer['architecture']} {column}: {_short(cell)}: {cell['message']}"
                     console.print(line, markup=False, highlight=False)
     result["is_complete"] = True
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    _write(out, result, known)
     print(markdown(result), flush=True)
     console.print(f"written: {out}", highlight=False)
-    return 1 if any(map(has_failed, answers)) else 0
+    return 1 if any(map(has_failed, known.values())) else 0
+
+
+def samples_of(result: Mapping[str, Any]) -> list[Any]:
+    """How a result's architectures were chosen, one entry for each run that added to it."""
+    return result["samples"] if "samples" in result else [result["sample"]]
+
+
+def _write(out: Path, result: dict[str, Any], known: Mapping[str, Answer]) -> None:
+    """`result` with its answers and sections, aside and then renamed: the run may be stopped at any time."""
+    answers = [known[name] for name in sorted(known)]
+    columns = [column for column in COLUMNS if any(column in answer["cells"] for answer in answers)]
+    result["answers"], result["sections"] = answers, [section.to_json() for section in sections(answers, columns)]
+    aside = out.with_suffix(".tmp")
+    aside.write_text(json.dumps(result, indent=1) + "\n")
+    aside.replace(out)
 
 
 if __name__ == "__main__":

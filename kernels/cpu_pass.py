@@ -119,6 +119,8 @@ def _update(key: UpdatePass, *arguments: Tensor) -> tuple[()]:
     def store(place: Tensor, value: Tensor, stream: int) -> None:
         if scattered is not None and words is not None and place.dtype == torch.bfloat16:
             value = _stochastic(value, _mix32(scattered + words[2 + stream]) & 0xFFFF)
+            if ones is not None:  # up to PyTorch 2.12, Inductor begins with a loop before the rounding and one after it
+                value = value * ones
         place.copy_(value)  # rounds to nearest even
 
     for stream, (place, value) in enumerate(zip(places, new_moments, strict=True), start=FIRST_MOMENT_STREAM):

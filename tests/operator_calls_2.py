@@ -65,6 +65,14 @@ def lookups(dtype: torch.dtype) -> Iterator[Call]:
     for mode in (0, 1, 2):
         yield call(aten._embedding_bag.default, table, bags, ends, False, mode)
         yield call(aten._embedding_bag_forward_only.default, table, bags, ends, False, mode)
+        for ids, begin in ((bags, ends), (torch.randint(50, (600,)), torch.arange(0, 600, 6))):
+            out, owner, sizes, largest = aten._embedding_bag.default(table, ids, begin, False, mode)
+            args = (torch.randn_like(out), ids, begin, owner, sizes, largest, 50, False, mode, False, None)
+            yield call(aten._embedding_bag_backward.default, *args)
+    for num_rows in (50, 5000):
+        grad = torch.randn(num_rows, 24).to(dtype)
+        yield call(aten.masked_scatter_backward.default, grad, torch.rand(num_rows, 24) > 0.3, [num_rows * 24])
+        yield call(aten.masked_scatter_backward.default, grad, torch.rand(num_rows, 1) > 0.3, [num_rows * 24])
 
 
 @family
@@ -223,6 +231,11 @@ def pools(dtype: torch.dtype) -> Iterator[Call]:
                 False,
             )
         yield call(aten.max_unpool2d.default, pooled, indices, [12, 12])
+        samples = torch.rand(2, 8, 2).to(dtype)
+        args = (x, [3, 3], [6, 6], samples)
+        yield call(aten.fractional_max_pool2d.default, *args)
+        fewer, at = aten.fractional_max_pool2d.default(*args)
+        yield call(aten.fractional_max_pool2d_backward.default, fewer, x, [3, 3], [6, 6], at)
         yield call(aten.grid_sampler_2d.default, x, torch.rand(2, 5, 5, 2).to(dtype), 0, 0, False)
         if dtype == torch.float32:
             args = (torch.randn(2, 8, 5, 5), x, torch.rand(2, 5, 5, 2), 0, 0, False, [True, True])
@@ -354,3 +367,29 @@ def assertions(dtype: torch.dtype) -> Iterator[Call]:
     true = torch.ones((), dtype=torch.bool)
     yield call(aten._assert_async.msg, true, "no")
     yield call(aten._functional_assert_async.msg, true, "no", torch.ones(()))
+
+
+@family
+def positions_and_windows(dtype: torch.dtype) -> Iterator[Call]:
+    for aligned in (False, True):
+        yield call(aten.affine_grid_generator.default, torch.randn(4, 2, 3).to(dtype), [4, 3, 20, 24], aligned)
+        yield call(aten.affine_grid_generator.default, torch.randn(1, 2, 3).to(dtype), [1, 3, 64, 64], aligned)
+        yield call(aten.affine_grid_generator.default, torch.randn(2, 3, 4).to(dtype), [2, 3, 8, 10, 12], aligned)
+    for window in (aten.hann_window, aten.hamming_window, aten.blackman_window, aten.bartlett_window):
+        for length in (64, 4001):
+            yield call(window.default, length)
+            yield call(window.periodic, length, False)
+    x = torch.randn(20, 300).to(dtype)
+    for d in (0, 1):
+        yield call(aten.logcumsumexp.default, x, d)
+    yield call(aten.block_diag.default, [x, x.t()])
+    yield call(aten.segment_reduce.default, x, "sum", lengths=torch.full((4,), 5))
+
+
+@family
+def gradients_of_samples(dtype: torch.dtype) -> Iterator[Call]:
+    if dtype != torch.float32:
+        return
+    positive = torch.rand(50, 20) + 0.1
+    yield call(aten._standard_gamma_grad.default, positive, positive)
+    yield call(aten._dirichlet_grad.default, positive, positive, positive)

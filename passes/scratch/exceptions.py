@@ -69,6 +69,9 @@ _ATTENTION = Inexact(
     loose=True,
 )
 _MASK = Inexact("always", "composed of several operators", "values, masks and indices at the same time")
+_SELECTED = Inexact(
+    "always", "the mask's values say how many elements it selects", "all of them, with their positions", loose=True
+)
 
 _GROUPS: tuple[tuple[Inexact, str], ...] = (
     (_PRODUCT, "aten::mm aten::addmm aten::bmm aten::baddbmm aten::addbmm aten::_grouped_mm"),
@@ -95,8 +98,12 @@ _GROUPS: tuple[tuple[Inexact, str], ...] = (
         "aten::mse_loss aten::huber_loss aten::smooth_l1_loss aten::soft_margin_loss aten::soft_margin_loss_backward "
         "aten::binary_cross_entropy aten::binary_cross_entropy_with_logits aten::_fused_rms_norm "
         "aten::_cdist_forward aten::_euclidean_dist aten::_upsample_bilinear2d_aa aten::_upsample_bicubic2d_aa "
-        "aten::_embedding_bag aten::_embedding_bag_forward_only",
+        "aten::_embedding_bag aten::_embedding_bag_forward_only aten::_embedding_bag_backward "
+        "aten::_embedding_bag_dense_backward aten::blackman_window aten::hann_window "
+        "aten::hamming_window aten::bartlett_window",
     ),
+    (_PRODUCT, "aten::affine_grid_generator"),
+    (_SELECTED, "aten::masked_scatter_backward"),
     (
         _MASK,
         "aten::_unsafe_masked_index aten::_unsafe_masked_index_put_accumulate "

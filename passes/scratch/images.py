@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from chunkc.passes.scratch.copies import contiguous_copy_nbytes, nbytes_of
+from chunkc.passes.scratch.products import gemm_nbytes
 from chunkc.passes.scratch.rules import Call
 
 _TAPS = {"nearest": 1, "linear": 2, "bilinear": 2, "trilinear": 2, "bicubic": 4}
@@ -76,6 +77,28 @@ def upsample_smooth_rule(call: Call) -> int:
 def unfold_rule(call: Call) -> int:
     """`im2col`: the result starts as large as the image."""
     return nbytes_of(call["self"])
+
+
+def affine_grid_rule(call: Call) -> int:
+    """Positions with a one behind them, and their product with each image's matrix."""
+    theta, grid = call["theta"], call.outputs[0]
+    num_dims = grid.shape[-1]
+    positions = grid.numel() // num_dims
+    product = gemm_nbytes(theta.dtype, positions // max(1, grid.shape[0]), num_dims + 1, num_dims, call.num_threads)
+    return positions * (num_dims + 1) * theta.itemsize + product
+
+
+def window_outputs(call: Call) -> dict[int, int]:
+    """A periodic window is a view of one with an element more."""
+    window = call.outputs[0]
+    return {0: nbytes_of(window) + window.itemsize} if call.arguments.get("periodic", True) else {}
+
+
+def window_rule(call: Call) -> int:
+    """Numbers of the formula; a Blackman window adds up three terms, one after the other."""
+    window = call.outputs[0]
+    is_blackman = call.target._schema.name == "aten::blackman_window"
+    return 16 + (4 * (nbytes_of(window) + window.itemsize) if is_blackman else 0)
 
 
 def pooling_offsets_rule(call: Call) -> int:

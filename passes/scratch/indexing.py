@@ -76,3 +76,9 @@ def masked_index_rule(call: Call) -> int:
 
 def masked_scatter_rule(call: Call) -> int:
     return contiguous_copy_nbytes(call["source"])
+
+
+def masked_scatter_backward_rule(call: Call) -> int:
+    """Bound: what the mask selects, at most all; of many elements also their positions, as two 64-bit integers."""
+    grad = call["grad_output"]
+    return 2 * nbytes_of(grad) + nbytes_of(grad, 16) + 64

@@ -168,6 +168,14 @@ def embedding_bag_rule(call: Call) -> int:
     return 0 if call["mode"] == 0 and _strided_nbytes(*call.tensors) == 0 else nbytes_of(indices, 8) + 16 * bags
 
 
+def embedding_bag_backward_rule(call: Call) -> int:
+    """Bound: indices are sorted and counted; for the largest of a bag, its rows are looked up and spread."""
+    grad = call["grad"]
+    if call["mode"] == 2:
+        return nbytes_of(grad) + nbytes_of(grad, 8) + 8 * grad.shape[0] + 64
+    return 4 * nbytes_of(call["indices"], 8) + nbytes_of(grad) + 64
+
+
 def distance_rule(call: Call) -> int:
     """Euclidean distances of many points by a matrix product of points with squares appended."""
     first, second = call["x1"], call["x2"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from chunkc.passes.scratch.images import (
+    affine_grid_rule,
     image_backward_rule,
     image_rule,
     pooling_offsets_rule,
@@ -12,6 +13,8 @@ from chunkc.passes.scratch.images import (
     upsample_backward_rule,
     upsample_rule,
     upsample_smooth_rule,
+    window_outputs,
+    window_rule,
 )
 from chunkc.passes.scratch.indexing import (
     embedding_rule,
@@ -20,6 +23,7 @@ from chunkc.passes.scratch.indexing import (
     index_rule,
     index_select_rule,
     masked_index_rule,
+    masked_scatter_backward_rule,
     masked_scatter_rule,
     scatter_reduce_rule,
     scatter_rule,
@@ -36,6 +40,7 @@ from chunkc.passes.scratch.norms import (
     cross_entropy_backward_rule,
     ctc_backward_rule,
     distance_rule,
+    embedding_bag_backward_rule,
     embedding_bag_outputs,
     embedding_bag_rule,
     group_norm_backward_outputs,
@@ -108,6 +113,8 @@ def _names(namespace: str, names: str) -> tuple[str, ...]:
     return tuple(f"{namespace}::{name}" for name in names.split())
 
 
+_WINDOWS = "hann_window hamming_window bartlett_window blackman_window"
+
 _GROUPS: tuple[tuple[Callable[[Call], int], tuple[str, ...]], ...] = (
     (
         nothing_rule,
@@ -117,7 +124,8 @@ _GROUPS: tuple[tuple[Callable[[Call], int], tuple[str, ...]], ...] = (
         masked_fill mode index_copy index_fill index_reduce _cdist_backward _pdist_forward _pdist_backward
         _fft_r2c _fft_c2r _fft_c2c _conj_physical linalg_cholesky_ex linalg_lu_factor_ex linalg_cross grid_sampler_3d
         grid_sampler_2d_backward grid_sampler_3d_backward rot90 channel_shuffle _ctc_loss
-        _embedding_bag_per_sample_weights_backward tril triu flip unfold_backward col2im polygamma
+        _embedding_bag_per_sample_weights_backward fractional_max_pool2d_backward _logcumsumexp logcumsumexp
+        _standard_gamma_grad _dirichlet_grad segment_reduce block_diag tril triu flip unfold_backward col2im polygamma
         rand_like randn_like bernoulli _reshape_alias count_nonzero diagonal_copy isin
         _local_scalar_dense _prelu_kernel _prelu_kernel_backward _unsafe_view
         addr alias_copy arange as_strided_copy as_strided_scatter cauchy
@@ -140,7 +148,12 @@ _GROUPS: tuple[tuple[Callable[[Call], int], tuple[str, ...]], ...] = (
     ),
     (
         contiguous_rule,
-        _names("aten", "bucketize searchsorted log_sigmoid_forward multi_margin_loss multi_margin_loss_backward"),
+        _names(
+            "aten",
+            """
+        bucketize searchsorted log_sigmoid_forward multi_margin_loss multi_margin_loss_backward
+        fractional_max_pool2d""",
+        ),
     ),
     (
         joint_contiguous_rule,
@@ -198,6 +211,7 @@ _GROUPS: tuple[tuple[Callable[[Call], int], tuple[str, ...]], ...] = (
     (nll_loss_rule, _names("aten", "nll_loss_forward nll_loss2d_forward")),
     (nll_loss_backward_rule, _names("aten", "nll_loss_backward nll_loss2d_backward")),
     (embedding_bag_rule, _names("aten", "_embedding_bag _embedding_bag_forward_only")),
+    (embedding_bag_backward_rule, _names("aten", "_embedding_bag_backward _embedding_bag_dense_backward")),
     (distance_rule, _names("aten", "_cdist_forward _euclidean_dist")),
     (
         copy_and_pivots_rule,
@@ -205,6 +219,7 @@ _GROUPS: tuple[tuple[Callable[[Call], int], tuple[str, ...]], ...] = (
     ),
     (pivots_rule, _names("aten", "_linalg_det _linalg_slogdet _linalg_solve_ex")),
     (decomposition_rule, _names("aten", "linalg_qr _linalg_svd _linalg_eigh")),
+    (window_rule, _names("aten", _WINDOWS)),
     (matrix_exp_rule, _names("aten", "linalg_matrix_exp")),
     (
         pointwise_rule,
@@ -304,6 +319,8 @@ RULES: dict[str, Callable[[Call], int]] = {name: rule for rule, names in _GROUPS
     "aten::_weight_norm_interface": weight_norm_rule,
     "aten::_weight_norm_interface_backward": weight_norm_backward_rule,
     "aten::im2col": unfold_rule,
+    "aten::affine_grid_generator": affine_grid_rule,
+    "aten::masked_scatter_backward": masked_scatter_backward_rule,
     "prims::fma": fma_rule,
     "aten::logsumexp": logsumexp_rule,
     "aten::_safe_softmax": safe_softmax_rule,
@@ -341,6 +358,7 @@ OUTPUTS: dict[str, Callable[[Call], dict[int, int]]] = {
     "aten::native_group_norm_backward": group_norm_backward_outputs,
     "aten::col2im": col2im_outputs,
     "aten::uniform": uniform_outputs,
+    **dict.fromkeys(_names("aten", _WINDOWS), window_outputs),
     "aten::_embedding_bag": embedding_bag_outputs,
     "aten::_embedding_bag_forward_only": embedding_bag_outputs,
 }

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,9 +18,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import coverage_models
 import coverage_subject
 import coverage_table
-from coverage_judge import Judge
+from coverage_judge import Judge, nudged
 from coverage_models import NotBuilt, build
 from coverage_table import COLUMNS, DEFAULT_FAILS, FAILED, NOT_BUILT, REFUSED, TRAINED, Cell, Column
+from coverage_training import Differs, Losses, Trained
+from torch import nn
 
 import chunkc
 from chunkc.runtime import cpu_allocator
@@ -51,22 +53,70 @@ def test_the_command_line_picks_columns_and_architectures() -> None:
     args = coverage.parse_args(["--columns", "eager/fp32, inductor/*", "--family", "transformers"])
     assert args.columns[0] == "eager/fp32"
     assert len(args.columns) == 8
-    assert coverage.chosen(NAMES, args) == NAMES[1:]
-    assert coverage.chosen(NAMES, coverage.parse_args(["--family", "llama"])) == NAMES[2:]
-    assert coverage.chosen(NAMES, coverage.parse_args(["--family", "*/test_*"])) == NAMES[:1]
-    one, other = (coverage.chosen(NAMES, coverage.parse_args(["--sample", "2", "--seed", "5"])) for _ in range(2))
+    assert coverage.chosen(NAMES, args, {}) == dict.fromkeys(NAMES[1:], args.columns)
+    assert [*coverage.chosen(NAMES, coverage.parse_args(["--family", "llama"]), {})] == NAMES[2:]
+    assert [*coverage.chosen(NAMES, coverage.parse_args(["--family", "*/test_*"]), {})] == NAMES[:1]
+    one, other = (coverage.chosen(NAMES, coverage.parse_args(["--sample", "2", "--seed", "5"]), {}) for _ in range(2))
     assert one == other
     assert len(one) == 2
     with pytest.raises(SystemExit):
         coverage.parse_args(["--columns", "fp8"])
 
 
-def test_those_that_failed_are_tried_again(tmp_path: Path) -> None:
-    cells = [("a/b/c", TRAINED), ("a/b/d", REFUSED), ("a/b/e", DEFAULT_FAILS)]
-    answers = [{"architecture": name, "cells": {"eager/fp32": {"outcome": outcome}}} for name, outcome in cells]
-    (tmp_path / "before.json").write_text(json.dumps({"answers": answers}))
-    args = coverage.parse_args(["--again", str(tmp_path / "before.json")])
-    assert coverage.chosen([name for name, _ in cells], args) == ["a/b/d"]
+def answer_of(name: str, **outcomes: str) -> dict[str, Any]:
+    cells = {f"eager/{setting}": Cell(outcome, "", "").__dict__ for setting, outcome in outcomes.items()}
+    return {"architecture": name, "num_parameters": 7, "cells": cells}
+
+
+def test_results_add_up(tmp_path: Path) -> None:
+    """A file that is there goes on: other architectures, other columns, those that failed once more."""
+    known: dict[str, Any] = {}
+    coverage.add(known, answer_of("a/b/c", fp32=TRAINED), "old")
+    coverage.add(known, answer_of("a/b/d", fp32=REFUSED, bf16=TRAINED), "old")
+    names = ["a/b/c", "a/b/d", "a/b/e"]
+    args = coverage.parse_args(["--columns", "eager/fp32,eager/bf16"])
+    left = coverage.chosen(names, args, known)
+    assert left == {"a/b/c": ["eager/bf16"], "a/b/e": ["eager/fp32", "eager/bf16"]}
+    args.again = True
+    assert coverage.chosen(names, args, known) == {"a/b/d": ["eager/fp32"]}
+    coverage.add(known, answer_of("a/b/d", fp32=TRAINED), "new")
+    assert coverage.chosen(names, args, known) == {}
+    assert {column: cell["commit"] for column, cell in known["a/b/d"]["cells"].items()} == {
+        "eager/fp32": "new",
+        "eager/bf16": "old",
+    }
+
+
+def test_a_result_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form of results up to 2026-11-24 is read, too."""
+
+    class Worker:
+        ready: ClassVar[dict[str, Any]] = {"architectures": ["a/b/c", "a/b/d"]}
+
+        def __init__(self, *args: object, **options: object) -> None: ...
+
+        def __enter__(self) -> Worker:
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+        def ask(self, line: str) -> dict[str, Any]:
+            asked.append(json.loads(line)["architecture"])
+            return answer_of(asked[-1], fp32=TRAINED)
+
+    asked: list[str] = []
+    monkeypatch.setattr(coverage, "Process", Worker)
+    earlier = {"answers": [answer_of("a/b/x", fp32=FAILED)], "versions": {"commit": "old"}, "sample": {"seed": 3}}
+    (tmp_path / "earlier.json").write_text(json.dumps(earlier))
+    out = tmp_path / "out.json"
+    run = ["--columns", "eager/fp32", "--out", str(out)]
+    assert coverage.main([*run, "--sample", "1", "--from", str(tmp_path / "earlier.json")]) == 1
+    assert coverage.main(run) == 1
+    assert sorted(asked) == ["a/b/c", "a/b/d"]
+    written = json.loads(out.read_text())
+    assert [answer["architecture"] for answer in written["answers"]] == ["a/b/c", "a/b/d", "a/b/x"]
+    assert written["answers"][2]["cells"]["eager/fp32"]["commit"] == "old"
+    assert [sample["seed"] for sample in written["samples"]] == [3, 0, 0]
 
 
 def test_what_the_default_backend_does_not_train_does_not_count() -> None:
@@ -155,6 +205,29 @@ def test_a_cell_for_real() -> None:
     judge = Judge(subject)
     assert judge.cell(Column.named("eager/fp32")).outcome == TRAINED
     assert judge.cell(Column.named("eager/autocast-bf16")).outcome == TRAINED
+
+
+def test_losses_may_be_as_far_as_roundings_move_plain_pytorch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = coverage_models.Subject("a/b/c", lambda: nn.Linear(3, 3), lambda size, length: {}, 12)
+    judge, column = Judge(subject), Column.named("eager/fp32")
+    plain = Trained(Losses((1.0, 2.0), None), None)
+    for own, far, is_taken in ((0.0, 5e-4, True), (2e-3, 1.5e-3, True), (2e-3, 3e-3, False), (1.0, 2e-2, False)):
+        monkeypatch.setattr(Judge, "_own_distance", lambda *_, own=own: own)
+        trained = Trained(Losses((1.0, 2.0 * (1 + far)), None), None)
+        if is_taken:
+            assert bool(judge._check_losses(column, trained, plain)) == (far > 1e-3)
+        else:
+            with pytest.raises(Differs, match="from plain PyTorch's"):
+                judge._check_losses(column, trained, plain)
+    torch.manual_seed(0)
+    weight = subject.make().weight
+    torch.manual_seed(0)
+    moved = nudged(subject).make().weight
+    assert 0 < relative_distance(moved, weight) < 1e-6
+
+
+def relative_distance(one: Any, other: Any) -> float:
+    return float(((one - other) / other).abs().max())
 
 
 @pytest.mark.slow

@@ -103,8 +103,6 @@ def test_gradient_may_lie_in_the_parameter(name):
 @pytest.mark.parametrize("name", sorted(QUICK))
 def test_nothing_is_allocated(name):
     fmt = FORMATS[name]
-    if fmt.quantised and not fmt.master and torch.__version__ < "2.13":
-        pytest.skip("up to PyTorch 2.12, Inductor keeps one value of a piece in memory (docs/limits.md)")
     slots = adam_cases.make_slots(fmt, 3001)
     options = {"scale": ONE_SCALE, "key": key_of(name)}
     elementwise_cpu.chunk_update(fmt, slots, [Run(0, 3001, 0)], ADAMW, **options)

@@ -222,7 +222,7 @@ def test_a_smaller_format_needs_a_smaller_budget() -> None:
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [*QUICK, "bf16 only, 8-bit moments"])
 def test_inside_the_hard_limit(name: str) -> None:
     dtype, chosen = FORMATS[name]
 
