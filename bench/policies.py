@@ -1,8 +1,8 @@
 """How others move chunks, as policies whose plans the same simulator times: what chunkc's own plans are held against.
 
-Each gives the events of a step from the same positions, sizes and capacities that chunkc's planner has. They are kinder
-to the systems than those are to themselves: exact bytes beside every call, no cost of deciding, asynchronous
-write-backs.
+Each gives the events of a phase from the same positions, sizes and capacities that chunkc's planner has. Saved
+storages that go home between the phases leave and come back as far from their uses as chunks are fetched ahead. They
+are kinder to the systems than those are to themselves: exact bytes beside every call, no cost of deciding.
 """
 
 from __future__ import annotations
@@ -10,8 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from chunkc.ir.items import Item, ItemId
-from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, Moment, PhasePlan, Position
+from chunkc.ir.items import Item, ItemId, SavedStorage
+from chunkc.ir.links import TO_DEVICE, TO_HOME
+from chunkc.ir.plan import (
+    ARRIVE,
+    EVICT,
+    LEAVE,
+    OFFLOAD,
+    PREFETCH,
+    RELOAD,
+    WAIT,
+    WRITE_BACK,
+    Event,
+    Moment,
+    PhasePlan,
+    Position,
+)
+from chunkc.ir.program import FORWARD
+from chunkc.passes.activations import Saved
 
 NEVER = 1 << 60
 
@@ -72,19 +88,85 @@ class _Tier:
         self.nbytes -= spec.nbytes
 
 
+@dataclass
+class _SavedOnTheWay:
+    """Saved storages that have left no longer than `distance` positions ago, or come back for one so far ahead."""
+
+    by_position: Mapping[int, Sequence[Saved]]
+    distance: int
+    leaves: bool
+    moving: dict[Saved, int] = field(default_factory=dict)  # with the position of its use
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in self.moving)
+
+    def begin(self, index: int) -> list[Event]:
+        """What is asked for ahead of a position, and waited for there."""
+        stop = []
+        if self.leaves:
+            for one in self.by_position.get(index - 1, ()):
+                stop.append(Event(OFFLOAD, SavedStorage(one.storage), one.nbytes, TO_HOME))
+                self.moving[one] = index - 1
+            return stop + self.let_go(lambda one: self.moving[one] + 1 + self.distance <= index)
+        for one in self.by_position.get(index, ()):
+            if one not in self.moving:
+                stop.append(self._reload(one))
+            self.moving.pop(one, None)  # from here on it counts with what the calls hold
+            stop.append(Event(ARRIVE, SavedStorage(one.storage), one.nbytes, TO_DEVICE))
+        return stop
+
+    def let_go(self, which: Callable[[Saved], bool]) -> list[Event]:
+        """Room of storages is given back, which waits for their copies."""
+        gone = [one for one in self.moving if self.leaves and which(one)]
+        for one in gone:
+            del self.moving[one]
+        return [Event(LEAVE, SavedStorage(one.storage), one.nbytes, TO_HOME) for one in gone]
+
+    def ahead(self, index: int, room_nbytes: Sequence[int]) -> list[Event]:
+        """What comes back for later positions, as far as this one and those between have room for it."""
+        stop = []
+        for at in range(index + 1, index + 1 + self.distance if not self.leaves else 0):
+            for one in self.by_position.get(at, ()):
+                if one not in self.moving and self.nbytes + one.nbytes <= min(room_nbytes[: at - index]):
+                    self.moving[one] = at
+                    stop.append(self._reload(one))
+        return stop
+
+    def _reload(self, one: Saved) -> Event:
+        return Event(RELOAD, SavedStorage(one.storage), one.nbytes, TO_DEVICE)
+
+
+def _on_the_way(policy: Policy, phase: str, saved: Sequence[Saved]) -> _SavedOnTheWay:
+    found: dict[int, list[Saved]] = {}
+    for one in saved:
+        found.setdefault(one.last if phase == FORWARD else one.first, []).append(one)
+    return _SavedOnTheWay(found, policy.distance, phase == FORWARD)
+
+
 def phase_plan(
-    policy: Policy, phase: str, positions: Sequence[Position], items: Mapping[ItemId, Item], capacity: Sequence[int]
+    policy: Policy,
+    phase: str,
+    positions: Sequence[Position],
+    items: Mapping[ItemId, Item],
+    capacity: Sequence[int],
+    saved: Sequence[Saved] = (),
 ) -> PhasePlan:
     """The phase as the policy moves its items; all leave at its end.
+
+    Args:
+        saved: storages that are at home between the phases.
 
     Raises:
         ValueError: a position by itself needs more than its capacity.
     """
+    away = _on_the_way(policy, phase, saved)
     uses: dict[ItemId, list[int]] = {}
     for index, position in enumerate(positions):
         for item in position.items:
             uses.setdefault(item, []).append(index)
     tier, stops, moments = _Tier(items), [], []
+    rooms = [have - sum(items[item].nbytes for item in at.items) for have, at in zip(capacity, positions, strict=True)]
 
     def next_use(item: ItemId, at: int) -> int:
         return next((use for use in uses[item] if use >= at), NEVER)
@@ -99,7 +181,7 @@ def phase_plan(
         return min(found, key=rank, default=None)
 
     for index, position in enumerate(positions):
-        tier.stop = []
+        tier.stop = away.begin(index)
         ahead = positions[index : index + 1 + policy.distance]
         if policy.releases:
             wanted = {item for one in ahead for item in one.items}
@@ -107,7 +189,9 @@ def phase_plan(
                 tier.leave(item)
         missing = sorted(position.items - set(tier.present))
         room = capacity[index] - sum(items[item].nbytes for item in missing)
-        while tier.nbytes > room:
+        if tier.nbytes + away.nbytes > room:
+            tier.stop += away.let_go(lambda one: True)
+        while tier.nbytes + away.nbytes > room:
             leaving = first_to_leave(index, position.items)
             if leaving is None:
                 raise ValueError(f"{position.name} needs more than {capacity[index]} bytes of slots")
@@ -119,12 +203,13 @@ def phase_plan(
         waits = [Event(WAIT, item, items[item].nbytes, items[item].way_back.link) for item in sorted(position.items)]
         for one in ahead[1:]:
             for item in sorted(one.items - set(tier.present)):
-                if tier.nbytes + items[item].nbytes <= capacity[index]:
+                if tier.nbytes + away.nbytes + items[item].nbytes <= capacity[index]:
                     tier.fetch(item, index)
+        tier.stop += away.ahead(index, [capacity[index] - tier.nbytes, *rooms[index + 1 : index + 1 + policy.distance]])
         stops.append((*tier.stop, *waits))
-        moments.append(_moment(position, phase, tier.nbytes))
+        moments.append(_moment(position, phase, tier.nbytes + away.nbytes))
         tier.dirty |= position.writes
-    tier.stop = []
+    tier.stop = away.begin(len(positions)) + away.let_go(lambda one: True)
     for item in sorted(tier.present):
         tier.leave(item)
     return PhasePlan(phase, (*stops, tuple(tier.stop)), tuple(moments))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TypeVar
@@ -15,9 +15,10 @@ from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import ALL_PRESENT, Absence
 from chunkc.ir.program import BACKWARD, FORWARD
-from chunkc.ir.simulate import simulate, step_time
 from chunkc.options import Activations
-from chunkc.passes.planning import choose_leaving, needed_nbytes, plan_phases
+from chunkc.passes.early_updates import updated_in, with_updates
+from chunkc.passes.phases import passes_s
+from chunkc.passes.planning import choose_leaving, needed_nbytes
 from chunkc.passes.rerun_choice import leanest_cuts, up_to
 
 
@@ -46,21 +47,31 @@ def absences(captured: Captured, activations: Activations, layout: ChunkLayout) 
 
 
 def step_s(
-    seen: Captured, layout: ChunkLayout, resident: frozenset[int], hardware: Hardware, budget_nbytes: int
+    seen: Captured,
+    layout: ChunkLayout,
+    resident: frozenset[int],
+    hardware: Hardware,
+    budget_nbytes: int,
+    updates: Mapping[int, int],
 ) -> float:
     """Seconds that a step takes by the plan that its graph would get.
 
-    The optimizer is not known here: its step is taken to fetch all that moves, at the rate of the links.
+    The optimizer's step is taken to fetch all that moves and is not updated before, at the rate of the links.
 
     Args:
         budget_nbytes: less what others hold.
+        updates: groups that the backward may update (see `with_updates`).
 
     Raises:
         BudgetError: there is none.
     """
     needs = profile(seen, layout)
-    plan = plan_phases(
-        [(FORWARD, needs.forward), (BACKWARD, needs.backward)],
+    backward = needs.backward
+    if updates:
+        room = {"budget_nbytes": budget_nbytes, "held_nbytes": 0}
+        backward = with_updates(backward, layout, updates, **room, resident=resident, hardware=hardware)
+    seconds = passes_s(
+        [(FORWARD, needs.forward), (BACKWARD, backward)],
         layout,
         budget_nbytes=budget_nbytes,
         resident=resident,
@@ -68,9 +79,7 @@ def step_s(
         boundary_nbytes=needs.boundary_nbytes,
         saved=seen.absent,
     )
-    costs_s = {call.name: call.cost_s for program in seen.programs.values() for call in program.calls}
-    passes_s = step_time(simulate(plan.phases, costs_s, hardware)).total
-    return passes_s + _update_s(layout, layout.groups_of(seen.trained) - resident, hardware)
+    return seconds + _update_s(layout, layout.groups_of(seen.trained) - resident - updated_in(backward), hardware)
 
 
 def _update_s(layout: ChunkLayout, groups: Collection[int], hardware: Hardware) -> float:

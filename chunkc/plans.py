@@ -21,7 +21,7 @@ from chunkc.ir.verify import verify_phase
 from chunkc.ir.verify_reruns import Dropped, verify_reruns
 from chunkc.passes.early_updates import with_updates
 from chunkc.passes.insert import insert_events, insert_update_events
-from chunkc.passes.planning import plan_phases
+from chunkc.passes.phases import plan_phases
 from chunkc.passes.update_planning import plan_update
 from chunkc.policy import StepRequest, UpdateRequest
 

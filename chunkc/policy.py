@@ -338,7 +338,7 @@ def _chosen(
     def seconds(one: StepDecision) -> float:
         assert hardware is not None
         seen, room_nbytes = one.request.around.seen_by(captured), now.budget_nbytes - one.request.held_nbytes
-        return step_s(seen, layout, one.situation.resident, hardware, room_nbytes)
+        return step_s(seen, layout, one.situation.resident, hardware, room_nbytes, dict(around.updates))
 
     return first_or_quickest(
         absences(captured, now.activations, layout),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from chunkc.ir.items import SavedStorage
 from chunkc.ir.plan import Position
 from chunkc.ir.program import FORWARD, PhaseProgram
-from chunkc.passes.schedule import Interval
+from chunkc.passes.pacing import Interval
 
 SMALL_NBYTES = 4096
 """Saved storages of fewer bytes stay: a copy's latency costs more than their room is worth."""

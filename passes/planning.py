@@ -1,20 +1,16 @@
-"""From positions to a `Plan`: what stays resident, what the minimum is, when everything else moves."""
+"""What stays resident, what goes home for others, and what the minimum is; `phases` plans what moves."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from chunkc.ir.chunks import CASTS, GRAD, PARAM, Chunk, ChunkLayout
+from chunkc.ir.chunks import CASTS, GRAD, ChunkLayout
 from chunkc.ir.errors import VALUES, BudgetError
-from chunkc.ir.hardware import Hardware
-from chunkc.ir.items import Copy, Item, ItemId, MovedId, SavedStorage
-from chunkc.ir.plan import EVICT, PREFETCH, Event, Moment, PhasePlan, Plan, Position, gradients_at
-from chunkc.ir.program import BACKWARD, FORWARD
-from chunkc.passes.activations import Saved, choose, copies
-from chunkc.passes.schedule import required_nbytes, schedule
-
-BETWEEN = "between"
+from chunkc.ir.items import Copy, Item, ItemId, MovedId
+from chunkc.ir.plan import Position
+from chunkc.passes.activations import Saved, choose
+from chunkc.passes.schedule import required_nbytes
 
 SLACK_CHUNKS = 2
 """Room for copies on the way that a resident group may not take: one chunk arriving, one leaving."""
@@ -96,7 +92,7 @@ def everything(layout: ChunkLayout) -> frozenset[int]:
 def needed_nbytes(positions: Sequence[Position], layout: ChunkLayout, resident: frozenset[int] = frozenset()) -> int:
     """What the positions need beside what is on the compute tier for good, where all chunks but residents' move."""
     sizes = chunk_sizes(layout, positions)
-    moving = (_moving(position, resident) for position in _tightest(positions))
+    moving = (moving_only(position, resident) for position in _tightest(positions))
     return max(position.non_model_nbytes + required_nbytes(position, sizes) for position in moving)
 
 
@@ -122,7 +118,7 @@ class StayingData:
         )
 
 
-def _moving(position: Position, resident: frozenset[int]) -> Position:
+def moving_only(position: Position, resident: frozenset[int]) -> Position:
     """The position without the chunks that stay with resident groups."""
 
     def keep(chunks: frozenset[ItemId]) -> frozenset[ItemId]:
@@ -234,7 +230,7 @@ def choose_leaving(
     free_nbytes = budget_nbytes - fixed_nbytes(layout, resident)
     slack = SLACK_CHUNKS * max(sizes.values(), default=0)
     free_nbytes -= slack if least_nbytes + slack <= free_nbytes else 0
-    rooms = [free_nbytes - required_nbytes(_moving(position, resident), sizes) for position in kept.passes]
+    rooms = [free_nbytes - required_nbytes(moving_only(position, resident), sizes) for position in kept.passes]
     return choose(saved, kept.forward, kept.backward, rooms)
 
 
@@ -281,7 +277,7 @@ def check_minimum(
         return fixed + held_nbytes
 
     def total(position: Position) -> int:
-        moving = required_nbytes(_moving(position, resident), sizes)
+        moving = required_nbytes(moving_only(position, resident), sizes)
         return fixed + held_nbytes + position.non_model_nbytes + moving
 
     worst = max(_tightest(positions), key=total)
@@ -290,7 +286,7 @@ def check_minimum(
         whole = everything(layout)
         minimum = min(minimum, fixed_nbytes(layout, whole) + held_nbytes + needed_nbytes(positions, layout, whole))
     if minimum > budget_nbytes:
-        moving = _moving(worst, resident)
+        moving = moving_only(worst, resident)
         contents = [
             (VALUES, worst.non_model_nbytes),
             ("parameters on the compute tier, with gradients and optimizer states", fixed - layout.overhead_nbytes),
@@ -306,89 +302,3 @@ def check_minimum(
             contents=sorted(((k, n) for k, n in contents if n), key=lambda item: -item[1]),
         )
     return minimum
-
-
-def plan_phases(
-    phases: Sequence[tuple[str, Sequence[Position]]],
-    layout: ChunkLayout,
-    *,
-    budget_nbytes: int,
-    resident: frozenset[int],
-    hardware: Hardware,
-    held_nbytes: int = 0,
-    boundary_nbytes: int = 0,
-    saved: Sequence[Saved] = (),
-) -> Plan:
-    """Plan phases that follow each other; chunks may stay in their slots from one to the next.
-
-    Args:
-        held_nbytes: bytes on the compute tier that belong to others: values of earlier calls still in flight.
-        boundary_nbytes: non-model bytes while user code runs between the phases.
-        saved: storages that are at home between the forward and the backward.
-
-    Raises:
-        BudgetError: no plan fits; its `minimum_nbytes` holds for this `resident`.
-    """
-    fixed = fixed_nbytes(layout, resident)
-    line: list[Position] = []
-    spans, barriers = [], []
-    for name, phase in phases:
-        if line:
-            barriers.append(len(line))
-            line.append(_between(boundary_nbytes))
-        barriers.append(len(line))
-        spans.append((name, len(line), len(line) + len(phase)))
-        line += [_moving(position, resident) for position in phase]
-    calls = [position for position in line if position.phase != BETWEEN and position.tile is None]
-    used_up = {Chunk(GRAD, position.tile.group) for position in line if position.tile is not None}
-    minimum = check_minimum(calls, layout, budget_nbytes, held_nbytes, resident)
-    capacity = [max(0, budget_nbytes - fixed - held_nbytes - position.non_model_nbytes) for position in line]
-    items = chunk_items(layout, line, resident)
-    ways = [Copy(link) for link in layout.links_of(PARAM)]
-    items |= {SavedStorage(one.storage): Item(one.nbytes, *ways) for one in saved}
-    calls_of = {name: [at for at in range(begin, end) if line[at].tile is None] for name, begin, end in spans}
-    around = copies(saved, calls_of.get(FORWARD), calls_of[BACKWARD]) if saved else []
-    stops, occupancy = schedule(line, items, capacity, hardware, barriers, around, used_up)
-    staying = StayingData.of(layout, resident)
-    gradients = gradients_at(line, staying.gradients)
-    planned, kept = [], frozenset[ItemId]()
-    for index, (name, begin, end) in enumerate(spans):
-        moments = tuple(
-            Moment(
-                name=line[at].name,
-                phase=name,
-                op=line[at].op,
-                module=line[at].module,
-                parameter_nbytes=staying.parameter_nbytes,
-                gradient_nbytes=gradients[at],
-                state_nbytes=staying.state_nbytes,
-                other_nbytes=held_nbytes + layout.overhead_nbytes,
-                non_model_nbytes=line[at].non_model_nbytes,
-                slot_nbytes=occupancy[at],
-                sunk=line[at].sunk,
-            )
-            for at in range(begin, end)
-        )
-        # The stop before "between", and the one after it, both belong to the end of the earlier phase.
-        tail = stops[end]
-        tiles = {at: tile for at, position in enumerate(line[begin:end]) if (tile := position.tile) is not None}
-        planned.append(PhasePlan(name, (*stops[begin:end], tail), moments, tiles))
-        if index + 1 < len(spans):
-            kept = _present_after([*stops[: end + 1]])
-    return Plan(budget_nbytes, minimum, resident, tuple(planned), kept, staying.gradients)
-
-
-def _between(non_model_nbytes: int) -> Position:
-    """User code between phases, as a call that needs no chunk: what it leaves may stay in slots."""
-    return Position(BETWEEN, BETWEEN, non_model_nbytes, "user code", "", frozenset(), frozenset(), 0.0)
-
-
-def _present_after(stops: Sequence[tuple[Event, ...]]) -> frozenset[ItemId]:
-    present: set[ItemId] = set()
-    for stop in stops:
-        for event in stop:
-            if event.kind == PREFETCH and isinstance(event.item, Chunk):
-                present.add(event.item)
-            elif event.kind == EVICT and isinstance(event.item, Chunk):
-                present.remove(event.item)
-    return frozenset(present)

@@ -1,4 +1,4 @@
-"""When items move: who leaves, and prefetch and write-back placed against the links.
+"""When items move: who leaves, and which events that makes.
 
 The future is known. Where room is short, that item leaves which costs the fewest seconds to bring back for each byte
 and each call that it is away: least seconds / (bytes x calls to its next use). Of items that cost alike per byte (one
@@ -8,9 +8,8 @@ those that left later have made room enough. On random small instances with two 
 this took 0.4 % more seconds than the best schedule, and furthest next use alone 1.3 %.
 
 Capacity changes from call to call: it is what the budget leaves beside residents and non-model data. First the
-residency intervals are found; then each load starts as late as hides its copy, if the calls before have room for it,
-and each write-back keeps its slot until it is hidden, likewise. Every link has its own queue. Saved storages that go
-home between the phases (`passes.activations`) queue there with the chunks.
+residency intervals are found; then copies are placed against the clock (`passes.pacing`). Every link has its own queue.
+Saved storages that go home between the phases (`passes.activations`) queue there with the chunks.
 """
 
 from __future__ import annotations
@@ -36,35 +35,34 @@ from chunkc.ir.plan import (
     Event,
     Position,
 )
+from chunkc.passes.pacing import Interval, pace
 
 NEVER = sys.maxsize
 """The next use of an item that is not used again."""
 
 
-@dataclass
-class Interval:
-    """An item in a slot: its slot is held during calls `start` to `end - 1`, its data used from `first` to `last`.
-
-    `floor` and `ceiling` bound how far `start` and `end` may move; at `begin_s` the load should begin, on the
-    estimated clock. Without `loads` the item was made where it is. Of a saved storage, the room is counted with the
-    calls that hold it, and here only before and after them.
-    """
-
-    item: MovedId
-    first: int
-    last: int
-    dirty: bool
-    start: int
-    end: int
-    floor: int = 0
-    ceiling: int = 0
-    begin_s: float = 0.0
-    loads: bool = True
-
-
 def required_nbytes(position: Position, sizes: Mapping[Any, int]) -> int:
     """Slots that a call cannot do without."""
     return sum(sizes[chunk] for chunk in position.items)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When every item is in a slot.
+
+    Attributes:
+        occupancy: slot bytes during each call.
+        seconds: that the calls take, with what they wait for.
+    """
+
+    intervals: Sequence[Interval]
+    items: Mapping[MovedId, Item]
+    occupancy: tuple[int, ...]
+    seconds: float
+
+    def stops(self) -> tuple[tuple[Event, ...], ...]:
+        """Events before each call, one entry more than calls."""
+        return _emit(self.intervals, len(self.occupancy), self.items)
 
 
 def schedule(
@@ -75,8 +73,8 @@ def schedule(
     barriers: Sequence[int] = (),
     saved: Sequence[Interval] = (),
     used_up: Collection[ItemId] = (),
-) -> tuple[tuple[tuple[Event, ...], ...], tuple[int, ...]]:
-    """Events before each call (one entry more than calls), and slot bytes during each call.
+) -> Schedule:
+    """When every item is in a slot.
 
     Args:
         positions: the calls, in order, with the items each needs.
@@ -92,13 +90,8 @@ def schedule(
     for interval in {interval.item: interval for interval in intervals if interval.item in used_up}.values():
         interval.dirty = False  # the last one of its item
     intervals = sorted([*intervals, *saved], key=lambda interval: (interval.first, interval.item))
-    occupancy = [0] * len(positions)
-    for interval in intervals:
-        for index in range(interval.start, interval.end):
-            occupancy[index] += sizes[interval.item]
-    _advance_loads(intervals, positions, items, capacity, occupancy, hardware, barriers)
-    _delay_evictions(intervals, positions, items, capacity, occupancy, hardware, barriers)
-    return _emit(intervals, len(positions), items), tuple(occupancy)
+    paced = pace(intervals, positions, items, capacity, hardware, barriers)
+    return Schedule(intervals, items, tuple(paced.occupancy), paced.now)
 
 
 def residency(
@@ -176,85 +169,6 @@ def _price_s(item: Item, hardware: Hardware) -> float:
     """Seconds that it takes to bring a byte of the item back, to as many digits as rates of one link agree to."""
     seconds = item.way_back.seconds(item.nbytes, hardware) / item.nbytes if item.nbytes else 0.0
     return float(f"{seconds:.9g}")
-
-
-def _clock(positions: Sequence[Position]) -> list[float]:
-    """Estimated time at which each call starts; one more entry for the end."""
-    times = [0.0]
-    for position in positions:
-        times.append(times[-1] + position.cost_s)
-    return times
-
-
-def _advance_loads(
-    intervals: Sequence[Interval],
-    positions: Sequence[Position],
-    items: Mapping[MovedId, Item],
-    capacity: Sequence[int],
-    occupancy: list[int],
-    hardware: Hardware,
-    barriers: Sequence[int],
-) -> None:
-    """Start each load as late as hides its copy behind arithmetic, as far as there is room.
-
-    Backwards in time, each link's queue gives the moment each copy should begin; then room is given out in the order of
-    need, so that what is needed next comes first when a link is the bottleneck.
-    """
-    times = _clock(positions)
-    previous_end: dict[MovedId, int] = {}
-    for interval in intervals:
-        earliest = max((b for b in barriers if b <= interval.first), default=0)
-        interval.floor = max(earliest, previous_end.get(interval.item, 0))
-        previous_end[interval.item] = interval.end
-    link_free: dict[str, float] = {}
-    in_order = sorted((i for i in intervals if i.loads), key=lambda i: (i.first, i.item))
-    for interval in reversed(in_order):
-        item = items[interval.item]
-        way = item.way_back
-        finish = min(times[interval.first], link_free.get(way.link, math.inf))
-        interval.begin_s = link_free[way.link] = finish - way.seconds(item.nbytes, hardware)
-    for interval in in_order:
-        nbytes = items[interval.item].nbytes
-        while (
-            interval.start > interval.floor
-            and times[interval.start] > interval.begin_s
-            and occupancy[interval.start - 1] + nbytes <= capacity[interval.start - 1]
-        ):
-            interval.start -= 1
-            occupancy[interval.start] += nbytes
-
-
-def _delay_evictions(
-    intervals: Sequence[Interval],
-    positions: Sequence[Position],
-    items: Mapping[MovedId, Item],
-    capacity: Sequence[int],
-    occupancy: list[int],
-    hardware: Hardware,
-    barriers: Sequence[int],
-) -> None:
-    """Keep a dirty item's slot until its write-back is hidden, as far as there is room."""
-    times = _clock(positions)
-    next_start: dict[MovedId, int] = {}
-    for interval in reversed(intervals):
-        latest = min((b for b in barriers if b > interval.last), default=len(positions))
-        interval.ceiling = min(latest, next_start.get(interval.item, len(positions)))
-        next_start[interval.item] = interval.start
-    link_free: dict[str, float] = {}
-    for interval in sorted(intervals, key=lambda i: (i.last, i.item)):
-        if not interval.dirty:
-            continue
-        item = items[interval.item]
-        way = item.way_home
-        begin = max(times[interval.last + 1], link_free.get(way.link, 0.0))
-        end = link_free[way.link] = begin + way.seconds(item.nbytes, hardware)
-        while (
-            interval.end < interval.ceiling
-            and times[interval.end] < end
-            and occupancy[interval.end] + item.nbytes <= capacity[interval.end]
-        ):
-            occupancy[interval.end] += item.nbytes
-            interval.end += 1
 
 
 def _emit(

@@ -10,7 +10,8 @@ from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Plan, Position, Tile
 from chunkc.ir.program import UPDATE
 from chunkc.ir.updates import tile_traffic, update_stages
-from chunkc.passes.planning import check_minimum, fixed_nbytes, plan_phases, staying_beside, whole_beside
+from chunkc.passes.phases import plan_phases
+from chunkc.passes.planning import check_minimum, fixed_nbytes, staying_beside, whole_beside
 
 MIN_TILE_NUMEL, MAX_TILE_NUMEL = 1 << 16, 1 << 24
 """Bounds on an update's elements: below, events cost more than the update; above, nothing is gained."""

@@ -208,10 +208,11 @@ def step_on(
             f"torch.compile splits this model into {len(step.graphs)} graphs; dimensions marked as dynamic are for "
             "models in one graph: leave the marks out, and explain each size for itself"
         )
-    return _on(hardware, step, options, zero_stage)
+    return on_hardware(hardware, step, options, zero_stage)
 
 
-def _on(hardware: Hardware, step: OfflineStep, options: Options, zero_stage: ZeroStage | None) -> OfflineStep:
+def on_hardware(hardware: Hardware, step: OfflineStep, options: Options, zero_stage: ZeroStage | None) -> OfflineStep:
+    """A captured step, as the hardware would run it."""
     step = cut_over(step, hardware, zero_stage, options)
     graphs = tuple(planned_on(graph, hardware, options.codegen) for graph in step.graphs)
     return replace(step, graphs=graphs, storage_nbytes=storages_on(step.storage_nbytes, hardware))
@@ -219,7 +220,7 @@ def _on(hardware: Hardware, step: OfflineStep, options: Options, zero_stage: Zer
 
 def _of_the_first(before: OfflineStep, hardware: Hardware, options: Options, zero_stage: ZeroStage | None) -> str:
     """What is known of a step whose first graphs alone were captured."""
-    step = _on(hardware, before, options, zero_stage)
+    step = on_hardware(hardware, before, options, zero_stage)
     replay = Replay(step, options, training_in(hardware, step.graphs), IN_SLOTS)
     needs = format_nbytes(replay.fitting(1).budget_nbytes)
     names = [name for graph in step.graphs for name in graph.capture.order_of_use()]

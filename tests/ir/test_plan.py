@@ -16,7 +16,8 @@ from chunkc.ir.hardware import Hardware
 from chunkc.ir.links import host_links
 from chunkc.ir.plan import Moment, PhasePlan, Plan, Position
 from chunkc.passes.layout import lay_out
-from chunkc.passes.planning import check_minimum, plan_phases
+from chunkc.passes.phases import plan_phases
+from chunkc.passes.planning import check_minimum
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "plan.txt"
 

@@ -18,7 +18,8 @@ from chunkc.ir.verify import verify_phase
 from chunkc.ir.verify_reruns import Dropped, verify_reruns
 from chunkc.passes.activations import SMALL_NBYTES, candidates, leaving
 from chunkc.passes.insert import insert_events
-from chunkc.passes.planning import check_minimum, plan_phases
+from chunkc.passes.phases import plan_phases
+from chunkc.passes.planning import check_minimum
 from chunkc.passes.profile import positions
 from chunkc.passes.reruns import Repeatable, rerunning
 

@@ -16,7 +16,8 @@ from chunkc.ir.links import FROM_DISK, TO_DISK
 from chunkc.ir.plan import ARRIVE, LEAVE, OFFLOAD, RELOAD
 from chunkc.passes.activations import Saved, leaving
 from chunkc.passes.insert import insert_events
-from chunkc.passes.planning import check_minimum, plan_phases
+from chunkc.passes.phases import plan_phases
+from chunkc.passes.planning import check_minimum
 from chunkc.passes.profile import positions
 
 FIRST, SECOND = "forward.0:0", "forward.1:0"

@@ -20,7 +20,8 @@ from chunkc.ir.verify import verify_phase
 from chunkc.passes.early_updates import with_updates
 from chunkc.passes.insert import insert_events, insert_update_events
 from chunkc.passes.layout import lay_out
-from chunkc.passes.planning import check_minimum, plan_phases
+from chunkc.passes.phases import plan_phases
+from chunkc.passes.planning import check_minimum
 from chunkc.passes.profile import positions
 from chunkc.passes.update_planning import update_positions, update_tiles
 

@@ -18,7 +18,8 @@ from chunkc.ir.verify import verify_phase
 from chunkc.passes.early_updates import updated_in, with_updates
 from chunkc.passes.insert import insert_events
 from chunkc.passes.layout import lay_out
-from chunkc.passes.planning import check_minimum, plan_phases
+from chunkc.passes.phases import plan_phases
+from chunkc.passes.planning import check_minimum
 from chunkc.passes.update_planning import MIN_TILE_NUMEL
 
 ALL = dict.fromkeys(range(NUM_LAYERS), 1)

@@ -17,14 +17,8 @@ from chunkc.ir.hardware import Hardware
 from chunkc.ir.links import host_links
 from chunkc.ir.plan import EVICT, PREFETCH, Plan, Position, gradients_at
 from chunkc.passes.layout import lay_out
-from chunkc.passes.planning import (
-    StepProfile,
-    check_minimum,
-    choose_resident,
-    fixed_nbytes,
-    plan_phases,
-    staying_beside,
-)
+from chunkc.passes.phases import plan_phases
+from chunkc.passes.planning import StepProfile, check_minimum, choose_resident, fixed_nbytes, staying_beside
 from chunkc.passes.update_planning import update_positions, update_tiles
 
 HUGE = 1 << 40

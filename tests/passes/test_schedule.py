@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -110,11 +111,16 @@ def replay(
     return num_loads
 
 
+def scheduled(*asked: Any) -> tuple[Stops, tuple[int, ...]]:
+    found = schedule(*asked)
+    return found.stops(), found.occupancy
+
+
 def plan(text: str, capacity: int, hardware: Hardware = INSTANT, barriers: Sequence[int] = ()) -> tuple[Stops, int]:
     positions = calls(text)
     sizes = {chunk: 1 for position in positions for chunk in position.items}
     capacities = [capacity] * len(positions)
-    stops, occupancy = schedule(positions, items_of(sizes), capacities, hardware, barriers)
+    stops, occupancy = scheduled(positions, items_of(sizes), capacities, hardware, barriers)
     return stops, replay(positions, sizes, capacities, stops, occupancy, barriers)
 
 
@@ -123,8 +129,8 @@ def place(stops: Stops, kind: str, chunk: str) -> list[int]:
 
 
 def test_nothing_to_do() -> None:
-    assert schedule([], {}, [], INSTANT) == (((),), ())
-    assert schedule(calls("+"), {}, [0], INSTANT) == (((), ()), (0,))
+    assert scheduled([], {}, [], INSTANT) == (((),), ())
+    assert scheduled(calls("+"), {}, [0], INSTANT) == (((), ()), (0,))
 
 
 def test_where_all_fits_each_chunk_is_loaded_once() -> None:
@@ -178,7 +184,7 @@ def test_links_have_queues_of_their_own() -> None:
     items = {"x": Item(0, Copy(TO_DEVICE), Copy(TO_HOME))} | items_of({"a": 1, "b": 1})
     for link, starts in ((TO_DEVICE, [2, 3]), (FROM_DISK, [2, 3])):
         of_b = {"b": Item(1, Copy(link), Copy(TO_HOME))}
-        stops, _ = schedule(positions, items | of_b, [9] * 5, machine)
+        stops, _ = scheduled(positions, items | of_b, [9] * 5, machine)
         assert sorted([*place(stops, PREFETCH, "a"), *place(stops, PREFETCH, "b")]) == starts
     assert place(stops, PREFETCH, "a") == [3]  # behind RAM's queue alone
     assert place(stops, PREFETCH, "b") == [2]  # two seconds from the disk
@@ -195,7 +201,7 @@ def test_a_write_back_to_a_slower_disk_keeps_its_slot_for_longer() -> None:
     machine = Hardware(1.0, 1.0, host_links(1.0, 1.0, to_disk=1 / 3))
     for link, end in ((TO_HOME, 2), (TO_DISK, 4)):
         items = items_of({"b": 1}) | {"A": Item(1, Copy(TO_DEVICE), Copy(link))}
-        stops, _ = schedule(calls("A b b b b"), items, [2] * 5, machine)
+        stops, _ = scheduled(calls("A b b b b"), items, [2] * 5, machine)
         assert place(stops, EVICT, "A") == [end]
 
 
@@ -233,7 +239,7 @@ def test_a_chunk_may_stay_over_a_barrier() -> None:
 
 def test_capacity_may_change_from_call_to_call() -> None:
     positions, sizes, capacity = calls("a b + a b"), {"a": 1, "b": 1}, [2, 2, 0, 2, 2]
-    stops, occupancy = schedule(positions, items_of(sizes), capacity, INSTANT)
+    stops, occupancy = scheduled(positions, items_of(sizes), capacity, INSTANT)
     assert replay(positions, sizes, capacity, stops, occupancy) == 4
     assert occupancy[2] == 0
 
@@ -286,7 +292,7 @@ def instances(draw, uniform: bool = False, chunks: str = CHUNKS, max_calls: int 
 @given(instances())
 def test_every_schedule_is_safe_and_fits(instance) -> None:
     positions, items, capacity, hardware, barriers = instance
-    stops, occupancy = schedule(positions, items, capacity, hardware, barriers)
+    stops, occupancy = scheduled(positions, items, capacity, hardware, barriers)
     num_loads = replay(positions, sizes_of(items), capacity, stops, occupancy, barriers)
     assert num_loads == len(residency(positions, items, capacity, hardware)), "placing copies adds no copies"
     for event in (event for stop in stops for event in stop if event.kind in (PREFETCH, WRITE_BACK)):
@@ -348,7 +354,7 @@ def _subsets(items: Sequence[str]) -> Iterator[frozenset[str]]:
 
 
 def num_loads(positions: Sequence[Position], items: Mapping[str, Item], capacity: Sequence[int]) -> int:
-    stops, _ = schedule(positions, items, capacity, INSTANT)
+    stops, _ = scheduled(positions, items, capacity, INSTANT)
     return sum(event.kind == PREFETCH for stop in stops for event in stop)
 
 

@@ -1,0 +1,236 @@
+"""What others would do with a training step: each policy for chunks with each treatment of what forwards save.
+
+A treatment says what of the saved values is absent; a policy, or chunkc's own planner, moves the chunks. All are timed
+by the same simulator, with chunkc's choice of the groups that stay in the room that the treatment leaves, and its tiles
+for the optimizer's step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import torch
+import unet
+from policies import POLICIES, phase_plan
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from chunkc.captured import Captured, profile
+from chunkc.explaining.explain import budget_of, on_hardware, training_in
+from chunkc.explaining.moments import PlannedRun, StepPlans
+from chunkc.explaining.offline import OfflineStep, capture_offline
+from chunkc.explaining.rehearsal import Rehearsed
+from chunkc.explaining.replay import Replay
+from chunkc.explaining.updates import Updates
+from chunkc.ir.chunks import Chunk, ChunkLayout
+from chunkc.ir.errors import BudgetError
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.items import Absence
+from chunkc.ir.links import QUEUES
+from chunkc.ir.plan import PhasePlan, Position
+from chunkc.ir.program import FORWARD, UPDATE
+from chunkc.ir.simulate import STAYING, simulate, step_time
+from chunkc.machines.presets import load_hardware
+from chunkc.models import find_model
+from chunkc.optim.overlap_mode import NONE
+from chunkc.options import parse_options
+from chunkc.passes.planning import chunk_items, fixed_nbytes, needed_nbytes
+from chunkc.passes.update_planning import update_positions
+from chunkc.policy import Forms, PhaseCalled, decide
+
+UNET = "unet"
+"""The name of the one model that is not built in."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a machine. `budget`: as in `torch.compile`'s options."""
+
+    model: str
+    hardware: str
+    batch_size: int
+    budget: str = "auto"
+    seq_len: int | None = None
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What becomes of the values that a forward saves.
+
+    Attributes:
+        name: for people; of no treatment at all nothing.
+        checkpointing: each block keeps its input and runs again.
+        saved_part: PyTorch's `activation_memory_budget`.
+        offloads: the largest values go home until the others fit (torchtitan, DeepCompile).
+    """
+
+    name: str
+    checkpointing: bool = False
+    saved_part: float = 1.0
+    offloads: bool = False
+
+    def __str__(self) -> str:
+        return f" + {self.name}" if self.name else ""
+
+
+TREATMENTS = (
+    Treatment(""),
+    Treatment("full checkpointing", checkpointing=True),
+    Treatment("activation_memory_budget=0.5", saved_part=0.5),
+    Treatment("largest activations offloaded", offloads=True),
+    Treatment("full checkpointing, largest activations offloaded", checkpointing=True, offloads=True),
+)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A case, planned on paper. `step` is None where nothing fits the budget."""
+
+    rehearsed: Rehearsed
+    replay: Replay
+    step: StepPlans | None
+    hardware: Hardware
+    budget_nbytes: int
+    updates: Updates
+
+    @property
+    def captured(self) -> Captured:
+        """The graph, with nothing absent."""
+        return self.rehearsed.captured[0]
+
+
+@lru_cache(maxsize=8)
+def _captured(model: str, batch_size: int, seq_len: int | None, checkpointing: bool, saved_part: float) -> OfflineStep:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        if model == UNET:
+            module, args, kwargs = unet.build(activation_checkpointing=checkpointing), unet.example(batch_size), {}
+        else:
+            spec = find_model(model)
+            module = spec.build(activation_checkpointing=checkpointing, seq_len=seq_len)
+            args, kwargs = spec.example(batch_size, seq_len)
+    with torch._functorch.config.patch(activation_memory_budget=saved_part):
+        return capture_offline(module, args, kwargs, codegen="eager", repeatable=True)
+
+
+def plan(case: Case, overlap: str, activations: str, treatment: Treatment = TREATMENTS[0]) -> Planned:
+    """Plan a case as `chunkc explain` does."""
+    machine_ = load_hardware(case.hardware)
+    options = parse_options({"memory_budget": case.budget, "codegen": "eager", "activations": activations})
+    saved = treatment.checkpointing, treatment.saved_part
+    captured = on_hardware(machine_, _captured(case.model, case.batch_size, case.seq_len, *saved), options, 3)
+    hardware, updates = training_in(machine_, captured.graphs), Updates(overlap=overlap)
+    replay, budget = Replay(captured, options, hardware, updates), budget_of(options, machine_)
+    rehearsed = replay.fitting(budget)
+    step = replay.planned(rehearsed)
+    fits = rehearsed.budget_nbytes == budget
+    return Planned(rehearsed, replay, step if fits else None, hardware, budget, updates)
+
+
+def timed(planned: Planned, step: StepPlans, phases: Sequence[PhasePlan]) -> tuple[float, int]:
+    """Seconds of a step by the simulator, and the bytes it copies, both ways."""
+    costs = {name: cost for run in step.runs for name, cost in run.costs_s().items()}
+    nbytes, rate = planned.updates.nbytes(step), planned.hardware.update_bytes_per_s
+    in_slots = [*(name for run in step.runs for name in run.updates)]
+    in_slots += [moment.name for moment in (step.update.moments if step.update else ())]
+    costs |= {name: nbytes[name] / rate for name in in_slots}
+    events = simulate(
+        phases,
+        costs,
+        planned.hardware,
+        staying_update_s=nbytes[STAYING] / rate,
+        at_home=planned.updates.simulated(step.at_home, step.layout, planned.hardware),
+    )
+    return step_time(events).total, sum(event.nbytes for event in events if event.stream in QUEUES)
+
+
+def baselines(case: Case) -> Iterator[tuple[str, float]]:
+    """Seconds of the step as others would run it; what does not fit is left out."""
+    for treatment in TREATMENTS:
+        planned = plan(case, NONE, "offload" if treatment.offloads else "keep", treatment)
+        if planned.step is None:
+            continue
+        step = _offloading(planned) if treatment.offloads else planned.step
+        if step is None:
+            continue
+        if treatment.name:
+            yield f"chunkc's chunks{treatment}", timed(planned, step, step.phases)[0]
+        for name, seconds in _by_policies(planned, step):
+            yield f"{name}{treatment}", seconds
+
+
+def _offloading(planned: Planned) -> StepPlans | None:
+    """The step with as few of the largest saved values at home as the others leave no room for."""
+    now, captured = planned.rehearsed.situation, planned.captured
+    absent = Absence(home=_largest(captured, now.layout, now.budget_nbytes))
+    if not absent:
+        return None  # then it is no other than without
+    every = replace(now, resident=frozenset(group.index for group in now.layout.groups) - now.layout.cut)
+    runs = []
+    try:
+        for run in planned.rehearsed.runs:
+            around = replace(run.request.around, absent=absent)
+            held_nbytes = run.request.held_nbytes - run.request.spare_nbytes
+            found = decide(every, PhaseCalled(Forms(captured), held_nbytes, around))
+            every = found.situation
+            runs.append(replace(run, request=found.request))
+    except BudgetError:
+        return None
+    runs = [replace(run, request=replace(run.request, situation=every)) for run in runs]
+    due = tuple(sorted(every.layout.groups_of(every.trained) - every.resident))
+    update = replace(planned.rehearsed.update, situation=every, groups=due)
+    return planned.replay.planned(replace(planned.rehearsed, situation=every, runs=tuple(runs), update=update))
+
+
+def _largest(captured: Captured, layout: ChunkLayout, budget_nbytes: int) -> frozenset[str]:
+    """The fewest of the saved values, largest first, without which every call has room for its own chunks."""
+    order = [one.storage for one in sorted(captured.may_leave, key=lambda one: (-one.nbytes, one.storage))]
+    free = budget_nbytes - fixed_nbytes(layout, frozenset())
+
+    def fits(count: int) -> bool:
+        positions = profile(captured.without(Absence(home=frozenset(order[:count]))), layout).passes
+        return needed_nbytes(positions, layout) <= free
+
+    low, high = 0, len(order)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return frozenset(order[:low])
+
+
+def _by_policies(planned: Planned, step: StepPlans) -> Iterator[tuple[str, float]]:
+    """Seconds of a step whose chunks move by each policy."""
+    lines = {run.phase: _line(run, step) for run in step.runs}
+    if step.update is not None:
+        beside_nbytes = step.runs[0].captured.caller_nbytes
+        lines[UPDATE] = _without(update_positions(step.layout, step.tiles, beside_nbytes), step.resident)
+    fixed, captured = fixed_nbytes(step.layout, step.resident), step.runs[0].captured
+    for policy in POLICIES:
+        phases = []
+        try:
+            for phase, line in lines.items():
+                capacity = [planned.budget_nbytes - fixed - position.non_model_nbytes for position in line]
+                items = chunk_items(step.layout, line, step.resident)
+                saved = () if phase == UPDATE else captured.absent
+                phases.append(phase_plan(policy, phase, line, items, capacity, saved))
+        except ValueError:
+            continue
+        yield policy.name, timed(planned, step, phases)[0]
+
+
+def _line(run: PlannedRun, step: StepPlans) -> list[Position]:
+    """A run's calls as positions, without what stays; named as its plan's moments are."""
+    found = profile(run.captured, step.layout)
+    positions = found.forward if run.phase == FORWARD else found.backward
+    names = [moment.name for moment in run.planned.moments]
+    return _without([replace(one, name=name) for one, name in zip(positions, names, strict=True)], step.resident)
+
+
+def _without(positions: Sequence[Position], resident: frozenset[int]) -> list[Position]:
+    def moving(items: frozenset[Chunk]) -> frozenset[Chunk]:
+        return frozenset(item for item in items if item.group not in resident)
+
+    return [replace(one, reads=moving(one.reads), writes=moving(one.writes)) for one in positions]
