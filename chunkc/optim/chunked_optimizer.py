@@ -50,8 +50,7 @@ class ChunkedOptimizer(ClipsGradients):
         under_way, in_backward: updates that go on after a step, or begin before it.
         doubts: the steps of which only the device knows whether they happened.
         contents: whose masters are.
-        grad_scale, found_inf: what `torch.amp.GradScaler.step` sets: gradients are divided by the one, and nothing
-            changes, steps neither, where the other is not 0.
+        grad_scale, found_inf: a `GradScaler`'s: what gradients are divided by; no step is made if not 0.
     """
 
     _step_supports_amp_scaling = True
