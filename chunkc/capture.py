@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,9 @@ from chunkc.passes.graphs import placeholders, returned
 from chunkc.passes.inductor.cuda import steady_inductor
 from chunkc.passes.loss_tiles import tile_losses
 from chunkc.passes.partition import partition
+from chunkc.passes.repeats import find_repeats, shortened
 from chunkc.passes.segments import clone_parameter_views, copy_changing, materialise_returned_placeholders
+from chunkc.passes.unrolling import NotAlike, unroll
 from chunkc.torch_private.aot import (
     aot_module_simplified,
     forbid_donation,
@@ -32,6 +35,8 @@ from chunkc.torch_private.dynamo import is_of_a_module
 from chunkc.torch_private.engine import without_autocast
 from chunkc.torch_private.inductor import prepare_joint_graph
 from chunkc.torch_private.versions import warn_if_newer
+
+logger = logging.getLogger(__name__)
 
 Boxed = Callable[[list[Any]], list[Any]]
 
@@ -117,8 +122,12 @@ def capture_graph(
             with steady_inductor(pytree.tree_leaves(example_inputs)):
                 prepare_joint_graph(gm, example_inputs)
 
+    def with_all_layers(graph: fx.Graph) -> fx.Graph:
+        return graph if repeats is None else unroll(graph, repeats, len(inputs), num_outputs)
+
     def partition_fn(joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
         capture.num_user_outputs = kwargs["num_fwd_outputs"]
+        joint.graph = with_all_layers(joint.graph)
         prepare(joint, joint_inputs)
         is_parameter = [name is not None for name in parameter_names]
         # What the forward returns beside the results of Dynamo's graph may be new values of its inputs.
@@ -138,6 +147,7 @@ def capture_graph(
         return boxed(run_forward)
 
     def inference_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        gm.graph = with_all_layers(gm.graph)
         prepare(gm, example_inputs)
         return forward_compiler(gm, example_inputs)
 
@@ -145,16 +155,30 @@ def capture_graph(
     def backward_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         return boxed(run_backward)
 
-    with random_states_as_values(), linalg_checks_decomposed(), in_a_tracing_context():
-        call = aot_module_simplified(
-            gm,
-            inputs,
-            fw_compiler=forward_compiler,
-            bw_compiler=backward_compiler,
-            inference_compiler=inference_compiler,
-            partition_fn=partition_fn,
-            decompositions=decompositions(codegen),
-        )
+    def trace(gm: fx.GraphModule) -> Any:
+        with random_states_as_values(), linalg_checks_decomposed(), in_a_tracing_context():
+            return aot_module_simplified(
+                gm,
+                inputs,
+                fw_compiler=forward_compiler,
+                bw_compiler=backward_compiler,
+                inference_compiler=inference_compiler,
+                partition_fn=partition_fn,
+                decompositions=decompositions(codegen),
+            )
+
+    repeats = find_repeats(gm.graph)
+    if repeats is None:
+        call = trace(gm)
+    else:
+        try:
+            with shortened(gm, repeats) as short:
+                call = trace(short)
+            _forget_autograd(short)
+        except NotAlike as error:
+            logger.debug("all layers are traced: %s", error)
+            repeats = None
+            call = trace(gm)
     _name_parameters(capture, parameter_names)
     assert capture.forward is not None
     if repeatable and capture.backward is not None:

@@ -40,3 +40,15 @@ def without_values(cls: type[_T], tensor: torch.Tensor) -> _T:
     return torch.Tensor._make_wrapper_subclass(
         cls, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
+
+
+def like(tensor: FakeTensor, base: torch.Tensor | None) -> FakeTensor:
+    """A fake tensor of the same form in the storage of `base`, or in one of its own as large as the tensor's.
+
+    To be called outside of all modes: none of the operators here is for the fake mode, which takes its time for each.
+    """
+    if base is None:
+        base = torch.empty((tensor.untyped_storage().nbytes(),), dtype=torch.uint8, device="meta")
+    values = torch.empty(0, dtype=tensor.dtype, device="meta")
+    values.set_(base.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return FakeTensor(tensor.fake_mode, values, tensor.device)

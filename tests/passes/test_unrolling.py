@@ -1,0 +1,221 @@
+"""Equal layers are traced once: the graphs are those that tracing all layers gives, to the names and storages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import chunkc
+from chunkc import capture
+from chunkc.capture import Capture, capture_graph
+from chunkc.passes.graphs import storage_key, tensors_of
+from chunkc.passes.origins import origin_of
+from chunkc.passes.repeats import LAYER, find_repeats
+from chunkc.passes.unrolling import NotAlike, unroll
+
+WIDTH = 16
+NUM_LAYERS = 9
+
+
+class Block(nn.Module):
+    def __init__(self, num_hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.up = nn.Linear(WIDTH, num_hidden)
+        self.down = nn.Linear(num_hidden, WIDTH, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + self.dropout(F.scaled_dot_product_attention(q * scale, k, v))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Deep(nn.Module):
+    """A model of layers that are alike unless `hidden` says otherwise; how it calls them is the variant's."""
+
+    def __init__(self, variant: str = "", hidden: tuple[int, ...] = (32,) * NUM_LAYERS) -> None:
+        super().__init__()
+        self.variant = variant
+        self.embedding = nn.Embedding(32, WIDTH)
+        self.scale = nn.Parameter(torch.tensor(0.9))
+        blocks = [Block(num_hidden, 0.1 if variant == "dropout" else 0.0) for num_hidden in hidden]
+        self.blocks = nn.ModuleList(blocks[:1] * len(blocks) if variant == "one for all" else blocks)
+        self.head = nn.Linear(WIDTH, 32, bias=False)
+        if variant == "tied":
+            self.head.weight = self.embedding.weight
+        if variant == "frozen":
+            for block in blocks:
+                block.up.requires_grad_(False)
+        if variant == "batch norms":
+            self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in blocks)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embedding(tokens)
+        states = []
+        for number, block in enumerate(self.blocks):
+            if self.variant == "checkpoints":
+                x = checkpoint(block, x, self.scale, use_reentrant=False)
+            else:
+                x = block(x, self.scale)
+            if self.variant == "batch norms":
+                x = self.norms[number](x.mT).mT
+            if self.variant == "counts":
+                self.count.add_(1)
+            states.append(x)
+        logits = self.head(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        return (loss, states) if self.variant == "states" else loss
+
+
+TOKENS = torch.arange(24).view(3, 8) % 7
+
+
+@pytest.fixture(autouse=True)
+def _new_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def captured(model: nn.Module, *arguments: Tensor, codegen: str = "eager", **options: Any) -> tuple[Capture, int]:
+    """The graphs of a model, and how many of its blocks were found to be alike."""
+    found: list[tuple[Capture, int]] = []
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        repeats = find_repeats(gm.graph)
+        names = [f"p{at}" if isinstance(value, nn.Parameter) else None for at, value in enumerate(inputs)]
+        phases = dict.fromkeys(("run_forward", "run_backward"), lambda arguments: arguments)
+        _, graphs = capture_graph(gm, inputs, names, codegen=codegen, **phases)
+        found.append((graphs, 0 if repeats is None else len(repeats.blocks)))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend, **options)(*arguments)
+    ((graphs, num_alike),) = found
+    return graphs, num_alike
+
+
+def size_of(tensor: Tensor) -> str:
+    """Bytes of its storage, in which equal expressions are one text."""
+    nbytes: Any = tensor.untyped_storage().nbytes()
+    return str(nbytes if isinstance(nbytes, int) else sympy.expand(nbytes.node.expr))
+
+
+def text(graphs: Capture) -> str:
+    """All that anybody reads of two graphs: names, operators, forms, storages, marks, and the user's modules."""
+    lines = [str(sorted(graphs.gradients.items()))]
+    for module in (graphs.forward, graphs.backward):
+        storages: dict[int, int] = {}
+        for node in module.graph.nodes if module is not None else ():
+            values = [
+                (str(t.shape), t.dtype, str(t.stride()), storages.setdefault(storage_key(t), len(storages)),
+                 size_of(t), str(t.storage_offset()))
+                for t in (tensors_of(node) if node.op != "output" else ())
+            ]  # fmt: skip
+            lines.append(f"{node.format_node()} {values} {origin_of(node)} {node.meta.get('custom')}")
+    return "\n".join(lines)
+
+
+def both_ways(monkeypatch: pytest.MonkeyPatch, model: nn.Module, **options: Any) -> tuple[str, str, int]:
+    """The graphs' text with the layers traced once, with all of them traced, and the number of layers alike."""
+    graphs, num_alike = captured(model, TOKENS, **options)
+    monkeypatch.setattr(capture, "find_repeats", lambda graph: None)
+    whole, _ = captured(model, TOKENS, **options)
+    monkeypatch.undo()
+    return text(graphs), text(whole), num_alike
+
+
+@pytest.mark.parametrize("variant", ["", "dropout", "tied", "frozen", "checkpoints", "one for all"])
+def test_graphs_are_those_of_all_layers_traced(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+    codegen = "inductor" if variant in ("dropout", "tied") else "eager"
+    once, whole, num_alike = both_ways(monkeypatch, Deep(variant), codegen=codegen)
+    assert num_alike >= NUM_LAYERS - 1
+    assert once == whole
+    assert str(LAYER) not in once
+
+
+def test_other_sizes_and_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    once, whole, num_alike = both_ways(monkeypatch, Deep(), dynamic=True)
+    assert num_alike
+    assert once == whole
+    assert re.search(r"s\d+", once)
+    with torch.autocast("cpu", torch.bfloat16):
+        once, whole, num_alike = both_ways(monkeypatch, Deep("dropout"))
+    assert num_alike
+    assert once == whole
+    with torch.no_grad():
+        once, whole, num_alike = both_ways(monkeypatch, Deep())
+    assert num_alike
+    assert once == whole
+
+
+@pytest.mark.parametrize(
+    ("variant", "hidden"),
+    [("", (32, 16) * 4), ("", (32,) * 5), ("states", (32,) * 9), ("batch norms", (32,) * 9), ("counts", (32,) * 9)],
+)
+def test_what_is_not_alike_is_traced_whole(
+    monkeypatch: pytest.MonkeyPatch, variant: str, hidden: tuple[int, ...]
+) -> None:
+    once, whole, num_alike = both_ways(monkeypatch, Deep(variant, hidden))
+    assert num_alike == 0
+    assert once == whole
+
+
+def test_two_kinds_of_layers_in_turn_are_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    once, whole, num_alike = both_ways(monkeypatch, Deep(hidden=(32, 16) * 7))
+    assert num_alike >= 6
+    assert once == whole
+
+
+def test_a_block_that_was_traced_otherwise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one block's operation, or what it reads, is another one, all layers are traced."""
+    refused = []
+
+    def changed(graph: fx.Graph, repeats: Any, num_inputs: int, num_outputs: int) -> fx.Graph:
+        node = next(n for n in graph.nodes if (n.meta.get("custom") or {}).get(LAYER) == 2 and n.name.startswith("mul"))
+        node.args = (node.args[0], node.args[0])
+        try:
+            return unroll(graph, repeats, num_inputs, num_outputs)
+        except NotAlike as error:
+            refused.append(str(error))
+            raise
+
+    monkeypatch.setattr(capture, "unroll", changed)
+    once, whole, _ = both_ways(monkeypatch, Deep())
+    assert once == whole
+    (message,) = refused
+    assert "read other values" in message
+
+
+@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.second_tier)])
+def test_trains_to_the_same_bits(monkeypatch: pytest.MonkeyPatch, codegen: str) -> None:
+    def losses() -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Deep("dropout")
+        options = {"codegen": codegen, "memory_budget": "64MiB", "whole_graph": "never"}
+        compiled = torch.compile(model, backend="chunkc", options=options)
+        optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-2)
+        found = []
+        for _ in range(3):
+            loss = compiled(TOKENS)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach().clone())
+        return [*found, *(parameter.detach().clone() for parameter in model.parameters())]
+
+    once = losses()
+    monkeypatch.setattr(capture, "find_repeats", lambda graph: None)
+    assert all(map(torch.equal, once, losses()))
