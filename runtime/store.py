@@ -202,7 +202,8 @@ class ChunkStore(ChunkPlaces):
         return kind != GRAD or self.collect_gradients(group)
 
     def _gradients_leave(self, chunk: Chunk, buffer: torch.Tensor) -> None:
-        gradients = {name: p.grad for name, p in self._parameters_of(chunk.group).items()}
+        parameters = self._parameters_of(chunk.group) if self.sums.askers else {}
+        gradients = {name: p.grad for name, p in parameters.items()}
         own = {n: g for n, g in gradients.items() if g is not None and not self._is_foreign(n, g)}
         self.sums.take(self.layout.groups[chunk.group], buffer, own, self.tier)
 

@@ -88,6 +88,8 @@ class ClipsGradients(Optimizer):
     def param_groups(self) -> Any:
         """As in `torch.optim`. Whoever reads it may change gradients in a way that nobody counts, as
         `torch.amp.GradScaler.unscale_` does: sums of gradients that were taken before are not used any more."""
+        if "param_groups" not in self.__dict__:  # a wrapper, as Lightning's, which asks what it wraps then
+            raise AttributeError("param_groups")
         self._looked_at = next(clock)
         return self.__dict__["param_groups"]
 
@@ -156,6 +158,17 @@ class ClipsGradients(Optimizer):
         for session in sessions_of(self._all_parameters()):
             asked_by(self, [session.store.sums], summing_on(session.device))
         return sum_of_squares(Gradients(found, self._looked_at)).sqrt()
+
+    @torch.no_grad()
+    def overflows(self) -> torch.Tensor:
+        """Whether an element of a gradient is not finite: 0-dim fp32, 1 or 0.
+
+        Raises:
+            UnsupportedError: as `clip_grad_norm_`.
+        """
+        clipped = self._clipped
+        norm = clipped.norm if clipped is not None and self._is_clipped(self._gradients()) else self.grad_norm()
+        return (~torch.isfinite(norm)).float()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._clipped = None

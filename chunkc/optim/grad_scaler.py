@@ -34,7 +34,7 @@ class GradScaler(OverflowsElsewhere):
     def found_inf_of(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
         if not isinstance(optimizer, ClipsGradients) or optimizer.overlap.beside_backward:
             return None
-        return (~torch.isfinite(optimizer.grad_norm())).float()
+        return optimizer.overflows()
 
     def clip_grad_norm_(self, optimizer: Any, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Clip what the step will divide: see `clip_grad_norm_` of chunkc's optimizers.

@@ -42,7 +42,7 @@ def summing_on(device: torch.device) -> SumSquares:
 
 @torch.no_grad()
 def sum_of_squares(gradients: Gradients) -> torch.Tensor:
-    """0-dim fp64, on the device of the first gradient: finite if and only if every element is. Waits for no device.
+    """0-dim fp64, on a device if some gradient is on one: finite if and only if every element is. Waits for no device.
 
     Of parameters that are cut over ranks, all ranks' parts; each rank calls this.
     """
@@ -82,11 +82,11 @@ def _added_up(gradients: Gradients) -> torch.Tensor:
     for sums in rows:
         if sums is not None:
             by_device.setdefault(sums.device, []).append(sums)
-    totals = [_total(sums, device) for device, sums in by_device.items()]
-    if not totals:
+    if not by_device:
         return torch.zeros((), dtype=torch.float64, device="cpu")
-    first = totals[0]
-    return sum((total.to(first.device) for total in totals[1:]), first)
+    where = next((device for device in by_device if device.type != "cpu"), next(iter(by_device)))
+    total, *others = [_total(sums, device).to(where) for device, sums in by_device.items()]
+    return sum(others, total)
 
 
 def _read(gradients: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

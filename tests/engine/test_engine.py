@@ -111,6 +111,8 @@ def test_clipping_happens_in_fp32_inside_the_update(dtype: str) -> None:
         (reference.model(x) * scale).backward()
         assert model.get_global_grad_norm() == pytest.approx(reference.step(scale, 0.02), rel=1e-2)
     assert model.skipped_steps == 0
+    read_nbytes = chunkc.report(model.module).gradients_read_nbytes
+    assert 0 < read_nbytes <= sum(p.nbytes for p in model.parameters()), "of the first step alone"
     assert_close(weights(model), weights(reference.model), rtol=1e-2 if dtype == "bf16" else 1e-3, atol=1e-4)
 
 

@@ -53,6 +53,12 @@ def assert_moved(model: nn.Module, budget_nbytes: int) -> chunkc.Report:
     return report
 
 
+def assert_clipped_in_slots(model: nn.Module) -> None:
+    """Norms have read gradients at home in the first step alone."""
+    read_nbytes, all_nbytes = chunkc.report(model).gradients_read_nbytes, sum(p.nbytes for p in model.parameters())
+    assert 0 < read_nbytes <= all_nbytes
+
+
 def assert_close(left: Sequence[Any], right: Sequence[Any]) -> None:
     """Losses agree up to the rounding of another order of operations: AOTAutograd's decompositions, fused updates."""
     assert len(left) == len(right) > 0

@@ -12,7 +12,7 @@ import torch
 from harness import LOOP_NBYTES, differences, limited, weights
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch.plugins import MixedPrecision
-from loops import assert_close, assert_moved, batches, gpt, tokens
+from loops import assert_clipped_in_slots, assert_close, assert_moved, batches, gpt, tokens
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from zoo import floats
@@ -94,6 +94,7 @@ def test_trains_validates_saves_and_resumes_exactly(tmp_path: Path) -> None:
     )
     assert set(whole.progress_bar_metrics) == {"train_loss"}
     assert_moved(whole.lightning_module, BUDGET)
+    assert_clipped_in_slots(whole.lightning_module)
 
     first = fitted(tmp_path / "parts", strategy(), max_epochs=1, **clipped)
     saved = first.checkpoint_callback.best_model_path
@@ -127,6 +128,7 @@ def test_gradients_are_clipped_in_mixed_precision(tmp_path: Path, precision: Any
     ours = fitted(tmp_path, strategy(), **settings())
     assert ours.lightning_module.losses == pytest.approx(plain.lightning_module.losses, rel=2e-2)
     assert_moved(ours.lightning_module, BUDGET)
+    assert_clipped_in_slots(ours.lightning_module)
     unclipped = fitted(tmp_path, strategy(), plugins=settings()["plugins"])
     assert ours.lightning_module.losses != pytest.approx(unclipped.lightning_module.losses, rel=2e-2)
 

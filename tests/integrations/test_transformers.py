@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from harness import differences, limited, weights
-from loops import assert_close, assert_moved, gpt, tokens
+from loops import assert_clipped_in_slots, assert_close, assert_moved, gpt, tokens
 from torch import nn
 from transformers import HfArgumentParser, TrainerCallback
 
@@ -140,6 +140,7 @@ def test_trains_evaluates_saves_and_resumes_exactly(tmp_path: Path) -> None:
     assert_close(losses(whole), losses(plain))
     assert_close(losses(whole, "eval_loss"), losses(plain, "eval_loss"))
     report = assert_moved(whole.model, BUDGET)
+    assert_clipped_in_slots(whole.model)
     peaks = losses(whole, "chunkc/peak_bytes")
     assert len(peaks) == 7, "each step's, and the summary's"
     assert peaks[-1] == max(peaks) == (report.measured_peak_nbytes or report.predicted_peak_nbytes)
