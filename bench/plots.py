@@ -18,6 +18,7 @@ METRICS = {
     "bound": (("of bound", 100, "% of the bound"),),
     "scale": (("parameters", 1e-9, "billion parameters"),),
     "checkpoint": (("to no saving", 100, "% of the time without saving"),),
+    "ranks": (("step", 1e3, "ms per step"),),
     "prediction": (("measured to plan", 100, "% of the plan, measured"),),
 }
 _COLUMNS = 3

@@ -19,6 +19,8 @@ CHECKPOINTING = "checkpointing"
 FSDP2 = "FSDP2 offload"
 TORCHAO = "torchao CPUOffloadOptimizer"
 DEEPSPEED = "DeepSpeed ZeRO-3 offload"
+DDP, FSDP2_RANKS, CHUNKC_RANKS = "DDP", "FSDP2", "chunkc on ranks"
+"""On several ranks, without offloading."""
 
 PACKAGES = {TORCHAO: "torchao", DEEPSPEED: "deepspeed"}
 """Of systems that are not part of torch."""
@@ -38,6 +40,7 @@ class SubjectSpec:
         is_checkpointed: systems that offload run each block again in the backward.
         codegen: of the peers: "inductor" or "eager", as chunkc's option of that name.
         save_every: so many steps, a checkpoint is saved, of which the latest is kept; 0: none is.
+        num_ranks, rank, store: of systems on several ranks: how many, which this is, and the file by which they meet.
     """
 
     SCRIPT: ClassVar[str] = "subject.py"
@@ -54,6 +57,9 @@ class SubjectSpec:
     codegen: str = "inductor"
     seed: int = 0
     save_every: int = 0
+    num_ranks: int = 1
+    rank: int = 0
+    store: str = ""
 
     def to_json(self) -> str:
         """The command line argument of the script."""

@@ -31,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import families
 import gpu_process_memory
 import systems
-from specs import CHUNKC, SubjectSpec
+import tcp_traffic
+from specs import CHUNKC, CHUNKC_RANKS, SubjectSpec
 from subject_process import Unavailable
 
 import chunkc
@@ -56,7 +57,7 @@ class Trainer:
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Endless pairs (x, y), int64 [batch, length]. Nothing of them is kept: it would be measured."""
-        generator = torch.Generator().manual_seed(self.spec.seed)
+        generator = torch.Generator().manual_seed(self.spec.seed + self.spec.rank)
         while True:
             yield self._batch(generator)
 
@@ -116,13 +117,16 @@ class Trainer:
         if self.spec.device == "cuda":
             numbers["reserved_peak_nbytes"] = torch.cuda.max_memory_reserved()
             numbers["driver_nbytes"] = gpu_process_memory.process_nbytes(os.getpid())
-        if self.spec.system != CHUNKC:
+        if self.spec.num_ranks > 1:
+            numbers["acknowledged_nbytes"] = tcp_traffic.acknowledged_nbytes()
+        if self.spec.system not in (CHUNKC, CHUNKC_RANKS):
             return numbers
         report = chunkc.report(self.trainee.model)
         return numbers | {
             "phases": phase_peaks(report.moments),
             "buffers_nbytes": sum(-(-buffer.nbytes // 512) * 512 for buffer in self.trainee.model.buffers()),
             "predicted_peak_nbytes": report.predicted_peak_nbytes,
+            "minimum_budget_nbytes": report.minimum_budget_nbytes,
             "home_nbytes": report.home_nbytes,
             "num_moments": len(report.moments),
             "num_chunks": report.num_chunks,

@@ -22,7 +22,18 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import families
-from specs import CHECKPOINTING, CHUNKC, DEEPSPEED, FSDP2, PLAIN, TORCHAO, SubjectSpec
+from specs import (
+    CHECKPOINTING,
+    CHUNKC,
+    CHUNKC_RANKS,
+    DDP,
+    DEEPSPEED,
+    FSDP2,
+    FSDP2_RANKS,
+    PLAIN,
+    TORCHAO,
+    SubjectSpec,
+)
 from subject_process import Unavailable
 
 import chunkc
@@ -107,6 +118,49 @@ def _fsdp2(spec: SubjectSpec) -> Trainee:
     return _trainee(model, model, optimizer, nullcontext)
 
 
+def _join(spec: SubjectSpec) -> Any:
+    """The mesh of all ranks of a system, which share the machine's cores."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // spec.num_ranks))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{spec.store}", rank=spec.rank, world_size=spec.num_ranks)
+    return init_device_mesh("cpu", (spec.num_ranks,))
+
+
+def _ddp(spec: SubjectSpec) -> Trainee:
+    """`DistributedDataParallel`, compiled, as its documentation has it; gradients are views of its buckets."""
+    _join(spec)
+    model = families.build(spec.model, is_checkpointed=spec.is_checkpointed, dtype=torch.float32)
+    whole = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
+    return _trainee(model, _compiled(whole, spec), optimizer, _autocast(spec))
+
+
+def _fsdp2_ranks(spec: SubjectSpec) -> Trainee:
+    """FSDP2 as in its tutorial: each block and the root; blocks are compiled one by one before, as torchtitan does."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = _join(spec)
+    model = families.build(spec.model, is_checkpointed=spec.is_checkpointed, dtype=torch.float32)
+    for block in families.blocks_of(model):
+        block.compile(backend="inductor" if spec.codegen == "inductor" else "aot_eager")
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
+    return _trainee(model, model, optimizer, nullcontext)
+
+
+def _chunkc_ranks(spec: SubjectSpec) -> Trainee:
+    """`distribute`, `torch.compile`, `chunkc.optim.AdamW`; updates are made where the home is, in RAM as all else."""
+    assert spec.options is not None
+    mesh = _join(spec)
+    model = chunkc.distribute(families.build(spec.model, is_checkpointed=spec.is_checkpointed), mesh)
+    compiled = torch.compile(model, backend="chunkc", options=spec.options)
+    return _trainee(model, compiled, chunkc.optim.AdamW(model.parameters(), update_on="cpu", **ADAM), nullcontext)
+
+
 def _torchao(spec: SubjectSpec) -> Trainee:
     """torchao's README, "Optimizer CPU offload": gradients and states offloaded, parameters on the device."""
     _need("torchao")
@@ -160,6 +214,9 @@ _MAKERS: Mapping[str, Callable[[SubjectSpec], Trainee]] = {
     FSDP2: _fsdp2,
     TORCHAO: _torchao,
     DEEPSPEED: _deepspeed,
+    DDP: _ddp,
+    FSDP2_RANKS: _fsdp2_ranks,
+    CHUNKC_RANKS: _chunkc_ranks,
 }
 
 

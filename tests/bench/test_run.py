@@ -35,7 +35,7 @@ def _turn(*step_s: float, losses: tuple[float, ...] = (3.0,), counters: dict[str
 
 def test_command_line_defaults_to_every_suite():
     args = run.parse_args([])
-    assert args.suites == ["fits", "disk", "adam", "budget", "bound", "scale", "prediction", "checkpoint"]
+    assert args.suites == ["fits", "disk", "adam", "budget", "bound", "scale", "prediction", "checkpoint", "ranks"]
     assert (args.small, args.out, args.time_limit, args.case, args.systems) == (False, None, None, "*", ())
     assert args.device in ("cpu", "cuda")
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from ranks import AS_FSDP2, LEAST, ROOMY
 from rehearse import medians, rehearse
-from specs import CHUNKC, PLAIN
+from specs import CHUNKC, DDP, FSDP2_RANKS, PLAIN
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -21,6 +22,18 @@ def test_fits(tmp_path: Path):
     assert all(row["compilation"] > 0 for row in compilation.values())
     fast, segmented = (steps[name]["moments"] for name in names[1:])
     assert fast < segmented  # the fast path really is one
+
+
+@pytest.mark.slow
+def test_ranks(tmp_path: Path):
+    (section,) = rehearse("ranks", tmp_path)
+    rows = medians(section)
+    assert list(rows) == [DDP, FSDP2_RANKS, ROOMY, AS_FSDP2, LEAST]
+    ddp, fsdp2, roomy, as_fsdp2, least = rows.values()
+    assert fsdp2["to FSDP2"] == ddp["to DDP"] == 1
+    assert roomy["sent per rank and step"] == pytest.approx(ddp["sent per rank and step"], rel=0.2)
+    assert least["sent per rank and step"] > roomy["sent per rank and step"]
+    assert least["with home"] <= as_fsdp2["with home"] <= max(fsdp2["with home"], least["with home"])
 
 
 @pytest.mark.slow

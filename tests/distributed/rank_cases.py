@@ -408,7 +408,7 @@ def sent() -> Result:
             optimizer.step()
             optimizer.zero_grad()
         (session,) = sessions_of(model.parameters())
-        least = chunkc.report(model).minimum_budget_nbytes
+        least = min(least, chunkc.report(model).minimum_budget_nbytes)
         found["by stage"]["chosen" if stage is None else stage] = counted[0] - before
         found["whole"] = len(session.store.layout.whole) / len(session.store.layout.groups)
     return found
