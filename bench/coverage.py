@@ -10,10 +10,10 @@ weight is rounded once. In mixed precision they are as close as the default back
 `coverage_table.py` say in what precision, with dropout as configured or none, with gradient checkpointing, with
 Inductor's code or eager code. What fails is tried with the default backend: where that fails too, it does not count.
 
-Each architecture has a process of its own; `--time-limit` is for each of its columns. Progress goes to standard error,
-a table to standard output, everything to bench/results/coverage-DATE.json, rewritten after every architecture. An
-`--out` file that is there goes on: what it has is kept and not trained once more. So samples, columns and runs that
-were stopped add up. Each cell says which commit it is of.
+Each architecture has a process of its own; `--time-limit` is for each of its columns, in seconds of the processors'
+time. Progress goes to standard error, a table to standard output, everything to bench/results/coverage-DATE.json,
+rewritten after every architecture. An `--out` file that is there goes on: what it has is kept, and not trained again.
+So samples, columns and runs that were stopped add up. Each cell says which commit it is of.
 
     --sample N      so many architectures, drawn by --seed
     --family NAME   a library, a family such as `llama`, or a pattern of whole names such as `timm/*/test_*`
@@ -47,7 +47,7 @@ from rich.progress import Progress as ProgressBar
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import machine
 from coverage_models import DOZEN
-from coverage_table import COLUMNS, FAILED, REFUSED, TRAINED, counts, percentage
+from coverage_table import COLUMNS, FAILED, REFUSED, TRAINED, WAITING, counts, percentage
 from metrics import Row, Section, one
 from report import markdown
 from subject_process import Process, SubjectFailed
@@ -58,7 +58,7 @@ SMALL = ("transformers/gpt2/GPT2LMHeadModel", "timm/resnet/test_resnet", "torchv
 SMALL_COLUMNS = ("eager/fp32", "eager/autocast-bf16")
 
 TIME_LIMIT_S = 300.0
-"""For one column of one architecture."""
+"""Of the processors' time, for one column of one architecture."""
 
 Answer = Mapping[str, Any]
 """`architecture`, `num_parameters` (None where it was not built), `cells` by column, and chunkc's `commit`."""
@@ -183,7 +183,7 @@ def trained(args: argparse.Namespace, workers: Sequence[Process], names: Mapping
 
 def worker_timeout_s(args: argparse.Namespace) -> float:
     """No worker is given up before the processes that it watches are."""
-    return (len(args.columns) + 2) * args.time_limit
+    return (len(args.columns) + 2) * args.time_limit * WAITING
 
 
 def sections(answers: Sequence[Answer], columns: Sequence[str]) -> list[Section]:

@@ -4,7 +4,8 @@
 
 A line on standard input names an architecture and its columns; the answer has a cell for each. The libraries are
 imported once, and a copy of this process (`os.fork`) does the work: where it dies or hangs, the column it was at has
-failed, and another copy goes on with the next.
+failed, and another copy goes on with the next. The limit is of the processors' time, so that it means the same beside
+other work.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import coverage_models
 from coverage_judge import Judge
 from coverage_models import NotBuilt
-from coverage_table import FAILED, NOT_BUILT, Cell, Column
+from coverage_table import FAILED, NOT_BUILT, WAITING, Cell, Column
 
 from chunkc.runtime import cpu_allocator
 
@@ -73,6 +74,10 @@ def _answer(name: str, columns: Sequence[Column], time_limit_s: float) -> dict[s
     return answer
 
 
+_LOOK_AGAIN_S = 1.0
+"""How often the time that a copy has taken is looked at."""
+
+
 class _Copy:
     """A copy of this process at work on an architecture; a context manager that ends it."""
 
@@ -88,11 +93,12 @@ class _Copy:
 
     def line(self, time_limit_s: float) -> str | None:
         """The next line; empty where there is none any more, None where it took too long."""
-        give_up_s = time.monotonic() + time_limit_s
+        hangs_at_s, too_long_s = time.monotonic() + WAITING * time_limit_s, _processors_s(self._pid) + time_limit_s
         while b"\n" not in self._unread:
-            left_s = give_up_s - time.monotonic()
-            if left_s <= 0 or not select.select([self._read], [], [], left_s)[0]:
+            if time.monotonic() > hangs_at_s or _processors_s(self._pid) > too_long_s:
                 return None
+            if not select.select([self._read], [], [], _LOOK_AGAIN_S)[0]:
+                continue
             part = os.read(self._read, 1 << 16)
             if not part:
                 return ""
@@ -113,6 +119,12 @@ class _Copy:
         if self._status is None:
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
+
+
+def _processors_s(pid: int) -> float:
+    """Seconds of the processors' time that a process has taken, with those of its children that have ended."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _work(name: str, columns: Sequence[Column], write: int) -> None:

@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -108,19 +108,33 @@ for _path in _HELPERS:
 from scripts import every_way  # noqa: E402, F401  # a fixture
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test with many variants, `quick(n)` leaves n in the quick tests."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Of a test with many variants, `quick(n)` leaves n in the quick tests. Where CHUNKC_VARIANTS says so, at most as
+    many of each test's are left, of those that `-m` and `-k` take."""
+    for found in _variants([i for i in items if i.get_closest_marker("quick") and not i.get_closest_marker("slow")]):
+        quick = _spread(found, found[0].get_closest_marker("quick").args[0])  # type: ignore[union-attr]
+        for item in found:
+            if item not in quick:
+                item.add_marker(pytest.mark.second_tier)
+    yield
+    if number := int(os.environ.get("CHUNKC_VARIANTS", 0)):
+        left = [item for found in _variants(items) for item in _spread(found, number)]
+        items[:] = [item for item in items if item in left]
+
+
+def _variants(items: list[pytest.Item]) -> Iterable[list[pytest.Item]]:
+    """The items of each test function, in order."""
     variants: dict[object, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("quick") and not item.get_closest_marker("slow"):
-            variants.setdefault(getattr(item, "function", None), []).append(item)
-    for found in variants.values():
-        number = found[0].get_closest_marker("quick").args[0]  # type: ignore[union-attr]
-        quick = {index * len(found) // number for index in range(number)}
-        for index, item in enumerate(found):
-            if index not in quick:
-                item.add_marker(pytest.mark.second_tier)
+        variants.setdefault(getattr(item, "function", item), []).append(item)
+    return variants.values()
+
+
+def _spread(found: list[pytest.Item], number: int) -> list[pytest.Item]:
+    """So many of them, or all, spread evenly."""
+    number = min(number, len(found))
+    return [found[index * len(found) // number] for index in range(number)]
 
 
 def _leave_out_of_collections() -> None:

@@ -156,8 +156,25 @@ def working(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coverage_subject, "_cells", cells)
 
 
+def test_the_limit_is_of_the_processors_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that computes for too long has failed, and one that waits for others has not."""
+
+    def cells(name: str, columns: Sequence[Column]) -> Iterator[dict[str, Any]]:
+        time.sleep(2)
+        yield {"column": columns[0].name, "outcome": TRAINED, "stage": "", "message": "", "seconds": 0.0}
+        while len(columns) > 1:
+            pass
+
+    monkeypatch.setattr(coverage_subject, "_cells", cells)
+    columns = [Column.named(f"eager/{setting}") for setting in ("fp32", "bf16")]
+    answer = coverage_subject._answer("a/b/c", columns, 1.0)
+    assert [cell["outcome"] for cell in answer["cells"].values()] == [TRAINED, FAILED]
+    assert answer["cells"]["eager/bf16"]["message"] == "it took too long"
+
+
 @pytest.mark.usefixtures("working")
-def test_a_process_that_dies_or_hangs_fails_in_its_column_alone() -> None:
+def test_a_process_that_dies_or_hangs_fails_in_its_column_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coverage_subject, "WAITING", 1)
     columns = [Column.named(f"eager/{setting}") for setting in ("fp32", "bf16", "checkpointing", "dropout")]
     answer = coverage_subject._answer("a/b/c", columns, 3.0)
     assert answer["num_parameters"] == 7
