@@ -109,7 +109,7 @@ from scripts import every_way  # noqa: E402, F401  # a fixture
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Of a test with many variants, `quick(n)` leaves n in the quick tests. Where CHUNKC_VARIANTS says so, at most as
     many of each test's are left, of those that `-m` and `-k` take."""
     for found in _variants([i for i in items if i.get_closest_marker("quick") and not i.get_closest_marker("slow")]):
@@ -119,7 +119,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
                 item.add_marker(pytest.mark.second_tier)
     yield
     if number := int(os.environ.get("CHUNKC_VARIANTS", 0)):
-        left = [item for found in _variants(items) for item in _spread(found, number)]
+        left = {item for found in _variants(items) for item in _spread(found, number)}
+        config.hook.pytest_deselected(items=[item for item in items if item not in left])
         items[:] = [item for item in items if item in left]
 
 

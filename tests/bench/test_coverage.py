@@ -239,7 +239,7 @@ def test_losses_may_be_as_far_as_roundings_move_plain_pytorch_s(monkeypatch: pyt
     torch.manual_seed(0)
     weight = subject.make().weight
     torch.manual_seed(0)
-    moved = nudged(subject).make().weight
+    moved = nudged(subject, 0).make().weight
     assert 0 < relative_distance(moved, weight) < 1e-6
 
 
