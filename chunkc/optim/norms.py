@@ -44,13 +44,17 @@ def summing_on(device: torch.device) -> SumSquares:
 def sum_of_squares(gradients: Gradients) -> torch.Tensor:
     """0-dim fp64, on a device if some gradient is on one: finite if and only if every element is. Waits for no device.
 
-    Of parameters that are cut over ranks, all ranks' parts; each rank calls this.
+    Of parameters that are cut over ranks, all ranks' parts; each rank calls this. Of parts of which there are copies,
+    the first counts.
     """
+    counted = Gradients(
+        [(p, g) for p, g in gradients.of if not isinstance(p, Part) or p.shards.copy == 0], gradients.since
+    )
     session = next((hit[0] for parameter, _ in gradients.of if (hit := owner(parameter)) is not None), None)
     found: list[torch.Tensor] = []
 
     def compute() -> None:
-        found.append(_added_up(gradients))
+        found.append(_added_up(counted))
 
     if session is None:
         compute()
