@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from chunkc.distribute import TIMEOUT_S, distribute
 from chunkc.ir.errors import OptionsError
+from chunkc.ir.shards import ZeroStage
 from chunkc.place import place
+from chunkc.runtime.parts import Part, part_of
 from chunkc.session import sessions_of
 from chunkc.torch_private import dynamo
 
@@ -41,3 +46,28 @@ def place_on(model: nn.Module, device: torch.device, options: dict[str, Any]) ->
     if device.type != "cpu" and not sessions_of(model.parameters()):
         places = {key: options[key] for key in ("home", "disk_holds", "chunk_size", "debug") if key in options}
         place(model, device=device, **places)
+
+
+def is_distributed(model: nn.Module) -> bool:
+    """Whether `chunkc.distribute` has cut a model over ranks."""
+    return any(isinstance(part_of(parameter), Part) for parameter in model.parameters())
+
+
+def distribute_over_all(
+    model: nn.Module, options: dict[str, Any], zero_stage: ZeroStage | None, timeout_s: float = TIMEOUT_S
+) -> None:
+    """`chunkc.distribute` over all processes, unless the user has done so; all begin with the values of rank 0.
+
+    So do other libraries, whose users build heads at random on every rank.
+    """
+    if is_distributed(model):
+        return
+    values = [*model.parameters(), *model.buffers()]
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, [(tuple(value.shape), value.dtype) for value in values])
+    if all(found == of_ranks[0] for found in of_ranks):  # else `distribute` says what differs
+        with torch.no_grad():
+            for value in values:
+                dist.broadcast(value.data, src=0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    distribute(model, mesh, home=options.get("home", "cpu"), zero_stage=zero_stage, timeout_s=timeout_s)

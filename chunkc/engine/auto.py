@@ -16,7 +16,9 @@ from chunkc.ir.text import short
 _FROM_ARGUMENTS: Mapping[str, Callable[[Any], object]] = {
     "train_micro_batch_size_per_gpu": lambda args: args.per_device_train_batch_size,
     "gradient_accumulation_steps": lambda args: args.gradient_accumulation_steps,
-    "train_batch_size": lambda args: args.per_device_train_batch_size * args.gradient_accumulation_steps,
+    "train_batch_size": lambda args: (
+        args.per_device_train_batch_size * args.gradient_accumulation_steps * getattr(args, "world_size", 1)
+    ),
     "gradient_clipping": lambda args: args.max_grad_norm,
     "optimizer.params.lr": lambda args: args.learning_rate,
     "optimizer.params.betas": lambda args: [args.adam_beta1, args.adam_beta2],

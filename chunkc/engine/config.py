@@ -18,6 +18,7 @@ from chunkc.engine.loss_scaler import DynamicLossScaler, LossScaler
 from chunkc.engine.sections import Section, checked, left_open
 from chunkc.ir.documents import parse_json, read_text
 from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.shards import ZeroStage
 from chunkc.ir.text import short
 from chunkc.options import MIN_CHUNK_NBYTES, parse_options
 
@@ -70,6 +71,11 @@ class _Typed(Section):
     params: dict[str, Any] = Field(default_factory=dict)
 
 
+class _Zero(Section):
+    stage: Literal[0, 1, 2, 3] = 0
+    cpu_offload: StrictBool = False
+
+
 class _DataTypes(Section):
     grad_accum_dtype: Literal["fp32", "fp16", "bf16", "float32", "float16", "bfloat16"] | None = None
 
@@ -81,6 +87,8 @@ class EngineConfig:
     Attributes:
         micro_batch_size: samples in a call; None: not said.
         accumulation_steps: calls of `Engine.step` per update.
+        world_size: processes that train the model together.
+        zero_stage: what each of them has whole (see `chunkc.distribute`); None: the plan chooses.
         gradient_clipping: the largest global norm; 0: any.
         dtype: of parameters and gradients; None: as the model is built.
         autocast: the dtype that the model runs in under `torch.autocast`; None: it does not.
@@ -102,6 +110,8 @@ class EngineConfig:
 
     micro_batch_size: int | None
     accumulation_steps: int
+    world_size: int
+    zero_stage: ZeroStage | None
     gradient_clipping: float
     dtype: torch.dtype | None
     autocast: torch.dtype | None
@@ -147,12 +157,13 @@ class EngineConfig:
         return options
 
 
-def read_config(config: Config, auto: object = None) -> EngineConfig:
+def read_config(config: Config, auto: object = None, world_size: int = 1) -> EngineConfig:
     """Check a configuration.
 
     Args:
         config: a dictionary, or the path of a JSON file.
         auto: where `"auto"` values come from, see `chunkc.engine.auto.filled`.
+        world_size: processes that train the model together.
 
     Raises:
         OptionsError: a file cannot be read; a key is unknown, missing, `"auto"` with nobody to fill it, or has a value
@@ -179,9 +190,13 @@ def read_config(config: Config, auto: object = None) -> EngineConfig:
     is_patrickstars = any(key in found for key in PATRICKSTAR)
     auto_cast = is_patrickstars if fp16.auto_cast is None else fp16.auto_cast
     device, options, update_on = _memory(flat, top.default_chunk_size)
+    zero = checked(_Zero, _section(flat, "zero_optimization"), "zero_optimization")
+    micro_batch_size, accumulation_steps = _batch(top, world_size)
     return EngineConfig(
-        micro_batch_size=_batch(top)[0],
-        accumulation_steps=_batch(top)[1],
+        micro_batch_size=micro_batch_size,
+        accumulation_steps=accumulation_steps,
+        world_size=world_size,
+        zero_stage=zero.stage or None,
         gradient_clipping=top.gradient_clipping,
         dtype=dtype,
         autocast=_autocast(flat, dtype),
@@ -227,18 +242,18 @@ def _typed(flat: Mapping[str, Any], path: str) -> _Typed | None:
     return checked(_Typed, values, path)
 
 
-def _batch(top: _Top) -> tuple[int | None, int]:
+def _batch(top: _Top, world_size: int) -> tuple[int | None, int]:
     """The micro-batch's size, as far as it is known, and the accumulation steps."""
     whole, micro, steps = top.train_batch_size, top.train_micro_batch_size_per_gpu, top.gradient_accumulation_steps
     if whole is not None and micro is not None:
-        steps = whole // micro if steps is None else steps
+        steps = whole // (micro * world_size) if steps is None else steps
     steps = 1 if steps is None else steps
     if whole is not None and micro is None:
-        micro = whole // steps
-    if whole is not None and (micro is None or whole != micro * steps):
+        micro = whole // (steps * world_size)
+    if whole is not None and (micro is None or whole != micro * steps * world_size):
         raise OptionsError(
             f"train_batch_size is {whole}, which is not train_micro_batch_size_per_gpu ({micro}) times "
-            f"gradient_accumulation_steps ({steps}); with one process it must be"
+            f"gradient_accumulation_steps ({steps}) times the number of processes ({world_size})"
         )
     return micro, steps
 

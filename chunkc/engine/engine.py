@@ -29,7 +29,8 @@ _INSTEAD = {
     "load_checkpoint": "use load_latest() of the chunkc.Checkpoint that saved it",
     "train_batch": "write the loop: backward() and step() for each micro-batch",
     "eval_batch": "call the engine under torch.no_grad()",
-    "no_sync": "leave it out: there is one process",
+    "no_sync": "set gradient_accumulation_steps; with zero_optimization.stage 1, only the last micro-batch of a step "
+    "exchanges gradients",
 }
 """What DeepSpeed's engine has and this one has not, with what to do."""
 
@@ -173,7 +174,8 @@ class Engine(nn.Module):
                 self._norm = float(optimizer.clip_grad_norm_(limit))
             elif limit > 0:
                 parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-                self._norm = float(nn.utils.clip_grad_norm_(parameters, limit))
+                norm_of_all: Any = nn.utils.clip_grad_norm_(parameters, limit)
+                self._norm = float(norm_of_all.full_tensor() if self.config.world_size > 1 else norm_of_all)
             return
         if not self.config.checks_overflow and limit == 0:
             return
@@ -247,16 +249,16 @@ class Engine(nn.Module):
 
     @property
     def global_samples(self) -> int:
-        """Samples seen, if the configuration has the size of a micro-batch; else 0."""
-        return self.global_steps * self.config.accumulation_steps * (self.config.micro_batch_size or 0)
+        """Samples seen by all processes, if the configuration has the size of a micro-batch; else 0."""
+        return self.global_steps * (self.train_batch_size() or 0)
 
     def train_batch_size(self) -> int | None:
-        """Samples per update; None: the configuration does not say."""
+        """Samples per update of all processes; None: the configuration does not say."""
         micro = self.config.micro_batch_size
-        return None if micro is None else micro * self.config.accumulation_steps
+        return None if micro is None else micro * self.config.accumulation_steps * self.config.world_size
 
     def train_micro_batch_size_per_gpu(self) -> int | None:
-        """Samples per call; None: the configuration does not say."""
+        """Samples per call of this process; None: the configuration does not say."""
         return self.config.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:

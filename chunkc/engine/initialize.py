@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -17,13 +18,14 @@ from chunkc.engine.config import Config, EngineConfig, read_config
 from chunkc.engine.engine import Engine, check_optimizer
 from chunkc.engine.optimizers import make_optimizer
 from chunkc.engine.schedules import ScheduledLR, make_schedule
-from chunkc.in_place import place_on
+from chunkc.in_place import distribute_over_all, place_on
 from chunkc.init import init
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.text import short
 from chunkc.logs import logger
 from chunkc.machines.devices import parse_device
 from chunkc.options import parse_options
+from chunkc.process_group import init_process_group
 from chunkc.runtime.nursery import nursery_of
 from chunkc.torch_private import dynamo
 
@@ -43,6 +45,9 @@ def initialize_engine(
 ) -> tuple[Engine, Optimizer]:
     """Build a model, compile it in place, and make its optimizer.
 
+    Where a launcher has started several processes, the model is distributed over them (see `chunkc.distribute`), with
+    the values of rank 0.
+
     Args:
         model_func: builds the model on the CPU; or the model.
         local_rank: of this process on its machine: on which GPU it computes, if there is one; -1 stands for 0.
@@ -56,17 +61,18 @@ def initialize_engine(
 
     Raises:
         OptionsError: the configuration has an unknown key or a value that makes no sense; each is named.
-        UnsupportedError: it asks for something that chunkc does not do, or there are several processes; with
+        UnsupportedError: it asks for something that chunkc does not do, or that several processes do not; with
             use_cpu_embedding, an embedding is not in the CPU's memory, is placed already, or has sparse gradients.
         HomeError: there is no room for the model at home.
     """
-    _check_one_process()
     if config is None:
         raise OptionsError("initialize_engine needs a configuration: a dict, or the path of a JSON file")
-    settings = read_config(config, auto)
+    world_size = _num_processes()
+    settings = read_config(config, auto, world_size)
     if optimizer is None and settings.optimizer is None:
         raise OptionsError('the configuration has no "optimizer"; write one, or pass initialize_engine(optimizer=...)')
     device = parse_device(settings.device or (f"cuda:{max(local_rank, 0)}" if torch.cuda.is_available() else "cpu"))
+    _check_several(settings, device, optimizer)
     looks_up = settings.cpu_embedding and device.type != "cpu"
     embeddings: list[nn.Embedding] = []
     with ExitStack() as stack, _at_home(settings, model_func, device):
@@ -84,13 +90,20 @@ def initialize_engine(
         # until the model is placed, where it was built at home
         stack.enter_context(cpu_embedding.set_apart(embeddings))
     model.train()
+    options = settings.compile_options(settings.dtype or _common_dtype(model))
 
-    parameters = list(model.parameters()) if model_parameters is None else list(model_parameters)
-    found = _optimizer_of(settings, optimizer, parameters)
+    parameters = None if model_parameters is None else list(model_parameters)
+    if world_size > 1:
+        before = {id(parameter): name for name, parameter in model.named_parameters()}
+        if not dist.is_initialized():
+            init_process_group()
+        distribute_over_all(model, options, settings.zero_stage)
+        if parameters is not None:
+            parameters = _found_again(parameters, before, dict(model.named_parameters()))
+    found = _optimizer_of(settings, optimizer, list(model.parameters()) if parameters is None else parameters)
     check_optimizer(found, settings)
     scheduler = _scheduler_of(settings, lr_scheduler, found)
 
-    options = settings.compile_options(settings.dtype or _common_dtype(model))
     with cpu_embedding.set_apart(embeddings):
         place_on(model, device, options)
     cpu_embedding.look_up_on_cpu(embeddings, device)
@@ -152,14 +165,45 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     model.to(dtype)
 
 
-def _check_one_process() -> None:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    size = torch.distributed.get_world_size() if distributed else int(os.environ.get("WORLD_SIZE") or 1)
-    if size > 1:
-        raise UnsupportedError(
-            f"there are {size} processes, and chunkc trains in one; start the script with python, or with "
-            "torchrun --nproc-per-node 1"
-        )
+def _num_processes() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def _check_several(
+    settings: EngineConfig, device: torch.device, optimizer: Optimizer | Callable[[Any], Optimizer] | None
+) -> None:
+    """Refuse what several processes cannot do.
+
+    Raises:
+        UnsupportedError: there are several, and the configuration or an argument asks for it.
+    """
+    if settings.world_size == 1:
+        return
+    refused = {
+        f"compute on {device.type}: start one, or set chunkc.device to cpu": device.type != "cpu",
+        "build a model at home: set release_after_init to false": settings.builds_at_home,
+        "take an optimizer that has the parameters of one: pass a function that makes it": (
+            isinstance(optimizer, Optimizer)
+        ),
+    }
+    for what, is_asked in refused.items():
+        if is_asked:
+            raise UnsupportedError(f"{settings.world_size} processes cannot {what}")
+
+
+def _found_again(given: list[Any], before: Mapping[int, str], named: Mapping[str, nn.Parameter]) -> list[Any]:
+    """What is to be trained, with the parameters that the model has since it was distributed."""
+
+    def again(parameter: Any) -> Any:
+        return named.get(before.get(id(parameter), ""), parameter)
+
+    if not any(isinstance(group, dict) for group in given):
+        return [again(parameter) for parameter in given]
+    groups = ((group, group["params"]) for group in given)
+    return [
+        {**group, "params": again(held) if isinstance(held, torch.Tensor) else [again(p) for p in held]}
+        for group, held in groups
+    ]
 
 
 def _optimizer_of(

@@ -58,11 +58,11 @@ def _inside(section: str, *names: str) -> tuple[str, ...]:
 
 
 _PLANNED = "the plan decides it"
-_ONE_PROCESS = "one process: nothing to communicate or to divide"
+_EXCHANGES = "the plan exchanges between processes, if there are several"
 _OWN_IO = "chunkc does its own I/O"
 
 KEYS: tuple[Key, ...] = (
-    _used("train_batch_size", "micro-batch times accumulation steps; two of the three give the third"),
+    _used("train_batch_size", "micro-batch times accumulation steps times processes; two of the three give the third"),
     _used("train_micro_batch_size_per_gpu", "as above; the size itself is that of what the model is called with"),
     _used(
         "gradient_accumulation_steps", "losses are divided by it, and `engine.step()` updates at every so many calls"
@@ -91,11 +91,15 @@ KEYS: tuple[Key, ...] = (
     _used("bfloat16", "an older name of `bf16`"),
     _used("torch_autocast.enabled", "the model runs under `torch.autocast`"),
     _used("torch_autocast.dtype", "`bfloat16`; `float16` is refused: use `fp16`"),
-    *_no_effect(_ONE_PROCESS, "torch_autocast.lower_precision_safe_modules"),
+    *_no_effect(_EXCHANGES, "torch_autocast.lower_precision_safe_modules"),
     _used("data_types.grad_accum_dtype", "refused where it is not the parameters' dtype, in which gradients add up"),
     _refused("data_types.param_dtype", "use fp16 or bf16", "fp32", "float32"),
     _refused("data_types.buffer_dtype", "cast the buffers in model_func", "fp32", "float32"),
     _refused("data_types.keep_in_fp32_modules", "parameters have one dtype; use torch_autocast", AUTO, []),
+    _used(
+        "zero_optimization.stage",
+        "with several processes: 1, 2 or 3 [forces a stage](distributed.md#stages); 0: the plan chooses",
+    ),
     _used("zero_optimization.offload_optimizer.device", "`cpu`: updates by the CPU; `nvme`: states on disk"),
     _used("zero_optimization.offload_optimizer.nvme_path", "the directory of `nvme`"),
     _used("zero_optimization.offload_param.device", "`nvme`: everything on disk; `cpu` is what chunkc does anyway"),
@@ -111,7 +115,7 @@ KEYS: tuple[Key, ...] = (
         *_inside("zero_optimization.offload_param", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory"),
         *_inside(
             "zero_optimization",
-            *("stage", "cpu_offload_param", "cpu_offload_use_pin_memory", "contiguous_gradients", "sub_group_size"),
+            *("cpu_offload_param", "cpu_offload_use_pin_memory", "contiguous_gradients", "sub_group_size"),
             *("overlap_comm", "stage3_max_live_parameters", "stage3_max_reuse_distance"),
             *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "prefetch_bucket_size"),
             *("stage3_model_persistence_threshold", "stage3_module_granularity_threshold", "max_live_parameters"),
@@ -122,7 +126,7 @@ KEYS: tuple[Key, ...] = (
         ),
     ),
     *_no_effect(
-        _ONE_PROCESS,
+        _EXCHANGES,
         *_inside(
             "zero_optimization",
             *("reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce", "allgather_partitions"),
@@ -145,7 +149,7 @@ KEYS: tuple[Key, ...] = (
     _refused("zero_optimization.zenflow", 'use optimizer.params: "update_on": "cpu", "overlap": "both"'),
     _refused("zero_optimization.save_muon_momentum_buffer_in_memory", "there is no Muon"),
     *_no_effect(
-        _ONE_PROCESS,
+        _EXCHANGES,
         *("communication_data_type", "seq_parallel_communication_data_type", "prescale_gradients"),
         *("gradient_predivide_factor", "gradient_allreduce_op", "fp32_allreduce", "disable_allgather"),
         *("use_data_before_expert_parallelism", "comms_logger"),
@@ -183,10 +187,10 @@ KEYS: tuple[Key, ...] = (
     _refused("elasticity", "set the batch size"),
     _refused("autotuning", "`chunkc explain` finds batch and budget"),
     _refused("hybrid_engine", "call the model under torch.no_grad() to generate"),
-    _refused("pipeline", "chunkc has one process"),
-    _refused("tensor_parallel", "chunkc has one process"),
-    _refused("expert_parallel", "chunkc has one process"),
-    _refused("sequence_parallel_size", "chunkc has one process", 1),
+    _refused("pipeline", "processes share a model's parameters, not its work"),
+    _refused("tensor_parallel", "processes share a model's parameters, not its work"),
+    _refused("expert_parallel", "processes share a model's parameters, not its work"),
+    _refused("sequence_parallel_size", "processes share a model's parameters, not its work", 1),
     _used("default_chunk_size", "PatrickStar: elements in a chunk of parameters"),
     _used(
         "use_cpu_embedding",
@@ -196,7 +200,7 @@ KEYS: tuple[Key, ...] = (
         "release_after_init",
         "PatrickStar: `model_func` runs inside [`chunkc.init`](large_models.md#build), with the home of the options",
     ),
-    *_no_effect("PatrickStar: " + _ONE_PROCESS, "use_fake_dist"),
+    *_no_effect("PatrickStar: " + _EXCHANGES, "use_fake_dist"),
     *_no_effect(
         "PatrickStar: nothing is traced, the plan is made before the first step",
         *_inside(

@@ -181,6 +181,22 @@ def test_two_batch_keys_give_the_third(given: dict[str, Any], micro: int | None,
     assert (found.micro_batch_size, found.accumulation_steps) == (micro, steps)
 
 
+def test_processes_share_a_batch() -> None:
+    for given, micro, steps in (
+        ({"train_batch_size": 12}, 6, 1),
+        ({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3}, 3, 2),
+        ({"train_batch_size": 12, "gradient_accumulation_steps": 3}, 2, 3),
+    ):
+        found = read_config(given, world_size=2)
+        assert (found.micro_batch_size, found.accumulation_steps, found.world_size) == (micro, steps, 2)
+    with pytest.raises(chunkc.OptionsError, match=r"\(3\) times gradient_accumulation_steps \(1\) times .* \(2\)"):
+        read_config({"train_batch_size": 9, "train_micro_batch_size_per_gpu": 3}, world_size=2)
+    stages = [read_config({"zero_optimization": {"stage": stage}}).zero_stage for stage in (0, 1, 2, 3)]
+    assert stages == [None, 1, 2, 3]
+    with pytest.raises(chunkc.OptionsError, match=r"zero_optimization\.stage is 4"):
+        read_config({"zero_optimization": {"stage": 4}})
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

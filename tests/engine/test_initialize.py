@@ -54,20 +54,20 @@ def test_a_file_as_configuration(tmp_path: Path) -> None:
 
 
 def test_keys_without_effect_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    changes: dict[str, Any] = {"zero_optimization": {"stage": 3, "overlap_comm": True}, "prescale_gradients": True}
+    changes: dict[str, Any] = {"zero_optimization": {"overlap_comm": True}, "prescale_gradients": True}
     for _ in range(2):
         engine(**changes)
     (record,) = [r for r in caplog.records if "without effect" in r.getMessage()]
-    assert "zero_optimization.stage" in record.getMessage()
-    assert "prescale_gradients (one process" in record.getMessage()
+    assert "zero_optimization.overlap_comm" in record.getMessage()
+    assert "prescale_gradients (the plan exchanges between processes" in record.getMessage()
 
 
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_several_processes_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(chunkc.UnsupportedError, match="2 processes"):
-        engine()
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    engine()
+    with pytest.raises(chunkc.UnsupportedError, match="2 processes cannot build a model at home: set release_after"):
+        engine(release_after_init=True)
+    with pytest.raises(chunkc.UnsupportedError, match="2 processes cannot compute on cuda: start one, or set chunkc"):
+        engine(chunkc={"device": "cuda"})
 
 
 @second_tier

@@ -1,0 +1,90 @@
+"""What ranks do with DeepSpeed's engine; run as `rank_cases` is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.append(str(Path(__file__).parent))
+
+import rank_cases
+from rank_cases import Result, arrays, batches, made, mean, own
+
+import chunkc
+
+STEPS, MICRO_STEPS, CLIPPING, EPS = 3, 2, 0.1, 1e-3
+
+
+def config(stage: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "train_batch_size": 16,
+        "gradient_accumulation_steps": MICRO_STEPS,
+        "gradient_clipping": CLIPPING,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": EPS, "weight_decay": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 2}},
+        "zero_optimization": {"stage": stage},
+        "chunkc": {"memory_budget": "1MiB", "codegen": "eager"},
+    } | changes
+
+
+def trained(engine: Any, num_steps: int) -> dict[str, Any]:
+    """Losses and norms of DeepSpeed's loop."""
+    losses, norms = [], []
+    for step in range(num_steps):
+        for batch in batches(step):
+            loss = engine(own(batch))
+            engine.backward(loss)
+            engine.step()
+            losses.append(mean(loss))
+        norms.append(engine.get_global_grad_norm())
+    return {"losses": losses, "norms": norms, "lr": engine.get_lr()}
+
+
+def stages() -> Result:
+    """In fp32, with ranks that build different models; in fp16 with an overflow; beside one process."""
+    found: Result = {}
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 19, "hysteresis": 1}}
+    for name, (stage, changes) in {"stage 1": (1, {}), "stage 3": (3, {}), "fp16": (2, fp16)}.items():
+        torch._dynamo.reset()
+        seed = dist.get_rank()  # the values of rank 0 count
+        engine, _ = chunkc.initialize_engine(lambda: made(seed), 0, config(stage, **changes))  # noqa: B023
+        of_stage = trained(engine, 6 if name == "fp16" else STEPS)
+        of_stage["samples"] = [
+            engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.global_samples
+        ]  # fmt: skip
+        of_stage["skipped"] = [engine.skipped_steps, engine.loss_scale]
+        of_stage["sums"] = [float(value.sum()) for value in arrays(engine.module)]
+        found[name] = of_stage
+    return found
+
+
+def groups() -> Result:
+    """Parameter groups that were made before the model was distributed."""
+    model = made()
+    given = [{"params": list(model.blocks.parameters()), "lr": 0.5}, {"params": model.embed.weight}]
+    engine, optimizer = chunkc.initialize_engine(model, 0, config(3, scheduler=None), model_parameters=given)
+    mine = {id(parameter) for parameter in engine.module.parameters()}
+    plain = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    try:
+        chunkc.initialize_engine(made(), 0, config(3), optimizer=plain)
+    except chunkc.UnsupportedError as error:
+        refused = str(error)
+    return {
+        "same": all(id(p) in mine for group in optimizer.param_groups for p in group["params"]),
+        "rates": [group["lr"] for group in optimizer.param_groups],
+        "refused": refused,
+    }
+
+
+CASES = {case.__name__: case for case in (stages, groups)}
+
+if __name__ == "__main__":
+    rank_cases.CASES = CASES  # type: ignore[assignment]
+    folder, num_ranks, timeout_s, *names = sys.argv[1:]
+    print(json.dumps(dict(rank_cases.main(Path(folder), int(num_ranks), float(timeout_s), names))))
