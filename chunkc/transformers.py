@@ -2,31 +2,37 @@
 
     from chunkc.transformers import Trainer, TrainingArguments
 
-The model is compiled in place, so checkpoints are those of the model as it stands. Nothing here runs unless it is
-imported; `pip install "chunkc[transformers]"` installs what it needs.
+The model is compiled in place, so checkpoints are those of the model as it stands. With several processes it is
+distributed first, and accelerate does not wrap it. Nothing here runs unless it is imported;
+`pip install "chunkc[transformers]"` installs what it needs.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers.integrations import TensorBoardCallback as _TensorBoardCallback
 
 from chunkc import optim
-from chunkc.in_place import compile_in_place, place_on
+from chunkc.in_place import compile_in_place, distribute_over_all, place_on
 from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.shards import check_zero_stage
 from chunkc.optim.chunked_optimizer import ChunkedOptimizer
 from chunkc.optim.grad_scaler import GradScaler
 from chunkc.options import parse_options
+from chunkc.process_group import init_process_group
 from chunkc.scalars import PEAK, Scalars
+from chunkc.transformers_ranks import TrainerOverRanks
 
 __all__ = ["ChunkcArguments", "ChunkcTrainer", "TensorBoardCallback", "Trainer", "TrainingArguments"]
 
@@ -64,6 +70,9 @@ class ChunkcArguments:
     home: str | None = field(
         default=None, metadata={"help": 'Where model data lives otherwise: "cpu", "disk" or "disk:DIR".'}
     )
+    zero_stage: int | None = field(
+        default=None, metadata={"help": "With several processes: 1, 2 or 3 forces a stage, as in chunkc.distribute."}
+    )
     backend_options: dict | str | None = field(
         default=None, metadata={"help": 'Other options of the backend, such as {"chunk_size": "4MiB"}.'}
     )
@@ -72,6 +81,8 @@ class ChunkcArguments:
         asked = (self.torch_compile_backend, self.optim)
         if self.torch_compile_backend == BACKEND:
             self.chunkc_options()  # raises now, not at the first step
+            check_zero_stage(self.zero_stage)
+            _meet_others(self)
             self.torch_compile_backend = None  # transformers and accelerate know closed lists of both
         if self.optim in OPTIMIZERS:
             self.optim = "adamw_torch"
@@ -97,23 +108,31 @@ class ChunkcArguments:
         return options
 
 
+def _meet_others(args: Any) -> None:
+    """Meet the processes that compute on CPUs before accelerate does: what torchrun has started anew can, too."""
+    is_alone = int(os.environ.get("WORLD_SIZE") or 1) == 1 or dist.is_initialized()
+    if not is_alone and (args.use_cpu or not torch.cuda.is_available()):
+        init_process_group(args.ddp_timeout)
+
+
 def _number(text: str | None) -> int | str | None:
     """Digits of a command line as a number."""
     return int(text) if isinstance(text, str) and text.isdigit() else text
 
 
-class ChunkcTrainer:
+class ChunkcTrainer(TrainerOverRanks):
     """What to put before `transformers.Trainer` or a subclass: `class Mine(ChunkcTrainer, SFTTrainer)`.
 
     The model is compiled in place with the options of its arguments (see `ChunkcArguments`; those of other classes
     mean no options), unless the user has compiled it in place. Logs of training have its peak, `chunkc/peak_bytes`.
+    With several processes it is distributed over them before (see `chunkc.distribute`), unless the user has done so.
 
     Raises:
         OptionsError: the model is what `torch.compile` returned.
-        UnsupportedError: there are several devices or processes.
+        UnsupportedError: there are several devices, or several processes that compute on GPUs.
     """
 
-    model: nn.Module | None
+    model: Any
     args: transformers.TrainingArguments
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -123,8 +142,16 @@ class ChunkcTrainer:
         self._compile(self.model)
 
     def _compile(self, model: nn.Module | None) -> None:
-        if model is not None and self._uses_chunkc():
-            compile_in_place(model, self._chunkc_options())
+        if model is None or not self._uses_chunkc():
+            return
+        if self.args.world_size > 1:
+            trainer: Any = self
+            distribute_over_all(
+                model, self._chunkc_options(), getattr(self.args, "zero_stage", None), self.args.ddp_timeout
+            )
+            # autocast and no more: once it is prepared, accelerate neither moves nor wraps it
+            trainer.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+        compile_in_place(model, self._chunkc_options())
 
     def _uses_chunkc(self) -> bool:
         return getattr(self.args, "torch_compile_backend", None) in (BACKEND, None)
@@ -137,10 +164,12 @@ class ChunkcTrainer:
 
     def create_accelerator_and_postprocess(self) -> None:
         if self._uses_chunkc():
-            if self.args.n_gpu > 1 or self.args.world_size > 1:
+            on_gpus = self.args.world_size > 1 and self.args.device.type != "cpu"
+            if self.args.n_gpu > 1 or on_gpus:
                 raise UnsupportedError(
-                    f"chunkc trains on one device in one process, and there are {self.args.n_gpu} devices and "
-                    f"{self.args.world_size} processes; set CUDA_VISIBLE_DEVICES to one device and start one process"
+                    f"chunkc trains on one GPU in one process, and there are {self.args.n_gpu} devices and "
+                    f"{self.args.world_size} processes; set CUDA_VISIBLE_DEVICES to one device and start one process, "
+                    "or several processes with use_cpu=True"
                 )
             with _without_backend(self.args):
                 super().create_accelerator_and_postprocess()  # type: ignore[misc]
@@ -156,6 +185,8 @@ class ChunkcTrainer:
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if self._uses_chunkc():
+            if self.args.world_size > 1:
+                return
             place_on(model, device, self._chunkc_options())
         super()._move_model_to_device(model, device)  # type: ignore[misc]
 
