@@ -69,6 +69,9 @@ def lookups(dtype: torch.dtype) -> Iterator[Call]:
             out, owner, sizes, largest = aten._embedding_bag.default(table, ids, begin, False, mode)
             args = (torch.randn_like(out), ids, begin, owner, sizes, largest, 50, False, mode, False, None)
             yield call(aten._embedding_bag_backward.default, *args)
+            if mode:
+                args = (torch.randn_like(out), ids, owner, sizes, largest, 50, False, mode, None)
+                yield call(aten._embedding_bag_dense_backward.default, *args)
     for num_rows in (50, 5000):
         grad = torch.randn(num_rows, 24).to(dtype)
         yield call(aten.masked_scatter_backward.default, grad, torch.rand(num_rows, 24) > 0.3, [num_rows * 24])

@@ -260,6 +260,7 @@ class _HardwareFile(BaseModel):
     kind: Literal["cpu", "cuda"] = "cpu"
     num_devices: Annotated[int, Field(strict=True, ge=1, le=MAX_NUM_DEVICES)] = 1
     num_hosts: Annotated[int, Field(strict=True, ge=1, le=MAX_NUM_DEVICES)] = 1
+    num_copies: Annotated[int, Field(strict=True, ge=1, le=MAX_NUM_DEVICES)] = 1
     source: Annotated[str, Field(strict=True)] = ""
     device_memory_nbytes: _Size = 1
     context_nbytes: _Size = 0
@@ -295,6 +296,7 @@ _ALLOWED = {
     "links": f'links by name ({", ".join(LINKS)}), each such as {{"bytes_per_s": "24GB/s", "latency_s": "10us"}}',
     "num_devices": f"a whole number from 1 to {MAX_NUM_DEVICES:,}",
     "num_hosts": f"a whole number from 1 to {MAX_NUM_DEVICES:,}",
+    "num_copies": f"a whole number from 1 to {MAX_NUM_DEVICES:,}",
 }
 
 

@@ -17,7 +17,7 @@ import systems
 from budget import Case, Outcome
 from context import Context, Progress
 from families import ModelChoice
-from specs import CHUNKC, DEEPSPEED, FSDP2, PLAIN, TORCHAO, SubjectSpec, unavailable
+from specs import CHUNKC, CHUNKC_RANKS, DDP, DEEPSPEED, FSDP2, FSDP2_RANKS, PLAIN, TORCHAO, SubjectSpec, unavailable
 from subject import Trainer
 from subject_process import DoesNotFit, OutOfMemory, SubjectFailed, TimedOut, Turn, Unavailable
 
@@ -271,4 +271,4 @@ def test_a_checkpointed_peer_and_chunkc_train_alike():
     ]
     losses = [[trainer.step(*batch)["loss"] for _, batch in zip(range(3), trainer.batches())] for trainer in trainers]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
-    assert set(systems._MAKERS) == set(budget.SYSTEMS)
+    assert set(systems._MAKERS) == {*budget.SYSTEMS, CHUNKC_RANKS, DDP, FSDP2_RANKS}
