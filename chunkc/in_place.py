@@ -67,7 +67,9 @@ def distribute_over_all(
     dist.all_gather_object(of_ranks, [(tuple(value.shape), value.dtype) for value in values])
     if all(found == of_ranks[0] for found in of_ranks):  # else `distribute` says what differs
         with torch.no_grad():
-            for value in values:
-                dist.broadcast(value.data, src=0)
+            for value in values:  # through a copy: gloo may hold on to what it is given for a while after the call
+                received = value.detach().clone()
+                dist.broadcast(received, src=0)
+                value.data.copy_(received)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     distribute(model, mesh, home=options.get("home", "cpu"), zero_stage=zero_stage, timeout_s=timeout_s)
