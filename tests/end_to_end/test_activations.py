@@ -71,7 +71,10 @@ def test_as_much_goes_home_as_the_budget_needs(part: float) -> None:
     nbytes = int(least + part * (most - least))
     result = train(LADDER["byte_gpt"], memory_budget=nbytes, activations="auto", whole_graph="never")
     assert_same_training(result, everything_fits("byte_gpt"))
-    assert result.measured_peak_nbytes == result.predicted_peak_nbytes <= nbytes
+    assert result.predicted_peak_nbytes <= nbytes
+    dropped = sum(tensor.nbytes for tensor in LADDER["byte_gpt"].batch(0).values()) + 4
+    unused = result.predicted_peak_nbytes - result.measured_peak_nbytes
+    assert unused in (0, dropped), "the fullest moment may be of an update, before which the loop drops batch and loss"
 
 
 @pytest.mark.second_tier
