@@ -145,6 +145,7 @@ def test_graphs_are_those_of_all_layers_traced(monkeypatch: pytest.MonkeyPatch, 
     assert str(LAYER) not in once
 
 
+@pytest.mark.second_tier
 def test_other_sizes_and_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     once, whole, num_alike = both_ways(monkeypatch, Deep(), dynamic=True)
     assert num_alike
