@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,28 +69,16 @@ def distribute(
         OptionsError: an argument makes no sense.
         UnsupportedError: a parameter cannot be cut; nothing has changed.
         HomeError: the home has no room on this rank, or cannot be used; nothing has changed.
-        DistributedError: the ranks' models differ, or a rank does not come or has no home; nothing has changed.
+        DistributedError: the ranks' models differ, or a rank does not come, or has raised one of the other errors;
+            nothing has changed.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2 or mesh.device_type != "cpu":
         raise OptionsError('mesh must be a DeviceMesh of one or two dimensions on "cpu", as init_device_mesh makes it')
-    parse_options({"home": home})
-    check_zero_stage(zero_stage)
-    if not timeout_s > 0:
-        raise OptionsError(f"timeout_s is {timeout_s!r}; allowed: a positive number of seconds")
+    num_copies = mesh.size(0) if mesh.ndim > 1 else 1
+    transport = Transport(tuple(mesh.mesh.flatten().tolist()), timeout_s if timeout_s > 0 else TIMEOUT_S, num_copies)
+    check = partial(_check, model, home, zero_stage, timeout_s)
+    together(transport, "chunkc.distribute()", check, DistributedError)
     named = dict(model.named_parameters())
-    if not named:
-        raise OptionsError("the model has no parameters to distribute: compile it as it is")
-    for name, parameter in named.items():
-        _check(name, parameter)
-    without_values = {name for name, buffer in model.named_buffers() if buffer.is_meta}
-    if unsaved := sorted(without_values.difference(model.state_dict()) if without_values else ()):
-        raise UnsupportedError(
-            f"the buffer {unsaved[0]} is on the meta device, and no file of weights has it: give it its values on "
-            "the CPU before chunkc.distribute"
-        )
-    transport = Transport(
-        tuple(mesh.mesh.flatten().tolist()), timeout_s, num_copies=mesh.size(0) if mesh.ndim > 1 else 1
-    )
     shapes = [(name, tuple(p.shape), p.dtype) for name, p in named.items()]
     home_kind = home.partition(":")[0]
     agree(
@@ -119,7 +108,26 @@ def distribute(
     return model
 
 
-def _check(name: str, parameter: nn.Parameter) -> None:
+def _check(model: nn.Module, home: str, zero_stage: ZeroStage | None, timeout_s: float) -> None:
+    """Refuse what this rank cannot do."""
+    parse_options({"home": home})
+    check_zero_stage(zero_stage)
+    if not timeout_s > 0:
+        raise OptionsError(f"timeout_s is {timeout_s!r}; allowed: a positive number of seconds")
+    named = dict(model.named_parameters())
+    if not named:
+        raise OptionsError("the model has no parameters to distribute: compile it as it is")
+    for name, parameter in named.items():
+        _check_parameter(name, parameter)
+    without_values = {name for name, buffer in model.named_buffers() if buffer.is_meta}
+    if unsaved := sorted(without_values.difference(model.state_dict()) if without_values else ()):
+        raise UnsupportedError(
+            f"the buffer {unsaved[0]} is on the meta device, and no file of weights has it: give it its values on "
+            "the CPU before chunkc.distribute"
+        )
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if isinstance(parameter, DTensor) and not isinstance(part_of(parameter), Part):
         raise UnsupportedError(
             f"{name} is a DTensor that chunkc.distribute has not made, as parallelize_module or fully_shard does: it "

@@ -712,6 +712,25 @@ def another_model() -> Result:
     return {}
 
 
+def refused_on_one() -> Result:
+    """A rank refuses its model before ranks have met; then a model of another rank is refused, and its arguments."""
+
+    def attempt(**given: Any) -> str:
+        model = nn.Linear(4, 4)
+        if dist.get_rank() == given.pop("views", None):
+            model.weight.data = model.weight.data.t()
+        try:
+            chunkc.distribute(model, mesh(), **{"timeout_s": 20} | given)
+        except chunkc.ChunkcError as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    start = time.monotonic()
+    messages = [attempt(views=1), attempt(views=0), attempt(home="cpu" if dist.get_rank() else "nowhere")]
+    messages += [attempt(timeout_s=20 * dist.get_rank()), attempt()]
+    return {"message": "\n".join(messages), "took": time.monotonic() - start}
+
+
 def refused() -> Result:
     """What a distributed model does not do, by what was tried; each rank is refused by itself."""
     found: Result = {}
@@ -784,6 +803,7 @@ CASES: dict[str, Callable[..., Result]] = {
         another_stage,
         too_small_on_one,
         another_model,
+        refused_on_one,
         refused,
     )
 }

@@ -197,6 +197,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
         "too_small_on_one",
         "another_model",
         "another_stage",
+        "refused_on_one",
     )
     others = ("announced_on_one", "not_exchanged", "another_budget", "refused")
     return ranks(tmp_path_factory.mktemp("faults"), *cases, *others)
@@ -215,6 +216,13 @@ WHAT_RANKS_SAY = {
     "another_stage": ("differ in zero_stage: rank 1 of 2", "rank 1 of 2"),
     "announced_on_one": ("differ in accumulating\\(\\): rank 1 of 2", "rank 1 of 2"),
     "another_budget": ("differ in the options: rank 1 of 2", "rank 1 of 2"),
+    "refused_on_one": (
+        "^DistributedError: rank 1 of 2: weight shares its memory.*\nUnsupportedError: weight shares its memory.*\n"
+        "OptionsError: option 'home' is 'nowhere'.*\nOptionsError: timeout_s is 0.*\nnothing$",
+        "^UnsupportedError: weight shares its memory.*\nDistributedError: rank 0 of 2: weight shares its memory.*\n"
+        "DistributedError: rank 0 of 2: option 'home' is 'nowhere'.*\n"
+        "DistributedError: rank 0 of 2: timeout_s is 0.*\nnothing$",
+    ),
 }
 """By rank; None: it was killed."""
 
