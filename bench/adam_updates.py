@@ -95,7 +95,7 @@ def _chunkc_triton(spec: AdamSpec) -> Update:
     if importlib.util.find_spec("chunkc.kernels.elementwise_triton") is None:
         raise Unavailable("chunkc has no Triton update")
     from chunkc.kernels import elementwise_triton
-    from chunkc.kernels.formats import AdamFormat, AdamSlots, Run
+    from chunkc.kernels.formats import AdamFormat, AdamSlots, Span
     from chunkc.kernels.hyper import scalar_table
 
     is_bf16 = spec.precision == BF16
@@ -103,7 +103,7 @@ def _chunkc_triton(spec: AdamSpec) -> Update:
     param = target.bfloat16() if is_bf16 else target
     fmt = AdamFormat(param.dtype, grad.dtype, master=is_bf16)
     slots = AdamSlots(param, grad, exp_avg, exp_avg_sq, target if is_bf16 else None)
-    work = elementwise_triton.work_table([Run(0, spec.num_elements, 0)], fmt).to(spec.device)
+    work = elementwise_triton.work_table([Span(0, spec.num_elements, 0)], fmt).to(spec.device)
     steps = itertools.count(1)
 
     def run() -> None:
@@ -116,7 +116,7 @@ def _chunkc_triton(spec: AdamSpec) -> Update:
 def _chunkc_split(spec: AdamSpec) -> Update:
     """chunkc's kernels, with a master in two halves: the parameter and its lower 16 bits."""
     from chunkc.kernels import elementwise_cpu
-    from chunkc.kernels.formats import AdamFormat, AdamSlots, Run
+    from chunkc.kernels.formats import AdamFormat, AdamSlots, Span
     from chunkc.kernels.hyper import scalar_table
     from chunkc.kernels.split import join_master, split_master
 
@@ -124,19 +124,19 @@ def _chunkc_split(spec: AdamSpec) -> Update:
     param, lower = split_master(target)
     fmt = AdamFormat(param.dtype, grad.dtype, master=True, split=True)
     slots = AdamSlots(param, grad, exp_avg, exp_avg_sq, lower)
-    runs = [Run(0, spec.num_elements, 0)]
+    spans = [Span(0, spec.num_elements, 0)]
     steps = itertools.count(1)
     if spec.device == "cuda":
         from chunkc.kernels import elementwise_triton
 
-        work = elementwise_triton.work_table(runs, fmt).to(spec.device)
+        work = elementwise_triton.work_table(spans, fmt).to(spec.device)
 
     def run() -> None:
         scalars = scalar_table([_hyper(next(steps))])
         if spec.device == "cuda":
             elementwise_triton.update(fmt, slots, work, scalars.to(spec.device, non_blocking=True))
         else:
-            elementwise_cpu.chunk_update(fmt, slots, runs, scalars)
+            elementwise_cpu.chunk_update(fmt, slots, spans, scalars)
 
     return Update(run, names.SPLIT_NBYTES_PER_ELEMENT * spec.num_elements, lambda: join_master(param, lower))
 

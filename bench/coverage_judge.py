@@ -14,7 +14,17 @@ import torch._dynamo
 import torch._inductor.compile_fx
 from coverage_models import Subject
 from coverage_table import DEFAULT_FAILS, FAILED, PLAIN_FAILS, REFUSED, TRAINED, Cell, Column
-from coverage_training import LOOSE_TOLERANCE, NUM_STEPS, TOLERANCE, Differs, Stage, Trained, check_close, distance, run
+from coverage_training import (
+    LOOSE_TOLERANCE,
+    NUM_STEPS,
+    TOLERANCE,
+    Differs,
+    Progress,
+    Trained,
+    check_close,
+    distance,
+    run,
+)
 from torch import nn
 
 import chunkc
@@ -48,10 +58,10 @@ def _fresh() -> None:
     gc.collect()
 
 
-def _in_ample_room(subject: Subject, column: Column, stage: Stage) -> tuple[Trained, int | None]:
+def _in_ample_room(subject: Subject, column: Column, progress: Progress) -> tuple[Trained, int | None]:
     """Steps alone where everything fits, and the smallest budget; None where Dynamo compiled nothing."""
     _fresh()
-    trained, called = run(subject, column, stage, _by_chunkc(column, AMPLE_NBYTES), whole=False)
+    trained, called = run(subject, column, progress, _by_chunkc(column, AMPLE_NBYTES), whole=False)
     if not sessions_of(called.parameters()):
         return trained, None
     return trained, chunkc.report(called).minimum_budget_nbytes
@@ -68,13 +78,13 @@ class _NearMinimum:
     untaken_nbytes: int
 
 
-def _near_the_minimum(subject: Subject, column: Column, stage: Stage, minimum_nbytes: int) -> _NearMinimum:
+def _near_the_minimum(subject: Subject, column: Column, progress: Progress, minimum_nbytes: int) -> _NearMinimum:
     for _ in range(MAX_MINIMA):
         budget_nbytes = int(SHARE * minimum_nbytes)
         _fresh()
         foreign_nbytes = cpu_allocator.current_nbytes()
         try:
-            trained, called = run(subject, column, stage, _by_chunkc(column, budget_nbytes), whole=True)
+            trained, called = run(subject, column, progress, _by_chunkc(column, budget_nbytes), whole=True)
         except chunkc.BudgetError as error:
             if error.minimum_nbytes <= minimum_nbytes:
                 raise
@@ -113,23 +123,23 @@ class Judge:
 
     def cell(self, column: Column) -> Cell:
         """What becomes of a column."""
-        started_s, stage = time.monotonic(), Stage()
+        started_s, progress = time.monotonic(), Progress()
         if column.checkpointing and not self._subject.supports_checkpointing:
             return Cell(PLAIN_FAILS, "", "it has no gradient checkpointing")
         plain = self._by_plain(column)
         if isinstance(plain, str):
             return Cell(PLAIN_FAILS, "", plain)
         try:
-            note = self._check(column, plain, stage)
+            note = self._check(column, plain, progress)
             found = Cell(TRAINED, "", note)
         except Exception as error:
             traceback.print_exc()
             outcome = REFUSED if isinstance(error, chunkc.ChunkcError) else FAILED
             default = self._by_default(column)
             if isinstance(default, str):
-                found = Cell(DEFAULT_FAILS, stage.now, f"{_message(error)} | default backend: {default}")
+                found = Cell(DEFAULT_FAILS, progress.now, f"{_message(error)} | default backend: {default}")
             else:
-                found = Cell(outcome, stage.now, _message(error))
+                found = Cell(outcome, progress.now, _message(error))
         return Cell(found.outcome, found.stage, found.message, round(time.monotonic() - started_s, 1))
 
     def _by_plain(self, column: Column) -> Trained | str:
@@ -137,7 +147,7 @@ class Judge:
         if key not in self._plain:
             try:
                 _fresh()
-                self._plain[key] = run(self._subject, column, Stage(), None, whole=True)[0]
+                self._plain[key] = run(self._subject, column, Progress(), None, whole=True)[0]
             except Exception as error:
                 self._plain[key] = _message(error)
         return self._plain[key]
@@ -145,28 +155,28 @@ class Judge:
     def _by_default(self, column: Column) -> Trained | str:
         key = column.with_codegen("")
         if key not in self._default:
-            stage = Stage()
+            progress = Progress()
             try:
                 _fresh()
-                found = run(self._subject, column, stage, _by_default, whole=True)[0]
+                found = run(self._subject, column, progress, _by_default, whole=True)[0]
                 plain = self._by_plain(column)
                 assert isinstance(plain, Trained)
                 if column.is_exact and not column.dropout:
                     check_close(column, *found.losses.beside(plain.losses), "losses")
                 self._default[key] = found
             except Exception as error:
-                self._default[key] = f"{stage.now}: {_message(error)}"
+                self._default[key] = f"{progress.now}: {_message(error)}"
         return self._default[key]
 
-    def _check(self, column: Column, plain: Trained, stage: Stage) -> str:
+    def _check(self, column: Column, plain: Trained, progress: Progress) -> str:
         subject = self._subject
-        ample, minimum = _in_ample_room(subject, column, stage)
+        ample, minimum = _in_ample_room(subject, column, progress)
         notes = []
         if not column.dropout:
             notes += self._check_losses(column, ample, plain)
         if minimum is None:
             return "nothing was compiled: Dynamo leaves all of it to eager PyTorch"
-        near = _near_the_minimum(subject, column, stage, minimum)
+        near = _near_the_minimum(subject, column, progress, minimum)
         if not column.dropout:
             notes += self._check_losses(column, near.trained, plain)
         if not _same_bits(near.trained.losses.steps[:NUM_STEPS], ample.losses.steps):
@@ -199,7 +209,7 @@ class Judge:
         farthest = 0.0
         for seed in range(NUM_NUDGES):
             _fresh()
-            moved = run(nudged(self._subject, seed), column, Stage(), None, whole=True)[0]
+            moved = run(nudged(self._subject, seed), column, Progress(), None, whole=True)[0]
             farthest = max(farthest, distance(*moved.losses.beside(plain.losses)))
         return farthest
 

@@ -54,7 +54,7 @@ class Trained:
     peak_nbytes: int | None
 
 
-class Stage:
+class Progress:
     """Where a run has come, for the message."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ def _optimizer(model: nn.Module, column: Column, *, plain: bool) -> torch.optim.
 def run(
     subject: Subject,
     column: Column,
-    stage: Stage,
+    progress: Progress,
     compiled_by: Callable[[nn.Module], nn.Module] | None,
     *,
     whole: bool,
@@ -142,23 +142,23 @@ def run(
         losses.append(float(loss.detach()))
 
     for number in range(NUM_STEPS):
-        stage.now = f"step {number}"
+        progress.now = f"step {number}"
         step(number)
     evaluation = None
     if whole:
-        stage.now = "evaluation"
+        progress.now = "evaluation"
         evaluation = _evaluated(subject, column, called)
         for number in range(NUM_STEPS, NUM_STEPS + NUM_STEPS_AFTER):
-            stage.now = f"step {number}, after the evaluation"
+            progress.now = f"step {number}, after the evaluation"
             step(number)
     peak_nbytes = chunkc.report(called).measured_peak_nbytes if sessions_of(called.parameters()) else None
     if whole and hasattr(called, "generate") and getattr(model, "can_generate", lambda: False)():
-        stage.now = "generate"
+        progress.now = "generate"
         _generate(subject, column, called, model)
     if whole:
-        stage.now = "state_dict"
+        progress.now = "state_dict"
         _saved_and_loaded(subject, column, model, called)
-    stage.now = "comparison"
+    progress.now = "comparison"
     return Trained(Losses(tuple(losses), evaluation), peak_nbytes), called
 
 

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from figures import Moment, draw_losses, draw_memory, loss_curves, results_table
+from figures import MeasuredMoment, draw_losses, draw_memory, loss_curves, results_table
 from gpt import GPTConfig
 from one_run import RunSpec
 
@@ -278,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (args.out / "plan.txt").write_text(limited.end["plan_text"] + "\n")
     curves = {"plain torch.compile": plain.losses, "chunkc under the budget": limited.losses}
     draw_losses(args.out / "losses.png", curves | {"chunkc, no limit": unlimited.losses})
-    moments: list[Moment] = [tuple(moment) for moment in limited.end["moments"]]
+    moments: list[MeasuredMoment] = [tuple(moment) for moment in limited.end["moments"]]
     plain_peak_nbytes = summary["plain_peak_nbytes"]
     draw_memory(args.out / "memory.png", moments, budget_nbytes=budget_nbytes, plain_peak_nbytes=plain_peak_nbytes)
     console.print(results_table(summary))

@@ -15,7 +15,7 @@ from rich.table import Table
 _BARS = "▁▂▃▄▅▆▇█"
 _NUM_BARS = 50
 _MIB = 2**20
-Moment = tuple[str, int, int | None]
+MeasuredMoment = tuple[str, int, int | None]
 """What runs at a moment, the bytes predicted for it, and the bytes measured then (None: not measured)."""
 
 
@@ -83,7 +83,7 @@ def draw_losses(path: Path, losses: Mapping[str, Sequence[float]]) -> None:
     figure.savefig(path)
 
 
-def draw_memory(path: Path, moments: Sequence[Moment], *, budget_nbytes: int, plain_peak_nbytes: int) -> None:
+def draw_memory(path: Path, moments: Sequence[MeasuredMoment], *, budget_nbytes: int, plain_peak_nbytes: int) -> None:
     """A PNG of predicted and measured bytes over the moments of a step, with the budget as a line."""
     figure, axes = _figure()
     axes.step(

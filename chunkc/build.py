@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from chunkc.capture import Capture
+from chunkc.capture import TracedGraphs
 from chunkc.captured import Captured
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import UnsupportedError
@@ -64,7 +64,7 @@ class Builder:
         show: told what is compiled.
     """
 
-    capture: Capture
+    capture: TracedGraphs
     codegen: str
     layout: ChunkLayout
     budget_nbytes: int

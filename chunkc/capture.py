@@ -42,7 +42,7 @@ Boxed = Callable[[list[Any]], list[Any]]
 
 
 @dataclass
-class Capture:
+class TracedGraphs:
     """What AOTAutograd hands over, piece by piece.
 
     Attributes:
@@ -90,7 +90,7 @@ def capture_graph(
     repeatable: bool = False,
     run_forward: Boxed,
     run_backward: Boxed,
-) -> tuple[Callable[..., Any], Capture]:
+) -> tuple[Callable[..., Any], TracedGraphs]:
     """Trace `gm` for `inputs`.
 
     Args:
@@ -107,7 +107,7 @@ def capture_graph(
         UnsupportedError: the graph changes inputs that share memory, or has an operator with an effect of its own.
     """
     warn_if_newer()
-    capture = Capture()
+    capture = TracedGraphs()
     if loss_tile_rows is not None:
         capture.whole_losses = tile_losses(gm.graph, loss_tile_rows)
         gm.recompile()
@@ -248,7 +248,7 @@ def _refuse_effects(graph: fx.Graph) -> None:
             )
 
 
-def _name_parameters(capture: Capture, names: Sequence[str | None]) -> None:
+def _name_parameters(capture: TracedGraphs, names: Sequence[str | None]) -> None:
     """Note which placeholders and gradients belong to which parameters, and copy parameters' views to their readers."""
     forward, backward = capture.forward, capture.backward
     assert forward is not None

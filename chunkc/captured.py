@@ -32,8 +32,8 @@ LARGEST_NUMBER_NBYTES = 512
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where in a forward's inputs and outputs the values are that take memory of their own, parameters left out.
+class OwnMemory:
+    """Which of a forward's inputs and outputs take memory of their own, by their positions; parameters left out.
 
     `saved` are those that only the backward gets, the largest first.
     """
@@ -43,7 +43,7 @@ class Places:
     saved: tuple[int, ...]
 
     @staticmethod
-    def of(program: PhaseProgram) -> Places:
+    def of(program: PhaseProgram) -> OwnMemory:
         storage_of = program.value_storages()
         seen = set(program.inputs.values())
         user_outputs: list[int] = []
@@ -57,7 +57,7 @@ class Places:
             else:
                 saved[position] = program.storages[storage_of[name]]
         inputs = tuple(i for i, name in enumerate(program.inputs) if name not in program.parameters)
-        return Places(inputs, tuple(user_outputs), tuple(sorted(saved, key=saved.__getitem__, reverse=True)))
+        return OwnMemory(inputs, tuple(user_outputs), tuple(sorted(saved, key=saved.__getitem__, reverse=True)))
 
 
 @dataclass(frozen=True)
@@ -233,8 +233,8 @@ class Captured:
         return {p.phase: p for p in (self.forward, self.backward) if p is not None}
 
     @cached_property
-    def places(self) -> Places:
-        return Places.of(self.forward)
+    def own_memory(self) -> OwnMemory:
+        return OwnMemory.of(self.forward)
 
     @cached_property
     def trained(self) -> frozenset[str]:

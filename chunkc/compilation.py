@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from chunkc.absences import leanest_form
 from chunkc.build import Builder
 from chunkc.caller import called_modules
-from chunkc.capture import Capture, capture_graph, unique_name
+from chunkc.capture import TracedGraphs, capture_graph, unique_name
 from chunkc.captured import Captured
 from chunkc.garbage import no_automatic_collection
 from chunkc.graph import CompiledGraph, plan_key, planned_step
@@ -221,7 +221,7 @@ def _compute_device(
 
 def _build(
     session: Session,
-    capture: Capture,
+    capture: TracedGraphs,
     options: Options,
     named: Mapping[str, nn.Parameter],
     gm: fx.GraphModule,
@@ -279,7 +279,7 @@ def _build(
     return CompiledGraph(session, steps, step.captured, code)
 
 
-def _code_of(capture: Capture) -> Code:
+def _code_of(capture: TracedGraphs) -> Code:
     graphs = [graph.code for graph in (capture.forward, capture.backward) if graph is not None]
     kind = f"{bool(input_symbols(capture))} {num_numbers(capture)}"
     return Code(hashed(text_of(capture)), hashed("\n".join(graphs)), kind)

@@ -257,7 +257,7 @@ class CompiledGraph:
         session.early.enter_forward(session, self._groups)
         session.store.release_slots()
         reconcile(session, self._names)
-        inputs = [arguments[place] for place in step.captured.places.inputs]
+        inputs = [arguments[position] for position in step.captured.own_memory.inputs]
 
         def held() -> Held:
             return session.live.beside_forward(step.captured, inputs)

@@ -44,10 +44,10 @@ class HeldValues(ABC, Generic[V]):
 
     def forward_ran(self, captured: Captured, inputs: Sequence[V], outputs: Sequence[V]) -> None:
         """Watch what a forward was given, and of what it returned all that takes memory."""
-        places = captured.places
+        own = captured.own_memory
         self.watch(inputs)
-        self.watch(outputs[place] for place in places.user_outputs)
-        saved = [outputs[place] for place in places.saved if outputs[place] is not None]
+        self.watch(outputs[position] for position in own.user_outputs)
+        saved = [outputs[position] for position in own.saved if outputs[position] is not None]
         self.watch(saved[:1], captured.saved_nbytes)  # they live and die together: one stands for all
         self._caller_nbytes = captured.caller_nbytes
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import fx
 
-from chunkc.capture import Capture
+from chunkc.capture import TracedGraphs
 from chunkc.captured import Captured
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.estimates import EstimatedOperator, how_to_avoid, not_known, reckoned_with
@@ -19,7 +19,7 @@ from chunkc.torch_private.engine import trace_structured
 logger = logging.getLogger(__name__)
 
 
-def log_capture(capture: Capture) -> None:
+def log_capture(capture: TracedGraphs) -> None:
     """What AOTAutograd and the partitioner made."""
     for reason in capture.whole_losses:
         logger.warning("option loss_tile_rows: this loss is computed whole, in %s", reason)

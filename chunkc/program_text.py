@@ -12,17 +12,17 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from chunkc.capture import Capture
+from chunkc.capture import TracedGraphs
 from chunkc.passes.graphs import placeholders
 
 
-def text_of(capture: Capture) -> str:
+def text_of(capture: TracedGraphs) -> str:
     """Both phases, line by line."""
     graphs = [graph.graph for graph in (capture.forward, capture.backward) if graph is not None]
     return "\n--\n".join("\n".join(_lines(graph, capture.by_placeholder)) for graph in graphs)
 
 
-def num_numbers(capture: Capture) -> int:
+def num_numbers(capture: TracedGraphs) -> int:
     """How many of the forward's inputs are no tensors: sizes that are symbols."""
     assert capture.forward is not None
     return sum(not _is_tensor(node) for node in placeholders(capture.forward.graph))

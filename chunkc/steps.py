@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from chunkc.build import Builder
-from chunkc.capture import Capture
+from chunkc.capture import TracedGraphs
 from chunkc.captured import Captured
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import BACKWARD, FORWARD
@@ -108,7 +108,7 @@ class StaticSteps:
 class SymbolicSteps:
     """A graph of dynamic shapes."""
 
-    def __init__(self, templates: Templates, capture: Capture, inputs: Sequence[Any]) -> None:
+    def __init__(self, templates: Templates, capture: TracedGraphs, inputs: Sequence[Any]) -> None:
         """`inputs`: what Dynamo's graph takes, as it was traced.
 
         Raises:

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from chunkc.build import Builder
-from chunkc.capture import Capture
+from chunkc.capture import TracedGraphs
 from chunkc.captured import Captured
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import PhaseProgram
@@ -35,14 +35,14 @@ MAX_TEMPLATES = 32
 
 
 @dataclass(frozen=True)
-class Moments:
+class OperationBytes:
     """Non-model bytes at every operation of forward and backward, in order, as rows over terms (see `Expressions`)."""
 
     sizes: Expressions
     rows: np.ndarray
 
     def at(self, values: Values) -> np.ndarray:
-        """Bytes at every moment."""
+        """Bytes at every operation."""
         return self.rows @ self.sizes.terms_at(values)
 
     @property
@@ -76,16 +76,16 @@ class Template:
         return self._skeleton.with_sizes(sizes.__getitem__, lambda index: float(seconds[int(index)]))
 
     @cached_property
-    def moments(self) -> Moments:
-        """Every moment. It is a sum of sizes, so how often a term counts in it is that sum over the sizes' rows."""
+    def operation_bytes(self) -> OperationBytes:
+        """They are sums of sizes, so how often a term counts in one is that sum over the sizes' rows."""
         columns = []
         for column in self.sizes.rows.T.tolist():
             part = self._skeleton.with_sizes(column.__getitem__, float)
-            columns.append([moment for program in part.programs.values() for moment in _moments(program, part)])
-        return Moments(self.sizes, np.array(columns, dtype=np.int64).T.copy())
+            columns.append([nbytes for program in part.programs.values() for nbytes in _operation_bytes(program, part)])
+        return OperationBytes(self.sizes, np.array(columns, dtype=np.int64).T.copy())
 
 
-def _moments(program: PhaseProgram, captured: Captured) -> Iterable[int]:
+def _operation_bytes(program: PhaseProgram, captured: Captured) -> Iterable[int]:
     extra = captured.output_nbytes if program is captured.forward else 0
     for steps in call_steps(program, captured.memories):
         for step in steps:
@@ -164,18 +164,18 @@ class Templates:
         return template
 
 
-def _leaves(capture: Capture) -> Iterable[Any]:
+def _leaves(capture: TracedGraphs) -> Iterable[Any]:
     for graph in (capture.forward, capture.backward):
         for node in placeholders(graph.graph) if graph is not None else ():
             yield from pytree.tree_leaves(node.meta.get("val"))
 
 
-def traced_values(capture: Capture) -> dict[sympy.Symbol, int]:
+def traced_values(capture: TracedGraphs) -> dict[sympy.Symbol, int]:
     """The symbols that what a captured step's phases take has, with what they stood for in tracing."""
     return symbol_values(_leaves(capture))
 
 
-def input_symbols(capture: Capture) -> frozenset[sympy.Symbol]:
+def input_symbols(capture: TracedGraphs) -> frozenset[sympy.Symbol]:
     """The symbols that a captured step's inputs have; none if it is static.
 
     Other symbols are sizes of real tensors that tracing met, such as the saved state of a random generator, and stand
@@ -185,7 +185,7 @@ def input_symbols(capture: Capture) -> frozenset[sympy.Symbol]:
     return frozenset(symbol_values(node.meta.get("val") for node in placeholders(capture.forward.graph)))
 
 
-def _require_own_storages(capture: Capture, values: Values) -> None:
+def _require_own_storages(capture: TracedGraphs, values: Values) -> None:
     """Of a view that is passed in, tracing takes the size of the storage for fixed, or for a symbol of its own.
 
     Raises:
@@ -200,7 +200,7 @@ def _require_own_storages(capture: Capture, values: Values) -> None:
                     raise UnsupportedError(f"input {node.name} is a view of a larger tensor; pass a copy of it")
 
 
-def _traced_region(capture: Capture, values: Values) -> tuple[sympy.Basic, ...]:
+def _traced_region(capture: TracedGraphs, values: Values) -> tuple[sympy.Basic, ...]:
     """What tracing took for given, in the symbols that were left.
 
     Raises:
@@ -220,7 +220,7 @@ def _traced_region(capture: Capture, values: Values) -> tuple[sympy.Basic, ...]:
     return tuple(found)
 
 
-def _environments(capture: Capture) -> list[ShapeEnv]:
+def _environments(capture: TracedGraphs) -> list[ShapeEnv]:
     found: dict[int, ShapeEnv] = {}
     for leaf in _leaves(capture):
         numbers = (*leaf.shape, *leaf.stride()) if isinstance(leaf, Tensor) else (leaf,)

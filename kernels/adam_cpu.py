@@ -9,7 +9,7 @@ from torch import Tensor
 
 from chunkc.kernels.elementwise_cpu import prepare, warm_up_format
 from chunkc.kernels.formats import AdamFormat
-from chunkc.kernels.hyper import GRAD_DTYPES, LOW_PRECISION, AdamHyper, check_adam_run
+from chunkc.kernels.hyper import GRAD_DTYPES, LOW_PRECISION, AdamHyper, check_adam_span
 
 
 @torch.compiler.disable
@@ -36,9 +36,9 @@ def adam_update(
         master: `[n]`, fp32; or int16, the lower bits of a split one (see `chunkc.kernels.split`); or None.
 
     Raises:
-        ValueError: a tensor is not on the CPU, or see `check_adam_run`.
+        ValueError: a tensor is not on the CPU, or see `check_adam_span`.
     """
-    tensors = check_adam_run(param, grad, exp_avg, exp_avg_sq, master)
+    tensors = check_adam_span(param, grad, exp_avg, exp_avg_sq, master)
     for tensor in tensors:
         if not tensor.is_cpu:
             raise ValueError(f"adam_cpu needs tensors on the CPU, got {[str(t.device) for t in tensors]}")

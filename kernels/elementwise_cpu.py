@@ -26,10 +26,10 @@ from chunkc.kernels.formats import (
     QUANT_BLOCK,
     GradScale,
     RoundingKey,
-    Run,
     Slots,
+    Span,
     UpdateFormat,
-    checked_runs,
+    checked_spans,
     mark_written,
 )
 from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS, Pass, host_empty, host_tensor
@@ -41,7 +41,7 @@ _PIECE_NUM_BLOCKS = 256  # 64K elements per thread: with new moments in fp32 bes
 
 
 def prepare(fmt: UpdateFormat, hyper: Any) -> Callable[[list[Tensor]], None]:
-    """The update for given hyper-parameters, to be called for many runs of a step, without scaled gradients.
+    """The update for given hyper-parameters, to be called for many spans of a step, without scaled gradients.
 
     Args:
         fmt: rounds to nearest, without 8-bit moments.
@@ -72,14 +72,14 @@ def prepare(fmt: UpdateFormat, hyper: Any) -> Callable[[list[Tensor]], None]:
 def chunk_update(
     fmt: UpdateFormat,
     slots: Slots,
-    runs: Sequence[Run],
+    spans: Sequence[Span],
     scalars: Tensor,
     *,
     scale: GradScale = NO_SCALE,
     key: RoundingKey | None = None,
     first_element: int = 0,
 ) -> None:
-    """One update of a tile of a chunk group in CPU memory in any format, in place, in one pass per run.
+    """One update of a tile of a chunk group in CPU memory in any format, in place, in one pass per span.
 
     Computes what `chunkc.kernels.reference.chunk_update` does, to the bit, but for which NaN a NaN is. Allocates
     nothing through PyTorch, but for 8-bit moments one number a block of a piece. The factors are read inside the pass,
@@ -90,16 +90,16 @@ def chunk_update(
         scalars, scale, key, first_element: as for the reference.
 
     Raises:
-        ValueError: a tensor is not on the CPU, or see `check_update` and `check_runs`.
+        ValueError: a tensor is not on the CPU, or see `check_update` and `check_spans`.
     """
-    checked = checked_runs(fmt, slots, runs, scalars, scale, key, first_element)
+    checked = checked_spans(fmt, slots, spans, scalars, scale, key, first_element)
     if not slots.param.is_cpu:
         raise ValueError(f"updates on the CPU need tensors on the CPU, got {slots.param.device}")
     with disable_current_modes():
         if scale.found_inf is not None and scale.found_inf.item() != 0:
             return
-        for run in _cut_where_low_bits_wrap(checked, first_element):
-            _update_run(fmt, slots, run, scalars, scale, key, first_element)
+        for span in _cut_where_low_bits_wrap(checked, first_element):
+            _update_span(fmt, slots, span, scalars, scale, key, first_element)
     mark_written(slots)
 
 
@@ -116,16 +116,16 @@ def warm_up_format(fmt: UpdateFormat, *, l2: bool = False, scaled: bool = False)
             quantise_pass(parallel)
 
 
-def _update_run(
+def _update_span(
     fmt: UpdateFormat,
     slots: Slots,
-    run: Run,
+    span: Span,
     scalars: Tensor,
     scale: GradScale,
     key: RoundingKey | None,
     first_element: int,
 ) -> None:
-    row = scalars[run.group]
+    row = scalars[span.group]
     scaled = scale.unscale is not None or scale.clip is not None
     l2 = row[fmt.scalars._fields.index("l2")].item() != 0
     factors = [_ONE if factor is None else factor for factor in (scale.unscale, scale.clip)] if scaled else []
@@ -153,16 +153,16 @@ def _update_run(
             quantise_pass(parallel)([values, codes.view(-1, QUANT_BLOCK), scales, table])
 
     if not fmt.quantised:
-        call(slots.part(run.begin, run.end), run.begin, ())
+        call(slots.part(span.begin, span.end), span.begin, ())
         return
-    num_blocks = (run.end - run.begin) // QUANT_BLOCK
+    num_blocks = (span.end - span.begin) // QUANT_BLOCK
     piece_num_blocks = min(max(num_blocks, 1), _PIECE_NUM_BLOCKS * torch.get_num_threads())
     scratch = host_empty((len(fmt.kinds), piece_num_blocks, QUANT_BLOCK), torch.float32).unbind()
-    whole_end = run.begin + num_blocks * QUANT_BLOCK
-    for begin in range(run.begin, whole_end, piece_num_blocks * QUANT_BLOCK):
+    whole_end = span.begin + num_blocks * QUANT_BLOCK
+    for begin in range(span.begin, whole_end, piece_num_blocks * QUANT_BLOCK):
         call(slots.part(begin, min(begin + piece_num_blocks * QUANT_BLOCK, whole_end)), begin, scratch)
-    if whole_end < run.end:
-        part = slots.part(whole_end, run.end)
+    if whole_end < span.end:
+        part = slots.part(whole_end, span.end)
         padded = _padded_block(part)
         call(padded, whole_end, scratch)
         part.param.copy_(padded.param[: len(part.param)])
@@ -187,12 +187,12 @@ def _padded_block(part: Slots) -> Slots:
     return type(part).of({PARAM: padded(part.param), GRAD: padded(part.grad), **states})
 
 
-def _cut_where_low_bits_wrap(runs: Sequence[Run], first_element: int) -> Iterator[Run]:
+def _cut_where_low_bits_wrap(spans: Sequence[Span], first_element: int) -> Iterator[Span]:
     """Runs in which the upper 32 bits of the elements' indices do not change: passes count with the lower ones."""
-    for begin, end, group in runs:
+    for begin, end, group in spans:
         while begin < end:
             cut = min(end, ((first_element + begin >> 32) + 1 << 32) - first_element)
-            yield Run(begin, cut, group)
+            yield Span(begin, cut, group)
             begin = cut
 
 

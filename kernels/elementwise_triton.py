@@ -27,10 +27,10 @@ from chunkc.kernels.formats import (
     UNIT,
     GradScale,
     RoundingKey,
-    Run,
     Slots,
+    Span,
     UpdateFormat,
-    check_runs,
+    check_spans,
     check_update,
     mark_written,
 )
@@ -52,34 +52,34 @@ class WorkTable:
             elements of a tensor, whose number is last.
         num_elements: the tile, or the first tensor, has at least so many.
         num_groups: the scalars have at least so many rows.
-        run_alignment: runs begin at multiples of this (`UpdateFormat.run_alignment`).
+        span_alignment: spans begin at multiples of this (`UpdateFormat.span_alignment`).
     """
 
     rows: Tensor
     num_elements: int
     num_groups: int
-    run_alignment: int
+    span_alignment: int
 
     def to(self, device: torch.device | str) -> WorkTable:
         """The same table on another device."""
         return replace(self, rows=self.rows.to(device))
 
 
-def work_table(runs: Sequence[Run], fmt: UpdateFormat) -> WorkTable:
-    """Cut runs into the rows of a launch, on the CPU.
+def work_table(spans: Sequence[Span], fmt: UpdateFormat) -> WorkTable:
+    """Cut spans into the rows of a launch, on the CPU.
 
-    Rows that begin and end at multiples of 16 elements are loaded as vectors; only the ends of runs that do not are
+    Rows that begin and end at multiples of 16 elements are loaded as vectors; only the ends of spans that do not are
     rows of their own. Blocks of 8-bit moments are never cut.
 
     Raises:
-        ValueError: see `check_runs`.
+        ValueError: see `check_spans`.
     """
-    num_elements = max((run.end for run in runs), default=0)
-    num_groups = max((run.group + 1 for run in runs), default=0)
-    check_runs(runs, fmt, num_elements=num_elements, num_groups=num_groups)
-    pieces = [rows for run in runs for rows in _rows_of_run(run, fmt)]
+    num_elements = max((span.end for span in spans), default=0)
+    num_groups = max((span.group + 1 for span in spans), default=0)
+    check_spans(spans, fmt, num_elements=num_elements, num_groups=num_groups)
+    pieces = [rows for span in spans for rows in _rows_of_span(span, fmt)]
     rows = torch.cat(pieces) if pieces else torch.empty(0, 3, dtype=torch.int64, device="cpu")
-    return WorkTable(rows, num_elements, num_groups, fmt.run_alignment)
+    return WorkTable(rows, num_elements, num_groups, fmt.span_alignment)
 
 
 def work_of_tensors(tensors: Sequence[tuple[int, int]], fmt: UpdateFormat) -> WorkTable:
@@ -88,21 +88,21 @@ def work_of_tensors(tensors: Sequence[tuple[int, int]], fmt: UpdateFormat) -> Wo
     Args:
         tensors: of each its number of elements, and the row of scalars that it is updated with.
     """
-    tables = [work_table([Run(0, numel, group)], fmt).rows for numel, group in tensors]
+    tables = [work_table([Span(0, numel, group)], fmt).rows for numel, group in tensors]
     numbers = torch.repeat_interleave(torch.tensor([len(rows) for rows in tables], device="cpu"))
     rows = torch.cat([torch.cat(tables), numbers[:, None]], dim=1)
-    return WorkTable(rows, tensors[0][0], max(group for _, group in tensors) + 1, fmt.run_alignment)
+    return WorkTable(rows, tensors[0][0], max(group for _, group in tensors) + 1, fmt.span_alignment)
 
 
-def _rows_of_run(run: Run, fmt: UpdateFormat) -> list[Tensor]:
-    unit = QUANT_BLOCK if fmt.quantised and run.end % UNIT else UNIT
-    begin = min(-(-run.begin // UNIT) * UNIT, run.end)
-    end = max(run.end // unit * unit, begin)
-    spans = [(run.begin, begin, RAGGED_BLOCK), (begin, end, BLOCK), (end, run.end, RAGGED_BLOCK)]
-    return [_rows_of_span(*span, run.group) for span in spans if span[0] < span[1]]
+def _rows_of_span(span: Span, fmt: UpdateFormat) -> list[Tensor]:
+    unit = QUANT_BLOCK if fmt.quantised and span.end % UNIT else UNIT
+    begin = min(-(-span.begin // UNIT) * UNIT, span.end)
+    end = max(span.end // unit * unit, begin)
+    parts = [(span.begin, begin, RAGGED_BLOCK), (begin, end, BLOCK), (end, span.end, RAGGED_BLOCK)]
+    return [_rows_of_part(*part, span.group) for part in parts if part[0] < part[1]]
 
 
-def _rows_of_span(begin: int, end: int, block: int, group: int) -> Tensor:
+def _rows_of_part(begin: int, end: int, block: int, group: int) -> Tensor:
     """Rows of `block` elements each, but for the first and the last: cut at multiples of `block`."""
     multiples = torch.arange(begin // block * block, end + block, block, device="cpu")
     cuts = multiples.clamp_(begin, end).unique_consecutive()
@@ -125,7 +125,7 @@ def update(
     """One update of a tile of a chunk group, or of many tensors, in place, in one launch on the current stream.
 
     Computes what `chunkc.kernels.reference.chunk_update` does, to the bit. Waits for nothing and allocates nothing
-    but, once per device, 4 KiB of tables for 8-bit moments. Elements outside the work table's runs stay as they are.
+    but, once per device, 4 KiB of tables for 8-bit moments. Elements outside the work table's spans stay as they are.
 
     Args:
         work: from `work_table`, on the slots' device.
@@ -173,7 +173,7 @@ def launch_arguments(
             f"the work table is for {work.num_elements} elements and {work.num_groups} groups, the slots have "
             f"{slots.param.numel()} and the scalars {len(scalars)}"
         )
-    if work.run_alignment % fmt.run_alignment:
+    if work.span_alignment % fmt.span_alignment:
         raise ValueError(f"the work table was not made for {fmt.moments} moments; call work_table with {fmt}")
     if work.rows.device != slots.param.device:
         raise ValueError(f"the work table is on {work.rows.device}, param on {slots.param.device}; use work.to(device)")

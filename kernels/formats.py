@@ -28,11 +28,11 @@ from chunkc.ir.states import (
 from chunkc.kernels import adam
 from chunkc.kernels.hyper import GRAD_DTYPES, AdamScalars
 
-Moments = Literal["float32", "bfloat16", "int8"]
+MomentsFormat = Literal["float32", "bfloat16", "int8"]
 Rounding = Literal["nearest", "stochastic"]
 
 QUANT_BLOCK = ELEMENTS_PER_SCALE
-"""Elements that share one scale in 8-bit moments. A block never mixes two runs: runs begin at multiples of it."""
+"""Elements that share one scale in 8-bit moments. A block never mixes two spans: spans begin at multiples of it."""
 
 
 UNIT = 16
@@ -114,7 +114,7 @@ class UpdateFormat(ABC):
 
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
-    moments: Moments = "float32"
+    moments: MomentsFormat = "float32"
     master: bool = False
     rounding: Rounding = "nearest"
     split: bool = False
@@ -123,8 +123,8 @@ class UpdateFormat(ABC):
         for name, dtype in (("parameters", self.param_dtype), ("gradients", self.grad_dtype)):
             if dtype not in GRAD_DTYPES:
                 raise ValueError(f"{name} must be float32, bfloat16 or float16, got {dtype}")
-        if self.moments not in get_args(Moments):
-            raise ValueError(f"moments must be one of {list(get_args(Moments))}, got {self.moments!r}")
+        if self.moments not in get_args(MomentsFormat):
+            raise ValueError(f"moments must be one of {list(get_args(MomentsFormat))}, got {self.moments!r}")
         if self.rounding not in get_args(Rounding):
             raise ValueError(f"rounding must be one of {list(get_args(Rounding))}, got {self.rounding!r}")
         stochastic = self.rounding == "stochastic"
@@ -183,8 +183,8 @@ class UpdateFormat(ABC):
         return self.rounding == "stochastic"
 
     @property
-    def run_alignment(self) -> int:
-        """Elements of the chunk group that runs must begin at a multiple of."""
+    def span_alignment(self) -> int:
+        """Elements of the chunk group that spans must begin at a multiple of."""
         return QUANT_BLOCK if self.quantised else 1
 
 
@@ -220,7 +220,7 @@ class AdamFormat(UpdateFormat):
         return adam.new_values(wide, target, moments, scalars, l2=l2, root=root)
 
 
-class Run(NamedTuple):
+class Span(NamedTuple):
     """Elements `[begin, end)` of a tile that share hyper-parameters: row `group` of the table of scalars."""
 
     begin: int
@@ -333,7 +333,7 @@ def check_update(
     key: RoundingKey | None,
     first_element: int,
 ) -> None:
-    """Check all that an update takes, but for its runs (see `check_runs`).
+    """Check all that an update takes, but for its spans (see `check_spans`).
 
     Args:
         scalars: `[num_groups, num_scalars]` fp32 on the slots' device, see `chunkc.kernels.hyper.scalar_table`.
@@ -348,47 +348,47 @@ def check_update(
     check_tensor("scalars", scalars, torch.float32, (num_groups, len(fmt.scalars._fields)), slots.param.device)
     if fmt.stochastic != (key is not None):
         raise ValueError("a rounding key is needed for rounding='stochastic', and for nothing else")
-    if first_element < 0 or first_element % fmt.run_alignment:
+    if first_element < 0 or first_element % fmt.span_alignment:
         raise ValueError(
-            f"tiles of {fmt.moments} moments begin at multiples of {fmt.run_alignment}, not {first_element}"
+            f"tiles of {fmt.moments} moments begin at multiples of {fmt.span_alignment}, not {first_element}"
         )
 
 
-def check_runs(runs: Sequence[Run], fmt: UpdateFormat, *, num_elements: int, num_groups: int) -> None:
-    """Check runs against a tile of `num_elements`.
+def check_spans(spans: Sequence[Span], fmt: UpdateFormat, *, num_elements: int, num_groups: int) -> None:
+    """Check spans against a tile of `num_elements`.
 
     Raises:
-        ValueError: runs are out of range or order, overlap, name a group that is not there, or share a block of
+        ValueError: spans are out of range or order, overlap, name a group that is not there, or share a block of
             8-bit moments.
     """
     previous_end = 0
-    for run in runs:
-        if not previous_end <= run.begin <= run.end <= num_elements:
-            raise ValueError(f"runs must be in order, apart and inside [0, {num_elements}); got {run}")
-        if not 0 <= run.group < num_groups:
-            raise ValueError(f"{run} names a group that is not among the {num_groups} of the scalars")
-        if run.begin % fmt.run_alignment:
-            raise ValueError(f"runs with {fmt.moments} moments begin at multiples of {fmt.run_alignment}; got {run}")
-        previous_end = run.end
+    for span in spans:
+        if not previous_end <= span.begin <= span.end <= num_elements:
+            raise ValueError(f"spans must be in order, apart and inside [0, {num_elements}); got {span}")
+        if not 0 <= span.group < num_groups:
+            raise ValueError(f"{span} names a group that is not among the {num_groups} of the scalars")
+        if span.begin % fmt.span_alignment:
+            raise ValueError(f"spans with {fmt.moments} moments begin at multiples of {fmt.span_alignment}; got {span}")
+        previous_end = span.end
 
 
-def checked_runs(
+def checked_spans(
     fmt: UpdateFormat,
     slots: Slots,
-    runs: Sequence[Run],
+    spans: Sequence[Span],
     scalars: Tensor,
     scale: GradScale,
     key: RoundingKey | None,
     first_element: int,
-) -> list[Run]:
-    """Check all that an update of a tile takes, and leave out runs without elements.
+) -> list[Span]:
+    """Check all that an update of a tile takes, and leave out spans without elements.
 
     Raises:
-        ValueError: see `check_update` and `check_runs`.
+        ValueError: see `check_update` and `check_spans`.
     """
     check_update(fmt, slots, scalars, scale, key, first_element)
-    check_runs(runs, fmt, num_elements=slots.param.numel(), num_groups=len(scalars))
-    return [run for run in runs if run.end > run.begin]
+    check_spans(spans, fmt, num_elements=slots.param.numel(), num_groups=len(scalars))
+    return [span for span in spans if span.end > span.begin]
 
 
 def mark_written(slots: Slots) -> None:

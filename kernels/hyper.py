@@ -98,7 +98,7 @@ def scalar_table(hypers: Sequence[Any]) -> Tensor:
     return torch.from_numpy(np.array(rows, dtype=np.float32).reshape(len(rows), -1 if rows else 0))
 
 
-def check_adam_run(
+def check_adam_span(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor | None
 ) -> tuple[Tensor, ...]:
     """The run's tensors in that order, without a master that is None.

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run, check_slots, check_tensor
+from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Span, check_slots, check_tensor
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.kernels.hyper import check_ranges
 
@@ -140,7 +140,7 @@ class LambWork:
         return replace(self, rows=rows)
 
 
-def lamb_work(tensors: Sequence[Run], tiles: Sequence[tuple[int, int]]) -> tuple[LambWork, ...]:
+def lamb_work(tensors: Sequence[Span], tiles: Sequence[tuple[int, int]]) -> tuple[LambWork, ...]:
     """Cut tensors into the rows of each tile, on the CPU.
 
     Args:
@@ -150,49 +150,49 @@ def lamb_work(tensors: Sequence[Run], tiles: Sequence[tuple[int, int]]) -> tuple
     Raises:
         ValueError: tensors or tiles are out of order or overlap, or elements of a tensor lie in no tile.
     """
-    for name, ranges in (("tensors", [(run.begin, run.end) for run in tensors]), ("tiles", list(tiles))):
+    for name, ranges in (("tensors", [(span.begin, span.end) for span in tensors]), ("tiles", list(tiles))):
         previous_end = 0
         for begin, end in ranges:
             if not previous_end <= begin <= end:
                 raise ValueError(f"{name} must be in order and apart; got [{begin}, {end}) after {previous_end}")
             previous_end = end
-    if min((run.group for run in tensors), default=0) < 0:
+    if min((span.group for span in tensors), default=0) < 0:
         raise ValueError("groups count from 0")
-    placed: list[list[tuple[Run, int, int, int]]] = [[] for _ in tiles]  # (tensor, begin, end, number of the tensor)
+    placed: list[list[tuple[Span, int, int, int]]] = [[] for _ in tiles]  # (tensor, begin, end, number of the tensor)
     at = 0
-    for number, run in enumerate(tensors):
-        begin = run.begin
-        while begin < run.end:
+    for number, span in enumerate(tensors):
+        begin = span.begin
+        while begin < span.end:
             while at < len(tiles) and tiles[at][1] <= begin:
                 at += 1
             if at == len(tiles) or tiles[at][0] > begin:
-                raise ValueError(f"element {begin} of the tensor [{run.begin}, {run.end}) lies in no tile")
-            end = min(run.end, tiles[at][1])
-            placed[at].append((run, begin, end, number))
+                raise ValueError(f"element {begin} of the tensor [{span.begin}, {span.end}) lies in no tile")
+            end = min(span.end, tiles[at][1])
+            placed[at].append((span, begin, end, number))
             begin = end
     # Rows are numbered tensor by tensor, which is tile by tile too.
-    spans: dict[int, list[int]] = {}
-    numbered: list[list[tuple[list[int], Run, int, int]]] = []
+    partials_of: dict[int, list[int]] = {}
+    numbered: list[list[tuple[list[int], Span, int, int]]] = []
     num_partials = 0
     for tile in placed:
         numbered.append([])
-        for run, begin, end, number in tile:
+        for span, begin, end, number in tile:
             cuts = [begin, *range((begin // ROW + 1) * ROW, end, ROW), end]
-            numbered[-1].append((cuts, run, num_partials, number))
-            span = spans.setdefault(number, [num_partials, num_partials])
+            numbered[-1].append((cuts, span, num_partials, number))
+            partials = partials_of.setdefault(number, [num_partials, num_partials])
             num_partials += len(cuts) - 1
-            span[1] = num_partials
-    num_groups = max((run.group + 1 for run in tensors), default=0)
+            partials[1] = num_partials
+    num_groups = max((span.group + 1 for span in tensors), default=0)
     works = []
     at_partial = 0
     for (start, stop), tile_rows in zip(tiles, numbered, strict=True):
         pieces, all_cuts, rows = [], [], []
-        for cuts, run, partial, number in tile_rows:
+        for cuts, span, partial, number in tile_rows:
             local = [cut - start for cut in cuts]
-            first, last = spans[number]
-            pieces.append(LambPiece(local[0], local[-1], run.group, partial, first, last))
+            first, last = partials_of[number]
+            pieces.append(LambPiece(local[0], local[-1], span.group, partial, first, last))
             all_cuts.append(tuple(local))
-            rows += [(a, b, run.group, first, last) for a, b in pairwise(local)]
+            rows += [(a, b, span.group, first, last) for a, b in pairwise(local)]
         table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 5)
         works.append(
             LambWork(table, at_partial, tuple(pieces), tuple(all_cuts), stop - start, num_groups, num_partials)

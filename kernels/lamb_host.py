@@ -11,26 +11,26 @@ from torch import Tensor
 from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale
 from chunkc.kernels.lamb_formats import LambWork, check_lamb
 
-Run = Callable[[AdamFormat, AdamSlots, LambWork, Tensor, Tensor, GradScale], None]
-"""One implementation of a stage: checked (format, slots, work, scalars, partials, scale)."""
+Kernel = Callable[[AdamFormat, AdamSlots, LambWork, Tensor, Tensor, GradScale], None]
+"""An implementation of a stage, which gets what was checked: (format, slots, work, scalars, partials, scale)."""
 
 
 Stage = Callable[..., None]
 """A stage of the update of a tile, with `scale` as a keyword, see `chunkc.kernels.lamb_reference`."""
 
 
-def moments_stage(run: Run) -> Stage:
-    """Stage 1, by `run`. Raises ValueError as `check_lamb` does."""
-    return _stage(run, lambda slots, partials: (slots.exp_avg, slots.exp_avg_sq, partials))
+def moments_stage(kernel: Kernel) -> Stage:
+    """Stage 1, by `kernel`. Raises ValueError as `check_lamb` does."""
+    return _stage(kernel, lambda slots, partials: (slots.exp_avg, slots.exp_avg_sq, partials))
 
 
-def apply_stage(run: Run) -> Stage:
-    """Stage 2, by `run`. Raises ValueError as `check_lamb` does."""
-    return _stage(run, lambda slots, partials: (slots.param, slots.master))
+def apply_stage(kernel: Kernel) -> Stage:
+    """Stage 2, by `kernel`. Raises ValueError as `check_lamb` does."""
+    return _stage(kernel, lambda slots, partials: (slots.param, slots.master))
 
 
-def _stage(run: Run, written: Callable[[AdamSlots, Tensor], tuple[Tensor | None, ...]]) -> Stage:
-    @functools.wraps(run)
+def _stage(kernel: Kernel, written: Callable[[AdamSlots, Tensor], tuple[Tensor | None, ...]]) -> Stage:
+    @functools.wraps(kernel)
     @torch.compiler.disable
     @torch.no_grad()
     def stage(
@@ -43,7 +43,7 @@ def _stage(run: Run, written: Callable[[AdamSlots, Tensor], tuple[Tensor | None,
         scale: GradScale = NO_SCALE,
     ) -> None:
         check_lamb(fmt, slots, work, scalars, partials, scale)
-        run(fmt, slots, work, scalars, partials, scale)
+        kernel(fmt, slots, work, scalars, partials, scale)
         changed = [tensor for tensor in written(slots, partials) if tensor is not None]
         torch.autograd.graph.increment_version(changed)
 

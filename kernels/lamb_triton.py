@@ -6,6 +6,8 @@ code runs on CPU tensors, slowly: for tests.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ def lamb_moments(
         UnsupportedError: Triton is not installed, or the slots are not on a device that it compiles for.
     """
     arguments = moments_arguments(fmt, slots, work, scalars, partials, scale)
-    _launch("lamb_moments_kernel", slots, work, arguments)
+    _launch(lambda device_code: device_code.lamb_moments_kernel, slots, work, arguments)
 
 
 @apply_stage
@@ -46,7 +48,7 @@ def lamb_apply(
         UnsupportedError: Triton is not installed, or the slots are not on a device that it compiles for.
     """
     arguments = apply_arguments(fmt, slots, work, scalars, partials, scale)
-    _launch("lamb_apply_kernel", slots, work, arguments)
+    _launch(lambda device_code: device_code.lamb_apply_kernel, slots, work, arguments)
 
 
 def moments_arguments(
@@ -81,11 +83,13 @@ def apply_arguments(
     }
 
 
-def _launch(name: str, slots: AdamSlots, work: LambWork, arguments: dict[str, Any]) -> None:
+def _launch(
+    kernel_of: Callable[[ModuleType], Any], slots: AdamSlots, work: LambWork, arguments: dict[str, Any]
+) -> None:
     require_triton(slots.param.device, "chunkc.kernels.lamb_cpu")
     from chunkc.kernels import lamb_triton_kernel
 
     if len(work.rows):
-        kernel = getattr(lamb_triton_kernel, name)
         with torch.cuda.device_of(slots.param):
+            kernel = kernel_of(lamb_triton_kernel)
             kernel[(len(work.rows),)](**arguments, **launch_options_on(slots.param.device))

@@ -15,10 +15,10 @@ from chunkc.kernels.formats import (
     QUANT_BLOCK,
     GradScale,
     RoundingKey,
-    Run,
     Slots,
+    Span,
     UpdateFormat,
-    checked_runs,
+    checked_spans,
 )
 from chunkc.kernels.quant import dequantise, quantise
 from chunkc.kernels.rounding import (
@@ -35,7 +35,7 @@ from chunkc.kernels.split import join_master, split_master
 def chunk_update(
     fmt: UpdateFormat,
     slots: Slots,
-    runs: Sequence[Run],
+    spans: Sequence[Span],
     scalars: Tensor,
     *,
     scale: GradScale = NO_SCALE,
@@ -44,7 +44,7 @@ def chunk_update(
 ) -> None:
     """One update of a tile of a chunk group by a format's rule, in place, on any device.
 
-    Elements outside the runs stay as they are. Each operation is one fp32 operation, rounded by itself, in the order
+    Elements outside the spans stay as they are. Each operation is one fp32 operation, rounded by itself, in the order
     that every fused kernel keeps, so their bits are these. The update uses the new moments before they are rounded.
 
     Args:
@@ -54,23 +54,23 @@ def chunk_update(
         first_element: index in the chunk group of the tile's first element.
 
     Raises:
-        ValueError: see `check_update` and `check_runs`.
+        ValueError: see `check_update` and `check_spans`.
     """
-    for run in checked_runs(fmt, slots, runs, scalars, scale, key, first_element):
-        _update_run(fmt, slots, run, fmt.scalars.of(scalars[run.group]), scale, key, first_element)
+    for span in checked_spans(fmt, slots, spans, scalars, scale, key, first_element):
+        _update_span(fmt, slots, span, fmt.scalars.of(scalars[span.group]), scale, key, first_element)
 
 
-def _update_run(
+def _update_span(
     fmt: UpdateFormat,
     slots: Slots,
-    run: Run,
+    span: Span,
     scalars: Any,
     scale: GradScale,
     key: RoundingKey | None,
     first_element: int,
 ) -> None:
-    states, part = slots.states(), slice(run.begin, run.end)
-    blocks = slice(run.begin // QUANT_BLOCK, -(-run.end // QUANT_BLOCK))
+    states, part = slots.states(), slice(span.begin, span.end)
+    blocks = slice(span.begin // QUANT_BLOCK, -(-span.end // QUANT_BLOCK))
 
     def load_moment(kind: str) -> Tensor:
         codes, scales = states[kind][part], states.get(scale_of(kind))
@@ -89,7 +89,7 @@ def _update_run(
         elif key is None:
             store(place, round_nearest(value))
         else:
-            index = torch.arange(first_element + run.begin, first_element + run.end, device=place.device)
+            index = torch.arange(first_element + span.begin, first_element + span.end, device=place.device)
             store(place, round_stochastic(value, random_bits16(index, key, stream)))
 
     def store_moment(kind: str, value: Tensor, stream: int) -> None:

@@ -19,6 +19,9 @@ from chunkc.passes.segments import Piece
 from chunkc.passes.shapes import AS_TRACED, Shapes
 from chunkc.torch_private.engine import KEEPS_TANGENTS
 
+WHOLE_SHARE = 0.9
+"""A call with so much of a phase is of no module of the model, but of the model."""
+
 
 def forward_program(
     graph: fx.Graph,
@@ -182,6 +185,7 @@ def _calls(
     value_storage = dict(inputs)
     calls = []
     costs_s: dict[str, float] = {}  # of equal segments, once
+    num_nodes = sum(len(piece.nodes) for piece in pieces)
     for index, piece in enumerate(pieces):
         name, memory = f"{phase}.{index}", memories[piece.segment.name]
         in_names = tuple(node.name for node in piece.inputs)
@@ -214,7 +218,7 @@ def _calls(
                 tuple(out_storages),
                 () if piece.reads_home else read,
                 made,
-                _main_module(piece.nodes),
+                _main_module(piece.nodes) if len(piece.nodes) < WHOLE_SHARE * num_nodes else "",
                 costs_s[segment],
                 piece.origins,
             )

@@ -27,7 +27,7 @@ from chunkc.torch_private.fake import FakeTensor, disable_current_modes, like
 
 FORWARD, BACKWARD, INPUT = range(3)
 
-Place = tuple[int, int, int]
+Spot = tuple[int, int, int]
 """Of a node: in the forward, in the backward, or an input; at which offset there; of which part."""
 
 _NAME = re.compile(r"^(.*?)(?:_(\d+))?$")
@@ -44,13 +44,13 @@ class _Traced:
     Attributes:
         around: what is between the parts: before them, after the forward's, after the backward's.
         parts: (FORWARD or BACKWARD, 1 to 3) -> its nodes.
-        place: of the nodes of parts, and of the parameters that one block alone reads.
+        spot: of the nodes of parts, and of the parameters that one block alone reads.
     """
 
     graph: fx.Graph
     around: list[list[fx.Node]]
     parts: dict[tuple[int, int], list[fx.Node]]
-    place: dict[fx.Node, Place] = field(default_factory=dict)
+    spot: dict[fx.Node, Spot] = field(default_factory=dict)
 
     @property
     def phases(self) -> tuple[int, ...]:
@@ -75,7 +75,7 @@ def unroll(graph: fx.Graph, repeats: Repeats, num_inputs: int, num_outputs: int)
     traced = _take_apart(graph, is_joint)
     inputs = placeholders(graph)
     for part, positions in ((1, repeats.own[0]), (2, repeats.own[1]), (3, repeats.own[-2])):
-        traced.place.update({inputs[position]: (INPUT, at, part) for at, position in enumerate(positions)})
+        traced.spot.update({inputs[position]: (INPUT, at, part) for at, position in enumerate(positions)})
     _require_alike(traced)
     with disable_current_modes():
         return _Unrolling(traced, repeats).run(num_outputs)
@@ -109,7 +109,7 @@ def _take_apart(graph: fx.Graph, is_joint: bool) -> _Traced:
         parts |= {(BACKWARD, part): pieces[LAST + LAST - part] for part in (1, 2, 3)}
     traced = _Traced(graph, [pieces[0], pieces[LAST], pieces[-1] if is_joint else []], parts)
     for (phase, part), of in parts.items():
-        traced.place.update({node: (phase, at, part) for at, node in enumerate(of)})
+        traced.spot.update({node: (phase, at, part) for at, node in enumerate(of)})
     return traced
 
 
@@ -132,7 +132,7 @@ def _require_alike(traced: _Traced) -> None:
     for nodes, readable in zip(traced.around, ((), (3,), (1,)), strict=True):
         for node in nodes:
             for source in node.all_input_nodes:
-                if source in traced.place and traced.place[source][2] not in readable:
+                if source in traced.spot and traced.spot[source][2] not in readable:
                     raise NotAlike(f"{node} reads a value of a block")
 
 
@@ -140,14 +140,14 @@ def _text(node: fx.Node) -> object:
     return node.op, node.target, collected(node)[0], value_text(node.meta.get("val"))
 
 
-def _relative(traced: _Traced, node: fx.Node) -> list[Place | fx.Node]:
+def _relative(traced: _Traced, node: fx.Node) -> list[Spot | fx.Node]:
     """What a part's node reads: where in the parts, told from its own; or the node itself, outside of them."""
-    part = traced.place[node][2]
+    part = traced.spot[node][2]
 
-    def seen(source: fx.Node) -> Place | fx.Node:
-        if source not in traced.place:
+    def seen(source: fx.Node) -> Spot | fx.Node:
+        if source not in traced.spot:
             return source
-        kind, offset, of = traced.place[source]
+        kind, offset, of = traced.spot[source]
         return kind, offset, of - part
 
     return [seen(source) for source in collected(node)[1]]
@@ -163,7 +163,7 @@ class _Unrolling:
         self._num_more = len(repeats.blocks) - NUM_KEPT
         self._graph = fx.Graph()
         self._values: dict[fx.Node, fx.Node] = {}
-        self._made: dict[Place, fx.Node] = {}
+        self._made: dict[Spot, fx.Node] = {}
         self._owner = self._owners()
         self._steps = {phase: self._name_steps(phase) for phase in traced.phases}
         self._id_step, self._last_id = self._checkpoint_ids()
@@ -222,13 +222,13 @@ class _Unrolling:
 
     def _at(self, source: fx.Node, number: int | None, reader: fx.Node | None) -> fx.Node:
         """What stands for a value where a node of a block, or of none, reads it."""
-        if source not in self._traced.place:
+        if source not in self._traced.spot:
             return self._values[source]
-        kind, offset, part = self._traced.place[source]
+        kind, offset, part = self._traced.spot[source]
         if number is None or reader is None:
             at = self._last if part == 3 else part
         else:
-            at = number + part - self._traced.place[reader][2]
+            at = number + part - self._traced.spot[reader][2]
         return self._made[kind, offset, at]
 
     def _outputs(self, num_outputs: int) -> None:
@@ -236,7 +236,7 @@ class _Unrolling:
         results = list(former.args[0])
         if any(not isinstance(result, fx.Node) and result is not None for result in results):
             raise NotAlike("a constant is returned")
-        if any(result in self._traced.place for result in results[:num_outputs]):
+        if any(result in self._traced.spot for result in results[:num_outputs]):
             raise NotAlike("a value of a block is returned")
         values = [None if result is None else self._at(result, None, None) for result in results]
         for own in zip(*self._repeats.own, strict=True) if BACKWARD in self._traced.phases else ():
@@ -251,20 +251,20 @@ class _Unrolling:
         """The gradients of the parameters at one place, block by block."""
         if all(gradient is None for gradient in of_parts):
             return [None] * self._last
-        places = set()
+        spots = set()
         for part, gradient in enumerate(of_parts, 1):
-            if gradient is None or gradient not in self._traced.place:
+            if gradient is None or gradient not in self._traced.spot:
                 raise NotAlike("gradients come from elsewhere")
-            kind, offset, of = self._traced.place[gradient]
-            places.add((kind, offset, of - part))
-        if len(places) > 1:
+            kind, offset, of = self._traced.spot[gradient]
+            spots.add((kind, offset, of - part))
+        if len(spots) > 1:
             raise NotAlike("gradients come from different places")
-        ((kind, offset, step),) = places
+        ((kind, offset, step),) = spots
         return [self._made[kind, offset, number + step] for number in range(1, self._last + 1)]
 
-    def _describe(self, node: fx.Node, made: fx.Node, place: Place, number: int) -> None:
+    def _describe(self, node: fx.Node, made: fx.Node, spot: Spot, number: int) -> None:
         """Let a block's node have values in its own block's storages, and that block's modules and lines."""
-        own_part = place[2]
+        own_part = spot[2]
         is_new = 2 < number < self._last
         new: dict[int, FakeTensor] = {}
 
@@ -278,7 +278,7 @@ class _Unrolling:
             (kind, at, part), which = owner
             if part == own_part and not is_new:
                 return leaf
-            if (kind, at, part) == place:
+            if (kind, at, part) == spot:
                 new[key] = like(leaf, new.get(key))
                 return new[key]
             return like(leaf, tensors_of(self._made[kind, at, number + part - own_part])[which])
@@ -303,16 +303,16 @@ class _Unrolling:
             self._stacks = {number: found}
         return self._stacks[number]
 
-    def _owners(self) -> dict[int, tuple[Place, int]]:
+    def _owners(self) -> dict[int, tuple[Spot, int]]:
         """Storages that belong to parts: the node that has each first, and at which of its tensors."""
-        found: dict[int, tuple[Place, int]] = {}
+        found: dict[int, tuple[Spot, int]] = {}
         others: set[int] = set()
         for node in self._traced.graph.nodes:
             for which, tensor in enumerate(tensors_of(node) if node.op != "output" else ()):
                 key = storage_key(tensor)
                 if key not in found and key not in others:
-                    if node in self._traced.place:
-                        found[key] = self._traced.place[node], which
+                    if node in self._traced.spot:
+                        found[key] = self._traced.spot[node], which
                     else:
                         others.add(key)
         return found

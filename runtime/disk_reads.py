@@ -157,10 +157,10 @@ class Readers:
                 yield num_jobs - len(under_way) - 1
         finally:
             for mark in under_way:
-                _settle(mark)
+                _wait_out(mark)
 
 
-def _settle(mark: JobMark) -> None:
+def _wait_out(mark: JobMark) -> None:
     """Wait for a job whose error does not matter any more: another one is on its way to the caller."""
     with contextlib.suppress(HomeError, StreamError):
         mark.wait()

@@ -228,7 +228,7 @@ class Executable:
                 run.store.tier.materialise()
         except BaseException as error:
             if run.saved is not None:
-                run.saved.settle()  # copies read registers
+                run.saved.wait_out()  # copies read registers
             registers.clear()
             try:
                 run.store.release_slots()

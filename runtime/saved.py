@@ -260,7 +260,7 @@ class SavedValues:
         flat = torch.empty(0, dtype=torch.uint8, device=given[0].device)
         return flat.set_(storage, 0, (storage.nbytes(),), (1,))
 
-    def settle(self) -> None:
+    def wait_out(self) -> None:
         """Block until no copy is under way, whatever became of it: a run has failed."""
         for mark in self.under_way.values():
             try:

@@ -57,7 +57,6 @@ _HELPERS = (
     "memory_curves",
     "ladder",
     "operator_calls",
-    "operator_calls_2",
     "files/larger_than_memory",
     "optim/optim_models",
     "optim/overlap_cases",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -203,6 +204,36 @@ def test_the_library_neither_prints_nor_swallows_nor_leaves_stubs() -> None:
                 assert node.id != "NotImplementedError", where
         for word in ("TODO", "FIXME", "XXX"):
             assert word not in path.read_text(), path
+
+
+MEANINGS = {
+    "Run": {"Run", "PaperRun", "PlannedRun"},
+    "Position": {"Position"},
+    "Moment": {"Moment", "ExplainedMoment"},
+    "Stage": {"UpdateStage", "Stage", "ZeroStage"},
+    "Capture": set[str](),
+    "Captured": {"Captured", "GraphCaptured", "PartlyCapturedError"},
+    "Settle": {"_Settle"},
+    "Place": {"_Place"},
+}
+"""Words that ARCHITECTURE.md defines -> the classes and types that are called so, or after it. All mean the same."""
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """Classes and types of a module."""
+    for node in tree.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        names = [node.name] if isinstance(node, ast.ClassDef) else [t.id for t in targets if isinstance(t, ast.Name)]
+        yield from (name for name in names if re.fullmatch(r"_?[A-Z][a-z]\w*", name))
+
+
+def test_a_word_of_the_architecture_has_one_meaning() -> None:
+    names = [name for tree in TREES.values() for name in defined(tree)]
+    for word, allowed in MEANINGS.items():
+        found = [name for name in names if word in re.findall(r"[A-Z][a-z]+", name)]
+        assert sorted(found) == sorted(allowed), word
 
 
 def test_every_module_says_what_it_is() -> None:

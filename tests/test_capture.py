@@ -11,7 +11,7 @@ from torch._functorch import partitioners
 from torch.utils.checkpoint import checkpoint
 
 import chunkc
-from chunkc.capture import Capture
+from chunkc.capture import TracedGraphs
 from chunkc.passes.graphs import placeholders, returned, storage_keys
 
 
@@ -84,7 +84,7 @@ class Shared(nn.Module):
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_nothing_of_a_parameter_is_saved_between_checkpoints(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    captured: list[Capture] = []
+    captured: list[TracedGraphs] = []
     monkeypatch.setattr("chunkc.compilation.log_capture", captured.append)
     torch._dynamo.reset()
     torch.manual_seed(0)

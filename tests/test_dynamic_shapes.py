@@ -25,11 +25,7 @@ STATIC_AND_SYMBOLIC = 2
 WIDTH = 64
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Blocks(nn.Module):

@@ -172,8 +172,8 @@ def test_moments_are_those_of_the_step(name: str) -> None:
     for sizes in SIZES:
         at = values(known, sizes)
         template = known.template(at, whole=False)
-        nbytes = template.moments.at(at)
-        for moment, expression in zip(nbytes, template.moments.expressions, strict=True):
+        nbytes = template.operation_bytes.at(at)
+        for moment, expression in zip(nbytes, template.operation_bytes.expressions, strict=True):
             assert moment == expression.subs(at)
         captured = known.at(at)
         layout = known.builder.layout
@@ -186,7 +186,7 @@ def test_moments_are_those_of_the_step(name: str) -> None:
 def test_a_new_shape_takes_under_a_millisecond() -> None:
     known = templates("short_gpt")
     template = known.template(values(known, TRACED), whole=False)
-    moments, sizes = template.moments, iter(range(2, 10_000))
+    moments, sizes = template.operation_bytes, iter(range(2, 10_000))
 
     def evaluate() -> None:
         at = values(known, (next(sizes), 24))

@@ -38,7 +38,7 @@ class FileToWrite:
 
 
 @dataclass(frozen=True)
-class Place:
+class FileTensor:
     """A whole tensor in a file."""
 
     offset_nbytes: int
@@ -46,7 +46,7 @@ class Place:
     dtype: torch.dtype
 
 
-Places = Mapping[tuple[str, str], Place]
+FileTensors = Mapping[tuple[str, str], FileTensor]
 """By file and key."""
 
 
@@ -60,7 +60,7 @@ def is_of_a_rank(name: str) -> bool:
     return name.startswith("rank-")
 
 
-def files_of(sources: Sequence[Source]) -> tuple[list[FileToWrite], dict[tuple[str, str], Place]]:
+def files_of(sources: Sequence[Source]) -> tuple[list[FileToWrite], dict[tuple[str, str], FileTensor]]:
     """The files of all sources of rank 0, and where tensors that are cut over ranks lie in them.
 
     First come those without anything guarded; what is not guarded comes first in each.
@@ -72,7 +72,7 @@ def files_of(sources: Sequence[Source]) -> tuple[list[FileToWrite], dict[tuple[s
     for source in sorted(sources, key=lambda source: source.is_guarded):
         by_file.setdefault(source.file, []).append(source)
     files: list[FileToWrite] = []
-    places: dict[tuple[str, str], Place] = {}
+    tensors: dict[tuple[str, str], FileTensor] = {}
     for name, of_file in sorted(by_file.items(), key=lambda item: item[1][-1].is_guarded):
         keys = [source.key for source in of_file]
         if len(set(keys)) < len(keys):
@@ -82,13 +82,13 @@ def files_of(sources: Sequence[Source]) -> tuple[list[FileToWrite], dict[tuple[s
         for source in of_file:
             offsets.append(end + _begin_in(source))
             if source.span is not None:
-                places[name, source.key] = Place(end, source.shape, source.dtype)
+                tensors[name, source.key] = FileTensor(end, source.shape, source.dtype)
             end += source.whole_nbytes
         files.append(FileToWrite(name, header, tuple(of_file), tuple(offsets)))
-    return files, places
+    return files, tensors
 
 
-def files_beside(rank: int, sources: Sequence[Source], places: Places) -> list[FileToWrite]:
+def files_beside(rank: int, sources: Sequence[Source], tensors: FileTensors) -> list[FileToWrite]:
     """The files of another rank's sources: its own ones, and its rows of what rank 0 says where it lies.
 
     Raises:
@@ -97,7 +97,7 @@ def files_beside(rank: int, sources: Sequence[Source], places: Places) -> list[F
     """
     cut = {(source.file, source.key): source for source in sources if source.span is not None}
     here = {where: (source.shape, source.dtype) for where, source in cut.items()}
-    there = {where: (place.shape, place.dtype) for where, place in places.items()}
+    there = {where: (tensor.shape, tensor.dtype) for where, tensor in tensors.items()}
     if here != there:
         differing = sorted({*here.items()} ^ {*there.items()}, key=lambda item: item[0])
         raise CheckpointError(f"{differing[0][0][1]} of {differing[0][0][0]} is not alike on this rank and on rank 0")
@@ -105,7 +105,7 @@ def files_beside(rank: int, sources: Sequence[Source], places: Places) -> list[F
     files, _ = files_of(own)
     for name in dict.fromkeys(file for file, _ in cut):
         of_file = [source for source in cut.values() if source.file == name]
-        offsets = [places[name, source.key].offset_nbytes + _begin_in(source) for source in of_file]
+        offsets = [tensors[name, source.key].offset_nbytes + _begin_in(source) for source in of_file]
         files.append(FileToWrite(name, b"", tuple(of_file), tuple(offsets)))
     return files
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from chunkc.checkpoint.folder import Complete, Folder
-from chunkc.checkpoint.placement import FileToWrite, Places, files_beside, files_of, of_rank
+from chunkc.checkpoint.placement import FileTensors, FileToWrite, files_beside, files_of, of_rank
 from chunkc.checkpoint.restoring import Saved, prepared, read
 from chunkc.checkpoint.snapshot import STATE_JSON, Parts, named, ranks_that_save, snapshot
 from chunkc.checkpoint.sources import Source
@@ -113,27 +113,27 @@ class Checkpoint:
             self.wait()
             if rank == 0:
                 self._check_later(step)
-            self._settle()
+            self._await_changes()
             found, document = snapshot(self._parts)
             sources.extend(found)
             files.append(FileToWrite(of_rank(rank, STATE_JSON), json.dumps(document, separators=(",", ":")).encode()))
             return files[0].nbytes + sum(source.nbytes for source in sources)
 
-        def begin() -> Places:
+        def begin() -> FileTensors:
             if rank != 0:
                 return {}
-            ordered, places = files_of(sources)
+            ordered, tensors = files_of(sources)
             files.extend(ordered)
             self._folder.begin(step, sum(nbytes))
-            return places
+            return tensors
 
         def join() -> None:
             if rank != 0:
                 self._folder.join(step)
-                files.extend(files_beside(rank, sources, places))
+                files.extend(files_beside(rank, sources, tensors))
 
         nbytes = together(transport, phase, gather, CheckpointError)
-        places = together(transport, phase, begin, CheckpointError)[0]
+        tensors = together(transport, phase, begin, CheckpointError)[0]
         together(transport, phase, join, CheckpointError)
         writing = Writing(
             self._folder.writing(step), step, files, lambda written: self._complete(written, step), transport
@@ -215,7 +215,7 @@ class Checkpoint:
         checked: list[Callable[[], None]] = []
 
         def check() -> None:
-            self._settle()
+            self._await_changes()
             await_readers(self._parts.parameters())  # for another directory they may be being saved
             checked.append(prepared(saved, self._parts))
 
@@ -240,14 +240,14 @@ class Checkpoint:
     ) -> None:
         self.close()
 
-    def _settle(self) -> None:
+    def _await_changes(self) -> None:
         """Wait for all that may still change a parameter or a state."""
         parameters = self._parts.parameters()
         finish_all(session.store.updates for session in sessions_of(parameters))
         for optimizer in self._parts.optimizers.values():
             if isinstance(optimizer, ChunkedOptimizer):
                 optimizer.synchronize()
-                optimizer.doubts.settle(wait=True)
+                optimizer.doubts.resolve(wait=True)
                 optimizer.follow_written()
         for device in {parameter.device for parameter in parameters if parameter.device.type == "cuda"}:
             torch.cuda.synchronize(device)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from chunkc.capture import Capture, capture_graph, unique_name
+from chunkc.capture import TracedGraphs, capture_graph, unique_name
 from chunkc.declared import state_format_of
 from chunkc.explaining.blame import MODEL_CALL, module_that_raises
 from chunkc.explaining.offline_calls import CallLog, PhaseCall
@@ -61,7 +61,7 @@ class OfflineGraph:
     `sizes`: the symbols in its inputs' sizes -> which dimension each is, and how long that was.
     """
 
-    capture: Capture
+    capture: TracedGraphs
     movable: tuple[ParamSpec, ...]
     fixed: tuple[ParamSpec, ...]
     checkpointed: bool
@@ -149,7 +149,7 @@ def capture_offline(
             compiled(*fake_args, **fake_kwargs)
             found = recorder.step()
             if len(found.calls) > 1:  # what happens between graphs is that of a step in which nothing is traced
-                found = _settled_step(recorder, lambda: compiled(*fake_args, **fake_kwargs))
+                found = _step_without_captures(recorder, lambda: compiled(*fake_args, **fake_kwargs))
     except Exception as error:
         what = told(error, module)
         if isinstance(what, NeedsValuesError) and recorder.log.calls:
@@ -206,7 +206,7 @@ class _Recorder:
     def _capture(self, gm: fx.GraphModule, inputs: Sequence[Any], names: GraphNames) -> Callable[..., Any]:
         number = len(self.graphs)
         parameters = self._name(inputs, names.take(inputs, UserNames.seen_from(self._model)))
-        holder: list[Capture] = []
+        holder: list[TracedGraphs] = []
 
         def forward(arguments: list[Any]) -> list[Any]:
             assert holder[0].forward is not None
@@ -246,7 +246,7 @@ class _Recorder:
         return found
 
 
-def _settled_step(recorder: _Recorder, call: Callable[[], Any]) -> OfflineStep:
+def _step_without_captures(recorder: _Recorder, call: Callable[[], Any]) -> OfflineStep:
     """A whole training step in which nothing is compiled.
 
     Raises:

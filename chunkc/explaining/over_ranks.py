@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from chunkc.explaining.offline import OfflineGraph, OfflineStep
 from chunkc.explaining.optimizer_choice import Optimizer
-from chunkc.ir.chunks import PARAM, Chunk, ChunkLayout, ParamSpec
+from chunkc.ir.chunks import CASTS, PARAM, Chunk, ChunkLayout, ParamSpec
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.explanation import GatheredGroup, Ranks, TimedEvent
 from chunkc.ir.hardware import Hardware
@@ -127,15 +127,15 @@ def ranks_of(layout: ChunkLayout, events: Sequence[TimedEvent], hardware: Hardwa
 
 
 def _gathered(layout: ChunkLayout, events: Sequence[TimedEvent]) -> Iterator[GatheredGroup]:
-    gathers: dict[str, list[float]] = {}
+    seconds_of: dict[str, list[float]] = {}
     for event in events:
         if event.stream == GATHER:
-            gathers.setdefault(event.name.rpartition(":")[2], []).append(event.end_s - event.start_s)
+            seconds_of.setdefault(event.name, []).append(event.end_s - event.start_s)
     for group in layout.groups:
-        seconds = gathers.get(str(group.index), [])
+        names = [str(Chunk(kind, group.index)) for kind in (PARAM, *CASTS)]
+        seconds = [second for name in names for second in seconds_of.get(name, ())]
         nbytes, is_whole = group.gathered_numel * group.dtype.itemsize, PARAM in group.standing_kinds
-        chunk = str(Chunk(PARAM, group.index))
-        yield GatheredGroup(chunk, group.title, nbytes, is_whole, len(seconds), sum(seconds))
+        yield GatheredGroup(names[0], group.title, nbytes, is_whole, len(seconds), sum(seconds))
 
 
 def notes(ranks: Ranks | None, hardware: Hardware) -> Iterator[str]:

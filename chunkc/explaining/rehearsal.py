@@ -78,7 +78,7 @@ class PaperGraph:
         if self.templates is None:
             return ()
         template = self.templates.template(self.templates.traced, captured.whole)
-        return tuple(map(str, template.moments.expressions))
+        return tuple(map(str, template.operation_bytes.expressions))
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class _Rehearsal:
             own = self._compiled(call.graph)
             self.values.alive = call.alive
             if call.phase == FORWARD:
-                inputs = [call.arguments[place] for place in own.places.inputs]
+                inputs = [call.arguments[position] for position in own.own_memory.inputs]
                 groups = self._groups(own)
                 around = self._around(own, in_flight)
                 request = self._planned(call.graph, self.values.beside_forward(own, inputs).forward_nbytes, around)

@@ -52,7 +52,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class SizedCapture:
+class SizedStep:
     """A step of every size that makes one graph."""
 
     templates: Templates
@@ -124,7 +124,7 @@ def _capture(
     choice: OptimizerChoice,
     zero_stage: ZeroStage | None,
     traced_size: int,
-) -> SizedCapture:
+) -> SizedStep:
     """The step, traced at a size that is in symbols.
 
     Raises:
@@ -148,7 +148,7 @@ def _capture(
     if templates is None or len(step.calls) > 1 or set(templates.traced.values()) != lines.keys():
         raise UnsupportedError("the model's code takes other branches at other sizes, or makes symbols of its own")
     lines_of = {symbol: lines[length] for symbol, length in templates.traced.items()}
-    return SizedCapture(templates, graph.layout, lines_of, options.activations)
+    return SizedStep(templates, graph.layout, lines_of, options.activations)
 
 
 def _layouts(model: nn.Module) -> list[tuple[torch.Size, torch.dtype]]:

@@ -93,7 +93,7 @@ class SegmentCall:
         output_storages: the storage of each output.
         parameters: (position among the inputs, parameter name) for inputs that may live in chunks.
         gradients: (output value, parameter name): complete gradients that this call produces.
-        module: the user's module that most of the call belongs to.
+        module: the user's module that most of the call belongs to; empty: the model itself.
         cost_s: estimated seconds of arithmetic.
         origins: of the segment's operations, in order, in this call; empty where they are not known.
     """

@@ -22,7 +22,7 @@ from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from chunkc.ir.documents import parse_json, parse_yaml, read_text
 from chunkc.ir.errors import OptionsError
@@ -235,6 +235,12 @@ def _capability(value: object) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def _link(name: str) -> str:
+    if name not in LINKS:
+        raise ValueError("no link")
+    return name
+
+
 _Text = Annotated[str, Field(strict=True, min_length=1)]
 _Size = Annotated[int, BeforeValidator(_size)]
 _Rate = Annotated[float, BeforeValidator(lambda value: _figure(value, _RATES))]
@@ -271,9 +277,7 @@ class _HardwareFile(BaseModel):
     bf16_flops_per_s: _Flops = 1
     fp16_flops_per_s: _Flops = 1
     memory_bytes_per_s: _Rate = 1
-    links: dict[
-        Literal["to_device", "to_home", "from_disk", "to_disk", "between_devices", "between_hosts"], _LinkFile
-    ] = Field(default_factory=dict)
+    links: dict[Annotated[str, AfterValidator(_link)], _LinkFile] = Field(default_factory=dict)
     to_device_bytes_per_s: _Rate = 1
     to_home_bytes_per_s: _Rate = 1
     both_links_bytes_per_s: _Rate = 1

@@ -18,9 +18,9 @@ import torch
 from chunkc.early import Starter
 from chunkc.ir.errors import OptionsError, StreamError, UnsupportedError
 from chunkc.kernels.formats import NO_SCALE, GradScale
-from chunkc.optim.group_runs import Task
+from chunkc.optim.group_spans import Task
 from chunkc.optim.overlap_mode import OverlapMode
-from chunkc.optim.step import group_runs, job_of
+from chunkc.optim.step import group_spans, job_of
 from chunkc.optim.updates_under_way import UpdatesUnderWay, label_of
 from chunkc.readers import await_readers
 from chunkc.runtime.parts import part_of
@@ -142,8 +142,8 @@ class BackwardUpdates:
         await_readers(entry[0] for entry in entries)
         store.updates.wait(index)
         with torch.no_grad():
-            runs = group_runs(optimizer, session, index, [Task(optimizer, *entry) for entry in entries])
-        job = job_of(optimizer, session, index, runs, NO_SCALE)
+            spans = group_spans(optimizer, session, index, [Task(optimizer, *entry) for entry in entries])
+        job = job_of(optimizer, session, index, spans, NO_SCALE)
         update = HomeUpdate(job, label_of(session, index), store.home_marks(index))
         noted = [_noted(optimizer, *entry) for entry in entries]
         self.note(session, index, noted, _AtHome(session, index, update))  # before it begins: it may be interrupted

@@ -23,7 +23,7 @@ from chunkc.optim.backward_starter import BackwardStarter
 from chunkc.optim.backward_updates import BackwardUpdates
 from chunkc.optim.clipping import ClipsGradients
 from chunkc.optim.grad_scale import grad_scale_of, is_skipped, on_the_cpu
-from chunkc.optim.group_runs import Due
+from chunkc.optim.group_spans import Due
 from chunkc.optim.loading import LoadedState, checked_state_dict, load, prepared_to_load
 from chunkc.optim.over_ranks import agree_on_overflow, as_saved, no_exchange
 from chunkc.optim.overlap_mode import NONE, OverlapMode
@@ -88,7 +88,7 @@ class ChunkedOptimizer(ClipsGradients):
         self._updaters: dict[tuple[torch.device, bool], Updater] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        self.doubts.settle(wait=True)
+        self.doubts.resolve(wait=True)
         self.follow_written()  # a copy takes masters as they are
         own = {"rule": self.rule, "states": self.states, "overlap": self.overlap, "_made": True}
         return super().__getstate__() | own
@@ -143,7 +143,7 @@ class ChunkedOptimizer(ClipsGradients):
     def begin_states(self, state: Mapping[str, Any], kinds: Iterable[str]) -> None:
         """Where states of these kinds are about to be made, count a parameter's steps anew, once all are known."""
         if "step" in state and any(kind in self.states.kinds and kind not in state for kind in kinds):
-            self.doubts.settle(wait=True)
+            self.doubts.resolve(wait=True)
             state["step"].zero_()
 
     def begin_update_of(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
@@ -295,7 +295,7 @@ class ChunkedOptimizer(ClipsGradients):
         Split masters are put together for this: 4 bytes per parameter of RAM, outside the memory budget, for as long as
         the result lives. All else is not copied. Waits for a device that still knows alone which steps were skipped.
         """
-        self.doubts.settle(wait=True)
+        self.doubts.resolve(wait=True)
         self.follow_written()
         handle = self.register_state_dict_post_hook(partial(as_saved, self.contents), prepend=True)
         try:
@@ -369,13 +369,13 @@ class ChunkedOptimizer(ClipsGradients):
         agree_on_overflow(self, scale)
         if must_know and bool(on_the_cpu(scale).found_inf):
             return
-        self.doubts.settle(wait=must_know)
+        self.doubts.resolve(wait=must_know)
         if is_skipped(scale):
             return
         due, prepared = prepare_step(self)
         self.in_backward.end()
         if any(of_session.at_home for of_session in prepared) or any(p.device.type == "cpu" for p, _ in due.in_place):
-            self.doubts.settle(wait=True)  # the CPU is about to wait for this step's gradients anyway
+            self.doubts.resolve(wait=True)  # the CPU is about to wait for this step's gradients anyway
         for updater in self._updaters.values():
             updater.begin_step()
         with self._gradients_apart(due):

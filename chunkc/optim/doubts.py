@@ -92,7 +92,7 @@ class Doubts:
         """Count a step that was just enqueued among them."""
         self._pending.append(Doubt(found_inf.clone(), ask(found_inf), states))
 
-    def settle(self, *, wait: bool = False) -> None:
+    def resolve(self, *, wait: bool = False) -> None:
         """Correct the counters for all answers that have arrived; with `wait`, for all."""
         while self._pending and (wait or len(self._pending) > MAX_PENDING or self._pending[0].answer.arrived()):
             doubt = self._pending.pop(0)

@@ -1,6 +1,6 @@
 """The updates of rules that change each element by itself: tiles of chunk groups, and tensors where they are.
 
-On a GPU by Triton; on the CPU by one pass over memory for each run of elements.
+On a GPU by Triton; on the CPU by one pass over memory for each span of elements.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from chunkc.ir.states import FLOAT32, StateFormat
 from chunkc.kernels import elementwise_triton
 from chunkc.kernels.elementwise_cpu import chunk_update, prepare, warm_up_format
 from chunkc.kernels.elementwise_triton import WorkTable, distances_of, work_of_tensors, work_table
-from chunkc.kernels.formats import NO_SCALE, GradScale, RoundingKey, Run, Slots, UpdateFormat, rounding_key
+from chunkc.kernels.formats import NO_SCALE, GradScale, RoundingKey, Slots, Span, UpdateFormat, rounding_key
 from chunkc.kernels.hyper import scalar_table
 from chunkc.optim.formats import Formats
 from chunkc.optim.on_device import DISTANCES_NBYTES, TABLE_NBYTES, Sent, StepScalars, upload
-from chunkc.optim.rule import Groups, OverRanks, Place, Rule, Runs, Staying, TileUpdate, Updater
+from chunkc.optim.rule import Extent, Groups, OverRanks, Rule, Spans, Staying, TileUpdate, Updater
 from chunkc.optim.states import put_back
 from chunkc.optim.together import Batch, batches, goes_along
 from chunkc.recent import Recent
@@ -70,45 +70,45 @@ class ElementwiseRule(Rule):
 
 
 class Elementwise(Updater):
-    """What both have in common: a run of elements is updated wherever it lies."""
+    """What both have in common: a span of elements is updated wherever it lies."""
 
     def __init__(self, rule: ElementwiseRule) -> None:
         self.rule = rule
 
     @abstractmethod
-    def update(self, flat: Mapping[str, torch.Tensor], runs: Runs, scale: GradScale, place: Place) -> None:
-        """Update runs of elements of flat tensors by kind."""
+    def update(self, flat: Mapping[str, torch.Tensor], spans: Spans, scale: GradScale, extent: Extent) -> None:
+        """Update spans of elements of flat tensors by kind."""
 
     def of_group(
         self,
         index: int,
-        runs: Runs,
+        spans: Spans,
         tiles: Sequence[tuple[int, int]],
         scale: GradScale,
         sums: OverRanks | None = None,
     ) -> TileUpdate:
         def update(flat: Mapping[str, torch.Tensor], tile: Tile) -> None:
-            self.update(flat, clipped(runs, tile.begin, tile.end), scale, Place(index, tile.begin))
+            self.update(flat, clipped(spans, tile.begin, tile.end), scale, Extent(index, tile.begin))
 
         return update
 
     def of_tensors(self, tensors: Iterable[Staying], scale: GradScale) -> None:
         for tensor in tensors:
             flats = tensor.flats()
-            self.update(flats, [(0, tensor.parameter.numel(), tensor.hyper)], scale, tensor.place)
+            self.update(flats, [(0, tensor.parameter.numel(), tensor.hyper)], scale, tensor.extent)
             put_back(flats[PARAM], tensor.parameter)
 
-    def compile_ahead(self, flat: Mapping[str, torch.Tensor], runs: Runs, scale: GradScale) -> None:
+    def compile_ahead(self, flat: Mapping[str, torch.Tensor], spans: Spans, scale: GradScale) -> None:
         fmt, _ = self.rule.slots(flat)
-        for l2 in {hyper.scalars().l2 != 0 for _, _, hyper in runs}:
+        for l2 in {hyper.scalars().l2 != 0 for _, _, hyper in spans}:
             warm_up_format(fmt, l2=l2, scaled=scale.unscale is not None or scale.clip is not None)
 
 
 class OnCpu(Elementwise):
     """Updates by the CPU's threads."""
 
-    def update(self, flat: Mapping[str, torch.Tensor], runs: Runs, scale: GradScale, place: Place) -> None:
-        update_on_cpu(self.rule, flat, runs, scale, place)
+    def update(self, flat: Mapping[str, torch.Tensor], spans: Spans, scale: GradScale, extent: Extent) -> None:
+        update_on_cpu(self.rule, flat, spans, scale, extent)
 
     def of_tensors(self, tensors: Iterable[Staying], scale: GradScale) -> None:
         formats = self.rule.formats
@@ -136,7 +136,7 @@ class ByTriton(Elementwise):
     """Updates on a GPU: any number of tiles and tensors in a step, in the current stream's order.
 
     Attributes:
-        tables: of work on the device, by their runs, or by the tensors of a launch; the allocator uses the memory of
+        tables: of work on the device, by their spans, or by the tensors of a launch; the allocator uses the memory of
             those that went again in the stream's order.
         distances: of the tensors of a launch (see `together`); gradients may lie elsewhere in each step, and what they
             take on the device stays the same.
@@ -155,14 +155,14 @@ class ByTriton(Elementwise):
     def of_group(
         self,
         index: int,
-        runs: Runs,
+        spans: Spans,
         tiles: Sequence[tuple[int, int]],
         scale: GradScale,
         sums: OverRanks | None = None,
     ) -> TileUpdate:
-        for _, _, hyper in runs:  # before the first tile: one table of scalars for all that is to come
+        for _, _, hyper in spans:  # before the first tile: one table of scalars for all that is to come
             self._scalars.row(hyper)
-        return super().of_group(index, runs, tiles, scale)
+        return super().of_group(index, spans, tiles, scale)
 
     def of_tensors(self, tensors: Iterable[Staying], scale: GradScale) -> None:
         """In launches of many tensors, but for random bits, which depend on where a tensor is, and for odd tensors."""
@@ -191,21 +191,21 @@ class ByTriton(Elementwise):
         elementwise_triton.update(batch.fmt, slots, work, scalars, scale=scale, distances=sent.on_device)
         torch.autograd.graph.increment_version(batch.written)
 
-    def table_of(self, runs: Sequence[Run], fmt: UpdateFormat) -> WorkTable:
-        """The table of work for these runs, made on the first call."""
-        return self._kept(tuple(runs), lambda: work_table(runs, fmt), fmt)
+    def table_of(self, spans: Sequence[Span], fmt: UpdateFormat) -> WorkTable:
+        """The table of work for these spans, made on the first call."""
+        return self._kept(tuple(spans), lambda: work_table(spans, fmt), fmt)
 
     def _kept(self, key: tuple, make: Callable[[], WorkTable], fmt: UpdateFormat) -> WorkTable:
         """A table on the device, made on the first call."""
-        key = (fmt.run_alignment, *key)
+        key = (fmt.span_alignment, *key)
         found = self.tables.find(key)
         if found is None:
             made = make()
             found = self.tables.keep(key, replace(made, rows=upload(made.rows, self.device)))
         return found
 
-    def update(self, flat: Mapping[str, torch.Tensor], runs: Runs, scale: GradScale, place: Place) -> None:
-        """Update runs of elements, in one launch; in as many as steps if rounding depends on them.
+    def update(self, flat: Mapping[str, torch.Tensor], spans: Spans, scale: GradScale, extent: Extent) -> None:
+        """Update spans of elements, in one launch; in as many as steps if rounding depends on them.
 
         What has more elements than `PIECE_NUM_ELEMENTS`, such as a large parameter that stays, goes piece by piece.
         """
@@ -214,9 +214,9 @@ class ByTriton(Elementwise):
         for begin in range(0, numel, PIECE_NUM_ELEMENTS):
             end = min(begin + PIECE_NUM_ELEMENTS, numel)
             part = slots if end - begin == numel else slots.part(begin, end)
-            at = Place(place.chunk, place.first_element + begin)
-            for of_step, key in launches(self.rule, fmt, clipped(runs, begin, end), at):
-                rows = [Run(begin, end, self._scalars.row(hyper)) for begin, end, hyper in of_step]
+            at = Extent(extent.chunk, extent.first_element + begin)
+            for of_step, key in launches(self.rule, fmt, clipped(spans, begin, end), at):
+                rows = [Span(begin, end, self._scalars.row(hyper)) for begin, end, hyper in of_step]
                 if rows:
                     work, table = self.table_of(rows, fmt), self._scalars.table()
                     first = at.first_element if key is not None else 0
@@ -224,30 +224,30 @@ class ByTriton(Elementwise):
 
 
 def update_on_cpu(
-    rule: ElementwiseRule, flat: Mapping[str, torch.Tensor], runs: Runs, scale: GradScale, place: Place
+    rule: ElementwiseRule, flat: Mapping[str, torch.Tensor], spans: Spans, scale: GradScale, extent: Extent
 ) -> None:
-    """Update runs of elements of flat tensors, on the CPU's threads."""
+    """Update spans of elements of flat tensors, on the CPU's threads."""
     fmt, slots = rule.slots(flat)
-    for part, key in launches(rule, fmt, runs, place):
+    for part, key in launches(rule, fmt, spans, extent):
         hypers = list(dict.fromkeys(hyper for _, _, hyper in part))
         rows = {hyper: row for row, hyper in enumerate(hypers)}
-        in_rows = [Run(begin, end, rows[hyper]) for begin, end, hyper in part]
+        in_rows = [Span(begin, end, rows[hyper]) for begin, end, hyper in part]
         if in_rows:
-            first = place.first_element if key is not None else 0
+            first = extent.first_element if key is not None else 0
             chunk_update(fmt, slots, in_rows, scalar_table(hypers), scale=scale, key=key, first_element=first)
 
 
 def launches(
-    rule: ElementwiseRule, fmt: UpdateFormat, runs: Runs, place: Place
-) -> Iterator[tuple[Runs, RoundingKey | None]]:
-    """Runs that one launch may update; with stochastic rounding those of one step, which is part of the key."""
+    rule: ElementwiseRule, fmt: UpdateFormat, spans: Spans, extent: Extent
+) -> Iterator[tuple[Spans, RoundingKey | None]]:
+    """Spans that one launch may update; with stochastic rounding those of one step, which is part of the key."""
     if not fmt.stochastic:
-        yield runs, None
+        yield spans, None
         return
-    for step in dict.fromkeys(hyper.step for _, _, hyper in runs):
-        yield [run for run in runs if run[2].step == step], rounding_key(rule.formats.seed, step, place.chunk)
+    for step in dict.fromkeys(hyper.step for _, _, hyper in spans):
+        yield [span for span in spans if span[2].step == step], rounding_key(rule.formats.seed, step, extent.chunk)
 
 
-def clipped(runs: Runs, at: int, until: int) -> Runs:
-    """The part of the runs in the elements `[at, until)`, counted from `at`."""
-    return [(max(b - at, 0), min(e, until) - at, hyper) for b, e, hyper in runs if e > at and b < until]
+def clipped(spans: Spans, at: int, until: int) -> Spans:
+    """The part of the spans in the elements `[at, until)`, counted from `at`."""
+    return [(max(b - at, 0), min(e, until) - at, hyper) for b, e, hyper in spans if e > at and b < until]

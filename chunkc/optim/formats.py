@@ -12,7 +12,7 @@ import torch
 
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.states import BFLOAT16, FLOAT32, INT8, MASTER, MASTER_LOW, NONE, SPLIT, StateFormat
-from chunkc.kernels.formats import Moments, UpdateFormat
+from chunkc.kernels.formats import MomentsFormat, UpdateFormat
 from chunkc.optim.overlap_mode import NONE as NO_OVERLAP
 from chunkc.optim.update_on import DEVICE
 from chunkc.optim.values import flag, shown
@@ -120,7 +120,7 @@ class Formats:
             return kernel(
                 param_dtype,
                 grad_dtype,
-                moments=cast(Moments, moments),
+                moments=cast(MomentsFormat, moments),
                 master=MASTER in kinds or MASTER_LOW in kinds,
                 split=MASTER_LOW in kinds,
                 rounding="stochastic" if self.stochastic and in_bf16 else "nearest",

@@ -15,20 +15,20 @@ from chunkc.ir.chunks import GRAD, PARAM
 from chunkc.ir.plan import Tile
 from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, MASTER
 from chunkc.kernels import lamb_cpu, lamb_triton
-from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run
+from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Span
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.kernels.hyper import scalar_table
 from chunkc.kernels.lamb_formats import ROW, LambWork, lamb_work, new_partials
 from chunkc.optim.doubts import decided
 from chunkc.optim.on_device import TABLE_NBYTES, upload
 from chunkc.optim.over_ranks import sums_of_tensors
-from chunkc.optim.rule import OverRanks, Runs, Staying, TileUpdate, Updater
+from chunkc.optim.rule import OverRanks, Spans, Staying, TileUpdate, Updater
 from chunkc.optim.states import put_back
 from chunkc.recent import Recent
 
 
 class LambUpdater(Updater):
-    """LAMB's updates on a device. Runs of a group are its tensors.
+    """LAMB's updates on a device. Spans of a group are its tensors.
 
     How tensors are cut into rows is kept from step to step: the work used last, `TABLE_NBYTES` of it.
     """
@@ -38,7 +38,7 @@ class LambUpdater(Updater):
         self.kernels: ModuleType = lamb_triton if by_triton else lamb_cpu
         self._works: Recent[tuple, tuple[LambWork, ...]] = Recent(TABLE_NBYTES, _nbytes)
 
-    def get(self, tensors: Sequence[Run], tiles: Sequence[tuple[int, int]]) -> tuple[LambWork, ...]:
+    def get(self, tensors: Sequence[Span], tiles: Sequence[tuple[int, int]]) -> tuple[LambWork, ...]:
         """The work of each tile, made on the first call."""
         key = tuple(tensors), tuple(tiles)
         works = self._works.find(key)
@@ -50,28 +50,28 @@ class LambUpdater(Updater):
     def of_group(
         self,
         index: int,
-        runs: Runs,
+        spans: Spans,
         tiles: Sequence[tuple[int, int]],
         scale: GradScale,
         sums: OverRanks | None = None,
     ) -> TileUpdate:
-        return GroupLamb(self, runs, tiles, scale, sums).update
+        return GroupLamb(self, spans, tiles, scale, sums).update
 
     def of_tensors(self, tensors: Iterable[Staying], scale: GradScale) -> None:
         staying = list(tensors)
         if not staying:
             return
-        ranges = rows_apart([t.place.first_element for t in staying], [t.parameter.numel() for t in staying])
-        runs = [(*where, tensor.hyper) for where, tensor in zip(ranges, staying, strict=True)]
+        ranges = rows_apart([t.extent.first_element for t in staying], [t.parameter.numel() for t in staying])
+        spans = [(*where, tensor.hyper) for where, tensor in zip(ranges, staying, strict=True)]
         sums = sums_of_tensors({begin: tensor.parameter for (begin, _), tensor in zip(ranges, staying, strict=True)})
-        lamb = GroupLamb(self, runs, ranges, scale, sums)
+        lamb = GroupLamb(self, spans, ranges, scale, sums)
         for where, tensor in zip(ranges, staying, strict=True):
             flats = tensor.flats()
             for stage in range(2):
                 lamb.update(flats, Tile(0, *where, stage, 2))
             put_back(flats[PARAM], tensor.parameter)
 
-    def compile_ahead(self, flat: Mapping[str, torch.Tensor], runs: Runs, scale: GradScale) -> None:
+    def compile_ahead(self, flat: Mapping[str, torch.Tensor], spans: Spans, scale: GradScale) -> None:
         lamb_cpu.warm_up(AdamFormat(flat[PARAM].dtype, flat[GRAD].dtype, master=MASTER in flat))
 
 
@@ -84,7 +84,7 @@ class GroupLamb:
 
     Args:
         works: of the device that updates.
-        runs: of the group.
+        spans: of the group.
         tiles: ranges of the group's elements that are updated at one time.
         scale: of the gradients.
         sums: as for `Updater.of_group`.
@@ -93,21 +93,21 @@ class GroupLamb:
     def __init__(
         self,
         works: LambUpdater,
-        runs: Runs,
+        spans: Spans,
         tiles: Sequence[tuple[int, int]],
         scale: GradScale,
         sums: OverRanks | None,
     ) -> None:
-        hypers = list(dict.fromkeys(hyper for _, _, hyper in runs))
+        hypers = list(dict.fromkeys(hyper for _, _, hyper in spans))
         rows = {hyper: row for row, hyper in enumerate(hypers)}
-        in_order = works.get([Run(begin, end, rows[hyper]) for begin, end, hyper in runs], tiles)
+        in_order = works.get([Span(begin, end, rows[hyper]) for begin, end, hyper in spans], tiles)
         self._works = dict(zip(tiles, in_order, strict=True))
         self._scalars = decided(hypers, scalar_table, lambda table: upload(table, works.device))
         self._partials = new_partials(in_order[0], works.device)
         self._kernels = works.kernels
         self._scale = scale
         self._sums = sums
-        self._ranges = [(begin, end) for begin, end, _ in runs]
+        self._ranges = [(begin, end) for begin, end, _ in spans]
 
     def update(self, slots: Mapping[str, torch.Tensor], tile: Tile) -> None:
         """One stage of one tile; `slots` has the kinds that the stage needs."""
@@ -131,14 +131,14 @@ class GroupLamb:
 
         Every rank adds up the same numbers in the same order, so all scale their parts alike.
         """
-        spans = sorted({(p.first_partial, p.last_partial) for work in self._works.values() for p in work.pieces})
+        partials = sorted({(p.first_partial, p.last_partial) for work in self._works.values() for p in work.pieces})
         places = [number for number, (begin, end) in enumerate(self._ranges) if begin < end]
         totals = host_empty((2, len(self._ranges)), torch.float64).zero_()
-        for number, (first, last) in zip(places, spans, strict=True):
+        for number, (first, last) in zip(places, partials, strict=True):
             wide = host_empty((2, last - first), torch.float64).copy_(self._partials[:, first:last])
             torch.sum(wide, 1, out=totals[:, number])
         sums(totals, [begin for begin, _ in self._ranges])
-        for number, (first, last) in zip(places, spans, strict=True):
+        for number, (first, last) in zip(places, partials, strict=True):
             self._partials[:, first:last].zero_()
             self._partials[:, first].copy_(totals[:, number])
 

@@ -1,7 +1,7 @@
 """What updates on a GPU need besides kernels: tables of work that stay there, and scalars that are sent at each step.
 
-A table of work says who updates what; it depends on a tile's runs alone. Scalars change with every step; they are a few
-hundred bytes, copied from pinned memory behind the host's back. Nothing here waits for the device.
+A table of work says who updates what; it depends on a tile's spans alone. Scalars change with every step; they are a
+few hundred bytes, copied from pinned memory behind the host's back. Nothing here waits for the device.
 """
 
 from __future__ import annotations

@@ -25,13 +25,13 @@ from chunkc.optim.values import flag, number, pair
 Groups = Sequence[Mapping[str, Any]]
 """Parameter groups, as `torch.optim` has them."""
 
-Runs = Sequence[tuple[int, int, Any]]
+Spans = Sequence[tuple[int, int, Any]]
 """Elements `[begin, end)` of a group with their hyper-parameters, in order."""
 
 OverRanks = Callable[[torch.Tensor, Sequence[int]], None]
 """Adds up numbers of tensors over the ranks, in place: on each the same bits. All that have parts of them come to it.
 
-It takes a CPU tensor `[..., num_tensors]`, and the first element of each of these tensors, as the runs have it.
+It takes a CPU tensor `[..., num_tensors]`, and the first element of each of these tensors, as the spans have it.
 """
 
 TileUpdate = Callable[[Mapping[str, torch.Tensor], Tile], None]
@@ -42,7 +42,7 @@ It takes the tile's elements as flat tensors, those of the kinds that the stage 
 
 
 @dataclass(frozen=True)
-class Place:
+class Extent:
     """Which elements a flat tensor has.
 
     Attributes:
@@ -64,8 +64,8 @@ class Staying:
     number: int
 
     @property
-    def place(self) -> Place:
-        return Place(*(place_in_group(self.parameter) or (-1 - self.number, 0)))
+    def extent(self) -> Extent:
+        return Extent(*(place_in_group(self.parameter) or (-1 - self.number, 0)))
 
     def flats(self) -> dict[str, torch.Tensor]:
         """All that the update needs, as flat tensors; afterwards `put_back` the parameter's."""
@@ -83,7 +83,7 @@ class Updater(ABC):
     def of_group(
         self,
         index: int,
-        runs: Runs,
+        spans: Spans,
         tiles: Sequence[tuple[int, int]],
         scale: GradScale,
         sums: OverRanks | None = None,
@@ -99,7 +99,7 @@ class Updater(ABC):
         """Update parameters that do not move. Each is made ready when the iterable comes to it."""
 
     @abstractmethod
-    def compile_ahead(self, flat: Mapping[str, torch.Tensor], runs: Runs, scale: GradScale) -> None:
+    def compile_ahead(self, flat: Mapping[str, torch.Tensor], spans: Spans, scale: GradScale) -> None:
         """Compile whatever an update of a group on the CPU may run: for these flat tensors by kind."""
 
 
@@ -108,7 +108,7 @@ class Rule(ABC):
 
     Attributes:
         num_stages: of an update (see `chunkc.ir.updates`). Of two, the first takes norms of whole tensors, and the
-            runs of a group are its tensors.
+            spans of a group are its tensors.
         moments: all kinds of states that there may be besides masters and the moments' scales.
         optional: hyper-parameters that a saved parameter group may lack.
     """

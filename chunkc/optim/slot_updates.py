@@ -15,9 +15,9 @@ from chunkc.ir.errors import OptionsError, StreamError
 from chunkc.ir.plan import Tile
 from chunkc.kernels.formats import NO_SCALE
 from chunkc.optim.backward_updates import Begun, Entry
-from chunkc.optim.group_runs import Task
+from chunkc.optim.group_spans import Task
 from chunkc.optim.rule import TileUpdate
-from chunkc.optim.step import group_runs
+from chunkc.optim.step import group_spans
 from chunkc.optim.update import compute
 from chunkc.optim.updates_under_way import label_of
 from chunkc.readers import await_readers
@@ -110,9 +110,9 @@ def update_tile(optimizer: ChunkedOptimizer, session: Session, tile: Tile, tiles
 
 def _begin(optimizer: ChunkedOptimizer, session: Session, index: int, tiles: Sequence[Tile]) -> SlotUpdate:
     entries = optimizer.in_backward.in_slots(session, index)
-    runs = group_runs(optimizer, session, index, [Task(optimizer, *entry) for entry in entries])
+    spans = group_spans(optimizer, session, index, [Task(optimizer, *entry) for entry in entries])
     ranges = [(tile.begin, tile.end) for tile in tiles if tile.stage == 0]
-    of_group = optimizer.updater(session.store.tier.device).of_group(index, runs, ranges, NO_SCALE)
+    of_group = optimizer.updater(session.store.tier.device).of_group(index, spans, ranges, NO_SCALE)
     made = SlotUpdate(of_group, label_of(session, index), set(tiles))
     stand_ins = {name: UsedGradient(parameter, name) for parameter, name, _ in entries}
     noted = [

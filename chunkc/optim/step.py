@@ -15,10 +15,10 @@ import torch
 from chunkc.ir.plan import Tile
 from chunkc.kernels.formats import GradScale
 from chunkc.optim.grad_scale import is_skipped, on_the_cpu
-from chunkc.optim.group_runs import Due, Task, due_of, flat_home, runs_of
+from chunkc.optim.group_spans import Due, Task, due_of, flat_home, spans_of
 from chunkc.optim.over_ranks import check_over_ranks, sums_of_group
 from chunkc.optim.overlap_mode import NONE
-from chunkc.optim.rule import Runs, Staying
+from chunkc.optim.rule import Spans, Staying
 from chunkc.optim.update import PreparedUpdate, ResidentsLeft, prepare_updates
 from chunkc.optim.update_on import groups_at_home
 from chunkc.reconcile import gradients_left_to_autograd, reconcile
@@ -99,7 +99,7 @@ def update_chunks(optimizer: ChunkedOptimizer, prepared: Prepared, scale: GradSc
     """
     session, home, overlaps = prepared.session, prepared.at_home, optimizer.overlap.mode != NONE
     store = session.store
-    runs = {index: group_runs(optimizer, session, index, tasks) for index, tasks in prepared.by_group.items()}
+    spans = {index: group_spans(optimizer, session, index, tasks) for index, tasks in prepared.by_group.items()}
     marks: list[Any] = []
     if home:
         store.release_slots()
@@ -107,12 +107,14 @@ def update_chunks(optimizer: ChunkedOptimizer, prepared: Prepared, scale: GradSc
             store.collect_gradients(index)
         marks += store.tier.mark()
     if overlaps:
-        optimizer.under_way.submit(optimizer, session, {index: runs[index] for index in home}, scale, marks)
+        optimizer.under_way.submit(optimizer, session, {index: spans[index] for index in home}, scale, marks)
     if prepared.in_slots is not None:
         updater, tiles = optimizer.updater(store.tier.device), prepared.in_slots.tiles
-        ranges = {i: [(t.begin, t.end) for t in tiles if t.group == i and t.stage == 0] for i in runs if i not in home}
+        ranges = {i: [(t.begin, t.end) for t in tiles if t.group == i and t.stage == 0] for i in spans if i not in home}
         sums = {i: sums_of_group(session.store, i) for i in ranges}
-        prepared.in_slots.run({i: updater.of_group(i, runs[i], ranges[i], scale, sums[i]) for i in ranges if ranges[i]})
+        prepared.in_slots.run(
+            {i: updater.of_group(i, spans[i], ranges[i], scale, sums[i]) for i in ranges if ranges[i]}
+        )
     if overlaps:
         optimizer.under_way.end_step(session, home)
         return
@@ -120,21 +122,21 @@ def update_chunks(optimizer: ChunkedOptimizer, prepared: Prepared, scale: GradSc
         mark.wait()
     if home and not is_skipped(scale := on_the_cpu(scale)):
         for index in sorted(home):
-            at_home(optimizer, session, index, runs[index], scale)()
+            at_home(optimizer, session, index, spans[index], scale)()
 
 
-def group_runs(optimizer: ChunkedOptimizer, session: Session, index: int, tasks: Sequence[Task]) -> Runs:
+def group_spans(optimizer: ChunkedOptimizer, session: Session, index: int, tasks: Sequence[Task]) -> Spans:
     """The elements of a chunk group to update."""
-    return runs_of(session, index, tasks, merged=optimizer.rule.num_stages == 1)
+    return spans_of(session, index, tasks, merged=optimizer.rule.num_stages == 1)
 
 
 def at_home(
-    optimizer: ChunkedOptimizer, session: Session, index: int, runs: Runs, scale: GradScale
+    optimizer: ChunkedOptimizer, session: Session, index: int, spans: Spans, scale: GradScale
 ) -> Callable[[], None]:
     """The update of a group in home memory, by the CPU; home must be as all computation leaves it when it runs."""
     numel, num_stages = session.store.layout.groups[index].numel, optimizer.rule.num_stages
     sums = sums_of_group(session.store, index)
-    update = optimizer.updater(_CPU, by_triton=False).of_group(index, runs, [(0, numel)], scale, sums)
+    update = optimizer.updater(_CPU, by_triton=False).of_group(index, spans, [(0, numel)], scale, sums)
     home = flat_home(session, index)
 
     def run() -> None:
@@ -145,11 +147,11 @@ def at_home(
 
 
 def job_of(
-    optimizer: ChunkedOptimizer, session: Session, index: int, runs: Runs, scale: GradScale
+    optimizer: ChunkedOptimizer, session: Session, index: int, spans: Spans, scale: GradScale
 ) -> Callable[[], None]:
     """The same for any thread. Whatever it needs is compiled here: Inductor may not be safe on others."""
-    optimizer.updater(_CPU, by_triton=False).compile_ahead(flat_home(session, index), runs, scale)
-    return at_home(optimizer, session, index, runs, scale)
+    optimizer.updater(_CPU, by_triton=False).compile_ahead(flat_home(session, index), spans, scale)
+    return at_home(optimizer, session, index, spans, scale)
 
 
 def update_in_place(optimizer: ChunkedOptimizer, tasks: Sequence[tuple[torch.Tensor, int]], scale: GradScale) -> None:

@@ -54,7 +54,7 @@ class UpdatesUnderWay:
         self,
         optimizer: Any,
         session: Session,
-        runs: Mapping[int, Sequence[Any]],
+        spans: Mapping[int, Sequence[Any]],
         scale: GradScale,
         after: Sequence[Any],
     ) -> None:
@@ -62,12 +62,12 @@ class UpdatesUnderWay:
 
         A loss scale is waited for: whether anything changes is known only when all gradients are.
         """
-        if not runs or is_skipped(scale := on_the_cpu(scale)):
+        if not spans or is_skipped(scale := on_the_cpu(scale)):
             return
         self.watch(session)
         updates = session.store.updates
-        jobs = {index: job_of(optimizer, session, index, runs[index], scale) for index in runs}
-        for index in updates.in_order_of_use(list(runs)):
+        jobs = {index: job_of(optimizer, session, index, spans[index], scale) for index in spans}
+        for index in updates.in_order_of_use(list(spans)):
             updates.begin(index, jobs[index], label=label_of(session, index), after=after)
 
     def end_step(self, session: Session, at_home: frozenset[int]) -> None:

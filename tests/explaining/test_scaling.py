@@ -99,7 +99,7 @@ def test_few_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every size is a graph of its own, tracing in symbols ends after some."""
     known = captured(call)
     monkeypatch.setattr(known, "_capture", lambda size: known.captures[0])
-    monkeypatch.setattr(scaling.SizedCapture, "minimum_nbytes", lambda capture, size: None)
+    monkeypatch.setattr(scaling.SizedStep, "minimum_nbytes", lambda capture, size: None)
     assert [known.minimum_nbytes(size) for size in (7, 8, 9, 10, 11)] == [None] * 5
     assert len(known.captures) == scaling.MAX_CAPTURES
 
@@ -113,7 +113,7 @@ def test_few_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
         raise UnsupportedError("not this one")
 
     monkeypatch.setattr(known, "_capture", refuse)
-    monkeypatch.setattr(scaling.SizedCapture, "minimum_nbytes", lambda capture, size: None)
+    monkeypatch.setattr(scaling.SizedStep, "minimum_nbytes", lambda capture, size: None)
     assert [known.minimum_nbytes(size) for size in (7, 8, 9, 10, 11)] == [None] * 5
     assert len(tried) == scaling.MAX_CAPTURES - 1
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from chunkc.ir.states import BFLOAT16, FLOAT32, INT8, NONE, SPLIT, StateFormat
 from chunkc.ir.updates import UpdateTraffic, update_traffic
 from chunkc.kernels import elementwise_cpu, lamb_cpu, lamb_reference, reference
-from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run, rounding_key
+from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Span, rounding_key
 from chunkc.kernels.hyper import AdamHyper, scalar_table
 from chunkc.kernels.lamb_formats import LambHyper, lamb_work, new_partials
 
@@ -91,7 +91,7 @@ def test_adam_reads_and_writes_what_is_counted(
 
     def run(buffers: Buffers) -> None:
         kernel.chunk_update(  # type: ignore[attr-defined]
-            fmt, AdamSlots(**buffers), [Run(0, NUM_ELEMENTS, 0)], scalars, key=key
+            fmt, AdamSlots(**buffers), [Span(0, NUM_ELEMENTS, 0)], scalars, key=key
         )
 
     buffers = buffers_of(make_slots(fmt, NUM_ELEMENTS))
@@ -104,7 +104,7 @@ def test_adam_reads_and_writes_what_is_counted(
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 def test_both_stages_of_lamb(dtype: torch.dtype, kernel: object) -> None:
     fmt = AdamFormat(dtype, dtype, master=dtype != FP32)
-    (work,) = lamb_work([Run(0, NUM_ELEMENTS, 0)], [(0, NUM_ELEMENTS)])
+    (work,) = lamb_work([Span(0, NUM_ELEMENTS, 0)], [(0, NUM_ELEMENTS)])
     scalars = scalar_table([LambHyper(lr=1e-2, weight_decay=0.1, step=3)])
     buffers = {**buffers_of(make_slots(fmt, NUM_ELEMENTS)), SUMS: new_partials(work, torch.device("cpu"))}
     found = []

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from chunkc.kernels import elementwise_triton, reference
-from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale, Run, num_quant_blocks, rounding_key
-from chunkc.kernels.hyper import AdamHyper, check_adam_run, scalar_table
+from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale, Span, num_quant_blocks, rounding_key
+from chunkc.kernels.hyper import AdamHyper, check_adam_span, scalar_table
 from chunkc.kernels.split import join_master, split_master
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -135,9 +135,9 @@ def adam_update(
         master: `[n]`, fp32; or int16, the lower bits of a split one; or None.
 
     Raises:
-        ValueError: see `check_adam_run`.
+        ValueError: see `check_adam_span`.
     """
-    check_adam_run(param, grad, exp_avg, exp_avg_sq, master)
+    check_adam_span(param, grad, exp_avg, exp_avg_sq, master)
     split = master is not None and master.dtype == torch.int16
     target = param if master is None else join_master(param, master) if split else master
     scalars = hyper.scalars()
@@ -160,28 +160,28 @@ def adam_update(
         param.copy_(master)
 
 
-def triton_update(fmt: AdamFormat, slots: AdamSlots, runs: list[Run], scalars: Tensor, **options: object) -> None:
+def triton_update(fmt: AdamFormat, slots: AdamSlots, spans: list[Span], scalars: Tensor, **options: object) -> None:
     """The kernel with the signature of the reference."""
     device = slots.param.device
     elementwise_triton.update(
-        fmt, slots, elementwise_triton.work_table(runs, fmt).to(device), scalars.to(device), **options
+        fmt, slots, elementwise_triton.work_table(spans, fmt).to(device), scalars.to(device), **options
     )
 
 
 def check_agrees(device: str, name: str) -> None:
-    """Several groups, ragged runs, gaps, special values and scales: the reference's bits after each of three steps."""
+    """Several groups, ragged spans, gaps, special values and scales: the reference's bits after each of three steps."""
     fmt = FORMATS[name]
-    align = fmt.run_alignment
+    align = fmt.span_alignment
     expected = with_special_values(make_slots(fmt, 4000, seed=1))
     slots = on(expected, device)
-    runs = [Run(0, 203, 0), Run(3 * align if align > 1 else 205, 1040, 1), Run(1280, 3583, 2), Run(3584, 4000, 0)]
+    spans = [Span(0, 203, 0), Span(3 * align if align > 1 else 205, 1040, 1), Span(1280, 3583, 2), Span(3584, 4000, 0)]
     for step, first_element in ((1, 0), (2, 1 << 20), (3, 5 << 32)):
         key = rounding_key(seed=9, step=step, chunk=4) if fmt.stochastic else None
         scale = GradScale(torch.tensor(0.5), torch.tensor(0.7), torch.tensor(0.0))
         options = {"key": key, "first_element": first_element}
-        reference.chunk_update(fmt, expected, runs, scalar_table(HYPERS), scale=scale, **options)
+        reference.chunk_update(fmt, expected, spans, scalar_table(HYPERS), scale=scale, **options)
         scale = GradScale(*[t.to(device) for t in (scale.unscale, scale.clip, scale.found_inf)])
-        triton_update(fmt, slots, runs, scalar_table(HYPERS), scale=scale, **options)
+        triton_update(fmt, slots, spans, scalar_table(HYPERS), scale=scale, **options)
         assert same_bits(slots, expected), f"step {step}"
 
 
@@ -200,7 +200,7 @@ def check_follows_torch(device: str, name: str, decoupled: bool) -> None:
         optimizer.step()
         hypers = [AdamHyper(lr=1e-3, weight_decay=0.1, step=step, decoupled=decoupled)]
         scale = GradScale(torch.tensor(0.25, device=device), torch.tensor(2.0, device=device))
-        triton_update(fmt, slots, [Run(0, 1003, 0)], scalar_table(hypers), scale=scale)
+        triton_update(fmt, slots, [Span(0, 1003, 0)], scalar_table(hypers), scale=scale)
         if slots.master is not None:
             assert torch.equal(slots.param, target_of(fmt, slots).to(fmt.param_dtype)), f"step {step}"
     state = optimizer.state[theirs]
@@ -220,7 +220,7 @@ def check_found_inf(device: str, name: str) -> None:
     key = rounding_key(0, 1, 0) if fmt.stochastic else None
     for found_inf in (1.0, float("inf"), float("nan"), 0.0):
         scale = GradScale(found_inf=torch.tensor(found_inf, device=device))
-        triton_update(fmt, slots, [Run(0, 1000, 0)], scalar_table(HYPERS), scale=scale, key=key)
+        triton_update(fmt, slots, [Span(0, 1000, 0)], scalar_table(HYPERS), scale=scale, key=key)
         assert same_bits(slots, before) == (found_inf != 0), found_inf
 
 
@@ -230,14 +230,14 @@ def check_cut(device: str, name: str) -> None:
     whole = on(with_special_values(make_slots(fmt, 5000)), device)
     tiles = on(whole, device)
     key = rounding_key(0, 1, 0) if fmt.stochastic else None
-    triton_update(fmt, whole, [Run(0, 5000, 2)], scalar_table(HYPERS), key=key)
+    triton_update(fmt, whole, [Span(0, 5000, 2)], scalar_table(HYPERS), key=key)
     cuts = [0, 512, 768, 3328, 5000] if fmt.quantised else [0, 1, 18, 500, 1536, 3001, 5000]
     for begin, end in itertools.pairwise(cuts):
-        runs, part = [Run(0, end - begin, 2)], tiles.part(begin, end)
-        triton_update(fmt, part, runs, scalar_table(HYPERS), key=key, first_element=begin)
+        spans, part = [Span(0, end - begin, 2)], tiles.part(begin, end)
+        triton_update(fmt, part, spans, scalar_table(HYPERS), key=key, first_element=begin)
     assert same_bits(whole, tiles)
     again = on(with_special_values(make_slots(fmt, 5000)), device)
-    triton_update(fmt, again, [Run(0, 1280, 2), Run(1280, 5000, 2)], scalar_table(HYPERS), key=key)
+    triton_update(fmt, again, [Span(0, 1280, 2), Span(1280, 5000, 2)], scalar_table(HYPERS), key=key)
     assert same_bits(whole, again)
 
 
@@ -253,7 +253,7 @@ def check_gradient_in_parameter(device: str, name: str) -> None:
     shared = AdamSlots(shared.param, shared.param, *tensors(shared)[2:])
     key = rounding_key(0, 1, 0) if fmt.stochastic else None
     for slots in (apart, shared):
-        triton_update(fmt, slots, [Run(0, 3000, 0)], scalar_table(HYPERS), key=key)
+        triton_update(fmt, slots, [Span(0, 3000, 0)], scalar_table(HYPERS), key=key)
     assert same_bits(shared, AdamSlots(apart.param, apart.param, *tensors(apart)[2:]))
 
 
@@ -268,7 +268,7 @@ def check_every_rounding(device: str, name: str) -> None:
     slots = on(expected, device)
     key = rounding_key(0, 1, 0) if fmt.stochastic else None
     for update, each in ((reference.chunk_update, expected), (triton_update, slots)):
-        update(fmt, each, [Run(0, len(master), 0)], scalar_table([AdamHyper(lr=0.0)]), key=key)
+        update(fmt, each, [Span(0, len(master), 0)], scalar_table([AdamHyper(lr=0.0)]), key=key)
     number = ~expected.param.isnan()
     assert torch.equal(slots.param.cpu().isnan(), ~number)
     assert torch.equal(bits(slots.param)[number], bits(expected.param)[number])
@@ -279,11 +279,11 @@ def check_every_rounding(device: str, name: str) -> None:
 
 
 def check_nothing_to_do(device: str) -> None:
-    """Empty runs, and none."""
+    """Empty spans, and none."""
     fmt = FORMATS["fp32"]
     slots = on(make_slots(fmt, 10), device)
-    for runs in ([], [Run(3, 3, 0)]):
-        triton_update(fmt, slots, runs, scalar_table(HYPERS), scale=NO_SCALE)
+    for spans in ([], [Span(3, 3, 0)]):
+        triton_update(fmt, slots, spans, scalar_table(HYPERS), scale=NO_SCALE)
     assert same_bits(slots, make_slots(fmt, 10))
 
 

@@ -11,7 +11,7 @@ import torch
 
 from chunkc.kernels import elementwise_cpu, reference
 from chunkc.kernels.cpu_pass import UpdatePass, rounding_words, update_pass
-from chunkc.kernels.formats import QUANT_BLOCK, GradScale, Run, rounding_key
+from chunkc.kernels.formats import QUANT_BLOCK, GradScale, Span, rounding_key
 from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS, compile_pass
 from chunkc.kernels.hyper import AdamHyper, scalar_table
 from chunkc.kernels.quant import midpoints, quantise
@@ -34,23 +34,23 @@ def key_of(name: str, step: int = 1):
 
 @formats
 def test_has_the_reference_s_bits(name):
-    """Ragged runs, gaps, special values and scales, three steps; the 32 lower bits of an index wrap in the last."""
+    """Ragged spans, gaps, special values and scales, three steps; the 32 lower bits of an index wrap in the last."""
     fmt = FORMATS[name]
     expected = adam_cases.with_special_values(adam_cases.make_slots(fmt, 4000, seed=1))
     slots = adam_cases.on(expected, "cpu")
-    runs = [Run(0, 203, 0), Run(768, 1040, 1), Run(1280, 3583, 1), Run(3584, 4000, 0)]
+    spans = [Span(0, 203, 0), Span(768, 1040, 1), Span(1280, 3583, 1), Span(3584, 4000, 0)]
     for step, first_element in ((1, 0), (2, 5 << 32), (3, (1 << 32) - 2048)):
         options = {"scale": ONE_SCALE, "key": key_of(name, step), "first_element": first_element}
-        reference.chunk_update(fmt, expected, runs, ADAMW, **options)
-        elementwise_cpu.chunk_update(fmt, slots, runs, ADAMW, **options)
+        reference.chunk_update(fmt, expected, spans, ADAMW, **options)
+        elementwise_cpu.chunk_update(fmt, slots, spans, ADAMW, **options)
         assert adam_cases.same_bits(slots, expected), f"step {step}"
     assert not adam_cases.same_bits(slots, adam_cases.make_slots(fmt, 4000, seed=1))
 
 
 @pytest.mark.slow
 @formats
-def test_l2_and_long_runs(name):
-    """Adam's weight decay, maximize, no scale; runs long enough for threads, and for several pieces of 8-bit blocks."""
+def test_l2_and_long_spans(name):
+    """Adam's weight decay, maximize, no scale; long enough for threads, and for several pieces of 8-bit blocks."""
     fmt = FORMATS[name]
     num_elements = 5 * SERIAL_NUM_ELEMENTS + 77
     expected = adam_cases.make_slots(fmt, num_elements)
@@ -58,8 +58,8 @@ def test_l2_and_long_runs(name):
     scalars = scalar_table(adam_cases.HYPERS)
     for step, group in ((1, 1), (2, 0)):
         options = {"key": key_of(name, step)}
-        reference.chunk_update(fmt, expected, [Run(0, num_elements, group)], scalars, **options)
-        elementwise_cpu.chunk_update(fmt, slots, [Run(0, num_elements, group)], scalars, **options)
+        reference.chunk_update(fmt, expected, [Span(0, num_elements, group)], scalars, **options)
+        elementwise_cpu.chunk_update(fmt, slots, [Span(0, num_elements, group)], scalars, **options)
         assert adam_cases.same_bits(slots, expected), f"step {step}"
 
 
@@ -68,7 +68,7 @@ def test_found_inf_changes_nothing(name):
     slots = adam_cases.make_slots(FORMATS[name], 1000)
     for found_inf in (1.0, float("nan")):
         scale = replace(ONE_SCALE, found_inf=torch.tensor(found_inf))
-        run = Run(0, 1000, 0)
+        run = Span(0, 1000, 0)
         elementwise_cpu.chunk_update(FORMATS[name], slots, [run], ADAMW, scale=scale, key=key_of(name))
         assert adam_cases.same_bits(slots, adam_cases.make_slots(FORMATS[name], 1000))
 
@@ -79,10 +79,10 @@ def test_tiles_do_not_change_a_bit(name):
     whole = adam_cases.with_special_values(adam_cases.make_slots(fmt, 5000))
     tiles = adam_cases.on(whole, "cpu")
     options = {"scale": ONE_SCALE, "key": key_of(name)}
-    elementwise_cpu.chunk_update(fmt, whole, [Run(0, 5000, 0)], ADAMW, **options)
+    elementwise_cpu.chunk_update(fmt, whole, [Span(0, 5000, 0)], ADAMW, **options)
     cuts = [0, 512, 768, 3328, 5000] if fmt.quantised else [0, 1, 18, 500, 1536, 3001, 5000]
     for begin, end in itertools.pairwise(cuts):
-        run, part = Run(0, end - begin, 0), tiles.part(begin, end)
+        run, part = Span(0, end - begin, 0), tiles.part(begin, end)
         elementwise_cpu.chunk_update(fmt, part, [run], ADAMW, first_element=begin, **options)
     assert adam_cases.same_bits(whole, tiles)
 
@@ -96,7 +96,7 @@ def test_gradient_may_lie_in_the_parameter(name):
     shared = replace(shared, grad=shared.param)
     for slots in (apart, shared):
         options = {"scale": ONE_SCALE, "key": key_of(name)}
-        elementwise_cpu.chunk_update(fmt, slots, [Run(0, 3000, 0)], ADAMW, **options)
+        elementwise_cpu.chunk_update(fmt, slots, [Span(0, 3000, 0)], ADAMW, **options)
     assert adam_cases.same_bits(shared, replace(apart, grad=apart.param))
 
 
@@ -105,13 +105,13 @@ def test_nothing_is_allocated(name):
     fmt = FORMATS[name]
     slots = adam_cases.make_slots(fmt, 3001)
     options = {"scale": ONE_SCALE, "key": key_of(name)}
-    elementwise_cpu.chunk_update(fmt, slots, [Run(0, 3001, 0)], ADAMW, **options)
+    elementwise_cpu.chunk_update(fmt, slots, [Span(0, 3001, 0)], ADAMW, **options)
     cpu_allocator.install()
     before = adam_cases.on(slots, "cpu")
     # The quantising pass has room for one number of each block.
     room_nbytes = 2 * 64 * -(-3001 // QUANT_BLOCK) if fmt.quantised else 0
     with cpu_allocator.hard_limit(cpu_allocator.current_nbytes() + room_nbytes):
-        elementwise_cpu.chunk_update(fmt, slots, [Run(0, 3001, 0)], ADAMW, **options)
+        elementwise_cpu.chunk_update(fmt, slots, [Span(0, 3001, 0)], ADAMW, **options)
     assert not adam_cases.same_bits(slots, before)
 
 
@@ -184,11 +184,11 @@ def test_unsuitable_arguments_are_refused():
     slots = adam_cases.make_slots(fmt, 10)
     meta = adam_cases.on(slots, "meta")
     with pytest.raises(ValueError, match="on the CPU"):
-        elementwise_cpu.chunk_update(fmt, meta, [Run(0, 10, 0)], ADAMW.to("meta"))
-    with pytest.raises(ValueError, match="runs must be"):
-        elementwise_cpu.chunk_update(fmt, slots, [Run(0, 11, 0)], ADAMW)
+        elementwise_cpu.chunk_update(fmt, meta, [Span(0, 10, 0)], ADAMW.to("meta"))
+    with pytest.raises(ValueError, match="spans must be"):
+        elementwise_cpu.chunk_update(fmt, slots, [Span(0, 11, 0)], ADAMW)
     with pytest.raises(ValueError, match="key"):
-        elementwise_cpu.chunk_update(fmt, slots, [Run(0, 10, 0)], ADAMW, key=rounding_key(0, 1, 0))
+        elementwise_cpu.chunk_update(fmt, slots, [Span(0, 10, 0)], ADAMW, key=rounding_key(0, 1, 0))
 
 
 def test_warming_up_compiles_all():
@@ -196,7 +196,7 @@ def test_warming_up_compiles_all():
     elementwise_cpu.warm_up_format(fmt, scaled=True)
     num_passes = update_pass.cache_info().currsize
     slots = adam_cases.make_slots(fmt, SERIAL_NUM_ELEMENTS)
-    runs = [Run(0, SERIAL_NUM_ELEMENTS, 0)]
-    elementwise_cpu.chunk_update(fmt, slots, runs, scalar_table([AdamHyper(lr=0.1)]), scale=ONE_SCALE)
-    elementwise_cpu.chunk_update(fmt, slots, [Run(0, 5, 0)], ADAMW, scale=ONE_SCALE)
+    spans = [Span(0, SERIAL_NUM_ELEMENTS, 0)]
+    elementwise_cpu.chunk_update(fmt, slots, spans, scalar_table([AdamHyper(lr=0.1)]), scale=ONE_SCALE)
+    elementwise_cpu.chunk_update(fmt, slots, [Span(0, 5, 0)], ADAMW, scale=ONE_SCALE)
     assert update_pass.cache_info().currsize == num_passes

@@ -18,7 +18,7 @@ import torch
 from chunkc.ir.chunks import ALIGNMENT_NBYTES
 from chunkc.ir.errors import UnsupportedError
 from chunkc.kernels import elementwise_triton
-from chunkc.kernels.formats import QUANT_BLOCK, UNIT, GradScale, Run, rounding_key
+from chunkc.kernels.formats import QUANT_BLOCK, UNIT, GradScale, Span, rounding_key
 from chunkc.kernels.hyper import scalar_table
 
 FORMATS = adam_cases.FORMATS
@@ -86,27 +86,27 @@ def test_on_gpu_past_32_bits() -> None:
         assert part is not None
         whole[begin:end] = part.cuda()
     key = rounding_key(0, 1, 0)
-    adam_cases.triton_update(fmt, slots, [Run(begin, end, 0)], SCALARS, key=key)
-    adam_cases.reference.chunk_update(fmt, expected, [Run(0, 4000, 0)], SCALARS, key=key, first_element=begin)
+    adam_cases.triton_update(fmt, slots, [Span(begin, end, 0)], SCALARS, key=key)
+    adam_cases.reference.chunk_update(fmt, expected, [Span(0, 4000, 0)], SCALARS, key=key, first_element=begin)
     assert adam_cases.same_bits(slots.part(begin, end), expected)
     assert not slots.param[:4096].any()
 
 
-def rows_of(name: str, *runs: Run) -> list[list[int]]:
-    return elementwise_triton.work_table(runs, FORMATS[name]).rows.tolist()
+def rows_of(name: str, *spans: Span) -> list[list[int]]:
+    return elementwise_triton.work_table(spans, FORMATS[name]).rows.tolist()
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp32-int8-moments"])
 def test_rows_cover_runs_once_and_only_ends_are_ragged(name: str) -> None:
-    align = FORMATS[name].run_alignment
-    runs, at = [], 0
+    align = FORMATS[name].span_alignment
+    spans, at = [], 0
     for group, num_elements in enumerate([1, 15, 16, 17, 255, 256, 257, 1023, 1024, 1025, 5000, 0, 40]):
         begin = -(-(at + 3) // align) * align
-        runs.append(Run(begin, begin + num_elements, group))
+        spans.append(Span(begin, begin + num_elements, group))
         at = begin + num_elements
-    rows = rows_of(name, *runs)
+    rows = rows_of(name, *spans)
     elements = [(element, group) for begin, end, group in rows for element in range(begin, end)]
-    assert elements == [(element, run.group) for run in runs for element in range(run.begin, run.end)]
+    assert elements == [(element, run.group) for run in spans for element in range(run.begin, run.end)]
     for begin, end, _ in rows:
         ragged = (begin | end) % UNIT != 0
         assert end - begin <= (elementwise_triton.RAGGED_BLOCK if ragged else elementwise_triton.BLOCK)
@@ -118,7 +118,7 @@ def test_rows_cover_runs_once_and_only_ends_are_ragged(name: str) -> None:
 
 
 def test_a_chunk_is_one_table_of_full_rows() -> None:
-    assert rows_of("fp32", Run(0, 2048, 0), Run(2048, 3000, 1)) == [
+    assert rows_of("fp32", Span(0, 2048, 0), Span(2048, 3000, 1)) == [
         [0, 1024, 0],
         [1024, 2048, 0],
         [2048, 2992, 1],
@@ -134,7 +134,7 @@ def test_tensors_in_chunks_begin_where_vectors_do() -> None:
 
 def test_rows_of_huge_offsets() -> None:
     num_elements = (1 << 40) + 5
-    assert rows_of("fp32", Run(num_elements - 21, num_elements, 0)) == [
+    assert rows_of("fp32", Span(num_elements - 21, num_elements, 0)) == [
         [(1 << 40) - 16, 1 << 40, 0],
         [1 << 40, num_elements, 0],
     ]
@@ -142,7 +142,7 @@ def test_rows_of_huge_offsets() -> None:
 
 def test_arguments_are_checked() -> None:
     fmt = FORMATS["fp32"]
-    slots, work = adam_cases.make_slots(fmt, 100), elementwise_triton.work_table([Run(0, 100, 2)], fmt)
+    slots, work = adam_cases.make_slots(fmt, 100), elementwise_triton.work_table([Span(0, 100, 2)], fmt)
     elementwise_triton.launch_arguments(fmt, slots, work, SCALARS)
     with pytest.raises(ValueError, match="work table is for 100 elements and 3 groups"):
         elementwise_triton.launch_arguments(fmt, slots.part(0, 99), work, SCALARS)
@@ -163,7 +163,7 @@ def test_arguments_are_checked() -> None:
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted")
 def test_cpu_tensors_are_refused_when_compiled() -> None:
     fmt = FORMATS["fp32"]
-    slots, work = adam_cases.make_slots(fmt, 100), elementwise_triton.work_table([Run(0, 100, 0)], fmt)
+    slots, work = adam_cases.make_slots(fmt, 100), elementwise_triton.work_table([Span(0, 100, 0)], fmt)
     with pytest.raises(UnsupportedError, match="on the CPU use"):
         elementwise_triton.update(fmt, slots, work, SCALARS)
 
@@ -177,6 +177,6 @@ def test_importing_needs_no_triton() -> None:
 def test_without_triton_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     fmt = FORMATS["fp32"]
-    slots, work = adam_cases.make_slots(fmt, 100), elementwise_triton.work_table([Run(0, 100, 0)], fmt)
+    slots, work = adam_cases.make_slots(fmt, 100), elementwise_triton.work_table([Span(0, 100, 0)], fmt)
     with pytest.raises(UnsupportedError, match="pip install"):
         elementwise_triton.update(fmt, slots, work, SCALARS)

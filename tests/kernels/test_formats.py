@@ -1,4 +1,4 @@
-"""Which formats make sense, and the checks of slots and runs."""
+"""Which formats make sense, and the checks of slots and spans."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from chunkc.kernels.formats import (
     AdamFormat,
     GradScale,
     RoundingKey,
-    Run,
-    check_runs,
+    Span,
+    check_spans,
     check_update,
     rounding_key,
 )
@@ -90,25 +90,25 @@ def test_wrong_slots_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("runs", "message"),
+    ("spans", "message"),
     [
-        ([Run(0, 101, 0)], "inside"),
-        ([Run(-1, 5, 0)], "inside"),
-        ([Run(5, 3, 0)], "in order"),
-        ([Run(0, 10, 0), Run(9, 20, 0)], "apart"),
-        ([Run(0, 10, 3)], "group that is not among the 3"),
+        ([Span(0, 101, 0)], "inside"),
+        ([Span(-1, 5, 0)], "inside"),
+        ([Span(5, 3, 0)], "in order"),
+        ([Span(0, 10, 0), Span(9, 20, 0)], "apart"),
+        ([Span(0, 10, 3)], "group that is not among the 3"),
     ],
 )
-def test_wrong_runs_are_refused(runs: list[Run], message: str) -> None:
+def test_wrong_spans_are_refused(spans: list[Span], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_runs(runs, adam_cases.FORMATS["fp32"], num_elements=100, num_groups=3)
+        check_spans(spans, adam_cases.FORMATS["fp32"], num_elements=100, num_groups=3)
 
 
 def test_quantised_runs_share_no_block() -> None:
     fmt = adam_cases.FORMATS["fp32-int8-moments"]
-    check_runs([Run(0, 300, 0), Run(512, 513, 1)], fmt, num_elements=1000, num_groups=3)
+    check_spans([Span(0, 300, 0), Span(512, 513, 1)], fmt, num_elements=1000, num_groups=3)
     with pytest.raises(ValueError, match="begin at multiples of 256"):
-        check_runs([Run(0, 300, 0), Run(300, 513, 1)], fmt, num_elements=1000, num_groups=3)
+        check_spans([Span(0, 300, 0), Span(300, 513, 1)], fmt, num_elements=1000, num_groups=3)
 
 
 def test_rounding_keys_differ() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from chunkc.kernels import lamb_cpu, lamb_reference
-from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run
+from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Span
 from chunkc.kernels.hyper import scalar_table
 from chunkc.kernels.lamb_formats import ROW, LambHyper, lamb_work, new_partials
 from chunkc.runtime import cpu_allocator
@@ -22,7 +22,12 @@ ADAPTED = LambHyper(lr=1e-2, weight_decay=0.1, step=3)
 PLAIN = LambHyper(lr=1e-2, step=3, adapt=False)
 SCALARS = scalar_table([ADAPTED, PLAIN])
 NUM_ELEMENTS = 5 * ROW + 300
-TENSORS = [Run(0, 100, 0), Run(128, 4 * ROW + 5, 0), Run(4 * ROW + 16, 4 * ROW + 21, 1), Run(5 * ROW, 5 * ROW + 300, 0)]
+TENSORS = [
+    Span(0, 100, 0),
+    Span(128, 4 * ROW + 5, 0),
+    Span(4 * ROW + 16, 4 * ROW + 21, 1),
+    Span(5 * ROW, 5 * ROW + 300, 0),
+]
 kernels = pytest.mark.parametrize("kernel", [lamb_reference, lamb_cpu], ids=["reference", "cpu"])
 formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 
@@ -204,7 +209,7 @@ def test_little_is_allocated():
 
 def test_rows_cover_tensors_once_and_name_all_sums_of_their_tensor():
     tiles = [(0, 60), (60, ROW + 60), (ROW + 60, ROW + 60), (ROW + 60, NUM_ELEMENTS)]
-    works = lamb_work([*TENSORS[:2], Run(4 * ROW + 9, 4 * ROW + 9, 1), *TENSORS[2:]], tiles)
+    works = lamb_work([*TENSORS[:2], Span(4 * ROW + 9, 4 * ROW + 9, 1), *TENSORS[2:]], tiles)
     covered, numbers = [], []
     spans: dict[int, set[int]] = {}
     for work, (start, stop) in zip(works, tiles, strict=True):
@@ -227,12 +232,12 @@ def test_rows_cover_tensors_once_and_name_all_sums_of_their_tensor():
 @pytest.mark.parametrize(
     ("tensors", "tiles", "message"),
     [
-        ([Run(5, 9, 0), Run(8, 10, 0)], [(0, 10)], "tensors must be in order"),
-        ([Run(5, 4, 0)], [(0, 10)], "tensors must be in order"),
-        ([Run(0, 4, 0)], [(0, 3), (2, 10)], "tiles must be in order"),
-        ([Run(0, 4, 0)], [(0, 3)], "element 3 of the tensor .0, 4. lies in no tile"),
-        ([Run(0, 4, 0)], [(1, 4)], "element 0"),
-        ([Run(0, 4, -1)], [(0, 4)], "groups"),
+        ([Span(5, 9, 0), Span(8, 10, 0)], [(0, 10)], "tensors must be in order"),
+        ([Span(5, 4, 0)], [(0, 10)], "tensors must be in order"),
+        ([Span(0, 4, 0)], [(0, 3), (2, 10)], "tiles must be in order"),
+        ([Span(0, 4, 0)], [(0, 3)], "element 3 of the tensor .0, 4. lies in no tile"),
+        ([Span(0, 4, 0)], [(1, 4)], "element 0"),
+        ([Span(0, 4, -1)], [(0, 4)], "groups"),
     ],
 )
 def test_unsuitable_tables_are_refused(tensors, tiles, message):
@@ -245,7 +250,7 @@ def test_unsuitable_tables_are_refused(tensors, tiles, message):
 def test_unsuitable_arguments_are_refused(kernel, stage):
     fmt = FORMATS["fp32"]
     slots = make_slots(fmt, 10)
-    (work,) = lamb_work([Run(0, 10, 1)], [(0, 10)])
+    (work,) = lamb_work([Span(0, 10, 1)], [(0, 10)])
     run, partials = getattr(kernel, stage), new_partials(work)
     for wrong, message in (
         ((AdamFormat(FP32, FP32, "bfloat16"), slots, work, SCALARS, partials), "LAMB needs"),
@@ -261,7 +266,7 @@ def test_unsuitable_arguments_are_refused(kernel, stage):
 def test_other_devices_are_refused():
     fmt = FORMATS["fp32"]
     slots = AdamSlots(*[t.to("meta") for t in tensors_of(make_slots(fmt, 10))])
-    work = lamb_cases.on(lamb_work([Run(0, 10, 0)], [(0, 10)])[0], "meta")
+    work = lamb_cases.on(lamb_work([Span(0, 10, 0)], [(0, 10)])[0], "meta")
     with pytest.raises(ValueError, match="on the CPU"):
         lamb_cases.update(lamb_cpu, fmt, slots, work, SCALARS.to("meta"))
 

@@ -12,7 +12,7 @@ from offline import TARGETS, compile_offline, spilled, targets_with_marks, vecto
 
 from chunkc.kernels import lamb_triton
 from chunkc.kernels.elementwise_triton import BLOCK, NUM_THREADS, launch_options
-from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run
+from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Span
 from chunkc.kernels.hyper import scalar_table
 from chunkc.kernels.lamb_formats import ROW, LambHyper, lamb_work, new_partials
 
@@ -41,7 +41,7 @@ def compiled(kernel_name: str, fmt: AdamFormat, target: str, offset: int = 0) ->
     from chunkc.kernels import lamb_triton_kernel
 
     slots = make_slots(fmt).part(offset, ROW + offset)
-    (work,) = lamb_work([Run(0, ROW, 0)], [(0, ROW)])
+    (work,) = lamb_work([Span(0, ROW, 0)], [(0, ROW)])
     moments = kernel_name == "lamb_moments_kernel"
     arguments = (lamb_triton.moments_arguments if moments else lamb_triton.apply_arguments)(
         fmt, slots, work, SCALARS, new_partials(work), GradScale(*torch.ones(3).unbind())

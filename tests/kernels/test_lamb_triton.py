@@ -23,7 +23,7 @@ from torch import Tensor
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.kernels import lamb_reference, lamb_triton
-from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale, Run
+from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale, Span
 from chunkc.kernels.hyper import scalar_table
 from chunkc.kernels.lamb_formats import ROW, LambHyper, lamb_work, new_partials
 
@@ -41,7 +41,12 @@ SCALARS = scalar_table(
     ]
 )
 NUM_ELEMENTS = 2 * ROW + 4000
-TENSORS = [Run(0, 100, 0), Run(128, ROW + 2005, 0), Run(ROW + 2009, ROW + 2021, 1), Run(2 * ROW - 7, NUM_ELEMENTS, 2)]
+TENSORS = [
+    Span(0, 100, 0),
+    Span(128, ROW + 2005, 0),
+    Span(ROW + 2009, ROW + 2021, 1),
+    Span(2 * ROW - 7, NUM_ELEMENTS, 2),
+]
 TILES = [(0, 300), (300, 300 + 5), (305, ROW), (ROW, NUM_ELEMENTS)]
 
 

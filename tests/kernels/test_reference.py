@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from chunkc.kernels import reference
-from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Run, num_quant_blocks, rounding_key
+from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Span, num_quant_blocks, rounding_key
 from chunkc.kernels.hyper import AdamHyper, scalar_table
 from chunkc.kernels.split import split_master
 
@@ -20,9 +20,9 @@ def key_of(fmt: AdamFormat, step: int = 1, seed: int = 0):
     return rounding_key(seed, step, 0) if fmt.stochastic else None
 
 
-def update(fmt: AdamFormat, slots: AdamSlots, runs: list[Run] | None = None, **options: object) -> AdamSlots:
-    runs = [Run(0, slots.param.numel(), 0)] if runs is None else runs
-    reference.chunk_update(fmt, slots, runs, SCALARS, **{"key": key_of(fmt), **options})
+def update(fmt: AdamFormat, slots: AdamSlots, spans: list[Span] | None = None, **options: object) -> AdamSlots:
+    spans = [Span(0, slots.param.numel(), 0)] if spans is None else spans
+    reference.chunk_update(fmt, slots, spans, SCALARS, **{"key": key_of(fmt), **options})
     return slots
 
 
@@ -42,7 +42,7 @@ def test_follows_torch(name: str, decoupled: bool) -> None:
         optimizer.step()
         scalars = scalar_table([AdamHyper(lr=1e-3, weight_decay=0.1, step=step, decoupled=decoupled)])
         scale = GradScale(torch.tensor(0.25), torch.tensor(2.0))
-        reference.chunk_update(fmt, slots, [Run(0, 1003, 0)], scalars, scale=scale)
+        reference.chunk_update(fmt, slots, [Span(0, 1003, 0)], scalars, scale=scale)
         assert torch.equal(slots.param, adam_cases.target_of(fmt, slots).to(fmt.param_dtype))
     state = optimizer.state[theirs]
     torch.testing.assert_close(adam_cases.target_of(fmt, slots), theirs.detach(), rtol=0, atol=1e-6)
@@ -52,23 +52,23 @@ def test_follows_torch(name: str, decoupled: bool) -> None:
 
 @formats
 def test_groups_gaps_and_cuts(name: str) -> None:
-    """Runs of a chunk are updated as if each were alone, whole or in tiles; nothing else changes."""
+    """Spans of a chunk are updated as if each were alone, whole or in tiles; nothing else changes."""
     fmt = FORMATS[name]
     before = adam_cases.make_slots(fmt, 3000)
-    runs = [Run(0, 700, 0), Run(768, 1500, 1), Run(1536, 2900, 2)]
-    whole = update(fmt, adam_cases.make_slots(fmt, 3000), runs)
+    spans = [Span(0, 700, 0), Span(768, 1500, 1), Span(1536, 2900, 2)]
+    whole = update(fmt, adam_cases.make_slots(fmt, 3000), spans)
     pieces = adam_cases.make_slots(fmt, 3000)
-    for begin, end, group in runs:
+    for begin, end, group in spans:
         for cut in (begin, begin + 256):
             stop = min(cut + 256, end) if cut == begin else end
-            update(fmt, pieces.part(cut, stop), [Run(0, stop - cut, group)], first_element=cut)
+            update(fmt, pieces.part(cut, stop), [Span(0, stop - cut, group)], first_element=cut)
     assert adam_cases.same_bits(whole, pieces)
     for gap in ((700, 768), (1500, 1536), (2900, 3000)):
         gaps = [t[slice(*gap)] for t in adam_cases.tensors(whole)[:5] if t is not None]
         expected = [t[slice(*gap)] for t in adam_cases.tensors(before)[:5] if t is not None]
         assert all(torch.equal(a, b) for a, b in zip(gaps, expected))
     assert not torch.equal(whole.param[:700], before.param[:700])
-    swapped = update(fmt, adam_cases.make_slots(fmt, 3000), [Run(b, e, 2 - g) for b, e, g in runs])
+    swapped = update(fmt, adam_cases.make_slots(fmt, 3000), [Span(b, e, 2 - g) for b, e, g in spans])
     assert not adam_cases.same_bits(whole.part(0, 700), swapped.part(0, 700))
     assert adam_cases.same_bits(whole.part(768, 1500), swapped.part(768, 1500))
 
@@ -99,7 +99,7 @@ def test_small_updates_add_up() -> None:
         tensor.fill_(value)
     for step in range(1, 201):
         scalars = scalar_table([AdamHyper(lr=1e-5, step=step)])
-        reference.chunk_update(fmt, slots, [Run(0, 4096, 0)], scalars, key=key_of(fmt, step))
+        reference.chunk_update(fmt, slots, [Span(0, 4096, 0)], scalars, key=key_of(fmt, step))
     assert torch.tensor(1.0 - 1e-5).bfloat16() == 1.0
     assert slots.param.double().mean().item() == pytest.approx(1.0 - 200 * 1e-5, abs=2e-4)
 
@@ -134,5 +134,5 @@ def train(fmt: AdamFormat, num_steps: int = 150) -> tuple[float, float]:
         slots.grad.copy_(weights.grad)
         losses.append(loss.item())
         scalars = scalar_table([AdamHyper(lr=1e-2, step=step)])
-        reference.chunk_update(fmt, slots, [Run(0, num_elements, 0)], scalars, key=key_of(fmt, step))
+        reference.chunk_update(fmt, slots, [Span(0, num_elements, 0)], scalars, key=key_of(fmt, step))
     return losses[0], losses[-1]

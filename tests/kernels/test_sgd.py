@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from chunkc.kernels import elementwise_cpu, elementwise_triton, reference
-from chunkc.kernels.formats import GradScale, Run, UpdateFormat, num_quant_blocks, rounding_key
+from chunkc.kernels.formats import GradScale, Span, UpdateFormat, num_quant_blocks, rounding_key
 from chunkc.kernels.hyper import scalar_table
 from chunkc.kernels.sgd import MomentumFormat, SgdFormat, SgdHyper, SgdSlots
 from chunkc.kernels.split import split_master
@@ -51,7 +51,7 @@ HYPERS = [
     SgdHyper(lr=1e-3, step=7),
 ]
 NUM_ELEMENTS = 4000
-RUNS = [Run(0, 203, 0), Run(768, 1040, 1), Run(1280, 3583, 2), Run(3584, NUM_ELEMENTS, 0)]
+SPANS = [Span(0, 203, 0), Span(768, 1040, 1), Span(1280, 3583, 2), Span(3584, NUM_ELEMENTS, 0)]
 Update = Callable[..., None]
 
 
@@ -76,7 +76,7 @@ def bits(slots: SgdSlots) -> dict[str, Tensor]:
 
 
 def check_agrees(update: Update, name: str, device: str = "cpu") -> None:
-    """Groups with and without momentum, ragged runs, gaps, scales: the reference's bits after each of three steps."""
+    """Groups with and without momentum, ragged spans, gaps, scales: the reference's bits after each of three steps."""
     fmt = FORMATS[name]
     expected = make_slots(fmt)
     slots = SgdSlots.of({k: t.to(device, copy=True) for k, t in (("param", expected.param), ("grad", expected.grad))}
@@ -85,15 +85,15 @@ def check_agrees(update: Update, name: str, device: str = "cpu") -> None:
         key = rounding_key(seed=9, step=step, chunk=4) if fmt.stochastic else None
         factors = torch.tensor([0.5, 0.7, 0.0]).unbind()
         options: dict[str, Any] = {"key": key, "first_element": first_element}
-        reference.chunk_update(fmt, expected, RUNS, scalar_table(HYPERS), scale=GradScale(*factors), **options)
+        reference.chunk_update(fmt, expected, SPANS, scalar_table(HYPERS), scale=GradScale(*factors), **options)
         scale = GradScale(*[factor.to(device) for factor in factors])
-        update(fmt, slots, RUNS, scalar_table(HYPERS).to(device), scale=scale, **options)
+        update(fmt, slots, SPANS, scalar_table(HYPERS).to(device), scale=scale, **options)
         found = bits(slots)
         assert not [kind for kind, wanted in bits(expected).items() if not torch.equal(found[kind], wanted)], step
 
 
-def triton_update(fmt: UpdateFormat, slots: SgdSlots, runs: list[Run], scalars: Tensor, **options: Any) -> None:
-    work = elementwise_triton.work_table(runs, fmt).to(slots.param.device)
+def triton_update(fmt: UpdateFormat, slots: SgdSlots, spans: list[Span], scalars: Tensor, **options: Any) -> None:
+    work = elementwise_triton.work_table(spans, fmt).to(slots.param.device)
     elementwise_triton.update(fmt, slots, work, scalars, **options)
 
 
@@ -151,7 +151,7 @@ def test_a_hundred_steps_follow_torch(settings: dict[str, Any], update: Update) 
         theirs.grad = slots.grad.clone()
         optimizer.step()
         table = scalar_table([SgdHyper(lr=1e-2, step=step, **settings)])
-        update(fmt, slots, [Run(0, NUM_ELEMENTS, 0)], table)
+        update(fmt, slots, [Span(0, NUM_ELEMENTS, 0)], table)
         torch.testing.assert_close(slots.param, theirs.detach(), rtol=1e-6, atol=1e-6)
 
 
@@ -163,7 +163,7 @@ def test_without_momentum_both_formats_have_the_same_bits() -> None:
         (reference.chunk_update, FORMATS["plain"], plain),
         (elementwise_cpu.chunk_update, FORMATS["fp32"], other),
     ):
-        update(fmt, slots, [Run(0, NUM_ELEMENTS, 0)], scalar_table(HYPERS[2:]))
+        update(fmt, slots, [Span(0, NUM_ELEMENTS, 0)], scalar_table(HYPERS[2:]))
     assert torch.equal(bits(plain)["param"], bits(other)["param"])
     assert torch.equal(other.states()["momentum_buffer"], before)
 
@@ -173,7 +173,7 @@ def test_an_overflow_changes_nothing() -> None:
     before = {kind: tensor.clone() for kind, tensor in bits(slots).items()}
     scale = GradScale(found_inf=torch.tensor(1.0))
     for update in (reference.chunk_update, elementwise_cpu.chunk_update):
-        update(FORMATS["fp32"], slots, RUNS, scalar_table(HYPERS), scale=scale)
+        update(FORMATS["fp32"], slots, SPANS, scalar_table(HYPERS), scale=scale)
     assert all(torch.equal(tensor, before[kind]) for kind, tensor in bits(slots).items())
 
 
@@ -183,7 +183,7 @@ def test_slots_that_do_not_fit_are_refused() -> None:
         (FORMATS["plain"], make_slots(FORMATS["fp32"]), "momentum_buffer is not wanted"),
     ):
         with pytest.raises(ValueError, match=text):
-            reference.chunk_update(fmt, slots, RUNS, scalar_table(HYPERS))
+            reference.chunk_update(fmt, slots, SPANS, scalar_table(HYPERS))
 
 
 def _run_all() -> dict[str, str]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from chunkc.kernels import adam_cpu, cpu_loop, elementwise_cpu, reference
-from chunkc.kernels.formats import AdamFormat, AdamSlots, Run
+from chunkc.kernels.formats import AdamFormat, AdamSlots, Span
 from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS
 from chunkc.kernels.hyper import AdamHyper, scalar_table
 from chunkc.kernels.split import join_master, split_master
@@ -92,7 +92,7 @@ def test_follows_full_masters_but_for_ties(update):
         for fmt, slots in ((FULL, full), (SPLIT, split)):
             slots.grad.copy_(grad)
             scalars = scalar_table([AdamHyper(lr=1e-3, weight_decay=0.1, step=step)])
-            update(fmt, slots, [Run(0, num_elements, 0)], scalars)
+            update(fmt, slots, [Span(0, num_elements, 0)], scalars)
         num_ties += int(((pattern(full.master) & 0x1FFFF) == 0x8000).sum())
         num_other_copies += int((full.param != split.param).sum())
     expected = num_elements * steps / 2**17
@@ -114,7 +114,7 @@ def test_the_single_run_has_the_reference_s_bits(grad_dtype, decoupled):
     expected.grad.copy_(every)
     slots = adam_cases.on(expected, "cpu")
     hyper = AdamHyper(lr=1e-2, weight_decay=0.1, step=3, decoupled=decoupled)
-    reference.chunk_update(fmt, expected, [Run(0, 1 << 16, 0)], scalar_table([hyper]))
+    reference.chunk_update(fmt, expected, [Span(0, 1 << 16, 0)], scalar_table([hyper]))
     adam_cpu.adam_update(slots.param, slots.grad, slots.exp_avg, slots.exp_avg_sq, slots.master, hyper)
     assert adam_cases.same_bits(slots, expected)
     plain = adam_cases.make_slots(fmt, 100)
@@ -133,7 +133,7 @@ def test_bits_do_not_depend_on_the_number_of_threads():
     try:
         for num_threads, slots in ((1, one), (2, two)):
             torch.set_num_threads(num_threads)
-            elementwise_cpu.chunk_update(SPLIT, slots, [Run(0, num_elements, 0)], scalar_table(adam_cases.HYPERS))
+            elementwise_cpu.chunk_update(SPLIT, slots, [Span(0, num_elements, 0)], scalar_table(adam_cases.HYPERS))
     finally:
         torch.set_num_threads(threads)
     assert adam_cases.same_bits(one, two)

@@ -15,7 +15,7 @@ import torch
 from offline import TARGETS, compile_offline, spilled, targets_with_marks, vector_accesses
 
 from chunkc.kernels import elementwise_triton
-from chunkc.kernels.formats import AdamFormat, GradScale, Run, rounding_key
+from chunkc.kernels.formats import AdamFormat, GradScale, Span, rounding_key
 from chunkc.kernels.hyper import scalar_table
 
 triton = pytest.importorskip("triton")
@@ -54,7 +54,7 @@ def compiled(name: str, target: str, offset: int = 0, fused: bool = False, num_t
         slots,
         elementwise_triton.work_of_tensors([(4096, 0)] * num_tensors, fmt)
         if num_tensors
-        else elementwise_triton.work_table([Run(0, 4096, 0)], fmt),
+        else elementwise_triton.work_table([Span(0, 4096, 0)], fmt),
         scalar_table(adam_cases.HYPERS),
         scale=GradScale(*torch.ones(3).unbind()),
         key=rounding_key(0, 1, 0) if fmt.stochastic else None,

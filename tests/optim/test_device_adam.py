@@ -10,14 +10,14 @@ import torch
 from chunkc.ir.states import num_entries
 from chunkc.kernels import reference
 from chunkc.kernels.elementwise_triton import WorkTable
-from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, Run
+from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, Span
 from chunkc.kernels.hyper import AdamHyper
 from chunkc.optim import AdamW, elementwise, on_device
 from chunkc.optim.adam import AdamRule
 from chunkc.optim.elementwise import ByTriton, update_on_cpu
 from chunkc.optim.formats import Formats
 from chunkc.optim.on_device import TABLE_NBYTES
-from chunkc.optim.rule import Place
+from chunkc.optim.rule import Extent
 
 CPU = torch.device("cpu")
 PLAIN = AdamRule(Formats.of(torch.float32, None, False, 0))
@@ -42,10 +42,10 @@ def by_reference(
     fmt: AdamFormat, slots: AdamSlots, work: WorkTable, scalars: torch.Tensor, *, key: Any, **rest: Any
 ) -> None:
     """The kernel's work table, row by row, in plain PyTorch."""
-    runs = [Run(*row) for row in work.rows.tolist()]
+    spans = [Span(*row) for row in work.rows.tolist()]
     if fmt.quantised:  # which updates whole blocks
-        runs = [Run(runs[0].begin, runs[-1].end, 0)]
-    reference.chunk_update(fmt, slots, runs, scalars, key=key, **rest)
+        spans = [Span(spans[0].begin, spans[-1].end, 0)]
+    reference.chunk_update(fmt, slots, spans, scalars, key=key, **rest)
 
 
 @pytest.mark.parametrize(
@@ -61,11 +61,11 @@ def by_reference(
 def test_pieces_have_the_bits_of_the_whole(rule: AdamRule, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elementwise.elementwise_triton, "update", by_reference)
     monkeypatch.setattr(elementwise, "PIECE_NUM_ELEMENTS", 1024)
-    numel, place = 3000, Place(5, 256)
+    numel, extent = 3000, Extent(5, 256)
     in_pieces, whole = slots_of(rule, dtype, numel), slots_of(rule, dtype, numel)
     adam = ByTriton(rule, CPU)
-    adam.update(in_pieces, [(0, numel, HYPER)], NO_SCALE, place)
-    update_on_cpu(rule, whole, [(0, numel, HYPER)], NO_SCALE, place)
+    adam.update(in_pieces, [(0, numel, HYPER)], NO_SCALE, extent)
+    update_on_cpu(rule, whole, [(0, numel, HYPER)], NO_SCALE, extent)
     for kind, wanted in whole.items():
         assert torch.equal(in_pieces[kind], wanted), kind
     assert len(adam.tables) == 2  # equal pieces share one
@@ -93,7 +93,7 @@ def test_a_large_tensor_that_stays_takes_no_large_table(monkeypatch: pytest.Monk
     numel = 1 << 28
     adam = ByTriton(PLAIN, CPU)
     slots = slots_of(PLAIN, torch.float32, numel, "meta")
-    adam.update(slots, [(0, numel, HYPER)], NO_SCALE, Place(0, 0))
+    adam.update(slots, [(0, numel, HYPER)], NO_SCALE, Extent(0, 0))
     assert sum(int((work.rows[:, 1] - work.rows[:, 0]).sum()) for work in seen) == numel
     assert adam.tables.size <= TABLE_NBYTES
     assert max(work.rows.nbytes for work in seen) <= TABLE_NBYTES // 4
@@ -107,6 +107,6 @@ def test_a_table_that_does_not_get_to_the_device_is_not_kept(monkeypatch: pytest
     with monkeypatch.context() as patched:
         patched.setattr(elementwise, "upload", refuse)
         with pytest.raises(torch.OutOfMemoryError):
-            adam.table_of([Run(0, 64, 0)], fmt)
+            adam.table_of([Span(0, 64, 0)], fmt)
     assert (len(adam.tables), adam.tables.size) == (0, 0)
-    assert adam.table_of([Run(0, 64, 0)], fmt).rows.nbytes == adam.tables.size
+    assert adam.table_of([Span(0, 64, 0)], fmt).rows.nbytes == adam.tables.size

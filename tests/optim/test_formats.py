@@ -16,7 +16,7 @@ from zoo import Case, floats
 
 import chunkc
 from chunkc.kernels import reference
-from chunkc.kernels.formats import AdamSlots, Run, num_quant_blocks, rounding_key
+from chunkc.kernels.formats import AdamSlots, Span, num_quant_blocks, rounding_key
 from chunkc.kernels.hyper import AdamHyper, scalar_table
 from chunkc.passes import update_planning
 
@@ -155,7 +155,7 @@ def test_it_computes_what_the_reference_does(name: str) -> None:
         optimizer.step()
         table = scalar_table([AdamHyper(lr=1e-2, weight_decay=0.1, step=step)])
         key = rounding_key(7, step, -1) if fmt.stochastic else None
-        reference.chunk_update(fmt, slots, [Run(0, 1000, 0)], table, key=key)
+        reference.chunk_update(fmt, slots, [Span(0, 1000, 0)], table, key=key)
     assert torch.equal(parameter, slots.param)
     state = optimizer.state[parameter]
     for kind in ("exp_avg", "exp_avg_sq", "master", "exp_avg_scale", "exp_avg_sq_scale"):

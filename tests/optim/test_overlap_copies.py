@@ -23,7 +23,7 @@ import chunkc
 from chunkc.kernels.formats import GradScale
 from chunkc.optim import elementwise
 from chunkc.optim.elementwise import ElementwiseRule, clipped, update_on_cpu
-from chunkc.optim.rule import Place, Runs
+from chunkc.optim.rule import Extent, Spans
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -38,15 +38,15 @@ class Halves:
         self.half_done, self.going_on = threading.Event(), threading.Event()
 
     def __call__(
-        self, rule: ElementwiseRule, flat: dict[str, Tensor], runs: Runs, scale: GradScale, place: Place
+        self, rule: ElementwiseRule, flat: dict[str, Tensor], spans: Spans, scale: GradScale, extent: Extent
     ) -> None:
         numel = flat["param"].numel()
         half = numel // 2
-        update_on_cpu(rule, part(flat, 0, half), clipped(runs, 0, half), scale, place)
+        update_on_cpu(rule, part(flat, 0, half), clipped(spans, 0, half), scale, extent)
         self.half_done.set()
         assert self.going_on.wait(LONG_S), "nobody said so"
-        later = Place(place.chunk, place.first_element + half)
-        update_on_cpu(rule, part(flat, half, numel), clipped(runs, half, numel), scale, later)
+        later = Extent(extent.chunk, extent.first_element + half)
+        update_on_cpu(rule, part(flat, half, numel), clipped(spans, half, numel), scale, later)
 
 
 def part(flat: dict[str, Tensor], begin: int, end: int) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import chunkc
 from chunkc.kernels import elementwise_triton
-from chunkc.kernels.formats import AdamFormat, AdamSlots, Run, UpdateFormat
+from chunkc.kernels.formats import AdamFormat, AdamSlots, Span, UpdateFormat
 from chunkc.kernels.hyper import AdamHyper, scalar_table
 from chunkc.kernels.sgd import SgdFormat
 from chunkc.optim import on_device, together
@@ -192,7 +192,7 @@ def test_distances_go_with_their_table_only() -> None:
     slots = AdamSlots(*torch.zeros(4, 32))
     scalars = scalar_table([HYPER])
     one, many = (
-        elementwise_triton.work_table([Run(0, 32, 0)], FP32),
+        elementwise_triton.work_table([Span(0, 32, 0)], FP32),
         elementwise_triton.work_of_tensors([(32, 0)], FP32),
     )
     distances = elementwise_triton.distances_of(np.zeros((1, 7), dtype=np.int64), FP32)

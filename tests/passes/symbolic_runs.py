@@ -18,7 +18,7 @@ from torch._inductor.codecache import PyCodeCache
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chunkc.capture import Capture, capture_graph
+from chunkc.capture import TracedGraphs, capture_graph
 from chunkc.ir.program import SegmentMemory
 from chunkc.passes.codegen import CompiledSegment, compile_segment, describe_segment
 from chunkc.passes.graphs import placeholders, returned
@@ -168,7 +168,7 @@ class Graph:
         shapes: values of the symbols of every call of a segment.
     """
 
-    capture: Capture
+    capture: TracedGraphs
     shape_env: ShapeEnv | None
     forward: list[Piece]
     backward: list[Piece]
@@ -226,9 +226,9 @@ class Graph:
         return outputs
 
 
-def captured_of(function: Callable[..., Any], *args: torch.Tensor) -> Capture:
+def captured_of(function: Callable[..., Any], *args: torch.Tensor) -> TracedGraphs:
     """The graphs of `function` with symbols for sizes; nothing of them is compiled."""
-    found: list[Capture] = []
+    found: list[TracedGraphs] = []
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
         names = [None] * len(placeholders(gm.graph))

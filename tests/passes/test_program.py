@@ -95,6 +95,21 @@ def test_a_small_parameter_is_read_where_it_is() -> None:
     assert program.parameters == NAMES
 
 
+def test_a_call_is_called_after_its_module_unless_it_is_nearly_all_of_the_model() -> None:
+    """Else all that a graph compiled whole makes would be said to be of one of its blocks."""
+
+    def traced() -> fx.GraphModule:
+        gm = trace(two_layers, *MATRICES)
+        for block, node in enumerate(filter(is_compute, gm.graph.nodes)):
+            node.meta["nn_module_stack"] = {"": (f"blocks.{block // 2}", object)}
+        return gm
+
+    whole = forward_of(traced(), {}, {})
+    assert [call.module for call in whole.calls] == [""]
+    cut_in_two = forward_of(traced(), NAMES, {"w_1": 0, "v_1": 1})
+    assert [call.module for call in cut_in_two.calls] == ["blocks.0", "blocks.1"]
+
+
 def test_arithmetic_costs_what_the_hardware_says() -> None:
     hardware = Hardware(flops_per_s=128.0, memory_bytes_per_s=64.0, links=host_links(1, 1))
     program = forward_of(trace(lambda x, w: (torch.mm(x, w),), *MATRICES[:2]), {}, {}, hardware=hardware)

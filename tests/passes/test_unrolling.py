@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import chunkc
 from chunkc import capture
-from chunkc.capture import Capture, capture_graph
+from chunkc.capture import TracedGraphs, capture_graph
 from chunkc.passes.graphs import storage_key, tensors_of
 from chunkc.passes.origins import origin_of
 from chunkc.passes.repeats import LAYER, find_repeats
@@ -81,16 +81,12 @@ class Deep(nn.Module):
 TOKENS = torch.arange(24).view(3, 8) % 7
 
 
-@pytest.fixture(autouse=True)
-def _new_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-def captured(model: nn.Module, *arguments: Tensor, codegen: str = "eager", **options: Any) -> tuple[Capture, int]:
+def captured(model: nn.Module, *arguments: Tensor, codegen: str = "eager", **options: Any) -> tuple[TracedGraphs, int]:
     """The graphs of a model, and how many of its blocks were found to be alike."""
-    found: list[tuple[Capture, int]] = []
+    found: list[tuple[TracedGraphs, int]] = []
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         repeats = find_repeats(gm.graph)
@@ -112,7 +108,7 @@ def size_of(tensor: Tensor) -> str:
     return str(nbytes if isinstance(nbytes, int) else sympy.expand(nbytes.node.expr))
 
 
-def text(graphs: Capture) -> str:
+def text(graphs: TracedGraphs) -> str:
     """All that anybody reads of two graphs: names, operators, forms, storages, marks, and the user's modules."""
     lines = [str(sorted(graphs.gradients.items()))]
     for module in (graphs.forward, graphs.backward):

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import count
 
-import operator_calls_2  # noqa: F401  (registers its families)
 import pytest
 import torch
 from metering import measure

@@ -1,6 +1,6 @@
-"""What of a chunk group a step changes: runs of elements with their hyper-parameters, states made on the way.
+"""What of a chunk group a step changes: spans of elements with their hyper-parameters, states made on the way.
 
-For every rule: its updater (see `rule`) says how the runs are updated.
+For every rule: its updater (see `rule`) says how the spans are updated.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def due_of(optimizer: Any) -> Due:
     return due
 
 
-def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool = True) -> Sequence[Any]:
-    """The group's elements to update, by tensor, or neighbours with equal hyper-parameters as one run.
+def spans_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool = True) -> Sequence[Any]:
+    """The group's elements to update, by tensor, or neighbours with equal hyper-parameters as one span.
 
     Counts their steps. States that are missing are made: home views of zeros, and of the parameter for a master.
     """
@@ -127,7 +127,7 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         task.optimizer.begin_update_of(task.parameter, state)
         hypers[task.name] = task.optimizer.next_hyper(task.parameter, partial(task.optimizer.hyper_at, task.group))
-    runs: list[tuple[int, int, Any]] = []
+    spans: list[tuple[int, int, Any]] = []
     follows = False
     for tensor_slice in chunk_group.slices:
         hyper = hypers.get(tensor_slice.spec.name)
@@ -135,13 +135,13 @@ def runs_of(session: Session, index: int, tasks: Sequence[Task], *, merged: bool
             follows = False
             continue
         # Between tensors may be bytes that nobody wrote: they may not get into the scale of a tensor's last block.
-        touches = not quantised or (follows and runs[-1][1] == tensor_slice.offset)
-        if merged and follows and touches and runs[-1][2] == hyper:
-            runs[-1] = (runs[-1][0], tensor_slice.end, hyper)
+        touches = not quantised or (follows and spans[-1][1] == tensor_slice.offset)
+        if merged and follows and touches and spans[-1][2] == hyper:
+            spans[-1] = (spans[-1][0], tensor_slice.end, hyper)
         else:
-            runs.append((tensor_slice.offset, tensor_slice.end, hyper))
+            spans.append((tensor_slice.offset, tensor_slice.end, hyper))
         follows = True
-    return runs
+    return spans
 
 
 def flat_home(session: Session, index: int) -> dict[str, torch.Tensor]:
