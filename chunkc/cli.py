@@ -41,7 +41,7 @@ from chunkc.ir.units import format_nbytes
 from chunkc.machines.calibrate import calibrate
 from chunkc.machines.presets import default_hardware_path, load_hardware, save_hardware
 from chunkc.options import parse_options, parse_size
-from chunkc.passes.scratch.exceptions import table as exceptions_table
+from chunkc.passes.scratch.operators import table_of_exceptions
 from chunkc.terminal import answering, open_streams, progress, say
 
 FITS, OWN_FAULT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 3, 130
@@ -84,7 +84,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "explain":
         if options.exceptions:
             with answering():
-                print(exceptions_table())
+                print(table_of_exceptions())
             return FITS
         with _quiet():
             return _explain(options)

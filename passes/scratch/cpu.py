@@ -6,10 +6,10 @@ return, so no graph shows it, but a memory limit does. `scratch_nbytes` says how
 and dtypes alone.
 
 One default rule and declared exceptions. Views take nothing. Elementwise operators (torch tags them) take a cast of
-each operand that is not in the common dtype. The others are in `scratch.table.RULES`, functions read off ATen's CPU
-kernels and checked by measuring; they are exact to the byte but for those in `scratch.exceptions.EXCEPTIONS`, which
-are upper bounds, each with its reason. For an operator that nobody looked at (`is_known`) its operands and results
-once more are a guess; users may declare it (`scratch.declared.declare_scratch`).
+each operand that is not in the common dtype. The others have a record in `scratch.operators`, with rules read off
+ATen's CPU kernels and checked by measuring. They are exact to the byte, but for those that the record says are upper
+bounds, with the reason. For an operator that nobody looked at (`is_known`) its operands and results once more are a
+guess; users may declare it (`scratch.declared.declare_scratch`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from chunkc.passes.scratch.declared import declared_nbytes, guessed_nbytes, is_declared
+from chunkc.passes.scratch.operators import find
 from chunkc.passes.scratch.rules import Call, is_view, nothing_rule, pointwise_rule
-from chunkc.passes.scratch.table import OUTPUTS, RULES
 
 
 def scratch_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict, outputs: object, num_threads: int) -> int:
@@ -51,13 +51,13 @@ def is_known(target: torch._ops.OpOverload) -> bool:
 
 def output_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict, outputs: object) -> dict[int, int]:
     """Position among the returned tensors -> bytes of its storage, where a fake tensor does not tell."""
-    corrected = OUTPUTS.get(target._schema.name)
+    corrected = find(target).outputs
     return {} if corrected is None else corrected(_call(target, args, kwargs, outputs, 1))
 
 
 def corrects_outputs(target: torch._ops.OpOverload) -> bool:
     """Whether `output_nbytes` may say something of `target`."""
-    return target._schema.name in OUTPUTS
+    return find(target).outputs is not None
 
 
 def takes_nothing(target: torch._ops.OpOverload) -> bool:
@@ -72,12 +72,8 @@ def _call(target: torch._ops.OpOverload, args: tuple, kwargs: dict, outputs: obj
 
 @cache
 def _rule(target: torch._ops.OpOverload) -> Callable[[Call], int] | None:
-    name = target._schema.name
-    if name.startswith("aten::") and name.endswith("_") and not name.endswith("__") and name[:-1] in RULES:
-        name = name[:-1]  # add_ as add
-    for key in (str(target), name):
-        if key in RULES:
-            return RULES[key]
+    if (known := find(target).cpu) is not None:
+        return known
     if is_view(target):
         return nothing_rule
     return pointwise_rule if torch.Tag.pointwise in target.tags else None

@@ -1,6 +1,6 @@
 """One function per kind of operator: the scratch bytes of a call on the CPU, from its arguments' metadata.
 
-The functions are put in a table by operator in `chunkc.passes.scratch.table`.
+`chunkc.passes.scratch.operators` says which operators they are for.
 """
 
 from __future__ import annotations

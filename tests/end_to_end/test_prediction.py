@@ -1,6 +1,6 @@
 """Predicted bytes against the allocator's on a ladder of models: every operation of a training step, not only the peak.
 
-With `codegen="eager"` all agree to the byte, but for operators in `scratch.exceptions.EXCEPTIONS`, which keep their
+With `codegen="eager"` all agree to the byte, but for operators in `scratch.operators.EXCEPTIONS`, which keep their
 bound. `test_prediction_inductor.py` is about `codegen="inductor"`.
 """
 

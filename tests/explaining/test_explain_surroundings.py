@@ -18,7 +18,7 @@ from chunkc.formats.advice import advice
 from chunkc.ir.explanation import Explanation
 from chunkc.ir.hardware import CPU
 from chunkc.machines.presets import load_hardware
-from chunkc.passes.scratch.exceptions import EXCEPTIONS
+from chunkc.passes.scratch.operators import EXCEPTIONS
 
 BUDGET_NBYTES = 2 * 2**20
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from chunkc.ir.errors import OptionsError
-from chunkc.passes.scratch import cpu, declared, table
+from chunkc.passes.scratch import cpu, declared, operators
 from chunkc.passes.scratch.iterator import reduces_two_inner_dimensions
 from chunkc.runtime import cpu_allocator
 
@@ -97,11 +97,18 @@ def test_a_declaration_that_makes_no_sense_is_refused(name: object, function: ob
         declared.declare_scratch(name, function)  # type: ignore[arg-type]
 
 
-def test_every_rule_names_an_operator() -> None:
-    for name in table.RULES.keys() | table.OUTPUTS.keys():
+def test_every_record_is_of_an_operator_and_of_no_other_record_s() -> None:
+    for name in operators.OPERATORS:
         namespace, operator = name.split("::")
         if namespace != "transformers":
-            assert hasattr(getattr(torch.ops, namespace), operator), name
+            there = getattr(torch.ops, namespace)
+            assert hasattr(there, operator) or hasattr(there, f"{operator}_"), name
+    assert sum(len(names.split()) for _, names in operators._GROUPS) == len(operators.OPERATORS)
+
+
+def test_results_of_operators_in_place_are_their_callers() -> None:
+    assert cpu.corrects_outputs(aten.uniform.default)
+    assert not cpu.corrects_outputs(aten.uniform_.default)
 
 
 def test_in_place_operators_and_views_need_no_entry() -> None:

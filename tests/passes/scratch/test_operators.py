@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from chunkc.passes.scratch import cpu, exceptions, table
+from chunkc.passes.scratch import cpu, operators
 from chunkc.passes.segment_storages import CLONES_OF_WHOLE_STORAGES
 from chunkc.torch_private.versions import WHOLE
 
@@ -55,10 +55,10 @@ def test_scratch(name: str, dtype: torch.dtype) -> None:
                 continue
             predicted = cpu.scratch_nbytes(target, args, kwargs, outputs, num_threads)
             del outputs
-            if exceptions.is_exact(operator, dtype) and (IS_WHOLE or operator not in EXACT_LATER):
+            if operators.is_exact(operator, dtype) and (IS_WHOLE or operator not in EXACT_LATER):
                 fine = measured == predicted
             else:
-                exception = exceptions.EXCEPTIONS.get(operator)
+                exception = operators.EXCEPTIONS.get(operator)
                 loose = exception is not None and exception.loose
                 fine = measured <= predicted and (loose or predicted <= 2 * measured + SLACK_NBYTES)
             if not fine:
@@ -155,8 +155,8 @@ def test_every_exception_has_a_rule_and_a_measurement() -> None:
     elsewhere = {"aten::convolution", "aten::convolution_backward", "aten::_grouped_mm", "aten::addbmm", "aten::vdot"}
     elsewhere |= {"aten::_batch_norm_with_update", "aten::native_batch_norm", "aten::_native_batch_norm_legit"}
     elsewhere |= {f"aten::_scaled_dot_product_flash_attention_for_cpu{end}" for end in ("", "_backward")}
-    for name in exceptions.EXCEPTIONS:
-        assert name in table.RULES, name
+    for name in operators.EXCEPTIONS:
+        assert operators.OPERATORS[name].cpu is not None, name
         known = (
             name in measured | elsewhere
             or name.startswith("transformers::")
@@ -167,6 +167,6 @@ def test_every_exception_has_a_rule_and_a_measurement() -> None:
 
 
 def test_the_table_of_exceptions_names_all() -> None:
-    text = exceptions.table()
-    for name in exceptions.EXCEPTIONS:
+    text = operators.table_of_exceptions()
+    for name in operators.EXCEPTIONS:
         assert f"`{name.removeprefix('aten::')}`" in text
