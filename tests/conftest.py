@@ -53,6 +53,7 @@ _HELPERS = (
     "zoo",
     "harness",
     "scripts",
+    "forked",
     "doc_pages",
     "memory_curves",
     "ladder",
@@ -109,13 +110,16 @@ from scripts import every_way  # noqa: E402, F401  # a fixture
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Of a test with many variants, `quick(n)` leaves n in the quick tests. Where CHUNKC_VARIANTS says so, at most as
-    many of each test's are left, of those that `-m` and `-k` take."""
+    """Of a test with many variants, `quick(n, second=m)` leaves n in the quick tests and m in the second tier. Where
+    CHUNKC_VARIANTS says so, at most as many of each test's are left, of those that `-m` and `-k` take."""
     for found in _variants([i for i in items if i.get_closest_marker("quick") and not i.get_closest_marker("slow")]):
-        quick = _spread(found, found[0].get_closest_marker("quick").args[0])  # type: ignore[union-attr]
-        for item in found:
-            if item not in quick:
-                item.add_marker(pytest.mark.second_tier)
+        mark = found[0].get_closest_marker("quick")
+        assert mark is not None
+        quick = _spread(found, mark.args[0])
+        others = [item for item in found if item not in quick]
+        second = _spread(others, mark.kwargs.get("second", len(others)))
+        for item in others:
+            item.add_marker(pytest.mark.second_tier if item in second else pytest.mark.slow)
     yield
     if number := int(os.environ.get("CHUNKC_VARIANTS", 0)):
         left = {item for found in _variants(items) for item in _spread(found, number)}

@@ -47,6 +47,13 @@ def every_way(request: pytest.FixtureRequest) -> Iterator[Way]:
     _way = Way()
 
 
+def slowly_on_disks(test: Callable[..., None]) -> Callable[..., None]:
+    """In every way, with homes on disks in slow tests alone: there `test_user_actions` does the same in any order."""
+    ways = [Way(), *(pytest.param(Way("disk", codegen), marks=pytest.mark.slow) for codegen in ("eager", "inductor"))]
+    indirectly = pytest.mark.parametrize("every_way", ways, ids=str, indirect=True)
+    return pytest.mark.usefixtures("every_way")(indirectly(test))
+
+
 Script = Callable[[nn.Module, Callable[..., Tensor]], Any]
 """Gets the model and the callable to train with (compiled or the model itself); returns arrays."""
 

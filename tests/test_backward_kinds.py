@@ -88,7 +88,7 @@ def _in_a_hook(model: MLP, call: Callable[..., Tensor]) -> None:
     z.sum().backward()
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(4, second=3)
 @BUDGETS
 @pytest.mark.parametrize(
     "ask", [_backward_with_graph, _without_keeping_it, _penalty, _penalty_of_frozen, _behind_more, _in_a_hook]
@@ -236,7 +236,7 @@ def _steps_with_hook(
     return seen
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(6, second=3)
 @BUDGETS
 @pytest.mark.parametrize("keeps_node", [True, False])
 @pytest.mark.parametrize("register", [_prehook, _posthook, _after_accumulation, _of_several])

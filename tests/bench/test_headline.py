@@ -54,7 +54,7 @@ def test_the_largest_batch_that_fits(
     assert len(asked) <= 3
 
 
-@pytest.mark.second_tier
+@pytest.mark.slow
 def test_rows_are_saved_and_taken_up_again(
     headline: ModuleType, tiny: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,7 +28,7 @@ def test_ratios_only_where_both_sides_are_there():
     assert set(prediction.metrics_of(None, 20, 40, None)) == {"CUDA fakes", "plan"}
 
 
-@pytest.mark.second_tier
+@pytest.mark.slow
 def test_a_rehearsal_compares_all_three(tmp_path: Path):
     sections = rehearse("prediction", tmp_path)
     assert [section["setting"]["name"] for section in sections] == ["tiny-3", "hf-tiny"]

@@ -13,7 +13,7 @@ from specs import CHUNKC, DDP, FSDP2_RANKS, PLAIN
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.mark.second_tier
+@pytest.mark.slow
 def test_fits(tmp_path: Path):
     steps, compilation = map(medians, rehearse("fits", tmp_path))
     names = [PLAIN, "chunkc fast path", "chunkc segmented"]

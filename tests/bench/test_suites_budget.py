@@ -12,7 +12,7 @@ from specs import CHECKPOINTING, CHUNKC, DEEPSPEED, FSDP2, PLAIN, TORCHAO
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.mark.second_tier
+@pytest.mark.slow
 def test_budget(tmp_path: Path):
     tight, roomy = rehearse("budget", tmp_path)
     rows = medians(tight)

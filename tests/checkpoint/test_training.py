@@ -67,10 +67,10 @@ def test_budget_and_home_may_change_between(tmp_path: Path, before: dict[str, An
         (torch.bfloat16, "AdamW", {}),
         (torch.bfloat16, "AdamW", {"master_weights": "float32", "moments_dtype": "int8"}),
         (torch.bfloat16, "AdamW", {"stochastic_rounding": True}),
-        (torch.float32, "AdamW", {"moments_dtype": torch.bfloat16}),
+        pytest.param(torch.float32, "AdamW", {"moments_dtype": torch.bfloat16}, marks=pytest.mark.slow),
         (torch.float32, "LAMB", {}),
         (torch.float32, "SGD", {"momentum": 0.9}),
-        (torch.float32, "SGD", {}),
+        pytest.param(torch.float32, "SGD", {}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -89,7 +89,7 @@ def test_updates_beside_other_work(tmp_path: Path, overlap: str, monkeypatch: py
     assert_goes_on(tmp_path, reference, budget=SMALL, **how)
 
 
-@pytest.mark.second_tier
+@pytest.mark.slow
 def test_inductor(tmp_path: Path) -> None:
     reference = saved_in_the_middle(tmp_path, budget=SMALL, codegen="inductor")
     assert_goes_on(tmp_path, reference, budget=SMALL, home="disk", codegen="inductor")

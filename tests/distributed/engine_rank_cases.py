@@ -53,7 +53,7 @@ def stages() -> Result:
     for name, (stage, changes) in {"stage 1": (1, {}), "stage 3": (3, {}), "fp16": (2, fp16)}.items():
         torch._dynamo.reset()
         seed = dist.get_rank()  # the values of rank 0 count
-        engine, _ = chunkc.initialize_engine(lambda: made(seed), 0, config(stage, **changes))  # noqa: B023
+        engine, _ = chunkc.initialize_engine(lambda: made(seed, num_blocks=1), 0, config(stage, **changes))  # noqa: B023
         of_stage = trained(engine, 6 if name == "fp16" else STEPS)
         of_stage["samples"] = [
             engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.global_samples
@@ -66,13 +66,13 @@ def stages() -> Result:
 
 def groups() -> Result:
     """Parameter groups that were made before the model was distributed."""
-    model = made()
+    model = made(num_blocks=1)
     given = [{"params": list(model.blocks.parameters()), "lr": 0.5}, {"params": model.embed.weight}]
     engine, optimizer = chunkc.initialize_engine(model, 0, config(3, scheduler=None), model_parameters=given)
     mine = {id(parameter) for parameter in engine.module.parameters()}
     plain = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     try:
-        chunkc.initialize_engine(made(), 0, config(3), optimizer=plain)
+        chunkc.initialize_engine(made(num_blocks=1), 0, config(3), optimizer=plain)
     except chunkc.UnsupportedError as error:
         refused = str(error)
     return {

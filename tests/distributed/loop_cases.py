@@ -21,6 +21,7 @@ import chunkc
 
 PLACES = ((3, HUGE), (3, None), (1, HUGE))
 """Stages of ZeRO, with budgets; None is the smallest that the run before has found."""
+BUDGETS, IN_STAGES = PLACES[:2], PLACES[::2]
 
 
 class Small(nn.Module):
@@ -130,7 +131,7 @@ def scaler() -> Result:
 
 def scaler_in_step() -> Result:
     steps = scaled_and_clipped_in_the_step
-    return as_one_process(lambda m: chunkc.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3), steps)
+    return as_one_process(lambda m: chunkc.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3), steps, BUDGETS)
 
 
 def lamb() -> Result:
@@ -141,14 +142,15 @@ def lamb_beside() -> Result:
     def make(model: nn.Module) -> Any:
         return chunkc.optim.LAMB(model.parameters(), lr=1e-2, eps=1e-3, update_on="cpu", overlap="both")
 
-    return as_one_process(make, plain_steps)
+    return as_one_process(make, plain_steps, IN_STAGES)
 
 
 def overlap(mode: str, update_on: str) -> Result:
     def make(model: nn.Module) -> Any:
         return chunkc.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, update_on=update_on, overlap=mode)
 
-    return as_one_process(make, clipped_steps if mode == "forward" else plain_steps)
+    steps, places = (clipped_steps, IN_STAGES) if mode == "forward" else (plain_steps, BUDGETS)
+    return as_one_process(make, steps, places)
 
 
 CASES: dict[str, Callable[[], Result]] = {

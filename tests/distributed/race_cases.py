@@ -52,7 +52,7 @@ def delayed() -> Result:
         least = HUGE
         for is_late in (False, True):
             torch._dynamo.reset()
-            model = chunkc.distribute(made(), mesh(), zero_stage=stage)  # type: ignore[arg-type]
+            model = chunkc.distribute(made(num_blocks=1), mesh(), zero_stage=stage)  # type: ignore[arg-type]
             run, optimizer = compiled(model, least), adamw(model)
             with random_delays(dist.get_rank()) if is_late else nullcontext():
                 losses = train(run, model, optimizer, range(2))
@@ -146,6 +146,9 @@ def _without_each_wait(run: Any, model: Any) -> Result:
 
 # --- agreements ---
 
+PATIENCE = {"s": 30.0}
+"""How long ranks wait for each other: where they agree, long enough for a busy machine."""
+
 
 def another_plan() -> Result:
     """A rank that plans otherwise where something else is held."""
@@ -165,12 +168,12 @@ def another_plan() -> Result:
             run(own(batches(0)[0]))
             del kept
 
-    return rank_cases.ended_by(action, timeout_s=3)
+    return rank_cases.ended_by(action, timeout_s=PATIENCE["s"])
 
 
 def changed_on_one() -> Result:
     """What a rank has changed all gather anew."""
-    model = chunkc.distribute(Tiny(), mesh(), zero_stage=2, timeout_s=3)
+    model = chunkc.distribute(Tiny(), mesh(), zero_stage=2, timeout_s=PATIENCE["s"])
     run = compiled(model, HUGE)
     with torch.no_grad():
         before = float(run(own(batches(0)[0])))
@@ -188,7 +191,7 @@ def lost_phase() -> Result:
             run(own(batches(0)[0]))
         loss.backward()
 
-    return rank_cases.ended_by(action, timeout_s=3)
+    return rank_cases.ended_by(action, timeout_s=PATIENCE["s"])
 
 
 @contextmanager
@@ -212,7 +215,7 @@ LEFT_OUT: dict[str, tuple[str, Any, Callable[[], Result]]] = {
 
 def left_out(name: str) -> Result:
     place, nothing, case = LEFT_OUT[name]
-    with patch(place, nothing):
+    with patch(place, nothing), patch.dict(PATIENCE, s=3.0):
         return outcome_of(case)
 
 

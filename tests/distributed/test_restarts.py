@@ -39,7 +39,7 @@ def on_one_host(folder: Path, num_ranks: int, how: str) -> dict[str, Any]:
     return found_in(folder, launched(*words))
 
 
-@pytest.mark.second_tier
+@pytest.mark.slow
 def test_ranks_that_are_started_anew_go_on_with_the_same_bits(tmp_path: Path) -> None:
     whole, restarted = on_one_host(tmp_path / "whole", 2, "no"), on_one_host(tmp_path / "again", 2, "killed")
     assert (whole["begin"], restarted["begin"]) == (0, 3)

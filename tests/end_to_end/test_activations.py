@@ -63,7 +63,7 @@ def test_forced_copies_train_to_the_same_bits_in_less(name: str, home: str, code
 
 
 @pytest.mark.second_tier
-@pytest.mark.parametrize("part", [0.0, 0.3, 0.7])
+@pytest.mark.parametrize("part", [0.3, *(pytest.param(part, marks=pytest.mark.slow) for part in (0.0, 0.7))])
 def test_as_much_goes_home_as_the_budget_needs(part: float) -> None:
     """Between the smallest budgets with and without copies, each budget has a plan, and the peak is as predicted."""
     least, most = least_nbytes("byte_gpt", "auto"), minimum_nbytes("byte_gpt")
@@ -78,7 +78,7 @@ def test_as_much_goes_home_as_the_budget_needs(part: float) -> None:
 
 
 @pytest.mark.second_tier
-@pytest.mark.parametrize("name", ["graph_breaks", "sometimes_unused"])
+@pytest.mark.parametrize("name", ["sometimes_unused", pytest.param("graph_breaks", marks=pytest.mark.slow)])
 def test_several_graphs_train_to_the_same_bits(name: str) -> None:
     nbytes = 2 * minimum_nbytes(name)
     result = train(LADDER[name], memory_budget=nbytes, limit=False, activations="offload")

@@ -18,8 +18,7 @@ from zoo import CASES, PLAIN, TRANSFORMERS
 
 BUDGETS = {"fits": HUGE, "60%": 60, "30%": 30, "minimum": 0}
 SECOND_TIER = {
-    *(("gpt2", "cpu", "eager", budget) for budget in ("30%", "minimum")),
-    *((name, "cpu", "eager", "minimum") for name in ("bert_dropout", "llama_tied", "t5", "mixtral", "vit")),
+    *((name, "cpu", "eager", "minimum") for name in ("gpt2", "bert_dropout", "llama_tied", "mixtral", "vit")),
     ("gpt2", "cpu", "inductor", "30%"),
     ("t5", "disk", "eager", "minimum"),
 }
@@ -50,7 +49,7 @@ def test_transformers_train_to_the_same_bits(name: str, home: str, codegen: str,
 
 
 def _plain_matrix() -> list:
-    quick = {(name, "minimum") for name in PLAIN if name != "breaks_in_loop"} | {("byte_gpt", "30%")}
+    quick = {(name, "minimum") for name in PLAIN if name != "breaks_in_loop"}
     rows = product(PLAIN, ("30%", "minimum"))
     return [pytest.param(*row, marks=[pytest.mark.slow] * (row not in quick)) for row in rows]
 

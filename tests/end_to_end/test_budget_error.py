@@ -25,8 +25,14 @@ def test_the_minimum_works_and_one_byte_less_does_not(name: str) -> None:
 
 
 @pytest.mark.second_tier
-@pytest.mark.parametrize("home", ["cpu", "disk"])
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize(
+    ("name", "home"),
+    [
+        ("gpt2", "disk"),
+        ("t5", "cpu"),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in (("gpt2", "cpu"), ("t5", "disk"))),
+    ],
+)
 def test_the_minimum_of_a_transformer_is_exact(name: str, home: str) -> None:
     minimum = minimum_nbytes(name, home)
     assert refuse(CASES[name], memory_budget=minimum - 1, home=home).minimum_nbytes == minimum

@@ -15,6 +15,7 @@ from scripts import (
     compile_small,
     run_three_ways,
     sgd,
+    slowly_on_disks,
     small_budget,
     train_steps,
     two_alike,
@@ -24,13 +25,10 @@ from torch import Tensor, nn
 
 import chunkc
 
-every_way = pytest.mark.usefixtures("every_way")
-
-
 # ---------------------------------------------------------------- replaced data
 
 
-@every_way
+@slowly_on_disks
 def test_replaced_data_is_trained() -> None:
     def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
         optimizer, seen = sgd(model.parameters()), []
@@ -43,7 +41,7 @@ def test_replaced_data_is_trained() -> None:
     run_three_ways(script)
 
 
-@every_way
+@slowly_on_disks
 def test_replaced_data_under_chunked_updates() -> None:
     """Replaced before the step alone: the update begins from what the user sees."""
 
@@ -62,7 +60,7 @@ def test_replaced_data_under_chunked_updates() -> None:
     assert_close(small, script(torch.optim.AdamW, plain, plain))
 
 
-@every_way
+@slowly_on_disks
 def test_replaced_data_beside_an_update_that_has_begun_is_refused() -> None:
     model, compiled = compile_small("cpu")
     optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-3, update_on="cpu", overlap="backward")
@@ -74,7 +72,7 @@ def test_replaced_data_beside_an_update_that_has_begun_is_refused() -> None:
         optimizer.step()
 
 
-@every_way
+@slowly_on_disks
 def test_sharpness_aware_minimisation() -> None:
     """Each step goes up, computes a second gradient, and puts the old tensors back."""
 
@@ -97,7 +95,7 @@ def test_sharpness_aware_minimisation() -> None:
     assert not differences(small, script(*compile_large()))
 
 
-@every_way
+@slowly_on_disks
 def test_data_replaced_between_forward_and_backward() -> None:
     def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
         loss = call(**CASE.batch(0))
@@ -109,7 +107,7 @@ def test_data_replaced_between_forward_and_backward() -> None:
     run_three_ways(script)
 
 
-@every_way
+@slowly_on_disks
 def test_vector_to_parameters() -> None:
     def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
         optimizer = sgd(model.parameters())
@@ -145,7 +143,7 @@ def test_lower_bits_of_replaced_data_are_left_out() -> None:
     assert not differences(*seen)
 
 
-@every_way
+@slowly_on_disks
 def test_shared_memory_is_refused_until_the_parameter_has_its_own() -> None:
     model, compiled = compile_small()
     backward(compiled, 0)
@@ -182,7 +180,7 @@ def test_memory_that_others_have_stays() -> None:
     assert all(state[name].data_ptr() == p.data_ptr() for name, p in model.named_parameters())
 
 
-@every_way
+@slowly_on_disks
 def test_data_tied_before_the_first_call() -> None:
     def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
         first, second = two_alike(model)
@@ -198,7 +196,7 @@ def test_data_tied_before_the_first_call() -> None:
     assert_close(script(model, compiled), script(plain, plain))
 
 
-@every_way
+@slowly_on_disks
 def test_data_tied_after_the_first_call_is_refused() -> None:
     model, compiled = compile_small()
     backward(compiled, 0)
@@ -208,7 +206,7 @@ def test_data_tied_after_the_first_call_is_refused() -> None:
         compiled(**CASE.batch(0))
 
 
-@every_way
+@slowly_on_disks
 @pytest.mark.parametrize("budget", ["small", "large"])
 def test_another_dtype_is_laid_out_anew(budget: str) -> None:
     model, compiled = compile_small() if budget == "small" else compile_large()
@@ -225,7 +223,7 @@ def test_another_dtype_is_laid_out_anew(budget: str) -> None:
     assert former.is_over
 
 
-@every_way
+@slowly_on_disks
 def test_a_step_right_after_a_conversion_refuses() -> None:
     model, compiled = compile_small()
     optimizer = adamw(model.parameters())
@@ -240,7 +238,7 @@ def test_a_step_right_after_a_conversion_refuses() -> None:
 # ---------------------------------------------------------------- tied, frozen, written
 
 
-@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.second_tier)])
+@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_tying_after_the_first_call(codegen: str) -> None:
     def build() -> nn.Sequential:
         torch.manual_seed(0)
@@ -267,7 +265,7 @@ def test_tying_after_the_first_call(codegen: str) -> None:
     assert_close(seen[0], script(plain, plain))
 
 
-@every_way
+@slowly_on_disks
 def test_frozen_between_forward_and_backward() -> None:
     def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
         seen = []
@@ -285,7 +283,7 @@ def test_frozen_between_forward_and_backward() -> None:
     run_three_ways(script)
 
 
-@every_way
+@slowly_on_disks
 @pytest.mark.parametrize("room", [1.05, 20.0])
 def test_a_write_between_forward_and_backward_is_refused(room: float) -> None:
     """By autograd, under every budget: it knows by version counters."""

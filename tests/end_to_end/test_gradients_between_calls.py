@@ -7,16 +7,23 @@ from collections.abc import Callable
 import pytest
 import torch
 from harness import adamw, array, compile_case, differences, gradients, session_of, weights
-from scripts import CASE, assert_close, backward, compile_small, run_three_ways, small_budget, two_alike
+from scripts import (
+    CASE,
+    assert_close,
+    backward,
+    compile_small,
+    run_three_ways,
+    slowly_on_disks,
+    small_budget,
+    two_alike,
+)
 from torch import Tensor, nn
 
 import chunkc
 
-every_way = pytest.mark.usefixtures("every_way")
-
 
 @pytest.mark.quick(4)
-@every_way
+@slowly_on_disks
 @pytest.mark.parametrize("home", ["cpu", "disk"])
 @pytest.mark.parametrize("view", ["detach", "view", "numpy", "grad"])
 def test_views_of_a_gradient_keep_their_values(view: str, home: str) -> None:
@@ -40,7 +47,7 @@ def test_views_of_a_gradient_keep_their_values(view: str, home: str) -> None:
         optimizer.zero_grad()
 
 
-@every_way
+@slowly_on_disks
 def test_views_of_a_gradient_that_moved_home_keep_their_values() -> None:
     """The gradient is the user's own tensor when its parameter moves home, at the first call."""
     model, compiled = compile_case(CASE, memory_budget=small_budget(room=1.5), place=False, whole_graph="never")
@@ -55,7 +62,7 @@ def test_views_of_a_gradient_that_moved_home_keep_their_values() -> None:
     assert parameter.grad.data_ptr() != kept.data_ptr()
 
 
-@every_way
+@slowly_on_disks
 def test_views_of_a_gradient_follow_accumulation() -> None:
     def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
         backward(call, 0)
@@ -89,7 +96,7 @@ def test_a_gradient_that_is_its_own_transposed_view() -> None:
     assert_close(small, script(torch.optim.AdamW, models[1], models[1]))
 
 
-@every_way
+@slowly_on_disks
 def test_kept_views_do_not_grow_home() -> None:
     model, compiled = compile_small()
     sizes = []
@@ -102,7 +109,7 @@ def test_kept_views_do_not_grow_home() -> None:
     assert len(set(sizes)) == 1
 
 
-@every_way
+@slowly_on_disks
 def test_one_tensor_as_the_gradient_of_several() -> None:
     def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
         optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.05), []
@@ -120,7 +127,7 @@ def test_one_tensor_as_the_gradient_of_several() -> None:
     run_three_ways(script, room=2.0)
 
 
-@every_way
+@slowly_on_disks
 def test_one_tensor_as_the_gradient_of_several_in_a_chunked_update() -> None:
     def script(make: Callable[..., torch.optim.Optimizer], model: nn.Module, call: Callable[..., Tensor]) -> list:
         optimizer = make(model.parameters(), lr=1e-3, eps=1e-3)
@@ -138,7 +145,7 @@ def test_one_tensor_as_the_gradient_of_several_in_a_chunked_update() -> None:
     assert_close(small, script(torch.optim.AdamW, plain, plain))
 
 
-@every_way
+@slowly_on_disks
 @pytest.mark.parametrize("own", ["tensor", "view"])
 def test_a_gradient_of_the_user_s_own_is_added_to(own: str) -> None:
     """`p.grad = mine`, and `mine` is read after the backward."""
@@ -161,7 +168,7 @@ def test_a_gradient_of_the_user_s_own_is_added_to(own: str) -> None:
     run_three_ways(script, room=2.0)
 
 
-@every_way
+@slowly_on_disks
 def test_flat_memory_as_the_gradients_of_all() -> None:
     """As Apex and Megatron do it: one buffer, of which each parameter's `.grad` is a view."""
 
@@ -183,7 +190,7 @@ def test_flat_memory_as_the_gradients_of_all() -> None:
     run_three_ways(script, room=3.0)
 
 
-@every_way
+@slowly_on_disks
 def test_views_of_a_gradient_whose_chunk_gets_another_home() -> None:
     """Views of one parameter's gradient are kept, which is none any more; another's is still one, and has views too."""
     model, compiled = compile_small(room=2.0)
@@ -201,7 +208,7 @@ def test_views_of_a_gradient_whose_chunk_gets_another_home() -> None:
     assert not of_held.any()
 
 
-@every_way
+@slowly_on_disks
 def test_a_gradient_that_is_held_while_its_group_moves() -> None:
     """A larger budget brings the parameter back to the compute tier; the user still has the gradient of before."""
     model, compiled = compile_small(room=2.0)

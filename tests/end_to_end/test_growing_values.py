@@ -72,7 +72,7 @@ def train(codegen: str, budget_nbytes: int, *, keeping: bool) -> tuple[list[tupl
 
 
 @pytest.mark.second_tier
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_whole_graph_is_cut_in_the_end(codegen: str) -> None:
     cpu_allocator.install()
     steps, results = train(codegen, BUDGET_NBYTES, keeping=True)

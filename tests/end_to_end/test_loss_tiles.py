@@ -78,7 +78,7 @@ CASES = {
 
 WAYS = [
     ("plain", "eager", 0.5),
-    pytest.param("plain", "inductor", 0.6, marks=SECOND),
+    pytest.param("plain", "inductor", 0.6, marks=SLOW),
     pytest.param("dropout", "eager", 0.5, marks=SECOND),
     pytest.param("dropout", "inductor", 0.6, marks=SLOW),
     pytest.param("autocast", "eager", 0.7, marks=SLOW),
@@ -134,7 +134,7 @@ def test_other_sizes_and_evaluations_between(codegen: str) -> None:
         _, model = compile_case(case, memory_budget=HUGE, codegen=codegen, loss_tile_rows=rows)
         model.eval()  # without dropout, whose numbers are drawn for the graph
         found = []
-        for number, (batch, length) in enumerate([(4, 33), (3, 33), (4, 21), (5, 40), (4, 33)]):
+        for number, (batch, length) in enumerate([(4, 33), (3, 33), (4, 21), (4, 33)]):
             loss = model(**words(number, batch, length))
             loss.backward()
             found.append(loss.item())
@@ -146,7 +146,7 @@ def test_other_sizes_and_evaluations_between(codegen: str) -> None:
 
 
 @SECOND
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=SLOW)])
 def test_where_everything_fits_the_graph_is_whole(codegen: str) -> None:
     found = train(CASES["plain"], memory_budget=HUGE, limit=False, codegen=codegen, loss_tile_rows=ROWS)
     assert found.measured_peak_nbytes <= found.predicted_peak_nbytes

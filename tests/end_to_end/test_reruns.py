@@ -67,7 +67,7 @@ def test_forced_reruns_train_to_the_same_bits_in_less(name: str, home: str, code
 
 
 @SECOND
-@pytest.mark.parametrize("part", [0.1, 0.4, 1.0, 3.0])
+@pytest.mark.parametrize("part", [0.1, *(pytest.param(part, marks=pytest.mark.slow) for part in (0.4, 1.0, 3.0))])
 def test_every_budget_gives_the_same_bits(part: float) -> None:
     least, most = least_nbytes("byte_gpt"), minimum_nbytes("byte_gpt")
     result = train(LADDER["byte_gpt"], memory_budget=int(least + part * (most - least)), activations="rerun")
@@ -108,7 +108,7 @@ def test_batch_norms_are_repeated_with_the_statistics_that_they_read(codegen: st
 
 
 @SECOND
-@pytest.mark.parametrize("name", ["graph_breaks", "sometimes_unused"])
+@pytest.mark.parametrize("name", ["graph_breaks", pytest.param("sometimes_unused", marks=pytest.mark.slow)])
 def test_several_graphs_train_to_the_same_bits(name: str) -> None:
     nbytes = 2 * minimum_nbytes(name)
     result = train(LADDER[name], memory_budget=nbytes, limit=False, activations="rerun")
@@ -273,7 +273,7 @@ def explained(activations: str, budget_nbytes: int, name: str = "byte_gpt") -> c
 
 
 @SECOND
-@pytest.mark.parametrize("part", [0.05, 0.9])
+@pytest.mark.parametrize("part", [0.05, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_auto_takes_the_quickest_way_and_trains_to_the_same_bits(part: float) -> None:
     case, most = LADDER["byte_gpt"], minimum_nbytes("byte_gpt")
     least = refuse(case, memory_budget=TINY, codegen="eager", activations="auto").minimum_nbytes

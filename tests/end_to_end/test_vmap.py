@@ -78,7 +78,7 @@ def check(make: Any, codegen: str, region: bool, batches: list[dict[str, Tensor]
 
 
 @pytest.mark.second_tier
-@pytest.mark.parametrize("region", [pytest.param(False, marks=pytest.mark.second_tier), True])
+@pytest.mark.parametrize("region", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_mapped_functions_in_several_sizes(codegen: str, region: bool) -> None:
     check(Mapped, codegen, region, [{"x": torch.randn(batch, 6 + batch, WIDTH)} for batch in (3, 5, 7)])
@@ -86,7 +86,7 @@ def test_mapped_functions_in_several_sizes(codegen: str, region: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("region", [pytest.param(False, marks=pytest.mark.second_tier), True])
+@pytest.mark.parametrize("region", [False, True])
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
 def test_falcon_mamba(codegen: str, region: bool) -> None:
     tokens = torch.randint(0, 128, (2, 12), generator=torch.Generator().manual_seed(0))

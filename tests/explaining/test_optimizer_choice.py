@@ -59,7 +59,7 @@ def assert_as_trained(found: Explanation, model: nn.Module, call: Any, optimizer
     assert found.traffic_nbytes.to_home == traffic[1]["to_home"] - traffic[0]["to_home"]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(3, second=4)
 @pytest.mark.parametrize("name", CHOICES)
 def test_what_is_told_is_what_trains(name: str) -> None:
     dtype, chosen = CHOICES[name]

@@ -61,7 +61,7 @@ def follow_torch(
     assert any(not torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(6, second=5)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("settings", [{"weight_decay": 0.0}, {"weight_decay": 0.1}, {"maximize": True}])
@@ -138,7 +138,7 @@ def test_a_learning_rate_may_be_a_tensor(mode: str) -> None:
     assert_equal(snapshot(left), snapshot(right))
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(4, second=3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("masters", ["split", "float32"])

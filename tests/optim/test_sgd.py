@@ -164,7 +164,7 @@ def trained(mode: str, dtype: torch.dtype, **settings: Any) -> tuple[MLP, torch.
     return model, optimizer
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(3, second=2)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_budget_has_the_same_bits(name: str) -> None:
     dtype, chosen = FORMATS[name]
@@ -184,7 +184,7 @@ def test_every_budget_has_the_same_bits(name: str) -> None:
         assert set(group.state_kinds) == wanted
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, second=4)
 @pytest.mark.parametrize("name", ["fp32", "no momentum", "split"])
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward", "both"])
 def test_updates_at_home_have_the_same_bits(name: str, overlap: str) -> None:

@@ -70,7 +70,7 @@ def test_two_optimizers_in_turns(pair: str) -> None:
 
 
 @pytest.mark.second_tier
-@pytest.mark.parametrize("load", [False, True])
+@pytest.mark.parametrize("load", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_second_optimizer_after_some_steps(pair: str, load: bool) -> None:
     """It begins anew, or goes on from what the first one saved."""

@@ -22,7 +22,7 @@ from chunkc.passes.repeats import LAYER, find_repeats
 from chunkc.passes.unrolling import NotAlike, unroll
 
 WIDTH = 16
-NUM_LAYERS = 9
+NUM_LAYERS = 7
 
 
 class Block(nn.Module):
@@ -132,7 +132,8 @@ def both_ways(monkeypatch: pytest.MonkeyPatch, model: nn.Module, **options: Any)
     return text(graphs), text(whole), num_alike
 
 
-@pytest.mark.parametrize("variant", ["", "dropout", "tied", "frozen", "checkpoints", "one for all"])
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("variant", ["", "frozen", "dropout", "tied", "checkpoints", "one for all"])
 def test_graphs_are_those_of_all_layers_traced(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
     codegen = "inductor" if variant in ("dropout", "tied") else "eager"
     once, whole, num_alike = both_ways(monkeypatch, Deep(variant), codegen=codegen)
@@ -157,9 +158,14 @@ def test_other_sizes_and_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert once == whole
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("variant", "hidden"),
-    [("", (32, 16) * 4), ("", (32,) * 5), ("states", (32,) * 9), ("batch norms", (32,) * 9), ("counts", (32,) * 9)],
+    [
+        ("", (32, 16) * 4),
+        ("", (32,) * 5),
+        *((variant, (32,) * NUM_LAYERS) for variant in ("batch norms", "states", "counts")),
+    ],
 )
 def test_what_is_not_alike_is_traced_whole(
     monkeypatch: pytest.MonkeyPatch, variant: str, hidden: tuple[int, ...]
@@ -169,6 +175,7 @@ def test_what_is_not_alike_is_traced_whole(
     assert once == whole
 
 
+@pytest.mark.second_tier
 def test_two_kinds_of_layers_in_turn_are_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     once, whole, num_alike = both_ways(monkeypatch, Deep(hidden=(32, 16) * 7))
     assert num_alike >= 6
@@ -195,7 +202,7 @@ def test_a_block_that_was_traced_otherwise_is_found(monkeypatch: pytest.MonkeyPa
     assert "read other values" in message
 
 
-@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.second_tier)])
+@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_trains_to_the_same_bits(monkeypatch: pytest.MonkeyPatch, codegen: str) -> None:
     def losses() -> list[Tensor]:
         torch._dynamo.reset()

@@ -1,0 +1,34 @@
+"""A program that is forked does what it does as a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import forked
+import pytest
+
+PROGRAM = """
+import os, sys
+import beside
+if __name__ == "__main__":
+    print(sys.argv[1:], os.getcwd(), os.environ.get("GIVEN"), beside.NUMBER)
+    print("to errors", file=sys.stderr)
+    sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.second_tier
+def test_arguments_streams_and_status(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("NUMBER = 7")
+    (program := tmp_path / "program.py").write_text(PROGRAM)
+    for status in (0, 3):
+        done = forked.run(program, status, "b", folder=tmp_path, environment={"GIVEN": "yes"})
+        assert done.returncode == status
+        assert done.stdout == f"['{status}', 'b'] {tmp_path} yes 7\n"
+        assert done.stderr == "to errors\n"
+    program.write_text("import os\nos.kill(os.getpid(), 9)")
+    assert forked.run(program).returncode == -9
+    program.write_text("raise ValueError('its own')")
+    done = forked.run(program)
+    assert done.returncode == 1
+    assert done.stderr.endswith("ValueError: its own\n")
