@@ -17,6 +17,7 @@ from chunkc.ir.items import ALL_PRESENT, Absence
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.options import Activations
 from chunkc.passes.early_updates import updated_in, with_updates
+from chunkc.passes.pacing import TooSlow
 from chunkc.passes.phases import passes_s
 from chunkc.passes.planning import choose_leaving, needed_nbytes
 from chunkc.passes.rerun_choice import leanest_cuts, up_to
@@ -53,8 +54,9 @@ def step_s(
     hardware: Hardware,
     budget_nbytes: int,
     updates: Mapping[int, int],
+    most_s: float = math.inf,
 ) -> float:
-    """Seconds that a step takes by the plan that its graph would get.
+    """Seconds that a step takes by the plan that its graph would get; where that is more than `most_s`, perhaps `inf`.
 
     The optimizer's step is taken to fetch all that moves and is not updated before, at the rate of the links.
 
@@ -66,20 +68,27 @@ def step_s(
         BudgetError: there is none.
     """
     needs = profile(seen, layout)
+    if sum(position.cost_s for position in needs.passes) > most_s:
+        return math.inf
     backward = needs.backward
     if updates:
         room = {"budget_nbytes": budget_nbytes, "held_nbytes": 0}
         backward = with_updates(backward, layout, updates, **room, resident=resident, hardware=hardware)
-    seconds = passes_s(
-        [(FORWARD, needs.forward), (BACKWARD, backward)],
-        layout,
-        budget_nbytes=budget_nbytes,
-        resident=resident,
-        hardware=hardware,
-        boundary_nbytes=needs.boundary_nbytes,
-        saved=seen.absent,
-    )
-    return seconds + _update_s(layout, layout.groups_of(seen.trained) - resident - updated_in(backward), hardware)
+    update_s = _update_s(layout, layout.groups_of(seen.trained) - resident - updated_in(backward), hardware)
+    try:
+        seconds = passes_s(
+            [(FORWARD, needs.forward), (BACKWARD, backward)],
+            layout,
+            budget_nbytes=budget_nbytes,
+            resident=resident,
+            hardware=hardware,
+            boundary_nbytes=needs.boundary_nbytes,
+            saved=seen.absent,
+            most_s=most_s - update_s,
+        )
+    except TooSlow:
+        return math.inf
+    return seconds + update_s
 
 
 def _update_s(layout: ChunkLayout, groups: Collection[int], hardware: Hardware) -> float:
@@ -179,13 +188,14 @@ def first_or_quickest(
     ways: Sequence[Absence],
     mixes: Mixes | None,
     decided: Callable[[Absence], Found],
-    seconds: Callable[[Found], float],
+    seconds: Callable[[Found, float], float],
     is_best: Callable[[Found], bool],
 ) -> Found:
     """What follows from the first way that fits; with `mixes`, from the quickest of the ways and these.
 
     Args:
         ways: the last one needs the least.
+        seconds: of what follows, where they are no more than that many.
         is_best: the first way that fits is not compared with others.
 
     Raises:
@@ -195,37 +205,47 @@ def first_or_quickest(
     if mixes is None or not ways[-1] or is_best(first):
         return first
 
-    def timed(absent: Absence) -> tuple[float, Found] | None:
+    def timed(absent: Absence, most_s: float) -> tuple[float, Found] | None:
         with suppress(BudgetError):
             found = decided(absent)
-            return seconds(found), found
+            return seconds(found, most_s), found
         return None
 
-    found = [timed(way) for way in ways]
-    return min((one for one in (*found, quickest(mixes, timed)) if one is not None), key=lambda one: one[0])[1]
+    best = quickest(mixes, timed)
+    found = [timed(way, math.inf if best is None else best[0] * BARELY_MORE) for way in ways]
+    return min((one for one in (*found, best) if one is not None), key=lambda one: one[0])[1]
 
 
 COARSE, FINE = 2, 16
 """Into how many parts numbers of groups and of stretches are divided, at the beginning of a search and at its end."""
 
 
-def quickest(mixes: Mixes, timed: Callable[[Absence], tuple[float, Found] | None]) -> tuple[float, Found] | None:
+BARELY_MORE = 1 + 1e-9
+"""So much slower than the quickest so far is slower for sure, however sums were rounded: nobody asks how much."""
+
+
+def quickest(mixes: Mixes, timed: Callable[[Absence, float], tuple[float, Found] | None]) -> tuple[float, Found] | None:
     """The way of least seconds that a search finds, with what `timed` says of it; None: none fits.
 
     From a few ways all over, steps are taken to whichever neighbour is quicker, each time none is with half the step.
 
     Args:
-        timed: seconds of a way, with what comes of it; None: it does not fit.
+        timed: seconds of a way, with what comes of it; None: it does not fit. Where they are more than the number
+            that it is given, `inf` will do.
     """
+    best_s = math.inf
     places: dict[tuple[int, int], Absence] = {}
     found: dict[Absence, tuple[float, Found] | None] = {}
 
     def seconds(place: tuple[int, int]) -> float:
+        nonlocal best_s
         absent = places[place] = places.get(place) or mixes.at(*place)
         if absent not in found:
-            found[absent] = timed(absent)
+            found[absent] = timed(absent, best_s * BARELY_MORE)
         this = found[absent]
-        return math.inf if this is None else this[0]
+        this_s = math.inf if this is None else this[0]
+        best_s = min(best_s, this_s)
+        return this_s
 
     groups, stretches = mixes.most
     at = min(_grid(groups, stretches), key=seconds)

@@ -302,10 +302,7 @@ def profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
 def _profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
     group_of = layout.group_of()
     memories = captured.memories
-    forward: tuple[Position, ...] = tuple(
-        replace(position, non_model_nbytes=position.non_model_nbytes + captured.output_nbytes)
-        for position in positions(captured.forward, memories, group_of=group_of)
-    )
+    forward = positions(captured.forward, memories, group_of=group_of, beside_nbytes=captured.output_nbytes)
     least = captured.at_least
     if least is not None:
         forward = _at_least(forward, least.calls[: len(forward)])

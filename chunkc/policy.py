@@ -335,10 +335,10 @@ def _chosen(
     if now.activations == "auto" and hardware is not None:
         mixes = Mixes(captured, layout, allowed, now.budget_nbytes - held_nbytes)
 
-    def seconds(one: StepDecision) -> float:
+    def seconds(one: StepDecision, most_s: float) -> float:
         assert hardware is not None
         seen, room_nbytes = one.request.around.seen_by(captured), now.budget_nbytes - one.request.held_nbytes
-        return step_s(seen, layout, one.situation.resident, hardware, room_nbytes, dict(around.updates))
+        return step_s(seen, layout, one.situation.resident, hardware, room_nbytes, dict(around.updates), most_s)
 
     return first_or_quickest(
         absences(captured, now.activations, layout),

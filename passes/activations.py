@@ -7,6 +7,7 @@ since others hold them, and so do small ones.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -91,9 +92,9 @@ def copies(saved: Sequence[Saved], forward: Sequence[int] | None, backward: Sequ
         item = SavedStorage(one.storage)
         if forward is not None:
             at = forward[one.last]
-            found.append(Interval(item, at, at, True, at + 1, at + 1, loads=False))
+            found.append(Interval(item, one.nbytes, at, at, True, at + 1, at + 1, loads=False))
         at = backward[one.first]
-        found.append(Interval(item, at, at, False, at, at))
+        found.append(Interval(item, one.nbytes, at, at, False, at, at))
     return found
 
 
@@ -110,20 +111,19 @@ def choose(
         No more than needed; where all that may leave does not make the room, all of it.
     """
     missing = [at.non_model_nbytes - room for at, room in zip((*forward, *backward), room_nbytes, strict=True)]
-    chosen: list[Saved] = []
-    by_absence = sorted(saved, key=lambda one: (one.last - one.first, -one.nbytes, one.storage))
-
-    def move(one: Saved, nbytes: int) -> None:
-        for at in range(one.last + 1, len(forward) + one.first):
-            missing[at] += nbytes
-
-    for one in by_absence:
-        if any(missing[at] > 0 for at in range(one.last + 1, len(forward) + one.first)):
-            chosen.append(one)
-            move(one, -one.nbytes)
-    if all(nbytes <= 0 for nbytes in missing):
+    short = [at for at, nbytes in enumerate(missing) if nbytes > 0]
+    chosen: dict[Saved, slice] = {}
+    for one in sorted(saved, key=lambda one: (one.last - one.first, -one.nbytes, one.storage)):
+        away = slice(one.last + 1, len(forward) + one.first)
+        low, high = bisect_left(short, away.start), bisect_left(short, away.stop)
+        if low < high:
+            chosen[one] = away
+            missing[away] = [nbytes - one.nbytes for nbytes in missing[away]]
+            short[low:high] = [at for at in short[low:high] if missing[at] > 0]
+    if not short:
         for one in sorted(chosen, key=lambda one: (one.first - one.last, one.storage)):
-            if all(missing[at] + one.nbytes <= 0 for at in range(one.last + 1, len(forward) + one.first)):
-                chosen.remove(one)
-                move(one, one.nbytes)
+            away = chosen[one]
+            if max(missing[away]) + one.nbytes <= 0:
+                del chosen[one]
+                missing[away] = [nbytes + one.nbytes for nbytes in missing[away]]
     return frozenset(one.storage for one in chosen)

@@ -9,8 +9,10 @@ fit beside what is alive there, the group is left to the optimizer's step. So no
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
-from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkLayout
+from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import Position, Tile
 from chunkc.ir.updates import tile_traffic, update_stages
@@ -69,14 +71,10 @@ def _update(
     updated; nothing where not even the smallest one fits."""
 
     def positions(numel: int, end: int) -> list[Position]:
-        parts = [(at, min(at + numel, end)) for at in range(0, end, numel)]
-        return [
-            _position(layout, Tile(index, *part, stage, num_stages), after, hardware)
-            for stage in range(num_stages)
-            for part in (reversed(parts) if stage else parts)
-        ]
+        return [_position(group, part, after, hardware) for part in _parts(index, kinds, numel, end, num_stages)]
 
     group, sizes = layout.groups[index], layout.chunk_nbytes_of
+    kinds = group.update_kinds
     smallest = min(MIN_TILE_NUMEL, group.numel)
     if any(p.non_model_nbytes + sum(map(sizes, p.items)) > room_nbytes for p in positions(smallest, smallest)):
         return []
@@ -84,23 +82,41 @@ def _update(
     return positions(tile_numel(group, spare_nbytes), group.numel)
 
 
-def _position(layout: ChunkLayout, tile: Tile, after: Position, hardware: Hardware) -> Position:
-    """One tile behind the call `after`: parameters and gradients whole, as the backward has them."""
-    group = layout.groups[tile.group]
-    stage = update_stages(group.update_kinds, tile.num_stages)[tile.stage]
+@dataclass(frozen=True)
+class _Part:
+    """One tile of an update, and the chunks that it needs: parameters and gradients whole, as the backward has them."""
 
-    def chunks(kinds: Iterable[str]) -> frozenset[Chunk]:
-        part = (tile.begin, tile.end)
-        return frozenset(Chunk(kind, tile.group, None if kind in (PARAM, GRAD) else part) for kind in kinds)
+    tile: Tile
+    reads: frozenset[Chunk]
+    writes: frozenset[Chunk]
 
+
+@lru_cache(maxsize=1 << 10)
+def _parts(index: int, kinds: tuple[str, ...], numel: int, end: int, num_stages: int) -> tuple[_Part, ...]:
+    """A group's update in tiles of so many elements, in order. A search asks for the same ones many times."""
+
+    def chunks(kinds: Iterable[str], part: tuple[int, int]) -> frozenset[Chunk]:
+        return frozenset(Chunk(kind, index, None if kind in (PARAM, GRAD) else part) for kind in kinds)
+
+    parts, found = [(at, min(at + numel, end)) for at in range(0, end, numel)], []
+    for number, stage in enumerate(update_stages(kinds, num_stages)):
+        for part in reversed(parts) if number else parts:
+            tile = Tile(index, *part, number, num_stages)
+            found.append(_Part(tile, chunks(stage.reads, part), chunks(stage.writes, part)))
+    return tuple(found)
+
+
+def _position(group: ChunkGroup, part: _Part, after: Position, hardware: Hardware) -> Position:
+    """One tile behind the call `after`."""
+    tile = part.tile
     return Position(
         name=f"update.{tile}",
         phase=after.phase,
         non_model_nbytes=after.left_nbytes + group.update_workspace_nbytes(tile.end - tile.begin),
         op="optimizer update",
         module=group.slices[0].spec.name.rpartition(".")[0],
-        reads=chunks(stage.reads),
-        writes=chunks(stage.writes),
+        reads=part.reads,
+        writes=part.writes,
         cost_s=tile_traffic(group, tile).nbytes / hardware.update_bytes_per_s,
         left_nbytes=after.left_nbytes,
         tile=tile,

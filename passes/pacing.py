@@ -14,8 +14,10 @@ So where a link is the bottleneck, both ways are busy, and computation does not 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from chunkc.ir.chunks import GRAD, Chunk
 from chunkc.ir.hardware import Hardware
@@ -23,7 +25,11 @@ from chunkc.ir.items import Copy, Item, MovedId
 from chunkc.ir.plan import Position
 
 
-@dataclass(eq=False)
+class TooSlow(Exception):
+    """Calls take longer than was asked for: a search gives such a plan up."""
+
+
+@dataclass(eq=False, slots=True)
 class Interval:
     """An item in a slot: its slot is held during calls `start` to `end - 1`, its data used from `first` to `last`.
 
@@ -33,6 +39,7 @@ class Interval:
     """
 
     item: MovedId
+    nbytes: int
     first: int
     last: int
     dirty: bool
@@ -52,18 +59,23 @@ def pace(
     capacity: Sequence[int],
     hardware: Hardware,
     barriers: Sequence[int],
+    most_s: float = math.inf,
 ) -> Pacing:
     """Let intervals begin earlier and end later, such that copies are hidden as far as there is room.
 
     Args:
-        intervals: in order of their first uses, each as short as its uses allow.
+        intervals: in order of their first uses and, of these, of names; each as short as its uses allow.
 
     Returns:
         With all calls behind it.
+
+    Raises:
+        TooSlow: they take more than `most_s`.
     """
-    pacing = Pacing(positions, items, capacity, hardware)
-    pacing.bound(intervals, barriers)
+    pacing = Pacing(intervals, positions, items, capacity, hardware, barriers)
     for index in range(len(positions) + 1):
+        if pacing.least_s(index) > most_s:
+            raise TooSlow
         pacing.stop(index)
     return pacing
 
@@ -72,150 +84,175 @@ def pace(
 class _Queue:
     """Loads of one link in the order of need; those before `at` have begun."""
 
-    loads: list[Interval]
+    loads: list[Interval] = field(default_factory=list)
     at: int = 0
 
 
-@dataclass
 class Pacing:
     """As far as the calls have been gone through.
 
     Attributes:
         occupancy: slot bytes during each call, as far as they are decided.
         now: when computation comes to this stop.
-        free: link -> when its queue is empty.
-        leaving: write-backs under way, with the time at which each is done, in the order in which they began.
-        arriving: loads that have begun -> when they are done.
-        written: groups whose gradients are at home.
     """
 
-    positions: Sequence[Position]
-    items: Mapping[MovedId, Item]
-    capacity: Sequence[int]
-    hardware: Hardware
-    now: float = 0.0
-    free: dict[str, float] = field(default_factory=dict)
-    leaving: dict[Interval, float] = field(default_factory=dict)
-    arriving: dict[Interval, float] = field(default_factory=dict)
-    written: set[int] = field(default_factory=set)
-
-    def bound(self, intervals: Sequence[Interval], barriers: Sequence[int]) -> None:
-        """How far each interval may move, and when its load is due."""
-        end = len(self.positions)
-        self.occupancy, self._times = [0] * end, _clock(self.positions)
+    def __init__(
+        self,
+        intervals: Sequence[Interval],
+        positions: Sequence[Position],
+        items: Mapping[MovedId, Item],
+        capacity: Sequence[int],
+        hardware: Hardware,
+        barriers: Sequence[int],
+    ) -> None:
+        """See `pace`."""
+        self._positions, self._items, self._capacity, self._hardware = positions, items, capacity, hardware
+        self.occupancy, self._times = _occupied(intervals, len(positions)), _clock(positions)
+        self.now = 0.0
+        self._free: dict[str, float] = {}  # link -> when its queue is empty
+        self._leaving: dict[Interval, float] = {}  # write-backs under way, as they began -> when each is done
+        self._arriving: dict[Interval, float] = {}  # loads that have begun -> when they are done
+        self._written: set[int] = set()  # groups whose gradients are at home
+        self._still: list[int] = []  # see `_still_leaving`
+        _bound(intervals, barriers, len(positions))
         self._starting: dict[int, list[Interval]] = {}
         self._ending: dict[int, list[Interval]] = {}
-        previous: dict[MovedId, Interval] = {}
         for one in intervals:
-            for index in range(one.start, one.end):
-                self.occupancy[index] += self.items[one.item].nbytes
-            one.floor = max((at for at in barriers if at <= one.first), default=0)
-            one.ceiling = min((at for at in barriers if at > one.last), default=end)
-            one.before = previous.get(one.item)
-            if one.before is not None:
-                one.before.ceiling = min(one.before.ceiling, one.first)
-            previous[one.item] = one
             if one.loads:
                 self._starting.setdefault(one.first, []).append(one)
             if one.dirty:
                 self._ending.setdefault(one.last + 1, []).append(one)
-        in_order = sorted((one for one in intervals if one.loads), key=lambda one: (one.first, one.item))
-        self._queues: dict[str, _Queue] = {}
-        for one in in_order:
-            self._queues.setdefault(self.items[one.item].way_back.link, _Queue([])).loads.append(one)
-        for queue in self._queues.values():
+        self._queues = self._queued(intervals)
+
+    def _queued(self, intervals: Iterable[Interval]) -> Sequence[_Queue]:
+        """Each link's loads, with the time at which each should begin."""
+        queues: dict[str, _Queue] = {}
+        for one in intervals:
+            if one.loads:
+                queues.setdefault(self._items[one.item].way_back.link, _Queue()).loads.append(one)
+        for queue in queues.values():
             due_s = math.inf
             for one in reversed(queue.loads):
-                item = self.items[one.item]
-                due_s = min(self._times[one.first], due_s) - item.way_back.seconds(item.nbytes, self.hardware)
+                way = self._items[one.item].way_back
+                due_s = min(self._times[one.first], due_s) - way.seconds(one.nbytes, self._hardware)
                 one.begin_s = due_s
+        return tuple(queues.values())
 
     def stop(self, index: int) -> None:
         """What happens before a call, and the call itself."""
         for one in self._ending.get(index, ()):
             if isinstance(one.item, Chunk) and one.item.kind == GRAD:
-                self.written.add(one.item.group)
-            self.leaving[one] = self._copied(self.items[one.item].way_home, one)
-        self._give_back(index)
-        if index == len(self.positions):
+                self._written.add(one.item.group)
+            self._leaving[one] = self._copied(self._items[one.item].way_home, one)
+        if self._leaving:
+            self._give_back(index)
+        if index == len(self._positions):
             return
+        self._still = []
         needed = self._starting.get(index, ())
         for one in needed:
-            if one not in self.arriving:
+            if one not in self._arriving:
                 self._load(one, index)
         while (ahead := self._next(index)) is not None and self._has_room(ahead, index):
             self._load(ahead, index)
         for one in needed:
-            self.now = max(self.now, self.arriving.pop(one))
-        self.now += self.positions[index].cost_s
+            self.now = max(self.now, self._arriving.pop(one))
+        self.now += self._positions[index].cost_s
+
+    def least_s(self, index: int) -> float:
+        """What all calls take at least: what is behind this stop, and the arithmetic of those to come."""
+        return self.now + self._times[-1] - self._times[index]
 
     def _copied(self, way: Copy, one: Interval) -> float:
         """When a copy that queues now is done."""
-        start = max(self.now, self.free.get(way.link, 0.0))
-        self.free[way.link] = start + way.seconds(self.items[one.item].nbytes, self.hardware)
-        return self.free[way.link]
+        start = max(self.now, self._free.get(way.link, 0.0))
+        self._free[way.link] = done_s = start + way.seconds(one.nbytes, self._hardware)
+        return done_s
 
     def _give_back(self, index: int) -> None:
         """Slots of write-backs that are done, that may go on no longer, or whose room the call needs."""
         over = -math.inf
-        if index < len(self.positions):
-            over = self.occupancy[index] + self._leaving_nbytes - self.capacity[index]
-        for one, done_s in list(self.leaving.items()):
+        if index < len(self._positions):
+            over = self.occupancy[index] + sum(one.nbytes for one in self._leaving) - self._capacity[index]
+        for one, done_s in list(self._leaving.items()):
             if done_s <= self.now or index >= one.ceiling or over > 0:
                 self.now = max(self.now, done_s)
                 one.end = index
-                over -= self.items[one.item].nbytes
-                del self.leaving[one]
+                over -= one.nbytes
+                del self._leaving[one]
             else:
-                self.occupancy[index] += self.items[one.item].nbytes
-
-    @property
-    def _leaving_nbytes(self) -> int:
-        return sum(self.items[one.item].nbytes for one in self.leaving)
+                self.occupancy[index] += one.nbytes
 
     def _load(self, one: Interval, index: int) -> None:
-        item = self.items[one.item]
-        is_empty = isinstance(one.item, Chunk) and one.item.kind == GRAD and one.item.group not in self.written
-        self.arriving[one] = self.now if is_empty else self._copied(item.way_back, one)
+        is_empty = isinstance(one.item, Chunk) and one.item.kind == GRAD and one.item.group not in self._written
+        self._arriving[one] = self.now if is_empty else self._copied(self._items[one.item].way_back, one)
         for at in range(index, one.first):
-            self.occupancy[at] += item.nbytes
+            self.occupancy[at] += one.nbytes
         one.start = index
 
     def _next(self, index: int) -> Interval | None:
         """The load that is needed first of those that are due and may begin."""
-        heads = (next(self._due(queue, index), None) for queue in self._queues.values())
-        return min((one for one in heads if one is not None), key=lambda one: (one.first, one.item), default=None)
+        heads = [one for queue in self._queues if (one := self._due(queue, index)) is not None]
+        return min(heads, key=lambda one: (one.first, one.item)) if len(heads) > 1 else heads[0] if heads else None
 
-    def _due(self, queue: _Queue, index: int) -> Iterator[Interval]:
-        """Loads of a link that may begin at this stop and are due: they are not hidden if they begin at the next."""
-        while queue.at < len(queue.loads) and self._has_begun(queue.loads[queue.at], index):
+    def _due(self, queue: _Queue, index: int) -> Interval | None:
+        """A link's first load that may begin at this stop and is due: it is not hidden if it begins at the next."""
+        loads, arriving = queue.loads, self._arriving
+        while queue.at < len(loads) and ((one := loads[queue.at]).first <= index or one in arriving):
             queue.at += 1
-        for at in range(queue.at, len(queue.loads)):
-            one = queue.loads[at]
+        for at in range(queue.at, len(loads)):
+            one = loads[at]
             if one.floor > index or self._times[index + 1] <= one.begin_s:
-                return
+                return None
             before = one.before
-            if not self._has_begun(one, index) and (
-                before is None or (before.last < index and before not in self.leaving)
-            ):
-                yield one
-
-    def _has_begun(self, one: Interval, index: int) -> bool:
-        return one.first <= index or one in self.arriving
+            if one not in arriving and (before is None or (before.last < index and before not in self._leaving)):
+                return one
+        return None
 
     def _has_room(self, one: Interval, index: int) -> bool:
         """Whether a load may begin here, beside what will still be on its way home."""
-        nbytes, begins_s = self.items[one.item].nbytes, self.now - self._times[index]
-        for at in range(index, one.first):
-            beside = nbytes
-            if at > index:
-                begin_s = begins_s + self._times[at]
-                beside += sum(
-                    self.items[other.item].nbytes for other, done_s in self.leaving.items() if done_s > begin_s
-                )
-            if self.occupancy[at] + beside > self.capacity[at]:
-                return False
-        return True
+        occupancy, capacity, nbytes = self.occupancy, self._capacity, one.nbytes
+        if occupancy[index] + nbytes > capacity[index]:
+            return False
+        still = self._still_leaving(index, one.first)
+        return all(
+            occupancy[at] + nbytes + leaving <= capacity[at]
+            for at, leaving in zip(range(index + 1, one.first), still, strict=False)
+        )
+
+    def _still_leaving(self, index: int, end: int) -> Sequence[int]:
+        """Bytes that will be on their way home at each call behind the next one, at least up to `end`.
+
+        As far as known they are kept until the next stop: nothing is given back in between.
+        """
+        still, begins_s = self._still, self.now - self._times[index]
+        for at in range(index + 1 + len(still), end):
+            begin_s = begins_s + self._times[at]
+            still.append(sum([one.nbytes for one, done_s in self._leaving.items() if done_s > begin_s]))
+        return still
+
+
+def _occupied(intervals: Iterable[Interval], num_positions: int) -> list[int]:
+    """Bytes in slots during each call."""
+    changes = [0] * (num_positions + 1)
+    for one in intervals:
+        changes[one.start] += one.nbytes
+        changes[one.end] -= one.nbytes
+    return list(accumulate(changes[:-1]))
+
+
+def _bound(intervals: Iterable[Interval], barriers: Sequence[int], end: int) -> None:
+    """How far each interval may move: not past a barrier, nor into the item's next one."""
+    previous: dict[MovedId, Interval] = {}
+    for one in intervals:
+        behind = bisect_right(barriers, one.first)
+        one.floor = barriers[behind - 1] if behind else 0
+        behind = bisect_right(barriers, one.last)
+        one.ceiling = barriers[behind] if behind < len(barriers) else end
+        one.before = previous.get(one.item)
+        if one.before is not None:
+            one.before.ceiling = min(one.before.ceiling, one.first)
+        previous[one.item] = one
 
 
 def _clock(positions: Sequence[Position]) -> list[float]:

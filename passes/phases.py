@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,8 +37,9 @@ class _Line:
         held_nbytes: int,
         boundary_nbytes: int,
         saved: Sequence[Saved],
+        most_s: float = math.inf,
     ) -> _Line:
-        """See `plan_phases`."""
+        """See `plan_phases`, and for `most_s` `schedule`."""
         fixed = fixed_nbytes(layout, resident)
         line: list[Position] = []
         spans, barriers = [], []
@@ -57,7 +59,8 @@ class _Line:
         items |= {SavedStorage(one.storage): Item(one.nbytes, *ways) for one in saved}
         calls_of = {name: [at for at in range(begin, end) if line[at].tile is None] for name, begin, end in spans}
         around = copies(saved, calls_of.get(FORWARD), calls_of[BACKWARD]) if saved else []
-        return _Line(line, spans, minimum, schedule(line, items, capacity, hardware, barriers, around, used_up))
+        found = schedule(line, items, capacity, hardware, barriers, around, used_up, most_s)
+        return _Line(line, spans, minimum, found)
 
 
 def passes_s(
@@ -69,13 +72,16 @@ def passes_s(
     hardware: Hardware,
     boundary_nbytes: int = 0,
     saved: Sequence[Saved] = (),
+    most_s: float = math.inf,
 ) -> float:
     """Seconds that phases take by the plan that `plan_phases` makes of them.
 
     Raises:
         BudgetError: there is none.
+        TooSlow: they take more than `most_s`.
     """
-    return _Line.of(phases, layout, budget_nbytes, resident, hardware, 0, boundary_nbytes, saved).schedule.seconds
+    found = _Line.of(phases, layout, budget_nbytes, resident, hardware, 0, boundary_nbytes, saved, most_s)
+    return found.schedule.seconds
 
 
 def plan_phases(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from chunkc.ir.chunks import CASTS, GRAD, ChunkLayout
+from chunkc.ir.chunks import CASTS, GRAD, Chunk, ChunkLayout
 from chunkc.ir.errors import VALUES, BudgetError
 from chunkc.ir.items import Copy, Item, ItemId, MovedId
 from chunkc.ir.plan import Position
@@ -42,19 +42,26 @@ class StepProfile:
 
 def chunk_items(layout: ChunkLayout, positions: Sequence[Position], resident: frozenset[int]) -> dict[MovedId, Item]:
     """Every chunk, or part of one, that the positions need."""
+    alike: dict[tuple[str, int, int], Item] = {}
     found: dict[MovedId, Item] = {}
-    for chunk, nbytes in chunk_sizes(layout, positions).items():
-        back, home = layout.links_of_chunk(chunk)
-        group = layout.groups[chunk.group]
-        if group.is_gathered(chunk):  # a gradient's slot begins empty: each rank's part stays at home, and is added to
-            whole_nbytes = group.gathered_numel * group.dtype.itemsize
-            gathered_nbytes = 0 if chunk.kind == GRAD else whole_nbytes
-            found[chunk] = Item(nbytes, Copy(back, gathered_nbytes), Copy(home, whole_nbytes))
-        elif chunk.kind in CASTS:
-            found[chunk] = Item(nbytes, Copy(back, layout.read_for_cast_nbytes(chunk, resident)), Copy(home, 0))
-        else:
-            found[chunk] = Item(nbytes, Copy(back), Copy(home))
+    for chunk in dict.fromkeys(chunk for position in positions for chunk in position.items):
+        key = chunk.kind, chunk.group, -1 if chunk.part is None else chunk.part[1] - chunk.part[0]
+        if key not in alike:
+            alike[key] = _chunk_item(layout, chunk, resident)
+        found[chunk] = alike[key]
     return found
+
+
+def _chunk_item(layout: ChunkLayout, chunk: Chunk, resident: frozenset[int]) -> Item:
+    nbytes, (back, home) = layout.chunk_nbytes_of(chunk), layout.links_of_chunk(chunk)
+    group = layout.groups[chunk.group]
+    if group.is_gathered(chunk):  # a gradient's slot begins empty: each rank's part stays at home, and is added to
+        whole_nbytes = group.gathered_numel * group.dtype.itemsize
+        gathered_nbytes = 0 if chunk.kind == GRAD else whole_nbytes
+        return Item(nbytes, Copy(back, gathered_nbytes), Copy(home, whole_nbytes))
+    if chunk.kind in CASTS:
+        return Item(nbytes, Copy(back, layout.read_for_cast_nbytes(chunk, resident)), Copy(home, 0))
+    return Item(nbytes, Copy(back), Copy(home))
 
 
 def chunk_sizes(layout: ChunkLayout, positions: Sequence[Position]) -> dict[ItemId, int]:
@@ -120,6 +127,8 @@ class StayingData:
 
 def moving_only(position: Position, resident: frozenset[int]) -> Position:
     """The position without the chunks that stay with resident groups."""
+    if all(chunk.moves_beside(resident) for chunk in position.items):
+        return position
 
     def keep(chunks: frozenset[ItemId]) -> frozenset[ItemId]:
         return frozenset(chunk for chunk in chunks if chunk.moves_beside(resident))

@@ -137,8 +137,9 @@ def positions(
     memories: Mapping[str, SegmentMemory],
     *,
     group_of: Mapping[str, int],
+    beside_nbytes: int = 0,
 ) -> tuple[Position, ...]:
-    """One `Position` per call, with the bytes of its fullest operation."""
+    """One `Position` per call, with the bytes of its fullest operation, and `beside_nbytes` of others' values."""
     found = []
     fullest: dict[tuple[str, Released], tuple[int, MemoryStep]] = {}  # alike in like calls
     for life in _lives(program, memories):
@@ -151,7 +152,7 @@ def positions(
             Position(
                 name=call.name,
                 phase=program.phase,
-                non_model_nbytes=life.kept_nbytes + inside_nbytes,
+                non_model_nbytes=life.kept_nbytes + inside_nbytes + beside_nbytes,
                 op=step.op,
                 module=call.origin(step).module or call.module,
                 reads=frozenset(program.chunk(p, group_of[p]) for _, p in call.parameters if p in group_of),

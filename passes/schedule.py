@@ -19,6 +19,7 @@ import math
 import sys
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from chunkc.ir.hardware import Hardware
@@ -73,6 +74,7 @@ def schedule(
     barriers: Sequence[int] = (),
     saved: Sequence[Interval] = (),
     used_up: Collection[ItemId] = (),
+    most_s: float = math.inf,
 ) -> Schedule:
     """When every item is in a slot.
 
@@ -83,51 +85,67 @@ def schedule(
         barriers: indices of calls before which no copy for a later call may start (a new phase begins there).
         saved: intervals of saved storages around their copies.
         used_up: items that nobody needs after their last use, so that they are not written back then.
+
+    Raises:
+        TooSlow: the calls take more than `most_s`.
     """
     sizes = {name: item.nbytes for name, item in items.items()}
     assert all(required_nbytes(p, sizes) <= c for p, c in zip(positions, capacity))
     intervals = residency(positions, items, capacity, hardware)
     for interval in {interval.item: interval for interval in intervals if interval.item in used_up}.values():
         interval.dirty = False  # the last one of its item
-    intervals = sorted([*intervals, *saved], key=lambda interval: (interval.first, interval.item))
-    paced = pace(intervals, positions, items, capacity, hardware, barriers)
+    if saved:
+        intervals = sorted([*intervals, *saved], key=lambda interval: (interval.first, str(interval.item)))
+    paced = pace(intervals, positions, items, capacity, hardware, barriers, most_s)
     return Schedule(intervals, items, tuple(paced.occupancy), paced.now)
 
 
 def residency(
     positions: Sequence[Position], items: Mapping[MovedId, Item], capacity: Sequence[int], hardware: Hardware
 ) -> list[Interval]:
-    """Residency intervals, each from the first to the last use that it serves; see the module for who leaves."""
-    uses: dict[ItemId, list[int]] = {}
-    for index, position in enumerate(positions):
-        for name in position.items:
-            uses.setdefault(name, []).append(index)
-    for indices in uses.values():
+    """Residency intervals, each from the first to the last use that it serves, in order of first uses and names; see
+    the module for who leaves. Items are numbers here, in order of their names."""
+    names = sorted({name for position in positions for name in position.items}, key=str)
+    number = {name: at for at, name in enumerate(names)}
+    nbytes = [items[name].nbytes for name in names]
+    uses: list[list[int]] = [[] for _ in names]
+    needs = [sorted(map(number.__getitem__, position.items)) for position in positions]
+    for index, needed in enumerate(needs):
+        for item in needed:
+            uses[item].append(index)
+    for indices in uses:
         indices.append(NEVER)
         indices.reverse()  # the next use is the last entry
-    waiting = _Leaving(items, uses, hardware)
-    present: dict[ItemId, Interval] = {}
-    closed: list[Interval] = []
+    waiting = _Leaving([_price_s(items[name], hardware) for name in names], uses)
+    present: dict[int, Interval] = {}
+    closed: list[tuple[int, int, Interval]] = []
     occupied = 0
-    for index, position in enumerate(positions):
-        occupied += sum(items[name].nbytes for name in position.items if name not in present)
-        leaving: list[ItemId] = []
-        while occupied > capacity[index] and (first := waiting.next(index, present, position.items)) is not None:
+    for index, (position, needed) in enumerate(zip(positions, needs, strict=True)):
+        for item in needed:
+            uses[item].pop()
+            if item not in present:
+                occupied += nbytes[item]
+        leaving: list[int] = []
+        while occupied > capacity[index] and (first := waiting.next(index, present)) is not None:
             leaving.append(first)
-            occupied -= items[first].nbytes
-        for name in reversed(leaving):
-            if occupied + items[name].nbytes <= capacity[index]:  # those that left after it have made the room
-                occupied += items[name].nbytes
-                waiting.add(name)
+            occupied -= nbytes[first]
+        for item in reversed(leaving):
+            if occupied + nbytes[item] <= capacity[index]:  # those that left after it have made the room
+                occupied += nbytes[item]
+                waiting.add(item)
             else:
-                closed.append(present.pop(name))
-        for name in sorted(position.items):
-            interval = present.setdefault(name, Interval(name, index, index, False, index, index + 1))
+                interval = present.pop(item)
+                closed.append((interval.first, item, interval))
+        for item in needed:
+            name = names[item]
+            if item not in present:
+                present[item] = Interval(name, nbytes[item], index, index, False, index, index + 1)
+            interval = present[item]
             interval.last, interval.end = index, index + 1
             interval.dirty |= name in position.writes
-            uses[name].pop()
-            waiting.add(name)
-    return sorted([*closed, *present.values()], key=lambda interval: (interval.first, interval.item))
+            waiting.add(item)
+    closed += [(interval.first, item, interval) for item, interval in present.items()]
+    return [interval for *_, interval in sorted(closed, key=itemgetter(0, 1))]
 
 
 class _Leaving:
@@ -136,33 +154,28 @@ class _Leaving:
     Among items of one price per byte this is the order of next uses, at every call alike: a heap for each price.
 
     Args:
-        uses: of each item, the calls that still need it, the next one last.
+        prices: of each item, the seconds that bring a byte of it back.
+        uses: of each item, the calls that need it after the current one, the next one last.
     """
 
-    def __init__(self, items: Mapping[MovedId, Item], uses: Mapping[ItemId, Sequence[int]], hardware: Hardware) -> None:
-        self._uses = uses
-        self._rank = {name: number for number, name in enumerate(sorted(uses))}
-        self._price = {name: _price_s(items[name], hardware) for name in uses}
-        # Of (-next use, -rank, item); an entry of a former use is stale.
-        self._heaps: dict[float, list[tuple[int, int, ItemId]]] = {price: [] for price in self._price.values()}
+    def __init__(self, prices: Sequence[float], uses: Sequence[Sequence[int]]) -> None:
+        self._uses, self._prices = uses, prices
+        # Of (-next use, -item); an entry of a former use is stale.
+        self._heaps: dict[float, list[tuple[int, int]]] = {price: [] for price in prices}
 
-    def add(self, name: ItemId) -> None:
+    def add(self, item: int) -> None:
         """The item may leave until its next use."""
-        heapq.heappush(self._heaps[self._price[name]], (-self._uses[name][-1], -self._rank[name], name))
+        heapq.heappush(self._heaps[self._prices[item]], (-self._uses[item][-1], -item))
 
-    def next(self, index: int, present: Container[ItemId], needed: Container[ItemId]) -> ItemId | None:
+    def next(self, index: int, present: Container[int]) -> int | None:
         """Take out the item that leaves first at a call, of those that are present and not needed by it; None: none."""
         found: tuple[float, int, float] | None = None
         for price, heap in self._heaps.items():
-            while heap and not self._may_leave(heap[0], present, needed):
+            while heap and not (-heap[0][1] in present and self._uses[-heap[0][1]][-1] == -heap[0][0]):
                 heapq.heappop(heap)
             if heap:
                 found = min(found or (math.inf, 0, price), (price / (-heap[0][0] - index), heap[0][1], price))
-        return None if found is None else heapq.heappop(self._heaps[found[2]])[2]
-
-    def _may_leave(self, entry: tuple[int, int, ItemId], present: Container[ItemId], needed: Container[ItemId]) -> bool:
-        name = entry[2]
-        return name in present and name not in needed and self._uses[name][-1] == -entry[0]
+        return None if found is None else -heapq.heappop(self._heaps[found[2]])[1]
 
 
 def _price_s(item: Item, hardware: Hardware) -> float:

@@ -29,8 +29,10 @@ from chunkc.policy import (
     Around,
     Forms,
     GraphCaptured,
+    Key,
     PhaseCalled,
     Situation,
+    StepDecision,
     StepRequest,
     UpdateDue,
     UpdateRequest,
@@ -173,6 +175,7 @@ class _Rehearsal:
         self.training = training
         self.situation = Situation(budget_nbytes, activations=training.activations, hardware=training.hardware)
         self.captured: list[Captured] = []
+        self._decided: dict[Key, StepDecision] = {}
 
     def passes(self) -> Iterator[PaperRun]:
         """The forwards and backwards of a step; graphs are compiled as it comes to them."""
@@ -243,8 +246,12 @@ class _Rehearsal:
         return Around(updates=self.training.updated_in_backward(self.situation, free))
 
     def _planned(self, graph: int, held_nbytes: int, around: Around) -> StepRequest:
-        forms = self.training.graphs[graph].forms(self.captured[graph], self.situation.budget_nbytes)
-        decision = decide(self.situation, PhaseCalled(forms, held_nbytes, around))
+        """What a phase runs by. A step that changes nothing asks again for what the one before it asked for."""
+        asked = graph, self.captured[graph].whole, self.situation.num_graphs, *self.situation.key, held_nbytes, around
+        if asked not in self._decided:
+            forms = self.training.graphs[graph].forms(self.captured[graph], self.situation.budget_nbytes)
+            self._decided[asked] = decide(self.situation, PhaseCalled(forms, held_nbytes, around))
+        decision = self._decided[asked]
         self.situation, self.captured[graph] = decision.situation, decision.captured
         return decision.request
 

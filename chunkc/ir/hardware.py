@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from math import isfinite
 from typing import Literal, Self
 
@@ -133,8 +134,17 @@ class Hardware:
         """
         if link in (GATHER, SCATTER):
             return self.exchange_s(link, nbytes)
-        route = [spec for name in ROUTES[link] if (spec := self._shared(name)) is not None]
-        return sum(spec.latency_s for spec in route) + nbytes / min(spec.bytes_per_s for spec in route)
+        latency_s, bytes_per_s = self._routes[link]
+        return latency_s + nbytes / bytes_per_s
+
+    @cached_property
+    def _routes(self) -> Mapping[str, tuple[float, float]]:
+        """Queue -> latency and slowest rate of its route."""
+        found = {}
+        for queue, names in ROUTES.items():
+            if route := [spec for name in names if (spec := self._shared(name)) is not None]:
+                found[queue] = sum(spec.latency_s for spec in route), min(spec.bytes_per_s for spec in route)
+        return found
 
     def _shared(self, name: str) -> LinkSpec | None:
         """What a device has of a link while all of them use theirs: the devices of a host share its disk."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from chunkc.ir.chunks import Chunk
 from chunkc.ir.items import ItemId, MovedId
@@ -88,7 +89,7 @@ class Position:
     left_nbytes: int = 0
     tile: Tile | None = None
 
-    @property
+    @cached_property
     def items(self) -> frozenset[ItemId]:
         return self.reads | self.writes
 

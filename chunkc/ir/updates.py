@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -24,7 +25,8 @@ class UpdateStage:
         return (*self.reads, *self.writes)
 
 
-def update_stages(kinds: Sequence[str], num_stages: int) -> tuple[UpdateStage, ...]:
+@lru_cache
+def update_stages(kinds: tuple[str, ...], num_stages: int) -> tuple[UpdateStage, ...]:
     """The stages of an update of a group that has these kinds of data.
 
     One stage: an elementwise rule, such as Adam's. Two: one that scales each tensor's update by its norm, such as
@@ -51,6 +53,7 @@ class UpdateTraffic:
         return self.read_nbytes + self.written_nbytes
 
 
+@lru_cache
 def update_traffic(
     dtype: torch.dtype, states: StateFormat, num_elements: int, num_stages: int = 1
 ) -> tuple[UpdateTraffic, ...]:

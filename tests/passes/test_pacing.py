@@ -15,6 +15,7 @@ from chunkc.ir.links import TO_DEVICE, TO_HOME, host_links
 from chunkc.ir.plan import Moment, PhasePlan, Position
 from chunkc.ir.program import BACKWARD
 from chunkc.ir.simulate import simulate, step_time
+from chunkc.passes.pacing import TooSlow
 from chunkc.passes.schedule import Schedule, schedule
 
 
@@ -75,3 +76,24 @@ def test_the_clock_is_the_simulators(
     positions, items, capacity, hardware, barriers = instance
     found = schedule(positions, items, capacity, hardware, barriers)
     assert found.seconds == pytest.approx(simulated_s(found, positions, hardware))
+
+
+@settings(deadline=None, max_examples=100)
+@given(instances(), st.sampled_from([0.5, 0.999, 1.001, 2.0]))
+def test_only_calls_that_take_too_long_are_given_up(
+    instance: tuple[list[Position], dict[Any, Item], list[int], Hardware, list[int]], part: float
+) -> None:
+    expected = schedule(*instance)
+    try:
+        found = schedule(*instance, most_s=expected.seconds * part)
+    except TooSlow:
+        assert part < 1
+    else:
+        assert found.seconds == expected.seconds
+        assert found.stops() == expected.stops()
+
+
+def test_arithmetic_that_takes_too_long_is_not_begun() -> None:
+    positions = [call("0", frozenset(), frozenset(), 1.0), call("1", frozenset(), frozenset(), 1.0)]
+    with pytest.raises(TooSlow):
+        schedule(positions, {}, [0, 0], Hardware(1.0, 1.0, host_links(1.0, 1.0)), most_s=1.5)
