@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -25,7 +25,7 @@ ROOM_FOR_LOSS = 3
 """While user code runs between the phases, it may need this many times the outputs' bytes, for a loss."""
 
 MAX_KNOWN = 32
-"""Ways in which values may be absent that a graph is kept in."""
+"""Ways in which a graph is kept: values that are absent, gradients that are returned, tangents that are held."""
 
 LARGEST_NUMBER_NBYTES = 512
 """Of one number: no allocator gives more for it."""
@@ -133,7 +133,10 @@ class Captured:
         """The same graph, with these parameters' gradients returned to autograd instead of sunk."""
         if not parameters or self.backward is None:
             return self
-        return replace(self, backward=self.backward.returning(parameters))
+        backward = self.backward
+        return self._remembered(
+            ("returning", parameters), lambda: replace(self, backward=backward.returning(parameters))
+        )
 
     def with_sizes(self, nbytes: Callable[[int], int], cost_s: Callable[[float], float]) -> Captured:
         """The same graph with `nbytes` of every number of bytes and `cost_s` of every call's seconds."""
@@ -148,7 +151,17 @@ class Captured:
         """The same graph, while the caller keeps these of the backward's tangents."""
         if not tangents or self.backward is None:
             return self
-        return replace(self, backward=self.backward.holding(tangents))
+        backward = self.backward
+        return self._remembered(("holding", tangents), lambda: replace(self, backward=backward.holding(tangents)))
+
+    def _remembered(self, way: tuple[str, Hashable], make: Callable[[], Captured]) -> Captured:
+        """The same graph in a way in which it may be asked for again, with all that is worked out for it."""
+        known: dict[tuple[str, Hashable], Captured] = self.__dict__.setdefault("_ways", {})
+        if way not in known:
+            if len(known) >= MAX_KNOWN:
+                known.clear()
+            known[way] = make()
+        return known[way]
 
     @cached_property
     def may_leave(self) -> tuple[Saved, ...]:
@@ -171,13 +184,11 @@ class Captured:
         """The same graph, where this is absent between forward and backward."""
         if not absence:
             return self
-        known: dict[Absence, Captured] = self.__dict__.setdefault("_without", {})
-        if absence not in known:
-            if len(known) >= MAX_KNOWN:
-                known.clear()
-            lean = self._rerunning(absence.rerun)
-            known[absence] = lean._leaving(absence.home & {one.storage for one in lean.may_leave})
-        return known[absence]
+        return self._remembered(("without", absence), lambda: self._without(absence))
+
+    def _without(self, absence: Absence) -> Captured:
+        lean = self._rerunning(absence.rerun)
+        return lean._leaving(absence.home & {one.storage for one in lean.may_leave})
 
     def _rerunning(self, storages: frozenset[str]) -> Captured:
         if not storages:

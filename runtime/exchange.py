@@ -1,10 +1,11 @@
 """A chunk of parameters that are cut over ranks, on its way between homes and a slot that holds all ranks' parts.
 
-In a slot every parameter lies whole and contiguous, and a rank's part of it is a range of rows. So parts are sent from
-home memory and received where they belong, and nothing is copied on the way. For gradients each rank sends every other
-one what it computed for the other's part, receives the same for its own, and adds up in the order of the ranks: the
-same bits on every run, and the least bytes that there can be, (ranks - 1) / ranks of the chunk each way. Where other
-ranks have copies of this one's parts, their sums are added up after that, in the order of the rows.
+In a slot every parameter lies whole and contiguous, and a rank's part of it is a range of rows. So large parts are sent
+from home memory and received where they belong, and nothing is copied on the way. Small ones of a chunk go to each rank
+in one message, through room of the slot's where they are put together (`ChunkGroup.parcels`). For gradients each rank
+sends every other one what it computed for the other's part, receives the same for its own, and adds up in the order of
+the ranks: the same bits on every run, and the least bytes that there can be, (ranks - 1) / ranks of the chunk each way.
+Where other ranks have copies of this one's parts, their sums are added up after that, in the order of the rows.
 
 A home on a disk is read and written through its map; its pages leave the process's memory afterwards.
 """
@@ -21,24 +22,37 @@ from chunkc.runtime.maps import drop_pages
 from chunkc.runtime.transport import GATHERS, SCATTERS, Message, Transport
 
 
-def gather(group: ChunkGroup, home: torch.Tensor, slot: torch.Tensor, transport: Transport) -> None:
+def gather(
+    group: ChunkGroup, home: torch.Tensor, slot: torch.Tensor, room: torch.Tensor | None, transport: Transport
+) -> None:
     """Fill a slot with the parameters of a group: this rank's parts from its home, the others' from theirs.
 
     Args:
         home, slot: flat tensors of the group's elements, as `ChunkGroup` describes them.
+        room: `group.packing_numel` elements; None: these are none.
 
     Raises:
         DistributedError: another rank is gone or does not come.
     """
     sends: list[Message] = []
     receives: list[Message] = []
-    for where in group.slices:
-        own = home[where.offset : where.end]
-        for rank, part in _others_in_row(where):
-            sends.append((rank, own))
-            receives.append((rank, part_in_slot(slot, where, part)))
-        part_in_slot(slot, where).copy_(own)
+    packed: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+    free = _Room(room)
+    for parcel in group.parcels:
+        own = [home[where.offset : where.end] for where in parcel]
+        sent = own[0] if len(parcel) == 1 else free.pack(own)
+        for rank, part in _others_in_row(shards_of_slice(parcel[0])):
+            received, *others = places = [part_in_slot(slot, where, part) for where in parcel]
+            if others:
+                received = free.take(sum(place.numel() for place in places))
+                packed.append((received, places))
+            sends.append((rank, sent))
+            receives.append((rank, received))
+        for where, part_of_it in zip(parcel, own, strict=True):
+            part_in_slot(slot, where).copy_(part_of_it)
     transport.exchange(GATHERS, sends, receives)
+    for received, places in packed:
+        _unpack(received, places)
     drop_pages(home)
 
 
@@ -54,81 +68,97 @@ def scatter_sums(
 
     Args:
         slot: a gradient's. The part of it that is this rank's is overwritten.
-        room: `group.exchange_numel` elements for what other ranks send.
+        room: `group.packing_numel` and `group.exchange_numel` elements for what ranks send.
         adds: parameters whose gradients are in the slot, and whether home has one already, to which it is added.
 
     Raises:
         DistributedError: another rank is gone or does not come; home is as it was.
     """
-    summed = [where for where in group.slices if where.spec.name in adds]
+    summed = (tuple(where for where in parcel if where.spec.name in adds) for parcel in group.parcels)
+    together = [parcel for parcel in summed if parcel]
     free = _Room(room)
-    totals = _sums_in_rows(summed, slot, free, transport)
-    _sums_of_copies(summed, totals, free, transport)
-    for where in summed:
-        mean = totals[where.spec.name].div_(transport.num_ranks)
-        place = home[where.offset : where.end]
-        place.add_(mean) if adds[where.spec.name] else place.copy_(mean)
+    totals = _sums_in_rows(together, slot, free, transport)
+    _sums_of_copies([shards_of_slice(parcel[0]) for parcel in together], totals, free, transport)
+    for parcel, total in zip(together, totals, strict=True):
+        means = total.div_(transport.num_ranks).split([where.spec.numel for where in parcel])
+        for where, mean in zip(parcel, means, strict=True):
+            place = home[where.offset : where.end]
+            place.add_(mean) if adds[where.spec.name] else place.copy_(mean)
     drop_pages(home)
 
 
 class _Room:
     """Memory that is given away piece by piece."""
 
-    def __init__(self, room: torch.Tensor) -> None:
+    def __init__(self, room: torch.Tensor | None) -> None:
         self._room, self._free = room, 0
 
     def take(self, numel: int) -> torch.Tensor:
+        assert self._room is not None
         begin, self._free = self._free, self._free + numel
         return self._room[begin : self._free]
 
+    def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Flat tensors one behind the other."""
+        return torch.cat(list(tensors), out=self.take(sum(tensor.numel() for tensor in tensors)))
+
+
+def _unpack(packed: torch.Tensor, places: Sequence[torch.Tensor]) -> None:
+    """What was put together, where it belongs."""
+    for place, found in zip(places, packed.split([place.numel() for place in places]), strict=True):
+        place.copy_(found)
+
 
 def _sums_in_rows(
-    slices: Sequence[TensorSlice], slot: torch.Tensor, free: _Room, transport: Transport
-) -> dict[str, torch.Tensor]:
-    """By parameter, the sum of what the ranks of this one's row have computed for its part."""
+    together: Sequence[tuple[TensorSlice, ...]], slot: torch.Tensor, free: _Room, transport: Transport
+) -> list[torch.Tensor]:
+    """Of what is sent together, the sum of what the ranks of this one's row have computed for its part."""
     sends: list[Message] = []
     receives: list[Message] = []
-    terms: dict[str, list[torch.Tensor]] = {}
-    for where in slices:
-        shards = shards_of_slice(where)
-        of_part = {shards.rank: part_in_slot(slot, where)}
-        for rank, part in _others_in_row(where):
-            sends.append((rank, part_in_slot(slot, where, part)))
-            of_part[part] = free.take(where.spec.numel)
+    terms: list[list[torch.Tensor]] = []
+    for parcel in together:
+        shards = shards_of_slice(parcel[0])
+
+        def computed(part: int, parcel: tuple[TensorSlice, ...] = parcel) -> torch.Tensor:
+            places = [part_in_slot(slot, where, part) for where in parcel]
+            return places[0] if len(places) == 1 else free.pack(places)
+
+        own = computed(shards.rank)
+        of_part = {shards.rank: own}
+        for rank, part in _others_in_row(shards):
+            sends.append((rank, computed(part)))
+            of_part[part] = free.take(own.numel())
             receives.append((rank, of_part[part]))
-        terms[where.spec.name] = [of_part[part] for part in range(shards.num_ranks)]
+        terms.append([of_part[part] for part in range(shards.num_ranks)])
     transport.exchange(SCATTERS, sends, receives)
-    return {name: _sum(of_row) for name, of_row in terms.items()}
+    return [_sum(of_row) for of_row in terms]
 
 
 def _sums_of_copies(
-    slices: Sequence[TensorSlice], totals: Mapping[str, torch.Tensor], free: _Room, transport: Transport
+    of_all: Sequence[Shards], totals: Sequence[torch.Tensor], free: _Room, transport: Transport
 ) -> None:
     """Add up the sums of all rows that have a copy of this rank's parts, in the order of the rows, in place.
 
     Each of these ranks adds up a piece of them, and tells the others what it comes to: the same bits on all.
     """
-    pieces = {w.spec.name: _pieces(totals[w.spec.name], shards_of_slice(w).num_copies) for w in slices}
+    pieces = [_pieces(total, shards.num_copies) for total, shards in zip(totals, of_all, strict=True)]
     sends: list[Message] = []
     receives: list[Message] = []
-    terms: dict[str, list[torch.Tensor]] = {}
-    for where in slices:
-        shards, of_tensor = shards_of_slice(where), pieces[where.spec.name]
+    terms: list[list[torch.Tensor]] = []
+    for shards, of_tensor in zip(of_all, pieces, strict=True):
         own = of_tensor[shards.copy]
         of_copy = {shards.copy: own}
         for copy, rank in _other_copies(shards):
             sends.append((rank, of_tensor[copy]))
             of_copy[copy] = free.take(own.numel())
             receives.append((rank, of_copy[copy]))
-        terms[where.spec.name] = [of_copy[copy] for copy in range(shards.num_copies)]
+        terms.append([of_copy[copy] for copy in range(shards.num_copies)])
     if not sends:
         return
     transport.exchange(SCATTERS, sends, receives)
     sends, receives = [], []
-    for where in slices:
-        shards, of_tensor = shards_of_slice(where), pieces[where.spec.name]
-        own = of_tensor[shards.copy]
-        total = _sum(terms[where.spec.name])
+    for shards, of_tensor, of_row in zip(of_all, pieces, terms, strict=True):
+        own, total = of_tensor[shards.copy], _sum(of_row)
         if total is not own:
             own.copy_(total)
         for copy, rank in _other_copies(shards):
@@ -143,9 +173,8 @@ def _pieces(tensor: torch.Tensor, num_pieces: int) -> list[torch.Tensor]:
     return [tensor[min(n * each, numel) : min((n + 1) * each, numel)] for n in range(num_pieces)]
 
 
-def _others_in_row(where: TensorSlice) -> Iterator[tuple[int, int]]:
+def _others_in_row(shards: Shards) -> Iterator[tuple[int, int]]:
     """The other ranks of this one's row with their parts, beginning with the next one: not all send to one at first."""
-    shards = shards_of_slice(where)
     for step in range(1, shards.num_ranks):
         part = (shards.rank + step) % shards.num_ranks
         yield shards.row[part], part

@@ -31,7 +31,7 @@ class Slot:
     """A chunk's room on the compute tier and what is happening to it.
 
     `adds`: of gradients that all ranks have computed, those that are in the slot, and whether home has one to add to.
-    `exchange`: room for what other ranks send for this rank's part of them.
+    `exchange`: room for what ranks send to each other, where it is not received in its place.
     """
 
     state: ChunkState = ChunkState.FREE
@@ -132,7 +132,7 @@ class ChunkSlots(ABC):
             self.tier.enqueue(fill_with_nan, buffer)
         is_gathered = group.is_gathered(chunk)
         if needs_data and not (is_gathered and kind == GRAD):  # home has a part of it, to which a part is added there
-            job = self._gather(chunk, buffer) if is_gathered else self._reader(chunk, buffer)
+            job = self._gather(chunk, slot) if is_gathered else self._reader(chunk, buffer)
             queue = self.tier.links[link or self.layout.links_of_chunk(chunk)[0]]
             slot.copy = queue.submit(job, after=(*self.tier.mark(), *self.updates.before(group_index)))
             self.traffic.to_device_nbytes += self._read_nbytes(chunk, buffer)
@@ -146,12 +146,13 @@ class ChunkSlots(ABC):
         return buffer.nbytes
 
     def _room(self, chunk: Chunk, group: ChunkGroup) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What computation is to see of a chunk, and room for what other ranks send."""
+        """What computation is to see of a chunk, and room for what ranks send."""
         stands = group.standing_numel(chunk) > 0
         numel = num_entries(chunk.kind, group.slot_numel(chunk))
         moving = self._spare.take(self.tier, numel, group.kind_dtype(chunk.kind)) if numel or not stands else None
         if stands:
-            return self.standing.room(chunk, group, self.tier), moving
+            standing = self.standing.room(chunk, group, self.tier)
+            return standing, standing[group.gathered_numel :] if moving is None else moving
         assert moving is not None
         return moving, moving[group.gathered_numel :] if group.is_gathered(chunk) else None
 
@@ -180,10 +181,12 @@ class ChunkSlots(ABC):
                 found.append(index)
         return found
 
-    def _gather(self, chunk: Chunk, buffer: torch.Tensor) -> Callable[[], None]:
+    def _gather(self, chunk: Chunk, slot: Slot) -> Callable[[], None]:
         """A job that fills a slot with all ranks' parts of a chunk."""
         assert self.transport is not None
-        return partial(gather, self.layout.groups[chunk.group], self._flat_home(chunk), buffer, self.transport)
+        assert slot.buffer is not None
+        group, home = self.layout.groups[chunk.group], self._flat_home(chunk)
+        return partial(gather, group, home, slot.buffer, slot.exchange, self.transport)
 
     def _scatter(self, chunk: Chunk, slot: Slot) -> Callable[[], None]:
         """A job that writes this rank's part of the mean of all ranks' gradients home."""
@@ -259,9 +262,9 @@ class ChunkSlots(ABC):
         if slot.dirty:
             raise ChunkStateError(f"chunk {chunk} would be evicted before it was written back")
         slot.state = advance(chunk, slot.state, ChunkState.FREE)
-        stands = self.layout.groups[chunk.group].standing_numel(chunk) > 0
-        leaving = slot.exchange if stands else slot.buffer
-        if leaving is not None:
+        group = self.layout.groups[chunk.group]
+        leaving = slot.exchange if group.standing_numel(chunk) else slot.buffer
+        if leaving is not None and group.slot_numel(chunk):
             if self.debug:
                 self.tier.enqueue(fill_with_nan, leaving)
             self._spare.give(leaving)

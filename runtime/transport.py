@@ -22,6 +22,11 @@ from chunkc.ir.errors import DistributedError
 GATHERS, SCATTERS, AGREEMENTS, SUMS, CHECKPOINTS = "gathers", "scatters", "agreements", "sums", "checkpoints"
 _CHANNELS = (GATHERS, SCATTERS, AGREEMENTS, SUMS, CHECKPOINTS)
 
+_HEAD_NBYTES = 1024
+"""Of what ranks tell each other, these go first, with the length of all: mostly that is all there is."""
+
+_INLINE_NBYTES = _HEAD_NBYTES - 8
+
 Message = tuple[int, torch.Tensor]
 """A rank, as an index into `Transport.ranks`, and a contiguous tensor that is sent there or filled from there."""
 
@@ -107,14 +112,16 @@ class Transport:
         Raises:
             DistributedError: as `exchange`.
         """
-        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [torch.frombuffer(bytearray(8), dtype=torch.int64) for _ in self.ranks]
-        sizes[self.rank][0] = own.numel()
-        self._tell(sizes, channel)
-        values = [torch.frombuffer(bytearray(int(size)), dtype=torch.uint8) for size in sizes]
-        values[self.rank] = own
-        self._tell(values, channel)
-        return [pickle.loads(bytes(value.numpy())) for value in values]
+        own = pickle.dumps(value)
+        told = [bytearray(_HEAD_NBYTES) for _ in self.ranks]
+        told[self.rank][:] = (len(own).to_bytes(8, "little") + own[:_INLINE_NBYTES]).ljust(_HEAD_NBYTES, b"\0")
+        self._tell(told, channel)
+        lengths = [int.from_bytes(head[:8], "little") for head in told]
+        rests = [bytearray(max(0, length - _INLINE_NBYTES)) for length in lengths]
+        rests[self.rank][:] = own[_INLINE_NBYTES:]
+        self._tell(rests, channel)
+        values = zip(told, rests, lengths, strict=True)
+        return [pickle.loads((head[8:] + rest)[:length]) for head, rest, length in values]
 
     def add_up(self, values: torch.Tensor, meeting: Sequence[int], tag: int) -> None:
         """Sum a CPU tensor over those ranks that are meeting, this one among them, in place: on each the same bits.
@@ -135,9 +142,11 @@ class Transport:
         for rank in meeting:
             values.add_(of_rank[rank])
 
-    def _tell(self, tensors: Sequence[torch.Tensor], channel: str) -> None:
-        sends = [(rank, tensors[self.rank]) for rank in self.others]
-        self.exchange(channel, sends, [(rank, tensors[rank]) for rank in self.others])
+    def _tell(self, of_ranks: Sequence[bytearray], channel: str) -> None:
+        """Send this rank's bytes, and fill the others'; which of them are none, all know."""
+        tensors = {n: torch.frombuffer(b, dtype=torch.uint8) for n, b in enumerate(of_ranks) if b}
+        sends = [(rank, tensors[self.rank]) for rank in self.others if self.rank in tensors]
+        self.exchange(channel, sends, [(rank, tensors[rank]) for rank in self.others if rank in tensors])
 
     def check(self, channel: str = AGREEMENTS) -> None:
         """Raises DistributedError: nothing can be exchanged any more."""

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from chunkc.ir.links import FROM_DISK, GATHER, SCATTER, TO_DEVICE, TO_DISK, TO_HOME
-from chunkc.ir.shards import Shards
+from chunkc.ir.shards import Shards, parcels
 from chunkc.ir.states import DEFAULT_STATES, ELEMENTS_PER_SCALE, INT8, StateFormat, num_entries
 
 STEP_NBYTES = 4
@@ -187,10 +187,11 @@ class ChunkGroup:
     `numel` is the room of each chunk in elements, gaps for alignment included.
 
     Of a group that is cut over ranks, chunks at home hold this rank's parts. Computation needs parameters and gradients
-    whole, in slots of `gathered_numel` elements. A gradient's slot has `exchange_numel` more: room for what other ranks
-    computed for this rank's part. Optimizer states, and parts of chunks, are as at home. In stages 1 and 2 some of
-    these elements stand on the compute tier from phase to phase (`standing_numel`); the rest of a slot comes and goes.
-    So they do in a group that `is_whole`, where no stage is forced: its parameters, as in stage 2.
+    whole, in slots of `gathered_numel` elements, and `packing_numel` more, where what goes in one message is put
+    together. A gradient's slot has another `exchange_numel`: room for what other ranks computed for this rank's part.
+    Optimizer states, and parts of chunks, are as at home. In stages 1 and 2 some of these elements stand on the compute
+    tier from phase to phase (`standing_numel`); the rest of a slot comes and goes. So they do in a group that
+    `is_whole`, where no stage is forced: its parameters, as in stage 2.
     """
 
     index: int
@@ -211,14 +212,29 @@ class ChunkGroup:
     def slot_numel(self, chunk: Chunk) -> int:
         """Elements of the slot of one of its chunks, or of a part of one, without those that stand."""
         if self.is_gathered(chunk):
-            exchanged = self.exchange_numel if chunk.kind == GRAD else 0
+            exchanged = self.packing_numel + (self.exchange_numel if chunk.kind == GRAD else 0)
             return self.gathered_numel + exchanged - self.standing_numel(chunk)
         begin, end = chunk.part or (0, self.numel)
         return end - begin
 
+    @cached_property
+    def parcels(self) -> tuple[tuple[TensorSlice, ...], ...]:
+        """Of a group that is cut over ranks, its parameters by the messages that ranks send their parts in."""
+        found = parcels([s.spec.shards for s in self.slices if s.spec.shards is not None], self.dtype.itemsize)
+        return tuple(tuple(self.slices[index] for index in parcel) for parcel in found)
+
+    @cached_property
+    def packing_numel(self) -> int:
+        """Elements of what does not go in a message of its own, of all ranks."""
+        together = (where.spec.shards for parcel in self.parcels if len(parcel) > 1 for where in parcel)
+        return sum(shards.numel_of_equals for shards in together if shards is not None)
+
     def standing_numel(self, chunk: Chunk) -> int:
-        """Elements of the slot of one of its chunks that stay on the compute tier whatever is planned."""
-        return self.gathered_numel if chunk.part is None and chunk.kind in self.standing_kinds else 0
+        """Elements of the slot of one of its chunks that stay on the compute tier whatever is planned: of whole
+        parameters with the room for packing, for which a slot would have to come and go."""
+        if chunk.part is not None or chunk.kind not in self.standing_kinds:
+            return 0
+        return self.gathered_numel + (self.packing_numel if chunk.kind == PARAM else 0)
 
     @cached_property
     def standing_kinds(self) -> tuple[str, ...]:
@@ -244,7 +260,8 @@ class ChunkGroup:
     @property
     def standing_nbytes(self) -> int:
         """Bytes of all that stands, each kind as the compute tier's allocator gives it."""
-        return sum(self.slices[0].spec.rounded(self.gathered_numel * self.dtype.itemsize) for _ in self.standing_kinds)
+        chunks = [Chunk(kind, self.index) for kind in self.standing_kinds]
+        return sum(self.slices[0].spec.rounded(self.standing_numel(one) * self.dtype.itemsize) for one in chunks)
 
     def is_gathered(self, chunk: Chunk) -> bool:
         """Whether the slot of one of its chunks holds all ranks' parts."""

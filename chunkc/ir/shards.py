@@ -7,12 +7,18 @@ parts. What cannot be cut, a scalar, is one part, of which every rank has a copy
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from chunkc.ir.errors import OptionsError
 
 ZeroStage = Literal[1, 2, 3]
+
+PACKED_NBYTES, PACKING_NBYTES = 1 << 16, 1 << 20
+"""Parts of at most so many bytes go from rank to rank together with others of their chunk, in one message; of all ranks
+together so many, the smallest first, since that takes room. For larger ones a message of their own takes less time than
+the copies (gloo on one host: by a third less for parts of 256 KiB, and by a third more for those of 64 KiB)."""
 
 
 def check_zero_stage(zero_stage: object) -> None:
@@ -73,6 +79,11 @@ class Shards:
         begin, end = self.span(0)
         return end - begin
 
+    @property
+    def numel_of_equals(self) -> int:
+        """Elements of all parts, if each were the largest."""
+        return self.num_ranks * self.largest_numel
+
     def span(self, rank: int) -> tuple[int, int]:
         """A rank's part: its first element in the whole tensor, and the one after its last."""
         row_numel = math.prod(self.shape[1:])
@@ -84,3 +95,17 @@ class Shards:
         rows = self.shape[0] if self.shape else 1
         each = -(-rows // self.num_ranks)
         return min(rank * each, rows), min((rank + 1) * each, rows)
+
+
+def parcels(of_all: Sequence[Shards], itemsize: int) -> list[list[int]]:
+    """Parameters of one chunk, as indexes, by the messages that ranks send their parts in: the same on all ranks."""
+    together: dict[tuple[int, int], list[int]] = {}
+    nbytes = 0
+    for index in sorted(range(len(of_all)), key=lambda index: of_all[index].numel_of_equals):
+        shards = of_all[index]
+        nbytes += shards.numel_of_equals * itemsize
+        is_small = shards.largest_numel * itemsize <= PACKED_NBYTES and nbytes <= PACKING_NBYTES
+        if is_small and shards.num_ranks * shards.num_copies > 1:
+            together.setdefault((shards.num_ranks, shards.num_copies), []).append(index)
+    packed = {index for parcel in together.values() for index in parcel}
+    return [*([index] for index in range(len(of_all)) if index not in packed), *together.values()]

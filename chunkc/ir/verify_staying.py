@@ -23,15 +23,16 @@ def nbytes_that_stay(layout: ChunkLayout, resident: Collection[int]) -> int:
 
 
 def _whole_nbytes(group: ChunkGroup) -> int:
-    """Of a group in stage 2 of ZeRO, or that was chosen for it, all ranks' parameters stay; in stage 1 the gradients of
-    trained ones too."""
+    """Of a group in stage 2 of ZeRO, or that was chosen for it, all ranks' parameters stay, with the room where
+    messages are put together; in stage 1 the gradients of trained ones too."""
     of_all = {s.spec.shards.zero_stage for s in group.slices if s.spec.shards is not None}
     stage = next(iter(of_all)) if of_all else 3
     if stage is None:
         stage = 2 if group.is_whole else 3
-    num_kinds = {2: 1, 1: 1 + group.trainable}.get(stage, 0)
+    parameters, gradients = group.gathered_numel + group.packing_numel, group.gathered_numel
+    numels = {2: [parameters], 1: [parameters, gradients] if group.trainable else [parameters]}.get(stage, [])
     granule_nbytes = group.slices[0].spec.granule_nbytes if group.slices else 1
-    return num_kinds * -(-group.gathered_numel * group.dtype.itemsize // granule_nbytes) * granule_nbytes
+    return sum(-(-numel * group.dtype.itemsize // granule_nbytes) * granule_nbytes for numel in numels)
 
 
 def _specs(layout: ChunkLayout, resident: Collection[int]) -> Iterator[tuple[ParamSpec, bool]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,6 +135,24 @@ def test_what_every_rank_has_whole_counts_at_all_times(zero_stage: ZeroStage | N
         exchanged = 4 * group.gathered_numel
         assert item.way_home.moved_nbytes(item.nbytes) == exchanged, "what is exchanged is the same in every stage"
         assert item.way_back.moved_nbytes(item.nbytes) == (exchanged if kind == PARAM else 0)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3, None])
+def test_room_for_what_goes_in_one_message_counts(zero_stage: ZeroStage | None) -> None:
+    """In a slot of its own, or for good with whole parameters, where the planner and the verifier see it."""
+    first = part((ROWS,), 3, 0, zero_stage)
+    laid_out = lay_out([first, replace(first, name="v")], 1 << 16)
+    laid_out = laid_out.with_whole([0]) if zero_stage is None else laid_out
+    (group,) = laid_out.groups
+    assert group.packing_numel == 2 * 3 * -(-ROWS // 3)
+    assert fixed_nbytes(laid_out, frozenset()) == nbytes_that_stay(laid_out, ())
+    stands, moves = nbytes_that_stay(laid_out, ()), laid_out.chunk_nbytes_of(WHOLE)
+    assert (moves > 0) == (zero_stage == 3)
+    counters_nbytes = 2 * 4
+    assert stands + moves >= counters_nbytes + 4 * (group.gathered_numel + group.packing_numel)
+    packing_and_received = 4 * (group.packing_numel + group.exchange_numel)
+    of_gradient = laid_out.chunk_nbytes_of(Chunk(GRAD, 0))
+    assert of_gradient == packing_and_received + (0 if zero_stage == 1 else 4 * group.gathered_numel)
 
 
 def test_a_plan_for_what_is_whole_is_none_for_what_is_not() -> None:

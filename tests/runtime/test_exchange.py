@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from chunkc.ir import shards
 from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkGroup, ParamSpec
 from chunkc.ir.shards import Shards
 from chunkc.passes.layout import lay_out
@@ -20,17 +21,25 @@ RANKS = [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2), (6, 3)]
 """With how many copies there are of each part."""
 
 
+@pytest.fixture(params=[0, 20, 1 << 16], autouse=True, ids=lambda nbytes: f"{nbytes} bytes")
+def packed_nbytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Up to what size parts go together: none, some, all."""
+    monkeypatch.setattr(shards, "PACKED_NBYTES", request.param)
+    return request.param
+
+
 class Thread:
     """A rank's transport, whose messages go through queues from thread to thread."""
 
     def __init__(self, rank: int, queues: list[list[SimpleQueue[torch.Tensor]]]) -> None:
         self.rank, self.num_ranks, self.queues = rank, len(queues), queues
         self.others = [other for other in range(self.num_ranks) if other != rank]
-        self.sent = 0
+        self.sent, self.num_messages = 0, 0
 
     def exchange(self, channel: str, sends: Sequence[Any], receives: Sequence[Any]) -> None:
         for rank, tensor in sends:
             self.sent += tensor.nbytes
+            self.num_messages += 1
             self.queues[self.rank][rank].put(tensor.clone())
         for rank, tensor in receives:
             tensor.copy_(self.queues[rank][self.rank].get(timeout=10))
@@ -103,7 +112,7 @@ def test_every_rank_gets_every_parameter_whole(num_ranks: int, num_copies: int) 
     def job(rank: Any) -> None:
         group = group_of(rank.rank, num_ranks, num_copies)
         slot = slot_of(group, PARAM)
-        gather(group, home_with(group, values), slot, rank)
+        gather(group, home_with(group, values), slot, slot[group.gathered_numel :], rank)
         found[rank.rank] = in_slot(group, slot)
 
     ranks = on_ranks(num_ranks, job)
@@ -112,6 +121,21 @@ def test_every_rank_gets_every_parameter_whole(num_ranks: int, num_copies: int) 
     nbytes = sum(value.nbytes for value in values.values() if value.dim())
     assert len(found) == num_ranks
     assert sum(rank.sent for rank in ranks) == (num_ranks - num_copies) * nbytes
+
+
+def test_small_parts_of_a_chunk_go_to_each_rank_in_one_message(packed_nbytes: int) -> None:
+    def job(rank: Any) -> None:
+        group = group_of(rank.rank, 3)
+        slot, home = slot_of(group, GRAD), home_with(group, whole(0))
+        gather(group, home, slot, slot[group.gathered_numel :], rank)
+        gathered.append(rank.num_messages)
+        scatter_sums(group, slot, slot[group.gathered_numel :], home, dict.fromkeys("abcd", False), rank)
+
+    gathered: list[int] = []
+    ranks = on_ranks(3, job)
+    num_parcels = {0: 4, 20: 2, 1 << 16: 1}[packed_nbytes]  # with 20: a, whose parts have 24 bytes, and the others
+    assert gathered == [2 * num_parcels] * 3
+    assert [rank.num_messages for rank in ranks] == [4 * num_parcels] * 3
 
 
 @pytest.mark.parametrize(("num_ranks", "num_copies"), RANKS)
@@ -149,6 +173,16 @@ def test_each_rank_gets_its_part_of_the_mean(num_ranks: int, num_copies: int) ->
     assert len(found) == num_ranks
     in_rows, of_copies = (num_ranks - num_copies) * nbytes, 2 * (num_copies - 1) * nbytes
     assert sum(rank.sent for rank in ranks) == in_rows + of_copies + 2 * (num_ranks - 1) * 4
+
+
+def test_the_smallest_go_together_while_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "PACKED_NBYTES", 1 << 16)
+    monkeypatch.setattr(shards, "PACKING_NBYTES", 4 * (2 * 1 + 2 * 4 + 2 * 4 + 1))  # b, c, d and e
+    group = group_of(1, 2)
+    names = [[where.spec.name for where in parcel] for parcel in group.parcels]
+    assert sorted(names) == [["a"], ["b", "c", "d"], ["e"]]
+    assert group.packing_numel == 2 * 1 + 2 * 4 + 2 * 4
+    assert group.slot_numel(Chunk(PARAM, 0)) == group.gathered_numel + group.packing_numel
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
