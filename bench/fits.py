@@ -10,35 +10,16 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from context import Context, Progress
 from gpt import GPTConfig
-from metrics import Metric, Row, Section, flat, one, paired_ratios, setting_of
+from metrics import Metric, Row, Section, one, paired_ratios, setting_of
 from specs import CHUNKC, PLAIN, SubjectSpec
-from subject_process import REPLY_TIMEOUT_S, SubjectProcess, Timeout, Turn, interleave, rotated
-
-HUGE_NBYTES = 2**40
-"""A budget that everything fits."""
-
-LOSS_TOLERANCE = 1e-2
-"""Subjects whose losses differ by more do not train the same model: their times compare nothing."""
-
-
-@dataclass(frozen=True)
-class Size:
-    """A model and how often it is measured; `num_steps` are those of one turn, `codegen` is everybody's."""
-
-    model: GPTConfig
-    batch_size: int
-    num_repeats: int
-    num_rounds: int
-    num_steps: int
-    codegen: str = "inductor"
-
+from subject_process import REPLY_TIMEOUT_S, SubjectProcess, Timeout, Turn, rotated
+from timed_steps import HUGE_NBYTES, SMALL, Size, step_metrics
 
 FULL = Size(
     GPTConfig(num_layers=24, width=256, num_heads=4, length=128),
@@ -47,18 +28,9 @@ FULL = Size(
     num_rounds=10,
     num_steps=5,
 )
-SMALL = Size(
-    GPTConfig(num_layers=2, width=64, num_heads=2, length=32),
-    batch_size=2,
-    num_repeats=1,
-    num_rounds=1,
-    num_steps=3,
-    codegen="eager",
-)
 GPU = Size(
     GPTConfig(num_layers=24, width=1024, num_heads=16, length=1024, vocabulary=50_304),
     batch_size=8,
-    num_repeats=1,
     num_rounds=6,
     num_steps=5,
 )
@@ -149,62 +121,24 @@ def _steps(
             advance(f"compiling: {name}")
             subjects[name] = stack.enter_context(SubjectProcess(spec, cache, timeout_s=timeout_s))
             subjects[name].step(2)
-        turns = interleave(
-            subjects,
-            num_rounds=size.num_rounds,
-            num_steps=size.num_steps,
-            on_turn=lambda name: advance(f"training: {name}"),
-            is_over=lambda: context.is_out_of_time,
-        )
+        turns = size.take_turns(subjects, context, advance)
         num_moments = {name: subject.report().get("num_moments") for name, subject in subjects.items()}
         ready = subjects[PLAIN].ready
     tokens = size.batch_size * size.model.length
-    setting = setting_of(
-        size.model,
-        size.batch_size,
-        num_parameters=ready["num_parameters"],
-        num_threads=ready["num_threads"],
-        num_rounds=size.num_rounds,
-        num_steps_per_round=size.num_steps,
-    )
-    rows = [
-        Row({"subject": name}, step_metrics(turns[name], turns[PLAIN], tokens, num_moments[name])) for name in specs
-    ]
+    counts = {name: ready[name] for name in ("num_parameters", "num_threads")}
+    setting = size.setting(len(turns[PLAIN]), **counts)
+    rows = [Row({"subject": name}, metrics_of(turns[name], turns[PLAIN], tokens, num_moments[name])) for name in specs]
     return Section("Time per step", setting, rows)
 
 
-def step_metrics(turns: list[Turn], base: list[Turn], tokens: int, num_moments: int | None) -> dict[str, Metric]:
-    """A subject's times, and their ratios to the base's, round by round.
+def metrics_of(turns: list[Turn], base: list[Turn], tokens: int, num_moments: int | None) -> dict[str, Metric]:
+    """A subject's row.
 
     Raises:
-        ValueError: the losses differ by more than LOSS_TOLERANCE.
+        ValueError: as `step_metrics`.
     """
-    step_s = flat("s", [turn.step_s for turn in turns])
-    difference = max_loss_difference(turns, base)
-    if not difference <= LOSS_TOLERANCE:
-        raise ValueError(f"losses differ by {difference}: the subjects do not train the same model")
-    metrics = {
-        "step": step_s,
-        "to plain": paired_ratios([turn.step_s for turn in turns], [turn.step_s for turn in base]),
-        "forward + backward": flat("s", [turn.forward_backward_s for turn in turns]),
-        "f + b to plain": paired_ratios(
-            [turn.forward_backward_s for turn in turns], [turn.forward_backward_s for turn in base]
-        ),
-        "optimizer": flat("s", [turn.optimizer_s for turn in turns]),
-        "optimizer to plain": paired_ratios([turn.optimizer_s for turn in turns], [turn.optimizer_s for turn in base]),
-        "tokens/s": Metric("per_s", tuple(tokens / sample for sample in step_s.samples)),
-        "largest loss difference": one("number", difference),
-    }
+    metrics = step_metrics(turns, {"plain": base}, in_parts=True)
+    metrics["tokens/s"] = Metric("per_s", tuple(tokens / sample for sample in metrics["step"].samples))
     if num_moments is not None:
         metrics["moments"] = one("number", num_moments)
     return metrics
-
-
-def max_loss_difference(turns: list[Turn], base: list[Turn]) -> float:
-    """Between equal steps; NaN where a loss is."""
-    differences = [
-        abs(a - b)
-        for turn, other in zip(turns, base, strict=True)
-        for a, b in zip(turn.losses, other.losses, strict=True)
-    ]
-    return float("nan") if any(d != d for d in differences) else max(differences)

@@ -16,51 +16,31 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from context import Context, Progress
-from fits import HUGE_NBYTES, LOSS_TOLERANCE, max_loss_difference
 from gpt import GPTConfig
-from metrics import Metric, Row, Section, flat, one, paired_ratios, setting_of
+from metrics import Row, Section, one
 from specs import CHUNKC_RANKS, DDP, FSDP2_RANKS, SubjectSpec
-from subject_process import REPLY_TIMEOUT_S, SubjectProcess, Timeout, Turn, interleave
+from subject_process import REPLY_TIMEOUT_S, SubjectProcess, Timeout, Turn
+from timed_steps import HUGE_NBYTES, SMALL, Size, step_metrics
 
 ROOMY, AS_FSDP2, LEAST = "chunkc, room for all", "chunkc, FSDP2's memory", "chunkc, least memory"
 
 
-@dataclass(frozen=True)
-class Size:
-    """A model, the batch of one rank, and how often it is measured; `num_steps` are those of one turn."""
-
-    model: GPTConfig
-    batch_size: int
-    num_ranks: int
-    num_rounds: int
-    num_steps: int
-    codegen: str = "inductor"
-
+NUM_RANKS = 2
 
 FULL = Size(
     GPTConfig(num_layers=8, width=256, num_heads=4, length=128),
     batch_size=2,
-    num_ranks=2,
     num_rounds=8,
     num_steps=5,
     codegen="eager",
 )
 """Few tokens: exchange and update are much of a step. All run ATen's kernels, which are not what is compared."""
-
-SMALL = Size(
-    GPTConfig(num_layers=2, width=64, num_heads=2, length=32),
-    batch_size=2,
-    num_ranks=2,
-    num_rounds=1,
-    num_steps=2,
-    codegen="eager",
-)
 
 
 class Ranks:
@@ -124,28 +104,19 @@ def _section(context: Context, size: Size, cache: Path, stack: ExitStack, advanc
     budgets = {AS_FSDP2: max(least_nbytes, beside_home_nbytes), LEAST: least_nbytes}
     subjects |= _started((AS_FSDP2, LEAST), size, budgets, cache, stack, timeout_s, advance)
     before = {name: sum(r["acknowledged_nbytes"] for r in subject.reports()) for name, subject in subjects.items()}
-    turns = interleave(
-        subjects,
-        num_rounds=size.num_rounds,
-        num_steps=size.num_steps,
-        on_turn=lambda name: advance(f"training: {name}"),
-        is_over=lambda: context.is_out_of_time,
-    )
+    turns = size.take_turns(subjects, context, advance)
     rows = []
     for name, subject in subjects.items():
         reports = subject.reports()
-        num_steps = sum(len(turn.losses) for turn in turns[name]) * size.num_ranks
+        num_steps = sum(len(turn.losses) for turn in turns[name]) * NUM_RANKS
         wire_nbytes = (sum(r["acknowledged_nbytes"] for r in reports) - before[name]) / num_steps
         rows.append(_row(name, turns, reports, wire_nbytes))
     ready = subjects[DDP].ready
-    setting = setting_of(
-        size.model,
-        size.batch_size,
-        num_ranks=size.num_ranks,
+    setting = size.setting(
+        len(turns[DDP]),
+        num_ranks=NUM_RANKS,
         num_parameters=ready["num_parameters"],
         num_threads_per_rank=ready["num_threads"],
-        num_rounds=len(turns[DDP]),
-        num_steps_per_round=size.num_steps,
         codegen=size.codegen,
     )
     return Section("Several ranks on one host, gloo", setting, rows)
@@ -179,7 +150,7 @@ def spec_of(name: str, size: Size, budget_nbytes: int) -> SubjectSpec:
         options,
         is_metered=True,
         codegen=size.codegen,
-        num_ranks=size.num_ranks,
+        num_ranks=NUM_RANKS,
     )
 
 
@@ -191,24 +162,11 @@ def memory_nbytes(report: dict[str, Any]) -> int:
 
 def _row(name: str, turns: dict[str, list[Turn]], reports: list[dict[str, Any]], wire_nbytes: float) -> Row:
     """A system's times, its ratios to FSDP2 and to DDP round by round, its memory and its messages."""
-    own = turns[name]
-    difference = max_loss_difference(own, turns[DDP])
-    if not difference <= LOSS_TOLERANCE:
-        raise ValueError(f"losses of {name} differ by {difference}: the subjects do not train the same model")
-
-    def ratios(base: str) -> Metric:
-        return paired_ratios([turn.step_s for turn in own], [turn.step_s for turn in turns[base]])
-
-    metrics = {
-        "step": flat("s", [turn.step_s for turn in own]),
-        "to FSDP2": ratios(FSDP2_RANKS),
-        "to DDP": ratios(DDP),
-        "forward + backward": flat("s", [turn.forward_backward_s for turn in own]),
-        "optimizer": flat("s", [turn.optimizer_s for turn in own]),
+    bases = {system: turns[system] for system in (FSDP2_RANKS, DDP)}
+    metrics = step_metrics(turns[name], bases, in_parts=False) | {
         "sent per rank and step": one("nbytes", wire_nbytes),
         "peak per rank": one("nbytes", max(report["measured_peak_nbytes"] for report in reports)),
         "with home": one("nbytes", max(map(memory_nbytes, reports))),
-        "largest loss difference": one("number", difference),
     }
     predicted = [report["predicted_peak_nbytes"] for report in reports if "predicted_peak_nbytes" in report]
     if predicted:

@@ -114,18 +114,18 @@ def test_compilation_time_leaves_out_the_step_itself_and_the_second_one():
 
 
 def test_step_metrics():
-    metrics = fits.step_metrics([_turn(2.0, 4.0)], [_turn(1.0, 3.0)], 12, 7)
+    metrics = fits.metrics_of([_turn(2.0, 4.0)], [_turn(1.0, 3.0)], 12, 7)
     assert metrics["step"].samples == (2.0, 4.0)
     assert metrics["to plain"].samples == (1.5,)
     assert metrics["tokens/s"].samples == (6.0, 3.0)
     assert metrics["moments"].median == 7
-    assert "moments" not in fits.step_metrics([_turn(2.0)], [_turn(1.0)], 12, None)
+    assert "moments" not in fits.metrics_of([_turn(2.0)], [_turn(1.0)], 12, None)
 
 
 @pytest.mark.parametrize("losses", [(3.1,), (float("nan"),)])
 def test_times_of_different_models_are_not_compared(losses: tuple[float, ...]):
     with pytest.raises(ValueError, match="do not train the same model"):
-        fits.step_metrics([_turn(1.0, losses=losses)], [_turn(1.0)], 12, None)
+        fits.metrics_of([_turn(1.0, losses=losses)], [_turn(1.0)], 12, None)
 
 
 def test_budgets_are_parts_of_plain_memory():
