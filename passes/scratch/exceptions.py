@@ -36,11 +36,12 @@ PRODUCT = Inexact(
     loose=True,
 )
 CONVOLUTION = Inexact(
-    "float16; bfloat16 but for AVX-512 with bfloat16 instructions and without AMX; gaps in filters; backwards of "
-    "channels-last or small single images; filters of one pixel, few channels or odd groups on several threads; "
-    "processors without AVX-512",
+    "float16; bfloat16 but for AVX-512 with bfloat16 instructions and without AMX; processors without AVX-512; filters "
+    "padded by more than half of them, or larger than the image; volumes in groups or with gaps; filters of one pixel, "
+    "few channels, groups and channels last on several threads",
     "oneDNN picks the blocked formats of image, filters and result, its scratchpad and how threads share, when it runs",
-    "image, filters and result in blocks, and filters' gradients per thread; in low precision also 1 MiB per thread",
+    "mostly within 1.5 times; where kernels are not known, all of image, filters and result in blocks, and filters' "
+    "gradients per thread, in low precision also 1 MiB per thread",
     loose=True,
 )
 STATISTICS = Inexact(

@@ -1,35 +1,38 @@
-"""A convolution as oneDNN sees it on the CPU: channels in blocks of 16, which of its kernels are known, their buffers.
+"""A convolution in numbers, as oneDNN sees it on the CPU: channels in blocks, formats, and what it reorders.
 
-Sources: ATen's `Convolution.cpp` and `mkldnn/Conv.cpp`.
+A transposed convolution is the gradient, for its images, of a plain one: `Convolution` is always the plain one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass, replace
 
 BLOCK = 16
 PADDING = 128
 """Bytes by which oneDNN aligns one region of its scratchpad."""
-_MANY_IMAGES = 16
-"""From so many on, oneDNN computes also what one thread could do as a matrix product."""
-MIN_POSITIONS = 4
-"""Results of fewer positions are computed as matrix products."""
 PAGE = 4096
-BARRIER = 2 * PAGE + PADDING
-"""Bytes of the buffer in which threads wait for each other before they sum filters' gradients."""
 ADDRESS_NBYTES = 40
 """Of the addresses of one pair of blocks that are multiplied."""
 MAX_CHANNELS = 64
 """In one of these blocks."""
+_LANES = (16, 8, 4)
+"""Channels of a group that are computed side by side; of those that none divides, there is a matrix product only."""
+MIN_POSITIONS = 4
+"""Results of fewer positions may be computed as matrix products."""
+SUM_ITEMSIZE = 4
+"""Of accumulators and of sums of filters' gradients."""
+
 _WIDEST_FILTERS, _WIDEST_PADDING = 14, 6
 """Wider filters' gradients, and convolutions of images padded by more, may be products with unfolded images."""
-WIDEST_BFLOAT16_PATCHES = 16
+_WIDEST_BFLOAT16_PATCHES = 16
 """The same of filters, in bfloat16, of a few colours."""
+_MOST_COLOURS = 3
+"""Of volumes that are read as they are."""
+_TOO_MUCH_PADDING = 31
+"""No kernel computes a convolution of images padded by more."""
+WIDEST_DEPTHWISE = 3
+"""Depthwise filters up to so wide have a kernel of their own for their gradients."""
 
 
 def padded(size: int, block: int = BLOCK) -> int:
@@ -50,149 +53,200 @@ def by_blocks(channels: int) -> int:
 
 @dataclass(frozen=True)
 class Convolution:
-    """One convolution, or the one that a backward belongs to.
+    """Numbers of one convolution; of a transposed one, those of the convolution whose gradient it is.
 
     Attributes:
-        input: images [N, C, *spatial].
-        weight: filters [out, C / groups, *kernel]; transposed [C, out / groups, *kernel].
-        result_shape: of the convolution's result.
-        stride, padding, dilation: per spatial dimension.
+        transposed: whether it is one of those.
+        num_images, groups: how many.
+        inside, outside: channels of one group, in and out.
+        read, written: spatial sizes of images and of results.
+        kernel, stride, padding, dilation: per spatial dimension.
+        itemsize: 4 for float32, 2 for bfloat16.
+        last: whether images come, and results go, with channels last.
         bias: whether it adds one (or its backward makes the bias's gradient).
         num_threads: threads that it may use.
     """
 
-    input: Tensor
-    weight: Tensor
-    result_shape: tuple[int, ...]
+    transposed: bool
+    num_images: int
+    groups: int
+    inside: int
+    outside: int
+    read: tuple[int, ...]
+    written: tuple[int, ...]
+    kernel: tuple[int, ...]
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
-    groups: int
-    transposed: bool
+    itemsize: int
+    last: bool
     bias: bool
     num_threads: int
+
+    def mirrored(self) -> Convolution:
+        """With images and results exchanged."""
+        return replace(self, inside=self.outside, outside=self.inside, read=self.written, written=self.read)
 
     @property
     def pixels(self) -> int:
         """Of one filter."""
-        return math.prod(self.weight.shape[2:])
+        return math.prod(self.kernel)
 
     @property
     def positions(self) -> int:
         """Of one result."""
-        return math.prod(self.result_shape[2:])
+        return math.prod(self.written)
 
     @property
     def strided(self) -> bool:
         return any(step != 1 for step in self.stride)
 
     @property
-    def channels(self) -> tuple[int, int]:
-        """Of one group, in and out."""
-        return self.input.shape[1] // self.groups, self.result_shape[1] // self.groups
-
-    @property
     def depthwise(self) -> bool:
-        return self.groups > 1 and self.channels == (1, 1)
+        return self.groups > 1 and self.inside == self.outside == 1
 
     @property
-    def result_nbytes(self) -> int:
-        return math.prod(self.result_shape) * self.input.itemsize
-
-    def blocked_nbytes(self, shape: Sequence[int]) -> int:
-        """Bytes of images of `shape` whose channels are padded to blocks."""
-        channels = shape[1] if self.groups > 1 else padded(shape[1])
-        return shape[0] * channels * math.prod(shape[2:]) * self.input.itemsize
+    def is_usual(self) -> bool:
+        """Filters not larger than the image, padded on both sides by half of them at most, and moved by no more than
+        their width; with gaps, by one. Others may be computed by any kernel."""
+        if self.unfolds_images and self.unfolds_for_filters:
+            return True
+        sizes = zip(self.kernel, self.dilation, self.stride, self.padding, self.after, self.read, strict=True)
+        for kernel, gap, step, before, after, size in sizes:
+            whole = (kernel - 1) * gap + 1
+            larger = 1 if self.itemsize == 2 and self.groups == 1 and gap == 1 else 0
+            most = whole - 1 if self.depthwise and not self.last else whole // 2
+            if max(before, after) > most or whole > size + larger or step > max(kernel, 2):
+                return False
+            if self.pixels == 1 and self.inside < BLOCK and size % step:
+                return False
+            if gap > 1 and (step > 1 or before < whole // 2):
+                return False
+        square = all(len(set(sizes)) == 1 for sizes in (self.kernel, self.stride, self.padding))
+        if self.reads_plain_image and not square and not (len(self.kernel) == 3 and self.inside <= _MOST_COLOURS):
+            return False
+        large = self.written[-1] > 1 and self.positions >= MIN_POSITIONS
+        return (large or self.pixels == 1) and (len(self.kernel) < 3 or not (self.groups > 1 or self.has_gaps))
 
     @property
-    def blocked_filters_nbytes(self) -> int:
-        if self.depthwise:
-            return padded(self.groups) * self.pixels * self.input.itemsize
-        inside, outside = self.channels
-        inside = inside if self.reads_plain_image else padded(inside)
-        return self.groups * padded(outside) * inside * self.pixels * self.input.itemsize
+    def is_dense_depthwise(self) -> bool:
+        """Depthwise with channels last, but maybe computed as groups are."""
+        if not (self.depthwise and self.last):
+            return False
+        overlap = all(step < kernel for step, kernel in zip(self.stride, self.kernel, strict=True))
+        return self.has_gaps or len(self.kernel) == 3 or not (overlap and self.is_usual)
+
+    @property
+    def has_gaps(self) -> bool:
+        return max(self.dilation) > 1
+
+    @property
+    def lanes(self) -> int:
+        if self.groups == 1 or self.depthwise:
+            return BLOCK  # padded
+        return next((n for n in _LANES if self.inside % n == 0 and self.outside % n == 0), 0)
+
+    @property
+    def fills_lanes(self) -> bool:
+        """Groups that are as wide as lanes have kernels of their own."""
+        return self.groups > 1 and self.inside == self.outside == self.lanes
 
     @property
     def reads_plain_image(self) -> bool:
         """A first convolution, of a few colours, reads them as they are."""
-        return self.groups == 1 and not self.transposed and self.input.shape[1] < BLOCK and self.pixels > 1
+        return self.groups == 1 and self.inside < BLOCK and self.pixels > 1 and not self.transposed
 
     @property
-    def is_square(self) -> bool:
-        """Filters, strides and padding are the same in all dimensions."""
-        return all(len(set(sizes)) == 1 for sizes in (tuple(self.weight.shape[2:]), self.stride, self.padding))
+    def sums_plain_image(self) -> bool:
+        """The same for its filters' gradients: of one or three colours; in bfloat16, where results fill blocks."""
+        fills = self.inside in (1, 3) if self.itemsize == 4 else self.outside % BLOCK == 0
+        return self.reads_plain_image and fills
 
     @property
-    def fills_blocks(self) -> bool:
-        if self.groups == 1:
-            return True  # padded
-        return self.groups % BLOCK == 0 if self.depthwise else all(c % BLOCK == 0 for c in self.channels)
+    def images_nbytes(self) -> int:
+        return self.num_images * self.groups * self.inside * math.prod(self.read) * self.itemsize
 
     @property
-    def has_known_kernels(self) -> bool:
-        """Float32 images on AVX-512, done by oneDNN, without gaps in filters, with a result larger than a matrix's."""
-        known = self.input.dtype == torch.float32 and self.input.dim() in (3, 4) and max(self.dilation) == 1
-        known &= torch.backends.cpu.get_cpu_capability() == "AVX512"
-        return known and self.positions >= MIN_POSITIONS and not may_unfold(self.input, self.weight, self.groups)
+    def results_nbytes(self) -> int:
+        return self.num_images * self.groups * self.outside * self.positions * self.itemsize
 
     @property
-    def is_direct(self) -> bool:
-        """One pixel, few images, one thread: a matrix product in place."""
-        plain = not (self.strided or self.transposed) and self.groups == 1 and self.input.shape[0] < _MANY_IMAGES
-        return self.pixels == 1 and self.num_threads == 1 and plain
+    def filters_nbytes(self) -> int:
+        return self.groups * self.inside * self.outside * self.pixels * self.itemsize
+
+    @property
+    def blocked_images_nbytes(self) -> int:
+        return self._blocked(self.inside) * self.num_images * math.prod(self.read) * self.itemsize
+
+    @property
+    def blocked_results_nbytes(self) -> int:
+        return self._blocked(self.outside) * self.num_images * self.positions * self.itemsize
+
+    def _blocked(self, channels: int) -> int:
+        """Channels of one image, or result, of all groups."""
+        whole = self.groups * channels
+        return padded(whole) if self.groups == 1 or self.depthwise else whole
 
     @property
     def unfolded_nbytes(self) -> int:
-        """Bytes of an image of one group as columns: for each position what a filter reads there."""
-        channels, positions = self.channels[0], self.positions
-        if self.transposed:
-            channels, positions = self.channels[1], math.prod(self.input.shape[2:])
-        return channels * self.pixels * positions * self.input.itemsize
+        """Bytes of an image (of a volume: one slice) of one group as columns: for each position what a filter reads."""
+        return self.inside * self.pixels * math.prod(self.written[-2:]) * self.itemsize
+
+    @property
+    def after(self) -> tuple[int, ...]:
+        """Padding behind the image that a result needs, per dimension; negative where pixels are left over."""
+        sizes = zip(self.written, self.stride, self.kernel, self.dilation, self.read, self.padding, strict=True)
+        return tuple(
+            (size - 1) * step + (kernel - 1) * gap + 1 - whole - before
+            for size, step, kernel, gap, whole, before in sizes
+        )
 
     @property
     def reads_patches(self) -> bool:
         """Every pixel is read once at most."""
-        return self.padding[-1] == 0 and self.stride[-1] >= self.weight.shape[-1]
+        return self.padding[-1] == 0 and self.stride[-1] >= self.kernel[-1]
 
     @property
     def unfolds_for_filters(self) -> bool:
-        """Whether oneDNN has only a matrix product for gradients of filters as wide, such as those of patches of 16."""
-        in_bfloat16 = self.reads_plain_image and self.input.dtype == torch.bfloat16
-        return self.weight.shape[-1] > (WIDEST_BFLOAT16_PATCHES if in_bfloat16 else _WIDEST_FILTERS)
+        """Whether oneDNN has only a matrix product for the filters' gradients: wide ones, such as those of patches of
+        16, and groups or depthwise filters of plain images that have no kernel of their own."""
+        widest = _WIDEST_BFLOAT16_PATCHES if self.reads_plain_image and self.itemsize == 2 else _WIDEST_FILTERS
+        if self.kernel[-1] > widest:
+            return True
+        if self.last:
+            return False
+        if self.groups == 1:
+            few = len(self.kernel) == 3 and self.pixels > 1 and _MOST_COLOURS < self.inside < BLOCK
+            return few and (self.itemsize == 2 or any(self.padding))
+        if self.depthwise:
+            return self.kernel[-1] > WIDEST_DEPTHWISE or len(self.kernel) == 3 or self.has_gaps
+        return self.lanes < (8 if self.itemsize == 4 else BLOCK)
+
+    @property
+    def may_unfold_for_filters(self) -> bool:
+        """Whether it may have: of a few channels of one row, or that are read in blocks."""
+        few = self.groups == 1 and self.pixels > 1 and self.inside < BLOCK
+        sizes = zip(self.padding, self.kernel, self.dilation, strict=True)
+        padded_much = any(2 * pad > (kernel - 1) * gap + 1 for pad, kernel, gap in sizes)
+        return (few and (len(self.kernel) == 1 or not self.sums_plain_image)) or padded_much or not self.is_usual
+
+    @property
+    def unfolds_images(self) -> bool:
+        """Whether images, and results for the images' gradient, are certainly unfolded: much padding, groups that have
+        no lanes."""
+        return not self.last and (not self.lanes or (self.padding[-1] > _TOO_MUCH_PADDING and not self.depthwise))
 
     @property
     def may_unfold_images(self) -> bool:
-        """Whether filters may be so wide, or images so much padded, that oneDNN has only a matrix product."""
-        padding = self.padding[-1]
-        is_wide = self.weight.shape[-1] > _WIDEST_FILTERS and not self.reads_patches
-        return is_wide or padding > min(_WIDEST_PADDING, self.result_shape[-1])
+        """Whether there may be only a matrix product: wide filters, much padding, gaps, groups that have no lanes."""
+        is_wide = self.kernel[-1] > _WIDEST_FILTERS and not self.reads_patches
+        much = self.padding[-1] > min(_WIDEST_PADDING, self.written[-1])
+        return is_wide or much or not self.is_usual or (not self.lanes and not self.last)
 
     @property
     def may_unfold_for_images(self) -> bool:
         """The same for the images' gradient, for which results are padded."""
-        width, padding = self.weight.shape[-1], self.padding[-1]
-        return max(padding, width - 1 - padding) > _WIDEST_PADDING and not self.reads_patches
-
-    @property
-    def padded_bias_nbytes(self) -> int:
-        """A bias that does not fill blocks."""
-        filled = self.channels[1] % BLOCK == 0 or self.depthwise
-        return 0 if filled else self.groups * padded(self.channels[1]) * 4 + PADDING
-
-    @property
-    def gathered_nbytes(self) -> int:
-        """Filters of one pixel with a stride first gather the pixels that they read, each thread those of one image."""
-        if self.pixels != 1 or not self.strided or self.transposed:
-            return 0
-        return self.num_threads * padded(self.channels[0]) * self.positions * self.input.itemsize + PADDING
-
-
-def may_unfold(input: Tensor, weight: Tensor, groups: int) -> bool:
-    """Whether ATen's own convolution may run: other dtypes, small single images, old processors."""
-    if input.dtype == torch.bfloat16:
-        return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if input.dtype == torch.float16:
-        return not torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    edge = min(weight.shape[-2:]) if weight.dim() > 3 else 1  # in one dimension, images are of one row
-    small = input.shape[0] == 1 and input.numel() <= 20480 and groups == 1 and edge <= 3
-    return input.dtype != torch.float32 or small
+        width, padding = (self.kernel[-1] - 1) * self.dilation[-1], self.padding[-1]
+        wide = max(padding, width - padding) > _WIDEST_PADDING and not self.reads_patches
+        gaps = self.has_gaps and self.groups > 1
+        return wide or gaps or not self.is_usual or (not self.lanes and not self.last)

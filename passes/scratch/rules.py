@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from chunkc.passes.scratch.convolution import convolution_backward_nbytes, convolution_nbytes
+from chunkc.passes.scratch.convolution import Operands, convolution_backward_nbytes, convolution_nbytes, operands
 from chunkc.passes.scratch.copies import contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
 from chunkc.passes.scratch.iterator import common_dtype, number_dtype, number_nbytes, numbers_in
-from chunkc.passes.scratch.onednn_convolution import Convolution
 from chunkc.passes.scratch.products import (
     attention_backward_nbytes,
     attention_nbytes,
@@ -240,18 +239,18 @@ def attention_backward_rule(call: Call) -> int:
     return attention_backward_nbytes(call["grad_out"], call["query"], call["key"], call.num_threads)
 
 
-def _convolution(call: Call, result: Tensor, *, bias: bool) -> Convolution:
-    return Convolution(
+def _convolution(call: Call, result: Tensor, *, bias: bool) -> Operands:
+    return operands(
         call["input"],
         call["weight"],
-        tuple(result.shape),
-        tuple(call["stride"]),
-        tuple(call["padding"]),
-        tuple(call["dilation"]),
+        result.shape,
+        call["stride"],
+        call["padding"],
+        call["dilation"],
         call["groups"],
-        call["transposed"],
-        bias,
-        call.num_threads,
+        transposed=call["transposed"],
+        bias=bias,
+        num_threads=call.num_threads,
     )
 
 
