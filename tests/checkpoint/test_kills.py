@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 
 def run(*arguments: str) -> dict[str, Any]:
-    program = str(Path(__file__).with_name("killed_runs.py"))
-    done = subprocess.run([sys.executable, program, *arguments], text=True, capture_output=True)
+    done = forked.run(Path(__file__).with_name("killed_runs.py"), *arguments)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["never"]  # and each step was said once

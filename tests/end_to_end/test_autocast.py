@@ -204,7 +204,7 @@ class Layers(nn.Module):
 
 
 @pytest.mark.second_tier
-@pytest.mark.parametrize("whole_graph", [pytest.param("auto", marks=pytest.mark.slow), "never"])
+@pytest.mark.parametrize("whole_graph", ["auto", pytest.param("never", marks=pytest.mark.slow)])
 def test_inductor_trains_a_block_with_dropout_in_a_region(whole_graph: str) -> None:
     model, call = compiled(HUGE, "inductor", Layers, options={"whole_graph": whole_graph})
     for batch in (4, 6):  # the second size is any size

@@ -18,11 +18,11 @@ STEPS = 3
 
 
 def experts_in_a_loop() -> nn.Module:
-    """Mixtral with sixteen experts, of which a loop calls those that eight tokens asked for."""
+    """A layer of Mixtral with sixteen experts, of which a loop calls those that eight tokens asked for."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     return MixtralForCausalLM(MixtralConfig(
-        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=64, num_local_experts=16, num_experts_per_tok=2, max_position_embeddings=64, use_cache=False,
         bos_token_id=0, eos_token_id=0, experts_implementation="eager",
     ))  # fmt: skip
