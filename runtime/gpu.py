@@ -18,6 +18,7 @@ import torch
 from torch.utils import dlpack
 
 from chunkc.ir.errors import UnsupportedError
+from chunkc.runtime.numa import node_of
 from chunkc.torch_private import cuda_allocator
 
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
@@ -84,6 +85,9 @@ class Gpu(Protocol):
 
     def view_pageable(self, host: torch.UntypedStorage) -> torch.Tensor:
         """A flat uint8 tensor of the device's over host memory that is not pinned, which its storage keeps alive."""
+
+    def numa_node(self) -> int | None:
+        """The node of the host's memory that is nearest; None where the system does not say."""
 
     def lap_peak_nbytes(self) -> int:
         """Bytes allocated at most since the last call of this."""
@@ -212,6 +216,10 @@ class TorchGpu:
         failed = driver.cuDeviceGet(ctypes.byref(handle), self.device.index)
         failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, handle)
         return not failed and value.value == 1
+
+    def numa_node(self) -> int | None:
+        found = torch.cuda.get_device_properties(self.device)
+        return node_of(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
 
     def lap_peak_nbytes(self) -> int:
         return cuda_allocator.lap_peak_nbytes(self.device.index)

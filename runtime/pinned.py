@@ -34,6 +34,7 @@ from chunkc.ir.units import format_nbytes
 from chunkc.runtime.gpu import Gpu
 from chunkc.runtime.homes import Home, Region, home_view_span
 from chunkc.runtime.maps import Mapping, map_memory
+from chunkc.runtime.numa import prefer_node
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class PinnedHome(Home):
         self._allow_unpinned = allow_unpinned
         self._warned = False
         self._noted_nbytes, self._pinning_s = 0, 0.0
+        self._is_near = False  # whether the system was told to take pages from the GPU's NUMA node
         self._casting = threading.Lock()
         self._pinned: dict[int, int] = {}  # nbytes by address; finalizers pop from it, in any thread
 
@@ -161,6 +163,8 @@ class PinnedHome(Home):
         _advise(memory, "MADV_DONTFORK")
         mapping = _PinnedMapping(memory, nbytes)
         began_s = time.perf_counter()
+        node = self._gpu.numa_node()
+        self._is_near = node is not None and prefer_node(mapping.address, nbytes, node)
         populate(mapping.address, nbytes)
         problem = self._gpu.pin(mapping.address, nbytes)
         if problem is None:
@@ -192,7 +196,10 @@ class PinnedHome(Home):
         self._pinning_s += seconds
         if before // _LOG_EVERY_NBYTES != self._noted_nbytes // _LOG_EVERY_NBYTES:
             logger.info(
-                "pinned %s of host memory so far, in %.1f s", format_nbytes(self._noted_nbytes), self._pinning_s
+                "pinned %s of host memory so far, in %.1f s%s",
+                format_nbytes(self._noted_nbytes),
+                self._pinning_s,
+                f", on the GPU's NUMA node {self._gpu.numa_node()} while it has room" if self._is_near else "",
             )
 
 

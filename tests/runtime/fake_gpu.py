@@ -74,12 +74,21 @@ class FakeGpu:
             streams are slow and which are not.
         lockable_nbytes: how much can be pinned.
         views_pageable: whether it reads host memory in place that is not pinned.
+        node: of the host's memory, which is nearest.
     """
 
     device = torch.device("cpu")
 
-    def __init__(self, *, longest_s: float = 0.0, lockable_nbytes: int = 1 << 40, views_pageable: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        longest_s: float = 0.0,
+        lockable_nbytes: int = 1 << 40,
+        views_pageable: bool = False,
+        node: int | None = None,
+    ) -> None:
         self.longest_s = longest_s
+        self.node = node
         self.views_pageable = views_pageable
         self.lockable_nbytes = lockable_nbytes
         self.pinned: dict[int, int] = {}
@@ -149,6 +158,9 @@ class FakeGpu:
 
     def view_pageable(self, host: torch.UntypedStorage) -> torch.Tensor:
         return relabelled(host, DLPACK_CPU, 0)
+
+    def numa_node(self) -> int | None:
+        return self.node
 
     def lap_peak_nbytes(self) -> int:
         return 0
