@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import cuda_in_ram
 import pytest
@@ -15,18 +13,10 @@ from device_gpt import SMALL, Trained, smallest_budget, train
 from torch import Tensor, nn
 
 import chunkc
-from chunkc.kernels import elementwise_triton
 
 pytestmark = pytest.mark.arithmetic
 
 HUGE = 1 << 34
-
-
-@pytest.fixture(autouse=True)
-def large_blocks() -> Iterator[None]:
-    """Triton's interpreter takes its time per block."""
-    with mock.patch.object(elementwise_triton, "BLOCK", 1 << 16):
-        yield
 
 
 @cache

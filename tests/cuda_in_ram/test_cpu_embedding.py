@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import cuda_in_ram
 import pytest
@@ -18,7 +16,6 @@ from torch import Tensor, nn
 import chunkc
 from chunkc.engine import Engine
 from chunkc.engine.cpu_embedding import CpuEmbedding, chosen, look_up_on_cpu, set_apart
-from chunkc.kernels import elementwise_triton
 from chunkc.session import OPEN
 
 pytestmark = pytest.mark.arithmetic
@@ -27,13 +24,6 @@ SHAPE = {"width": 64, "layers": 3, "heads": 2, "vocab": 2048, "sequence": 32}
 HUGE = 1 << 34
 EMBEDDINGS = ("tokens.weight", "positions.weight")
 FP16 = {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}
-
-
-@pytest.fixture(autouse=True)
-def large_blocks() -> Iterator[None]:
-    """Triton's interpreter takes its time per block."""
-    with mock.patch.object(elementwise_triton, "BLOCK", 1 << 16):
-        yield
 
 
 @dataclass(frozen=True)

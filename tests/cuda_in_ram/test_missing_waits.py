@@ -19,7 +19,6 @@ import torch
 from harness import differences
 from missing_waits import KINDS, Subject, Wait, is_event, shows_by_the_clock, slow_without, span
 
-from chunkc.kernels import elementwise_triton
 from chunkc.runtime import executor
 from chunkc.runtime.cuda import CudaTier
 
@@ -55,7 +54,7 @@ class Gate:
 
 @pytest.fixture
 def subject() -> Iterator[Subject]:
-    with mock.patch.object(elementwise_triton, "BLOCK", 1 << 16), cuda_in_ram.choose(late=1, late_us=0):
+    with cuda_in_ram.choose(late=1, late_us=0):
         made = Subject(None, "cuda")
         assert isinstance(made.session.store.tier, CudaTier)
         yield made
