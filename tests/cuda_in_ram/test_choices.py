@@ -13,6 +13,7 @@ import torch
 from device_gpt import SMALL, train
 
 import chunkc
+from chunkc.runtime import numa
 
 HUGE = 1 << 34
 HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
@@ -69,6 +70,18 @@ def test_memory_that_cannot_be_pinned_is_an_error_that_says_how_much() -> None:
         train(SMALL, torch.float32, HUGE)
 
 
+def test_pinned_memory_comes_from_the_node_that_the_device_is_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the system says by the device's address on the PCI bus."""
+    (tmp_path / "0000:01:00.0").mkdir()
+    (tmp_path / "0000:01:00.0/numa_node").write_text("0\n")
+    monkeypatch.setattr(numa, "PCI_DEVICES", tmp_path)
+    model = chunkc.place(torch.nn.Linear(512, 512), device="cuda")
+    lines = [line.split() for line in Path("/proc/self/numa_maps").read_text().splitlines()]
+    assert [words[1] for words in lines if int(words[0], 16) <= model.weight.data_ptr()][-1] == "prefer:0"
+
+
 def test_after_a_failed_launch_the_device_stays_broken() -> None:
     script = """
 import cuda_in_ram, torch
@@ -82,6 +95,20 @@ for _ in range(2):
         print("failed:", "unspecified launch failure" in str(error))
 """
     assert on_a_device("", script).split() == ["failed:", "True"] * 2
+
+
+def test_a_launch_that_fails_ends_training_and_the_process() -> None:
+    """No thread waits for what does not come any more: of copies, or of updates on the CPU."""
+    script = """
+import cuda_in_ram, torch
+from device_gpt import SMALL, train
+cuda_in_ram.configure(fail_launch=200)
+try:
+    train(SMALL, torch.float32, 1 << 34, update_on="cpu", overlap="backward")
+except torch.AcceleratorError as error:
+    print("failed:", "unspecified launch failure" in str(error))
+"""
+    assert on_a_device("late=1", script).split() == ["failed:", "True"]
 
 
 def test_memory_that_is_out_is_torch_s_own_error() -> None:

@@ -1,4 +1,5 @@
-"""Operators that the CPU does not have as CUDA does: fused attention, dropout with its mask, softmax of halves.
+"""Operators that the CPU does not have as CUDA does: fused attention, dropout with its mask, softmax of halves,
+histograms of integers.
 
 Each takes CPU tensors and returns what its CUDA operator returns; None for what nobody reads.
 """
@@ -118,6 +119,11 @@ def log_softmax(input: Tensor, dim: int, half_to_float: bool) -> Tensor:
     return torch.ops.aten._log_softmax.default(input.float() if half_to_float else input, dim, False)
 
 
+def histc(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Of integers too, which the CPU does not count."""
+    return torch.ops.aten.histc.default(input.double(), *args, **kwargs).to(input.dtype)
+
+
 def _in_float32(op: Any) -> Callable[..., Any]:
     """An operator whose CPU kernel does not take the mix of dtypes that CUDA's does."""
 
@@ -133,6 +139,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "aten::_scaled_dot_product_efficient_attention": efficient,
     "aten::_scaled_dot_product_efficient_attention_backward": efficient_backward,
     "aten::native_dropout": native_dropout,
+    "aten::histc": histc,
     "aten::_softmax": softmax,
     "aten::_log_softmax": log_softmax,
     "aten::native_layer_norm_backward": _in_float32(torch.ops.aten.native_layer_norm_backward.default),
