@@ -83,6 +83,7 @@ _HELPERS = (
     "runtime/update_cases",
     "cuda_in_ram/device_gpt",
     "cuda_in_ram/device_ladder",
+    "cuda_in_ram/device_process",
     "integrations/loops",
     "checkpoint/checkpoint_runs",
     "distributed/run_ranks",

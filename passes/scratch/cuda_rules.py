@@ -86,6 +86,25 @@ def contiguous(call: Call) -> list[int]:
     return [_nbytes(tensor) for tensor in call.inputs if not tensor.is_contiguous()]
 
 
+def softmax_backward(call: Call) -> list[int]:
+    """`SoftMax.cu`: first the product of gradient and result; then copies of both, if they are not contiguous."""
+    grad, output = call.tensor("grad_output"), call.tensor("output")
+    product_nbytes = output.numel() * max(grad.itemsize, output.itemsize)
+    copies = [] if grad.is_contiguous() else [product_nbytes]
+    return [product_nbytes, *copies, *([] if output.is_contiguous() else [_nbytes(output)])]
+
+
+def safe_softmax(call: Call) -> list[int]:
+    """`ATen/native/transformers/attention.cpp`: after the softmax, where it was given -inf, which rows have nothing
+    else, and a zero. Before that, a copy."""
+    source, result = call.tensor("self"), call.outputs[0]
+    size = result.shape[call.arguments["dim"]] if result.dim() else 1
+    num_rows = result.numel() // size if size else 0
+    summing = reduction_nbytes(num_rows, size, over_fastest=True, itemsize=1) if num_rows else []
+    cast = [_nbytes(result)] if source.dtype != result.dtype else []
+    return max([result.numel(), num_rows, result.itemsize, *summing], [*contiguous(call), *cast], key=sum)
+
+
 def layer_norm_backward(call: Call) -> list[int]:
     """`layer_norm_kernel.cu`: gamma and beta need partial sums only for more than 65,536 rows of input: one row of fp32
     for each 32 of them, up to 32,768 blocks of 32 columns in all, which a reduction sums up."""

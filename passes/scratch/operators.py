@@ -214,10 +214,9 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     # --- norms, softmax, losses ---
     (
         Operator(norms.joint_contiguous_rule, cuda_rules.contiguous),
-        """
-        _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data pixel_shuffle pixel_unshuffle
-        """,
+        "_softmax _log_softmax _log_softmax_backward_data pixel_shuffle pixel_unshuffle",
     ),
+    (Operator(norms.joint_contiguous_rule, cuda_rules.softmax_backward), "_softmax_backward_data"),
     (Operator(norms.joint_contiguous_rule, cuda_rules.embedding_backward), "embedding_dense_backward"),
     (Operator(norms.nll_loss_rule, cuda_rules.contiguous), "nll_loss_forward nll_loss2d_forward"),
     (Operator(norms.nll_loss_backward_rule, cuda_rules.contiguous), "nll_loss_backward nll_loss2d_backward"),
@@ -261,7 +260,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(norms.ctc_backward_rule), "_ctc_loss_backward"),
     (Operator(norms.weight_norm_rule), "_weight_norm_interface"),
     (Operator(norms.weight_norm_backward_rule), "_weight_norm_interface_backward"),
-    (Operator(norms.safe_softmax_rule, cuda_rules.contiguous), "_safe_softmax"),
+    (Operator(norms.safe_softmax_rule, cuda_rules.safe_softmax), "_safe_softmax"),
     (Operator(norms.layer_norm_backward_rule, cuda_rules.layer_norm_backward), "native_layer_norm_backward"),
     (
         Operator(

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import cuda_in_ram
 import pytest
 import torch
 from device_gpt import SMALL, train
+from device_process import on_a_device
 
 import chunkc
 from chunkc.runtime import numa
 
 HUGE = 1 << 34
 HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-
-
-def on_a_device(choices: str, script: str, **variables: str) -> str:
-    """What a script prints, in a process of its own on a device of these choices, with these environment variables."""
-    here = Path(__file__).parent
-    command = [sys.executable, str(here / "run.py"), "--set", choices, sys.executable, "-c", script]
-    paths = os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])
-    kept = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
-    environment = {**kept, "PYTHONPATH": paths, **variables}
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert found.returncode == 0, found.stderr[-3000:]
-    return found.stdout
 
 
 def test_a_device_is_what_was_chosen() -> None:

@@ -18,7 +18,7 @@ HUGE = 1 << 34
 AS_ON_THE_CPU = ("convnext", "resnet", "unet", "lstm_cells")
 """Eager code of these has the bits that the CPU has, too: no attention, and no dropout."""
 
-EAGER = (*AS_ON_THE_CPU, "dropout", "short_gpt", "t5")
+EAGER = (*AS_ON_THE_CPU, "dropout", "short_gpt", "t5", "gpt2", "mixtral")
 
 INDUCTOR = ("frozen_mlp",)
 """Triton's kernels are interpreted, program by program."""

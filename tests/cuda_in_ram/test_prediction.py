@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from device_gpt import MEDIUM, smallest_budget, train
+from device_process import on_a_device
 from torch import nn
 
 import chunkc
@@ -33,6 +34,34 @@ def test_eager_code_takes_what_was_predicted_to_the_byte(dtype: torch.dtype) -> 
     (left_nbytes,) = set(unused_nbytes(report).values())
     assert 0 < left_nbytes <= TABLES_NBYTES
     assert report.predicted_peak_nbytes <= budget_nbytes
+
+
+GENERATIONS = [
+    (75, torch.float16),
+    (75, torch.bfloat16),
+    (75, torch.float32),
+    (80, torch.bfloat16),
+    (86, torch.float16),
+]
+
+
+@pytest.mark.parametrize(("capability", "dtype"), GENERATIONS, ids=[f"{c}-{d}" for c, d in GENERATIONS])
+def test_so_it_does_on_other_generations(capability: int, dtype: torch.dtype) -> None:
+    """Their attention differs: a Turing card has the memory-efficient one, and for bf16 none but the math."""
+    script = f"""
+import torch
+from device_gpt import MEDIUM, smallest_budget, train
+from test_prediction import unused_nbytes
+dtype = {dtype}
+shape = MEDIUM | {{"layers": 2}}
+budget_nbytes = smallest_budget(shape, dtype, batch=4)
+report = train(shape, dtype, budget_nbytes, batch=4, keep=True, steps=2).report
+assert torch.cuda.get_device_capability() == divmod({capability}, 10)
+assert report.predicted_peak_nbytes <= budget_nbytes
+print(*set(unused_nbytes(report).values()))
+"""
+    (left_nbytes,) = map(int, on_a_device(f"capability={capability}", script).split())
+    assert 0 < left_nbytes <= TABLES_NBYTES
 
 
 @pytest.mark.parametrize("activations", ["offload", "rerun"])

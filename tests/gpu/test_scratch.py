@@ -43,6 +43,10 @@ def layer_norm_backward(rows: int, width: int) -> Call:
     return aten.native_layer_norm_backward.default, arguments
 
 
+def softmax_backward(x: Tensor) -> Call:
+    return aten._softmax_backward_data.default, (x, aten._softmax.default(x, 1, False), 1, x.dtype)
+
+
 def embedding_backward(num: int, num_weights: int) -> Call:
     indices = torch.arange(num, device="cuda") % num_weights
     return aten.embedding_dense_backward.default, (normal(num, 256, dtype=HALF), indices, num_weights, -1, False)
@@ -92,6 +96,10 @@ CALLS: dict[str, Callable[[], Call]] = {
     "variance": lambda: (aten.var_mean.correction, (normal(256, 65_536), [1])),
     "logsumexp": lambda: (aten.logsumexp.default, (normal(512, 32_000), [1])),
     "softmax of strided": lambda: (aten._softmax.default, (normal(512, 4096).t(), 1, False)),
+    "softmax, backward": lambda: softmax_backward(normal(512, 4096)),
+    "softmax of strided, backward": lambda: softmax_backward(normal(4096, 512).t()),
+    "safe softmax": lambda: (aten._safe_softmax.default, (normal(4, 8, 256, 256), -1)),
+    "safe softmax of halves": lambda: (aten._safe_softmax.default, (normal(4, 256, 256, dtype=HALF), -1)),
     "mse_loss": lambda: (aten.mse_loss.default, (normal(1 << 22), normal(1 << 22))),
     "layer norm": lambda: layer_norm_backward(4096, 1024),
     "layer norm of many rows": lambda: layer_norm_backward(131_072, 512),

@@ -64,6 +64,15 @@ def test_views_and_elementwise_operators_take_nothing() -> None:
         assert cuda_scratch_nbytes(op, args, {}, x) == 0, op
 
 
+def test_a_softmax_s_backward_takes_a_product_and_a_safe_one_its_masks() -> None:
+    x, turned = meta(64, 1024), meta(1024, 64).t()
+    backward = aten._softmax_backward_data.default
+    assert cuda_scratch_nbytes(backward, (x, x, 1, torch.float32), {}, x) == x.nbytes
+    assert cuda_scratch_nbytes(backward, (turned, x, 1, torch.float32), {}, x) == 2 * x.nbytes
+    assert cuda_scratch_nbytes(backward, (turned, turned, 1, torch.float32), {}, x) == 3 * x.nbytes
+    assert cuda_scratch_nbytes(aten._safe_softmax.default, (x, 1), {}, x) == x.numel() + 512 + 512
+
+
 def embedding_backward(num: int, num_weights: int, width: int) -> int:
     gradient, indices = meta(num, width, dtype=torch.bfloat16), meta(num, dtype=torch.int64)
     out = meta(num_weights, width, dtype=torch.bfloat16)
