@@ -218,7 +218,7 @@ class TorchGpu:
         return not failed and value.value == 1
 
     def numa_node(self) -> int | None:
-        found = torch.cuda.get_device_properties(self.device)
+        found: Any = torch.cuda.get_device_properties(self.device)  # torch's types lack its place on the bus
         return node_of(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
 
     def lap_peak_nbytes(self) -> int:
