@@ -116,7 +116,7 @@ def convolution_backward_nbytes(o: Operands, grad: Tensor, outputs: Sequence[Ten
     peaks = [0]
     if d_image:
         inside = _forward(replace(c, bias=False)) if c.transposed else _images_gradient(c)
-        peaks.append(inside - d_filters - d_bias + (PADDING if c.transposed else 0))
+        peaks.append(inside - d_filters - d_bias + (PADDING if c.transposed and c.last else 0))
     if d_filters:
         peaks.append(_filters_gradient(replace(c, bias=False) if c.transposed else c, d_bias))
     if in_aten or not (c.is_usual and _is_known(o)):
@@ -180,7 +180,7 @@ def _filters_gradient(c: Convolution, d_bias: int) -> int:
         peaks.append(scratchpad.filters_columns_nbytes(c))
     if not c.unfolds_for_filters:
         filters = _filters_gradients(c)
-        inside = filters + scratchpad.filters_nbytes(c) - given + (PADDING if c.transposed else 0)
+        inside = filters + scratchpad.filters_nbytes(c) - given + (PADDING if c.transposed and c.itemsize == 2 else 0)
         if not c.last:
             inside += c.blocked_results_nbytes + (0 if c.sums_plain_image else c.blocked_images_nbytes)
         peaks += [inside, filters + d_bias + (given if c.last else 0)]

@@ -172,7 +172,7 @@ def _summed_nbytes(c: Convolution) -> int:
     num_sharing = min(c.num_threads, c.num_images * c.positions) if few else num_sharing
     summed = bias + PADDING if c.bias and c.outside % BLOCK else 0
     if num_sharing > 1:
-        summed += (num_sharing - 1) * (bias * inside * c.pixels + bias) + _BARRIER
+        summed += (num_sharing - 1) * (bias * inside * c.pixels + bias) + _BARRIER + PADDING * c.transposed
     num_blocks = -(-c.outside // BLOCK) * c.groups
     if c.bias and (num_blocks < c.num_threads or num_blocks % c.num_threads):
         summed += max(1, c.num_threads // num_blocks - 1) * bias + (2 + num_blocks) * PAGE

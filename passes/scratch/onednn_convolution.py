@@ -114,7 +114,8 @@ class Convolution:
         sizes = zip(self.kernel, self.dilation, self.stride, self.padding, self.after, self.read, strict=True)
         for kernel, gap, step, before, after, size in sizes:
             whole = (kernel - 1) * gap + 1
-            larger = 1 if self.itemsize == 2 and self.groups == 1 and gap == 1 else 0
+            larger = 1 if self.groups == 1 and gap == 1 and len(self.kernel) < 3 else 0
+            larger = kernel if self.depthwise and not self.last else larger
             most = whole - 1 if self.depthwise and not self.last else whole // 2
             if max(before, after) > most or whole > size + larger or step > max(kernel, 2):
                 return False
@@ -226,8 +227,10 @@ class Convolution:
     def may_unfold_for_filters(self) -> bool:
         """Whether it may have: of a few channels of one row, or that are read in blocks."""
         few = self.groups == 1 and self.pixels > 1 and self.inside < BLOCK
-        sizes = zip(self.padding, self.kernel, self.dilation, strict=True)
-        padded_much = any(2 * pad > (kernel - 1) * gap + 1 for pad, kernel, gap in sizes)
+        sizes = zip(self.padding, self.kernel, self.dilation, self.read, strict=True)
+        padded_much = any(
+            2 * pad > (kernel - 1) * gap + 1 or (self.depthwise and kernel > size) for pad, kernel, gap, size in sizes
+        )
         return (few and (len(self.kernel) == 1 or not self.sums_plain_image)) or padded_much or not self.is_usual
 
     @property
