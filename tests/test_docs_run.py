@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 from doc_pages import DOCS, ROOT, Block, blocks, mark, printed_differs, write_script
 
@@ -18,13 +19,16 @@ pytestmark = pytest.mark.second_tier
 PAGES = (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *DOCS)
 
 
-def run(program: str, folder: Path) -> str:
-    """Standard output of a Python program, which ends well."""
+def printed_by(done: subprocess.CompletedProcess[str]) -> str:
+    """Standard output of a program that has ended well."""
+    assert done.returncode == 0, f"{done.args}: {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def surroundings() -> dict[str, str]:
     environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
     environment.pop("PYTHONSAFEPATH", None)  # `from train import build`, as where a user starts Python
-    done = subprocess.run([sys.executable, program], cwd=folder, env=environment, text=True, capture_output=True)
-    assert done.returncode == 0, f"{program}: {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
+    return environment
 
 
 def check(block: Block, printed: str) -> None:
@@ -60,7 +64,8 @@ PROGRAMS = [
 @pytest.mark.parametrize(("folder", "page"), SNIPPETS, indirect=["folder"])
 def test_snippets(folder: Path, page: Path) -> None:
     found = of(page, "python")
-    printed = run(write_script(found, folder), folder)
+    script = folder / write_script(found, folder)
+    printed = printed_by(forked.run(script, folder=folder, environment=surroundings()))
     for block in reversed(found):
         printed, _, after = printed.partition(mark(block))
         check(block, after)
@@ -84,7 +89,8 @@ def test_commands(
 @pytest.mark.parametrize(("folder", "block"), PROGRAMS, indirect=["folder"])
 def test_programs(folder: Path, block: Block) -> None:
     assert block.file_name is not None
-    check(block, run(block.file_name, folder))
+    command = [sys.executable, block.file_name]
+    check(block, printed_by(subprocess.run(command, cwd=folder, env=surroundings(), text=True, capture_output=True)))
 
 
 def test_something_of_each_kind_is_run() -> None:
