@@ -22,7 +22,7 @@ from chunkc.kernels.formats import NO_SCALE, GradScale, RoundingKey, Slots, Span
 from chunkc.kernels.hyper import scalar_table
 from chunkc.optim.formats import Formats
 from chunkc.optim.on_device import DISTANCES_NBYTES, TABLE_NBYTES, Sent, StepScalars, upload
-from chunkc.optim.rule import Extent, Groups, OverRanks, Rule, Spans, Staying, TileUpdate, Updater
+from chunkc.optim.rule import Extent, Groups, GroupWork, Rule, Spans, Staying, TileUpdate, Updater
 from chunkc.optim.states import put_back
 from chunkc.optim.together import Batch, batches, goes_along
 from chunkc.recent import Recent
@@ -79,16 +79,10 @@ class Elementwise(Updater):
     def update(self, flat: Mapping[str, torch.Tensor], spans: Spans, scale: GradScale, extent: Extent) -> None:
         """Update spans of elements of flat tensors by kind."""
 
-    def of_group(
-        self,
-        index: int,
-        spans: Spans,
-        tiles: Sequence[tuple[int, int]],
-        scale: GradScale,
-        sums: OverRanks | None = None,
-    ) -> TileUpdate:
+    def of_group(self, work: GroupWork) -> TileUpdate:
         def update(flat: Mapping[str, torch.Tensor], tile: Tile) -> None:
-            self.update(flat, clipped(spans, tile.begin, tile.end), scale, Extent(index, tile.begin))
+            spans = clipped(work.spans, tile.begin, tile.end)
+            self.update(flat, spans, work.scale, Extent(work.index, tile.begin))
 
         return update
 
@@ -152,17 +146,10 @@ class ByTriton(Elementwise):
     def begin_step(self) -> None:
         self._scalars = StepScalars(self.device)
 
-    def of_group(
-        self,
-        index: int,
-        spans: Spans,
-        tiles: Sequence[tuple[int, int]],
-        scale: GradScale,
-        sums: OverRanks | None = None,
-    ) -> TileUpdate:
-        for _, _, hyper in spans:  # before the first tile: one table of scalars for all that is to come
+    def of_group(self, work: GroupWork) -> TileUpdate:
+        for _, _, hyper in work.spans:  # before the first tile: one table of scalars for all that is to come
             self._scalars.row(hyper)
-        return super().of_group(index, spans, tiles, scale)
+        return super().of_group(work)
 
     def of_tensors(self, tensors: Iterable[Staying], scale: GradScale) -> None:
         """In launches of many tensors, but for random bits, which depend on where a tensor is, and for odd tensors."""

@@ -22,7 +22,7 @@ from chunkc.kernels.lamb_formats import ROW, LambWork, lamb_work, new_partials
 from chunkc.optim.doubts import decided
 from chunkc.optim.on_device import TABLE_NBYTES, upload
 from chunkc.optim.over_ranks import sums_of_tensors
-from chunkc.optim.rule import OverRanks, Spans, Staying, TileUpdate, Updater
+from chunkc.optim.rule import GroupWork, OverRanks, Spans, Staying, TileUpdate, Updater
 from chunkc.optim.states import put_back
 from chunkc.recent import Recent
 
@@ -47,15 +47,8 @@ class LambUpdater(Updater):
             works = self._works.keep(key, tuple(made))
         return works
 
-    def of_group(
-        self,
-        index: int,
-        spans: Spans,
-        tiles: Sequence[tuple[int, int]],
-        scale: GradScale,
-        sums: OverRanks | None = None,
-    ) -> TileUpdate:
-        return GroupLamb(self, spans, tiles, scale, sums).update
+    def of_group(self, work: GroupWork) -> TileUpdate:
+        return GroupLamb(self, work).update
 
     def of_tensors(self, tensors: Iterable[Staying], scale: GradScale) -> None:
         staying = list(tensors)
@@ -64,7 +57,7 @@ class LambUpdater(Updater):
         ranges = rows_apart([t.extent.first_element for t in staying], [t.parameter.numel() for t in staying])
         spans = [(*where, tensor.hyper) for where, tensor in zip(ranges, staying, strict=True)]
         sums = sums_of_tensors({begin: tensor.parameter for (begin, _), tensor in zip(ranges, staying, strict=True)})
-        lamb = GroupLamb(self, spans, ranges, scale, sums)
+        lamb = GroupLamb(self, GroupWork(0, spans, ranges, scale, sums))
         for where, tensor in zip(ranges, staying, strict=True):
             flats = tensor.flats()
             for stage in range(2):
@@ -83,31 +76,21 @@ class GroupLamb:
     """One step of LAMB over some elements: tiles of a chunk group, or tensors. Stage by stage, tile by tile.
 
     Args:
-        works: of the device that updates.
-        spans: of the group.
-        tiles: ranges of the group's elements that are updated at one time.
-        scale: of the gradients.
-        sums: as for `Updater.of_group`.
+        updater: of the device that updates.
+        work: tiles of the group, or tensors.
     """
 
-    def __init__(
-        self,
-        works: LambUpdater,
-        spans: Spans,
-        tiles: Sequence[tuple[int, int]],
-        scale: GradScale,
-        sums: OverRanks | None,
-    ) -> None:
-        hypers = list(dict.fromkeys(hyper for _, _, hyper in spans))
+    def __init__(self, updater: LambUpdater, work: GroupWork) -> None:
+        hypers = list(dict.fromkeys(hyper for _, _, hyper in work.spans))
         rows = {hyper: row for row, hyper in enumerate(hypers)}
-        in_order = works.get([Span(begin, end, rows[hyper]) for begin, end, hyper in spans], tiles)
-        self._works = dict(zip(tiles, in_order, strict=True))
-        self._scalars = decided(hypers, scalar_table, lambda table: upload(table, works.device))
-        self._partials = new_partials(in_order[0], works.device)
-        self._kernels = works.kernels
-        self._scale = scale
-        self._sums = sums
-        self._ranges = [(begin, end) for begin, end, _ in spans]
+        in_order = updater.get([Span(begin, end, rows[hyper]) for begin, end, hyper in work.spans], work.tiles)
+        self._works = dict(zip(work.tiles, in_order, strict=True))
+        self._scalars = decided(hypers, scalar_table, lambda table: upload(table, updater.device))
+        self._partials = new_partials(in_order[0], updater.device)
+        self._kernels = updater.kernels
+        self._scale = work.scale
+        self._sums = work.sums
+        self._ranges = [(begin, end) for begin, end, _ in work.spans]
 
     def update(self, slots: Mapping[str, torch.Tensor], tile: Tile) -> None:
         """One stage of one tile; `slots` has the kinds that the stage needs."""

@@ -72,6 +72,24 @@ class Staying:
         return flats_of(self.parameter, self.states)
 
 
+@dataclass(frozen=True)
+class GroupWork:
+    """What a step is to update of a chunk group.
+
+    Attributes:
+        index: the group's.
+        tiles: ranges of the group's elements that are updated at one time.
+        scale: of the gradients.
+        sums: where other ranks have parts of the group's tensors: adds up what is to be of the whole ones.
+    """
+
+    index: int
+    spans: Spans
+    tiles: Sequence[tuple[int, int]]
+    scale: GradScale
+    sums: OverRanks | None = None
+
+
 class Updater(ABC):
     """A rule's updates on one device, and what is kept there from step to step."""
 
@@ -80,19 +98,8 @@ class Updater(ABC):
         return
 
     @abstractmethod
-    def of_group(
-        self,
-        index: int,
-        spans: Spans,
-        tiles: Sequence[tuple[int, int]],
-        scale: GradScale,
-        sums: OverRanks | None = None,
-    ) -> TileUpdate:
-        """The update of a chunk group, tile by tile; the tiles are ranges of its elements.
-
-        Args:
-            sums: where other ranks have parts of the group's tensors: adds up what is to be of the whole ones.
-        """
+    def of_group(self, work: GroupWork) -> TileUpdate:
+        """The update of a chunk group, tile by tile."""
 
     @abstractmethod
     def of_tensors(self, tensors: Iterable[Staying], scale: GradScale) -> None:

@@ -16,7 +16,7 @@ from chunkc.ir.plan import Tile
 from chunkc.kernels.formats import NO_SCALE
 from chunkc.optim.backward_updates import Begun, Entry
 from chunkc.optim.group_spans import Task
-from chunkc.optim.rule import TileUpdate
+from chunkc.optim.rule import GroupWork, TileUpdate
 from chunkc.optim.step import group_spans
 from chunkc.optim.update import compute
 from chunkc.optim.updates_under_way import label_of
@@ -112,7 +112,7 @@ def _begin(optimizer: ChunkedOptimizer, session: Session, index: int, tiles: Seq
     entries = optimizer.in_backward.in_slots(session, index)
     spans = group_spans(optimizer, session, index, [Task(optimizer, *entry) for entry in entries])
     ranges = [(tile.begin, tile.end) for tile in tiles if tile.stage == 0]
-    of_group = optimizer.updater(session.store.tier.device).of_group(index, spans, ranges, NO_SCALE)
+    of_group = optimizer.updater(session.store.tier.device).of_group(GroupWork(index, spans, ranges, NO_SCALE))
     made = SlotUpdate(of_group, label_of(session, index), set(tiles))
     stand_ins = {name: UsedGradient(parameter, name) for parameter, name, _ in entries}
     noted = [

@@ -18,7 +18,7 @@ from chunkc.optim.grad_scale import is_skipped, on_the_cpu
 from chunkc.optim.group_spans import Due, Task, due_of, flat_home, spans_of
 from chunkc.optim.over_ranks import check_over_ranks, sums_of_group
 from chunkc.optim.overlap_mode import NONE
-from chunkc.optim.rule import Spans, Staying
+from chunkc.optim.rule import GroupWork, Spans, Staying
 from chunkc.optim.update import PreparedUpdate, ResidentsLeft, prepare_updates
 from chunkc.optim.update_on import groups_at_home
 from chunkc.reconcile import gradients_left_to_autograd, reconcile
@@ -111,10 +111,8 @@ def update_chunks(optimizer: ChunkedOptimizer, prepared: Prepared, scale: GradSc
     if prepared.in_slots is not None:
         updater, tiles = optimizer.updater(store.tier.device), prepared.in_slots.tiles
         ranges = {i: [(t.begin, t.end) for t in tiles if t.group == i and t.stage == 0] for i in spans if i not in home}
-        sums = {i: sums_of_group(session.store, i) for i in ranges}
-        prepared.in_slots.run(
-            {i: updater.of_group(i, spans[i], ranges[i], scale, sums[i]) for i in ranges if ranges[i]}
-        )
+        works = [GroupWork(i, spans[i], ranges[i], scale, sums_of_group(store, i)) for i in ranges if ranges[i]]
+        prepared.in_slots.run({work.index: updater.of_group(work) for work in works})
     if overlaps:
         optimizer.under_way.end_step(session, home)
         return
@@ -135,8 +133,8 @@ def at_home(
 ) -> Callable[[], None]:
     """The update of a group in home memory, by the CPU; home must be as all computation leaves it when it runs."""
     numel, num_stages = session.store.layout.groups[index].numel, optimizer.rule.num_stages
-    sums = sums_of_group(session.store, index)
-    update = optimizer.updater(_CPU, by_triton=False).of_group(index, spans, [(0, numel)], scale, sums)
+    work = GroupWork(index, spans, [(0, numel)], scale, sums_of_group(session.store, index))
+    update = optimizer.updater(_CPU, by_triton=False).of_group(work)
     home = flat_home(session, index)
 
     def run() -> None:
