@@ -7,10 +7,10 @@ elements there. Whether a sum is still true of a gradient is asked when it is re
 from __future__ import annotations
 
 import itertools
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,8 @@ from chunkc.ir.errors import HomeError
 from chunkc.ir.sums import COLUMNS, SumSquares, num_rows, rows_of
 from chunkc.runtime.homes import Home
 from chunkc.runtime.tier import Tier
+
+logger = logging.getLogger(__name__)
 
 _INT64_NBYTES = 8
 
@@ -79,6 +81,7 @@ class GradientSums:
     read_nbytes: int = 0
     _rooms: dict[int, _Room] = field(default_factory=dict)
     _taken: dict[str, _Taken] = field(default_factory=dict)
+    _is_logged: bool = False
 
     def forget(self, group: ChunkGroup) -> None:
         """The group's gradients go home, and nobody takes their sums."""
@@ -104,12 +107,21 @@ class GradientSums:
             self._taken[name] = _Taken(weakref.ref(gradient), gradient._version, next(clock), sums)
 
     def _room(self, group: ChunkGroup) -> _Room | None:
-        """The group's room; None where home has none: then gradients are read."""
+        """The group's room; None where home has none: then gradients are read, which is logged once."""
         found = self._rooms.get(group.index)
         if found is None or found.slices != group.slices:
             self._rooms.pop(group.index, None)
-            with suppress(HomeError):
-                found = self._rooms[group.index] = _Room.of(group, self.home)
+            try:
+                self._rooms[group.index] = _Room.of(group, self.home)
+            except HomeError as error:
+                if not self._is_logged:
+                    self._is_logged = True
+                    logger.info(
+                        "home has no room for the sums of squares of %s's gradients: %s. So norms read such gradients "
+                        "at home (report.gradients_read_nbytes); free some of it, or use another home",
+                        group.title,
+                        error,
+                    )
         return self._rooms.get(group.index)
 
     def of(self, name: str, gradient: torch.Tensor, *, since: int) -> torch.Tensor | None:
