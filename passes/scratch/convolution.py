@@ -98,7 +98,8 @@ def convolution_nbytes(o: Operands) -> int:
     found = _images_gradient(c, forward=True) if c.transposed else _forward(c)
     if in_aten or not (c.is_usual and _is_known(o)):
         found = max(found, bound_nbytes(c, backward=False, unfolds=in_aten))
-    return _copies(c, o.image, o.filters) + found
+    groups = c.filters_nbytes if c.transposed and c.groups > 1 else 0  # copied, group by group
+    return _copies(c, o.image, o.filters) + groups + found
 
 
 def convolution_backward_nbytes(o: Operands, grad: Tensor, outputs: Sequence[Tensor | None]) -> int:
@@ -119,7 +120,8 @@ def convolution_backward_nbytes(o: Operands, grad: Tensor, outputs: Sequence[Ten
         peaks.append(inside - d_filters - d_bias + (PADDING if c.transposed and c.last else 0))
     if d_filters:
         peaks.append(_filters_gradient(replace(c, bias=False) if c.transposed else c, d_bias))
-    if in_aten or not (c.is_usual and _is_known(o)):
+    gives_pixels = bool(d_image) and c.reads_plain_image and 1 in (c.inside, c.written[-1])
+    if in_aten or gives_pixels or not (c.is_usual and _is_known(o)):
         peaks.append(bound_nbytes(c, backward=True, unfolds=in_aten))
     return _copies(c, o.image, o.filters, grad) + max(peaks)
 
@@ -144,14 +146,14 @@ def _forward(c: Convolution) -> int:
 
 def _images_gradient(c: Convolution, *, forward: bool = False) -> int:
     """As a forward from results to images; with a stride, through channels last and one more copy. Where this is a
-    transposed convolution's forward, a bias may be added to a copy in float32, and groups are copied."""
+    transposed convolution's forward, a bias may be added to a copy in float32."""
     biased = forward and c.bias
     given = c.images_nbytes
     copied = given if c.strided or c.last else c.blocked_images_nbytes
     added = copied // c.itemsize * SUM_ITEMSIZE + PADDING if biased else 0
     m = replace(c.mirrored(), bias=False)
     filters = _images_filters(c)
-    peaks = [2 * c.filters_nbytes] if forward and c.groups > 1 else [0]
+    peaks = [0]
     if c.may_unfold_for_images and not c.last:
         columns = c.unfolded_nbytes // c.itemsize * SUM_ITEMSIZE
         peaks.append(added + scratchpad.columns_nbytes(c, columns, math.prod(c.read) * c.inside))
@@ -281,16 +283,19 @@ def _in_aten_nbytes(o: Operands, grad: Tensor | None, outputs: Sequence[Tensor |
     one_image = (dilated and not c.transposed) or (c.transposed and (is_volume or grad is not None))
     columns = (1 if one_image else c.num_images) * (c.groups if at_once else 1)
     columns *= c.inside * c.pixels * c.positions * c.itemsize
-    if c.pixels == 1 and c.read == c.written and not c.transposed and not (at_once and c.groups > 1):
+    if c.pixels == 1 and c.read == c.written and not (c.strided or c.transposed) and not (at_once and c.groups > 1):
         columns = c.images_nbytes if at_once and outputs and outputs[0] is not None else 0  # it is its own columns
     elif outputs and outputs[1] is None and not (is_volume or dilated or c.transposed):
         columns = 0  # gradients of images are folded as they are computed
     nbytes = columns + _copies(replace(c, last=c.last and not is_volume), *tensors)
     if dilated or (c.transposed and is_volume):
         nbytes += (c.groups * c.outside if dilated else math.prod(c.read)) * c.itemsize  # of a bias
+    if c.pixels == 1 and c.transposed and is_volume:
+        nbytes = max(nbytes, c.results_nbytes)
     if c.groups == 1 or at_once:
         return nbytes
     parts = c.images_nbytes + c.results_nbytes + c.filters_nbytes
-    result = c.images_nbytes if c.transposed else c.results_nbytes
-    joined = result if grad is None else nbytes_of(o.image) + c.filters_nbytes + c.groups * c.outside * c.itemsize
+    result = max(c.images_nbytes, c.results_nbytes) if c.transposed else c.results_nbytes
+    joined = result if grad is None else nbytes_of(o.image) + c.filters_nbytes
+    joined += c.groups * max(c.inside, c.outside) * c.itemsize if grad is not None else 0
     return max(joined, nbytes + parts // c.groups)

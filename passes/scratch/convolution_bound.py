@@ -38,7 +38,7 @@ def bound_nbytes(c: Convolution, *, backward: bool, unfolds: bool) -> int:
     nbytes = images + results + filters
     nbytes += c.num_threads * (1 << 20 if low else 64 << 10) + (c.num_threads * filters if backward else 0)
     if min(c.positions, prod(c.read)) < MIN_POSITIONS:
-        nbytes += 2 * filters  # as a matrix product, which packs its operands
+        nbytes += 4 * filters  # as a matrix product, which packs its operands
     if (backward or c.transposed) and not low and torch.backends.cpu.get_cpu_capability() != "AVX512":
         nbytes += images + results + filters  # reordered once more
         nbytes += c.num_threads * (2 * filters + (64 << 10)) if backward else 0

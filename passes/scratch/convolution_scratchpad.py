@@ -66,7 +66,7 @@ def last_nbytes(c: Convolution) -> int:
     nbytes = PAGE + addresses_nbytes(c.pixels) * c.num_threads
     if (not c.lanes and c.itemsize < SUM_ITEMSIZE) or (c.inside == 1 and c.groups == 1):
         numel = math.prod(size + 2 * pad for size, pad in zip(c.read, c.padding, strict=True))
-        nbytes += c.num_threads * (10 * PAGE + c.itemsize * padded(c.groups * c.inside * numel, PAGE))
+        nbytes += c.num_threads * (16 * PAGE + c.itemsize * padded(c.groups * c.inside * numel, PAGE))
     if c.itemsize == SUM_ITEMSIZE:
         return nbytes
     in_place = (c.written[-1] - 1) * c.stride[-1] < c.read[-1]
@@ -91,7 +91,8 @@ def strided_nbytes(c: Convolution) -> int:
     uneven = width % step != 0
     if uneven:
         itemsize = SUM_ITEMSIZE if c.bias or c.groups > 1 else c.itemsize
-        thread += itemsize * padded(padded(width, step) * step * inside, PAGE)
+        rows = 3 if c.depthwise else 1  # a bound
+        thread += rows * itemsize * padded(padded(width, step) * step * inside, PAGE)
     block = pairs if c.groups == 1 or c.depthwise else BLOCK
     filters = c.groups * padded(c.outside, block) * by_blocks(c.inside) * c.pixels * c.itemsize
     nbytes = filters + (max(2, len(c.kernel)) + (2 if uneven else 1)) * PAGE + c.num_threads * thread
@@ -106,7 +107,7 @@ def columns_nbytes(c: Convolution, columns_nbytes: int, num_sums: int) -> int:
     """
     low = c.itemsize < SUM_ITEMSIZE
     sums = num_sums * SUM_ITEMSIZE if low else 0
-    bias = c.groups * padded(c.outside) * SUM_ITEMSIZE if c.bias and low else 0
+    bias = c.groups * padded(max(c.inside, c.outside)) * SUM_ITEMSIZE if c.bias and low else 0
     return c.num_threads * (columns_nbytes + sums + PADDING) + bias + 2 * PADDING
 
 
@@ -123,12 +124,13 @@ def filters_columns_nbytes(c: Convolution) -> int:
     low = c.itemsize < SUM_ITEMSIZE
     bias = c.groups * padded(c.outside) * SUM_ITEMSIZE + PADDING if c.bias and low else 0
     aligned = 2 + num_threads * (low + c.last) + 2 * c.transposed
-    return num_threads * (2 if c.last else 1) * c.unfolded_nbytes + sums * filters + bias + aligned * PADDING
+    unfolded = c.unfolded_nbytes + (c.inside * c.pixels * c.positions * c.itemsize if c.last else 0)
+    return num_threads * unfolded + sums * filters + bias + aligned * PADDING
 
 
 def gathered_nbytes(c: Convolution) -> int:
     """Filters of one pixel with a stride first gather the pixels that they read, each thread those of one image."""
-    if c.pixels != 1 or not c.strided or c.last:
+    if c.pixels != 1 or not c.strided:
         return 0
     return c.num_threads * padded(c.inside) * c.positions * c.itemsize + PADDING
 
@@ -174,8 +176,8 @@ def _summed_nbytes(c: Convolution) -> int:
     if num_sharing > 1:
         summed += (num_sharing - 1) * (bias * inside * c.pixels + bias) + _BARRIER + PADDING * c.transposed
     num_blocks = -(-c.outside // BLOCK) * c.groups
-    if c.bias and (num_blocks < c.num_threads or num_blocks % c.num_threads):
-        summed += max(1, c.num_threads // num_blocks - 1) * bias + (2 + num_blocks) * PAGE
+    if c.bias and (few or num_blocks < c.num_threads or num_blocks % c.num_threads):
+        summed += max(1, c.num_threads // num_blocks - 1) * bias + (2 + num_blocks + few) * PAGE
     return summed + gathered_nbytes(c)
 
 

@@ -109,23 +109,32 @@ class Convolution:
     def is_usual(self) -> bool:
         """Filters not larger than the image, padded on both sides by half of them at most, and moved by no more than
         their width; with gaps, by one. Others may be computed by any kernel."""
-        if self.unfolds_images and self.unfolds_for_filters:
+        volume, few = len(self.kernel) == 3, self.groups == 1 and self.inside < BLOCK
+        certain = self.unfolds_images and self.unfolds_for_filters and not volume
+        if certain and self.positions >= MIN_POSITIONS:
             return True
         sizes = zip(self.kernel, self.dilation, self.stride, self.padding, self.after, self.read, strict=True)
         for kernel, gap, step, before, after, size in sizes:
             whole = (kernel - 1) * gap + 1
             larger = 1 if self.groups == 1 and gap == 1 and len(self.kernel) < 3 else 0
             larger = kernel if self.depthwise and not self.last else larger
-            most = whole - 1 if self.depthwise and not self.last else whole // 2
+            most = (whole - 1) // 2 if volume or few else whole // 2
+            most = whole - 1 if self.depthwise and not self.last else most
             if max(before, after) > most or whole > size + larger or step > max(kernel, 2):
                 return False
-            if self.pixels == 1 and self.inside < BLOCK and size % step:
+            if self.pixels == 1 and self.inside < BLOCK and step > 1:
                 return False
             if gap > 1 and (step > 1 or before < whole // 2):
                 return False
         square = all(len(set(sizes)) == 1 for sizes in (self.kernel, self.stride, self.padding))
         if self.reads_plain_image and not square and not (len(self.kernel) == 3 and self.inside <= _MOST_COLOURS):
             return False
+        if (volume and self.pixels == 1 and self.strided) or (volume and few and self.transposed):
+            return False
+        if self.last and not self.lanes and self.itemsize == 2:
+            return False
+        if self.reads_plain_image and self.reads_patches and not self.last:
+            return True  # also of one position
         large = self.written[-1] > 1 and self.positions >= MIN_POSITIONS
         return (large or self.pixels == 1) and (len(self.kernel) < 3 or not (self.groups > 1 or self.has_gaps))
 
@@ -134,7 +143,8 @@ class Convolution:
         """Depthwise with channels last, but maybe computed as groups are."""
         if not (self.depthwise and self.last):
             return False
-        overlap = all(step < kernel for step, kernel in zip(self.stride, self.kernel, strict=True))
+        sizes = zip(self.stride, self.kernel, self.read, strict=True)
+        overlap = all(step < kernel < size for step, kernel, size in sizes)
         return self.has_gaps or len(self.kernel) == 3 or not (overlap and self.is_usual)
 
     @property
@@ -150,7 +160,8 @@ class Convolution:
     @property
     def fills_lanes(self) -> bool:
         """Groups that are as wide as lanes have kernels of their own."""
-        return self.groups > 1 and self.inside == self.outside == self.lanes
+        alike = self.groups > 1 and self.inside == self.outside == self.lanes
+        return alike and not (self.transposed and self.last)
 
     @property
     def reads_plain_image(self) -> bool:

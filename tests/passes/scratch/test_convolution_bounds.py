@@ -128,13 +128,14 @@ def test_filters_of_one_row_of_volumes(num_threads: int) -> None:
 
 
 def some_shapes(seed: int, number: int) -> Iterator[Shape]:
-    """Convolutions of any kind, small ones."""
+    """Convolutions of any kind, small ones; filters not larger than images, since for some of those, transposed and in
+    bfloat16, oneDNN itself writes beyond its memory."""
     pick = random.Random(seed).choice
     while number:
         dimensions, groups, transposed = pick([1, 2, 2, 2, 3]), pick([1, 1, 1, 4, 16]), pick([False, False, True])
         inside, outside = (groups * pick([1, 3, 4, 8, 12, 16, 24, 32]) for _ in range(2))
-        kernel = pick([1, 2, 3, 3, 3, 4, 5, 7])
-        edge = pick([kernel, 7, 8, 13, 16]) if dimensions < 3 else pick([kernel, 4, 6])
+        kernel = pick([1, 2, 3, 3, 3, 4, 5])
+        edge = pick([kernel, 7, 8, 13, 16]) if dimensions < 3 else pick([kernel, 5, 6])
         padding = pick([0, kernel // 2, kernel // 2])
         shape = Shape(
             pick([1, 2, 4]), inside, outside, edge, kernel, pick([1, 1, 2]), padding, groups, transposed, dimensions
