@@ -200,12 +200,24 @@ def test_threads_train_models_that_share_a_session(short_switch_interval: None, 
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
 
-    def train(model: nn.Module, call: Callable[[Tensor], Tensor], seen: dict, seed: int) -> None:
+    # PyTorch refuses a compiled call in one thread while it traces in another, so each model is compiled first.
+    compiling = threading.Lock()
+
+    def train(
+        model: nn.Module, call: Callable[[Tensor], Tensor], seen: dict, seed: int, all_compiled: threading.Barrier
+    ) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(5):
+
+        def run_step(step: int) -> None:
             call(torch.full((8, 64), float(step))).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+
+        with compiling:
+            run_step(0)
+        all_compiled.wait(timeout=300)
+        for step in range(1, 5):
+            run_step(step)
         seen[seed] = weights(model)
 
     results = []
@@ -215,8 +227,9 @@ def test_threads_train_models_that_share_a_session(short_switch_interval: None, 
         models = [build(seed) for seed in range(3)]
         compiled = [torch.compile(model, backend="chunkc", options=options) for model in models]
         seen: dict = {}
+        all_compiled = threading.Barrier(len(models) if together else 1)
         jobs = [
-            lambda m=m, c=c, s=s, seen=seen: train(m, c, seen, s)
+            lambda m=m, c=c, s=s, seen=seen, b=all_compiled: train(m, c, seen, s, b)
             for s, (m, c) in enumerate(zip(models, compiled, strict=True))
         ]
         if together:
