@@ -549,7 +549,7 @@ def written() -> Result:
             model.embed.weight.mul_(1.5)
         losses += train(run, model, optimizer, range(1, 2))
         if dist.get_rank() == 1:
-            model.blocks[1].up.weight.to_local().data.numpy()[0] += 1
+            model.blocks[0].up.weight.to_local().data.numpy()[0] += 1
         with torch.no_grad():
             losses.append(mean(run(own(batches(2)[0]))))
         model.load_state_dict(chunkc.distribute(made(seed=1, num_blocks=1), mesh()).state_dict())
