@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from chunkc.passes.scratch.copies import LOW_PRECISION
 from chunkc.passes.scratch.cuda_convolution import own_parts
 from chunkc.passes.scratch.cuda_reduction import MULTIPROCESSORS, reduces_fastest, reduction_nbytes
 
@@ -24,6 +25,8 @@ CONVOLUTION_NBYTES = 1 << 30
 
 _SUMS = ("sum", "nansum", "mean", "norm", "linalg_vector_norm", "logsumexp", "mse_loss", "smooth_l1_loss", "huber_loss")
 _EXTREMES = ("amax", "amin", "all", "any")
+_CAST_FIRST = (*_SUMS[:5], "prod")
+_MADE_CONTIGUOUS = ("max", "min", "argmax", "argmin", "aminmax")
 
 _FEW_INDICES = 3072
 _ROWS_MULTIPLE = 128
@@ -51,7 +54,9 @@ def nothing(call: Call) -> list[int]:
 
 
 def reduction(call: Call) -> list[int]:
-    """`Reduce.cuh`: see `cuda_reduction`. Copies of operands with gaps come first."""
+    """`Reduce.cuh`: see `cuda_reduction`. Before that, copies of operands with gaps; of all of an operand that is not
+    contiguous where an extreme of all is asked for (`ATen/native/TensorCompare.cpp`, `ReduceOps.cpp`); and of what is
+    added up in another dtype (`ReduceOpsUtils.h`), but for halves that are added up in fp32."""
     source = max(call.inputs, key=Tensor.numel)
     num_outputs = max(1, max((tensor.numel() for tensor in call.outputs), default=1))
     given = call.arguments.get("dim")
@@ -62,7 +67,22 @@ def reduction(call: Call) -> list[int]:
         over_fastest=reduces_fastest(source, dims),
         itemsize=_accumulator_nbytes(call),
     )
-    return [*parts, *(_nbytes(tensor) for tensor in call.inputs if not _is_dense(tensor))]
+    copies = [_nbytes(tensor) for tensor in call.inputs if not _is_dense(tensor)]
+    if given is None and call.name in _MADE_CONTIGUOUS:
+        copies = contiguous(call)
+    if call.name in _CAST_FIRST and not (source.dtype in LOW_PRECISION and call.outputs[0].dtype == torch.float32):
+        copies += _cast(source, call.outputs[0].dtype)
+    return [*parts, *copies]
+
+
+def count_nonzero(call: Call) -> list[int]:
+    """`ATen/native/TensorAdvancedIndexing.cpp`: which are not zero, and that once more in int64, which is added up."""
+    return [call.inputs[0].numel(), 8 * call.inputs[0].numel(), *reduction(call)]
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> list[int]:
+    """A copy in that dtype, if it is not the tensor's."""
+    return [] if tensor.dtype == dtype else [tensor.numel() * dtype.itemsize]
 
 
 def _accumulator_nbytes(call: Call) -> int:
@@ -84,6 +104,56 @@ def contiguous(call: Call) -> list[int]:
     """`SoftMax.cu`, `NLLLoss2d.cu`, the pooling, padding and upsampling kernels: copies of operands that are not
     contiguous."""
     return [_nbytes(tensor) for tensor in call.inputs if not tensor.is_contiguous()]
+
+
+def results_twice(call: Call) -> list[int]:
+    """`ATen/native/Loss.cpp`, `soft_margin_loss_backward`: two factors of the gradient."""
+    return [*(2 * [_nbytes(call.outputs[0])]), *contiguous(call)]
+
+
+def result_once(call: Call) -> list[int]:
+    """`torch/_prims`, `fma`: the product."""
+    return [_nbytes(call.outputs[0])]
+
+
+def is_infinite(call: Call) -> list[int]:
+    """`ATen/native/TensorCompare.cpp`: the magnitude of a floating point number."""
+    source = call.tensor("self")
+    return [_nbytes(source)] if source.dtype.is_floating_point or source.dtype.is_complex else []
+
+
+def is_finite(call: Call) -> list[int]:
+    """`ATen/native/TensorCompare.cpp`: the magnitude, and which are infinite and which are no numbers."""
+    magnitude = is_infinite(call)
+    return [*magnitude, *(2 * [call.tensor("self").numel()] if magnitude else [])]
+
+
+def ldexp(call: Call) -> list[int]:
+    """`ATen/native/BinaryOps.cpp`: the power of two."""
+    other = call.tensor("other")
+    return [other.numel() * max(4, other.itemsize)]
+
+
+def clamp(call: Call) -> list[int]:
+    """`ATen/native/TensorCompare.cpp`: the operand in the dtype of the result."""
+    return _cast(call.tensor("self"), call.outputs[0].dtype)
+
+
+def one_number(call: Call) -> list[int]:
+    """`ATen/native/Pow.cpp`: a base that is a number comes to the device."""
+    return [] if isinstance(call.arguments["self"], Tensor) else [call.outputs[0].itemsize]
+
+
+def where(call: Call) -> list[int]:
+    """`ATen/native/TensorCompare.cpp`: operands in the dtype of the result; numbers come to the device."""
+    found, result = [], call.outputs[0]
+    for name in ("self", "other"):
+        value = call.arguments[name]
+        if not isinstance(value, Tensor) or value.device != result.device:
+            found.append(result.itemsize)
+        if isinstance(value, Tensor):
+            found += _cast(value, result.dtype)
+    return found
 
 
 def softmax_backward(call: Call) -> list[int]:
@@ -115,6 +185,13 @@ def layer_norm_backward(call: Call) -> list[int]:
     rows = max(64, min(-(-num_rows // 32), 32_768 // -(-width // 32)))
     summing = [*reduction_nbytes(width, rows, over_fastest=False, itemsize=4), 4 * width]
     return [*contiguous(call), *(4 * rows * width for _ in range(2)), *summing]
+
+
+def group_norm(call: Call) -> list[int]:
+    """`group_norm_kernel.cu`: two factors per image and channel, in fp32; of halves also the statistics in fp32."""
+    image, statistics = call.tensor("input"), call.outputs[1:]
+    in_fp32 = [4 * tensor.numel() for tensor in statistics] if image.dtype in LOW_PRECISION else []
+    return [*contiguous(call), *(4 * image.shape[0] * image.shape[1] for _ in range(2)), *in_fp32]
 
 
 def group_norm_backward(call: Call) -> list[int]:
@@ -205,10 +282,12 @@ def permutation(call: Call) -> list[int]:
 
 
 def scan(call: Call) -> list[int]:
-    """`ScanUtils.cuh`: a contiguous copy; and of a single row, CUB's scratch."""
-    source, dim = call.inputs[0], call.arguments.get("dim", 0)
+    """`ScanUtils.cuh`: a contiguous copy; and of a single row, CUB's scratch. `ATen/native/ReduceOps.cpp`: before that,
+    one in the dtype of the result, if that is another."""
+    source, dim, dtype = call.inputs[0], call.arguments.get("dim", 0), call.outputs[0].dtype
     is_row = source.dim() == 0 or source.numel() == source.shape[dim]
-    return [*contiguous(call), *([_MIB + source.numel() // 8] if is_row else [])]
+    copy = [] if source.is_contiguous() else [source.numel() * dtype.itemsize]
+    return [*_cast(source, dtype), *copy, *([_MIB + source.numel() // 8] if is_row else [])]
 
 
 def masked_scatter(call: Call) -> list[int]:

@@ -126,7 +126,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         ),
         "col2im",
     ),
-    (Operator(rules.nothing_rule, cuda_rules.reduction), "count_nonzero"),
+    (Operator(rules.nothing_rule, cuda_rules.count_nonzero), "count_nonzero"),
     (
         Operator(
             rules.nothing_rule,
@@ -162,7 +162,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         """,
     ),
     (Operator(rules.copy_rule, cuda_rules.nothing), "clone copy _to_copy contiguous lift_fresh_copy"),
-    (Operator(rules.select_rule, cuda_rules.nothing), "where"),
+    (Operator(rules.select_rule, cuda_rules.where), "where"),
     (Operator(rules.scaled_rule), "deg2rad rad2deg"),
     (
         Operator(rules.matrix_product_rule, cuda_rules.nothing, inexact=exceptions.PRODUCT),
@@ -171,12 +171,12 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         """,
     ),
     (Operator(rules.matrix_product_rule, cuda_rules.grouped_product, inexact=exceptions.PRODUCT), "_grouped_mm"),
-    (Operator(rules.ldexp_rule), "ldexp"),
+    (Operator(rules.ldexp_rule, cuda_rules.ldexp), "ldexp"),
     (Operator(rules.concatenation_rule, cuda_rules.nothing), "cat"),
-    (Operator(rules.roll_rule, cuda_rules.nothing), "roll"),
+    (Operator(rules.roll_rule, cuda_rules.contiguous), "roll"),
     (Operator(rules.gelu_backward_rule, cuda_rules.contiguous), "gelu_backward"),
-    (Operator(rules.isinf_rule), "isinf"),
-    (Operator(rules.fma_rule), "prims::fma"),
+    (Operator(rules.isinf_rule, cuda_rules.is_infinite), "isinf"),
+    (Operator(rules.fma_rule, cuda_rules.result_once), "prims::fma"),
     (Operator(rules.sort_rule, cuda_rules.sort), "sort"),
     (Operator(rules.dropout_rule, cuda_rules.nothing), "native_dropout"),
     (Operator(rules.dropout_backward_rule, cuda_rules.nothing), "native_dropout_backward"),
@@ -240,7 +240,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         binary_cross_entropy_with_logits
         """,
     ),
-    (Operator(norms.loss_rule, cuda_rules.contiguous, inexact=exceptions.STEPS), "soft_margin_loss_backward"),
+    (Operator(norms.loss_rule, cuda_rules.results_twice, inexact=exceptions.STEPS), "soft_margin_loss_backward"),
     (
         Operator(
             norms.batch_norm_rule, cuda_rules.batch_norm, outputs=norms.norm_outputs, inexact=exceptions.STATISTICS
@@ -254,7 +254,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         "_native_batch_norm_legit_no_training",
     ),
     (Operator(norms.layer_norm_rule, cuda_rules.contiguous, outputs=norms.norm_outputs), "native_layer_norm"),
-    (Operator(norms.group_norm_rule, cuda_rules.contiguous, outputs=norms.norm_outputs), "native_group_norm"),
+    (Operator(norms.group_norm_rule, cuda_rules.group_norm, outputs=norms.norm_outputs), "native_group_norm"),
     (Operator(norms.rms_norm_rule, cuda_rules.contiguous, inexact=exceptions.STEPS), "_fused_rms_norm"),
     (Operator(norms.cross_entropy_backward_rule, cuda_rules.contiguous), "binary_cross_entropy_backward"),
     (Operator(norms.ctc_backward_rule), "_ctc_loss_backward"),
@@ -357,6 +357,10 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(linear_algebra.pivots_rule, inexact=exceptions.LAPACK), "_linalg_det _linalg_slogdet _linalg_solve_ex"),
     (Operator(linear_algebra.decomposition_rule, inexact=exceptions.LAPACK), "linalg_qr _linalg_svd _linalg_eigh"),
     (Operator(linear_algebra.matrix_exp_rule, inexact=exceptions.POWERS), "linalg_matrix_exp"),
+    # --- elementwise operators on the CPU, which take more on CUDA devices ---
+    (Operator(cuda=cuda_rules.is_finite), "isfinite"),
+    (Operator(cuda=cuda_rules.clamp), "clamp clamp_min clamp_max"),
+    (Operator(cuda=cuda_rules.one_number), "pow"),
     # --- operators that only CUDA devices have ---
     (Operator(cuda=cuda_rules.layer_norm_backward), "_fused_rms_norm_backward"),
     (Operator(cuda=cuda_rules.batch_norm), "_batch_norm_with_update_functional batch_norm_backward"),
