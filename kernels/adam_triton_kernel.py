@@ -12,6 +12,7 @@ import triton.language as tl
 from chunkc.kernels.formats import UNIT
 from chunkc.kernels.hyper import AdamScalars
 from chunkc.kernels.triton_formats import (
+    draws_of_tensor,
     factors_of,
     load_moment,
     load_target,
@@ -58,11 +59,12 @@ def adam_kernel(
     BLOCK: tl.constexpr,
     RAGGED_BLOCK: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
+    NUM_DISTANCES: tl.constexpr,
 ):
     """One program per row of `work`, int64: begin, end, group, and the tensor where there are `distances`.
 
     Slots are the first tensor's; `distances` says where each tensor has its own, by kind in the slots' order (see
-    `chunkc.kernels.elementwise_triton.distances_of`). Without it there is one tensor.
+    `chunkc.kernels.distances.distances_of`). Without it there is one tensor.
 
     `code_tables` is fp32 `[4, 256]`: values, then midpoints, of signed codes, then of unsigned ones.
     """
@@ -71,7 +73,7 @@ def adam_kernel(
     end = tl.load(row + 1)
     group_scalars = scalars + tl.load(row + 2) * _NUM_SCALARS
     if distances is not None:
-        distances += tl.load(row + 3) * _NUM_KINDS
+        distances += tl.load(row + 3) * NUM_DISTANCES
         param = of_tensor(param, distances, 0)
         grad = of_tensor(grad, distances, 1)
         exp_avg = of_tensor(exp_avg, distances, 2)
@@ -81,6 +83,8 @@ def adam_kernel(
         if exp_avg_scale is not None:
             exp_avg_scale = scale_of_tensor(exp_avg_scale, distances, 5)
             exp_avg_sq_scale = scale_of_tensor(exp_avg_sq_scale, distances, 6)
+        draws = distances + _NUM_KINDS
+        first_element, key_low, key_high = draws_of_tensor(draws, first_element, key_low, key_high, STOCHASTIC)
     if found_inf is not None:
         end = tl.where(tl.load(found_inf) == 0, end, begin)
     factor, second_factor = factors_of(unscale, clip)

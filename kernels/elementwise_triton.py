@@ -11,16 +11,14 @@ from __future__ import annotations
 import functools
 import pkgutil
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from chunkc.ir.chunks import GRAD, PARAM
 from chunkc.ir.errors import UnsupportedError
-from chunkc.ir.states import MASTER, is_scale, scale_of
+from chunkc.ir.states import MASTER, scale_of
 from chunkc.kernels.formats import (
     NO_SCALE,
     QUANT_BLOCK,
@@ -131,8 +129,8 @@ def update(
         work: from `work_table`, on the slots' device.
         scalars: `[num_groups, num_scalars]` fp32 on the slots' device, see `chunkc.kernels.hyper.scalar_table`.
         scale, key, first_element: as for the reference.
-        distances: of several tensors, see `distances_of`; the slots are the first one's. Others are not checked,
-            and whoever calls this marks all as written.
+        distances: of several tensors, see `chunkc.kernels.distances`; slots, key and first element are the first one's.
+            Others are not checked, and whoever calls this marks all as written.
 
     Raises:
         ValueError: a tensor does not fit the format or the work table.
@@ -198,32 +196,8 @@ def launch_arguments(
         "BLOCK": BLOCK,
         "RAGGED_BLOCK": RAGGED_BLOCK,
         "NUM_COLUMNS": num_columns,
+        "NUM_DISTANCES": 0 if distances is None else distances.shape[1],
     }
-
-
-def kinds_of(fmt: UpdateFormat) -> list[str]:
-    """The kinds of data that an update may have, in the order that its slots and the columns of distances have."""
-    return [field.name for field in fields(fmt.slots)]  # type: ignore[arg-type]
-
-
-def distances_of(addresses: np.ndarray, fmt: UpdateFormat) -> Tensor:
-    """Where each tensor of a launch has its data, from where the first one has its own; on the CPU.
-
-    Args:
-        addresses: int64 `[num_tensors, num_kinds]`, in bytes, by `kinds_of`; 0 where the format has no such data. Those
-            of one kind differ by whole units, of 16 elements (`alignment_of`).
-
-    Returns:
-        int64 `[num_tensors, num_kinds]`: in units, of scales in elements.
-    """
-    return torch.from_numpy((addresses - addresses[0]) // alignment_of(fmt))
-
-
-def alignment_of(fmt: UpdateFormat) -> np.ndarray:
-    """Bytes by which addresses of one kind differ in a launch, or a multiple of them: int64 `[num_kinds]`."""
-    dtypes = {PARAM: fmt.param_dtype, GRAD: fmt.grad_dtype, MASTER: fmt.master_dtype or torch.float32}
-    sizes = [4 if is_scale(kind) else dtypes.get(kind, fmt.moment_dtype).itemsize * UNIT for kind in kinds_of(fmt)]
-    return np.array(sizes, dtype=np.int64)
 
 
 def launch_options(backend: str, warp_size: int) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""LAMB in Triton: two launches per tile, whatever the number of tensors in it (see `chunkc.kernels.lamb_formats`).
+"""LAMB in Triton: two launches per tile, whatever the number of tensors in it, or for many tensors that lie anywhere
+(see `chunkc.kernels.lamb_formats`).
 
 Importing this needs no Triton; updating does. With `TRITON_INTERPRET=1` set before Triton is first imported the same
 code runs on CPU tensors, slowly: for tests.
@@ -78,8 +79,11 @@ def apply_arguments(
         "partials": partials,
         "found_inf": scale.found_inf,
         "num_partials": work.num_partials,
+        "distances": work.distances,
         "BLOCK": BLOCK,
         "RAGGED_BLOCK": RAGGED_BLOCK,
+        "NUM_COLUMNS": work.rows.shape[1],
+        "NUM_DISTANCES": 0 if work.distances is None else work.distances.shape[1],
     }
 
 

@@ -12,13 +12,12 @@ import triton.language as tl
 from chunkc.kernels.adam_triton_kernel import new_moments
 from chunkc.kernels.formats import UNIT
 from chunkc.kernels.lamb_formats import LambScalars
-from chunkc.kernels.triton_formats import factors_of, load_target, load_wide, store_target
+from chunkc.kernels.triton_formats import factors_of, load_target, load_wide, of_tensor, store_target
 
 _UNIT = tl.constexpr(UNIT)
 _NUM_SCALARS = tl.constexpr(len(LambScalars._fields))
-_NUM_COLUMNS = tl.constexpr(5)
 
-_UNSPECIALIZED = ["work", "scalars", "partials", "unscale", "clip", "found_inf"]
+_UNSPECIALIZED = ["work", "distances", "scalars", "partials", "unscale", "clip", "found_inf"]
 
 
 @triton.jit(
@@ -32,6 +31,7 @@ def lamb_moments_kernel(
     exp_avg_sq,
     master,
     work,
+    distances,
     scalars,
     partials,
     unscale,
@@ -41,13 +41,26 @@ def lamb_moments_kernel(
     num_partials: tl.int64,
     BLOCK: tl.constexpr,
     RAGGED_BLOCK: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    NUM_DISTANCES: tl.constexpr,
 ):
-    """One program per row (begin, end, group, first, last) of `work`, int64: new moments, and two sums of squares."""
+    """One program per row (begin, end, group, first, last) of `work`, int64: new moments, and two sums of squares.
+
+    Where there are `distances`, a row's tensor comes last; they are what Adam's kernel has.
+    """
     program = tl.program_id(0).to(tl.int64)
-    row = work + program * _NUM_COLUMNS
+    row = work + program * NUM_COLUMNS
     begin = tl.load(row)
     end = tl.load(row + 1)
     group = scalars + tl.load(row + 2) * _NUM_SCALARS
+    if distances is not None:
+        distances += tl.load(row + 5) * NUM_DISTANCES
+        param = of_tensor(param, distances, 0)
+        grad = of_tensor(grad, distances, 1)
+        exp_avg = of_tensor(exp_avg, distances, 2)
+        exp_avg_sq = of_tensor(exp_avg_sq, distances, 3)
+        if master is not None:
+            master = of_tensor(master, distances, 4)
     place = partials + partial + program
     update = tl.full((), True, tl.int1)
     if found_inf is not None:
@@ -86,18 +99,28 @@ def lamb_apply_kernel(
     exp_avg_sq,
     master,
     work,
+    distances,
     scalars,
     partials,
     found_inf,
     num_partials: tl.int64,
     BLOCK: tl.constexpr,
     RAGGED_BLOCK: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    NUM_DISTANCES: tl.constexpr,
 ):
     """One program per row of `work`: the trust ratio from all partial sums of the tensor, then new parameters."""
-    row = work + tl.program_id(0).to(tl.int64) * _NUM_COLUMNS
+    row = work + tl.program_id(0).to(tl.int64) * NUM_COLUMNS
     begin = tl.load(row)
     end = tl.load(row + 1)
     group = scalars + tl.load(row + 2) * _NUM_SCALARS
+    if distances is not None:
+        distances += tl.load(row + 5) * NUM_DISTANCES
+        param = of_tensor(param, distances, 0)
+        exp_avg = of_tensor(exp_avg, distances, 2)
+        exp_avg_sq = of_tensor(exp_avg_sq, distances, 3)
+        if master is not None:
+            master = of_tensor(master, distances, 4)
     first = tl.load(row + 3)
     last = tl.load(row + 4)
     update = tl.full((), True, tl.int1)

@@ -12,6 +12,7 @@ import triton.language as tl
 from chunkc.kernels.formats import UNIT
 from chunkc.kernels.sgd import SgdScalars
 from chunkc.kernels.triton_formats import (
+    draws_of_tensor,
     factors_of,
     load_moment,
     load_target,
@@ -52,6 +53,7 @@ def sgd_kernel(
     BLOCK: tl.constexpr,
     RAGGED_BLOCK: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
+    NUM_DISTANCES: tl.constexpr,
     momentum_buffer=None,
     momentum_buffer_scale=None,
 ):
@@ -64,7 +66,7 @@ def sgd_kernel(
     end = tl.load(row + 1)
     group_scalars = scalars + tl.load(row + 2) * _NUM_SCALARS
     if distances is not None:
-        distances += tl.load(row + 3) * _NUM_KINDS
+        distances += tl.load(row + 3) * NUM_DISTANCES
         param = of_tensor(param, distances, 0)
         grad = of_tensor(grad, distances, 1)
         if master is not None:
@@ -73,6 +75,8 @@ def sgd_kernel(
             momentum_buffer = of_tensor(momentum_buffer, distances, 3)
         if momentum_buffer_scale is not None:
             momentum_buffer_scale = scale_of_tensor(momentum_buffer_scale, distances, 4)
+        draws = distances + _NUM_KINDS
+        first_element, key_low, key_high = draws_of_tensor(draws, first_element, key_low, key_high, STOCHASTIC)
     if found_inf is not None:
         end = tl.where(tl.load(found_inf) == 0, end, begin)
     factor, second_factor = factors_of(unscale, clip)

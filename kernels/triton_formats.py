@@ -31,6 +31,15 @@ def scale_of_tensor(place, distances, KIND: tl.constexpr):
 
 
 @triton.jit
+def draws_of_tensor(draws, first_element, key_low, key_high, STOCHASTIC: tl.constexpr):
+    """What a tensor's random bits derive from: the `draws` behind its distances, or without them what is given."""
+    if STOCHASTIC:
+        return tl.load(draws), tl.load(draws + 1), tl.load(draws + 2)
+    else:
+        return first_element, key_low, key_high
+
+
+@triton.jit
 def factors_of(unscale, clip):
     """What gradients are multiplied by, one after the other."""
     factor = tl.full((), 1.0, tl.float32)

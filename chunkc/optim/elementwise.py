@@ -16,15 +16,16 @@ from chunkc.ir.chunks import GRAD, PARAM
 from chunkc.ir.plan import Tile
 from chunkc.ir.states import FLOAT32, StateFormat
 from chunkc.kernels import elementwise_triton
+from chunkc.kernels.distances import Draws
 from chunkc.kernels.elementwise_cpu import chunk_update, prepare, warm_up_format
-from chunkc.kernels.elementwise_triton import WorkTable, distances_of, work_of_tensors, work_table
+from chunkc.kernels.elementwise_triton import WorkTable, work_of_tensors, work_table
 from chunkc.kernels.formats import NO_SCALE, GradScale, RoundingKey, Slots, Span, UpdateFormat, rounding_key
 from chunkc.kernels.hyper import scalar_table
 from chunkc.optim.formats import Formats
-from chunkc.optim.on_device import DISTANCES_NBYTES, TABLE_NBYTES, Sent, StepScalars, upload
+from chunkc.optim.on_device import TABLE_NBYTES, StepScalars, upload
 from chunkc.optim.rule import Extent, Groups, GroupWork, Rule, Spans, Staying, TileUpdate, Updater
 from chunkc.optim.states import put_back
-from chunkc.optim.together import Batch, batches, goes_along
+from chunkc.optim.together import Batch, SentDistances, batches, goes_along
 from chunkc.recent import Recent
 
 PIECE_NUM_ELEMENTS = 1 << 24
@@ -132,15 +133,14 @@ class ByTriton(Elementwise):
     Attributes:
         tables: of work on the device, by their spans, or by the tensors of a launch; the allocator uses the memory of
             those that went again in the stream's order.
-        distances: of the tensors of a launch (see `together`); gradients may lie elsewhere in each step, and what they
-            take on the device stays the same.
+        distances: of the tensors of a launch (see `together`).
     """
 
     def __init__(self, rule: ElementwiseRule, device: torch.device) -> None:
         super().__init__(rule)
         self.device = device
         self.tables: Recent[tuple, WorkTable] = Recent(TABLE_NBYTES, lambda table: table.rows.nbytes)
-        self.distances: Recent[tuple, Sent] = Recent(DISTANCES_NBYTES, lambda sent: sent.on_device.nbytes)
+        self.distances = SentDistances(device)
         self._scalars = StepScalars(device)
 
     def begin_step(self) -> None:
@@ -152,18 +152,18 @@ class ByTriton(Elementwise):
         return super().of_group(work)
 
     def of_tensors(self, tensors: Iterable[Staying], scale: GradScale) -> None:
-        """In launches of many tensors, but for random bits, which depend on where a tensor is, and for odd tensors."""
+        """In launches of many tensors, but for odd ones."""
         along: list[tuple[Staying, UpdateFormat]] = []
         alone: list[Staying] = []
         for tensor in tensors:
             gradient = tensor.parameter.grad
             assert gradient is not None
             fmt = self.rule.format(tensor.parameter.dtype, gradient.dtype, tuple(tensor.states))
-            if fmt.stochastic or not goes_along(tensor):
-                alone.append(tensor)
-            else:
+            if goes_along(tensor):
                 along.append((tensor, fmt))
                 self._scalars.row(tensor.hyper)  # before the first launch: one table of scalars for all
+            else:
+                alone.append(tensor)
         for batch in batches(along):
             self._update_together(batch, scale)
         super().of_tensors(alone, scale)
@@ -171,12 +171,16 @@ class ByTriton(Elementwise):
     def _update_together(self, batch: Batch, scale: GradScale) -> None:
         sizes = tuple((of.parameter.numel(), self._scalars.row(of.hyper)) for of in batch.tensors)
         work = self._kept(sizes, lambda: work_of_tensors(sizes, batch.fmt), batch.fmt)
-        key, distances = (batch.fmt, *sizes), distances_of(batch.addresses, batch.fmt)
-        sent = self.distances.find(key) or self.distances.keep(key, Sent(distances, upload(distances, self.device)))
-        sent.follow(distances)
+        draws = [self._draws(of) for of in batch.tensors] if batch.fmt.stochastic else []
+        distances = self.distances.of(batch, sizes, draws)
         slots, scalars = batch.fmt.slots.of(batch.tensors[0].flats()), self._scalars.table()
-        elementwise_triton.update(batch.fmt, slots, work, scalars, scale=scale, distances=sent.on_device)
+        first = draws[0]._asdict() if draws else {}
+        elementwise_triton.update(batch.fmt, slots, work, scalars, scale=scale, distances=distances, **first)
         torch.autograd.graph.increment_version(batch.written)
+
+    def _draws(self, of: Staying) -> Draws:
+        extent = of.extent
+        return Draws(extent.first_element, rounding_key(self.rule.formats.seed, of.hyper.step, extent.chunk))
 
     def table_of(self, spans: Sequence[Span], fmt: UpdateFormat) -> WorkTable:
         """The table of work for these spans, made on the first call."""

@@ -6,8 +6,10 @@ for a tensor that stays, so that sums and results have the same bits wherever th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -18,12 +20,13 @@ from chunkc.kernels import lamb_cpu, lamb_triton
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Span
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.kernels.hyper import scalar_table
-from chunkc.kernels.lamb_formats import ROW, LambWork, lamb_work, new_partials
+from chunkc.kernels.lamb_formats import ROW, LambWork, lamb_work, lamb_work_of_tensors, new_partials
 from chunkc.optim.doubts import decided
 from chunkc.optim.on_device import TABLE_NBYTES, upload
 from chunkc.optim.over_ranks import sums_of_tensors
 from chunkc.optim.rule import GroupWork, OverRanks, Spans, Staying, TileUpdate, Updater
 from chunkc.optim.states import put_back
+from chunkc.optim.together import Batch, SentDistances, batches, goes_along
 from chunkc.recent import Recent
 
 
@@ -35,15 +38,20 @@ class LambUpdater(Updater):
 
     def __init__(self, device: torch.device, *, by_triton: bool) -> None:
         self.device = device
+        self.by_triton = by_triton
         self.kernels: ModuleType = lamb_triton if by_triton else lamb_cpu
         self._works: Recent[tuple, tuple[LambWork, ...]] = Recent(TABLE_NBYTES, _nbytes)
+        self._distances = SentDistances(device)
 
     def get(self, tensors: Sequence[Span], tiles: Sequence[tuple[int, int]]) -> tuple[LambWork, ...]:
         """The work of each tile, made on the first call."""
-        key = tuple(tensors), tuple(tiles)
+        spans, ranges = tuple(tensors), tuple(tiles)
+        return self._kept((spans, ranges), lambda: lamb_work(spans, ranges))
+
+    def _kept(self, key: tuple, make: Callable[[], tuple[LambWork, ...]]) -> tuple[LambWork, ...]:
         works = self._works.find(key)
         if works is None:
-            made = [work.with_rows(upload(work.rows, self.device)) for work in lamb_work(*key)]
+            made = [work.with_rows(upload(work.rows, self.device)) for work in make()]
             works = self._works.keep(key, tuple(made))
         return works
 
@@ -51,10 +59,35 @@ class LambUpdater(Updater):
         return GroupLamb(self, work).update
 
     def of_tensors(self, tensors: Iterable[Staying], scale: GradScale) -> None:
-        staying = list(tensors)
-        if not staying:
-            return
-        ranges = rows_apart([t.extent.first_element for t in staying], [t.parameter.numel() for t in staying])
+        """By Triton two launches for many tensors, but for odd ones."""
+        along: list[Staying] = []
+        alone: list[Staying] = []
+        for tensor in tensors:
+            (along if self.by_triton and goes_along(tensor) else alone).append(tensor)
+        if along:
+            rows, scalars = self.scalars([tensor.hyper for tensor in along])
+            for batch in batches((tensor, _format(tensor)) for tensor in along):
+                self._update_together(batch, [rows[of.hyper] for of in batch.tensors], scalars, scale)
+        if alone:
+            self._update_one_by_one(alone, scale)
+
+    def scalars(self, hypers: Iterable[Any]) -> tuple[dict[Any, int], torch.Tensor]:
+        """Rows of scalars on the device, and which of them is whose."""
+        rows = {hyper: row for row, hyper in enumerate(dict.fromkeys(hypers))}
+        return rows, decided(list(rows), scalar_table, lambda table: upload(table, self.device))
+
+    def _update_together(self, batch: Batch, rows: Sequence[int], scalars: torch.Tensor, scale: GradScale) -> None:
+        """Both stages of a batch, whose tensors are updated with these rows of scalars."""
+        spans = tuple(Span(*where, row) for where, row in zip(_ranges(batch.tensors), rows, strict=True))
+        (work,) = self._kept((spans,), lambda: (lamb_work_of_tensors(spans),))
+        work = replace(work, distances=self._distances.of(batch, spans))
+        slots, partials = AdamSlots.of(batch.tensors[0].flats()), new_partials(work, self.device)
+        for stage in (self.kernels.lamb_moments, self.kernels.lamb_apply):
+            stage(batch.fmt, slots, work, scalars, partials, scale=scale)
+        torch.autograd.graph.increment_version(batch.written)
+
+    def _update_one_by_one(self, staying: Sequence[Staying], scale: GradScale) -> None:
+        ranges = _ranges(staying)
         spans = [(*where, tensor.hyper) for where, tensor in zip(ranges, staying, strict=True)]
         sums = sums_of_tensors({begin: tensor.parameter for (begin, _), tensor in zip(ranges, staying, strict=True)})
         lamb = GroupLamb(self, GroupWork(0, spans, ranges, scale, sums))
@@ -66,6 +99,11 @@ class LambUpdater(Updater):
 
     def compile_ahead(self, flat: Mapping[str, torch.Tensor], spans: Spans, scale: GradScale) -> None:
         lamb_cpu.warm_up(AdamFormat(flat[PARAM].dtype, flat[GRAD].dtype, master=MASTER in flat))
+
+
+def _format(tensor: Staying) -> AdamFormat:
+    assert tensor.parameter.grad is not None
+    return AdamFormat(tensor.parameter.dtype, tensor.parameter.grad.dtype, master=MASTER in tensor.states)
 
 
 def _nbytes(works: Sequence[LambWork]) -> int:
@@ -81,11 +119,9 @@ class GroupLamb:
     """
 
     def __init__(self, updater: LambUpdater, work: GroupWork) -> None:
-        hypers = list(dict.fromkeys(hyper for _, _, hyper in work.spans))
-        rows = {hyper: row for row, hyper in enumerate(hypers)}
+        rows, self._scalars = updater.scalars(hyper for _, _, hyper in work.spans)
         in_order = updater.get([Span(begin, end, rows[hyper]) for begin, end, hyper in work.spans], work.tiles)
         self._works = dict(zip(work.tiles, in_order, strict=True))
-        self._scalars = decided(hypers, scalar_table, lambda table: upload(table, updater.device))
         self._partials = new_partials(in_order[0], updater.device)
         self._kernels = updater.kernels
         self._scale = work.scale
@@ -124,6 +160,11 @@ class GroupLamb:
         for number, (first, last) in zip(places, partials, strict=True):
             self._partials[:, first:last].zero_()
             self._partials[:, first].copy_(totals[:, number])
+
+
+def _ranges(tensors: Sequence[Staying]) -> list[tuple[int, int]]:
+    """Of tensors that are updated where they are, see `rows_apart`."""
+    return rows_apart([of.extent.first_element for of in tensors], [of.parameter.numel() for of in tensors])
 
 
 def rows_apart(offsets: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:

@@ -11,9 +11,11 @@ import torch
 from chunkc.ir.chunks import GRAD, PARAM
 from chunkc.ir.states import MASTER, MASTER_LOW
 from chunkc.ir.strides import is_dense
-from chunkc.kernels.elementwise_triton import alignment_of, kinds_of
+from chunkc.kernels.distances import Draws, alignment_of, distances_of, kinds_of
 from chunkc.kernels.formats import UpdateFormat
+from chunkc.optim.on_device import DISTANCES_NBYTES, Sent, upload
 from chunkc.optim.rule import Staying
+from chunkc.recent import Recent
 
 MAX_NUM_ELEMENTS = 1 << 23
 MAX_NUM_TENSORS = 1 << 11
@@ -25,7 +27,7 @@ class Batch:
     """What one launch updates.
 
     Attributes:
-        addresses: int64 `[num_tensors, num_kinds]`, see `chunkc.kernels.elementwise_triton.distances_of`.
+        addresses: int64 `[num_tensors, num_kinds]`, see `chunkc.kernels.distances.distances_of`.
     """
 
     fmt: UpdateFormat
@@ -38,11 +40,34 @@ class Batch:
         return [tensor for of in self.tensors for tensor in (of.parameter, *of.states.values())]
 
 
+class SentDistances:
+    """Distances on a device; those used last are kept, `DISTANCES_NBYTES` of them.
+
+    Gradients may lie elsewhere in each step, and what distances take on the device stays the same.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sent: Recent[tuple, Sent] = Recent(DISTANCES_NBYTES, lambda sent: sent.on_device.nbytes)
+
+    def of(self, batch: Batch, sizes: tuple, draws: Sequence[Draws] = ()) -> torch.Tensor:
+        """Those of a batch, as they are now.
+
+        Args:
+            sizes: what tells the batch from others of its format.
+            draws: see `chunkc.kernels.distances.distances_of`.
+        """
+        key, now = (batch.fmt, *sizes), distances_of(batch.addresses, batch.fmt, draws)
+        sent = self._sent.find(key) or self._sent.keep(key, Sent(now, upload(now, self._device)))
+        sent.follow(now)
+        return sent.on_device
+
+
 def goes_along(tensor: Staying) -> bool:
     """Whether a parameter can be updated with others: its data lie alike, without gaps, and are not too many."""
     parameter, gradient = tensor.parameter, tensor.parameter.grad
     assert gradient is not None
-    if parameter.numel() > MAX_NUM_ELEMENTS or gradient.is_neg() or not is_dense(parameter):
+    if not 0 < parameter.numel() <= MAX_NUM_ELEMENTS or gradient.is_neg() or not is_dense(parameter):
         return False
     return gradient.stride() == parameter.stride()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from chunkc.kernels import lamb_cpu, lamb_reference
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Span
 from chunkc.kernels.hyper import scalar_table
-from chunkc.kernels.lamb_formats import ROW, LambHyper, lamb_work, new_partials
+from chunkc.kernels.lamb_formats import ROW, LambHyper, lamb_work, lamb_work_of_tensors, new_partials
 from chunkc.runtime import cpu_allocator
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -229,6 +229,14 @@ def test_rows_cover_tensors_once_and_name_all_sums_of_their_tensor():
     assert len(spans) == len(TENSORS)
 
 
+def test_rows_of_tensors_are_counted_from_each_tensor_s_beginning():
+    """They end where they do in the space of all, and each has the next partial sum."""
+    work = lamb_work_of_tensors([Span(0, 10, 1), Span(2 * ROW - 5, 2 * ROW + 7, 0), Span(5 * ROW, 7 * ROW, 1)])
+    rows = [[0, 10, 1, 0, 1], [0, 5, 0, 1, 3], [5, 12, 0, 1, 3], [0, ROW, 1, 3, 5], [ROW, 2 * ROW, 1, 3, 5]]
+    assert work.rows.tolist() == [[*row, number] for row, number in zip(rows, (0, 1, 1, 2, 2), strict=True)]
+    assert (work.partial, work.num_elements, work.num_groups, work.num_partials) == (0, 10, 2, 5)
+
+
 @pytest.mark.parametrize(
     ("tensors", "tiles", "message"),
     [
@@ -258,6 +266,7 @@ def test_unsuitable_arguments_are_refused(kernel, stage):
         ((fmt, slots, work, SCALARS[:1], partials), "scalars must be"),
         ((fmt, slots, work, SCALARS, partials[:, :0]), "partials must be"),
         ((FORMATS["bf16-master"], slots, work, SCALARS, partials), "param must be"),
+        ((fmt, slots, lamb_work_of_tensors([Span(0, 10, 1)]), SCALARS, partials), "of several tensors"),
     ):
         with pytest.raises(ValueError, match=message):
             run(*wrong)

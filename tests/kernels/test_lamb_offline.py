@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from offline import TARGETS, compile_offline, spilled, targets_with_marks, vector_accesses
 
 from chunkc.kernels import lamb_triton
+from chunkc.kernels.distances import alignment_of, distances_of
 from chunkc.kernels.elementwise_triton import BLOCK, NUM_THREADS, launch_options
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Span
 from chunkc.kernels.hyper import scalar_table
-from chunkc.kernels.lamb_formats import ROW, LambHyper, lamb_work, new_partials
+from chunkc.kernels.lamb_formats import ROW, LambHyper, lamb_work, lamb_work_of_tensors, new_partials
 
 triton = pytest.importorskip("triton")
 
@@ -36,12 +39,16 @@ def make_slots(fmt: AdamFormat) -> AdamSlots:
     return AdamSlots(*[torch.zeros(2 * ROW, dtype=dtype) for dtype in dtypes])
 
 
-def compiled(kernel_name: str, fmt: AdamFormat, target: str, offset: int = 0) -> Any:
+def compiled(kernel_name: str, fmt: AdamFormat, target: str, offset: int = 0, num_tensors: int = 0) -> Any:
     """Compile what a launch would; `offset`: where, in elements, parameter and moments begin in aligned buffers."""
     from chunkc.kernels import lamb_triton_kernel
 
     slots = make_slots(fmt).part(offset, ROW + offset)
     (work,) = lamb_work([Span(0, ROW, 0)], [(0, ROW)])
+    if num_tensors:
+        addresses = np.arange(num_tensors)[:, None] * alignment_of(fmt)
+        work = lamb_work_of_tensors([Span(number * ROW, (number + 1) * ROW, 0) for number in range(num_tensors)])
+        work = replace(work, distances=distances_of(addresses, fmt))
     moments = kernel_name == "lamb_moments_kernel"
     arguments = (lamb_triton.moments_arguments if moments else lamb_triton.apply_arguments)(
         fmt, slots, work, SCALARS, new_partials(work), GradScale(*torch.ones(3).unbind())
@@ -75,3 +82,13 @@ def test_nothing_spills_and_memory_moves_in_vectors(kernel_name: str, name: str,
         assert "atom" not in kernel.asm["ptx"]
         assert "fma" not in kernel.asm["ptx"]
         assert vector_accesses(compiled(kernel_name, FORMATS[name], target, offset=1)) == Counter()
+
+
+@pytest.mark.parametrize("target", ["sm_70", "sm_90"])
+@pytest.mark.parametrize("kernel_name", ["lamb_moments_kernel", "lamb_apply_kernel"])
+def test_many_tensors_are_moved_in_vectors_too(kernel_name: str, target: str, tmp_path: Path) -> None:
+    """Each where it lies, all aligned alike."""
+    kernel = compiled(kernel_name, FORMATS["bf16-master"], target, num_tensors=2)
+    assert not any(spilled(kernel, tmp_path).values())
+    found, wanted = vector_accesses(kernel), num_wanted(kernel_name, FORMATS["bf16-master"])
+    assert all(found[kind] >= wanted[kind] for kind in wanted), f"{found}, wanted {wanted}"

@@ -15,6 +15,7 @@ import torch
 from offline import TARGETS, compile_offline, spilled, targets_with_marks, vector_accesses
 
 from chunkc.kernels import elementwise_triton
+from chunkc.kernels.distances import Draws, alignment_of, distances_of
 from chunkc.kernels.formats import AdamFormat, GradScale, Span, rounding_key
 from chunkc.kernels.hyper import scalar_table
 
@@ -48,7 +49,8 @@ def compiled(name: str, target: str, offset: int = 0, fused: bool = False, num_t
     if offset:
         flat = {field: getattr(slots, field) for field in ("param", "grad", "exp_avg", "exp_avg_sq", "master")}
         slots = replace(slots, **{k: None if t is None else torch.cat([t, t])[offset:][:4096] for k, t in flat.items()})
-    addresses = np.arange(num_tensors)[:, None] * elementwise_triton.alignment_of(fmt)
+    addresses = np.arange(num_tensors)[:, None] * alignment_of(fmt)
+    draws = [Draws(number, rounding_key(0, 1, number)) for number in range(num_tensors)]
     arguments = elementwise_triton.launch_arguments(
         fmt,
         slots,
@@ -59,7 +61,7 @@ def compiled(name: str, target: str, offset: int = 0, fused: bool = False, num_t
         scale=GradScale(*torch.ones(3).unbind()),
         key=rounding_key(0, 1, 0) if fmt.stochastic else None,
         first_element=offset,
-        distances=elementwise_triton.distances_of(addresses, fmt) if num_tensors else None,
+        distances=distances_of(addresses, fmt, draws) if num_tensors else None,
     )
     backend, _, warp_size = TARGETS[target]
     options = elementwise_triton.launch_options(backend, warp_size) | ({"enable_fp_fusion": True} if fused else {})
@@ -121,7 +123,9 @@ def test_nothing_is_contracted() -> None:
     assert num_fma[0] < num_fma[1]  # division and square root are made of some
 
 
-@pytest.mark.parametrize(("name", "target"), [(n, t) for n in ("fp32", "bf16-split") for t in ("sm_70", "sm_90")])
+@pytest.mark.parametrize(
+    ("name", "target"), [(n, t) for n in ("fp32", "bf16-split", "bf16-only") for t in ("sm_70", "sm_90")]
+)
 def test_many_tensors_are_moved_in_vectors_too(name: str, target: str, tmp_path: Path) -> None:
     """Each where it lies, all aligned alike."""
     kernel = compiled(name, target, num_tensors=2)

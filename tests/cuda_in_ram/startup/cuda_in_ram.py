@@ -66,6 +66,13 @@ def num_waits() -> int:
     return count(b"waits")
 
 
+def num_launches() -> int:
+    """Kernels launched so far."""
+    count = _library.cuda_in_ram_launches
+    count.restype = ctypes.c_long
+    return count()
+
+
 def break_device(error: int = LAUNCH_FAILURE) -> None:
     """Let every call fail from now on, as after a kernel's fault; 0 mends the device."""
     _library.cuda_in_ram_break(error)
