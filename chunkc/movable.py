@@ -9,6 +9,7 @@ from torch import nn
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.strides import is_dense
+from chunkc.runtime.device_views import home_memory_of
 from chunkc.runtime.parts import Part
 from chunkc.torch_private.engine import storage_use_count
 
@@ -77,7 +78,8 @@ def is_shared_memory(tensor: torch.Tensor) -> bool:
 def present_nbytes(parameters: Sequence[torch.Tensor], device: torch.device) -> int:
     """Bytes that parameters take on a GPU already. RAM has what is not free counted elsewhere."""
     storages = [p.untyped_storage() for p in parameters if p.device == device and device.type == "cuda"]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    own = [storage for storage in storages if home_memory_of(storage) is None]  # a placed model's copies are at home
+    return sum({storage.data_ptr(): storage.nbytes() for storage in own}.values())
 
 
 def is_chunkable(tensor: torch.Tensor) -> bool:

@@ -31,6 +31,7 @@ import torch
 
 from chunkc.ir.errors import HomeError
 from chunkc.ir.units import format_nbytes
+from chunkc.runtime.device_views import note_view
 from chunkc.runtime.gpu import Gpu
 from chunkc.runtime.homes import Home, Region, home_view_span
 from chunkc.runtime.maps import Mapping, map_memory
@@ -42,9 +43,6 @@ CAST_PIECE_NBYTES = 4 << 20
 """What is cast at a time, as bytes of the cast."""
 _NUM_CAST_BUFFERS = 2
 """One is filled while the device copies from the other."""
-
-_BEFORE_TORCH_S_OWN = 1
-"""A priority of `torch.serialization.register_package`: torch asks about CUDA's storages at 20."""
 
 
 class _PinnedMapping(Mapping):
@@ -94,7 +92,7 @@ class PinnedHome(Home):
         """A home view as `Home.tensor`, but of the GPU's; a CPU tensor where that cannot be."""
         nbytes = home_view_span(dtype, shape, stride, offset_nbytes) * dtype.itemsize
         mapping = self._find_pinned(region, offset_nbytes, nbytes)
-        saved_as_cpu(mapping)
+        note_view(mapping, self, self._gpu)
         if nbytes and mapping.unpin is not None:
             flat = self._gpu.view(mapping.address + offset_nbytes, nbytes, mapping)
             return reshaped(flat, dtype, shape, stride)
@@ -245,27 +243,6 @@ def _advise(memory: mmap.mmap, name: str) -> None:
     if advice is not None:
         with contextlib.suppress(OSError):
             memory.madvise(advice)
-
-
-def saved_as_cpu(mapping: Mapping) -> None:
-    """`torch.save` calls views of this memory the CPU's, so that a plain `torch.load` does not fill the device."""
-    _register_tagger()
-    _viewed.add(mapping)
-
-
-_viewed: weakref.WeakSet[Mapping] = weakref.WeakSet()
-
-
-@functools.cache
-def _register_tagger() -> None:
-    torch.serialization.register_package(_BEFORE_TORCH_S_OWN, _location, lambda storage, location: None)
-
-
-def _location(storage: Any) -> str | None:
-    """Where `torch.load` is to put a storage, of any of torch's classes; None leaves it to others."""
-    address = storage.data_ptr() if storage.device.type == "cuda" else 0
-    is_home = address and any(m.address <= address < m.address + len(m.memory) for m in list(_viewed))
-    return "cpu" if is_home else None
 
 
 def on_device(gpu: Gpu, view: torch.Tensor) -> torch.Tensor:

@@ -23,11 +23,12 @@ import torch
 
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.runtime.arena import Arena
+from chunkc.runtime.device_views import note_view
 from chunkc.runtime.disk_reads import NUM_UNDER_WAY, PIECE_NBYTES, read_into_pages, room_for
 from chunkc.runtime.gpu import Gpu
 from chunkc.runtime.homes import DiskHome, Region
 from chunkc.runtime.maps import Mapping
-from chunkc.runtime.pinned import PinnedHome, flat_bytes, on_device, saved_as_cpu
+from chunkc.runtime.pinned import PinnedHome, flat_bytes, on_device
 
 
 def open_arena(home: str, gpu: Gpu, disk_holds_everything: bool = False) -> Arena:
@@ -96,7 +97,7 @@ class StagedDiskHome(DiskHome):
         view = super().tensor(region, dtype, shape, stride, offset_nbytes)
         if not self._views_on_device:
             return view
-        saved_as_cpu(self._find(region, 0, 0))
+        note_view(self._find(region, 0, 0), self, self._gpu)
         return on_device(self._gpu, view)
 
     def read(self, region: Region, offset_nbytes: int, destination: torch.Tensor) -> None:

@@ -174,8 +174,10 @@ class ByTriton(Elementwise):
         draws = [self._draws(of) for of in batch.tensors] if batch.fmt.stochastic else []
         distances = self.distances.of(batch, sizes, draws)
         slots, scalars = batch.fmt.slots.of(batch.tensors[0].flats()), self._scalars.table()
-        first = draws[0]._asdict() if draws else {}
-        elementwise_triton.update(batch.fmt, slots, work, scalars, scale=scale, distances=distances, **first)
+        first, key = draws[0] if draws else (0, None)
+        elementwise_triton.update(
+            batch.fmt, slots, work, scalars, scale=scale, key=key, first_element=first, distances=distances
+        )
         torch.autograd.graph.increment_version(batch.written)
 
     def _draws(self, of: Staying) -> Draws:
