@@ -121,6 +121,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         second = _spread(others, mark.kwargs.get("second", len(others)))
         for item in others:
             item.add_marker(pytest.mark.second_tier if item in second else pytest.mark.slow)
+    _leave_to_other_devices(items)
     yield
     if number := int(os.environ.get("CHUNKC_VARIANTS", 0)):
         left = {item for found in _variants(items) for item in _spread(found, number)}
@@ -146,6 +147,21 @@ def _leave_out_of_collections() -> None:
     """What is alive now stays: garbage collections look at it no more."""
     gc.collect()
     gc.freeze()
+
+
+def _leave_to_other_devices(items: Iterable[pytest.Item]) -> None:
+    """On the GPU made of RAM (`tests/cuda_in_ram`), each test of a GPU runs in one of its modes: of values with
+    arithmetic, of memory without. Few need a real one."""
+    if "CUDA_IN_RAM" not in os.environ:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") is None:
+            continue
+        of_values = item.get_closest_marker("arithmetic") is not None
+        if item.get_closest_marker("real_gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="the GPU made of RAM has no such thing"))
+        elif of_values != ("CUDA_IN_RAM_ARITHMETIC" in os.environ):
+            item.add_marker(pytest.mark.skip(reason="for the device in its other mode"))
 
 
 def pytest_collection_finish() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -19,15 +18,6 @@ from chunkc.kernels import elementwise_triton
 
 for _name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
     os.environ.setdefault(_name, "expandable_segments:True")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On the GPU made of RAM without arithmetic, tests of values are skipped."""
-    if "CUDA_IN_RAM" not in os.environ or "CUDA_IN_RAM_ARITHMETIC" in os.environ:
-        return
-    for item in items:
-        if Path(__file__).parent in item.path.parents and item.get_closest_marker("arithmetic") is not None:
-            item.add_marker(pytest.mark.skip(reason="for the device in its other mode"))
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ _skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 def needs_gpu(test: Callable[..., None]) -> Callable[..., None]:
-    return pytest.mark.gpu(_skip(test))
+    return pytest.mark.gpu(pytest.mark.arithmetic(_skip(test)))
 
 
 @pytest.fixture(scope="module")

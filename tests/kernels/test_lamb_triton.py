@@ -138,6 +138,7 @@ def test_interpreted(name: str, interpreted: dict[str, str]) -> None:
 
 @needs_triton
 @pytest.mark.gpu
+@pytest.mark.arithmetic
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("name", CASES)
 def test_on_gpu(name: str) -> None:

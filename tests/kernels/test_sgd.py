@@ -121,6 +121,7 @@ def test_triton_agrees_interpreted(name: str, interpreted: dict[str, str]) -> No
 
 @needs_triton
 @pytest.mark.gpu
+@pytest.mark.arithmetic
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("name", FORMATS)
 def test_triton_agrees_on_gpu(name: str) -> None:

@@ -116,6 +116,7 @@ def test_interpreted() -> None:
 
 @needs_triton
 @pytest.mark.gpu
+@pytest.mark.arithmetic
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_gpu() -> None:
     found = by_triton("cuda")

@@ -190,6 +190,7 @@ def test_without_a_compiler(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.real_gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_cuda_device() -> None:
     hardware = calibrate(device="cuda", sizes=Sizes(repeats=2, share_s=0.2))

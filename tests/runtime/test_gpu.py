@@ -77,6 +77,7 @@ def gpu() -> Iterator[TorchGpu]:
 
 
 @needs_gpu
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_home_view_is_host_memory_in_place(gpu: TorchGpu, dtype: torch.dtype) -> None:
     home = PinnedHome(gpu)
@@ -100,6 +101,7 @@ def test_a_home_view_is_host_memory_in_place(gpu: TorchGpu, dtype: torch.dtype) 
 
 
 @needs_gpu
+@pytest.mark.arithmetic
 def test_a_pin_that_fails_leaves_nothing_for_the_next_kernel(gpu: TorchGpu) -> None:
     memory = mmap.mmap(-1, MIB)
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
@@ -112,6 +114,7 @@ def test_a_pin_that_fails_leaves_nothing_for_the_next_kernel(gpu: TorchGpu) -> N
 
 
 @needs_gpu
+@pytest.mark.real_gpu
 def test_a_round_trip_does_not_hold_the_host_and_keeps_its_order(gpu: TorchGpu) -> None:
     """Behind a long kernel: the write-back waits for it, the compute stream for the write-back, the host for none."""
     tier, home = CudaTier(gpu), PinnedHome(gpu)
@@ -133,6 +136,7 @@ def test_a_round_trip_does_not_hold_the_host_and_keeps_its_order(gpu: TorchGpu) 
 
 
 @needs_gpu
+@pytest.mark.arithmetic
 def test_a_disk_behind_the_gpu(gpu: TorchGpu, tmp_path: Path) -> None:
     tier = CudaTier(gpu)
     home = StagedDiskHome(str(tmp_path), gpu, PinnedHome(gpu), piece_nbytes=MIB // 4)
@@ -149,6 +153,7 @@ def test_a_disk_behind_the_gpu(gpu: TorchGpu, tmp_path: Path) -> None:
 
 
 @needs_gpu
+@pytest.mark.arithmetic
 def test_a_file_in_place(gpu: TorchGpu, tmp_path: Path) -> None:
     """Eager code reads and writes the file through a tensor of the device's, by kernels and by copies."""
     if (problem := gpu.cannot_view_pageable()) is not None:
