@@ -19,7 +19,6 @@ ARGS ?=
 TORCH := torch==2.13.0
 CUDA_VENV ?= .venv-cuda
 CUDA_BIN := $(CUDA_VENV)/bin
-ON_DEVICE := $(CUDA_BIN)/python tests/cuda_in_ram/run.py
 
 ifeq ($(shell uname -s),Darwin)
 DEFAULT_CXX := clang++
@@ -83,13 +82,9 @@ $(CUDA_VENV)/.stamp: pyproject.toml | check
 	PIP_FIND_LINKS= $(CUDA_BIN)/python -m pip install --no-build-isolation -e ".[dev]"
 	@touch $@
 
-# Memory, with kernels that do nothing; then bits, with kernels that compute, on streams that are late.
-# Of tests/gpu/test_train.py what has been seen to pass there: Inductor's code of whole language models takes long.
 test-cuda: export PYTHONSAFEPATH := 1
 test-cuda: $(CUDA_VENV)/.stamp
-	$(ON_DEVICE) $(CUDA_BIN)/python -m pytest tests/cuda_in_ram tests/gpu/test_scratch.py $(ARGS)
-	$(ON_DEVICE) $(CUDA_BIN)/python -m pytest tests/gpu/test_train.py -k "eager or disk or already" $(ARGS)
-	$(ON_DEVICE) --arithmetic $(CUDA_BIN)/python -m pytest tests/cuda_in_ram $(ARGS)
+	$(CUDA_BIN)/python tests/cuda_in_ram/all_tests.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
