@@ -13,6 +13,7 @@ from functools import cache
 import torch
 
 from chunkc.passes.scratch import (
+    cuda_attention,
     cuda_rules,
     exceptions,
     images,
@@ -367,21 +368,21 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(cuda=cuda_rules.cudnn_batch_norm), "cudnn_batch_norm cudnn_batch_norm_backward"),
     (Operator(cuda=cuda_rules.index_put), "_index_put_impl"),
     (Operator(cuda=cuda_rules.convolution), "cudnn_convolution"),
-    (Operator(cuda=cuda_rules.flash_forward), "_scaled_dot_product_flash_attention"),
-    (Operator(cuda=cuda_rules.flash_backward), "_scaled_dot_product_flash_attention_backward"),
+    (Operator(cuda=cuda_attention.flash_forward), "_scaled_dot_product_flash_attention"),
+    (Operator(cuda=cuda_attention.flash_backward), "_scaled_dot_product_flash_attention_backward"),
     (
-        Operator(cuda=cuda_rules.efficient_forward, cuda_outputs=cuda_rules.efficient_outputs),
+        Operator(cuda=cuda_attention.efficient_forward, cuda_outputs=cuda_attention.efficient_outputs),
         "_scaled_dot_product_efficient_attention",
     ),
-    (Operator(cuda=cuda_rules.efficient_forward), "_efficient_attention_forward"),
+    (Operator(cuda=cuda_attention.efficient_forward), "_efficient_attention_forward"),
     (
-        Operator(cuda=cuda_rules.efficient_backward),
+        Operator(cuda=cuda_attention.efficient_backward),
         """
         _scaled_dot_product_efficient_attention_backward _efficient_attention_backward
         """,
     ),
-    (Operator(cuda=cuda_rules.cudnn_forward), "_scaled_dot_product_cudnn_attention"),
-    (Operator(cuda=cuda_rules.cudnn_backward), "_scaled_dot_product_cudnn_attention_backward"),
+    (Operator(cuda=cuda_attention.cudnn_forward), "_scaled_dot_product_cudnn_attention"),
+    (Operator(cuda=cuda_attention.cudnn_backward), "_scaled_dot_product_cudnn_attention_backward"),
 )
 """Operators with one record; `aten::` is left out of their names."""
 

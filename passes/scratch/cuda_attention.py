@@ -1,0 +1,132 @@
+"""What attention's kernels take inside on a CUDA device, as `cuda_rules` has it of other operators."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from chunkc.passes.scratch.cuda_reduction import MULTIPROCESSORS
+from chunkc.passes.scratch.cuda_rules import Call, contiguous
+
+MAX_SPLITS = 128
+"""FlashAttention splits keys into at most so many parts (`num_splits_heuristic`, `flash_api.cpp`)."""
+
+_CUDNN_NBYTES = 32 << 20
+_ROWS_MULTIPLE = 128
+
+
+def _rows(tensor: Tensor, dim: int) -> int:
+    return -(-tensor.shape[dim] // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
+
+
+def _padded_operands(call: Call, names: tuple[str, ...], multiple: int = 8) -> list[int]:
+    """Copies of operands whose last dimension is padded, or whose strides a kernel does not take."""
+    found = []
+    for name in names:
+        value = call.arguments.get(name)
+        if isinstance(value, Tensor):
+            width = value.shape[-1]
+            found.append(value.numel() // max(1, width) * (-(-width // multiple) * multiple) * value.itemsize)
+    return found
+
+
+def flash_forward(call: Call) -> list[int]:
+    """`flash_attn/flash_api.cpp`, `mha_fwd`: copies of operands with an odd head size, the padded output, and where
+    keys are split, fp32 partial outputs and their log-sum-exps per split. It splits only where batch, heads and blocks
+    of queries leave multiprocessors idle, so all splits together are no more than two waves of blocks."""
+    query = call.tensor("query")
+    batch, heads, _, width = query.shape
+    blocks = batch * heads * (_rows(query, 2) // 64)
+    splits = min(MAX_SPLITS, max(1, 2 * MULTIPROCESSORS // max(1, blocks)))
+    partial = [] if splits == 1 else [splits * batch * heads * _rows(query, 2) * (_padded(width) + 1) * 4]
+    copies = _padded_operands(call, ("query", "key", "value")) if width % 8 or not _last_dense(call) else []
+    return [*copies, *(copies[:1]), *partial, 64]
+
+
+def flash_backward(call: Call) -> list[int]:
+    """`mha_bwd`: fp32 sums of the query's gradient (once per block of keys where deterministic), row sums of
+    `grad * out`, gradients of keys and values per query head where heads are shared, copies as in the forward, and of
+    `grad_out` and `out` where heads do not come behind rows in memory (`attention_backward.cu`)."""
+    query, key = call.tensor("query"), call.tensor("key")
+    batch, heads, _, width = query.shape
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    copies_of_sum = max(1, -(-key.shape[2] // 64)) if deterministic else 1
+    dq_sum = copies_of_sum * batch * heads * _rows(query, 2) * _padded(width) * 4
+    row_sums = batch * heads * _rows(query, 2) * 4
+    expanded = 2 * batch * heads * key.shape[2] * _padded(width) * key.itemsize if key.shape[1] != heads else 0
+    names = ("grad_out", "query", "key", "value", "out")
+    if width % 8 or not _last_dense(call):
+        copies = _padded_operands(call, names)
+        return [dq_sum, row_sums, expanded, *copies, *copies[1:4]]
+    given = [call.tensor(name) for name in ("grad_out", "out")]
+    copies = [tensor.numel() * tensor.itemsize for tensor in given if not tensor.transpose(1, 2).is_contiguous()]
+    return [dq_sum, row_sums, expanded, *copies]
+
+
+def efficient_forward(call: Call) -> list[int]:
+    """`mem_eff_attention/kernel_forward.h`: an fp32 accumulator of the output where the value's width exceeds what a
+    block keeps in registers; a bias is padded to a multiple of 16."""
+    query = call.tensor("query")
+    value = call.arguments.get("value")
+    width = value.shape[-1] if isinstance(value, Tensor) else query.shape[-1]
+    return [4 * (query.numel() // max(1, query.shape[-1])) * width, *padded_bias(call), 64]
+
+
+def efficient_backward(call: Call) -> list[int]:
+    """`mem_eff_attention/kernel_backward.h`: `delta` per row, and a workspace of fp32 gradients of query, key and
+    value, each padded to blocks of 128."""
+    sums = [4 * _padded_numel(call.tensor(name)) for name in ("query", "key", "value")]
+    delta = 4 * call.tensor("query").numel() // max(1, call.tensor("query").shape[-1])
+    gradient = call.arguments.get("grad_out_", call.arguments.get("grad_out"))
+    copy = [gradient.numel() * gradient.itemsize] if isinstance(gradient, Tensor) else []
+    return [*sums, delta, *copy, *padded_bias(call), 64]
+
+
+def efficient_outputs(call: Call) -> dict[int, int]:
+    """`attention.cu`: seed and offset are on the CPU, unless a CUDA graph is captured."""
+    return {2: 0, 3: 0}
+
+
+def cudnn_forward(call: Call) -> list[int]:
+    """`cudnn/MHA.cpp`: the graph's own workspace, of which the frontend says only that it is small in the forward.
+
+    cuDNN is asked for it when it runs: 32 MiB are a policy, as for `cuda_rules.convolution`, here and in the backward.
+    """
+    return [_CUDNN_NBYTES, *contiguous(call)]
+
+
+def cudnn_backward(call: Call) -> list[int]:
+    """`cudnn/MHA.cpp`; cuDNN's frontend, `CompositeSDPABackwardNode`: a workspace with fp32 sums of the query's
+    gradient and row sums, gradients of keys and values per query head where heads are shared, and copies of operands
+    whose strides it does not take."""
+    query, key, value = (call.tensor(name) for name in ("query", "key", "value"))
+    rows = query.numel() // max(1, query.shape[-1])
+    shared = key.shape[1] != query.shape[1] or value.shape[1] != query.shape[1]
+    per_head = query.shape[0] * query.shape[1] * _rows(key, 2) * (_padded(key.shape[-1]) + _padded(value.shape[-1]))
+    expanded = 4 * per_head if shared else 0
+    copies = _padded_operands(call, ("grad_out", "out"))
+    return [_CUDNN_NBYTES, 4 * _padded_numel(query), 8 * rows, expanded, *copies]
+
+
+def padded_bias(call: Call) -> list[int]:
+    bias = call.arguments.get("attn_bias", call.arguments.get("bias"))
+    if not isinstance(bias, Tensor):
+        return []
+    width = bias.shape[-1]
+    return [bias.numel() // max(1, width) * (width + 16) * bias.itemsize]
+
+
+def _padded_numel(tensor: Tensor) -> int:
+    return prod(tensor.shape[:-2]) * _rows(tensor, -2) * _padded(tensor.shape[-1])
+
+
+def _padded(width: int) -> int:
+    """A head size as FlashAttention rounds it: to 32, or to 64 above 128."""
+    multiple = 32 if width <= 128 else 64
+    return -(-width // multiple) * multiple
+
+
+def _last_dense(call: Call) -> bool:
+    return all(call.tensor(name).stride(-1) == 1 for name in ("query", "key", "value"))
