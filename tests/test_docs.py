@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import importlib.util
 import inspect
 import re
 import shlex
+import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +32,7 @@ from chunkc.options import VARIABLES, Options
 README = ROOT / "README.md"
 TEXTS = {path.name: path.read_text() for path in PAGES}
 BLOCKS = [pytest.param(block, id=f"{path.name}:{block.line}") for path in PAGES for block in blocks(path.read_text())]
-MAX_NOT_RUN = 12
+MAX_NOT_RUN = 14
 
 
 def first_column(page: str, header: str) -> list[str]:
@@ -93,6 +97,8 @@ def test_what_is_not_run_says_why_and_makes_sense(block: Block) -> None:
 
 def check_command(words: list[str]) -> None:
     """What a line of a `sh` block starts is there, and takes these arguments."""
+    while re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        words = words[1:]
     program, *arguments = words
     if program == "chunkc":
         build_parser().parse_args(arguments)
@@ -101,9 +107,36 @@ def check_command(words: list[str]) -> None:
         assert arguments[0] in " ".join(targets).split(), words
         suites = [argument.removeprefix("ARGS=").split()[0] for argument in arguments if argument.startswith("ARGS=")]
         assert arguments[0] != "bench" or set(suites) <= bench_suites()
+        variables = {argument.partition("=")[0] for argument in arguments[1:]}
+        assert variables <= set(re.findall(r"^(\w+) \?=", (ROOT / "Makefile").read_text(), re.M)), words
+    elif program == "bench/on_gpu.sh":
+        assert re.fullmatch(r"[0-9]+( (first|second|third))?", " ".join(arguments)), words
+    elif program == "python" and arguments[:2] == ["-m", "pytest"]:
+        assert all((ROOT / path).exists() for path in arguments[2:]), words
     else:
         assert program in ("python", "pip"), words
         assert program == "pip" or (ROOT / arguments[0]).exists(), words
+        if arguments[0] == "tests/cuda_in_ram/run.py":
+            check_on_the_device(arguments[1:])
+
+
+def check_on_the_device(arguments: list[str]) -> None:
+    """What `run.py` is given: its options, choices that the device has, a command."""
+    options = load("cuda_in_ram/run.py").build_parser().parse_args(arguments)
+    there = re.findall(r"NAME\((\w+)\)", (ROOT / "tests/cuda_in_ram/device/settings.c").read_text())
+    assert {choice.partition("=")[0] for choice in options.set.split(",")} <= {"", *there}, arguments
+    check_command(options.command)
+
+
+def load(name: str) -> ModuleType:
+    """A file of the tests, as a module."""
+    spec = importlib.util.spec_from_file_location(Path(name).stem, ROOT / "tests" / name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.object(sys, "path", list(sys.path)):  # it adds its folder
+        spec.loader.exec_module(module)
+    return module
 
 
 def bench_suites() -> set[str]:

@@ -21,11 +21,12 @@ from xml.etree import ElementTree
 HERE = Path(__file__).resolve().parent
 RECORD = HERE / "last_green.json"
 
+_OF_A_GPU = ["tests/gpu", "tests/runtime/test_gpu.py", "tests/kernels"]
+
 COMMANDS: dict[str, tuple[list[str], list[str]]] = {
-    "memory, with kernels that do nothing": ([], ["tests/cuda_in_ram", "tests/gpu/test_scratch.py"]),
-    # Of tests/gpu/test_train.py what has been seen to pass here: Inductor's code of language models takes long.
-    "training": ([], ["tests/gpu/test_train.py", "-k", "eager or disk or already"]),
-    "values, with kernels that compute": (["--arithmetic"], ["tests/cuda_in_ram"]),
+    "memory, with kernels that do nothing": ([], ["tests/cuda_in_ram"]),
+    "tests of a GPU": ([], [*_OF_A_GPU, "-m", "gpu"]),
+    "values, with kernels that compute": (["--arithmetic"], ["tests/cuda_in_ram", *_OF_A_GPU, "-m", "arithmetic"]),
 }
 """How `run.py` starts each, and which tests."""
 

@@ -35,14 +35,18 @@ def environment(*, arithmetic: bool = False, choices: str = "") -> dict[str, str
     return {**rest, **found, **(computing if arithmetic else {})}
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arithmetic", action="store_true")
     parser.add_argument("--set", default="", metavar="NAME=VALUE,...", help="see `struct settings`, device/device.h")
     parser.add_argument("command", nargs=argparse.REMAINDER)
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = build_parser().parse_args()
     if not options.command:
-        parser.error("which command?")
+        build_parser().error("which command?")
     os.execvpe(options.command[0], options.command, environment(arithmetic=options.arithmetic, choices=options.set))
 
 
