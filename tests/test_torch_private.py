@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import subprocess
 import sys
 import tomllib
@@ -10,7 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from chunkc.torch_private.copying import copied_by
 from chunkc.torch_private.versions import CHECKED, WHOLE, is_newer, lacks, newer_than_checked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -179,3 +183,20 @@ def test_a_missing_part_is_an_error_at_import() -> None:
     assert last.startswith("ImportError: PyTorch 2.")
     assert "compile_fx_inner" in last
     assert "pip install" in last
+
+
+def test_copiers_see_storages_and_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leave them to torch, or copy them."""
+    monkeypatch.setattr(copy, "_deepcopy_dispatch", dict(copy._deepcopy_dispatch))  # type: ignore[attr-defined]
+    seen: list[str] = []
+    other = nn.Parameter(torch.ones(3))
+    copied_by(torch.UntypedStorage, lambda storage, memo: seen.append("storage"))
+    copied_by(nn.Parameter, lambda parameter, memo: seen.append("parameter"))
+    tensor, parameter = torch.arange(4.0), nn.Parameter(torch.arange(4.0))
+    for original in (tensor, parameter):
+        found = copy.deepcopy(original)
+        assert found.equal(original)
+        assert found.data_ptr() != original.data_ptr()
+    assert seen == ["storage", "parameter"]
+    copied_by(nn.Parameter, lambda parameter, memo: other)
+    assert copy.deepcopy(nn.ParameterList([parameter]))[0] is other
