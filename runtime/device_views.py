@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +34,11 @@ class Viewed:
     """Home memory that a device has views of.
 
     Attributes:
-        home: weakly, since it keeps its memory.
+        home: where copies are to be, such as a weak reference, since a home keeps its memory; None once it is gone.
     """
 
     nbytes: int
-    home: weakref.ref[Home]
+    home: Callable[[], Home | None]
     gpu: Gpu
 
 
@@ -45,11 +46,11 @@ _viewed: dict[int, Viewed] = {}
 """By address, as long as the memory is there, which views keep. Finalizers pop from it, in any thread."""
 
 
-def note_view(mapping: Mapping, home: Home, gpu: Gpu) -> None:
-    """Note that a device has views of this memory, which is the home's."""
+def note_view(mapping: Mapping, home: Callable[[], Home | None], gpu: Gpu) -> None:
+    """Note that a device has views of this memory, and which home has room for copies of them."""
     _register()
     if mapping.address not in _viewed:
-        _viewed[mapping.address] = Viewed(len(mapping.memory), weakref.ref(home), gpu)
+        _viewed[mapping.address] = Viewed(len(mapping.memory), home, gpu)
         weakref.finalize(mapping.memory, _viewed.pop, mapping.address, None).atexit = False
 
 
@@ -78,14 +79,14 @@ def _copied_storage(storage: torch.UntypedStorage, memo: dict[int, Any]) -> torc
     """A copy at home, by the host; None if this is none of it.
 
     Raises:
-        HomeError: the home has no room, or has ended.
+        HomeError: the home has no room, or is gone.
     """
     found = home_memory_of(storage)
     if found is None:
         return None
     home = found.home()
     if home is None:
-        raise HomeError("the home of what is to be copied has ended with its model: copy by `tensor.detach().cpu()`")
+        raise HomeError("the disk home of what is to be copied is gone with its model: copy by `tensor.detach().cpu()`")
     found.gpu.current_stream().synchronize()  # whatever was enqueued may write to it
     nbytes = storage.nbytes()
     source = torch.frombuffer((ctypes.c_char * nbytes).from_address(storage.data_ptr()), dtype=torch.uint8)
@@ -102,7 +103,8 @@ def _copied_storage(storage: torch.UntypedStorage, memo: dict[int, Any]) -> torc
 
 def _copied_parameter(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter | None:
     """torch clones a parameter's data on its device, whatever its storage is."""
-    if type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
+    is_plain = type(parameter.data) is torch.Tensor and parameter.layout is torch.strided
+    if not is_plain or parameter.device.type != "cuda":
         return None
     storage = _copied_storage(parameter.untyped_storage(), memo)
     if storage is None:

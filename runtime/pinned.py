@@ -92,7 +92,7 @@ class PinnedHome(Home):
         """A home view as `Home.tensor`, but of the GPU's; a CPU tensor where that cannot be."""
         nbytes = home_view_span(dtype, shape, stride, offset_nbytes) * dtype.itemsize
         mapping = self._find_pinned(region, offset_nbytes, nbytes)
-        note_view(mapping, self, self._gpu)
+        note_view(mapping, functools.partial(PinnedHome, self._gpu, allow_unpinned=self._allow_unpinned), self._gpu)
         if nbytes and mapping.unpin is not None:
             flat = self._gpu.view(mapping.address + offset_nbytes, nbytes, mapping)
             return reshaped(flat, dtype, shape, stride)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -97,7 +98,7 @@ class StagedDiskHome(DiskHome):
         view = super().tensor(region, dtype, shape, stride, offset_nbytes)
         if not self._views_on_device:
             return view
-        note_view(self._find(region, 0, 0), self, self._gpu)
+        note_view(self._find(region, 0, 0), weakref.ref(self), self._gpu)
         return on_device(self._gpu, view)
 
     def read(self, region: Region, offset_nbytes: int, destination: torch.Tensor) -> None:

@@ -113,6 +113,27 @@ def pinned_nbytes() -> int:
     return sum(mapping.nbytes for mapping in list(pinned._alive))
 
 
+def test_a_copy_outlives_the_model_and_can_be_copied() -> None:
+    model = placed()
+    expected = weights(model)
+    copied = copy.deepcopy(model)
+    del model
+    gc.collect()
+    again = copy.deepcopy(copied)
+    assert all(found.equal(wanted) for found, wanted in zip(weights(again), expected, strict=True))
+    assert taken_nbytes(lambda: copy.deepcopy(again)) <= WEIGHT_NBYTES // 8
+
+
+def test_a_copy_of_what_a_disk_had_is_refused_once_the_model_is_gone(tmp_path: Path) -> None:
+    model = placed(1, tmp_path)
+    with cuda_in_ram.choose(attribute_88=1):
+        copied = copy.deepcopy(model)
+        del model
+        gc.collect()
+        with pytest.raises(chunkc.HomeError, match="cpu"):
+            copy.deepcopy(copied)
+
+
 def test_a_copy_can_be_trained() -> None:
     model = placed()
     copied = copy.deepcopy(model)
