@@ -24,33 +24,51 @@ class LadderRun:
     report: chunkc.Report
 
 
-def on(device: str, batch: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+def on(device: str, batch: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """A batch on a device; `dtype`: of what floats."""
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device, dtype if value.is_floating_point() else None)
+
+    return {name: moved(value) for name, value in batch.items()}
 
 
 def train(
-    case: Case, budget_nbytes: int, codegen: str = "eager", *, device: str = "cuda", **optimizer_options: Any
-) -> LadderRun:
+    case: Case, budget_nbytes: int, codegen: str = "eager", *, device: str = "cuda", home: str = "cpu",
+    dtype: torch.dtype | None = None, autocast: torch.dtype | None = None, loss_scale: float | None = None,
+    **optimizer_options: Any,
+) -> LadderRun:  # fmt: skip
     """Two steps; the caller keeps batch and output, as plans assume. torch gives out the budget, and 64 MiB for pages
-    that are only partly used."""
+    that are only partly used.
+
+    Args:
+        dtype: of the model; None: as it is.
+        autocast: the dtype of a region around forward and loss.
+        loss_scale: what a `GradScaler` begins with; None: without one.
+    """
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
     torch.manual_seed(0)
-    model = chunkc.place(case.build(), device=device)
+    model = chunkc.place(case.build().to(dtype), device=device, home=home)
     options = {"memory_budget": budget_nbytes, "codegen": codegen, "whole_graph": "never"}
     compiled = torch.compile(model, backend="chunkc", options=options)
     optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-3, **optimizer_options)
+    scaler = torch.amp.GradScaler(device, init_scale=loss_scale or 1.0, enabled=loss_scale is not None)
     total_nbytes = torch.cuda.get_device_properties(0).total_memory
     limit_nbytes = torch.cuda.memory_reserved() + budget_nbytes + 64 * MIB
     losses = []
     with memory_limit(min(limit_nbytes, total_nbytes)):
         for seed in range(2):
-            batch = on(device, case.batch(seed))
-            output = compiled(**batch)
-            loss = case.loss(output)
-            loss.backward()
-            optimizer.step()
+            batch = on(device, case.batch(seed), dtype)
+            with torch.autocast(device, autocast, enabled=autocast is not None):
+                output = compiled(**batch)
+                loss = case.loss(output)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
             losses.append(loss.detach().cpu().clone())
             del loss

@@ -52,6 +52,12 @@ EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int
     return *flags = 0, *active = 1, CUDA_SUCCESS;
 }
 
+// NVRTC asks for tables of the driver's own, which nobody documents, and does without.
+EXPORT CUresult cuGetExportTable(const void **table, const CUuuid *which) {
+    (void)which;
+    return *table = NULL, CUDA_ERROR_NOT_FOUND;
+}
+
 EXPORT CUresult cuGetErrorString(CUresult error, const char **words) {
     return *words = cudaGetErrorString((cudaError_t)error), CUDA_SUCCESS;
 }

@@ -43,6 +43,15 @@ def configure(**choices: int) -> None:
         ValueError: there is no such choice.
     """
     _library.cudaDeviceSynchronize()
+    configure_now(**choices)
+
+
+def configure_now(**choices: int) -> None:
+    """Choose while work is under way: never `late`.
+
+    Raises:
+        ValueError: there is no such choice.
+    """
     text = ",".join(f"{name.replace('attribute_', 'attribute.')}={value}" for name, value in choices.items())
     if _library.cuda_in_ram_configure(text.encode()):
         raise ValueError(f"no such choice: {text}")
