@@ -160,7 +160,9 @@ def _leave_to_other_devices(items: Iterable[pytest.Item]) -> None:
         of_values = item.get_closest_marker("arithmetic") is not None
         if item.get_closest_marker("real_gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="the GPU made of RAM has no such thing"))
-        elif of_values != ("CUDA_IN_RAM_ARITHMETIC" in os.environ):
+        elif item.get_closest_marker("memory_and_values") is None and of_values != (
+            "CUDA_IN_RAM_ARITHMETIC" in os.environ
+        ):
             item.add_marker(pytest.mark.skip(reason="for the device in its other mode"))
 
 

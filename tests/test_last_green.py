@@ -82,7 +82,7 @@ def test_all_that_is_recorded_was_green(
     monkeypatch.setattr(all_tests, "git", lambda *given: changed if given[0] == "status" else "1234")
     num_failed, passed = expected
     assert all_tests.main(arguments) == num_failed
-    assert started == [([], arguments), ([], arguments), (["--arithmetic"], arguments)]
+    assert started == [(mode, arguments) for mode in ([], ["--set", "attribute.88=1"], ["--arithmetic"])]
     assert all_tests.RECORD.exists() == (passed is not None)
     if passed is not None:
         found = json.loads(all_tests.RECORD.read_text())

@@ -21,12 +21,16 @@ from xml.etree import ElementTree
 HERE = Path(__file__).resolve().parent
 RECORD = HERE / "last_green.json"
 
+_READS_FILES = 88  # CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS
 _OF_A_GPU = ["tests/gpu", "tests/runtime/test_gpu.py", "tests/kernels"]
 
 COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "memory, with kernels that do nothing": ([], ["tests/cuda_in_ram"]),
-    "tests of a GPU": ([], [*_OF_A_GPU, "-m", "gpu"]),
-    "values, with kernels that compute": (["--arithmetic"], ["tests/cuda_in_ram", *_OF_A_GPU, "-m", "arithmetic"]),
+    "tests of a GPU": (["--set", f"attribute.{_READS_FILES}=1"], [*_OF_A_GPU, "-m", "gpu"]),
+    "values, with kernels that compute": (
+        ["--arithmetic"],
+        ["tests/cuda_in_ram", *_OF_A_GPU, "-m", "arithmetic or memory_and_values"],
+    ),
 }
 """How `run.py` starts each, and which tests."""
 

@@ -190,7 +190,7 @@ def test_placing_takes_only_what_is_small() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize("codegen", [pytest.param("eager", marks=pytest.mark.memory_and_values), "inductor"])
 def test_the_budget_changes_no_bit_and_is_kept(name: str, codegen: str) -> None:
     case = CASES[name]()
     expected = train(case, HUGE, codegen=codegen)
