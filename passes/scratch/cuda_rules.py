@@ -6,7 +6,6 @@ Each was read off ATen's CUDA sources of PyTorch 2.11 to 2.13, by the file named
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ _EXTREMES = ("amax", "amin", "all", "any")
 _CAST_FIRST = (*_SUMS[:5], "prod")
 _MADE_CONTIGUOUS = ("max", "min", "argmax", "argmin", "aminmax")
 
-_FEW_INDICES = 3072
 _MIB = 1 << 20
 
 
@@ -63,7 +61,7 @@ def reduction(call: Call) -> list[int]:
         over_fastest=reduces_fastest(source, dims),
         itemsize=_accumulator_nbytes(call),
     )
-    copies = [_nbytes(tensor) for tensor in call.inputs if not _is_dense(tensor)]
+    copies = [nbytes_of(tensor) for tensor in call.inputs if not _is_dense(tensor)]
     if given is None and call.name in _MADE_CONTIGUOUS:
         copies = contiguous(call)
     if call.name in _CAST_FIRST and not (source.dtype in LOW_PRECISION and call.outputs[0].dtype == torch.float32):
@@ -74,6 +72,16 @@ def reduction(call: Call) -> list[int]:
 def count_nonzero(call: Call) -> list[int]:
     """`ATen/native/TensorAdvancedIndexing.cpp`: which are not zero, and that once more in int64, which is added up."""
     return [call.inputs[0].numel(), 8 * call.inputs[0].numel(), *reduction(call)]
+
+
+def histogram(call: Call) -> list[int]:
+    """`SummaryOps.cu`: the range, if it is not given."""
+    low, high = (call.arguments.get(name, 0) for name in ("min", "max"))
+    if low != high:
+        return []
+    source = call.tensor("self")
+    ends = source.new_empty(()), source.new_empty(())
+    return [source.itemsize, source.itemsize, *reduction(Call(torch.ops.aten.aminmax.default, (source,), {}, ends))]
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> list[int]:
@@ -92,30 +100,30 @@ def _accumulator_nbytes(call: Call) -> int:
 def loss(call: Call) -> list[int]:
     """`ATen/native/Loss.cpp`: a loss that is reduced is computed unreduced first. `ReduceOps.cpp`: logsumexp keeps the
     differences from the largest, and those."""
-    results = [_nbytes(tensor) for tensor in call.outputs]
-    return [max(_nbytes(tensor) for tensor in call.inputs), *results, *reduction(call), *contiguous(call)]
+    results = [nbytes_of(tensor) for tensor in call.outputs]
+    return [max(nbytes_of(tensor) for tensor in call.inputs), *results, *reduction(call), *contiguous(call)]
 
 
 def contiguous(call: Call) -> list[int]:
     """`SoftMax.cu`, `NLLLoss2d.cu`, the pooling, padding and upsampling kernels: copies of operands that are not
     contiguous."""
-    return [_nbytes(tensor) for tensor in call.inputs if not tensor.is_contiguous()]
+    return [nbytes_of(tensor) for tensor in call.inputs if not tensor.is_contiguous()]
 
 
 def results_twice(call: Call) -> list[int]:
     """`ATen/native/Loss.cpp`, `soft_margin_loss_backward`: two factors of the gradient."""
-    return [*(2 * [_nbytes(call.outputs[0])]), *contiguous(call)]
+    return [*(2 * [nbytes_of(call.outputs[0])]), *contiguous(call)]
 
 
 def result_once(call: Call) -> list[int]:
     """`torch/_prims`, `fma`: the product."""
-    return [_nbytes(call.outputs[0])]
+    return [nbytes_of(call.outputs[0])]
 
 
 def is_infinite(call: Call) -> list[int]:
     """`ATen/native/TensorCompare.cpp`: the magnitude of a floating point number."""
     source = call.tensor("self")
-    return [_nbytes(source)] if source.dtype.is_floating_point or source.dtype.is_complex else []
+    return [nbytes_of(source)] if source.dtype.is_floating_point or source.dtype.is_complex else []
 
 
 def is_finite(call: Call) -> list[int]:
@@ -133,6 +141,12 @@ def ldexp(call: Call) -> list[int]:
 def clamp(call: Call) -> list[int]:
     """`ATen/native/TensorCompare.cpp`: the operand in the dtype of the result."""
     return _cast(call.tensor("self"), call.outputs[0].dtype)
+
+
+def magnitude(call: Call) -> list[int]:
+    """`ATen/native/UnaryOps.cpp`: of complex numbers as complex numbers."""
+    source = call.tensor("self")
+    return [nbytes_of(source)] if source.dtype.is_complex else []
 
 
 def one_number(call: Call) -> list[int]:
@@ -157,7 +171,7 @@ def softmax_backward(call: Call) -> list[int]:
     grad, output = call.tensor("grad_output"), call.tensor("output")
     product_nbytes = output.numel() * max(grad.itemsize, output.itemsize)
     copies = [] if grad.is_contiguous() else [product_nbytes]
-    return [product_nbytes, *copies, *([] if output.is_contiguous() else [_nbytes(output)])]
+    return [product_nbytes, *copies, *([] if output.is_contiguous() else [nbytes_of(output)])]
 
 
 def safe_softmax(call: Call) -> list[int]:
@@ -167,7 +181,7 @@ def safe_softmax(call: Call) -> list[int]:
     size = result.shape[call.arguments["dim"]] if result.dim() else 1
     num_rows = result.numel() // size if size else 0
     summing = reduction_nbytes(num_rows, size, over_fastest=True, itemsize=1) if num_rows else []
-    cast = [_nbytes(result)] if source.dtype != result.dtype else []
+    cast = [nbytes_of(result)] if source.dtype != result.dtype else []
     return max([result.numel(), num_rows, result.itemsize, *summing], [*contiguous(call), *cast], key=sum)
 
 
@@ -206,75 +220,7 @@ def batch_norm(call: Call) -> list[int]:
 def cudnn_batch_norm(call: Call) -> list[int]:
     """`ATen/native/cudnn/BatchNorm.cpp`: cuDNN is asked for its workspace when it runs; as for `convolution`, one
     copy of the input is set aside for it."""
-    return [_nbytes(call.inputs[0]), *batch_norm(call)]
-
-
-def embedding_backward(call: Call) -> list[int]:
-    """`Embedding.cu`, `EmbeddingBackwardKernel.cu`: up to 3,072 indices, unless gradients are scaled, are added as they
-    come. More are sorted, with their origins; counts, and CUB's scratch; sums in fp32 per part of a segment of equal
-    indices: `max_partial_segment`, a tenth of the indices and as many again as there can be segments."""
-    indices, grad = call.tensor("indices"), call.tensor("grad_output")
-    num = indices.numel()
-    copies = [_nbytes(tensor) for tensor in (grad, indices) if not tensor.is_contiguous()]
-    if num <= _FEW_INDICES and not call.arguments.get("scale_grad_by_freq"):
-        return copies
-    width = grad.shape[-1] if grad.dim() else 1
-    num_segments = min(num, max((tensor.shape[0] for tensor in call.outputs), default=num))
-    num_parts = num // 10 + num_segments
-    return [*_sorting(num), 8 * num_parts, 4 * num_parts * width, *copies]
-
-
-def _sorting(num: int) -> list[int]:
-    """Of `num` int64 keys with int64 origins: both, sorted, CUB's second pair of buffers and its bookkeeping."""
-    return [8 * num] * 8 + [_MIB + num // 8]
-
-
-def index(call: Call) -> list[int]:
-    """`IndexKernel.cpp`, `make_info`: indices as int64, once more where they are brought to one shape."""
-    return [_indices_nbytes(call), *contiguous(call)]
-
-
-def index_put(call: Call) -> list[int]:
-    """`Indexing.cu`, `index_put_with_sort_kernel`: linear indices, sorted, with their origins, and CUB's scratch; the
-    values expanded and made contiguous."""
-    num = _num_indexed(call)
-    values = call.arguments.get("values", call.arguments.get("source"))
-    expanded = []
-    if isinstance(values, Tensor):
-        slice_numel = max(tensor.numel() for tensor in (*call.inputs, *call.outputs)) if values.dim() == 0 else 0
-        expanded = [max(values.numel(), slice_numel) * values.itemsize]
-    return [*_sorting(num), 2 * _indices_nbytes(call), *expanded, *contiguous(call)]
-
-
-def _indices(call: Call) -> list[Tensor]:
-    given = call.arguments.get("indices", call.arguments.get("index"))
-    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
-
-
-def _num_indexed(call: Call) -> int:
-    tensors = _indices(call)
-    return prod(torch.broadcast_shapes(*(tensor.shape for tensor in tensors))) if tensors else 0
-
-
-def _indices_nbytes(call: Call) -> int:
-    return 8 * _num_indexed(call) * len(_indices(call))
-
-
-def sort(call: Call) -> list[int]:
-    """`Sort.cpp`, `Sort.cu`, `TensorTopK.cu`: values and int64 indices once more, doubled by CUB's segmented sort."""
-    numel = max(tensor.numel() for tensor in call.inputs)
-    itemsize = max(tensor.itemsize for tensor in call.inputs)
-    return [numel * (itemsize + 8)] * 4 + [_MIB + numel // 8]
-
-
-def sample(call: Call) -> list[int]:
-    """`ATen/native/Distributions.cpp`, `MultinomialKernel.cu`: normalised weights, sums or random keys, sorted."""
-    return [4 * tensor.numel() for tensor in call.inputs for _ in range(4)] + sort(call)
-
-
-def permutation(call: Call) -> list[int]:
-    """`Randperm.cu`: random keys and numbers in order, sorted."""
-    return _sorting(max(tensor.numel() for tensor in call.outputs))
+    return [nbytes_of(call.inputs[0]), *batch_norm(call)]
 
 
 def scan(call: Call) -> list[int]:
@@ -284,12 +230,6 @@ def scan(call: Call) -> list[int]:
     is_row = source.dim() == 0 or source.numel() == source.shape[dim]
     copy = [] if source.is_contiguous() else [source.numel() * dtype.itemsize]
     return [*_cast(source, dtype), *copy, *([_MIB + source.numel() // 8] if is_row else [])]
-
-
-def masked_scatter(call: Call) -> list[int]:
-    """`IndexKernel.cpp`, `masked_scatter_cuda`: the mask expanded, and an int64 sum up to each of its elements."""
-    numel = max(tensor.numel() for tensor in call.inputs)
-    return [numel, 8 * numel, _MIB + numel // 8, *contiguous(call)]
 
 
 def grouped_product(call: Call) -> list[int]:
@@ -314,19 +254,78 @@ def convolution(call: Call) -> list[int]:
     return [*copies, min(CONVOLUTION_NBYTES, 32 * _MIB + 8 * sum(copies))]
 
 
+def product(call: Call) -> list[int]:
+    """`cuda/Blas.cpp`, `prepare_matrix_for_cublas`: copies of matrices without rows or columns that lie together."""
+    factors = [call.arguments.get(name) for name in ("self", "mat1", "mat2", "batch1", "batch2", "mat")]
+    if any(isinstance(call.arguments.get(name), Tensor) for name in ("mat1", "batch1", "mat")):
+        factors = factors[1:]  # what is added is copied into the result
+    matrices = [tensor for tensor in factors if isinstance(tensor, Tensor) and tensor.dim() > 1]
+    return [nbytes_of(tensor) for tensor in matrices if not _has_rows_or_columns(tensor)]
+
+
+def _has_rows_or_columns(matrix: Tensor) -> bool:
+    """Whether cuBLAS can read each matrix as it lies."""
+    *_, rows, columns = matrix.shape
+    *_, to_next_row, to_next_column = matrix.stride()
+    return (to_next_column == 1 and to_next_row >= max(1, columns)) or (
+        to_next_row == 1 and to_next_column >= max(1, rows)
+    )
+
+
+def roll(call: Call) -> list[int]:
+    """`ATen/native/TensorTransformations.cpp`: rolled by one dimension after the other."""
+    dims = call.arguments.get("dims", ())
+    num_between = max(0, (1 if isinstance(dims, int) else len(dims)) - 1)
+    return [*(num_between * [nbytes_of(call.outputs[0])]), *contiguous(call)]
+
+
+def im2col(call: Call) -> list[int]:
+    """`Im2Col.cu`: the result starts as large as the image."""
+    return [nbytes_of(call.inputs[0]), *contiguous(call)]
+
+
+def pooled(call: Call) -> list[int]:
+    """`AdaptiveMaxPooling2d.cu`, `UpSampleBilinear2d.cu`: results in rows, and then as the image lies."""
+    copies = contiguous(call)
+    return [*copies, *(nbytes_of(tensor) for tensor in call.outputs if copies)]
+
+
+def pooling_offsets(call: Call) -> list[int]:
+    """`torch/_inductor/inductor_prims.py`: in int64, indices, and for each dimension what is left of them, where they
+    lie and where their windows begin."""
+    num_dims = len(call.arguments["kernel_size"])
+    return (3 * num_dims + 1) * [8 * call.outputs[-1].numel()]
+
+
+def bernoulli(call: Call) -> list[int]:
+    """`cuda/DistributionTemplates.h`: chances in fp32."""
+    chances = call.arguments.get("p", call.inputs[0])
+    return [4 * chances.numel()] if isinstance(chances, Tensor) and chances.dtype in LOW_PRECISION else []
+
+
+def normal(call: Call) -> list[int]:
+    """`ATen/native/DistributionTemplates.h`: numbers before they are moved; the least deviation, which is tested."""
+    mean, deviation = call.arguments.get("mean"), call.arguments.get("std")
+    moved = [nbytes_of(call.outputs[0])] if isinstance(mean, Tensor) or isinstance(deviation, Tensor) else []
+    if not isinstance(deviation, Tensor):
+        return moved
+    least = Call(torch.ops.aten.min.default, (deviation,), {}, deviation.new_empty(()))
+    return [*moved, *(3 * [deviation.itemsize]), *reduction(least)]
+
+
 def col2im_outputs(call: Call) -> dict[int, int]:
     """`Col2Im.cu`: the result starts as large as the columns."""
-    return {0: max(_nbytes(call.inputs[0]), _nbytes(call.outputs[0]))}
+    return {0: max(nbytes_of(call.inputs[0]), nbytes_of(call.outputs[0]))}
 
 
 def uniform_outputs(call: Call) -> dict[int, int]:
     """The result is dense, though its fake tensor has the strides of what it replaces."""
-    return {0: _nbytes(call.outputs[0])}
+    return {0: nbytes_of(call.outputs[0])}
 
 
 def _is_dense(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() <= (tensor.numel() + tensor.storage_offset()) * tensor.itemsize
 
 
-def _nbytes(tensor: Tensor) -> int:
+def nbytes_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.itemsize

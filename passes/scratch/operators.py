@@ -14,6 +14,7 @@ import torch
 
 from chunkc.passes.scratch import (
     cuda_attention,
+    cuda_indexing,
     cuda_rules,
     exceptions,
     images,
@@ -86,7 +87,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         Operator(rules.nothing_rule, cuda_rules.nothing),
         """
         masked_fill linalg_cross grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward rot90 tril
-        triu flip unfold_backward rand_like randn_like bernoulli diagonal_copy _local_scalar_dense
+        triu flip unfold_backward rand_like randn_like diagonal_copy _local_scalar_dense
         _prelu_kernel _prelu_kernel_backward _unsafe_view addr alias_copy arange as_strided_copy
         as_strided_scatter cauchy complex constant_pad_nd diag_embed diagonal_backward diagonal_scatter
         _assert_async _assert_scalar _assert_tensor_metadata _functional_assert_async _functional_assert_scalar
@@ -102,7 +103,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         zeros_like
         """,
     ),
-    (Operator(rules.nothing_rule, cuda_rules.sort), "mode topk"),
+    (Operator(rules.nothing_rule, cuda_indexing.sort), "mode topk"),
     (Operator(rules.nothing_rule, cuda_rules.contiguous), "index_copy index_fill channel_shuffle"),
     (
         Operator(rules.nothing_rule),
@@ -166,7 +167,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(rules.select_rule, cuda_rules.where), "where"),
     (Operator(rules.scaled_rule), "deg2rad rad2deg"),
     (
-        Operator(rules.matrix_product_rule, cuda_rules.nothing, inexact=exceptions.PRODUCT),
+        Operator(rules.matrix_product_rule, cuda_rules.product, inexact=exceptions.PRODUCT),
         """
         mm addmm bmm baddbmm addbmm mv addmv dot vdot
         """,
@@ -174,11 +175,11 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(rules.matrix_product_rule, cuda_rules.grouped_product, inexact=exceptions.PRODUCT), "_grouped_mm"),
     (Operator(rules.ldexp_rule, cuda_rules.ldexp), "ldexp"),
     (Operator(rules.concatenation_rule, cuda_rules.nothing), "cat"),
-    (Operator(rules.roll_rule, cuda_rules.contiguous), "roll"),
+    (Operator(rules.roll_rule, cuda_rules.roll), "roll"),
     (Operator(rules.gelu_backward_rule, cuda_rules.contiguous), "gelu_backward"),
     (Operator(rules.isinf_rule, cuda_rules.is_infinite), "isinf"),
     (Operator(rules.fma_rule, cuda_rules.result_once), "prims::fma"),
-    (Operator(rules.sort_rule, cuda_rules.sort), "sort"),
+    (Operator(rules.sort_rule, cuda_indexing.sort), "sort"),
     (Operator(rules.dropout_rule, cuda_rules.nothing), "native_dropout"),
     (Operator(rules.dropout_backward_rule, cuda_rules.nothing), "native_dropout_backward"),
     (Operator(rules.attention_rule, inexact=exceptions.PRODUCT), "_scaled_dot_product_flash_attention_for_cpu"),
@@ -205,20 +206,20 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(reductions.extreme_with_index_rule, cuda_rules.reduction), "max min argmax argmin"),
     (Operator(reductions.variance_rule, cuda_rules.reduction), "var std var_mean std_mean"),
     (Operator(reductions.norm_rule, cuda_rules.reduction), "norm linalg_vector_norm"),
-    (Operator(reductions.median_rule, cuda_rules.sort), "median nanmedian"),
+    (Operator(reductions.median_rule, cuda_indexing.sort), "median nanmedian"),
     (Operator(reductions.mean_rule, cuda_rules.reduction), "mean"),
     (Operator(reductions.prod_rule, cuda_rules.reduction), "prod nansum"),
-    (Operator(reductions.kthvalue_rule, cuda_rules.sort), "kthvalue"),
+    (Operator(reductions.kthvalue_rule, cuda_indexing.sort), "kthvalue"),
     (Operator(reductions.renorm_rule), "renorm"),
     (Operator(reductions.logsumexp_rule, cuda_rules.loss), "logsumexp"),
-    (Operator(reductions.histogram_rule, cuda_rules.reduction), "histc"),
+    (Operator(reductions.histogram_rule, cuda_rules.histogram), "histc"),
     # --- norms, softmax, losses ---
     (
         Operator(norms.joint_contiguous_rule, cuda_rules.contiguous),
         "_softmax _log_softmax _log_softmax_backward_data pixel_shuffle pixel_unshuffle",
     ),
     (Operator(norms.joint_contiguous_rule, cuda_rules.softmax_backward), "_softmax_backward_data"),
-    (Operator(norms.joint_contiguous_rule, cuda_rules.embedding_backward), "embedding_dense_backward"),
+    (Operator(norms.joint_contiguous_rule, cuda_indexing.embedding_backward), "embedding_dense_backward"),
     (Operator(norms.nll_loss_rule, cuda_rules.contiguous), "nll_loss_forward nll_loss2d_forward"),
     (Operator(norms.nll_loss_backward_rule, cuda_rules.contiguous), "nll_loss_backward nll_loss2d_backward"),
     (
@@ -272,29 +273,30 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(norms.batch_norm_backward_rule, cuda_rules.batch_norm), "native_batch_norm_backward"),
     # --- indexing ---
     (Operator(indexing.scatter_rule, cuda_rules.contiguous), "scatter scatter_add"),
-    (Operator(indexing.scatter_reduce_rule, cuda_rules.contiguous), "scatter_reduce"),
+    (Operator(indexing.scatter_reduce_rule, cuda_indexing.scatter_reduce), "scatter_reduce"),
     (Operator(indexing.index_select_rule, cuda_rules.nothing), "index_select"),
-    (Operator(indexing.index_add_rule, cuda_rules.index_put), "index_add"),
-    (Operator(indexing.masked_scatter_rule, cuda_rules.masked_scatter), "masked_scatter"),
+    (Operator(indexing.index_add_rule, cuda_indexing.index_put), "index_add"),
+    (Operator(indexing.masked_scatter_rule, cuda_indexing.masked_scatter), "masked_scatter"),
     (Operator(indexing.masked_scatter_backward_rule, inexact=exceptions.SELECTED), "masked_scatter_backward"),
-    (Operator(indexing.embedding_rule, cuda_rules.nothing), "embedding"),
+    (Operator(indexing.embedding_rule, cuda_indexing.embedding), "embedding"),
     (Operator(indexing.gather_rule, cuda_rules.nothing), "gather"),
-    (Operator(indexing.index_rule, cuda_rules.index), "index _unsafe_index"),
-    (Operator(indexing.index_rule, cuda_rules.index_put), "index_put _unsafe_index_put"),
-    (Operator(indexing.masked_index_rule, cuda_rules.index, inexact=exceptions.MASK), "_unsafe_masked_index"),
+    (Operator(indexing.index_rule, cuda_indexing.index), "index _unsafe_index"),
+    (Operator(indexing.index_rule, cuda_indexing.index_put), "index_put _unsafe_index_put"),
+    (Operator(indexing.masked_index_rule, cuda_indexing.masked_index, inexact=exceptions.MASK), "_unsafe_masked_index"),
     (
-        Operator(indexing.masked_index_rule, cuda_rules.index_put, inexact=exceptions.MASK),
+        Operator(indexing.masked_index_rule, cuda_indexing.index_put, inexact=exceptions.MASK),
         "_unsafe_masked_index_put_accumulate",
     ),
     # --- images ---
     (
         Operator(images.image_rule, cuda_rules.contiguous),
         """
-        _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d avg_pool2d avg_pool3d
+        _adaptive_avg_pool2d _adaptive_avg_pool3d avg_pool2d avg_pool3d
         max_pool2d_with_indices max_pool3d_with_indices max_unpool2d max_unpool3d reflection_pad1d
         reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
         """,
     ),
+    (Operator(images.image_rule, cuda_rules.pooled), "adaptive_max_pool2d adaptive_max_pool3d"),
     (
         Operator(images.image_backward_rule, cuda_rules.contiguous),
         """
@@ -324,7 +326,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         """,
     ),
     (
-        Operator(images.upsample_smooth_rule, cuda_rules.contiguous, inexact=exceptions.STEPS),
+        Operator(images.upsample_smooth_rule, cuda_rules.pooled, inexact=exceptions.STEPS),
         """
         _upsample_bilinear2d_aa _upsample_bicubic2d_aa
         """,
@@ -336,17 +338,18 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         """,
     ),
     (
-        Operator(images.pooling_offsets_rule, inexact=exceptions.MASK),
+        Operator(images.pooling_offsets_rule, cuda_rules.pooling_offsets, inexact=exceptions.MASK),
         """
         prims::_low_memory_max_pool_with_offsets prims::_low_memory_max_pool_offsets_to_indices
         """,
     ),
-    (Operator(images.unfold_rule, cuda_rules.contiguous), "im2col"),
+    (Operator(images.unfold_rule, cuda_rules.im2col), "im2col"),
     (Operator(images.affine_grid_rule, inexact=exceptions.PRODUCT), "affine_grid_generator"),
     # --- random numbers ---
-    (Operator(random_numbers.permutation_rule, cuda_rules.permutation), "randperm"),
-    (Operator(random_numbers.multinomial_rule, cuda_rules.sample), "multinomial"),
-    (Operator(random_numbers.normal_rule, cuda_rules.nothing), "normal"),
+    (Operator(random_numbers.permutation_rule, cuda_indexing.permutation), "randperm"),
+    (Operator(random_numbers.multinomial_rule, cuda_indexing.sample), "multinomial"),
+    (Operator(random_numbers.normal_rule, cuda_rules.normal), "normal"),
+    (Operator(rules.nothing_rule, cuda_rules.bernoulli), "bernoulli"),
     (Operator(random_numbers.randomised_relu_rule), "rrelu_with_noise_functional"),
     # --- linear algebra ---
     (
@@ -362,11 +365,12 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(cuda=cuda_rules.is_finite), "isfinite"),
     (Operator(cuda=cuda_rules.clamp), "clamp clamp_min clamp_max"),
     (Operator(cuda=cuda_rules.one_number), "pow"),
+    (Operator(cuda=cuda_rules.magnitude), "abs angle"),
     # --- operators that only CUDA devices have ---
     (Operator(cuda=cuda_rules.layer_norm_backward), "_fused_rms_norm_backward"),
     (Operator(cuda=cuda_rules.batch_norm), "_batch_norm_with_update_functional batch_norm_backward"),
     (Operator(cuda=cuda_rules.cudnn_batch_norm), "cudnn_batch_norm cudnn_batch_norm_backward"),
-    (Operator(cuda=cuda_rules.index_put), "_index_put_impl"),
+    (Operator(cuda=cuda_indexing.index_put), "_index_put_impl"),
     (Operator(cuda=cuda_rules.convolution), "cudnn_convolution"),
     (Operator(cuda=cuda_attention.flash_forward), "_scaled_dot_product_flash_attention"),
     (Operator(cuda=cuda_attention.flash_backward), "_scaled_dot_product_flash_attention_backward"),

@@ -4,12 +4,14 @@ them. What they give is checked by measuring where there is a GPU (`tests/gpu`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import chunkc
+from chunkc.passes.cuda_memory import rounded_nbytes
 from chunkc.passes.scratch import declared
 from chunkc.passes.scratch.cuda import cuda_scratch_nbytes, is_known_on_cuda
 from chunkc.passes.scratch.cuda_rules import CONVOLUTION_NBYTES
@@ -20,6 +22,10 @@ MIB = 1 << 20
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+HALF, I64 = torch.bfloat16, torch.int64
+LONG = meta(dtype=I64)
 
 
 @pytest.fixture
@@ -157,3 +163,80 @@ def test_cudnn_s_attention_makes_gradients_per_query_head_where_heads_share_keys
     sums = 4 * query.numel() + 4 * lse.numel()
     assert nbytes(8) >= sums
     assert nbytes(2) - nbytes(8) == 2 * 4 * query.numel()
+
+
+COPIES: dict[str, tuple[torch._ops.OpOverload, tuple[Any, ...], Any, list[int]]] = {
+    # What runs, its arguments, its results, and the bytes inside: each a block of its own.
+    "a sum of bools": (aten.sum.default, (meta(3000, dtype=torch.bool),), LONG, [24_000]),
+    "a sum of halves in fp32": (aten.sum.default, (meta(3000, dtype=HALF),), meta(), []),
+    "a count": (aten.count_nonzero.default, (meta(3000),), LONG, [3000, 24_000]),
+    "an extreme of what is turned": (aten.max.default, (meta(30, 50).t(),), meta(), [6000]),
+    "a sum along what is turned": (aten.cumsum.default, (meta(30, 50).t(), 0), meta(50, 30), [6000]),
+    "a sum along bools": (aten.cumsum.default, (meta(30, 50, dtype=torch.bool), 0), meta(30, 50, dtype=I64), [12_000]),
+    "finite or not": (aten.isfinite.default, (meta(1000),), meta(1000), [4000, 1000, 1000]),
+    "integers are": (aten.isfinite.default, (meta(1000, dtype=I64),), meta(1000), []),
+    "a power of two": (aten.ldexp.Tensor, (meta(1000), meta(1000, dtype=torch.int32)), meta(1000), [4000]),
+    "bounds in fp32": (aten.clamp.default, (meta(1000, dtype=I64), 0.5), meta(1000), [4000]),
+    "a selected number": (aten.where.ScalarOther, (meta(9, dtype=torch.bool), meta(9), 1.0), meta(9), [4]),
+    "selected halves": (
+        aten.where.self,
+        (meta(900, dtype=torch.bool), meta(900), meta(900, dtype=HALF)),
+        meta(900),
+        [3600],
+    ),
+    "a base": (aten.pow.Scalar, (2.0, meta(9)), meta(9), [4]),
+    "a size of complex numbers": (aten.abs.default, (meta(900, dtype=torch.complex64),), meta(900), [7200]),
+    "a range": (aten.histc.default, (meta(900),), meta(100), [4, 4]),
+    "a given range": (aten.histc.default, (meta(900), 100, 0, 9), meta(100), []),
+    "a product": (aten.mm.default, (meta(30, 50), meta(40, 50).t()), meta(30, 40), []),
+    "a product with gaps": (aten.mm.default, (meta(30, 100)[:, ::2], meta(50, 40)), meta(30, 40), [6000]),
+    "a product of repeated rows": (
+        aten.bmm.default,
+        (meta(50).expand(2, 30, 50), meta(2, 50, 9)),
+        meta(2, 30, 9),
+        [12_000],
+    ),
+    "a sum with a product": (
+        aten.addmm.default,
+        (meta(40).expand(30, 40), meta(30, 50), meta(50, 40)),
+        meta(30, 40),
+        [],
+    ),
+    "rolled twice": (aten.roll.default, (meta(30, 50), [1, 2], [0, 1]), meta(30, 50), [6000]),
+    "repeated indices": (
+        aten.embedding.default,
+        (meta(9, 4), meta(50, dtype=I64).expand(30, 50)),
+        meta(30, 50, 4),
+        [12_000],
+    ),
+    "a scattered mean": (
+        aten.scatter_reduce.two,
+        (meta(50, 9), 1, meta(50, 3, dtype=I64), meta(50, 3), "mean"),
+        meta(50, 9),
+        [600, 1800, 450],
+    ),
+    "chances": (aten.bernoulli.default, (meta(900, dtype=HALF),), meta(900, dtype=HALF), [3600]),
+    "a chance": (aten.bernoulli.p, (meta(900, dtype=HALF), 0.5), meta(900, dtype=HALF), []),
+    "deviations": (aten.normal.float_Tensor, (0.0, meta(900)), meta(900), [3600, 4, 4, 4]),
+    "no tensors": (aten.normal_.default, (meta(900),), meta(900), []),
+    "columns": (aten.im2col.default, (meta(1, 3, 8, 8), [3, 3], [1, 1], [1, 1], [1, 1]), meta(1, 27, 64), [768]),
+    "channels last": (
+        aten.adaptive_max_pool2d.default,
+        (meta(2, 8, 12, 12).to(memory_format=torch.channels_last), [3, 3]),
+        (meta(2, 8, 3, 3), meta(2, 8, 3, 3, dtype=I64)),
+        [9216, 576, 1152],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_what_the_sources_copy_is_counted(name: str) -> None:
+    op, args, outputs, parts = COPIES[name]
+    assert cuda_scratch_nbytes(op, args, {}, outputs) == sum(map(rounded_nbytes, parts))
+
+
+def test_a_mask_may_select_all_and_becomes_an_index_for_each_dimension() -> None:
+    values, one = meta(30, 50), meta()
+    masked = cuda_scratch_nbytes(aten.index_put.default, (values, [meta(30, 50, dtype=torch.bool)], one), {}, values)
+    indices = [meta(1500, dtype=I64)] * 2
+    assert masked == cuda_scratch_nbytes(aten.index_put.default, (values, indices, one), {}, values)
