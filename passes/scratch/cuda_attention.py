@@ -8,17 +8,19 @@ import torch
 from torch import Tensor
 
 from chunkc.passes.scratch.cuda_reduction import MULTIPROCESSORS
-from chunkc.passes.scratch.cuda_rules import Call, contiguous
+from chunkc.passes.scratch.cuda_rules import Call, contiguous, nbytes_of
 
 MAX_SPLITS = 128
 """FlashAttention splits keys into at most so many parts (`num_splits_heuristic`, `flash_api.cpp`)."""
 
 _CUDNN_NBYTES = 32 << 20
 _ROWS_MULTIPLE = 128
+_TILE = 64
+_WIDEST_IN_REGISTERS = 128
 
 
 def _rows(tensor: Tensor, dim: int) -> int:
-    return -(-tensor.shape[dim] // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
+    return _up(tensor.shape[dim], _ROWS_MULTIPLE)
 
 
 def _padded_operands(call: Call, names: tuple[str, ...], multiple: int = 8) -> list[int]:
@@ -66,22 +68,41 @@ def flash_backward(call: Call) -> list[int]:
 
 
 def efficient_forward(call: Call) -> list[int]:
-    """`mem_eff_attention/kernel_forward.h`: an fp32 accumulator of the output where the value's width exceeds what a
-    block keeps in registers; a bias is padded to a multiple of 16."""
-    query = call.tensor("query")
-    value = call.arguments.get("value")
-    width = value.shape[-1] if isinstance(value, Tensor) else query.shape[-1]
-    return [4 * (query.numel() // max(1, query.shape[-1])) * width, *padded_bias(call), 64]
+    """`mem_eff_attention/kernel_forward.h`: in 16 bits, an fp32 accumulator of outputs too wide for registers."""
+    query, value = call.tensor("query"), call.tensor("value")
+    is_kept = query.itemsize > 2 or value.shape[-1] <= _WIDEST_IN_REGISTERS
+    return [] if is_kept else [4 * query.numel() // query.shape[-1] * value.shape[-1]]
 
 
 def efficient_backward(call: Call) -> list[int]:
-    """`mem_eff_attention/kernel_backward.h`: `delta` per row, and a workspace of fp32 gradients of query, key and
-    value, each padded to blocks of 128."""
-    sums = [4 * _padded_numel(call.tensor(name)) for name in ("query", "key", "value")]
-    delta = 4 * call.tensor("query").numel() // max(1, call.tensor("query").shape[-1])
-    gradient = call.arguments.get("grad_out_", call.arguments.get("grad_out"))
-    copy = [gradient.numel() * gradient.itemsize] if isinstance(gradient, Tensor) else []
-    return [*sums, delta, *copy, *padded_bias(call), 64]
+    """`mem_eff_attention/kernel_backward.h`: `delta` per row; a workspace of tiles of the query's gradient in fp32,
+    with locks; in 16 bits also gradients of wide keys and values, which some devices need. Before that, a copy of the
+    gradient if it does not lie row by row with all heads of each (`attention_backward.cu`)."""
+    query, key, gradient = call.tensor("query"), call.tensor("key"), call.tensor("grad_out_")
+    by_heads = call.name.startswith("_scaled")  # [batch, heads, rows, width]; else [batch, rows, heads, width]
+    num_rows, num_keys = (tensor.shape[2 if by_heads else 1] for tensor in (query, key))
+    num_heads, lengths = query.shape[0] * query.shape[1 if by_heads else 2], call.arguments.get("cu_seqlens_q")
+    if isinstance(lengths, Tensor):  # sequences one behind the other
+        num_heads *= lengths.numel() - 1
+        num_rows, num_keys = call.arguments["max_seqlen_q"], call.arguments["max_seqlen_k"]
+    width = max(query.shape[-1], call.tensor("value").shape[-1])
+    copied = not (gradient.transpose(1, 2) if by_heads else gradient).is_contiguous()
+    workspace = _query_sums(query.itemsize, num_rows, num_keys, width)
+    if query.itemsize == 2 and width > _TILE:
+        workspace += 2 * 4 * _up(num_keys, _ROWS_MULTIPLE) * _up(width, _ROWS_MULTIPLE)
+    return [num_heads * workspace, 4 * num_heads * num_rows, *([nbytes_of(gradient)] if copied else [])]
+
+
+def _query_sums(itemsize: int, num_rows: int, num_keys: int, width: int) -> int:
+    """Bytes of one head's tiles; exact up to a width of 64."""
+    aligned = itemsize == 4 and not (width % _TILE or num_rows % _TILE or num_keys % _TILE)
+    if width <= _TILE:
+        return -(-num_rows // _TILE) * (4 * _TILE**2 + (256 if aligned else 16))
+    return -(-num_rows // _ROWS_MULTIPLE) * -(-width // _TILE) * (8 * _TILE**2 + (256 if aligned else 32))
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def efficient_outputs(call: Call) -> dict[int, int]:
@@ -110,14 +131,6 @@ def cudnn_backward(call: Call) -> list[int]:
     return [_CUDNN_NBYTES, 4 * _padded_numel(query), 8 * rows, expanded, *copies]
 
 
-def padded_bias(call: Call) -> list[int]:
-    bias = call.arguments.get("attn_bias", call.arguments.get("bias"))
-    if not isinstance(bias, Tensor):
-        return []
-    width = bias.shape[-1]
-    return [bias.numel() // max(1, width) * (width + 16) * bias.itemsize]
-
-
 def _padded_numel(tensor: Tensor) -> int:
     return prod(tensor.shape[:-2]) * _rows(tensor, -2) * _padded(tensor.shape[-1])
 
@@ -125,7 +138,7 @@ def _padded_numel(tensor: Tensor) -> int:
 def _padded(width: int) -> int:
     """A head size as FlashAttention rounds it: to 32, or to 64 above 128."""
     multiple = 32 if width <= 128 else 64
-    return -(-width // multiple) * multiple
+    return _up(width, multiple)
 
 
 def _last_dense(call: Call) -> bool:

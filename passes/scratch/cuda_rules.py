@@ -211,10 +211,49 @@ def group_norm_backward(call: Call) -> list[int]:
 
 
 def batch_norm(call: Call) -> list[int]:
-    """`Normalization.cu`, `Normalization.cuh`: for channels-last input four fp32 sums per channel for each of up to
-    128 rows of blocks, and semaphores."""
-    channels = call.inputs[0].shape[1]
-    return [4 * 4 * 128 * channels, 4 * channels, *contiguous(call)]
+    """`Normalization.cu`, `Normalization.cuh`: in training, where channels come last, four fp32 sums per channel of
+    each row of blocks, and semaphores; else nothing, but for copies of images with gaps."""
+    image = call.tensor("input")
+    trains = call.arguments.get("training", not call.name.endswith("no_training"))
+    return [*_copies_of_odd(call), *(_staged(image, 4) if trains and _channels_come_last(image) else [])]
+
+
+def batch_norm_backward(call: Call) -> list[int]:
+    """As the forward, with two sums per channel, which stay; blocks' sums are gone before there is a gradient."""
+    image = call.tensor("input")
+    if not _channels_come_last(image):
+        return _copies_of_odd(call)
+    sums = [4 * image.shape[1]] * 2
+    return [*sums, max(0, sum(_staged(image, 2)) - nbytes_of(image)), *_copies_of_odd(call)]
+
+
+def _channels_come_last(image: Tensor) -> bool:
+    """`batch_norm_use_channels_last_kernels`."""
+    if image.is_contiguous():
+        return image.dim() > 1 and image.stride(1) == 1
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(image.dim())
+    return layout is not None and image.is_contiguous(memory_format=layout)
+
+
+def _copies_of_odd(call: Call) -> list[int]:
+    """`batch_norm_mean_var`: in fp32."""
+    return [4 * t.numel() for t in call.inputs if not t.is_contiguous() and not _channels_come_last(t)]
+
+
+def _staged(image: Tensor, num_sums: int) -> list[int]:
+    """`flexible_launch_configs`: sums of rows of blocks, if there are many of these."""
+    num_channels = image.shape[1]
+    num_rows = image.numel() // max(1, num_channels)
+    width = min(_last_power_of_2(num_channels), 32)
+    height = min(_last_power_of_2(-(-num_rows // 16)), 512 // width)
+    if width * height != 512:
+        width = min(_last_power_of_2(num_channels), 512 // height)
+    num_blocks = min(-(-num_rows // (16 * height)), 128)
+    return [4 * num_sums * num_channels * num_blocks, 4 * -(-num_channels // width)] if num_blocks >= 8 else []
+
+
+def _last_power_of_2(number: int) -> int:
+    return 1 << max(0, number.bit_length() - 1)
 
 
 def cudnn_batch_norm(call: Call) -> list[int]:

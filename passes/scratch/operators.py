@@ -270,7 +270,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         ),
         "native_group_norm_backward",
     ),
-    (Operator(norms.batch_norm_backward_rule, cuda_rules.batch_norm), "native_batch_norm_backward"),
+    (Operator(norms.batch_norm_backward_rule, cuda_rules.batch_norm_backward), "native_batch_norm_backward"),
     # --- indexing ---
     (Operator(indexing.scatter_rule, cuda_rules.contiguous), "scatter scatter_add"),
     (Operator(indexing.scatter_reduce_rule, cuda_indexing.scatter_reduce), "scatter_reduce"),
@@ -368,7 +368,8 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(cuda=cuda_rules.magnitude), "abs angle"),
     # --- operators that only CUDA devices have ---
     (Operator(cuda=cuda_rules.layer_norm_backward), "_fused_rms_norm_backward"),
-    (Operator(cuda=cuda_rules.batch_norm), "_batch_norm_with_update_functional batch_norm_backward"),
+    (Operator(cuda=cuda_rules.batch_norm), "_batch_norm_with_update_functional"),
+    (Operator(cuda=cuda_rules.batch_norm_backward), "batch_norm_backward"),
     (Operator(cuda=cuda_rules.cudnn_batch_norm), "cudnn_batch_norm cudnn_batch_norm_backward"),
     (Operator(cuda=cuda_indexing.index_put), "_index_put_impl"),
     (Operator(cuda=cuda_rules.convolution), "cudnn_convolution"),

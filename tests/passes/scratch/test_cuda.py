@@ -240,3 +240,56 @@ def test_a_mask_may_select_all_and_becomes_an_index_for_each_dimension() -> None
     masked = cuda_scratch_nbytes(aten.index_put.default, (values, [meta(30, 50, dtype=torch.bool)], one), {}, values)
     indices = [meta(1500, dtype=I64)] * 2
     assert masked == cuda_scratch_nbytes(aten.index_put.default, (values, indices, one), {}, values)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_rows", "width", "workspace_nbytes"),
+    [
+        # As the kernels asked for them on capabilities 7.5 to 9.0; the last three on some.
+        (torch.float32, 128, 16, 32_800),
+        (torch.float32, 100, 64, 32_800),
+        (torch.float32, 128, 64, 33_280),
+        (HALF, 128, 64, 32_800),
+        (HALF, 16, 64, 16_400),
+        (torch.float32, 100, 128, 65_600),
+        (torch.float32, 128, 128, 66_048),
+        (HALF, 128, 192, 98_400 + 2 * 131_072),
+    ],
+)
+def test_efficient_attention_s_backward_takes_tiles(
+    dtype: torch.dtype, num_rows: int, width: int, workspace_nbytes: int
+) -> None:
+    x, rows = meta(4, 8, num_rows, width, dtype=dtype), meta(4, 8, num_rows)
+    turned = meta(4, num_rows, 8, width, dtype=dtype).transpose(1, 2)
+    seed = meta(dtype=I64)
+    backward = aten._scaled_dot_product_efficient_attention_backward.default
+    for gradient, copied in ((turned, 0), (x, x.nbytes)):
+        args = (gradient, x, x, x, None, x, rows, seed, seed, 0.0, [True, True, True, False])
+        taken = cuda_scratch_nbytes(backward, args, {}, (x, x, x, None))
+        assert taken == sum(map(rounded_nbytes, (32 * workspace_nbytes, 4 * rows.numel(), copied)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "forward_nbytes", "sums_nbytes"),
+    [
+        # As the kernels asked for them. Few rows of blocks need no sums of their own.
+        ((8, 64, 32, 32), 32_768 + 512, 512),
+        ((32, 256, 8, 8), 32_768 + 512, 1024),
+        ((64, 32, 64, 64), 65_536 + 512, 512),
+        ((2, 1024, 7, 7), 0, 4096),
+    ],
+)
+def test_batch_norms_take_sums_where_channels_come_last(
+    shape: tuple[int, ...], forward_nbytes: int, sums_nbytes: int
+) -> None:
+    forward, backward = aten._native_batch_norm_legit_functional.default, aten.native_batch_norm_backward.default
+    statistics = [meta(shape[1]) for _ in range(4)]
+    for layout, taken, left in (
+        (torch.contiguous_format, 0, 0),
+        (torch.channels_last, forward_nbytes, 2 * sums_nbytes),
+    ):
+        x = meta(*shape).to(memory_format=layout)
+        assert cuda_scratch_nbytes(forward, (x, *statistics, True, 0.1, 1e-5), {}, x) == taken
+        assert cuda_scratch_nbytes(forward, (x, *statistics, False, 0.1, 1e-5), {}, x) == 0
+        given = (x, x, *statistics[:3], *statistics[:2], True, 1e-5, [True, True, True])
+        assert cuda_scratch_nbytes(backward, given, {}, x) == left
