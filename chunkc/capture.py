@@ -115,7 +115,7 @@ def capture_graph(
     of_modules = [is_of_a_module(node) for node in placeholders(gm.graph)]
     # Nothing below keeps the inputs: PyTorch 2.11 keeps these functions with the graph.
     without_gradient = [isinstance(value, torch.Tensor) and not value.requires_grad for value in inputs]
-    num_outputs = len(returned(gm.graph))
+    num_inputs, num_outputs = len(inputs), len(returned(gm.graph))
 
     def prepare(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         if codegen == "inductor":
@@ -123,7 +123,7 @@ def capture_graph(
                 prepare_joint_graph(gm, example_inputs)
 
     def with_all_layers(graph: fx.Graph) -> fx.Graph:
-        return graph if repeats is None else unroll(graph, repeats, len(inputs), num_outputs)
+        return graph if repeats is None else unroll(graph, repeats, num_inputs, num_outputs)
 
     def partition_fn(joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
         capture.num_user_outputs = kwargs["num_fwd_outputs"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch import partitioners
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import chunkc
@@ -119,3 +120,26 @@ def test_an_effect_beside_outputs_is_refused_by_name() -> None:
     compiled = torch.compile(Prints(), backend="chunkc", options={"codegen": "eager"})
     with pytest.raises(chunkc.UnsupportedError, match=r"aten\._print.*torch\.compiler\.disable"):
         compiled(torch.ones(3))
+
+
+def held_by(function: Any) -> list[Any]:
+    """What a function's closure holds, and what functions in it do."""
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    return [found for value in cells for found in (value, *(held_by(value) if callable(value) else ()))]
+
+
+def test_what_autograd_s_tracer_may_keep_holds_no_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.11 keeps these functions with the graph: a batch would stay until the model goes."""
+    given: dict[str, Any] = {}
+
+    def tracing(gm: fx.GraphModule, inputs: Any, **functions: Any) -> Any:
+        given.update(functions)
+        return traced(gm, inputs, **functions)
+
+    traced = chunkc.capture.aot_module_simplified
+    monkeypatch.setattr(chunkc.capture, "aot_module_simplified", tracing)
+    torch._dynamo.reset()
+    torch.compile(nn.Linear(8, 8), backend="chunkc", options={"codegen": "eager"})(torch.ones(2, 8)).sum().backward()
+    held = [value for function in given.values() for value in held_by(function)]
+    assert held
+    assert not [leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor)]
