@@ -55,6 +55,7 @@ _HELPERS = (
     "scripts",
     "forked",
     "doc_pages",
+    "file_modules",
     "memory_curves",
     "ladder",
     "operator_calls",

@@ -5,19 +5,16 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
-import importlib.util
 import inspect
 import re
 import shlex
-import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
-from unittest import mock
 
 import pytest
 import torch
 from doc_pages import DOCS, PAGES, REASONS, ROOT, Block, anchors, blocks, links, named, printed_differs, prose, rows
+from file_modules import load
 
 import chunkc
 from chunkc.arguments import build_parser
@@ -122,21 +119,10 @@ def check_command(words: list[str]) -> None:
 
 def check_on_the_device(arguments: list[str]) -> None:
     """What `run.py` is given: its options, choices that the device has, a command."""
-    options = load("cuda_in_ram/run.py").build_parser().parse_args(arguments)
+    options = load(ROOT / "tests/cuda_in_ram/run.py").build_parser().parse_args(arguments)
     there = re.findall(r"NAME\((\w+)\)", (ROOT / "tests/cuda_in_ram/device/settings.c").read_text())
     assert {choice.partition("=")[0] for choice in options.set.split(",")} <= {"", *there}, arguments
     check_command(options.command)
-
-
-def load(name: str) -> ModuleType:
-    """A file of the tests, as a module."""
-    spec = importlib.util.spec_from_file_location(Path(name).stem, ROOT / "tests" / name)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with mock.patch.object(sys, "path", list(sys.path)):  # it adds its folder
-        spec.loader.exec_module(module)
-    return module
 
 
 def bench_suites() -> set[str]:

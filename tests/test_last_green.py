@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import warnings
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from file_modules import load
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -17,11 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture
 def all_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """Its own record is elsewhere."""
-    spec = importlib.util.spec_from_file_location("all_tests", ROOT / "tests" / "cuda_in_ram" / "all_tests.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load(ROOT / "tests" / "cuda_in_ram" / "all_tests.py")
     monkeypatch.setattr(module, "RECORD", tmp_path / "last_green.json")
     monkeypatch.setattr(module, "HERE", tmp_path / "tests" / "cuda_in_ram")
     monkeypatch.setattr(module, "version", lambda name: "1")

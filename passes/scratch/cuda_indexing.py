@@ -80,10 +80,12 @@ def _indices(call: Call) -> list[Tensor]:
 
 
 def _num_indexed(call: Call) -> int:
-    """A mask may select all."""
-    tensors = _indices(call)
-    shapes = (tensor.numel() if _is_mask(tensor) else tensor.shape for tensor in tensors)
-    return prod(torch.broadcast_shapes(*shapes)) if tensors else 0
+    """Elements of the indices once they have one shape. A mask may select all, and each with each of the others."""
+    indices = _indices(call)
+    if not indices:
+        return 0
+    shape = torch.broadcast_shapes(*(index.shape for index in indices if not _is_mask(index)))
+    return prod(shape) * max((index.numel() for index in indices if _is_mask(index)), default=1)
 
 
 def _expanded_indices(call: Call) -> list[int]:

@@ -128,8 +128,8 @@ def is_infinite(call: Call) -> list[int]:
 
 def is_finite(call: Call) -> list[int]:
     """`ATen/native/TensorCompare.cpp`: the magnitude, and which are infinite and which are no numbers."""
-    magnitude = is_infinite(call)
-    return [*magnitude, *(2 * [call.tensor("self").numel()] if magnitude else [])]
+    sizes = is_infinite(call)
+    return [*sizes, *(2 * [call.tensor("self").numel()] if sizes else [])]
 
 
 def ldexp(call: Call) -> list[int]:
@@ -213,6 +213,8 @@ def group_norm_backward(call: Call) -> list[int]:
 def batch_norm(call: Call) -> list[int]:
     """`Normalization.cu`, `Normalization.cuh`: in training, where channels come last, four fp32 sums per channel of
     each row of blocks, and semaphores; else nothing, but for copies of images with gaps."""
+    if _may_be_cudnn_s(call):
+        return cudnn_batch_norm(call)
     image = call.tensor("input")
     trains = call.arguments.get("training", not call.name.endswith("no_training"))
     return [*_copies_of_odd(call), *(_staged(image, 4) if trains and _channels_come_last(image) else [])]
@@ -221,10 +223,18 @@ def batch_norm(call: Call) -> list[int]:
 def batch_norm_backward(call: Call) -> list[int]:
     """As the forward, with two sums per channel, which stay; blocks' sums are gone before there is a gradient."""
     image = call.tensor("input")
+    if _may_be_cudnn_s(call):
+        return cudnn_batch_norm(call)
     if not _channels_come_last(image):
         return _copies_of_odd(call)
     sums = [4 * image.shape[1]] * 2
     return [*sums, max(0, sum(_staged(image, 2)) - nbytes_of(image)), *_copies_of_odd(call)]
+
+
+def _may_be_cudnn_s(call: Call) -> bool:
+    """`Normalization.cu`: operators that choose when they run, `_batch_norm_with_update` and its backward."""
+    chooses = call.name.startswith("_batch_norm_with_update") or call.name == "batch_norm_backward"
+    return chooses and torch.backends.cudnn.enabled
 
 
 def _channels_come_last(image: Tensor) -> bool:
@@ -257,9 +267,10 @@ def _last_power_of_2(number: int) -> int:
 
 
 def cudnn_batch_norm(call: Call) -> list[int]:
-    """`ATen/native/cudnn/BatchNorm.cpp`: cuDNN is asked for its workspace when it runs; as for `convolution`, one
-    copy of the input is set aside for it."""
-    return [nbytes_of(call.inputs[0]), *batch_norm(call)]
+    """`ATen/native/cudnn/BatchNorm.cpp`: cuDNN is asked for its workspace when it runs. As for `convolution`, a policy:
+    one copy of the image, 2 KiB per channel, and copies of operands that are not contiguous."""
+    image = call.tensor("input")
+    return [nbytes_of(image), (2048 + 4) * image.shape[1], *contiguous(call)]
 
 
 def scan(call: Call) -> list[int]:

@@ -293,3 +293,25 @@ def test_batch_norms_take_sums_where_channels_come_last(
         assert cuda_scratch_nbytes(forward, (x, *statistics, False, 0.1, 1e-5), {}, x) == 0
         given = (x, x, *statistics[:3], *statistics[:2], True, 1e-5, [True, True, True])
         assert cuda_scratch_nbytes(backward, given, {}, x) == left
+
+
+def test_masks_stand_beside_indices_of_any_length() -> None:
+    values = meta(30, 50)
+    found = [
+        cuda_scratch_nbytes(aten.index_put.default, (values, [meta(30, dtype=torch.bool), index], meta()), {}, values)
+        for index in (meta(dtype=I64), meta(3, dtype=I64))
+    ]
+    assert 0 < found[0] < found[1]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_where_cudnn_may_be_chosen_its_policy_stands(monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", enabled)
+    x, statistics = meta(8, 64, 32, 32), [meta(64) for _ in range(4)]
+    backward = (x, x, *statistics[:3], *statistics[:2], True, 1e-5, [True, True, True], meta(0))
+    for op, args in (
+        (aten._batch_norm_with_update_functional.default, (x, *statistics, 0.1, 1e-5)),
+        (aten.batch_norm_backward.default, backward),
+    ):
+        policy_nbytes = x.nbytes + rounded_nbytes(2052 * 64)
+        assert cuda_scratch_nbytes(op, args, {}, x) == (policy_nbytes if enabled else 0)

@@ -1,0 +1,20 @@
+"""A file as a module, wherever it is: no folder of scripts goes on `sys.path`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+
+def load(path: Path) -> ModuleType:
+    """Nobody else finds the module, nor what the file adds to `sys.path`."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.object(sys, "path", list(sys.path)):
+        spec.loader.exec_module(module)
+    return module
