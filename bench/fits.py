@@ -1,7 +1,8 @@
 """The suite `fits`: where all of it fits, what chunkc costs beside plain `torch.compile` with a fused AdamW.
 
-Two sections: the time per step, in processes that live through all rounds and take turns; and cold compilation,
-each sample a fresh process with an empty cache.
+Cases: `steps`, the time per step, in processes that live through all rounds and take turns; `compilation`, a start with
+an empty cache, each sample a fresh process; `deep-compilation`, the same with twice as many layers; and
+`second-start`, with the cache that an earlier start of the same program left.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,10 @@ GPU = Size(
 NUM_COLD_STEPS = 6
 """Of a compilation's process: the first compiles, the second may still be slow, the others are steady."""
 
+CASES = ("steps", "compilation", "deep-compilation", "second-start")
+
+COLD = "Cold compilation of forward and backward"
+
 OPTIONS: dict[str, dict[str, Any] | None] = {
     PLAIN: None,
     "chunkc fast path": {"memory_budget": HUGE_NBYTES, "whole_graph": "auto"},
@@ -54,14 +60,24 @@ def run(context: Context) -> Iterator[Section]:
         ValueError: the subjects' losses differ.
     """
     size = SMALL if context.is_small else (GPU if context.device == "cuda" else FULL)
-    specs = {name: _spec(size, options, context.device) for name, options in OPTIONS.items()}
-    progress = Progress(context.show, len(specs) * (size.num_repeats + 1 + size.num_rounds))
+    deep = replace(size, model=replace(size.model, num_layers=2 * size.model.num_layers))
     timeout_s = context.reply_timeout(REPLY_TIMEOUT_S)
-    with context.code_cache() as cache:
-        if context.wants_case("steps"):
-            yield _steps(context, size, specs, cache, progress, timeout_s)
-        if context.wants_case("compilation") and not context.is_out_of_time:
-            yield _compilation(size, specs, cache if context.is_small else None, progress, timeout_s)
+    num_parts = {"steps": 1 + size.num_rounds, "second-start": size.num_repeats + 1}
+    cases = [case for case in CASES if context.wants_case(case)]
+    progress = Progress(context.show, len(OPTIONS) * sum(num_parts.get(case, size.num_repeats) for case in cases))
+    for case in cases:
+        if case != "steps" and context.is_out_of_time:
+            return
+        of_case = deep if case == "deep-compilation" else size
+        specs = {name: _spec(of_case, options, context.device) for name, options in OPTIONS.items()}
+        with context.code_cache() as cache:
+            if case == "steps":
+                yield _steps(context, of_case, specs, cache, progress, timeout_s)
+            elif case == "second-start":
+                yield _second_starts(of_case, specs, cache, progress, timeout_s)
+            else:
+                caches = dict.fromkeys(specs, cache if context.is_small else None)
+                yield _starts(COLD, of_case, specs, caches, progress, timeout_s)
 
 
 def _spec(size: Size, options: dict[str, Any] | None, device: str) -> SubjectSpec:
@@ -78,17 +94,32 @@ def cold_times_s(turn: Turn) -> tuple[float, float]:
     )
 
 
-def _compilation(
-    size: Size, specs: Mapping[str, SubjectSpec], cache: Path | None, advance: Progress, timeout_s: Timeout
+def _second_starts(
+    size: Size, specs: Mapping[str, SubjectSpec], folder: Path, advance: Progress, timeout_s: Timeout
 ) -> Section:
-    """Each sample by a fresh process; `cache` is None where nothing may be compiled yet."""
+    """Each subject has a cache of its own in `folder`, which a first start fills."""
+    caches = {name: folder / str(number) for number, name in enumerate(specs)}
+    for name, spec in specs.items():
+        advance(f"filling the cache: {name}")
+        _start_s(spec, caches[name], timeout_s)
+    return _starts("Second start: forward and backward", size, specs, caches, advance, timeout_s)
+
+
+def _starts(
+    title: str,
+    size: Size,
+    specs: Mapping[str, SubjectSpec],
+    caches: Mapping[str, Path | None],
+    advance: Progress,
+    timeout_s: Timeout,
+) -> Section:
+    """Each sample by a fresh process; a cache is None where nothing may be compiled yet."""
     compile_s: dict[str, list[float]] = {name: [] for name in specs}
     optimizer_s: dict[str, list[float]] = {name: [] for name in specs}
     for repeat in range(size.num_repeats):
         for name in rotated(list(specs), repeat):
-            advance(f"cold compilation {repeat + 1}: {name}")
-            with SubjectProcess(specs[name], cache, timeout_s=timeout_s) as subject:
-                graph_s, update_s = cold_times_s(subject.step(NUM_COLD_STEPS))
+            advance(f"{title.lower()}, {size.model.num_layers} layers, {repeat + 1}: {name}")
+            graph_s, update_s = _start_s(specs[name], caches[name], timeout_s)
             compile_s[name].append(graph_s)
             optimizer_s[name].append(update_s)
     base = [[sample] for sample in compile_s[PLAIN]]
@@ -103,8 +134,12 @@ def _compilation(
         )
         for name in specs
     ]
-    setting = setting_of(size.model, size.batch_size, num_repeats=size.num_repeats)
-    return Section("Cold compilation of forward and backward", setting, rows)
+    return Section(title, setting_of(size.model, size.batch_size, num_repeats=size.num_repeats), rows)
+
+
+def _start_s(spec: SubjectSpec, cache: Path | None, timeout_s: Timeout) -> tuple[float, float]:
+    with SubjectProcess(spec, cache, timeout_s=timeout_s) as subject:
+        return cold_times_s(subject.step(NUM_COLD_STEPS))
 
 
 def _steps(

@@ -44,12 +44,15 @@ def test_no_section_begins_when_the_time_is_up(suite, monkeypatch):
     assert list(suite.run(context)) == []
 
 
-def test_cold_compilation_is_left_out_when_the_steps_took_all_the_time(monkeypatch):
+def test_starts_are_left_out_when_the_steps_took_all_the_time(monkeypatch):
     monkeypatch.setattr(fits, "_steps", lambda *arguments: "steps")
-    monkeypatch.setattr(fits, "_compilation", lambda *arguments: "compilation")
+    monkeypatch.setattr(fits, "_starts", lambda title, size, *arguments: (title, size.model.num_layers))
+    monkeypatch.setattr(fits, "_second_starts", lambda *arguments: "second")
 
     def sections(deadline_s: float) -> list[object]:
         return list(fits.run(Context(True, "cpu", lambda *shown: None, deadline_s=deadline_s)))
 
-    assert sections(time.monotonic() + 100) == ["steps", "compilation"]
+    layers = fits.SMALL.model.num_layers
+    cold = [(fits.COLD, layers), (fits.COLD, 2 * layers)]
+    assert sections(time.monotonic() + 100) == ["steps", *cold, "second"]
     assert sections(time.monotonic() - 1) == ["steps"]
