@@ -19,10 +19,9 @@ from chunkc.ir.program import PhaseProgram
 from chunkc.passes.casts import read_as_casts, with_casts_given
 from chunkc.passes.codegen import (
     CompiledSegment,
-    compile_segment,
+    compiled_together,
     describe_segment,
     generated_wrapper,
-    kernels_started,
 )
 from chunkc.passes.graphs import placeholders, returned
 from chunkc.passes.program import backward_program, forward_program
@@ -194,25 +193,24 @@ class Builder:
             return {name: CompiledSegment(_not_compiled, memory) for name, memory in memories.items()}
         at_home = {piece.segment.name for piece in (*structure.forward, *structure.backward) if piece.reads_home}
         codegens = {s.name: "eager" if s.name in at_home else self.codegen for s in segments}
-        missing = [s for s in segments if s.name not in structure.compiled and s.name not in at_home]
-        with kernels_started(missing if self.compiled else (), self.codegen):
+        with compiled_together(self.show) as compile_segment:
             found = {}
             for done, s in enumerate(segments):
                 self.show("compiling segments", done, len(segments))
-                found[s.name] = self._segment(structure, s, codegens[s.name], shapes)
-            return found
+                known = structure.compiled.get(s.name)
+                if known is None and self.compiled:
+                    found[s.name] = compile_segment(s, codegens[s.name], torch.get_num_threads(), shapes)
+                else:
+                    found[s.name] = self._described_again(known, s, codegens[s.name], shapes)
+        structure.compiled.update(found)
+        return found
 
-    def _segment(self, structure: Structure, segment: Segment, codegen: str, shapes: Shapes) -> CompiledSegment:
-        threads = torch.get_num_threads()
-        known = structure.compiled.get(segment.name)
-        if known is None and self.compiled:
-            known = compile_segment(segment, codegen, threads, shapes)
-        else:
-            wrapper = generated_wrapper(segment, codegen) if known is None else known.wrapper
-            memory = describe_segment(segment, codegen, threads, shapes, wrapper)
-            known = CompiledSegment(_not_compiled if known is None else known.run, memory, wrapper)
-        structure.compiled[segment.name] = known
-        return known
+    def _described_again(
+        self, known: CompiledSegment | None, segment: Segment, codegen: str, shapes: Shapes
+    ) -> CompiledSegment:
+        wrapper = generated_wrapper(segment, codegen) if known is None else known.wrapper
+        memory = describe_segment(segment, codegen, torch.get_num_threads(), shapes, wrapper)
+        return CompiledSegment(_not_compiled if known is None else known.run, memory, wrapper)
 
 
 def _not_compiled(inputs: list[Any]) -> Sequence[Any]:

@@ -19,28 +19,28 @@ from chunkc.ir.program import SegmentMemory
 from chunkc.passes.alias_check import CheckedOnce
 from chunkc.passes.graphs import is_compute, op_name, output_node, placeholders, returned
 from chunkc.passes.inductor.cuda import steady_inductor
-from chunkc.passes.inductor.kernels_ahead import (
-    CompiledBefore,
-    compiles_side_by_side,
-    started_kernels,
-)
 from chunkc.passes.inductor.memory import inductor_memory
 from chunkc.passes.inductor.wrapper_reader import UnreadableWrapper
 from chunkc.passes.inductor.wrapper_source import WrapperSource, wrapper_of
 from chunkc.passes.origins import origins
 from chunkc.passes.segment_memory import bounded_memory, eager_memory
-from chunkc.passes.segments import Segment, canonical_text
+from chunkc.passes.segments import Segment
 from chunkc.passes.shapes import AS_TRACED, Shapes, symbol_values
 from chunkc.torch_private.aot import is_custom
 from chunkc.torch_private.inductor import (
     InvalidCxxCompiler,
+    UnfinishedModule,
     compile_fx_inner,
     own_output_strides,
     pick_vec_isa,
     precompile_header,
     source_of,
     with_sizes_bound,
+    without_waiting,
 )
+
+Show = Callable[[str, int, int | None], None]
+"""As `chunkc.progress.Show`."""
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """Takes a list of inputs, which it empties, and returns the outputs."""
@@ -109,25 +109,42 @@ def compile_segment(segment: Segment, codegen: str, num_threads: int, shapes: Sh
 
 
 @contextmanager
-def kernels_started(segments: Sequence[Segment], codegen: str) -> Iterator[None]:
-    """Inside, the C++ compiler works on these segments' kernels, in order, while `compile_segment` is called for each.
+def compiled_together(show: Show) -> Iterator[Callable[..., CompiledSegment]]:
+    """Gives a `compile_segment` that leaves the C++ compiler at work on a segment's kernels, so that others are lowered
+    meanwhile. All kernels are there at the end of the block; until then no segment may run.
 
-    Without effect where Inductor is told to compile one thing at a time, and on segments that were compiled before in
-    the same cache directory. A segment that Inductor cannot lower is left to `compile_segment`, which says why.
+    Lowering stays one after the other: Inductor's code generation is not known to be safe on several threads.
+
+    Args:
+        show: told which segment's kernels are waited for.
+
+    Raises:
+        UnsupportedError: at the end of the block, too, where kernels cannot be compiled.
     """
-    before = CompiledBefore()
-    texts = {s.name: canonical_text(s.module.graph) for s in segments if _has_cpp_kernels(s, codegen)}
-    new = [s for s in segments if s.name in texts and texts[s.name] not in before]
-    with started_kernels() as start:
-        for segment in new if len(new) > 1 and compiles_side_by_side() else ():
-            prepare_compiler().join()
-            with suppress(Exception):
-                wrapper = generated_wrapper(segment, codegen)
-                assert wrapper is not None
-                start(wrapper.source)
-        yield
-    for segment in new:
-        before.add(texts[segment.name])
+    unfinished: list[tuple[Segment, UnfinishedModule]] = []
+    is_over = threading.Event()
+
+    def compile_one(segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED) -> CompiledSegment:
+        if not _has_cpp_kernels(segment, codegen):
+            return compile_segment(segment, codegen, num_threads, shapes)
+        with without_waiting(is_over) as modules:
+            try:
+                return compile_segment(segment, codegen, num_threads, shapes)
+            finally:
+                unfinished.extend((segment, module) for module in modules)
+
+    num_finished = 0
+    try:
+        yield compile_one
+        for segment, module in unfinished:
+            show("compiling kernels", num_finished, len(unfinished))
+            with _failures_named(segment):
+                module.finish()
+            num_finished += 1
+    finally:
+        is_over.set()
+        for _, module in unfinished[num_finished:]:
+            module.forget()
 
 
 def _has_cpp_kernels(segment: Segment, codegen: str) -> bool:

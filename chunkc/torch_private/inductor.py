@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo.utils import preserve_rng_state
 from torch._inductor import config
-from torch._inductor.async_compile import AsyncCompile, get_compile_threads
-from torch._inductor.codecache import CppCodeCache, CppPythonBindingsCodeCache
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import CppCodeCache, CppPythonBindingsCodeCache, PyCodeCache, _worker_compile_cpp
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.compile_fx import (
     _recursive_post_grad_passes,
@@ -30,7 +32,6 @@ from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompil
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._inductor.graph import GraphLowering
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import shape_env_from_inputs
 from torch._inductor.virtualized import V
 
@@ -41,9 +42,7 @@ __all__ = [
     "CppCompileError",
     "InductorError",
     "InvalidCxxCompiler",
-    "cache_dir",
     "compile_fx_inner",
-    "get_compile_threads",
     "pick_vec_isa",
     "select_decomp_table",
 ]
@@ -141,14 +140,64 @@ def _surroundings() -> Iterator[None]:
         yield
 
 
-def begin_kernel(types: Any, code: Any, submit: Callable[[Callable[[], None]], object]) -> None:
-    """Let Inductor compile a C++ kernel of a wrapper (`async_compile.cpp_pybinding(types, code)`), by `submit`."""
-    CppPythonBindingsCodeCache.load_pybinding_async(types, code, submit_fn=submit)
+@dataclass(frozen=True)
+class UnfinishedModule:
+    """A module that Inductor generated and loaded, whose C++ kernels may still be compiled."""
+
+    _kernels: AsyncCompile
+    _scope: dict[str, Any]
+
+    def finish(self) -> None:
+        """Wait for the kernels. One that was not begun, or failed, is compiled now, and raises here."""
+        AsyncCompile.wait(self._kernels, self._scope)
+
+    def forget(self) -> None:
+        """Let Inductor load the module anew where it is asked for it again."""
+        PyCodeCache.modules_no_attr.pop(self._scope["__file__"], None)
 
 
-def on_compile_thread(task: Callable[[], None]) -> object:
-    """Run on one of the threads that Inductor compiles on."""
-    return AsyncCompile.submit(task)
+_only_one = threading.RLock()
+"""Held while Inductor does not wait."""
+
+
+@contextmanager
+def without_waiting(is_over: threading.Event) -> Iterator[list[UnfinishedModule]]:
+    """Inside, Inductor loads what it generates on this thread without waiting for the C++ kernels in it.
+
+    Gives a list of what it would have waited for. Nothing that was compiled inside may run before all of it is
+    finished; what never will be is to be forgotten. Once `is_over` is set, no kernel is begun any more.
+    """
+    unfinished: list[UnfinishedModule] = []
+    here = threading.get_ident()
+    wait, submit = AsyncCompile.wait, AsyncCompile.submit
+
+    def wait_later(kernels: AsyncCompile, scope: dict[str, Any]) -> None:
+        if threading.get_ident() == here:
+            unfinished.append(UnfinishedModule(kernels, scope))
+        else:
+            wait(kernels, scope)
+
+    def submit_while_wanted(task: Callable[[], None]) -> object:
+        if getattr(task, "func", None) is not _worker_compile_cpp:
+            return submit(task)
+        return submit(functools.partial(_compile_if_wanted, task, is_over))
+
+    with _only_one:
+        former = {name: vars(AsyncCompile)[name] for name in ("wait", "submit")}
+        for name, function in (("wait", wait_later), ("submit", staticmethod(submit_while_wanted))):
+            setattr(AsyncCompile, name, function)
+        try:
+            yield unfinished
+        finally:
+            for name, function in former.items():
+                setattr(AsyncCompile, name, function)
+
+
+def _compile_if_wanted(compile_kernel: Callable[[], None], is_over: threading.Event) -> None:
+    # Who needs the kernel calls this function again, which does nothing where it is there, and hears why it failed.
+    if not is_over.is_set():
+        with suppress(Exception):
+            compile_kernel()
 
 
 def precompile_header() -> None:

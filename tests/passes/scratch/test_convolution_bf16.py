@@ -131,6 +131,7 @@ def test_other_processors_keep_the_bound(missing: str, monkeypatch: pytest.Monke
     args = (image, filters, None, *shape.how)
     outputs = torch.empty(2, 64, 16, 16, dtype=BF16)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     known = cpu.scratch_nbytes(aten.convolution.default, args, {}, outputs, 2)

@@ -120,11 +120,12 @@ def test_one_small_volume_to_the_byte(name: str, num_threads: int) -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_filters_of_one_row_of_volumes(num_threads: int) -> None:
-    """On one thread ATen computes where the last two dimensions of filters are one pixel."""
+    """On one thread ATen computes where the last two dimensions of filters are one pixel; else oneDNN's kernels do."""
     torch.set_num_threads(num_threads)
     image, filters = torch.randn(2, 16, 6, 8, 8), torch.randn(16, 16, 3, 1, 1)
     how = ([1, 1, 1], [1, 0, 0], [1, 1, 1], False, [0, 0, 0], 1)
-    check_call(aten.convolution.default, (image, filters, None, *how), 1.5)
+    is_known = num_threads == 1 or torch.backends.cpu.get_cpu_capability() == "AVX512"
+    check_call(aten.convolution.default, (image, filters, None, *how), 1.5 if is_known else None)
 
 
 def some_shapes(seed: int, number: int) -> Iterator[Shape]:

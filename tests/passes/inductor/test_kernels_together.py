@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from torch._inductor import codecache, config
+from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.cpp_builder import CppBuilder
 from torch._inductor.exc import CppCompileError
+from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import fresh_cache
+from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from chunkc.ir.errors import UnsupportedError
-from chunkc.passes import codegen
-from chunkc.passes.codegen import CompiledSegment, compile_segment, kernels_started, prepare_compiler
-from chunkc.passes.inductor import kernels_ahead
-from chunkc.passes.inductor.kernels_ahead import CompiledBefore
-from chunkc.passes.segments import Segment, SegmentTable, canonical_text, cut, extract
+from chunkc.passes.codegen import CompiledSegment, Show, compile_segment, compiled_together, prepare_compiler
+from chunkc.passes.segments import Segment, SegmentTable, cut, extract
+from chunkc.torch_private.fake import detect_fake_mode
+from chunkc.torch_private.inductor import without_waiting
 
 WAIT_S = 300
 
@@ -79,9 +80,9 @@ def builds(new_cache: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callab
     return counting
 
 
-def compiled(given: list[Segment]) -> list[CompiledSegment]:
-    with kernels_started(given, "inductor"):
-        return [compile_segment(segment, "inductor", 1) for segment in given]
+def compiled(given: list[Segment], show: Show = lambda what, done, of: None) -> list[CompiledSegment]:
+    with compiled_together(show) as compile_one:
+        return [compile_one(segment, "inductor", 1) for segment in given]
 
 
 def test_kernels_of_different_segments_are_compiled_at_the_same_time_and_once(builds: Callable[..., Builds]) -> None:
@@ -98,10 +99,10 @@ def test_kernels_of_different_segments_are_compiled_at_the_same_time_and_once(bu
 
 @pytest.mark.second_tier
 def test_the_code_is_that_of_segments_compiled_one_after_the_other(new_cache: None) -> None:
-    ahead = [segment.wrapper for segment in compiled(segments()[:2])]
+    together = [segment.wrapper for segment in compiled(segments()[:2])]
     with fresh_cache():
         alone = [compile_segment(segment, "inductor", 1).wrapper for segment in segments()[:2]]
-    assert [wrapper and wrapper.source for wrapper in ahead] == [wrapper and wrapper.source for wrapper in alone]
+    assert [wrapper and wrapper.source for wrapper in together] == [wrapper and wrapper.source for wrapper in alone]
 
 
 @pytest.mark.slow
@@ -112,48 +113,67 @@ def test_a_user_who_wants_one_compilation_at_a_time_has_that(builds: Callable[..
     assert found.kernels == found.in_main == ["sin", "cos"]
 
 
-@pytest.mark.slow
-def test_what_was_compiled_before_is_not_prepared_again(
+def test_each_segment_is_lowered_once_and_while_others_compile(
     builds: Callable[..., Builds], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, asked = builds(), []
-    generate = codegen.generated_wrapper
-    monkeypatch.setattr(codegen, "generated_wrapper", lambda *args: asked.append(args) or generate(*args))
-    compiled(segments()[:2])
-    assert len(asked) == len(found.kernels) == 2
-    compiled(segments()[:2])
-    assert len(asked) == len(found.kernels) == 2
-    codecache.CppPythonBindingsCodeCache.cache_clear()  # as in another process
-    compiled(segments()[:3])
-    assert len(asked) == 2  # one that is new has nobody to be compiled beside
+    lowered: list[str] = []
+    all_lowered = threading.Event()
+    found = builds(lambda name: all_lowered.wait(WAIT_S))  # no kernel is compiled before all segments are lowered
+
+    def counted(lowering: GraphLowering) -> object:
+        lowered.append(str(lowering))
+        if len(lowered) == 4:
+            all_lowered.set()
+        return generate(lowering)
+
+    generate = GraphLowering.codegen
+    monkeypatch.setattr(GraphLowering, "codegen", counted)
     compiled(segments())
-    assert len(found.kernels) == 4
+    assert len(lowered) == len(found.kernels) == 4
 
 
 @pytest.mark.slow
-def test_a_note_on_kernels_that_are_gone_costs_time_only(builds: Callable[..., Builds]) -> None:
-    given, found = segments()[:2], builds()
-    for segment in given:
-        CompiledBefore().add(canonical_text(segment.module.graph))
-    runs = compiled(given)
-    assert sorted(found.kernels) == ["cos", "sin"]
-    assert torch.equal(runs[0].run([torch.zeros(64)])[0], torch.zeros(64))
-
-
-def test_a_directory_that_cannot_be_written_has_no_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocked = tmp_path / "a file where a directory should be"
-    blocked.touch()
-    monkeypatch.setattr(kernels_ahead, "cache_dir", lambda: str(blocked))
-    CompiledBefore().add("segment")
-    assert "segment" not in CompiledBefore()
-
-
-def test_nothing_happens_for_eager_code(builds: Callable[..., Builds], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_finds_what_was_compiled(builds: Callable[..., Builds]) -> None:
     found = builds()
-    monkeypatch.setattr(codegen, "generated_wrapper", None)
-    with kernels_started(segments(), "eager"):
-        pass
+    compiled(segments()[:2])
+    codecache.CppPythonBindingsCodeCache.cache_clear()
+    codecache.PyCodeCache.cache_clear()
+    runs = compiled(segments()[:3])
+    assert sorted(found.kernels) == ["cos", "exp", "sin"]
+    assert torch.equal(runs[1].run([torch.zeros(64)])[0], torch.ones(64))
+
+
+def test_progress_names_what_is_waited_for(builds: Callable[..., Builds]) -> None:
+    builds()
+    shown: list[tuple[str, int, int | None]] = []
+    compiled(segments()[:2], lambda what, done, of: shown.append((what, done, of)))
+    assert shown == [("compiling kernels", 0, 2), ("compiling kernels", 1, 2)]
+
+
+def test_nothing_happens_for_eager_code(builds: Callable[..., Builds]) -> None:
+    found = builds()
+    with compiled_together(lambda what, done, of: None) as compile_one:
+        run = compile_one(segments()[1], "eager", 1).run
+        assert torch.equal(run([torch.zeros(64)])[0], torch.ones(64))
     assert not found.kernels
+
+
+def test_others_wait_for_their_kernels_meanwhile(builds: Callable[..., Builds]) -> None:
+    """Another thread that compiles with Inductor at the same time runs what it has compiled at once."""
+    builds()
+    found: list[torch.Tensor] = []
+
+    def elsewhere() -> None:
+        with V.set_fake_mode(detect_fake_mode(cosine.example_inputs)):
+            found.append(compile_fx_inner(cosine.module, cosine.example_inputs)([torch.zeros(64)])[0])
+
+    cosine = segments()[1]
+    with without_waiting(threading.Event()) as modules:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert not modules
+    assert torch.equal(found[0], torch.ones(64))
 
 
 def test_a_compilers_failure_is_the_one_that_is_raised_without_it(builds: Callable[..., Builds]) -> None:
@@ -162,15 +182,14 @@ def test_a_compilers_failure_is_the_one_that_is_raised_without_it(builds: Callab
             raise CppCompileError(["g++"], "no room on the disk")
 
     builds(fail)
-    sine, cosine, _, _ = segments()
-    with kernels_started([sine, cosine], "inductor"):
-        compile_segment(sine, "inductor", 1)
-        with pytest.raises(UnsupportedError, match=r"aten\.cos") as ahead:
-            compile_segment(cosine, "inductor", 1)
+    with pytest.raises(UnsupportedError, match=r"aten\.cos") as together:
+        compiled(segments()[:2])
     with fresh_cache(), pytest.raises(UnsupportedError) as alone:
         compile_segment(segments()[1], "inductor", 1)
-    assert "no room on the disk" in str(ahead.value.__cause__)
-    assert str(ahead.value.__cause__) == str(alone.value.__cause__)
+    assert "no room on the disk" in str(together.value.__cause__)
+    assert "no room on the disk" in str(alone.value.__cause__)
+    with pytest.raises(UnsupportedError, match=r"aten\.cos"):
+        compiled(segments()[:2])  # again, since nothing keeps what has no kernels
 
 
 @pytest.mark.slow
@@ -192,8 +211,12 @@ def test_a_failure_that_passes_is_forgotten(builds: Callable[..., Builds]) -> No
 def test_an_interrupt_leaves_nothing_behind_and_nothing_broken(builds: Callable[..., Builds]) -> None:
     may_go = threading.Event()
     found = builds(lambda name: may_go.wait(WAIT_S))
-    with pytest.raises(KeyboardInterrupt), kernels_started(segments(), "inductor"):
+
+    def interrupt(what: str, done: int, of: int | None) -> None:
         raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compiled(segments(), interrupt)
     may_go.set()
     runs = compiled(segments())
     assert sorted(found.kernels) == ["cos", "exp", "sin", "tanh"]
