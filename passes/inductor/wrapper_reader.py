@@ -51,7 +51,7 @@ class ParsedWrapper:
         module = ast.parse(source)
         function = _Symbols().visit(_call_function(module))
         _mark_positions(function, made_by)
-        kernels = tuple(call.name for call in _compilations(module))
+        kernels = tuple(_kernels(module))
         return cls(ast.fix_missing_locations(function), kernels)
 
     @property
@@ -67,20 +67,6 @@ class ParsedWrapper:
         _refuse_unknown_names(self.function, namespace)
         exec(compile(ast.Module([self.function], []), "<inductor wrapper>", "exec"), namespace)
         return namespace["call"]
-
-
-@dataclass(frozen=True)
-class Compilation:
-    """A kernel that a wrapper has compiled: its name, the method of Inductor's that compiles it, and its arguments."""
-
-    name: str
-    compiler: str
-    arguments: tuple[ast.expr, ...]
-
-
-def compilations(source: str) -> list[Compilation]:
-    """The kernels that a wrapper's source has compiled, in order."""
-    return list(_compilations(ast.parse(source)))
 
 
 class _Symbols(ast.NodeTransformer):
@@ -137,7 +123,8 @@ def _call_function(module: ast.Module) -> ast.FunctionDef:
     raise UnreadableWrapper("has no function `call`")
 
 
-def _compilations(module: ast.Module) -> Iterator[Compilation]:
+def _kernels(module: ast.Module) -> Iterator[str]:
+    """The names of the kernels that a wrapper has compiled."""
     for node in module.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             called = node.value.func
@@ -146,7 +133,7 @@ def _compilations(module: ast.Module) -> Iterator[Compilation]:
             if called.value.id == "async_compile":
                 for target in node.targets:
                     if isinstance(target, ast.Name):
-                        yield Compilation(target.id, called.attr, tuple(node.value.args))
+                        yield target.id
 
 
 def _refuse_unknown_names(function: ast.FunctionDef, known: Mapping[str, Any]) -> None:
