@@ -11,6 +11,9 @@ from scripts import CASE, assert_close, backward, run_three_ways, sgd, small_bud
 from torch import Tensor, nn
 from zoo import byte_batch
 
+import chunkc
+from chunkc.session import managing
+
 
 def test_evaluation_in_between() -> None:
     def script(model: nn.Module, call: Callable[..., Tensor]) -> tuple:
@@ -112,6 +115,33 @@ def _load_state(model: nn.Module) -> None:
 
 def _load_state_of_one_layer(model: nn.Module) -> None:
     model.get_submodule("blocks.1.up").load_state_dict(CASE.build(3).blocks[1].up.state_dict())
+
+
+def test_what_nothing_sees_between_backward_and_step_counts() -> None:
+    """Old code decays and clamps through `.data`, which raises no version counter: a step that began with what the
+    backward left in slots would lose it."""
+
+    def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
+        optimizer, seen = chunkc.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
+        for step in range(2):
+            loss = call(**CASE.batch(step))
+            loss.backward()
+            for parameter in model.parameters():
+                versions = parameter._version, parameter.grad._version
+                parameter.data.mul_(0.9)
+                parameter.grad.data.clamp_(-0.01, 0.01)
+                assert versions == (parameter._version, parameter.grad._version)
+            if (managed := managing(next(model.parameters()))) is not None:
+                assert not managed[0].store.present
+            optimizer.step()
+            if managed is not None:
+                assert not managed[0].store.present
+            model.get_submodule("blocks.0.up").weight.data.mul_(0.5)
+            optimizer.zero_grad()
+            seen.append(array(loss))
+        return [*seen, weights(model)]
+
+    run_three_ways(script)
 
 
 WRITES = (_scale_data, _scale_in_place, _load_state, _load_state_of_one_layer)

@@ -15,6 +15,9 @@ import chunkc
 from chunkc.cli import main
 from chunkc.ir.explanation import AT_HOME, Explanation
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.plan import PREFETCH
+from chunkc.ir.program import FORWARD, UPDATE
+from chunkc.ir.simulate import STAYING
 from chunkc.machines.presets import load_hardware
 
 
@@ -29,11 +32,13 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def explained(update_on: str, overlap: str, hardware: str | Hardware = "h200", **options: Any) -> Explanation:
+def explained(
+    update_on: str, overlap: str, hardware: str | Hardware = "h200", *, memory_budget: str = "220MiB", **options: Any
+) -> Explanation:
     with torch.device("meta"):
         model, x = Stack(), torch.empty(4096, 1024)
     return chunkc.explain(
-        model, x, memory_budget="220MiB", hardware=hardware, whole_graph="never",
+        model, x, memory_budget=memory_budget, hardware=hardware, whole_graph="never",
         update_on=update_on, overlap=overlap, **options,
     )  # fmt: skip
 
@@ -45,6 +50,18 @@ def test_states_of_chunks_updated_at_home_do_not_move() -> None:
     assert at_home.traffic_nbytes.to_device < in_slots.traffic_nbytes.to_device
     assert at_home.notes[0].startswith("the CPU updates")
     assert at_home.predicted_peak_nbytes <= in_slots.predicted_peak_nbytes
+
+
+def test_a_step_updates_in_the_order_in_which_the_next_forward_reads() -> None:
+    found = explained("device", "none", memory_budget="280MiB")
+    fetched = [e.name for e in found.events if e.phase == FORWARD and e.kind == PREFETCH]
+    updated = [e.name for e in found.events if e.phase == UPDATE and e.kind == "update"]
+    assert updated[0] == STAYING, "what is on the device for good comes first: the forward begins with it"
+    groups = [name.partition(":")[2] for name in dict.fromkeys(fetched)]
+    of_tiles = [name.removeprefix("update.").partition("[")[0] for name in updated[1:]]
+    assert found.chunks.resident > 0
+    assert len(groups) > 1
+    assert list(dict.fromkeys(of_tiles)) == groups
 
 
 def test_overlap_hides_updates_behind_the_model_s_work() -> None:

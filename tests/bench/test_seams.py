@@ -1,0 +1,28 @@
+"""What would stay in slots between backward, update and forward gains less than updates in the backward do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+sys.path.insert(0, str(BENCH))
+try:
+    import seams
+    from baselines import plan, timed
+finally:
+    sys.path.remove(str(BENCH))
+
+
+@pytest.mark.slow
+def test_updates_in_the_backward_gain_more_than_what_would_be_left() -> None:
+    (case,) = seams.SMALL_CASES
+    found, planned = seams.examine(case), plan(case, "none", "auto")
+    assert planned.step is not None
+    step_s, _ = timed(planned, planned.step, planned.step.phases)
+    assert found.now_s == pytest.approx(step_s), "put together from its phases the step is what it was"
+    assert found.early_s < min(found.backward_to_update_s, found.update_to_forward_s) <= found.now_s
+    left = found.now_s - found.backward_to_update_s + found.now_s - found.update_to_forward_s
+    assert 0 <= left < found.now_s - found.early_s
