@@ -187,9 +187,9 @@ class Builder:
 
     def _segments(self, structure: Structure, estimated: bool, shapes: Shapes) -> dict[str, CompiledSegment]:
         segments = structure.table.segments.values()
+        threads, capability = torch.get_num_threads(), self.hardware.capability
         if estimated:
-            threads = torch.get_num_threads()
-            memories = {s.name: describe_segment(s, "eager", threads, shapes) for s in segments}
+            memories = {s.name: describe_segment(s, "eager", threads, shapes, capability=capability) for s in segments}
             return {name: CompiledSegment(_not_compiled, memory) for name, memory in memories.items()}
         at_home = {piece.segment.name for piece in (*structure.forward, *structure.backward) if piece.reads_home}
         codegens = {s.name: "eager" if s.name in at_home else self.codegen for s in segments}
@@ -199,7 +199,7 @@ class Builder:
                 self.show("compiling segments", done, len(segments))
                 known = structure.compiled.get(s.name)
                 if known is None and self.compiled:
-                    found[s.name] = compile_segment(s, codegens[s.name], torch.get_num_threads(), shapes)
+                    found[s.name] = compile_segment(s, codegens[s.name], threads, shapes, capability)
                 else:
                     found[s.name] = self._described_again(known, s, codegens[s.name], shapes)
         structure.compiled.update(found)
@@ -209,7 +209,8 @@ class Builder:
         self, known: CompiledSegment | None, segment: Segment, codegen: str, shapes: Shapes
     ) -> CompiledSegment:
         wrapper = generated_wrapper(segment, codegen) if known is None else known.wrapper
-        memory = describe_segment(segment, codegen, torch.get_num_threads(), shapes, wrapper)
+        threads, capability = torch.get_num_threads(), self.hardware.capability
+        memory = describe_segment(segment, codegen, threads, shapes, wrapper, capability)
         return CompiledSegment(_not_compiled if known is None else known.run, memory, wrapper)
 
 

@@ -27,8 +27,16 @@ class HeldValues(ABC, Generic[V]):
         self._caller_nbytes = 0
 
     @abstractmethod
-    def watch(self, values: Iterable[V], nbytes: int | None = None) -> None:
-        """Watch the storages of those values that have one; with `nbytes`, let each stand for so many bytes."""
+    def watch(self, values: Iterable[V], nbytes: int | None = None, *, returned: bool = False) -> None:
+        """Watch the storages of those values that have one; with `nbytes`, let each stand for so many bytes.
+
+        Args:
+            returned: a call has returned them.
+        """
+
+    @abstractmethod
+    def returned(self, values: Sequence[V]) -> Sequence[V]:
+        """Those in storages that an earlier call has returned."""
 
     @abstractmethod
     def nbytes(self, leaving_out: Sequence[V] = ()) -> int:
@@ -45,11 +53,12 @@ class HeldValues(ABC, Generic[V]):
     def forward_ran(self, captured: Captured, inputs: Sequence[V], outputs: Sequence[V]) -> None:
         """Watch what a forward was given, and of what it returned all that takes memory."""
         own = captured.own_memory
+        passed_on_nbytes = self.given_nbytes(self.returned(inputs))
         self.watch(inputs)
-        self.watch(outputs[position] for position in own.user_outputs)
+        self.watch((outputs[position] for position in own.user_outputs), returned=True)
         saved = [outputs[position] for position in own.saved if outputs[position] is not None]
         self.watch(saved[:1], captured.saved_nbytes)  # they live and die together: one stands for all
-        self._caller_nbytes = captured.caller_nbytes
+        self._caller_nbytes = captured.caller_nbytes - passed_on_nbytes
 
     def beside_backward(self, captured: Captured) -> int:
         """What others hold beside a graph that is about to run its backward; below zero where values of its own are
@@ -61,7 +70,8 @@ class HeldValues(ABC, Generic[V]):
         self.watch(arguments[len(arguments) - len(captured.tangents) :])
 
     def beside_update(self) -> int:
-        """What others hold beside the optimizer's step: no less than the caller does of the latest forward."""
+        """What others hold beside the optimizer's step: no less than the caller gave to the latest forward, or has of
+        it. What one graph hands to the next is held by whoever still has it."""
         return max(self._caller_nbytes, self.nbytes())
 
 
@@ -76,13 +86,20 @@ class LiveValues(HeldValues[object]):
         super().__init__()
         self.granule_nbytes = granule_nbytes
         self._watched: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._returned: dict[int, StorageWeakRef] = {}
 
-    def watch(self, values: Iterable[object], nbytes: int | None = None) -> None:
+    def watch(self, values: Iterable[object], nbytes: int | None = None, *, returned: bool = False) -> None:
         for value in values:
             if isinstance(value, torch.Tensor):
                 storage = value.untyped_storage()
                 taken_nbytes = rounded_nbytes(storage.nbytes(), self.granule_nbytes) if nbytes is None else nbytes
                 self._watched[storage.data_ptr()] = StorageWeakRef(storage), taken_nbytes
+                if returned:
+                    self._returned[storage.data_ptr()] = self._watched[storage.data_ptr()][0]
+
+    def returned(self, values: Sequence[object]) -> Sequence[object]:
+        self._returned = {key: ref for key, ref in self._returned.items() if not ref.expired()}
+        return [t for t in values if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() in self._returned]
 
     def nbytes(self, leaving_out: Sequence[object] = ()) -> int:
         self._watched = {key: (ref, n) for key, (ref, n) in self._watched.items() if not ref.expired()}

@@ -17,6 +17,7 @@ from chunkc.ir.errors import ChunkcError, UnsupportedError
 from chunkc.ir.estimates import unread_wrapper
 from chunkc.ir.program import SegmentMemory
 from chunkc.passes.alias_check import CheckedOnce
+from chunkc.passes.attention_cuda import Capability
 from chunkc.passes.graphs import is_compute, op_name, output_node, placeholders, returned
 from chunkc.passes.inductor.cuda import steady_inductor
 from chunkc.passes.inductor.memory import inductor_memory
@@ -89,7 +90,9 @@ class CompiledSegment:
     wrapper: WrapperSource | None = None
 
 
-def compile_segment(segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED) -> CompiledSegment:
+def compile_segment(
+    segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED, capability: Capability | None = None
+) -> CompiledSegment:
     """Compile by Inductor, or for `codegen="eager"` into a plain walk over the graph.
 
     Raises:
@@ -97,7 +100,8 @@ def compile_segment(segment: Segment, codegen: str, num_threads: int, shapes: Sh
             compiler.
     """
     if _runs_node_by_node(segment, codegen):
-        return CompiledSegment(EagerSegment(segment.module), eager_memory(segment.module.graph, num_threads, shapes))
+        memory = eager_memory(segment.module.graph, num_threads, shapes, capability)
+        return CompiledSegment(EagerSegment(segment.module), memory)
     _require_compiler()
     prepare_compiler().join()
     inputs = segment.example_inputs
@@ -105,7 +109,7 @@ def compile_segment(segment: Segment, codegen: str, num_threads: int, shapes: Sh
         compiled = compile_fx_inner(segment.module, inputs)
     wrapper = WrapperSource(source_of(compiled), {})
     run = CheckedOnce(compiled) if any(is_custom(node) for node in segment.module.graph.nodes) else compiled
-    return CompiledSegment(run, _memory_of(segment, wrapper, num_threads, shapes), wrapper)
+    return CompiledSegment(run, _memory_of(segment, wrapper, num_threads, shapes, capability), wrapper)
 
 
 @contextmanager
@@ -124,12 +128,14 @@ def compiled_together(show: Show) -> Iterator[Callable[..., CompiledSegment]]:
     unfinished: list[tuple[Segment, UnfinishedModule]] = []
     is_over = threading.Event()
 
-    def compile_one(segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED) -> CompiledSegment:
+    def compile_one(
+        segment: Segment, codegen: str, num_threads: int, shapes: Shapes, capability: Capability | None
+    ) -> CompiledSegment:
         if not _has_cpp_kernels(segment, codegen):
-            return compile_segment(segment, codegen, num_threads, shapes)
+            return compile_segment(segment, codegen, num_threads, shapes, capability)
         with without_waiting(is_over) as modules:
             try:
-                return compile_segment(segment, codegen, num_threads, shapes)
+                return compile_segment(segment, codegen, num_threads, shapes, capability)
             finally:
                 unfinished.extend((segment, module) for module in modules)
 
@@ -167,7 +173,12 @@ def generated_wrapper(segment: Segment, codegen: str) -> WrapperSource | None:
 
 
 def describe_segment(
-    segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED, wrapper: WrapperSource | None = None
+    segment: Segment,
+    codegen: str,
+    num_threads: int,
+    shapes: Shapes = AS_TRACED,
+    wrapper: WrapperSource | None = None,
+    capability: Capability | None = None,
 ) -> SegmentMemory:
     """The memory of `compile_segment`'s result, without compiling.
 
@@ -179,10 +190,10 @@ def describe_segment(
             instructions it may use is not known yet and there is no C++ compiler to ask.
     """
     if _runs_node_by_node(segment, codegen):
-        return eager_memory(segment.module.graph, num_threads, shapes)
+        return eager_memory(segment.module.graph, num_threads, shapes, capability)
     wrapper = wrapper or generated_wrapper(segment, codegen)
     assert wrapper is not None
-    return _memory_of(segment, wrapper, num_threads, shapes)
+    return _memory_of(segment, wrapper, num_threads, shapes, capability)
 
 
 @contextmanager
@@ -229,11 +240,15 @@ def _runs_node_by_node(segment: Segment, codegen: str) -> bool:
     return codegen == "eager" or segment.run_by_aten or not any(is_compute(node) for node in nodes)
 
 
-def _memory_of(segment: Segment, wrapper: WrapperSource, num_threads: int, shapes: Shapes) -> SegmentMemory:
+def _memory_of(
+    segment: Segment, wrapper: WrapperSource, num_threads: int, shapes: Shapes, capability: Capability | None
+) -> SegmentMemory:
     try:
-        memory = inductor_memory(wrapper.source, segment.example_inputs, num_threads, shapes, wrapper.made_by)
+        memory = inductor_memory(
+            wrapper.source, segment.example_inputs, num_threads, shapes, wrapper.made_by, capability
+        )
     except UnreadableWrapper as error:
-        memory = bounded_memory(segment.module.graph, num_threads, unread_wrapper(str(error)), shapes)
+        memory = bounded_memory(segment.module.graph, num_threads, unread_wrapper(str(error)), shapes, capability)
     assert len(memory.outputs) == sum(node is not None for node in returned(segment.module.graph))
     return memory
 

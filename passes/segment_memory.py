@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import Estimate, MemoryStep, SegmentMemory
+from chunkc.passes.attention_cuda import Capability
 from chunkc.passes.graphs import (
     is_compute,
     module_path,
@@ -30,7 +31,9 @@ RNG_STATE_NBYTES = 5056
 """Bytes of the CPU generator's state."""
 
 
-def eager_memory(graph: fx.Graph, num_threads: int, shapes: Shapes = AS_TRACED) -> SegmentMemory:
+def eager_memory(
+    graph: fx.Graph, num_threads: int, shapes: Shapes = AS_TRACED, capability: Capability | None = None
+) -> SegmentMemory:
     """Memory of a segment that runs node by node, every value dropped right after its last reader.
 
     Bytes are what `shapes` makes of sizes: with `SymbolicShapes`, expressions.
@@ -54,7 +57,7 @@ def eager_memory(graph: fx.Graph, num_threads: int, shapes: Shapes = AS_TRACED) 
     steps = []
     for index, node in enumerate(operations):
         live.update(storage for storage in storages.of[node] if storage not in outside)
-        scratch = _scratch(node, num_threads, shapes)
+        scratch = _scratch(node, num_threads, shapes, capability)
         nbytes = torch.sym_sum([*(storages.nbytes[storage] for storage in live), scratch.nbytes])
         step = MemoryStep(op_name(node), module_path(node), nbytes, label[node], scratch.estimate)
         steps.append(step.with_sizes(shapes.known))
@@ -67,7 +70,9 @@ def eager_memory(graph: fx.Graph, num_threads: int, shapes: Shapes = AS_TRACED) 
     return SegmentMemory(tuple(steps) or (MemoryStep("sizes", "", 0),), released, outputs, nbytes_of)
 
 
-def bounded_memory(graph: fx.Graph, num_threads: int, unread: str, shapes: Shapes = AS_TRACED) -> SegmentMemory:
+def bounded_memory(
+    graph: fx.Graph, num_threads: int, unread: str, shapes: Shapes = AS_TRACED, capability: Capability | None = None
+) -> SegmentMemory:
     """Memory of a segment whose compiled code cannot be read: all that the graph makes, at once, and its inputs until
     the end. In whatever order the code computes, and whatever it fuses, it needs no more of the graph's values.
 
@@ -77,14 +82,14 @@ def bounded_memory(graph: fx.Graph, num_threads: int, unread: str, shapes: Shape
     Raises:
         UnsupportedError: a higher-order operator's memory is not known.
     """
-    memory = eager_memory(graph, num_threads, shapes)
+    memory = eager_memory(graph, num_threads, shapes, capability)
     storages = graph_storages(graph, shapes)
     inputs = [storages.of[node][0] for node in placeholders(graph) if storages.of[node]]
     outside = {*inputs, *storages.constants}
     made = torch.sym_sum([nbytes for storage, nbytes in enumerate(storages.nbytes) if storage not in outside])
     steps = []
     for step, node in zip(memory.steps, _operations(graph)[0]):
-        nbytes = shapes.known(torch.sym_sum([made, _scratch(node, num_threads, shapes).nbytes]))
+        nbytes = shapes.known(torch.sym_sum([made, _scratch(node, num_threads, shapes, capability).nbytes]))
         steps.append(replace(step, nbytes=nbytes, estimate=Estimate(unread, nbytes)))
     released = (len(steps),) * len(memory.input_released)
     return replace(memory, steps=tuple(steps) or memory.steps, input_released=released)
@@ -120,7 +125,7 @@ class Scratch:
 NO_SCRATCH = Scratch(0)
 
 
-def _scratch(node: fx.Node, num_threads: int, shapes: Shapes) -> Scratch:
+def _scratch(node: fx.Node, num_threads: int, shapes: Shapes, capability: Capability | None) -> Scratch:
     """Scratch of a node.
 
     Raises:
@@ -132,7 +137,9 @@ def _scratch(node: fx.Node, num_threads: int, shapes: Shapes) -> Scratch:
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     if not (isinstance(node.target, torch._ops.OpOverload) and takes_nothing(node.target)) or on_cuda:
         args, kwargs, value = shapes.of((args, dict(kwargs), value))
-    return call_scratch(node.target, args, dict(kwargs), value, num_threads, module, on_cuda=on_cuda)
+    return call_scratch(
+        node.target, args, dict(kwargs), value, num_threads, module, on_cuda=on_cuda, capability=capability
+    )
 
 
 def call_scratch(
@@ -144,6 +151,7 @@ def call_scratch(
     module: str = "",
     *,
     on_cuda: bool = False,
+    capability: Capability | None = None,
 ) -> Scratch:
     """Scratch of a call; of a higher-order operator's, that of the operator that it runs.
 
@@ -155,7 +163,10 @@ def call_scratch(
     """
     if isinstance(target, torch._ops.OpOverload):
         known = is_known_on_cuda(target) if on_cuda else is_known(target)
-        nbytes = (cuda_scratch_nbytes if on_cuda else scratch_nbytes)(target, args, kwargs, value, num_threads)
+        if on_cuda:
+            nbytes = cuda_scratch_nbytes(target, args, kwargs, value, num_threads, capability)
+        else:
+            nbytes = scratch_nbytes(target, args, kwargs, value, num_threads)
         return Scratch(nbytes, "" if known else target._schema.name)
     if not isinstance(target, torch._ops.HigherOrderOperator):
         return NO_SCRATCH
@@ -163,9 +174,13 @@ def call_scratch(
     name = target.name()
     if name == "run_and_save_rng_state":
         inner = value[1] if isinstance(value, tuple) and len(value) > 1 else value
-        return call_scratch(args[0], args[1:], kwargs, inner, num_threads, module, on_cuda=on_cuda)
+        return call_scratch(
+            args[0], args[1:], kwargs, inner, num_threads, module, on_cuda=on_cuda, capability=capability
+        )
     if name == "run_with_rng_state":
-        found = call_scratch(args[1], args[2:], kwargs, value, num_threads, module, on_cuda=on_cuda)
+        found = call_scratch(
+            args[1], args[2:], kwargs, value, num_threads, module, on_cuda=on_cuda, capability=capability
+        )
         return replace(found, nbytes=max(found.nbytes, 0) + RNG_STATE_NBYTES)
     where = f" in {module}" if module else ""
     raise UnsupportedError(

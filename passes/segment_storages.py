@@ -161,14 +161,26 @@ def _declared(node: fx.Node, trees: dict[fx.Node, Any]) -> dict[int, int]:
 
 
 def _output_nbytes(node: fx.Node, value: Any, shapes: Shapes) -> dict[int, int]:
-    """Position among the returned tensors -> bytes, where the operator's storage is not as its fake tensor says."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    """Position among the returned tensors -> bytes, where the operator's storage is not as its fake tensor says.
+
+    Around an operator of selective checkpointing, a generator's state may come first, which is on the CPU.
+    """
+    args: tuple[Any, ...] = node.args
+    target, states = node.target, 0
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        if target.name() == "run_and_save_rng_state":
+            target, args, states, value = args[0], args[1:], 1, value[1]
+        elif target.name() == "run_with_rng_state":
+            target, args = args[1], args[2:]
+    if not isinstance(target, torch._ops.OpOverload):
         return {}
     on_cuda = any(leaf.device.type == "cuda" for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
-    if not (corrects_cuda_outputs if on_cuda else corrects_outputs)(node.target):
-        return {}
-    args, kwargs, value = shapes.of((*fx.map_arg((node.args, dict(node.kwargs)), value_of), value))
-    return (cuda_output_nbytes if on_cuda else output_nbytes)(node.target, args, dict(kwargs), value)
+    found = dict.fromkeys(range(states), 0) if on_cuda else {}
+    if not (corrects_cuda_outputs if on_cuda else corrects_outputs)(target):
+        return found
+    given, kwargs, value = shapes.of((*fx.map_arg((args, dict(node.kwargs)), value_of), value))
+    corrected = (cuda_output_nbytes if on_cuda else output_nbytes)(target, given, dict(kwargs), value)
+    return found | {states + position: nbytes for position, nbytes in corrected.items()}
 
 
 def number_storages(

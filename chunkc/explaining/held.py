@@ -20,12 +20,18 @@ class PaperValues(HeldValues[int | None]):
         super().__init__()
         self._storage_nbytes = storage_nbytes
         self._watched: dict[int, int] = {}
+        self._returned: set[int | None] = set()
         self.alive: frozenset[int] = frozenset()
 
-    def watch(self, values: Iterable[int | None], nbytes: int | None = None) -> None:
+    def watch(self, values: Iterable[int | None], nbytes: int | None = None, *, returned: bool = False) -> None:
         for value in values:
             if value is not None:
                 self._watched[value] = self._storage_nbytes[value] if nbytes is None else nbytes
+                if returned:
+                    self._returned.add(value)
+
+    def returned(self, values: Sequence[int | None]) -> Sequence[int | None]:
+        return [value for value in values if value in self._returned]
 
     def nbytes(self, leaving_out: Sequence[int | None] = ()) -> int:
         self._watched = {value: nbytes for value, nbytes in self._watched.items() if value in self.alive}

@@ -208,6 +208,15 @@ class Plan:
         )
         return replace(self, phases=phases)
 
+    def with_gradients(self, present: Collection[str]) -> Plan:
+        """The same plan of an optimizer's step, where of what stays only these parameters have a gradient."""
+        nbytes = sum(nbytes for name, nbytes in self.gradients.items() if name in present)
+        phases = tuple(
+            replace(phase, moments=tuple(replace(m, gradient_nbytes=nbytes) for m in phase.moments))
+            for phase in self.phases
+        )
+        return replace(self, phases=phases)
+
     def beside_less(self, nbytes: int) -> Plan:
         """The same plan, where others hold `nbytes` less than it was made for."""
         if not nbytes:

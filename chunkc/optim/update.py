@@ -50,7 +50,8 @@ class PreparedUpdate:
         measurement = Measurement()
         store.tier.lap_peak_nbytes()
         self.executable([], Run(store, measurement, update))
-        self.session.records.note(UPDATE, self.planned.plan, measurement)
+        plan = self.planned.plan.with_gradients(self.session.staying_gradients())
+        self.session.records.note(UPDATE, plan, measurement)
 
 
 def compute(store: ChunkStore, update: TileUpdate, tile: Tile, *, whole: Sequence[str] = ()) -> None:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from chunkc.ir.errors import ChunkcError, UnsupportedError
 from chunkc.ir.program import MemoryStep, SegmentMemory
+from chunkc.passes.attention_cuda import Capability
 from chunkc.passes.cuda_memory import rounded_nbytes
 from chunkc.passes.graphs import storage_key
 from chunkc.passes.inductor.wrapper_cuda import Kernel, computes_on_cuda, cuda_names
@@ -40,6 +41,7 @@ def inductor_memory(
     num_threads: int,
     shapes: Shapes = AS_TRACED,
     made_by: Mapping[str, int] = MappingProxyType({}),
+    capability: Capability | None = None,
 ) -> SegmentMemory:
     """Memory of an Inductor-compiled segment, from the source of its generated wrapper.
 
@@ -59,7 +61,7 @@ def inductor_memory(
     with (
         shape_env.ignore_fresh_unbacked_symbols(),
         FakeTensorMode(shape_env=shape_env) as mode,
-        _StorageTracker(num_threads, on_cuda) as tracker,
+        _StorageTracker(num_threads, on_cuda, capability) as tracker,
     ):
         args = [
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=_device_type_of(t, on_cuda))
@@ -146,10 +148,11 @@ class _StorageTracker(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, num_threads: int, on_cuda: bool) -> None:
+    def __init__(self, num_threads: int, on_cuda: bool, capability: Capability | None) -> None:
         super().__init__()
         self.num_threads = num_threads
         self.on_cuda = on_cuda
+        self.capability = capability
         self.live: dict[int, int | torch.SymInt] = {}
         self.steps: list[MemoryStep] = []
         self.input_released: dict[int, int] = {}
@@ -194,7 +197,8 @@ class _StorageTracker(TorchDispatchMode):
         return nbytes
 
     def scratch(self, func: Any, args: tuple, kwargs: dict[str, Any], result: object) -> Scratch:
-        return call_scratch(func, args, kwargs, result, self.num_threads, on_cuda=self.on_cuda)
+        threads, on_cuda, capability = self.num_threads, self.on_cuda, self.capability
+        return call_scratch(func, args, kwargs, result, threads, on_cuda=on_cuda, capability=capability)
 
     def step(self, label: str, scratch: Scratch = NO_SCRATCH) -> None:
         """Note a moment. Allocations before a kernel are the kernel's."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from chunkc.passes.attention_cuda import Capability
 from chunkc.passes.cuda_memory import rounded_nbytes
 from chunkc.passes.scratch.cuda_rules import Call, nothing
 from chunkc.passes.scratch.declared import declared_nbytes, guessed_nbytes, is_declared
@@ -27,6 +28,7 @@ def cuda_scratch_nbytes(
     kwargs: dict[str, Any],
     outputs: object,
     num_threads: int = 1,
+    capability: Capability | None = None,
 ) -> int:
     """Upper bound of the bytes that `target` holds inside while it runs on a CUDA device, beyond its outputs.
 
@@ -34,13 +36,15 @@ def cuda_scratch_nbytes(
         args, kwargs, outputs: as the operator takes and returns them; of tensors, also fake ones, only sizes, strides
             and dtypes are read.
         num_threads: for declared functions.
+        capability: of the device; None where it is not known.
     """
     declared = declared_nbytes(target, args, kwargs, outputs, num_threads)
     if declared is not None:
         return rounded_nbytes(declared)
     rule = _rule(target)
-    parts = guessed_nbytes(args, kwargs, outputs) if rule is None else rule(Call(target, args, kwargs, outputs))
-    return sum(map(rounded_nbytes, parts))
+    if rule is None:
+        return sum(map(rounded_nbytes, guessed_nbytes(args, kwargs, outputs)))
+    return sum(map(rounded_nbytes, rule(Call(target, args, kwargs, outputs, capability))))
 
 
 def cuda_output_nbytes(

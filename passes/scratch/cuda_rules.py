@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from chunkc.passes.attention_cuda import Capability
 from chunkc.passes.scratch.copies import LOW_PRECISION
 from chunkc.passes.scratch.cuda_convolution import own_parts
 from chunkc.passes.scratch.cuda_reduction import reduces_fastest, reduction_nbytes
@@ -28,14 +29,23 @@ _MIB = 1 << 20
 
 
 class Call:
-    """One call of an operator: its tensors in the order of its arguments, by name, and its results."""
+    """One call of an operator: its tensors in the order of its arguments, by name, its results, and the device's
+    compute capability, if that is known."""
 
-    def __init__(self, target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], outputs: object) -> None:
+    def __init__(
+        self,
+        target: torch._ops.OpOverload,
+        args: tuple,
+        kwargs: dict[str, Any],
+        outputs: object,
+        capability: Capability | None = None,
+    ) -> None:
         self.name = target._schema.name.removeprefix("aten::")
         names = [argument.name for argument in target._schema.arguments]
         self.arguments: dict[str, Any] = dict(zip(names, args)) | kwargs
         self.inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self.outputs = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        self.capability = capability
 
     def tensor(self, name: str) -> Tensor:
         value = self.arguments[name]
@@ -61,11 +71,11 @@ def reduction(call: Call) -> list[int]:
         over_fastest=reduces_fastest(source, dims),
         itemsize=_accumulator_nbytes(call),
     )
-    copies = [nbytes_of(tensor) for tensor in call.inputs if not _is_dense(tensor)]
+    copies = [nbytes_of(tensor) for tensor in call.inputs if not _has_no_gaps(tensor)]
     if given is None and call.name in _MADE_CONTIGUOUS:
         copies = contiguous(call)
     if call.name in _CAST_FIRST and not (source.dtype in LOW_PRECISION and call.outputs[0].dtype == torch.float32):
-        copies += _cast(source, call.outputs[0].dtype)
+        copies += cast(source, call.outputs[0].dtype)
     return [*parts, *copies]
 
 
@@ -84,7 +94,7 @@ def histogram(call: Call) -> list[int]:
     return [source.itemsize, source.itemsize, *reduction(Call(torch.ops.aten.aminmax.default, (source,), {}, ends))]
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> list[int]:
+def cast(tensor: Tensor, dtype: torch.dtype) -> list[int]:
     """A copy in that dtype, if it is not the tensor's."""
     return [] if tensor.dtype == dtype else [tensor.numel() * dtype.itemsize]
 
@@ -140,7 +150,7 @@ def ldexp(call: Call) -> list[int]:
 
 def clamp(call: Call) -> list[int]:
     """`ATen/native/TensorCompare.cpp`: the operand in the dtype of the result."""
-    return _cast(call.tensor("self"), call.outputs[0].dtype)
+    return cast(call.tensor("self"), call.outputs[0].dtype)
 
 
 def magnitude(call: Call) -> list[int]:
@@ -162,7 +172,7 @@ def where(call: Call) -> list[int]:
         if not isinstance(value, Tensor) or value.device != result.device:
             found.append(result.itemsize)
         if isinstance(value, Tensor):
-            found += _cast(value, result.dtype)
+            found += cast(value, result.dtype)
     return found
 
 
@@ -273,15 +283,6 @@ def cudnn_batch_norm(call: Call) -> list[int]:
     return [nbytes_of(image), (2048 + 4) * image.shape[1], *contiguous(call)]
 
 
-def scan(call: Call) -> list[int]:
-    """`ScanUtils.cuh`: a contiguous copy; and of a single row, CUB's scratch. `ATen/native/ReduceOps.cpp`: before that,
-    one in the dtype of the result, if that is another."""
-    source, dim, dtype = call.inputs[0], call.arguments.get("dim", 0), call.outputs[0].dtype
-    is_row = source.dim() == 0 or source.numel() == source.shape[dim]
-    copy = [] if source.is_contiguous() else [source.numel() * dtype.itemsize]
-    return [*_cast(source, dtype), *copy, *([_MIB + source.numel() // 8] if is_row else [])]
-
-
 def grouped_product(call: Call) -> list[int]:
     """`GroupMM.cu`: pointers, strides and sizes of each group, and CUTLASS' descriptors for each multiprocessor."""
     num_groups = max((tensor.shape[0] for tensor in call.inputs), default=0)
@@ -373,8 +374,18 @@ def uniform_outputs(call: Call) -> dict[int, int]:
     return {0: nbytes_of(call.outputs[0])}
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def _has_no_gaps(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() <= (tensor.numel() + tensor.storage_offset()) * tensor.itemsize
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether each element has its own place, and no place between them is left out."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def nbytes_of(tensor: Tensor) -> int:

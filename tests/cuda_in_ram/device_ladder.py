@@ -38,9 +38,9 @@ def on(device: str, batch: dict[str, Any], dtype: torch.dtype | None = None) -> 
 def train(
     case: Case, budget_nbytes: int, codegen: str = "eager", *, device: str = "cuda", home: str = "cpu",
     dtype: torch.dtype | None = None, autocast: torch.dtype | None = None, loss_scale: float | None = None,
-    **optimizer_options: Any,
+    steps: int = 2, **optimizer_options: Any,
 ) -> LadderRun:  # fmt: skip
-    """Two steps; the caller keeps batch and output, as plans assume. torch gives out the budget, and 64 MiB for pages
+    """Some steps; the caller keeps batch and output, as plans assume. torch gives out the budget, and 64 MiB for pages
     that are only partly used.
 
     Args:
@@ -61,7 +61,7 @@ def train(
     limit_nbytes = torch.cuda.memory_reserved() + budget_nbytes + 64 * MIB
     losses = []
     with memory_limit(min(limit_nbytes, total_nbytes)):
-        for seed in range(2):
+        for seed in range(steps):
             batch = on(device, case.batch(seed), dtype)
             with torch.autocast(device, autocast, enabled=autocast is not None):
                 output = compiled(**batch)

@@ -265,7 +265,8 @@ EXPORT cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *found, const
     memset(found, 0, sizeof *found);
     found->maxThreadsPerBlock = 1024;
     found->numRegs = 32;
-    found->binaryVersion = found->ptxVersion = (int)settings.capability;
+    int compiled_for = settings.capability == 89 ? 86 : (int)settings.capability; // PyTorch has no code for 8.9
+    found->binaryVersion = found->ptxVersion = compiled_for;
     found->maxDynamicSharedSizeBytes = attribute_of(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     return cudaSuccess;
 }
