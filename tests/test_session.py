@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +35,23 @@ def test_what_stands_for_others_counts_as_is_said() -> None:
     value = torch.zeros(3)
     live.watch([value], 5 * GRANULE)
     assert live.nbytes() == 5 * GRANULE
+
+
+def test_what_one_graph_hands_to_the_next_is_held_by_who_has_it() -> None:
+    """Beside an update, what the caller gave counts even if it is gone, but no value that a graph returned."""
+
+    def captured(nbytes: int) -> Any:
+        own = SimpleNamespace(user_outputs=[0], saved=[])
+        return SimpleNamespace(own_memory=own, saved_nbytes=0, caller_nbytes=nbytes)
+
+    live = LiveValues()
+    batch, hidden, loss = (torch.zeros(n, dtype=torch.uint8) for n in (10, 100, 1))
+    live.forward_ran(captured(110), [batch], [hidden])
+    live.forward_ran(captured(101), [hidden], [loss])
+    assert live.beside_update() == 111
+    live.forward_ran(captured(111), [batch, hidden], [loss])
+    del batch, hidden, loss
+    assert live.beside_update() == 11
 
 
 @pytest.mark.parametrize("granule_nbytes", [1, GRANULE])

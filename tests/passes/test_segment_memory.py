@@ -290,3 +290,28 @@ def test_the_operator_run_by_aten_is_not_given_to_inductor() -> None:
     segment = compiled(lambda g, i: (aten.embedding_dense_backward.default(g, i, 10, -1, False),), args, "inductor")
     assert [step.op for step in segment.memory.steps] == ["aten.embedding_dense_backward"]
     check_peak(segment, args)
+
+
+def test_what_checkpointing_keeps_of_a_gpu_s_generator_is_on_the_cpu() -> None:
+    """Its state, and the seeds of memory-efficient attention."""
+    attention = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    for saves in (True, False):
+        graph = fx.Graph()
+        with FakeTensorMode():
+            state = torch.empty(16, dtype=torch.uint8)
+            query = torch.empty(2, 4, 32, 32, device="cuda")
+            results = attention(query, query, query, None, True)
+        given = graph.placeholder("query")
+        given.meta["val"] = query
+        arguments = (attention, given, given, given, None, True)
+        if saves:
+            node = graph.call_function(torch.ops.higher_order.run_and_save_rng_state, arguments)
+            node.meta["val"] = state, results
+        else:
+            kept = graph.placeholder("state")
+            kept.meta["val"] = state
+            node = graph.call_function(torch.ops.higher_order.run_with_rng_state, (kept, *arguments))
+            node.meta["val"] = results
+        storages = graph_storages(graph)
+        taken = [storages.nbytes[storage] for storage in storages.of[node]]
+        assert taken == [*([0] if saves else []), query.nbytes, 4 * 2 * 4 * 32, 0, 0]
