@@ -90,15 +90,13 @@ def index(call: Call) -> list[int]:
 def _brought_together(indices: Sequence[Tensor]) -> list[int]:
     if not indices:
         return []
-    together = list(torch.broadcast_tensors(*indices))
-    whole, converted = 8 * together[0].numel(), 0
-    for position, tensor in enumerate(together):
-        if tensor.dtype != torch.int64:
-            converted += 1
-            if not is_dense(tensor):
-                together[position] = torch.empty(tensor.shape, device="meta")
-    alike = len({tuple(tensor.stride()) for tensor in together}) == 1
-    return [whole] * (converted + (0 if alike else sum(not tensor.is_contiguous() for tensor in together)))
+    together = torch.broadcast_tensors(*indices)
+    converted = [tensor.dtype != torch.int64 for tensor in together]
+    in_rows = [
+        tensor.is_contiguous() or (is_new and not is_dense(tensor)) for tensor, is_new in zip(together, converted)
+    ]
+    alike = all(in_rows) or not (any(in_rows) or any(tensor.stride() != together[0].stride() for tensor in together))
+    return [8 * together[0].numel()] * (sum(converted) + (0 if alike else in_rows.count(False)))
 
 
 def masked_index(call: Call) -> list[int]:

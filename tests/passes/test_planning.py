@@ -169,6 +169,14 @@ def test_resident_groups_move_nothing() -> None:
     }
 
 
+def test_an_update_counts_the_staying_gradients_that_are_there() -> None:
+    """Of parameters that took no part in the step there are none."""
+    plan = plan_step(STEP, LAYOUT, HUGE, frozenset({0, 2}))
+    name, nbytes = next(iter(plan.gradients.items()))
+    assert {m.gradient_nbytes for m in plan.with_gradients([name]).moments} == {nbytes}
+    assert {m.gradient_nbytes for m in plan.with_gradients([]).moments} == {0}
+
+
 def test_a_staying_gradient_counts_once_it_is_complete() -> None:
     """One that is handed over costs nothing while its call runs (it is an output), one that is copied counts twice."""
     names = [s.spec.name for group in LAYOUT.groups for s in group.slices]
