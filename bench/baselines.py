@@ -116,18 +116,34 @@ def _captured(model: str, batch_size: int, seq_len: int | None, checkpointing: b
         return capture_offline(module, args, kwargs, codegen="eager", repeatable=True)
 
 
-def plan(case: Case, overlap: str, activations: str, treatment: Treatment = TREATMENTS[0]) -> Planned:
-    """Plan a case as `chunkc explain` does."""
+@dataclass(frozen=True)
+class Replayed:
+    """A case, to be planned on paper as `chunkc explain` does. `budget_nbytes`: the case's."""
+
+    replay: Replay
+    hardware: Hardware
+    budget_nbytes: int
+    updates: Updates
+
+
+def replayed(case: Case, overlap: str, activations: str, treatment: Treatment = TREATMENTS[0]) -> Replayed:
+    """A case, traced."""
     machine_ = load_hardware(case.hardware)
     options = parse_options({"memory_budget": case.budget, "codegen": "eager", "activations": activations})
     saved = treatment.checkpointing, treatment.saved_part
     captured = on_hardware(machine_, _captured(case.model, case.batch_size, case.seq_len, *saved), options, 3)
     hardware, updates = training_in(machine_, captured.graphs), Updates(overlap=overlap)
-    replay, budget = Replay(captured, options, hardware, updates), budget_of(options, machine_)
+    return Replayed(Replay(captured, options, hardware, updates), hardware, budget_of(options, machine_), updates)
+
+
+def plan(case: Case, overlap: str, activations: str, treatment: Treatment = TREATMENTS[0]) -> Planned:
+    """Plan a case."""
+    traced = replayed(case, overlap, activations, treatment)
+    replay, budget = traced.replay, traced.budget_nbytes
     rehearsed = replay.fitting(budget)
     step = replay.planned(rehearsed)
     fits = rehearsed.budget_nbytes == budget
-    return Planned(rehearsed, replay, step if fits else None, hardware, budget, updates)
+    return Planned(rehearsed, replay, step if fits else None, traced.hardware, budget, traced.updates)
 
 
 def timed(planned: Planned, step: StepPlans, phases: Sequence[PhasePlan]) -> tuple[float, int]:
