@@ -14,6 +14,7 @@ So where a link is the bottleneck, both ways are busy, and computation does not 
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,6 +89,55 @@ class _Queue:
     at: int = 0
 
 
+@dataclass(eq=False)
+class _Leaving:
+    """Write-backs under way, as they began, with the time at which each is done.
+
+    Attributes:
+        nbytes: of all of them.
+        next_s: when the first of them is done.
+        next_ceiling: the first call during which one of them may not go on.
+    """
+
+    done_s: dict[Interval, float] = field(default_factory=dict)
+    nbytes: int = 0
+    next_s: float = math.inf
+    next_ceiling: int = sys.maxsize
+    _in_order: tuple[list[float], list[int]] | None = None
+
+    def add(self, one: Interval, done_s: float) -> None:
+        self.done_s[one] = done_s
+        self.nbytes += one.nbytes
+        self.next_s, self.next_ceiling = min(self.next_s, done_s), min(self.next_ceiling, one.ceiling)
+        self._in_order = None
+
+    def give_back(self, index: int, now: float, over_nbytes: float) -> float:
+        """Let go at a stop of those that are done, that may go on no longer, or whose room the call needs, which lacks
+        so much with all of them. When computation goes on."""
+        if now < self.next_s and index < self.next_ceiling and over_nbytes <= 0:
+            return now
+        for one, done_s in list(self.done_s.items()):
+            if done_s <= now or index >= one.ceiling or over_nbytes > 0:
+                now = max(now, done_s)
+                one.end = index
+                over_nbytes -= one.nbytes
+                self.nbytes -= one.nbytes
+                del self.done_s[one]
+        self.next_s = min(self.done_s.values(), default=math.inf)
+        self.next_ceiling = min((one.ceiling for one in self.done_s), default=sys.maxsize)
+        self._in_order = None
+        return now
+
+    def nbytes_at(self, time_s: float) -> int:
+        """Bytes of those that are not done by then."""
+        if self._in_order is None:
+            in_order = sorted([(done_s, one.nbytes) for one, done_s in self.done_s.items()])
+            gone = [0, *accumulate(nbytes for _, nbytes in in_order)]
+            self._in_order = [done_s for done_s, _ in in_order], gone
+        times_s, gone = self._in_order
+        return self.nbytes - gone[bisect_right(times_s, time_s)]
+
+
 class Pacing:
     """As far as the calls have been gone through.
 
@@ -110,10 +160,11 @@ class Pacing:
         self.occupancy, self._times = _occupied(intervals, len(positions)), _clock(positions)
         self.now = 0.0
         self._free: dict[str, float] = {}  # link -> when its queue is empty
-        self._leaving: dict[Interval, float] = {}  # write-backs under way, as they began -> when each is done
+        self._leaving = _Leaving()
         self._arriving: dict[Interval, float] = {}  # loads that have begun -> when they are done
+        self._ahead_nbytes = 0  # of those of them that a later call is the first to need
+        self._needed_nbytes = [0] * len(positions)  # of those, by that call
         self._written: set[int] = set()  # groups whose gradients are at home
-        self._still: list[int] = []  # see `_still_leaving`
         _bound(intervals, barriers, len(positions))
         self._starting: dict[int, list[Interval]] = {}
         self._ending: dict[int, list[Interval]] = {}
@@ -140,21 +191,24 @@ class Pacing:
 
     def stop(self, index: int) -> None:
         """What happens before a call, and the call itself."""
+        leaving = self._leaving
         for one in self._ending.get(index, ()):
             if isinstance(one.item, Chunk) and one.item.kind == GRAD:
                 self._written.add(one.item.group)
-            self._leaving[one] = self._copied(self._items[one.item].way_home, one)
-        if self._leaving:
-            self._give_back(index)
+            leaving.add(one, self._copied(self._items[one.item].way_home, one))
         if index == len(self._positions):
+            self.now = leaving.give_back(index, self.now, -math.inf)
             return
-        self._still = []
+        self._ahead_nbytes -= self._needed_nbytes[index]
+        self.occupancy[index] += self._ahead_nbytes
+        over_nbytes = self.occupancy[index] + leaving.nbytes - self._capacity[index]
+        self.now = leaving.give_back(index, self.now, over_nbytes)
+        self.occupancy[index] += leaving.nbytes
         needed = self._starting.get(index, ())
         for one in needed:
             if one not in self._arriving:
                 self._load(one, index)
-        while (ahead := self._next(index)) is not None and self._has_room(ahead, index):
-            self._load(ahead, index)
+        self._load_ahead(index)
         for one in needed:
             self.now = max(self.now, self._arriving.pop(one))
         self.now += self._positions[index].cost_s
@@ -169,26 +223,30 @@ class Pacing:
         self._free[way.link] = done_s = start + way.seconds(one.nbytes, self._hardware)
         return done_s
 
-    def _give_back(self, index: int) -> None:
-        """Slots of write-backs that are done, that may go on no longer, or whose room the call needs."""
-        over = -math.inf
-        if index < len(self._positions):
-            over = self.occupancy[index] + sum(one.nbytes for one in self._leaving) - self._capacity[index]
-        for one, done_s in list(self._leaving.items()):
-            if done_s <= self.now or index >= one.ceiling or over > 0:
-                self.now = max(self.now, done_s)
-                one.end = index
-                over -= one.nbytes
-                del self._leaving[one]
-            else:
-                self.occupancy[index] += one.nbytes
-
     def _load(self, one: Interval, index: int) -> None:
         is_empty = isinstance(one.item, Chunk) and one.item.kind == GRAD and one.item.group not in self._written
         self._arriving[one] = self.now if is_empty else self._copied(self._items[one.item].way_back, one)
-        for at in range(index, one.first):
-            self.occupancy[at] += one.nbytes
         one.start = index
+
+    def _load_ahead(self, index: int) -> None:
+        """Begin loads that later calls need, in the order of need, as long as there is room up to them beside what
+        will still be on its way home. What is so far, nothing is given back until the next stop."""
+        begins_s, at = self.now - self._times[index], index  # as far as room is known
+        room_nbytes, ahead_nbytes = self._capacity[index] - self.occupancy[index], self._ahead_nbytes
+        while (one := self._next(index)) is not None and one.nbytes <= room_nbytes:
+            while at + 1 < one.first and one.nbytes <= room_nbytes:
+                at += 1
+                ahead_nbytes -= self._needed_nbytes[at]
+                in_use_nbytes = self.occupancy[at] + ahead_nbytes + self._leaving.nbytes_at(begins_s + self._times[at])
+                room_nbytes = min(room_nbytes, self._capacity[at] - in_use_nbytes)
+            if one.nbytes > room_nbytes:
+                break
+            self._load(one, index)
+            room_nbytes -= one.nbytes
+            ahead_nbytes += one.nbytes
+            self.occupancy[index] += one.nbytes
+            self._ahead_nbytes += one.nbytes
+            self._needed_nbytes[one.first] += one.nbytes
 
     def _next(self, index: int) -> Interval | None:
         """The load that is needed first of those that are due and may begin."""
@@ -197,7 +255,7 @@ class Pacing:
 
     def _due(self, queue: _Queue, index: int) -> Interval | None:
         """A link's first load that may begin at this stop and is due: it is not hidden if it begins at the next."""
-        loads, arriving = queue.loads, self._arriving
+        loads, arriving, leaving = queue.loads, self._arriving, self._leaving.done_s
         while queue.at < len(loads) and ((one := loads[queue.at]).first <= index or one in arriving):
             queue.at += 1
         for at in range(queue.at, len(loads)):
@@ -205,31 +263,9 @@ class Pacing:
             if one.floor > index or self._times[index + 1] <= one.begin_s:
                 return None
             before = one.before
-            if one not in arriving and (before is None or (before.last < index and before not in self._leaving)):
+            if one not in arriving and (before is None or (before.last < index and before not in leaving)):
                 return one
         return None
-
-    def _has_room(self, one: Interval, index: int) -> bool:
-        """Whether a load may begin here, beside what will still be on its way home."""
-        occupancy, capacity, nbytes = self.occupancy, self._capacity, one.nbytes
-        if occupancy[index] + nbytes > capacity[index]:
-            return False
-        still = self._still_leaving(index, one.first)
-        return all(
-            occupancy[at] + nbytes + leaving <= capacity[at]
-            for at, leaving in zip(range(index + 1, one.first), still, strict=False)
-        )
-
-    def _still_leaving(self, index: int, end: int) -> Sequence[int]:
-        """Bytes that will be on their way home at each call behind the next one, at least up to `end`.
-
-        As far as known they are kept until the next stop: nothing is given back in between.
-        """
-        still, begins_s = self._still, self.now - self._times[index]
-        for at in range(index + 1 + len(still), end):
-            begin_s = begins_s + self._times[at]
-            still.append(sum([one.nbytes for one, done_s in self._leaving.items() if done_s > begin_s]))
-        return still
 
 
 def _occupied(intervals: Iterable[Interval], num_positions: int) -> list[int]:
