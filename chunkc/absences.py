@@ -122,6 +122,7 @@ class Mixes:
     def __init__(self, captured: Captured, layout: ChunkLayout, allowed: Collection[int], budget_nbytes: int) -> None:
         self._captured, self._layout, self._budget_nbytes = captured, layout, budget_nbytes
         self._allowed, self._cuts = sorted(allowed), _cuts(captured, layout)
+        self._known_nbytes: dict[frozenset[int], int] = {}
         self.most = len(self._allowed), len(self._cuts) + 1 if self._cuts else 0
         """The most groups and stretches."""
 
@@ -136,10 +137,15 @@ class Mixes:
 
     def _copied(self, lean: Captured, resident: frozenset[int]) -> frozenset[str]:
         """What goes home of a graph that drops some values."""
-        least = profile(self._captured.without(_all_copied(self._captured)), self._layout)
-        least_nbytes = needed_nbytes(least.passes, self._layout, resident)
-        kept = profile(lean, self._layout)
+        kept, least_nbytes = profile(lean, self._layout), self._least_nbytes(resident)
         return choose_leaving(lean.may_leave, kept, least_nbytes, self._layout, self._budget_nbytes, resident)
+
+    def _least_nbytes(self, resident: frozenset[int]) -> int:
+        """What the graph needs beside these residents where all goes home that may."""
+        if resident not in self._known_nbytes:
+            least = profile(self._captured.without(_all_copied(self._captured)), self._layout)
+            self._known_nbytes[resident] = needed_nbytes(least.passes, self._layout, resident)
+        return self._known_nbytes[resident]
 
     def _stretch(self, storage: str) -> int:
         """Which stretch makes it; what goes into the forward belongs to the first."""

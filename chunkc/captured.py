@@ -202,7 +202,9 @@ class Captured:
         assert self.backward is not None
         forward, backward = leaving(self.forward, storages), leaving(self.backward, storages)
         absent = tuple(one for one in self.may_leave if one.storage in storages)
-        return self._with(forward, backward, replace(self.absence, home=storages), absent)
+        found = self._with(forward, backward, replace(self.absence, home=storages), absent)
+        found.__dict__["_kept"] = self
+        return found
 
     def _with(
         self, forward: PhaseProgram, backward: PhaseProgram, absence: Absence, absent: tuple[Saved, ...] = ()
@@ -311,6 +313,9 @@ def profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
 
 
 def _profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
+    kept: Captured | None = captured.__dict__.get("_kept")
+    if kept is not None and captured.at_least is None:
+        return profile(kept, layout).leaving(captured.absent)
     group_of = layout.group_of()
     memories = captured.memories
     forward = positions(captured.forward, memories, group_of=group_of, beside_nbytes=captured.output_nbytes)

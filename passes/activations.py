@@ -7,9 +7,11 @@ since others hold them, and so do small ones.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from chunkc.ir.items import SavedStorage
 from chunkc.ir.plan import Position
@@ -110,20 +112,18 @@ def choose(
     Returns:
         No more than needed; where all that may leave does not make the room, all of it.
     """
-    missing = [at.non_model_nbytes - room for at, room in zip((*forward, *backward), room_nbytes, strict=True)]
-    short = [at for at, nbytes in enumerate(missing) if nbytes > 0]
-    chosen: dict[Saved, slice] = {}
+    needed = [at.non_model_nbytes for at in (*forward, *backward)]
+    missing = np.array(needed, dtype=np.int64) - np.array(room_nbytes, dtype=np.int64)
+    chosen: dict[Saved, Any] = {}  # with what is missing while it is away
     for one in sorted(saved, key=lambda one: (one.last - one.first, -one.nbytes, one.storage)):
-        away = slice(one.last + 1, len(forward) + one.first)
-        low, high = bisect_left(short, away.start), bisect_left(short, away.stop)
-        if low < high:
+        away = missing[one.last + 1 : len(forward) + one.first]
+        if away.size and away.max() > 0:
             chosen[one] = away
-            missing[away] = [nbytes - one.nbytes for nbytes in missing[away]]
-            short[low:high] = [at for at in short[low:high] if missing[at] > 0]
-    if not short:
+            away -= one.nbytes
+    if missing.size and missing.max() <= 0:
         for one in sorted(chosen, key=lambda one: (one.first - one.last, one.storage)):
             away = chosen[one]
-            if max(missing[away]) + one.nbytes <= 0:
+            if away.max() + one.nbytes <= 0:
                 del chosen[one]
-                missing[away] = [nbytes + one.nbytes for nbytes in missing[away]]
+                away += one.nbytes
     return frozenset(one.storage for one in chosen)

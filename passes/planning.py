@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 
 from chunkc.ir.chunks import CASTS, GRAD, Chunk, ChunkLayout
 from chunkc.ir.errors import VALUES, BudgetError
 from chunkc.ir.items import Copy, Item, ItemId, MovedId
 from chunkc.ir.plan import Position
 from chunkc.passes.activations import Saved, choose
-from chunkc.passes.schedule import required_nbytes
 
 SLACK_CHUNKS = 2
 """Room for copies on the way that a resident group may not take: one chunk arriving, one leaving."""
@@ -31,13 +32,31 @@ class StepProfile:
     update: tuple[Position, ...]
     boundary_nbytes: int
 
-    @property
+    @cached_property
     def passes(self) -> tuple[Position, ...]:
         return self.forward + self.backward
 
-    @property
+    @cached_property
     def all(self) -> tuple[Position, ...]:
         return self.passes + self.update
+
+    def leaving(self, saved: Sequence[Saved]) -> StepProfile:
+        """The same step, where these are at home between the phases: what `profile` makes of it, without asking again
+        what is alive at each call."""
+        away, left = [0] * (len(self.forward) + 1), [0] * (len(self.forward) + 1)
+        back = [0] * (len(self.backward) + 1)
+        for one in saved:
+            left[one.last] += one.nbytes
+            away[one.last + 1] += one.nbytes
+            back[one.first] += one.nbytes
+        forward = zip(self.forward, accumulate(away), accumulate(left))
+        gone = list(accumulate(reversed(back)))[::-1]  # of each call, what comes back at it or later
+        return StepProfile(
+            tuple(one.with_less(nbytes, left_nbytes) for one, nbytes, left_nbytes in forward),
+            tuple(one.with_less(nbytes, nbytes) for one, nbytes in zip(self.backward, gone[1:])),
+            self.update,
+            self.boundary_nbytes - sum(one.nbytes for one in saved),
+        )
 
 
 def chunk_items(layout: ChunkLayout, positions: Sequence[Position], resident: frozenset[int]) -> dict[MovedId, Item]:
@@ -99,8 +118,7 @@ def everything(layout: ChunkLayout) -> frozenset[int]:
 def needed_nbytes(positions: Sequence[Position], layout: ChunkLayout, resident: frozenset[int] = frozenset()) -> int:
     """What the positions need beside what is on the compute tier for good, where all chunks but residents' move."""
     sizes = chunk_sizes(layout, positions)
-    moving = (moving_only(position, resident) for position in _tightest(positions))
-    return max(position.non_model_nbytes + required_nbytes(position, sizes) for position in moving)
+    return max(one.non_model_nbytes + moving_nbytes(one, sizes, resident) for one in _tightest(positions))
 
 
 @dataclass(frozen=True)
@@ -134,6 +152,11 @@ def moving_only(position: Position, resident: frozenset[int]) -> Position:
         return frozenset(chunk for chunk in chunks if chunk.moves_beside(resident))
 
     return replace(position, reads=keep(position.reads), writes=keep(position.writes))
+
+
+def moving_nbytes(position: Position, sizes: Mapping[ItemId, int], resident: frozenset[int]) -> int:
+    """Slots that the position cannot do without beside these residents."""
+    return sum([sizes[chunk] for chunk in position.items if chunk.moves_beside(resident)])
 
 
 def choose_resident(
@@ -239,7 +262,7 @@ def choose_leaving(
     free_nbytes = budget_nbytes - fixed_nbytes(layout, resident)
     slack = SLACK_CHUNKS * max(sizes.values(), default=0)
     free_nbytes -= slack if least_nbytes + slack <= free_nbytes else 0
-    rooms = [free_nbytes - required_nbytes(moving_only(position, resident), sizes) for position in kept.passes]
+    rooms = [free_nbytes - moving_nbytes(position, sizes, resident) for position in kept.passes]
     return choose(saved, kept.forward, kept.backward, rooms)
 
 
@@ -286,8 +309,7 @@ def check_minimum(
         return fixed + held_nbytes
 
     def total(position: Position) -> int:
-        moving = required_nbytes(moving_only(position, resident), sizes)
-        return fixed + held_nbytes + position.non_model_nbytes + moving
+        return fixed + held_nbytes + position.non_model_nbytes + moving_nbytes(position, sizes, resident)
 
     worst = max(_tightest(positions), key=total)
     minimum = total(worst)

@@ -93,6 +93,18 @@ class Position:
     def items(self) -> frozenset[ItemId]:
         return self.reads | self.writes
 
+    def with_less(self, non_model_nbytes: int, left_nbytes: int) -> Position:
+        """The same call where so much less is alive, at its peak and once it is over. A search asks for many."""
+        if not (non_model_nbytes or left_nbytes):
+            return self
+        found = object.__new__(Position)
+        less = {
+            "non_model_nbytes": self.non_model_nbytes - non_model_nbytes,
+            "left_nbytes": self.left_nbytes - left_nbytes,
+        }
+        found.__dict__.update(self.__dict__, **less)
+        return found
+
 
 @dataclass(frozen=True)
 class Moment:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import fx
 
-from chunkc.ir.program import PhaseProgram, SegmentCall
-from chunkc.passes.activations import SMALL_NBYTES
-from chunkc.passes.profile import last_holds
+from chunkc.ir.program import MemoryStep, PhaseProgram, SegmentCall, SegmentMemory
+from chunkc.passes.activations import SMALL_NBYTES, candidates, leaving
+from chunkc.passes.planning import StepProfile
+from chunkc.passes.profile import last_holds, positions
 from chunkc.passes.rerun_choice import dropped_between, leanest_cuts, stretches, up_to
 from chunkc.passes.reruns import Repeatable, may_run_again, rerunning
 
@@ -156,6 +157,28 @@ def test_every_call_gets_the_values_it_always_got(seed: int) -> None:
         assert [v for v in lean.outputs[1 : 1 + len(saved)] if v] == [v for v in saved if storage_of[v] not in dropped]
         held = last_holds(behind)
         assert all(storage in behind.storages for storage in held)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_step_without_what_is_at_home_needs_what_its_own_profile_says(seed: int) -> None:
+    """`StepProfile.leaving` takes bytes off where liveness would find them gone; other values are dropped or not."""
+    rng = random.Random(seed)
+    known = Repeatable(*random_programs(seed))
+    programs = rerunning(known, rng.sample(options := sorted(known.droppable | known.inner), k=min(len(options), rng.randint(0, 3))))
+    steps = tuple(MemoryStep("op", "m", rng.choice([0, 5, 9]) * BIG) for _ in range(3))
+    memories = {
+        name: SegmentMemory(steps, tuple(rng.randint(0, 3) for _ in range(9)), (), ())
+        for name in ("s0", "s1", "s2", "s3", "back")
+    }
+
+    def step(forward: PhaseProgram, backward: PhaseProgram) -> StepProfile:
+        calls = (positions(program, memories, group_of={"m.w": 0}) for program in (forward, backward))
+        return StepProfile(*calls, (), 0)
+
+    saved = [one for one in candidates(*programs) if rng.random() < 0.6]
+    names = {one.storage for one in saved}
+    expected, found = step(*(leaving(program, names) for program in programs)), step(*programs).leaving(saved)
+    assert (found.forward, found.backward) == (expected.forward, expected.backward)
 
 
 @pytest.mark.parametrize("seed", range(40))
