@@ -165,6 +165,7 @@ class Pacing:
         self._ahead_nbytes = 0  # of those of them that a later call is the first to need
         self._needed_nbytes = [0] * len(positions)  # of those, by that call
         self._written: set[int] = set()  # groups whose gradients are at home
+        self._to_copy: dict[str, float] = {}  # link -> seconds of copies to come, gradients' loads left out
         _bound(intervals, barriers, len(positions))
         self._starting: dict[int, list[Interval]] = {}
         self._ending: dict[int, list[Interval]] = {}
@@ -173,6 +174,7 @@ class Pacing:
                 self._starting.setdefault(one.first, []).append(one)
             if one.dirty:
                 self._ending.setdefault(one.last + 1, []).append(one)
+                self._will_copy(self._items[one.item].way_home, one)
         self._queues = self._queued(intervals)
 
     def _queued(self, intervals: Iterable[Interval]) -> Sequence[_Queue]:
@@ -187,7 +189,12 @@ class Pacing:
                 way = self._items[one.item].way_back
                 due_s = min(self._times[one.first], due_s) - way.seconds(one.nbytes, self._hardware)
                 one.begin_s = due_s
+                if not (isinstance(one.item, Chunk) and one.item.kind == GRAD):
+                    self._will_copy(way, one)
         return tuple(queues.values())
+
+    def _will_copy(self, way: Copy, one: Interval) -> None:
+        self._to_copy[way.link] = self._to_copy.get(way.link, 0.0) + way.seconds(one.nbytes, self._hardware)
 
     def stop(self, index: int) -> None:
         """What happens before a call, and the call itself."""
@@ -214,19 +221,26 @@ class Pacing:
         self.now += self._positions[index].cost_s
 
     def least_s(self, index: int) -> float:
-        """What all calls take at least: what is behind this stop, and the arithmetic of those to come."""
-        return self.now + self._times[-1] - self._times[index]
+        """What all calls take at least: what is behind this stop, and the arithmetic of those to come or, of a link,
+        the copies."""
+        copies_s = [self._free.get(link, 0.0) + more_s for link, more_s in self._to_copy.items()]
+        return max(self.now + self._times[-1] - self._times[index], *copies_s, 0.0)
 
     def _copied(self, way: Copy, one: Interval) -> float:
         """When a copy that queues now is done."""
-        start = max(self.now, self._free.get(way.link, 0.0))
-        self._free[way.link] = done_s = start + way.seconds(one.nbytes, self._hardware)
+        start, copy_s = max(self.now, self._free.get(way.link, 0.0)), way.seconds(one.nbytes, self._hardware)
+        self._free[way.link] = done_s = start + copy_s
+        self._to_copy[way.link] -= copy_s
         return done_s
 
     def _load(self, one: Interval, index: int) -> None:
-        is_empty = isinstance(one.item, Chunk) and one.item.kind == GRAD and one.item.group not in self._written
-        self._arriving[one] = self.now if is_empty else self._copied(self._items[one.item].way_back, one)
-        one.start = index
+        one.start, way = index, self._items[one.item].way_back
+        if isinstance(one.item, Chunk) and one.item.kind == GRAD:
+            if one.item.group not in self._written:  # it begins empty
+                self._arriving[one] = self.now
+                return
+            self._will_copy(way, one)
+        self._arriving[one] = self._copied(way, one)
 
     def _load_ahead(self, index: int) -> None:
         """Begin loads that later calls need, in the order of need, as long as there is room up to them beside what

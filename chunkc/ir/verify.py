@@ -24,9 +24,10 @@ One more rule, `saved`, is in `verify_saved`.
 from __future__ import annotations
 
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from torch import fx
 
@@ -63,14 +64,15 @@ class _Checker:
         self.violations: list[str] = []
         self.generations = 0
         self.slots: dict[Chunk, _Slot] = {}
+        self.of_kind: defaultdict[tuple[str, int], set[Chunk]] = defaultdict(set)  # (kind, group) -> those in slots
         for chunk in present:
-            self.slots[chunk] = self._new_slot()
-            self.slots[chunk].ready = True
+            self.take_slot(chunk).ready = True
         self.slot_nbytes = sum(map(layout.chunk_nbytes_of, self.slots))
         self.view_of: dict[fx.Node, tuple[Chunk, int]] = {}  # parameter node -> (chunk, generation)
         self.storage_of: dict[fx.Node, str] = {}
         self.storage_nbytes: dict[str, int] = {}
         self.readers: dict[fx.Node, int] = {}  # value -> reads still to come
+        self.reads_of = cache(lambda user: Counter(_reads(user)))  # the output reads many, and is asked for each
         self.holders: Counter[str] = Counter()  # storage -> values alive in it
         self.held: set[str] = set()
         self.value_nbytes = 0
@@ -83,9 +85,11 @@ class _Checker:
         self.saved = SavedStorages(self, at_home, {way: _LINKS[medium, way] for way in ("in", "out")})
         self.is_backward = any(node.target is chunk_ops.sink for node in graph.nodes)
 
-    def _new_slot(self) -> _Slot:
+    def take_slot(self, chunk: Chunk) -> _Slot:
         self.generations += 1
-        return _Slot(self.generations)
+        self.slots[chunk] = slot = _Slot(self.generations)
+        self.of_kind[chunk.kind, chunk.group].add(chunk)
+        return slot
 
     def fail(self, rule: str, node: fx.Node | None, text: str) -> None:
         where = f" at {node.name}" if node is not None else ""
@@ -111,7 +115,7 @@ class _Checker:
     def bind(self, node: fx.Node, storage: str, nbytes: int) -> None:
         self.storage_of[node] = storage
         self.storage_nbytes[storage] = nbytes
-        self.readers[node] = sum(n is node for user in node.users for n in _reads(user))
+        self.readers[node] = sum(self.reads_of(user)[node] for user in node.users)
         if self.readers[node]:
             self.hold(storage, 1)
 
@@ -210,17 +214,15 @@ class _Checker:
             self.fail("update", node, f"{chunk} is fetched, and the update of its group has begun")
         if chunk in self.slots:
             return self.fail("state", node, f"{chunk} has a slot already")
-        for other in self.slots:
+        for other in sorted(self.of_kind[chunk.kind, chunk.group]):
             if self._overlap(chunk, other):
                 self.fail("overlap", node, f"{chunk} gets a slot, and {other} has one")
-        self.slots[chunk] = self._new_slot()
+        slot = self.take_slot(chunk)
         self.slot_nbytes += self.layout.chunk_nbytes_of(chunk)
-        self.slots[chunk].copying, self.slots[chunk].link = "in", link
+        slot.copying, slot.link = "in", link
 
     def _overlap(self, one: Chunk, other: Chunk) -> bool:
-        """Whether some elements belong to both."""
-        if (one.kind, one.group) != (other.kind, other.group):
-            return False
+        """Whether some elements belong to both, of one kind and group."""
         whole = (0, self.layout.groups[one.group].numel)
         (begin, end), (other_begin, other_end) = one.part or whole, other.part or whole
         return begin < other_end and other_begin < end
@@ -239,6 +241,7 @@ class _Checker:
         slot = self.slots.pop(chunk, None)
         if slot is None:
             return self.fail("state", node, f"{chunk} has no slot")
+        self.of_kind[chunk.kind, chunk.group].remove(chunk)
         self.slot_nbytes -= self.layout.chunk_nbytes_of(chunk)
         if slot.copying:
             self.fail("slot", node, f"{chunk} is given back while a copy {slot.copying} is under way")
