@@ -4,9 +4,9 @@
 
 Each case (a model, a machine, a batch size, a budget) is traced, described and planned once, for the whole device, as
 `chunkc explain --activations auto` does. Then it is planned for the budget: a step is rehearsed, which is where ways
-are searched, and its plans are made, put into graphs and verified. Prints the processor's seconds of both (median of the
-rounds), the simulated step, and a digest of the plans: equal digests are equal plans, event for event and byte for byte.
-Nothing runs. `--out` saves the figures with the machine and its versions.
+are searched, and its plans are made, put into graphs and verified. Prints the processor's seconds of both (median of
+the rounds), the simulated step, and a digest of the plans: equal digests are equal plans, event for event and byte for
+byte. Nothing runs. `--out` saves the figures with the machine and its versions.
 """
 
 from __future__ import annotations

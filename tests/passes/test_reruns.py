@@ -164,7 +164,8 @@ def test_a_step_without_what_is_at_home_needs_what_its_own_profile_says(seed: in
     """`StepProfile.leaving` takes bytes off where liveness would find them gone; other values are dropped or not."""
     rng = random.Random(seed)
     known = Repeatable(*random_programs(seed))
-    programs = rerunning(known, rng.sample(options := sorted(known.droppable | known.inner), k=min(len(options), rng.randint(0, 3))))
+    may_go = sorted(known.droppable | known.inner)
+    programs = rerunning(known, rng.sample(may_go, k=min(len(may_go), rng.randint(0, 3))))
     steps = tuple(MemoryStep("op", "m", rng.choice([0, 5, 9]) * BIG) for _ in range(3))
     memories = {
         name: SegmentMemory(steps, tuple(rng.randint(0, 3) for _ in range(9)), (), ())
