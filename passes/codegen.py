@@ -129,7 +129,11 @@ def compiled_together(show: Show) -> Iterator[Callable[..., CompiledSegment]]:
     is_over = threading.Event()
 
     def compile_one(
-        segment: Segment, codegen: str, num_threads: int, shapes: Shapes, capability: Capability | None
+        segment: Segment,
+        codegen: str,
+        num_threads: int,
+        shapes: Shapes = AS_TRACED,
+        capability: Capability | None = None,
     ) -> CompiledSegment:
         if not _has_cpp_kernels(segment, codegen):
             return compile_segment(segment, codegen, num_threads, shapes, capability)
