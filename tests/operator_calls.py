@@ -727,6 +727,16 @@ def assertions(dtype: torch.dtype) -> Iterator[Call]:
 
 
 @family
+def bilinear_forms(dtype: torch.dtype) -> Iterator[Call]:
+    left, right, out = (torch.randn(80, size).to(dtype) for size in (48, 40, 6))
+    weight = torch.randn(6, 48, 40).to(dtype)
+    yield call(aten._trilinear.default, left, weight, right, [1, 3], [0], [1, 2], [2, 3])
+    yield call(aten._trilinear.default, out, weight, right, [2, 3], [0], [1, 2], [1, 3])  # the gradient of `left`
+    yield call(aten._trilinear.default, left, out, right, [1, 3], [2, 3], [1, 2], [0])
+    yield call(aten._trilinear.default, left, weight, out, [1, 3], [0], [2, 3], [1, 2])
+
+
+@family
 def positions_and_windows(dtype: torch.dtype) -> Iterator[Call]:
     for aligned in (False, True):
         yield call(aten.affine_grid_generator.default, torch.randn(4, 2, 3).to(dtype), [4, 3, 20, 24], aligned)

@@ -237,6 +237,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         _embedding_bag_backward _embedding_bag_dense_backward
         """,
     ),
+    (Operator(linear_algebra.trilinear_rule, inexact=exceptions.PRODUCT), "_trilinear"),
     (Operator(norms.distance_rule, inexact=exceptions.STEPS), "_cdist_forward _euclidean_dist"),
     (
         Operator(norms.loss_rule, cuda_rules.loss, inexact=exceptions.STEPS),
