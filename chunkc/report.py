@@ -89,7 +89,10 @@ def report(model: nn.Module) -> Report:
 
     Raises:
         ChunkcError: chunkc has nothing to do with the model (yet).
+        TypeError: it is no module, such as a compiled function.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"give the model whose parameters are trained, a torch.nn.Module, not {type(model).__name__}")
     sessions = sessions_of(model.parameters())
     if len(sessions) != 1:
         raise ChunkcError(

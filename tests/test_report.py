@@ -225,6 +225,11 @@ def test_nothing_is_known_of_other_models() -> None:
         chunkc.report(model)
 
 
+def test_a_function_is_no_model() -> None:
+    with pytest.raises(TypeError, match=r"the model whose parameters are trained, a torch\.nn\.Module, not function"):
+        chunkc.report(torch.compile(torch.sin, backend="chunkc"))
+
+
 def test_models_compiled_apart_have_reports_of_their_own() -> None:
     both = nn.ModuleList([trained()[0], trained(memory_budget="64MiB")[0]])
     with pytest.raises(chunkc.ChunkcError, match="several"):

@@ -61,7 +61,7 @@ for version in "${versions[@]}"; do
             "$folder/bin/python" -m pytest -q -n 2 --dist loadfile --show-capture=no --tb=short -p no:cacheprovider \
             -m "not slow and not second_tier" "${TESTS[@]}" 2>&1 | tee "$folder/log.txt"
         status=${PIPESTATUS[0]}
-        result=$(tail -n 1 "$folder/log.txt")
+        result=$(grep -E "[0-9]+ (passed|failed|error)" "$folder/log.txt" | tail -n 1)
     else
         status=1
     fi
