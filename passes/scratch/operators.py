@@ -146,9 +146,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(rules.contiguous_rule), "multi_margin_loss multi_margin_loss_backward fractional_max_pool2d"),
     (
         Operator(rules.pointwise_rule, cuda_rules.nothing),
-        """
-        rsub floor_divide mse_loss_backward huber_loss_backward smooth_l1_loss_backward log_sigmoid_backward
-        """,
+        "rsub floor_divide mse_loss_backward huber_loss_backward smooth_l1_loss_backward log_sigmoid_backward",
     ),
     (
         Operator(rules.pointwise_rule),
@@ -171,9 +169,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(rules.scaled_rule), "deg2rad rad2deg"),
     (
         Operator(rules.matrix_product_rule, cuda_rules.product, inexact=exceptions.PRODUCT),
-        """
-        mm addmm bmm baddbmm addbmm mv addmv dot vdot
-        """,
+        "mm addmm bmm baddbmm addbmm mv addmv dot vdot",
     ),
     (Operator(rules.matrix_product_rule, cuda_rules.grouped_product, inexact=exceptions.PRODUCT), "_grouped_mm"),
     (Operator(rules.ldexp_rule, cuda_rules.ldexp), "ldexp"),
@@ -198,9 +194,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(rules.repeat_rule, cuda_rules.nothing), "repeat"),
     (
         Operator(rules.grouped_fallback_rule, cuda_rules.nothing, inexact=exceptions.PRODUCT),
-        """
-        transformers::grouped_mm_fallback transformers::grouped_mm_fallback_backward
-        """,
+        "transformers::grouped_mm_fallback transformers::grouped_mm_fallback_backward",
     ),
     # --- reductions ---
     (Operator(reductions.sum_rule, cuda_rules.reduction), "sum"),
@@ -227,15 +221,11 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(norms.nll_loss_backward_rule, cuda_rules.contiguous), "nll_loss_backward nll_loss2d_backward"),
     (
         Operator(norms.embedding_bag_rule, outputs=norms.embedding_bag_outputs, inexact=exceptions.STEPS),
-        """
-        _embedding_bag _embedding_bag_forward_only
-        """,
+        "_embedding_bag _embedding_bag_forward_only",
     ),
     (
         Operator(norms.embedding_bag_backward_rule, inexact=exceptions.STEPS),
-        """
-        _embedding_bag_backward _embedding_bag_dense_backward
-        """,
+        "_embedding_bag_backward _embedding_bag_dense_backward",
     ),
     (Operator(linear_algebra.trilinear_rule, inexact=exceptions.PRODUCT), "_trilinear"),
     (Operator(norms.distance_rule, inexact=exceptions.STEPS), "_cdist_forward _euclidean_dist"),
@@ -251,9 +241,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         Operator(
             norms.batch_norm_rule, cuda_rules.batch_norm, outputs=norms.norm_outputs, inexact=exceptions.STATISTICS
         ),
-        """
-        native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional _batch_norm_with_update
-        """,
+        "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional _batch_norm_with_update",
     ),
     (
         Operator(norms.batch_norm_rule, cuda_rules.batch_norm, inexact=exceptions.STATISTICS),
@@ -331,21 +319,15 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     ),
     (
         Operator(images.upsample_smooth_rule, cuda_rules.pooled, inexact=exceptions.STEPS),
-        """
-        _upsample_bilinear2d_aa _upsample_bicubic2d_aa
-        """,
+        "_upsample_bilinear2d_aa _upsample_bicubic2d_aa",
     ),
     (
         Operator(images.window_rule, outputs=images.window_outputs, inexact=exceptions.STEPS),
-        """
-        hann_window hamming_window bartlett_window blackman_window
-        """,
+        "hann_window hamming_window bartlett_window blackman_window",
     ),
     (
         Operator(images.pooling_offsets_rule, cuda_rules.pooling_offsets, inexact=exceptions.MASK),
-        """
-        prims::_low_memory_max_pool_with_offsets prims::_low_memory_max_pool_offsets_to_indices
-        """,
+        "prims::_low_memory_max_pool_with_offsets prims::_low_memory_max_pool_offsets_to_indices",
     ),
     (Operator(images.unfold_rule, cuda_rules.im2col), "im2col"),
     (Operator(images.affine_grid_rule, inexact=exceptions.PRODUCT), "affine_grid_generator"),
@@ -358,9 +340,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     # --- linear algebra ---
     (
         Operator(linear_algebra.copy_and_pivots_rule, inexact=exceptions.LAPACK),
-        """
-        linalg_inv_ex linalg_solve_triangular linalg_lu_solve triangular_solve cholesky_solve
-        """,
+        "linalg_inv_ex linalg_solve_triangular linalg_lu_solve triangular_solve cholesky_solve",
     ),
     (Operator(linear_algebra.pivots_rule, inexact=exceptions.LAPACK), "_linalg_det _linalg_slogdet _linalg_solve_ex"),
     (Operator(linear_algebra.decomposition_rule, inexact=exceptions.LAPACK), "linalg_qr _linalg_svd _linalg_eigh"),
@@ -386,9 +366,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(cuda=cuda_attention.efficient_forward), "_efficient_attention_forward"),
     (
         Operator(cuda=cuda_attention.efficient_backward),
-        """
-        _scaled_dot_product_efficient_attention_backward _efficient_attention_backward
-        """,
+        "_scaled_dot_product_efficient_attention_backward _efficient_attention_backward",
     ),
     (Operator(cuda=cuda_attention.cudnn_forward), "_scaled_dot_product_cudnn_attention"),
     (Operator(cuda=cuda_attention.cudnn_backward), "_scaled_dot_product_cudnn_attention_backward"),
