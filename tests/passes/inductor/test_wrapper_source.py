@@ -193,7 +193,7 @@ def described_and_compiled(
         return result
 
     monkeypatch.setattr(build, "describe_segment", describe)
-    monkeypatch.setattr(build, "compile_segment", compile_)
+    monkeypatch.setattr(codegen, "compile_segment", compile_)
     case = CASES[name]
     explain(case.build(0), memory_budget=HUGE, codegen="inductor", whole_graph=whole_graph, **case.batch(0))
     _, model = compile_case(case, memory_budget=HUGE, codegen="inductor", whole_graph=whole_graph, place=False)
