@@ -36,7 +36,7 @@ LOW_PRECISION = {"autocast_gpt": 1.5, "autocast_convnet": convolution_bound()}
 """Models whose fullest moment is a product or convolution in bfloat16 -> how many times the truth may be predicted."""
 
 WITH_CONVOLUTIONS = ("convnet", "resnet", "convnext", "unet", "whisper", "clip", "vit")
-WITHOUT_AVX512 = {} if torch.backends.cpu.get_cpu_capability() == "AVX512" else dict.fromkeys(WITH_CONVOLUTIONS, 5.0)
+WITHOUT_AVX512 = {} if torch.backends.cpu.get_cpu_capability() == "AVX512" else dict.fromkeys(WITH_CONVOLUTIONS, 4.5)
 """Where kernels of float32 convolutions are not known, their scratch is bounded -> how many times the truth."""
 
 SEVERAL_GRAPHS = {"graph_breaks": 1.04, "breaks_in_loop": 1.04}

@@ -102,7 +102,7 @@ def test_batch_norms_are_repeated_with_the_statistics_that_they_read(codegen: st
     kept = refuse(case, memory_budget=TINY, **how).minimum_nbytes
     nbytes = refuse(case, memory_budget=TINY, activations="rerun", **how).minimum_nbytes
     is_known = torch.backends.cpu.get_cpu_capability() == "AVX512"  # else the scratch of convolutions is bounded
-    assert nbytes < (0.7 if is_known else 0.85) * kept
+    assert nbytes < (0.7 if is_known else 0.82) * kept
     result = train(case, memory_budget=nbytes, activations="rerun", debug=True, **how)
     assert_same_training(result, train(case, memory_budget=HUGE, limit=False, **how))
     assert any(name.endswith("running_var") for name in result.weights)
