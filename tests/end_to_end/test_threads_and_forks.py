@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -80,26 +79,39 @@ def test_a_home_in_ram_is_a_snapshot_in_a_child() -> None:
     assert not differences(before, weights(model))
 
 
+class PhasesInTurn:
+    """Whether phases of one session were ever inside at once. Each waits for `patience` seconds for another."""
+
+    def __init__(self) -> None:
+        self.at_once = threading.Event()
+        self.patience = 0.002
+        self._sessions: list[Session] = []  # of each phase inside. Unlike adding to a count, append is atomic.
+
+    @contextlib.contextmanager
+    def inside(self, session: Session) -> Iterator[None]:
+        self._sessions.append(session)
+        if self._sessions.count(session) > 1:
+            self.at_once.set()
+        self.at_once.wait(self.patience)
+        try:
+            yield
+        finally:
+            self._sessions.remove(session)
+
+
 @pytest.fixture
-def phases_in_turn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def phases_in_turn(monkeypatch: pytest.MonkeyPatch) -> Iterator[PhasesInTurn]:
     """Phases of one session that ran at once: none may."""
-    inside: Counter[Session] = Counter()
-    at_once: list[str] = []
+    seen = PhasesInTurn()
     run = CompiledGraph._run
 
     def watched(graph: CompiledGraph, phase: str, *args: Any, **kwargs: Any) -> list[Any]:
-        inside[graph.session] += 1
-        if inside[graph.session] > 1:
-            at_once.append(phase)
-        threading.Event().wait(0.002)  # whoever may come in does
-        try:
+        with seen.inside(graph.session):
             return run(graph, phase, *args, **kwargs)
-        finally:
-            inside[graph.session] -= 1
 
     monkeypatch.setattr(CompiledGraph, "_run", watched)
-    yield at_once
-    assert not at_once
+    yield seen
+    assert not seen.at_once.is_set()
 
 
 def run_in_threads(jobs: list[Callable[[], None]]) -> None:
@@ -123,7 +135,7 @@ def run_in_threads(jobs: list[Callable[[], None]]) -> None:
 
 @every_way
 @pytest.mark.parametrize("first", ["one thread", "all threads"])
-def test_threads_call_one_model(first: str, short_switch_interval: None, phases_in_turn: list[str]) -> None:
+def test_threads_call_one_model(first: str, short_switch_interval: None, phases_in_turn: PhasesInTurn) -> None:
     model, compiled = compile_small(room=2.0)
     expected = {}
     reference = CASE.build(0)
@@ -145,7 +157,7 @@ def test_threads_call_one_model(first: str, short_switch_interval: None, phases_
 
 
 @every_way
-def test_a_thread_evaluates_while_another_trains(short_switch_interval: None, phases_in_turn: list[str]) -> None:
+def test_a_thread_evaluates_while_another_trains(short_switch_interval: None, phases_in_turn: PhasesInTurn) -> None:
     model, compiled = compile_small(room=2.0)
     losses: list = []
     done = threading.Event()
@@ -195,7 +207,7 @@ def test_gradients_that_another_thread_writes_are_not_read(monkeypatch: pytest.M
     optimizer.step()
 
 
-def test_threads_train_models_that_share_a_session(short_switch_interval: None, phases_in_turn: list[str]) -> None:
+def test_threads_train_models_that_share_a_session(short_switch_interval: None, phases_in_turn: PhasesInTurn) -> None:
     def build(seed: int) -> nn.Module:
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
@@ -244,7 +256,7 @@ def test_threads_train_models_that_share_a_session(short_switch_interval: None, 
 
 
 @every_way
-def test_without_the_lock_phases_run_at_once(phases_in_turn: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_lock_phases_run_at_once(phases_in_turn: PhasesInTurn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sabotage: what the tests above would see."""
     _, compiled = compile_small(room=2.0)
     call = torch.no_grad()(lambda: compiled(**CASE.batch(0)))
@@ -255,9 +267,10 @@ def test_without_the_lock_phases_run_at_once(phases_in_turn: list[str], monkeypa
         with contextlib.suppress(Exception):
             call()
 
+    phases_in_turn.patience = 30.0
     run_in_threads([in_spite_of_errors] * 3)
-    assert phases_in_turn
-    phases_in_turn.clear()
+    assert phases_in_turn.at_once.is_set()
+    phases_in_turn.at_once.clear()
 
 
 # ---------------------------------------------------------------- models that are gone
