@@ -16,8 +16,8 @@ from chunkc.passes.planning import check_minimum, fixed_nbytes, staying_beside, 
 MIN_TILE_NUMEL, MAX_TILE_NUMEL = 1 << 16, 1 << 24
 """Bounds on an update's elements: below, events cost more than the update; above, nothing is gained."""
 
-MAX_NUM_TILES = 1 << 12
-"""Tiles of a group, where there is room for larger ones: a plan for a matrix of 10^18 elements ends too."""
+MAX_NUM_TILES = 32
+"""Tiles of a group, where there is room for larger ones: what is planned for a layer does not grow with the layer."""
 
 TILES_AT_ONCE = 3
 """One tile arriving, one being updated, one leaving."""
