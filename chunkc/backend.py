@@ -27,6 +27,8 @@ from chunkc.logs import logger
 from chunkc.options import parse_options
 from chunkc.passes.codegen import prepare_compiler
 from chunkc.passes.graphs import placeholders
+from chunkc.ranks import refuse
+from chunkc.runtime.parts import Part, part_of
 from chunkc.torch_private.dynamo import (
     TensorifyScalarRestartAnalysis,
     at_recompile_limit,
@@ -70,9 +72,9 @@ def _compiled(
             raise OptionsError(f'mode={mode!r} is for the backend "inductor"; chunkc takes options={{...}}')
         settings = parse_options(options, os.environ)
     except OptionsError as error:
-        return _raising(error)
+        return _refusing(error, example_inputs)
     if in_compiled_autograd():
-        return _raising(UnsupportedError(COMPILED_AUTOGRAD))
+        return _refusing(UnsupportedError(COMPILED_AUTOGRAD), example_inputs)
     if is_between_calls(gm, example_inputs):
         logger.info("a graph that updates parameters or gradients runs operator by operator, outside of any plan")
         return gm.forward
@@ -82,7 +84,7 @@ def _compiled(
     try:
         gm = with_whole_parameters(gm, example_inputs)
     except UnsupportedError as error:
-        return _raising(error)
+        return _refusing(error, example_inputs)
     names = GraphNames(gm)
 
     def compile_for(inputs: Sequence[Any], arguments: Sequence[Any] | None = None) -> Callable[..., Any]:
@@ -112,6 +114,14 @@ def _without_frames(error: ChunkcError) -> ChunkcError:
     if error.__cause__ is not None:
         error.__cause__.__traceback__ = error.__cause__.__context__ = None
     return error
+
+
+def _refusing(error: ChunkcError, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """As `_raising`; other ranks, which wait for this one to compile the graph, are told."""
+    parts = (part for value in inputs if isinstance(part := part_of(value), Part))
+    if (first := next(parts, None)) is not None:
+        refuse(first.transport, error)
+    return _raising(error)
 
 
 def _raising(error: ChunkcError) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -25,6 +26,8 @@ from chunkc.whole_parameters import whole
 
 TIMEOUT_S = 300.0
 """How long a rank waits for the others."""
+
+_MESH = 'mesh must be a DeviceMesh of one or two dimensions on "cpu", as init_device_mesh makes it'
 
 
 @torch.no_grad()
@@ -72,11 +75,8 @@ def distribute(
         DistributedError: the ranks' models differ, or a rank does not come, or has raised one of the other errors;
             nothing has changed.
     """
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2 or mesh.device_type != "cpu":
-        raise OptionsError('mesh must be a DeviceMesh of one or two dimensions on "cpu", as init_device_mesh makes it')
-    num_copies = mesh.size(0) if mesh.ndim > 1 else 1
-    transport = Transport(tuple(mesh.mesh.flatten().tolist()), timeout_s if timeout_s > 0 else TIMEOUT_S, num_copies)
-    check = partial(_check, model, home, zero_stage, timeout_s)
+    check = partial(_check, model, mesh, home, zero_stage, timeout_s)
+    transport = _transport_on(mesh, timeout_s, check)
     together(transport, "chunkc.distribute()", check, DistributedError)
     named = dict(model.named_parameters())
     shapes = [(name, tuple(p.shape), p.dtype) for name, p in named.items()]
@@ -87,7 +87,7 @@ def distribute(
             "the parameters of the model": repr(shapes),
             "zero_stage": str(zero_stage),
             "the kind of home": home_kind,
-            "the mesh": str(tuple(mesh.mesh.shape)),
+            "the mesh": str(mesh.mesh.tolist()),
         },
     )
     made: dict[int, nn.Parameter] = {}
@@ -108,11 +108,36 @@ def distribute(
     return model
 
 
-def _check(model: nn.Module, home: str, zero_stage: ZeroStage | None, timeout_s: float) -> None:
+def _transport_on(mesh: DeviceMesh, timeout_s: float, check: Callable[[], None]) -> Transport:
+    """By which a mesh's ranks meet, even where an argument makes no sense on one of them: then all are told.
+
+    Raises:
+        OptionsError: nobody waits for this rank.
+        DistributedError: a rank does not come. Whatever `check` raises here comes first.
+    """
+    is_mesh = isinstance(mesh, DeviceMesh)
+    if not dist.is_initialized() or (is_mesh and mesh.get_coordinate() is None):
+        raise OptionsError(f"{_MESH}; this process is in none")
+    ranks = mesh.mesh.flatten().tolist() if is_mesh else range(dist.get_world_size())
+    num_copies = mesh.size(0) if is_mesh and mesh.ndim > 1 else 1
+    try:
+        return Transport(tuple(ranks), timeout_s if _is_positive(timeout_s) else TIMEOUT_S, num_copies)
+    except DistributedError:
+        check()
+        raise
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and value > 0
+
+
+def _check(model: nn.Module, mesh: DeviceMesh, home: str, zero_stage: ZeroStage | None, timeout_s: float) -> None:
     """Refuse what this rank cannot do."""
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2 or mesh.device_type != "cpu":
+        raise OptionsError(_MESH)
     parse_options({"home": home})
     check_zero_stage(zero_stage)
-    if not timeout_s > 0:
+    if not _is_positive(timeout_s):
         raise OptionsError(f"timeout_s is {timeout_s!r}; allowed: a positive number of seconds")
     named = dict(model.named_parameters())
     if not named:

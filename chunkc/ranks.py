@@ -94,9 +94,14 @@ def meeting(
         yield compare
     except Exception as error:
         if not met and transport is not None and not isinstance(error, not_final):
-            with suppress(DistributedError):
-                transport.tell_all(_Refusal(f"{type(error).__name__}: {str(error) or error.__cause__}"))
+            refuse(transport, error)
         raise
+
+
+def refuse(transport: Transport, error: Exception) -> None:
+    """Instead of coming to an agreement, a rank says why it cannot: the others raise that."""
+    with suppress(DistributedError):
+        transport.tell_all(_Refusal(f"{type(error).__name__}: {str(error) or error.__cause__}"))
 
 
 def agree(transport: Transport, facts: Facts) -> None:

@@ -7,6 +7,7 @@ A module of a distributed model reads its parameter through `whole`. Dynamo puts
 
 Before AOTAutograd sees the graph, the call is taken out and the parameter becomes the whole tensor. So everything
 behind it, from the layout to the plan, is as for one device, and no gather is in any graph: chunks are gathered.
+`torch.utils.checkpoint` has a graph of its own for what is computed again; the call is taken out there, too.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from chunkc.passes.graphs import placeholders
 from chunkc.runtime.parts import Part, part_of
 from chunkc.torch_private.aot import LazyGraphModule
 from chunkc.torch_private.fake import detect_fake_mode
+
+tag_activation_checkpoint = torch.ops.higher_order.tag_activation_checkpoint
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.13 on; this is Linux's number
 
@@ -44,13 +47,30 @@ def with_whole_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.Graph
     if not any(cut):
         _refuse_others(inputs)
         return gm
+    _refuse_others([value for value, is_cut in zip(inputs, cut, strict=True) if not is_cut])
+    return _with_whole_inputs(gm, cut)
+
+
+def _with_whole_inputs(gm: fx.GraphModule, cut: Sequence[bool]) -> fx.GraphModule:
+    """A copy of a graph whose inputs are whole where they are cut; so are those of regions inside it."""
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(gm.graph, values))
-    for placeholder, is_cut in zip(placeholders(graph), cut, strict=True):
-        if not is_cut:
-            continue
+    made = LazyGraphModule(gm, graph)
+    found = [node for node, is_cut in zip(placeholders(graph), cut, strict=True) if is_cut]
+    for region in graph.find_nodes(op="call_function", target=tag_activation_checkpoint):
+        body, *arguments = region.args
+        cut_here = [argument in found for argument in arguments]
+        if any(cut_here):
+            inner = _with_whole_inputs(getattr(gm, body.target), cut_here)
+            setattr(made, body.target, inner)
+            for argument, input_ in zip(arguments, placeholders(inner.graph), strict=True):
+                if argument in found:
+                    argument.meta["example_value"] = input_.meta["example_value"]
+    for placeholder in found:
         for reader in list(placeholder.users):
+            if reader.target is tag_activation_checkpoint:
+                continue
             if reader.target is not whole:
                 raise UnsupportedError(
                     f"{reader.format_node()} reads a distributed parameter otherwise than as the parameter of its "
@@ -59,8 +79,7 @@ def with_whole_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.Graph
             placeholder.meta["example_value"] = reader.meta["example_value"]
             reader.replace_all_uses_with(placeholder)
             graph.erase_node(reader)
-    _refuse_others([value for value, is_cut in zip(inputs, cut, strict=True) if not is_cut])
-    return LazyGraphModule(gm, graph)
+    return made
 
 
 def as_traced(inputs: Sequence[Any]) -> list[Any]:

@@ -121,7 +121,8 @@ class ChunkSlots(ABC):
         state = advance(chunk, slot.state, ChunkState.PREFETCHING)
         needs_data = self._has_data_at_home(chunk)
         self.updates.note_use(group_index)
-        slot.buffer, slot.exchange = self._room(chunk, group)
+        with torch.inference_mode(False):  # links, and later phases, write to it outside of any such mode
+            slot.buffer, slot.exchange = self._room(chunk, group)
         buffer = slot.buffer
         if kind == PARAM and group.standing_numel(chunk):
             needs_data = group_index not in self.standing.current

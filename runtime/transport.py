@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -26,6 +27,8 @@ _HEAD_NBYTES = 1024
 """Of what ranks tell each other, these go first, with the length of all: mostly that is all there is."""
 
 _INLINE_NBYTES = _HEAD_NBYTES - 8
+
+_ANEW = "Start all ranks anew from the latest checkpoint"
 
 Message = tuple[int, torch.Tensor]
 """A rank, as an index into `Transport.ranks`, and a contiguous tensor that is sent there or filled from there."""
@@ -48,6 +51,9 @@ class Transport:
         accumulating: more gradients will be added to those of the backwards that run now: in stage 1 of ZeRO each rank
             keeps its own until then.
         num_renewed: how often ranks have forgotten plans of a step; the same on all of them.
+
+    Raises:
+        DistributedError: another rank does not come.
     """
 
     ranks: tuple[int, ...]
@@ -61,11 +67,15 @@ class Transport:
 
     def __post_init__(self) -> None:
         timeout = timedelta(seconds=self.timeout_s)
-        self._groups = {
-            channel: dist.new_group(list(self.ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
-            for channel in self.sent_nbytes
-        }
         self.rank = self.ranks.index(dist.get_rank())
+        ranks = list(self.ranks)
+        try:
+            self._groups = {
+                channel: dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+                for channel in self.sent_nbytes
+            }
+        except RuntimeError as error:
+            raise self._lost("addresses", "another rank") from error
         self._failed_checkpoint: BaseException | None = None
 
     @property
@@ -87,24 +97,25 @@ class Transport:
             DistributedError: another rank is gone, or has not come within the timeout.
         """
         self.check(channel)
-        group, works = self._groups[channel], []
+        group, works, other = self._groups[channel], [], self.rank
         try:
-            for rank, tensor in receives:
+            for other, tensor in receives:
                 if tensor.numel():
-                    works.append(dist.irecv(_bytes(tensor), src=self.ranks[rank], group=group, tag=tag))
-            for rank, tensor in sends:
+                    works.append((other, dist.irecv(_bytes(tensor), src=self.ranks[other], group=group, tag=tag)))
+            for other, tensor in sends:
                 if tensor.numel():
-                    works.append(dist.isend(_bytes(tensor), dst=self.ranks[rank], group=group, tag=tag))
+                    works.append((other, dist.isend(_bytes(tensor), dst=self.ranks[other], group=group, tag=tag)))
                     self.sent_nbytes[channel] += tensor.nbytes
-            for work in works:
+            for other, work in works:  # noqa: B007
                 assert work is not None
                 work.wait()
         except RuntimeError as error:
+            lost = self._lost(channel, f"rank {other}")
             if channel == CHECKPOINTS:
-                self._failed_checkpoint = error
+                self._failed_checkpoint = lost
             else:
-                self.failure = error
-            raise self._lost(channel) from error
+                self.failure = lost
+            raise copy(lost) from error
 
     def tell_all(self, value: Any, channel: str = AGREEMENTS) -> list[Any]:
         """Every rank's value, in the order of the ranks; all of them call this. Takes no memory of torch's allocator.
@@ -151,8 +162,12 @@ class Transport:
     def check(self, channel: str = AGREEMENTS) -> None:
         """Raises DistributedError: nothing can be exchanged any more."""
         failure = self._failed_checkpoint if channel == CHECKPOINTS else self.failure
+        if isinstance(failure, DistributedError):
+            raise copy(failure) from failure.__cause__
         if failure is not None:
-            raise self._lost(channel) from failure
+            raise DistributedError(
+                f"rank {self.rank} of {self.num_ranks} cannot go on after {type(failure).__name__}: {failure}. {_ANEW}"
+            ) from failure
 
     def give_up(self, cause: BaseException) -> None:
         """This rank stops in the middle of a plan: the others must not wait for it.
@@ -168,11 +183,10 @@ class Transport:
                 for rank in self.others:
                     _close(group, self.ranks[rank])
 
-    def _lost(self, channel: str) -> DistributedError:
+    def _lost(self, channel: str, who: str) -> DistributedError:
         return DistributedError(
-            f"rank {self.rank} of {self.num_ranks} cannot go on: in an exchange of {channel} another rank was gone, or "
-            f"did not come within {self.timeout_s:g} s. The first error of any rank is the cause; start all ranks anew "
-            "from the latest checkpoint"
+            f"rank {self.rank} of {self.num_ranks} cannot go on: in an exchange of {channel} {who} was gone, or did "
+            f"not come within {self.timeout_s:g} s. The first error of any rank is the cause. {_ANEW}"
         )
 
 

@@ -138,7 +138,7 @@ def adamw(model: nn.Module) -> Any:
     return chunkc.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
 
 
-def compiled(model: nn.Module, budget: int, codegen: str = "eager", **more: Any) -> Any:
+def compiled(model: nn.Module, budget: int | str, codegen: str = "eager", **more: Any) -> Any:
     options = {"memory_budget": budget, "codegen": codegen, "debug": True, **more}
     return torch.compile(model, backend="chunkc", options=options)
 
@@ -298,7 +298,7 @@ def train_sizes(run: Any, optimizer: Any, part: Callable[[Tensor], Tensor], whol
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        with torch.no_grad():
+        with torch.inference_mode():
             evaluated = run(part(torch.randint(VOCABULARY, (4, length + 1), generator=generator)))
         losses += [whole(loss), whole(evaluated)]
     return losses
@@ -720,14 +720,17 @@ def refused_on_one() -> Result:
         if dist.get_rank() == given.pop("views", None):
             model.weight.data = model.weight.data.t()
         try:
-            chunkc.distribute(model, mesh(), **{"timeout_s": 20} | given)
+            chunkc.distribute(model, **{"mesh": mesh(), "timeout_s": 20} | given)
+            compiled(model, HUGE if dist.get_rank() else "a lot")(torch.ones(2, 4))
         except chunkc.ChunkcError as error:
             return f"{type(error).__name__}: {error}"
         return "nothing"
 
     start = time.monotonic()
     messages = [attempt(views=1), attempt(views=0), attempt(home="cpu" if dist.get_rank() else "nowhere")]
-    messages += [attempt(timeout_s=20 * dist.get_rank()), attempt()]
+    messages += [attempt(timeout_s=20 * dist.get_rank())]
+    messages += [attempt(mesh=mesh() if dist.get_rank() == number else None) for number in (1, 0)]
+    messages += [attempt(mesh=DeviceMesh("cpu", [1, 0]) if dist.get_rank() else mesh()), attempt()]
     return {"message": "\n".join(messages), "took": time.monotonic() - start}
 
 
@@ -756,6 +759,8 @@ def refused() -> Result:
     attempt("stage", lambda: chunkc.distribute(nn.Linear(2, 2), mesh(), zero_stage=4))
     attempt("timeout", lambda: chunkc.distribute(nn.Linear(2, 2), mesh(), timeout_s=0))
     attempt("mesh", lambda: chunkc.distribute(nn.Linear(2, 2), None))
+    others = DeviceMesh("cpu", [1 - dist.get_rank()], _init_backend=False)
+    attempt("other ranks' mesh", lambda: chunkc.distribute(nn.Linear(2, 2), others))
     kept = model.state_dict()
     attempt("shared", lambda: compiled(model, HUGE)(torch.ones(2, 4)))
     del kept

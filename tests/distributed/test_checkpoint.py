@@ -152,7 +152,7 @@ def test_ranks_that_differ(faults: dict[str, list[dict[str, Any]]]) -> None:
 def test_a_rank_that_ends_while_it_writes(case: str, tmp_path: Path) -> None:
     """The others are told in time, and the checkpoint before is as it was."""
     first, other = ranks(tmp_path, case, script="checkpoint_cases.py")[case]
-    seconds = re.match(r"CheckpointError after (\d+) s: .*step 2 .* another rank was gone", first["told"])
+    seconds = re.match(r"CheckpointError after (\d+) s: .*step 2 .* rank 1 was gone", first["told"])
     assert seconds is not None
     assert int(seconds[1]) < 20
     late = [".writing-000000000003"] if case == "hung" else []  # begun by the one that hung, once it goes on

@@ -50,6 +50,15 @@ def test_without_debug_a_released_slot_is_left_alone() -> None:
     assert torch.equal(buffer.view(2, 64), parameters["last"])
 
 
+def test_a_slot_that_is_taken_in_inference_mode_is_written_to_outside_of_it() -> None:
+    """By links' threads, and by later phases."""
+    store, _ = placed()
+    with torch.inference_mode():
+        store.prefetch(Chunk("param", 0))
+        store.wait(Chunk("param", 0))
+    store.slot(Chunk("param", 0)).buffer.zero_()
+
+
 def test_only_a_chunk_that_is_there_and_ready_is_read() -> None:
     store, _ = placed()
     for prepare in (lambda: None, lambda: store.prefetch(Chunk("param", 0))):
