@@ -16,7 +16,7 @@ rewritten after every architecture. An `--out` file that is there goes on: what 
 So samples, columns and runs that were stopped add up. Each cell says which commit it is of.
 
     --sample N      so many architectures, drawn by --seed
-    --family NAME   a library, a family such as `llama`, or a pattern of whole names such as `timm/*/test_*`
+    --family NAME   a library, a family such as `llama`, or a pattern of whole names such as `timm/*/test_*`; or several
     --dozen         the fixed sample of the second test tier
     --columns       such as `eager/fp32,inductor/*` (default: all)
     --from FILE     takes over the answers of an earlier result, too; may be given several times
@@ -80,7 +80,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample", type=int, metavar="N", help="so many architectures (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--family", metavar="NAME", help="a library, a family or a pattern of whole names")
+    parser.add_argument("--family", metavar="NAME,...", help="libraries, families or patterns of whole names")
     parser.add_argument("--columns", default="*", metavar="PATTERN,...")
     parser.add_argument("--dozen", action="store_true", help="the fixed sample of the second test tier")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="goes on where it is there")
@@ -127,7 +127,8 @@ def _sampled(names: Sequence[str], args: argparse.Namespace, known: Mapping[str,
 
 
 def _is_of(name: str, family: str | None) -> bool:
-    return family is None or family in name.split("/") or fnmatchcase(name, family)
+    parts = name.split("/")
+    return family is None or any(one in parts or fnmatchcase(name, one) for one in family.split(","))
 
 
 def has_failed(answer: Answer) -> bool:

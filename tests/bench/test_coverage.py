@@ -56,6 +56,7 @@ def test_the_command_line_picks_columns_and_architectures() -> None:
     assert coverage.chosen(NAMES, args, {}) == dict.fromkeys(NAMES[1:], args.columns)
     assert [*coverage.chosen(NAMES, coverage.parse_args(["--family", "llama"]), {})] == NAMES[2:]
     assert [*coverage.chosen(NAMES, coverage.parse_args(["--family", "*/test_*"]), {})] == NAMES[:1]
+    assert [*coverage.chosen(NAMES, coverage.parse_args(["--family", "llama,*/test_*"]), {})] == [NAMES[0], NAMES[2]]
     one, other = (coverage.chosen(NAMES, coverage.parse_args(["--sample", "2", "--seed", "5"]), {}) for _ in range(2))
     assert one == other
     assert len(one) == 2
