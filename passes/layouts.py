@@ -20,9 +20,10 @@ _Overload = torch._ops.OpOverload
 
 
 def _lie_alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors have the same strides, but for those that have another shape."""
-    first = tensors[0]
-    return all(t.stride() == first.stride() for t in tensors if t.shape == first.shape)
+    """Whether tensors have the same strides, but for those that have another shape, and where there is one element."""
+    first, alike = tensors[0], [t for t in tensors if t.shape == tensors[0].shape]
+    longer = [dim for dim in range(first.dim()) if first.shape[dim] != 1]
+    return all(t.stride(dim) == first.stride(dim) for t in alike for dim in longer)
 
 
 def _are_contiguous(tensors: Sequence[Tensor]) -> bool:

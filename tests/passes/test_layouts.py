@@ -118,6 +118,16 @@ def test_results_lie_as_traced(operator: Any) -> None:
     assert not [line for args in calls(operator) for line in wrong(operator, args, OPERANDS_ALIKE)]
 
 
+@pytest.mark.parametrize("operator", [*ELEMENTWISE, aten.elu_backward.default], ids=str)
+def test_strides_of_dimensions_of_one_do_not_matter(operator: Any) -> None:
+    """A contiguous tensor may have any stride there, and `contiguous` leaves it: this never ended."""
+    shape, strides = (4, 6, 1, 8), [(48, 8, 8, 1), (48, 8, 1, 1), (48, 8, 48, 1), (48, 1, 1, 6), (48, 1, 48, 6)]
+    for one, other in itertools.product(strides, repeat=2):
+        operands = (torch.rand(192).as_strided(shape, one), torch.rand(192).as_strided(shape, other))
+        args = OTHERS[operator](*operands) if operator in OTHERS else (*operands, *ELEMENTWISE[operator])
+        assert not wrong(operator, args, OPERANDS_ALIKE)
+
+
 @pytest.mark.parametrize("operator", list(OPERANDS_ALIKE), ids=str)
 def test_it_is_needed(operator: Any) -> None:
     """Who reads this after it failed: PyTorch has mended the operator, and it can leave the list."""
