@@ -672,6 +672,13 @@ def linear_algebra(dtype: torch.dtype) -> Iterator[Call]:
     yield call(aten._fft_r2c.default, torch.randn(4, 32), [1], 0, True)
     yield call(aten._fft_c2r.default, torch.randn(4, 17, dtype=torch.complex64), [1], 2, 32)
     yield call(aten._fft_c2c.default, torch.randn(4, 16, dtype=torch.complex64), [1], 0, True)
+    image, spectrum = torch.randn(3, 4, 10, 12), torch.randn(3, 4, 10, 7, dtype=torch.complex64)
+    for real, numbers in ((image, spectrum), (image.transpose(1, 3), spectrum.transpose(1, 2))):
+        for dims in ([3], [2, 3], [2], [1, 3], [3, 0, 2]):
+            yield call(aten._fft_r2c.default, real, dims, 0, True)
+            yield call(aten._fft_r2c.default, real, dims, 0, False)
+            yield call(aten._fft_c2c.default, numbers, dims, 0, True)
+            yield call(aten._fft_c2r.default, numbers, dims, 2, 2 * (numbers.shape[dims[-1]] - 1))
     yield call(aten._conj.default, torch.randn(4, 16, dtype=torch.complex64))
     yield call(aten._conj_physical.default, torch.randn(4, 16, dtype=torch.complex64))
     yield call(aten.mm.default, torch.randn(4, 16, dtype=torch.complex64), torch.randn(16, 3, dtype=torch.complex64))

@@ -18,6 +18,7 @@ from chunkc.passes.scratch import (
     cuda_rules,
     cuda_sorting,
     exceptions,
+    fourier,
     images,
     indexing,
     linear_algebra,
@@ -111,7 +112,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (
         Operator(rules.nothing_rule),
         """
-        index_reduce _cdist_backward _pdist_forward _pdist_backward _fft_r2c _fft_c2r _fft_c2c _conj_physical
+        index_reduce _cdist_backward _pdist_forward _pdist_backward _conj_physical
         linalg_cholesky_ex linalg_lu_factor_ex _ctc_loss _embedding_bag_per_sample_weights_backward
         fractional_max_pool2d_backward _logcumsumexp _standard_gamma_grad _dirichlet_grad segment_reduce
         block_diag polygamma _reshape_alias isin put normal_functional random poisson _standard_gamma binomial
@@ -345,6 +346,8 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(linear_algebra.pivots_rule, inexact=exceptions.LAPACK), "_linalg_det _linalg_slogdet _linalg_solve_ex"),
     (Operator(linear_algebra.decomposition_rule, inexact=exceptions.LAPACK), "linalg_qr _linalg_svd _linalg_eigh"),
     (Operator(linear_algebra.matrix_exp_rule, inexact=exceptions.POWERS), "linalg_matrix_exp"),
+    (Operator(fourier.transform_rule), "_fft_r2c _fft_c2c"),
+    (Operator(fourier.to_real_rule), "_fft_c2r"),
     # --- elementwise operators on the CPU, which take more on CUDA devices ---
     (Operator(cuda=cuda_rules.is_finite), "isfinite"),
     (Operator(cuda=cuda_rules.clamp), "clamp clamp_min clamp_max"),
