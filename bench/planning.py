@@ -24,6 +24,8 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import machine
 from baselines import Case, replayed
+from rich.console import Console
+from rich.table import Table
 
 from chunkc.explaining.moments import StepPlans
 from chunkc.garbage import no_automatic_collection
@@ -104,14 +106,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     options = parser.parse_args(arguments)
     cases = SMALL_CASES if options.small else CASES
-    print(f"{'':<32} {'first plan':>12} {'rehearsal':>10} {'plans':>8} {'planning':>9} {'step':>10}  digest")
+    table = Table("case", "first plan", "rehearsal", "plans", "planning", "step", "digest")
     found = []
     for case in (case for case in cases if options.only.lower() in f"{case.model} {case.hardware} {case.budget}"):
         one = examine(case, options.overlap, options.rounds)
         found.append(asdict(one))
+        times = (one.first_s, one.rehearsal_s, one.plans_s, one.planning_s, one.step_s)
         name = f"{case.model}, {case.batch_size}, {case.hardware}, {case.budget}"
-        times = f"{one.first_s:>10.2f} s {one.rehearsal_s:>8.3f} s {one.plans_s:>6.3f} s {one.planning_s:>7.3f} s"
-        print(f"{name:<36}{times} {one.step_s:>9.4f} s  {one.digest}", flush=True)
+        table.add_row(name, *(f"{seconds:.4g} s" for seconds in times), one.digest)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
     if options.out is not None:
         about = {"hardware": machine.hardware(), "versions": machine.versions(), "overlap": options.overlap}
         options.out.write_text(json.dumps({**about, "cases": found}, indent=1) + "\n")

@@ -34,5 +34,5 @@ def blocks_for_an_interpreter() -> Iterator[None]:
     if importlib.util.find_spec("cuda_in_ram") is None or "CUDA_IN_RAM_ARITHMETIC" not in os.environ:
         yield
         return
-    with mock.patch.object(elementwise_triton, "BLOCK", 1 << 20):
+    with mock.patch.object(elementwise_triton, "BLOCK", 1 << 14):
         yield

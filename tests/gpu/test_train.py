@@ -6,6 +6,7 @@ Each test prints what it measured, so that a failure says by how much.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ pytestmark = [
 
 MIB = 1 << 20
 HUGE = 1 << 40
+WIDTH, ROWS, WORDS = (256, 8, (1, 128)) if "CUDA_IN_RAM_ARITHMETIC" in os.environ else (1024, 64, (4, 256))
+"""Of layers, and of a batch: a GPU made of RAM multiplies on a CPU, and interprets Triton's kernels."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,17 +43,17 @@ def clean() -> Iterator[None]:
 
 
 class Stack(nn.Module):
-    """Equal layers of 4 MiB in bf16, of 8 in fp32."""
+    """Equal layers; on a GPU of 4 MiB in bf16, of 8 in fp32."""
 
     def __init__(self, dtype: torch.dtype, num_layers: int = 8) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(1024, 2048, dtype=dtype) for _ in range(num_layers))
-        self.norm = nn.LayerNorm(1024, dtype=dtype)
-        self.register_buffer("scale", torch.full((1024,), 0.5, dtype=dtype))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH, dtype=dtype) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(WIDTH, dtype=dtype)
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = x + torch.nn.functional.silu(layer(self.norm(x)))[..., :1024] * self.scale
+            x = x + torch.nn.functional.silu(layer(self.norm(x)))[..., :WIDTH] * self.scale
         return x.float().square().mean()
 
 
@@ -63,7 +66,7 @@ class Case:
 
 def stack(dtype: torch.dtype) -> Case:
     def batch(seed: int) -> dict[str, Tensor]:
-        return {"x": torch.randn(64, 1024, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)}
+        return {"x": torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)}
 
     return Case(lambda: Stack(dtype), batch, lambda out: out)
 
@@ -73,18 +76,25 @@ def language_model(kind: str) -> Case:
     common: dict[str, Any] = {"vocab_size": 4096, "use_cache": False}
     if kind == "gpt2":
         config = transformers.GPT2Config(
-            n_embd=512, n_layer=6, n_head=8, n_positions=256, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **common
+            n_embd=WIDTH // 2,
+            n_layer=6,
+            n_head=8,
+            n_positions=256,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            **common,
         )
         build = transformers.GPT2LMHeadModel
     else:
         config = transformers.LlamaConfig(
-            hidden_size=512, intermediate_size=1408, num_hidden_layers=6, num_attention_heads=8,
+            hidden_size=WIDTH // 2, intermediate_size=WIDTH * 11 // 8, num_hidden_layers=6, num_attention_heads=8,
             num_key_value_heads=4, max_position_embeddings=256, **common,
         )  # fmt: skip
         build = transformers.LlamaForCausalLM
 
     def batch(seed: int) -> dict[str, Tensor]:
-        tokens = torch.randint(4096, (4, 256), generator=torch.Generator().manual_seed(seed)).to("cuda")
+        tokens = torch.randint(4096, WORDS, generator=torch.Generator().manual_seed(seed)).to("cuda")
         return {"input_ids": tokens, "labels": tokens}
 
     return Case(lambda: build(config).to(torch.bfloat16), batch, lambda out: out.loss)
