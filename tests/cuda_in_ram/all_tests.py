@@ -55,7 +55,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def run(mode: Sequence[str], tests: Sequence[str], arguments: Sequence[str], results: Path) -> tuple[int, Path]:
     """pytest on the device, by two workers; its exit code, and the results that it wrote."""
-    pytest = [sys.executable, "-m", "pytest", *tests, "-n", "2", "--dist", "worksteal", f"--junitxml={results}"]
+    patience = "--timeout=1800"  # kernels are computed on a CPU: beside other work the ladder's take minutes
+    options = ["-n", "2", "--dist", "worksteal", patience, f"--junitxml={results}"]
+    pytest = [sys.executable, "-m", "pytest", *tests, *options]
     command = [sys.executable, str(HERE / "run.py"), *mode, *pytest, *arguments]
     return subprocess.run(command, cwd=HERE.parents[1]).returncode, results
 
