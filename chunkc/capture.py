@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from chunkc.decompositions import decompositions
 from chunkc.ir.errors import UnsupportedError
-from chunkc.passes.graphs import placeholders, returned
+from chunkc.passes.graphs import copy_of, placeholders, returned
 from chunkc.passes.inductor.cuda import steady_inductor
 from chunkc.passes.loss_tiles import tile_losses
 from chunkc.passes.partition import partition
@@ -22,6 +22,7 @@ from chunkc.passes.repeats import find_repeats, shortened
 from chunkc.passes.segments import clone_parameter_views, copy_changing, materialise_returned_placeholders
 from chunkc.passes.unrolling import NotAlike, unroll
 from chunkc.torch_private.aot import (
+    LazyGraphModule,
     aot_module_simplified,
     forbid_donation,
     in_a_tracing_context,
@@ -33,7 +34,12 @@ from chunkc.torch_private.aot import (
 )
 from chunkc.torch_private.dynamo import is_of_a_module
 from chunkc.torch_private.engine import without_autocast
-from chunkc.torch_private.inductor import prepare_joint_graph
+from chunkc.torch_private.inductor import (
+    prepare_all_but_random,
+    prepare_joint_graph,
+    prepare_random,
+    prepares_by_parts,
+)
 from chunkc.torch_private.versions import warn_if_newer
 
 logger = logging.getLogger(__name__)
@@ -117,18 +123,31 @@ def capture_graph(
     without_gradient = [isinstance(value, torch.Tensor) and not value.requires_grad for value in inputs]
     num_inputs, num_outputs = len(inputs), len(returned(gm.graph))
 
-    def prepare(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-        if codegen == "inductor":
-            with steady_inductor(pytree.tree_leaves(example_inputs)):
-                prepare_joint_graph(gm, example_inputs)
+    def with_all_layers(gm: fx.GraphModule) -> fx.GraphModule:
+        return gm if repeats is None else _with_graph(gm, unroll(gm.graph, repeats, num_inputs, num_outputs))
 
-    def with_all_layers(graph: fx.Graph) -> fx.Graph:
-        return graph if repeats is None else unroll(graph, repeats, num_inputs, num_outputs)
+    def prepared(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+        """With all layers, as it is to be partitioned."""
+        if codegen != "inductor":
+            return with_all_layers(gm)
+        with steady_inductor(pytree.tree_leaves(example_inputs)):
+            if repeats is not None and prepares_by_parts():
+                short = _with_graph(gm, copy_of(gm.graph))
+                prepare_all_but_random(short, example_inputs)
+                try:
+                    whole = with_all_layers(short)
+                except NotAlike as error:
+                    logger.debug("all layers are prepared: %s", error)
+                else:
+                    prepare_random(whole, example_inputs)
+                    return whole
+            whole = with_all_layers(gm)
+            prepare_joint_graph(whole, example_inputs)
+        return whole
 
     def partition_fn(joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
         capture.num_user_outputs = kwargs["num_fwd_outputs"]
-        joint.graph = with_all_layers(joint.graph)
-        prepare(joint, joint_inputs)
+        joint = prepared(joint, joint_inputs)
         is_parameter = [name is not None for name in parameter_names]
         # What the forward returns beside the results of Dynamo's graph may be new values of its inputs.
         writes_inputs = capture.num_user_outputs != num_outputs
@@ -147,9 +166,7 @@ def capture_graph(
         return boxed(run_forward)
 
     def inference_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        gm.graph = with_all_layers(gm.graph)
-        prepare(gm, example_inputs)
-        return forward_compiler(gm, example_inputs)
+        return forward_compiler(prepared(gm, example_inputs), example_inputs)
 
     # AOTAutograd may ask for the backward at its first run only; it was planned with the forward all the same.
     def backward_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -186,6 +203,12 @@ def capture_graph(
     _fix_lengths_of_random_states(capture.forward.graph)
     _forget_autograd(gm)
     return call, capture
+
+
+def _with_graph(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    made = LazyGraphModule(gm, graph)
+    made.meta = gm.meta
+    return made
 
 
 def _forget_autograd(gm: fx.GraphModule) -> None:

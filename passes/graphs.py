@@ -37,6 +37,13 @@ def storage_nbytes(tensor: torch.Tensor) -> int:
     return rounded_nbytes(nbytes) if tensor.device.type == "cuda" else nbytes
 
 
+def copy_of(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    results = copy.graph_copy(graph, {})
+    copy.output(results).meta = dict(output_node(graph).meta)
+    return copy
+
+
 def is_compute(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_module", "call_method", "get_attr")
 

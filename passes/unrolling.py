@@ -8,7 +8,8 @@ backward. The middle one is repeated, each time for the next block's parameters.
     before 1 2 3 after | backward of: after 3 2 1 before        as it was traced
     before 1 2 c c c 3 after | backward of: after 3 c c c 2 1 before        as it is returned
 
-Names go on as they would have: `mul_7`, `mul_12` of two blocks are followed by `mul_17`.
+Names go on as they would have: `mul_7`, `mul_12` of two blocks are followed by `mul_17`. Passes may have changed the
+traced graph, if they look at operations near each other only; names that they gave may be numbered otherwise.
 """
 
 from __future__ import annotations
@@ -328,9 +329,17 @@ class _Unrolling:
         return steps
 
     def _shift(self, forwards: int, backwards: int) -> Callable[[str], int]:
-        """By how much a name's number grows where so many more blocks come before."""
-        forward, backward = self._steps[FORWARD], self._steps.get(BACKWARD, {})
-        return lambda base: forwards * forward.get(base, 0) + backwards * backward.get(base, 0)
+        """By how much a name's number grows where so many more blocks come before: in the forward, in the backward.
+
+        Names that passes give, which go through a graph from its end, grow by those that come after.
+        """
+        before = {FORWARD: forwards, BACKWARD: backwards}
+
+        def shift(base: str) -> int:
+            steps = [(phase, of[base]) for phase, of in self._steps.items() if base in of]
+            return sum(step * (before[phase] - (self._num_more if step < 0 else 0)) for phase, step in steps)
+
+        return shift
 
     def _checkpoint_ids(self) -> tuple[int, int]:
         """By how much the numbers of activation checkpoints grow from block to block, and the largest of the parts'."""

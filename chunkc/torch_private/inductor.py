@@ -29,9 +29,11 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
+from torch._inductor.fx_passes import joint_graph
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._inductor.graph import GraphLowering
+from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.utils import shape_env_from_inputs
 from torch._inductor.virtualized import V
 
@@ -51,6 +53,10 @@ MIN_RECURSION_LIMIT = 2000
 """Depth of the Python stack that Inductor makes room for."""
 
 
+_only_one = threading.RLock()
+"""Held while Inductor does less than it would."""
+
+
 def patched(options: Mapping[str, Any]) -> AbstractContextManager[Any]:
     """Inductor's options inside."""
     return config.patch(dict(options))
@@ -65,6 +71,35 @@ def prepare_joint_graph(joint: fx.GraphModule, example_inputs: Sequence[Any]) ->
     """What Inductor does to a graph before it is partitioned; without it random numbers cannot be compiled."""
     with V.set_fake_mode(detect_fake_mode(example_inputs)):
         joint_graph_passes(joint)
+
+
+def prepare_all_but_random(joint: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """`prepare_joint_graph` up to its last step, which is `prepare_random`."""
+    here = threading.get_ident()
+
+    def replace_elsewhere(gm: fx.GraphModule) -> Any:
+        return 0 if threading.get_ident() == here else replace(gm)
+
+    with _only_one:
+        replace = joint_graph.replace_random_passes
+        joint_graph.replace_random_passes = replace_elsewhere
+        try:
+            prepare_joint_graph(joint, example_inputs)
+        finally:
+            joint_graph.replace_random_passes = replace
+
+
+def prepare_random(joint: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Numbers the random numbers of a graph, as Inductor does."""
+    with V.set_fake_mode(detect_fake_mode(example_inputs)):
+        if joint_graph.replace_random_passes(joint):
+            stable_topological_sort(joint.graph)
+
+
+def prepares_by_parts() -> bool:
+    """Whether `prepare_joint_graph` looks at operations that are near each other only; users' passes may at all."""
+    is_chunked = getattr(getattr(config, "auto_chunker", None), "enable", False)
+    return not (is_chunked or config.joint_custom_pre_pass or config.joint_custom_post_pass)
 
 
 def with_sizes_bound(inputs: Sequence[object]) -> AbstractContextManager[Any]:
@@ -154,10 +189,6 @@ class UnfinishedModule:
     def forget(self) -> None:
         """Let Inductor load the module anew where it is asked for it again."""
         PyCodeCache.modules_no_attr.pop(self._scope["__file__"], None)
-
-
-_only_one = threading.RLock()
-"""Held while Inductor does not wait."""
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -126,20 +127,103 @@ def text(graphs: TracedGraphs) -> str:
 def both_ways(monkeypatch: pytest.MonkeyPatch, model: nn.Module, **options: Any) -> tuple[str, str, int]:
     """The graphs' text with the layers traced once, with all of them traced, and the number of layers alike."""
     graphs, num_alike = captured(model, TOKENS, **options)
-    monkeypatch.setattr(capture, "find_repeats", lambda graph: None)
-    whole, _ = captured(model, TOKENS, **options)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(capture, "find_repeats", lambda graph: None)
+        whole, _ = captured(model, TOKENS, **options)
     return text(graphs), text(whole), num_alike
+
+
+@pytest.fixture
+def num_prepared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many operations the graphs had that Inductor's passes went through, before they did."""
+    found: list[int] = []
+    for name in ("prepare_joint_graph", "prepare_all_but_random"):
+        prepare = getattr(capture, name)
+
+        def counted(gm: fx.GraphModule, inputs: Any, prepare: Callable[..., None] = prepare) -> None:
+            found.append(len(gm.graph.nodes))
+            prepare(gm, inputs)
+
+        monkeypatch.setattr(capture, name, counted)
+    return found
 
 
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("variant", ["", "frozen", "dropout", "tied", "checkpoints", "one for all"])
-def test_graphs_are_those_of_all_layers_traced(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
-    codegen = "inductor" if variant in ("dropout", "tied") else "eager"
+def test_graphs_are_those_of_all_layers_traced(
+    monkeypatch: pytest.MonkeyPatch, variant: str, num_prepared: list[int]
+) -> None:
+    codegen = "inductor" if variant in ("dropout", "tied", "checkpoints") else "eager"
     once, whole, num_alike = both_ways(monkeypatch, Deep(variant), codegen=codegen)
     assert num_alike >= NUM_LAYERS - 1
     assert once == whole
     assert str(LAYER) not in once
+    assert len(num_prepared) == (2 if codegen == "inductor" else 0)
+    assert num_prepared == sorted(set(num_prepared))
+
+
+class Attention(nn.Module):
+    """Written by hand: Inductor's passes know it, and make another operator of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.view(*t.shape[:2], 2, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        weights = F.dropout((q @ k.transpose(-2, -1) / 2.0).softmax(-1), 0.1)
+        return x + self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+def in_order(text: str) -> str:
+    """With names that say only in which order they are met."""
+    names = {name: f"%{at}" for at, name in enumerate(dict.fromkeys(re.findall(r"^%(\w+) :", text, re.MULTILINE)))}
+    return re.sub(r"(?<![.\w])\w+", lambda match: names.get(match[0], match[0]), text)
+
+
+@pytest.mark.second_tier
+def test_what_passes_make_of_few_layers_is_what_they_make_of_all(
+    monkeypatch: pytest.MonkeyPatch, num_prepared: list[int]
+) -> None:
+    """Attention becomes one operator or two of its dropout's, and random numbers are numbered over all layers."""
+    model = nn.Sequential(nn.Embedding(8, WIDTH), *(Attention() for _ in range(NUM_LAYERS)))
+    for context in (nullcontext(), torch.autocast("cpu", torch.bfloat16), torch.no_grad()):
+        num_prepared.clear()
+        with context:
+            once, whole, num_alike = both_ways(monkeypatch, model, codegen="inductor")
+        assert num_alike
+        assert in_order(once) == in_order(whole)
+        assert once.count("inductor_lookup_seed.") == NUM_LAYERS
+        few, all_layers = num_prepared
+        assert few < all_layers
+
+
+def test_where_passes_make_layers_differ_all_are_prepared(
+    monkeypatch: pytest.MonkeyPatch, num_prepared: list[int]
+) -> None:
+    prepare = capture.prepare_all_but_random
+
+    def changed(gm: fx.GraphModule, inputs: Any) -> None:
+        prepare(gm, inputs)
+        node = next(
+            n for n in gm.graph.nodes if (n.meta.get("custom") or {}).get(LAYER) == 2 and n.name.startswith("mul")
+        )
+        node.args = (node.args[0], node.args[0])
+
+    monkeypatch.setattr(capture, "prepare_all_but_random", changed)
+    once, whole, _ = both_ways(monkeypatch, Deep(), codegen="inductor")
+    assert once == whole
+    few, *others = num_prepared
+    assert few < others[0] == others[1]
+
+
+def test_passes_of_the_user_see_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    with torch._inductor.config.patch(joint_custom_post_pass=lambda graph: found.append(len(graph.nodes))):
+        both_ways(monkeypatch, Deep(), codegen="inductor")
+    once, whole = found
+    assert once == whole
 
 
 @pytest.mark.second_tier
