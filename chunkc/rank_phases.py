@@ -82,6 +82,7 @@ class PhaseOfAll:
         facts = {
             "the phase": f"{self.name}{', cold' if self.around.cold_backward else ''}",
             "the program of the model": self.code.program,
+            "the optimizer's steps, or in their hyper-parameters": self.transport.steps,
         }
         if self.name.startswith(BACKWARD):
             _refuse_to_keep(self.session, self.groups)

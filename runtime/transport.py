@@ -51,6 +51,7 @@ class Transport:
         accumulating: more gradients will be added to those of the backwards that run now: in stage 1 of ZeRO each rank
             keeps its own until then.
         num_renewed: how often ranks have forgotten plans of a step; the same on all of them.
+        steps: a hash of the steps of optimizers so far.
 
     Raises:
         DistributedError: another rank does not come.
@@ -64,6 +65,7 @@ class Transport:
     failure: BaseException | None = None
     accumulating: bool = False
     num_renewed: int = 0
+    steps: str = ""
 
     def __post_init__(self) -> None:
         timeout = timedelta(seconds=self.timeout_s)

@@ -16,7 +16,7 @@ from chunkc.ir.states import INT8
 from chunkc.kernels.formats import GradScale
 from chunkc.optim.rule import OverRanks
 from chunkc.optim.split_masters import NotedContents, put_masters_together
-from chunkc.ranks import agree
+from chunkc.ranks import agree, hashed
 from chunkc.runtime.parts import Part, part_of
 from chunkc.runtime.store import ChunkStore
 from chunkc.runtime.transport import Transport
@@ -30,13 +30,29 @@ def check_over_ranks(optimizer: Any) -> None:
     Raises:
         UnsupportedError: states would have 8 bits, or gradients were not exchanged between ranks yet.
     """
-    parts = [part for group in optimizer.param_groups for p in group["params"] if isinstance(part := part_of(p), Part)]
+    parts = _parts_of(optimizer)
     if not parts:
         return
     for part in parts:
         if isinstance(gradient := part.grad, LocalGradient):
             raise gradient.refusal()
     refuse_over_ranks(type(optimizer).__name__, optimizer.states.moments)
+
+
+def note_step(optimizer: Any) -> None:
+    """A step begins. Each rank updates its own parts alone; at the next phase ranks compare what steps they have made.
+
+    So a rank that leaves one out, or whose scheduler has gone by its own losses, is an error of all.
+    """
+    transports = {id(part.transport): part.transport for part in _parts_of(optimizer)}
+    if transports:
+        hyper = [optimizer.hyper_at(group, 1) for group in optimizer.param_groups]
+        for transport in transports.values():
+            transport.steps = hashed(f"{transport.steps} {type(optimizer).__name__} {hyper}")
+
+
+def _parts_of(optimizer: Any) -> list[Part]:
+    return [part for group in optimizer.param_groups for p in group["params"] if isinstance(part := part_of(p), Part)]
 
 
 def refuse_over_ranks(name: str, moments: str) -> None:
@@ -100,8 +116,7 @@ def agree_on_overflow(optimizer: Any, scale: GradScale) -> None:
     """
     if scale.found_inf is None:
         return
-    parts = [part for group in optimizer.param_groups for p in group["params"] if isinstance(part := part_of(p), Part)]
-    first = next((part for part in parts if part.grad is not None), None)
+    first = next((part for part in _parts_of(optimizer) if part.grad is not None), None)
     if first is not None and first.shards.num_ranks == 1 and first.transport.num_ranks > 1:
         name = "whether a gradient overflowed (give the optimizer no scalar as its first parameter)"
         agree(first.transport, {name: str(bool(scale.found_inf.cpu()))})

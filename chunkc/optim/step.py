@@ -16,7 +16,7 @@ from chunkc.ir.plan import Tile
 from chunkc.kernels.formats import GradScale
 from chunkc.optim.grad_scale import is_skipped, on_the_cpu
 from chunkc.optim.group_spans import Due, Task, due_of, flat_home, spans_of
-from chunkc.optim.over_ranks import check_over_ranks, sums_of_group
+from chunkc.optim.over_ranks import check_over_ranks, note_step, sums_of_group
 from chunkc.optim.overlap_mode import NONE
 from chunkc.optim.rule import GroupWork, Spans, Staying
 from chunkc.optim.update import PreparedUpdate, ResidentsLeft, prepare_updates
@@ -60,6 +60,7 @@ def prepare_step(optimizer: ChunkedOptimizer) -> tuple[Due, list[Prepared]]:
         BudgetError, HomeError, OptionsError, UnsupportedError: see `ChunkedOptimizer.step`.
     """
     check_over_ranks(optimizer)
+    note_step(optimizer)
     while True:
         due = due_of(optimizer)
         begun = optimizer.in_backward.collect(optimizer, due.chunked)

@@ -664,6 +664,16 @@ def another_phase() -> Result:
     return ended_by(action)
 
 
+def another_step() -> Result:
+    """Each rank has a learning rate of its own, such as of a scheduler that goes by the loss."""
+
+    def action(run: Any, model: nn.Module) -> None:
+        chunkc.optim.SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank())).step()
+        run(own(batches(0)[0]))
+
+    return ended_by(action)
+
+
 def hooked_on_one() -> Result:
     """A rank refuses in the middle of a step, and stays: the others are told."""
 
@@ -803,6 +813,7 @@ CASES: dict[str, Callable[..., Result]] = {
         killed,
         hung,
         another_phase,
+        another_step,
         hooked_on_one,
         another_budget,
         another_stage,
