@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import chunkc
 from chunkc.runtime import cpu_allocator
+from chunkc.runtime.tier import CpuTier
 from chunkc.session import sessions_of
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 11, 24, 8, 5
@@ -632,6 +634,9 @@ def ended_by(action: Callable[[Any, nn.Module], Any], **given: Any) -> Result:
         action(run, model)
     except chunkc.ChunkcError as error:
         return {"error": type(error).__name__, "message": str(error), "took": time.monotonic() - start}
+    except (MemoryError, KeyboardInterrupt) as error:
+        time.sleep(20)  # others are told: they do not wait until this rank ends
+        return {"error": type(error).__name__}
     return {"took": time.monotonic() - start}
 
 
@@ -684,6 +689,47 @@ def hooked_on_one() -> Result:
         loss.backward()
 
     return ended_by(action)
+
+
+def out_of_memory() -> Result:
+    """A rank lacks room in the middle of a backward, says so, and stays."""
+
+    def action(run: Any, model: nn.Module) -> None:
+        loss = run(own(batches(0)[0]))
+        if dist.get_rank() == 1:
+            with patch.object(CpuTier, "allocate_slot", side_effect=MemoryError("no room")):
+                loss.backward()
+        loss.backward()
+
+    return ended_by(action)
+
+
+def interrupted() -> Result:
+    """Ctrl-C reaches one rank, which stays."""
+
+    def action(run: Any, model: nn.Module) -> None:
+        if dist.get_rank() == 1:
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+        while True:
+            run(own(batches(0)[0])).backward()
+
+    return ended_by(action)
+
+
+class AnotherTiny(Tiny):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embed(tokens)).abs().mean()
+
+
+def another_code() -> Result:
+    """A rank has another version of the model's code."""
+    model = chunkc.distribute((AnotherTiny if dist.get_rank() else Tiny)(), mesh(), timeout_s=30)
+    try:
+        compiled(model, HUGE)(own(batches(0)[0]))
+    except chunkc.ChunkcError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    return {}
 
 
 def another_budget() -> Result:
@@ -817,6 +863,9 @@ CASES: dict[str, Callable[..., Result]] = {
         hooked_on_one,
         another_budget,
         another_stage,
+        out_of_memory,
+        interrupted,
+        another_code,
         too_small_on_one,
         another_model,
         refused_on_one,

@@ -245,6 +245,19 @@ def test_all_ranks_raise_an_error_in_time(case: str, faults: dict[str, list[dict
         assert found.get("kept", True), "the model is what it was"
 
 
+@pytest.mark.slow
+def test_a_rank_that_stays_after_an_error_keeps_nobody_waiting(tmp_path: Path) -> None:
+    found = ranks(tmp_path, "out_of_memory", "interrupted", "another_code")
+    first, other = found["out_of_memory"]
+    assert other["error"] == "MemoryError"
+    assert "rank 1 was gone" in first["message"]
+    first, interrupted = found["interrupted"]
+    assert interrupted["error"] == "KeyboardInterrupt"
+    assert "rank 1 was gone" in first["message"]
+    assert all("differ in the program of the model: rank 1 of 2" in rank["message"] for rank in found["another_code"])
+    assert all(rank.get("took", 0) < 15 for of_ranks in found.values() for rank in of_ranks), "nobody waited for 30 s"
+
+
 @pytest.mark.second_tier
 def test_what_distributed_models_do_not_do_is_refused(faults: dict[str, list[dict[str, Any]]]) -> None:
     expected = {
