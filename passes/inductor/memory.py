@@ -28,7 +28,7 @@ from chunkc.passes.segment_memory import NO_SCRATCH, Scratch, call_scratch
 from chunkc.passes.segment_storages import number_storages
 from chunkc.passes.shapes import AS_TRACED, Shapes
 from chunkc.passes.symbols import Size, shape_env_of, size_of
-from chunkc.torch_private.fake import FakeTensorMode, TorchDispatchMode
+from chunkc.torch_private.fake import FakeTensorMode, TorchDispatchMode, enable_python_dispatcher
 from chunkc.torch_private.sizes import depends_on_data
 from chunkc.torch_private.wrappers import CHECKS, SAME_TENSOR
 
@@ -60,6 +60,7 @@ def inductor_memory(
     shape_env = shape_env_of(given) or ShapeEnv()
     with (
         shape_env.ignore_fresh_unbacked_symbols(),
+        enable_python_dispatcher(),  # some meta kernels need it where sizes are symbols
         FakeTensorMode(shape_env=shape_env) as mode,
         _StorageTracker(num_threads, on_cuda, capability) as tracker,
     ):

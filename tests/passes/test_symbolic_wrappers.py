@@ -125,6 +125,23 @@ def test_operators_and_their_scratch(shape: tuple[int, int], traced: Traced) -> 
     assert [step.op for step in memory.steps][1::2][:1] == ["aten.sort"]
 
 
+@pytest.mark.parametrize("shape", SHAPES[:2])
+def test_fourier_transforms_of_images(shape: tuple[int, int], traced: Traced) -> None:
+    """Their meta kernels give a result other sizes, which symbols need Python's dispatcher for."""
+    source = wrapper(
+        "buf0 = torch.ops.aten._fft_r2c.default(arg2_1, [2, 3], 1, True)",
+        "del arg2_1",
+        "buf1 = buf0",
+        "del buf0",
+        "buf2 = torch.ops.aten._fft_c2r.default(buf1, [2, 3], 1, 8)",
+        "return (buf2, )",
+    )
+    rows, columns = shape
+    image = traced.tensor(traced.rows, traced.columns, 6, 8)
+    memory = replays(source, [traced.rows, traced.columns, image], traced, shape)
+    assert memory.storage_nbytes == (4 * rows * columns * 6 * 8,)
+
+
 def test_bytes_are_expressions_in_the_traced_symbols(traced: Traced) -> None:
     source = wrapper("buf0 = empty_strided_cpu((s27, s77), (s77, 1), torch.float32)", "return (buf0, s27, )")
     inputs = [traced.rows, traced.columns, traced.tensor(traced.rows, traced.columns)]
