@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -182,7 +183,9 @@ def with_number(dtype: torch.dtype) -> Iterator[Call]:
     yield call(aten.mul.Tensor, torch.ones(5, 6, dtype=torch.complex64), 1j)
     yield call(aten.abs.default, torch.ones(5, 6, dtype=torch.complex64))
     yield call(aten.angle.default, torch.ones(5, 6, dtype=torch.complex64))
-    yield call(aten.isin.Tensor_Tensor, torch.arange(50), torch.arange(5))
+    for num_tested in (5, 20, 90):
+        yield call(aten.isin.Tensor_Tensor, torch.arange(50), torch.arange(num_tested))
+        yield call(aten.isin.Tensor_Tensor, torch.arange(50.0), torch.arange(float(num_tested)), assume_unique=True)
     yield call(prims.convert_element_type.default, x, torch.float64)
     yield call(prims.fma.default, torch.ones(5, 6), torch.ones(5, 6), torch.ones(5, 6))
 
@@ -226,6 +229,7 @@ def reductions(dtype: torch.dtype) -> Iterator[Call]:
         ):  # fmt: skip
             if target is not aten.trace.default or x.dim() == 2:
                 yield call(target, x)
+        yield from (call(aten.count_nonzero.dim_IntList, x, [d]) for d in range(x.dim()))
         yield call(aten.sum.default, x, dtype=torch.float32)
         yield call(aten.mean.default, x, dtype=torch.float32)
     for x in (torch.rand(64, 50) > 0.5, torch.randint(9, (64, 50)), torch.randint(9, (64, 50)).int()):
@@ -327,7 +331,8 @@ def shaping(dtype: torch.dtype) -> Iterator[Call]:
     yield call(aten.diagonal_backward.default, torch.randn(6).to(dtype), [6, 6], 0, 0, 1)
     yield call(aten.unfold.default, y, 3, 2, 2)
     yield call(aten.unfold_backward.default, torch.randn(2, 3, 8, 4, 2).to(dtype), [2, 3, 8, 8], 3, 2, 2)
-    yield call(aten.im2col.default, y, [3, 3], [1, 1], [1, 1], [1, 1])
+    for image in (y, y.contiguous(memory_format=torch.channels_last), y.transpose(2, 3)):
+        yield call(aten.im2col.default, image, [3, 3], [1, 1], [1, 1], [1, 1])
     yield call(aten.col2im.default, torch.randn(2, 27, 64).to(dtype), [8, 8], [3, 3], [1, 1], [1, 1], [1, 1])
     yield call(aten.pixel_shuffle.default, torch.randn(2, 12, 4, 4).to(dtype), 2)
     yield call(aten.pixel_unshuffle.default, y, 2)
@@ -395,6 +400,7 @@ def lookups(dtype: torch.dtype) -> Iterator[Call]:
         yield call(aten.index_select.default, base, 0, row)
         yield call(aten.index_select.default, base, 1, row % 24)
         yield call(aten.index_add.default, base, 0, row, torch.randn(40, 24).to(dtype))
+        yield call(aten.index_add.default, base, 1, row % 24, torch.randn(50, 40).to(dtype))
         yield call(aten.index_copy.default, base, 0, row, torch.randn(40, 24).to(dtype))
         yield call(aten.index_fill.int_Scalar, base, 0, row, 1.0)
         yield call(aten.index_reduce.default, base, 0, row, torch.randn(40, 24).to(dtype), "prod")
@@ -472,7 +478,9 @@ def losses(dtype: torch.dtype) -> Iterator[Call]:
     yield call(aten._cdist_forward.default, torch.randn(2, 5, 6), torch.randn(2, 7, 6), 1.0, None)
     yield call(aten._euclidean_dist.default, torch.randn(2, 5, 6), torch.randn(2, 7, 6))
     pairs = torch.randn(2, 5, 7)
-    yield call(aten._cdist_backward.default, pairs, torch.randn(2, 5, 6), torch.randn(2, 7, 6), 1.0, pairs)
+    for one, other in itertools.product((torch.randn(2, 5, 6), torch.randn(2, 6, 5).mT), (pairs, pairs.mT.clone().mT)):
+        yield call(aten._cdist_backward.default, other, one, torch.randn(2, 7, 6), 1.0, pairs)
+    yield call(aten._cdist_backward.default, pairs, one, torch.randn(2, 6, 7).mT, 2.0, other)
     yield call(aten._pdist_forward.default, torch.randn(5, 6))
 
 

@@ -70,6 +70,7 @@ MASK = Inexact("always", "composed of several operators", "values, masks and ind
 SELECTED = Inexact(
     "always", "the mask's values say how many elements it selects", "all of them, with their positions", loose=True
 )
+REPEATED = Inexact("always", "the values say how many of them repeat", "none of them", loose=True)
 
 BEYOND_OPERATORS: tuple[Inexact, ...] = (
     Inexact(

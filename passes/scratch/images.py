@@ -75,8 +75,8 @@ def upsample_smooth_rule(call: Call) -> int:
 
 
 def unfold_rule(call: Call) -> int:
-    """`im2col`: the result starts as large as the image."""
-    return nbytes_of(call["self"])
+    """`im2col`: a contiguous copy; the result starts as large as the image."""
+    return contiguous_copy_nbytes(call["self"]) + nbytes_of(call["self"])
 
 
 def affine_grid_rule(call: Call) -> int:

@@ -44,11 +44,23 @@ def index_select_rule(call: Call) -> int:
 
 
 def index_add_rule(call: Call) -> int:
-    """In low precision, a float32 slice per thread."""
-    source = call["self"]
+    """In low precision: along the first dimension a float32 slice per thread, along the last one a float32 copy."""
+    source, dim = call["self"], call["dim"] % max(1, call["self"].dim())
     if source.dtype not in LOW_PRECISION or source.dim() < 2:
         return 0
-    return call.num_threads * (source.numel() // source.shape[call["dim"]]) * 4
+    if dim == 0:
+        return call.num_threads * (source.numel() // source.shape[0]) * 4
+    return nbytes_of(source, 4) if dim == source.dim() - 1 else 0
+
+
+def membership_rule(call: Call) -> int:
+    """Bound of `isin`: both are sorted together, after what repeats has gone. A few elements are looked for instead."""
+    elements, test = call["elements"], call["test_elements"]
+    if test.numel() < 10:
+        return 0
+    sorting = 16 + 2 * elements.itemsize
+    finding = 0 if call["assume_unique"] else 8
+    return (sorting + finding) * elements.numel() + sorting * test.numel()
 
 
 def index_rule(call: Call) -> int:

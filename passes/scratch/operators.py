@@ -112,10 +112,10 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (
         Operator(rules.nothing_rule),
         """
-        index_reduce _cdist_backward _pdist_forward _pdist_backward _conj_physical
+        index_reduce _pdist_forward _pdist_backward _conj_physical
         linalg_cholesky_ex linalg_lu_factor_ex _ctc_loss _embedding_bag_per_sample_weights_backward
         fractional_max_pool2d_backward _logcumsumexp _standard_gamma_grad _dirichlet_grad segment_reduce
-        block_diag polygamma _reshape_alias isin put normal_functional random poisson _standard_gamma binomial
+        block_diag polygamma _reshape_alias put normal_functional random poisson _standard_gamma binomial
         rrelu_with_noise_backward prims::iota prims::convert_element_type prims::rev prims::where
         prims::device_put prims::normal prims::cat prims::empty_strided prims::empty_permuted prims::full_like
         prims::scalar_tensor prims::clone prims::inductor_seed prims::inductor_seeds
@@ -132,7 +132,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         ),
         "col2im",
     ),
-    (Operator(rules.nothing_rule, cuda_rules.count_nonzero), "count_nonzero"),
+    (Operator(reductions.count_nonzero_rule, cuda_rules.count_nonzero), "count_nonzero"),
     (
         Operator(
             rules.nothing_rule,
@@ -144,7 +144,11 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     ),
     (Operator(rules.scan_rule, cuda_sorting.scan), "logcumsumexp cumsum cumprod cummax cummin"),
     (Operator(rules.contiguous_rule, cuda_rules.contiguous), "bucketize searchsorted log_sigmoid_forward"),
-    (Operator(rules.contiguous_rule), "multi_margin_loss multi_margin_loss_backward fractional_max_pool2d"),
+    (
+        Operator(rules.contiguous_rule),
+        "multi_margin_loss multi_margin_loss_backward fractional_max_pool2d _cdist_backward",
+    ),
+    (Operator(indexing.membership_rule, inexact=exceptions.REPEATED), "isin"),
     (
         Operator(rules.pointwise_rule, cuda_rules.nothing),
         "rsub floor_divide mse_loss_backward huber_loss_backward smooth_l1_loss_backward log_sigmoid_backward",
