@@ -363,8 +363,9 @@ class CompiledGraph:
     ) -> list[Any]:
         """Run a phase; `gone_nbytes`: what others hold is so much less than nothing, as values of its own are gone."""
         session = self.session
-        session.known.note(step.noted, planned.needs[phase].beside(planned.held_nbytes))
-        step.noted.ran(phase, planned.request.around, planned.held_nbytes)
+        for due in (FORWARD, BACKWARD) if phase == FORWARD else (BACKWARD,):  # a forward runs where its backward fits
+            session.known.note(step.noted, planned.needs[due].beside(planned.held_nbytes))
+            step.noted.ran(due, planned.request.around, planned.held_nbytes)
         measurement = Measurement()
         session.store.tier.lap_peak_nbytes()
         plan = planned.plan.beginning_with(session.staying_gradients()).beside_less(gone_nbytes)

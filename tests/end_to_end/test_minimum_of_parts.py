@@ -353,3 +353,23 @@ def test_memory_that_is_freed_lets_the_same_model_go_on() -> None:
         optimizer.zero_grad()
     assert not differences(losses, uninterrupted()[0])
     assert not differences(weights(model), uninterrupted()[2])
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+def test_of_a_model_called_twice_the_reported_minimum_works_at_the_first_try(activations: str) -> None:
+    """The first call's output is held until the second has run; it is gone, but planned for, in the backward."""
+
+    def reported(budget: int) -> int:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+        options = {"memory_budget": budget, "codegen": "eager", "activations": activations}
+        compiled = torch.compile(model, backend="chunkc", options=options)
+        x = torch.ones(512, 64)
+        (compiled(x) - compiled(x + 1)).square().mean().backward()
+        return chunkc.report(model).minimum_budget_nbytes
+
+    minimum = reported(HUGE)
+    assert reported(minimum) == minimum
+    with pytest.raises(BudgetError):
+        reported(minimum - 1)
