@@ -21,7 +21,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from chunkc.ir.errors import UnsupportedError
-from chunkc.passes.graphs import placeholders
+from chunkc.passes.graphs import copy_of, placeholders
 from chunkc.runtime.parts import Part, part_of
 from chunkc.torch_private.aot import LazyGraphModule
 from chunkc.torch_private.fake import detect_fake_mode
@@ -53,9 +53,7 @@ def with_whole_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.Graph
 
 def _with_whole_inputs(gm: fx.GraphModule, cut: Sequence[bool]) -> fx.GraphModule:
     """A copy of a graph whose inputs are whole where they are cut; so are those of regions inside it."""
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(gm.graph, values))
+    graph = copy_of(gm.graph)
     made = LazyGraphModule(gm, graph)
     found = [node for node, is_cut in zip(placeholders(graph), cut, strict=True) if is_cut]
     for region in graph.find_nodes(op="call_function", target=tag_activation_checkpoint):

@@ -38,6 +38,7 @@ def storage_nbytes(tensor: torch.Tensor) -> int:
 
 
 def copy_of(graph: fx.Graph) -> fx.Graph:
+    """The same nodes, of a graph that may be changed."""
     copy = fx.Graph()
     results = copy.graph_copy(graph, {})
     copy.output(results).meta = dict(output_node(graph).meta)

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from chunkc.passes.attention_cuda import Capability, attention_kernel, may_take_cudnn
-from chunkc.passes.graphs import output_node, placeholders, storage_key
+from chunkc.passes.graphs import copy_of, output_node, placeholders, storage_key
 from chunkc.passes.segment_storages import value_of
 from chunkc.torch_private.aot import LazyGraphModule
 from chunkc.torch_private.fake import FakeTensorMode, detect_fake_mode
@@ -83,10 +83,7 @@ def on_cuda(
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    output_node(graph).meta.update(output_node(module.graph).meta)
-    return LazyGraphModule(module, graph)
+    return LazyGraphModule(module, copy_of(module.graph))
 
 
 def _operator(node: fx.Node) -> Any:
