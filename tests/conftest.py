@@ -86,6 +86,7 @@ _HELPERS = (
     "cuda_in_ram/device_ladder",
     "cuda_in_ram/device_sorting",
     "cuda_in_ram/device_process",
+    "cuda_in_ram/device_ranks",
     "integrations/loops",
     "checkpoint/checkpoint_runs",
     "distributed/run_ranks",

@@ -1,6 +1,7 @@
 """Build the GPU made of RAM for the torch of this environment: `python tests/cuda_in_ram/build.py` prints where it is.
 
-It is a library that defines what torch's CUDA build takes from the driver, the runtime and cuBLAS, found with `nm`.
+It is a library that defines what torch's CUDA build takes from the driver, the runtime, cuBLAS and NCCL, found with
+`nm`.
 `device/*.c` say what matters. Of the rest, what may do nothing (`NOTHING_TO_DO`) says that it succeeded, and everything
 else says on stderr that it is not there, and fails.
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "device"
 
 _TORCH_LIBRARIES = ("torch_cuda", "c10_cuda", "torch_python", "torch_cuda_linalg", "caffe2_nvrtc")
-_WANTED = re.compile(r"(cuda|__cuda|cublas|cu)[A-Z]\w*")
+_WANTED = re.compile(r"(cuda|__cuda|cublas|cu|nccl)[A-Z]\w*")
 _DEFINED = re.compile(r"^EXPORT [^;{]*?\b(\w+)\(", re.MULTILINE)
 _CALLED_BY_TRITON = re.compile(r"\b(cu[A-Z]\w+)\b(?=\(|\)|,)")
 _NOT_FUNCTIONS = re.compile(r"cu(da)?[A-Z]\w*_t")
@@ -40,7 +41,8 @@ int {name}(void) {{
     fprintf(stderr, "cuda_in_ram: {name} is not there\\n");
     return {not_supported};
 }}"""
-_NOT_SUPPORTED = {"cublas": 15, "cu": 801}  # CUBLAS_STATUS_NOT_SUPPORTED, cudaErrorNotSupported
+_NOT_SUPPORTED = {"cublas": 15, "nccl": 3, "cu": 801, "__cuda": 801}
+"""CUBLAS_STATUS_NOT_SUPPORTED, ncclInternalError, cudaErrorNotSupported."""
 
 
 def _package(name: str) -> Path:
@@ -68,7 +70,7 @@ def _stubs(names: Iterable[str]) -> str:
         if NOTHING_TO_DO.fullmatch(name):
             lines.append(f"int {name}(void) {{ return 0; }}")
         else:
-            code = _NOT_SUPPORTED["cublas" if name.startswith("cublas") else "cu"]
+            code = next(code for prefix, code in _NOT_SUPPORTED.items() if name.startswith(prefix))
             lines.append(_STUB.format(name=name, not_supported=code))
     return "\n".join(lines) + "\n"
 
@@ -100,8 +102,9 @@ def build() -> Path:
     wanted |= _asked_for_by_name(torch / "lib" / "libc10_cuda.so")
     rest = out / "rest.c"
     rest.write_text(_stubs(wanted - defined))
-    include = f"-I{triton / 'backends' / 'nvidia' / 'include'}"
-    _compile([*device, rest], out / "libcuda.so.1", include, "-Wall", "-Wextra", "-Wno-unused-parameter")
+    headers = [triton / "backends" / "nvidia" / "include", torch.parent / "nvidia" / "nccl" / "include"]
+    include = [f"-I{folder}" for folder in headers]
+    _compile([*device, rest], out / "libcuda.so.1", *include, "-Wall", "-Wextra", "-Wno-unused-parameter")
     _compile([SOURCES / "nvml.c"], out / "libnvidia-ml.so.1", "-Wall")
     (out / "libcuda.so").unlink(missing_ok=True)
     (out / "libcuda.so").symlink_to("libcuda.so.1")

@@ -1,6 +1,6 @@
 // A GPU made of RAM: what the files of this library share.
 //
-// One library stands in for CUDA's driver, its runtime and cuBLAS. Device memory is mapped RAM that is counted, streams
+// One library stands in for CUDA's driver, its runtime, cuBLAS and NCCL. Device memory is mapped RAM that is counted, streams
 // are threads (or, when they are not to be late, nothing at all), and kernels do nothing: who wants arithmetic gives
 // `cuda_in_ram_enqueue` a function to run in a kernel's place.
 #pragma once
@@ -62,3 +62,5 @@ HIDDEN void enqueue(cudaStream_t stream, work_fn run, void *argument);
 HIDDEN void wait_stream(cudaStream_t stream);
 HIDDEN void wait_device(int device);
 HIDDEN bool is_late(void);
+HIDDEN void *let_python_run(void); // before a wait
+HIDDEN void take_python_back(void *state);

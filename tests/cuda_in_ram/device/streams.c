@@ -57,7 +57,7 @@ static struct { long waits, works; } counts;
 HIDDEN bool is_late(void) { return settings.late != 0; }
 
 // Python runs in streams' threads too (kernels that compute): who waits for a stream must not keep the interpreter.
-static void *let_python_run(void) {
+HIDDEN void *let_python_run(void) {
     static int (*holds)(void);
     static void *(*save)(void);
     if (!save) {
@@ -67,7 +67,7 @@ static void *let_python_run(void) {
     return save && holds && holds() ? save() : NULL;
 }
 
-static void take_python_back(void *state) {
+HIDDEN void take_python_back(void *state) {
     if (state)
         ((void (*)(void *))dlsym(RTLD_DEFAULT, "PyEval_RestoreThread"))(state);
 }
