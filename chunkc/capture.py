@@ -19,6 +19,7 @@ from chunkc.passes.inductor.cuda import steady_inductor
 from chunkc.passes.loss_tiles import tile_losses
 from chunkc.passes.partition import partition
 from chunkc.passes.repeats import find_repeats, shortened
+from chunkc.passes.segment_storages import value_of
 from chunkc.passes.segments import clone_parameter_views, copy_changing, materialise_returned_placeholders
 from chunkc.passes.unrolling import NotAlike, unroll
 from chunkc.torch_private.aot import (
@@ -31,9 +32,11 @@ from chunkc.torch_private.aot import (
     outside_alias_check,
     random_states_as_values,
     run_and_save_rng_state,
+    run_with_rng_state,
 )
 from chunkc.torch_private.dynamo import is_of_a_module
 from chunkc.torch_private.engine import without_autocast
+from chunkc.torch_private.fake import detect_fake_mode
 from chunkc.torch_private.inductor import (
     prepare_all_but_random,
     prepare_joint_graph,
@@ -201,6 +204,8 @@ def capture_graph(
     if repeatable and capture.backward is not None:
         copy_changing(capture.forward.graph, capture.new_buffers)
     _fix_lengths_of_random_states(capture.forward.graph)
+    if capture.backward is not None:
+        _note_values_drawn_again(capture.backward.graph)
     _forget_autograd(gm)
     return call, capture
 
@@ -231,6 +236,17 @@ def _fix_lengths_of_random_states(graph: fx.Graph) -> None:
         if node.target is operator.getitem and node.args[1] == 0 and node.args[0].target is run_and_save_rng_state:
             for length in node.meta["val"].shape:
                 int(length)  # from now on the symbol is this number
+
+
+def _note_values_drawn_again(graph: fx.Graph) -> None:
+    """AOTAutograd notes no values of an operator that draws again, and nobody may read all that it returns."""
+    nodes = graph.find_nodes(op="call_function", target=run_with_rng_state)
+    mode = detect_fake_mode([value_of(node) for node in placeholders(graph)]) if nodes else None
+    for node in nodes:
+        draw, *args = fx.map_arg(node.args[1:], value_of)
+        assert mode is not None
+        with mode, torch.no_grad():
+            node.meta["val"] = draw(*args, **fx.map_arg(node.kwargs, value_of))
 
 
 def boxed(function: Boxed) -> Boxed:

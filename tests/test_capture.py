@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from memory_curves import step_curves
 from torch import Tensor, fx, nn
 from torch._functorch import partitioners
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
+from zoo import Case
 
 import chunkc
 from chunkc.capture import TracedGraphs
@@ -107,6 +110,31 @@ def test_nothing_of_a_parameter_is_saved_between_checkpoints(autocast: bool, mon
     model.zero_grad()
     for one, other in zip(found, trained(model, model), strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2 if autocast else 1e-5, atol=1e-3 if autocast else 1e-6)
+
+
+class DrawsAgain(nn.Module):
+    """The backward draws again: of a dropout's two results it reads the mask alone, and noise is one result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self._block, x, use_reentrant=False)
+        return x.square().mean()
+
+    def _block(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        return x + F.dropout(self.down(torch.tanh(hidden * torch.rand(64))), 0.1)
+
+
+@pytest.mark.usefixtures("fresh_dynamo", "two_threads")
+def test_what_a_backward_draws_again_is_predicted_to_the_byte() -> None:
+    case = Case("draws_again", DrawsAgain, lambda seed: {"x": torch.randn(64, 64)})
+    moments = [moment for curve in step_curves(case, "eager", whole_graph="never") for moment in curve.moments]
+    assert sum(moment.op == "run_with_rng_state" for moment in moments) == 4
+    assert not [moment for moment in moments if moment.excess_nbytes]
 
 
 class Prints(nn.Module):

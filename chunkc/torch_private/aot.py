@@ -17,7 +17,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._higher_order_ops.wrap import uid as checkpoint_ids
 from torch._library.simple_registry import singleton
 from torch._library.utils import is_builtin
-from torch._prims.rng_prims import run_and_save_rng_state
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
@@ -30,6 +30,7 @@ __all__ = [
     "get_decompositions",
     "min_cut_rematerialization_partition",
     "run_and_save_rng_state",
+    "run_with_rng_state",
 ]
 
 ALIAS_CHECK: type[AbstractContextManager[Any]] | None = getattr(
