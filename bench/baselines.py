@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 import unet
 from policies import POLICIES, phase_plan
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from chunkc.captured import Captured, profile
+from chunkc.explaining.cuda_offline import captured_for
 from chunkc.explaining.explain import budget_of, on_hardware, training_in
 from chunkc.explaining.moments import PlannedRun, StepPlans
 from chunkc.explaining.offline import OfflineStep, capture_offline
@@ -104,15 +104,24 @@ class Planned:
 
 
 @lru_cache(maxsize=8)
-def _captured(model: str, batch_size: int, seq_len: int | None, checkpointing: bool, saved_part: float) -> OfflineStep:
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        if model == UNET:
-            module, args, kwargs = unet.build(activation_checkpointing=checkpointing), unet.example(batch_size), {}
+def _captured(case: Case, dtype: torch.dtype, treatment: Treatment, attention_apart: bool) -> OfflineStep:
+    """A case's model in a dtype, on any hardware.
+
+    Args:
+        attention_apart: whether PyTorch was told to take attention apart, for devices without a kernel for it.
+    """
+    assert attention_apart != torch.backends.cuda.flash_sdp_enabled()
+    kwargs: dict[str, torch.Tensor] = {}
+    with torch.device("meta"):
+        if case.model == UNET:
+            module = unet.build(dtype, activation_checkpointing=treatment.checkpointing)
+            args = unet.example(case.batch_size, dtype)
         else:
-            spec = find_model(model)
-            module = spec.build(activation_checkpointing=checkpointing, seq_len=seq_len)
-            args, kwargs = spec.example(batch_size, seq_len)
-    with torch._functorch.config.patch(activation_memory_budget=saved_part):
+            spec = find_model(case.model)
+            form = {"seq_len": case.seq_len, "dtype": spec.config.only_dtype or dtype}
+            module = spec.build(activation_checkpointing=treatment.checkpointing, **form)
+            args, kwargs = spec.example(case.batch_size, **form)
+    with torch._functorch.config.patch(activation_memory_budget=treatment.saved_part):
         return capture_offline(module, args, kwargs, codegen="eager", repeatable=True)
 
 
@@ -127,11 +136,16 @@ class Replayed:
 
 
 def replayed(case: Case, overlap: str, activations: str, treatment: Treatment = TREATMENTS[0]) -> Replayed:
-    """A case, traced."""
+    """A case, traced: in bf16, or in fp16 where the device has no units for that."""
     machine_ = load_hardware(case.hardware)
     options = parse_options({"memory_budget": case.budget, "codegen": "eager", "activations": activations})
-    saved = treatment.checkpointing, treatment.saved_part
-    captured = on_hardware(machine_, _captured(case.model, case.batch_size, case.seq_len, *saved), options, 3)
+    dtype = torch.bfloat16 if machine_.bf16_flops_per_s else torch.float16
+    any_machine, any_moves = replace(case, hardware="", budget=""), replace(treatment, name="", offloads=False)
+
+    def capture() -> OfflineStep:
+        return _captured(any_machine, dtype, any_moves, not torch.backends.cuda.flash_sdp_enabled())
+
+    captured = on_hardware(machine_, captured_for(machine_, capture), options, 3)
     hardware, updates = training_in(machine_, captured.graphs), Updates(overlap=overlap)
     return Replayed(Replay(captured, options, hardware, updates), hardware, budget_of(options, machine_), updates)
 

@@ -112,12 +112,12 @@ class UNet(nn.Module):
         return checkpoint(block, x, use_reentrant=False)
 
 
-def build(*, activation_checkpointing: bool) -> nn.Module:
-    """In bf16, on the ambient device."""
-    return UNet(activation_checkpointing=activation_checkpointing).to(torch.bfloat16)
+def build(dtype: torch.dtype, *, activation_checkpointing: bool) -> nn.Module:
+    """On the ambient device."""
+    return UNet(activation_checkpointing=activation_checkpointing).to(dtype)
 
 
-def example(batch_size: int) -> tuple[Tensor, Tensor]:
+def example(batch_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Images, and the noise that is to be found in them."""
     shape = batch_size, CHANNELS, IMAGE, IMAGE
-    return torch.zeros(shape, dtype=torch.bfloat16), torch.zeros(shape, dtype=torch.bfloat16)
+    return torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)

@@ -1,10 +1,12 @@
-"""Which attention kernel PyTorch takes on a CUDA device: cuDNN's, FlashAttention's or the memory-efficient one.
+"""Which attention kernel PyTorch takes on a CUDA device: cuDNN's, FlashAttention's, the memory-efficient one, or none.
 
 `scaled_dot_product_attention` goes through its kernels in order and takes the first that can do it. Hopper and the
 Blackwell of data centres have cuDNN's first (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`:
 `check_prefer_cudnn_attention`, `can_use_cudnn_attention`); the others FlashAttention's (`can_use_flash_attention`),
-then the memory-efficient one. What is said of cuDNN's here is what PyTorch 2.11, 2.12 and 2.13 have in common unless a
-version is named, with the cuDNN that their packages for CUDA 13 bring (9.19, 9.20, 9.20).
+then the memory-efficient one (`can_use_mem_efficient_attention`). Where none can, attention is taken apart into
+products and a softmax ("math"), which keep a number for each pair of rows. What is said of cuDNN's here is what PyTorch
+2.11, 2.12 and 2.13 have in common unless a version is named, with the cuDNN that their packages for CUDA 13 bring
+(9.19, 9.20, 9.20).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.torch_version import TorchVersion
 
-Kernel = Literal["cudnn", "flash", "efficient"]
+Kernel = Literal["cudnn", "flash", "efficient", "math"]
 Capability = tuple[int, int]
 """Compute capability of a device: major, minor."""
 
@@ -59,7 +61,9 @@ def attention_kernel(
         and _cudnn_can(query, key, value, mask, capability, version)
     ):
         return "cudnn"
-    return "flash" if mask is None and _flash_can(query, key, value, capability, causal) else "efficient"
+    if mask is None and _flash_can(query, key, value, capability, causal):
+        return "flash"
+    return "efficient" if _efficient_can(query, key, value, capability) else "math"
 
 
 def prefers_cudnn(capability: Capability, version: str = torch.__version__) -> bool:
@@ -96,6 +100,19 @@ def _flash_can(query: Tensor, key: Tensor, value: Tensor, capability: Capability
         and max(widths) <= 256
         and not (capability in _LITTLE_SHARED_MEMORY and 192 < max(widths) <= 224)
         and (square or not causal)
+    )
+
+
+def _efficient_can(query: Tensor, key: Tensor, value: Tensor, capability: Capability | None) -> bool:
+    """`can_use_mem_efficient_attention`, as far as the CPU's kernel does not ask the same: no heads share keys."""
+    is_ampere = capability is None or capability >= _AMPERE
+    is_half = query.dtype in _HALF
+    aligned = 8 if is_half else 4 if is_ampere else 1
+    return (
+        (is_ampere or query.dtype != torch.bfloat16)
+        and query.shape[1] == key.shape[1] == value.shape[1]
+        and query.shape[-1] % aligned == 0
+        and value.shape[-1] % aligned == 0
     )
 
 

@@ -5,7 +5,8 @@ returns there can be asked of a fake tensor on any machine. So sizes, dtypes (th
 come out as on the device, and so do scratch and rounding, which go by the device of a node's value.
 
 What is written here is what differs beyond that: attention. The CPU has one kernel of its own; a CUDA device takes
-cuDNN's, FlashAttention's or the memory-efficient one (`attention_cuda`). All save the random generator's seed and
+cuDNN's, FlashAttention's or the memory-efficient one (`attention_cuda`). Where it has none, attention has to be taken
+apart before this, when the model is captured. All save the random generator's seed and
 offset for the backward. Where the CPU took attention apart, as it does under dropout, it stays so: the device would
 save less.
 """
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from chunkc.passes.attention_cuda import Capability, attention_kernel, may_take_cudnn
+from chunkc.ir.errors import UnsupportedError
+from chunkc.passes.attention_cuda import Capability, Kernel, attention_kernel, may_take_cudnn
 from chunkc.passes.graphs import copy_of, output_node, placeholders, storage_key
 from chunkc.passes.segment_storages import value_of
 from chunkc.torch_private.aot import LazyGraphModule
@@ -60,6 +62,9 @@ def on_cuda(
 
     Args:
         capability: of the device; None where it is not known (see `attention_kernel`).
+
+    Raises:
+        UnsupportedError: the device has no kernel for some attention that the model asks one for.
     """
     cudnn = may_take_cudnn()
     forward, backward = _copied(forward), None if backward is None else _copied(backward)
@@ -82,6 +87,14 @@ def on_cuda(
     return forward, backward
 
 
+def has_attention_without_kernel(module: fx.GraphModule, capability: Capability | None) -> bool:
+    """Whether a CUDA device would take some attention of the graph apart, which the CPU has a kernel for."""
+    cudnn = may_take_cudnn()
+    return any(
+        _kernel_of(node, capability, cudnn) == "math" for node in module.graph.nodes if _operator(node) is _ON_CPU
+    )
+
+
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
     return LazyGraphModule(module, copy_of(module.graph))
 
@@ -94,14 +107,31 @@ def _operator(node: fx.Node) -> Any:
     return node.target if position is None else node.args[position]
 
 
-def _replace_attention(node: fx.Node, capability: Capability | None, cudnn: bool) -> None:
-    position, given = _WRAPPED_AT.get(node.target), list[Any](node.args)
-    query, key, value, *rest = given[0 if position is None else position + 1 :]
-    dropout, causal = [*rest, *_NO_DROPOUT[len(rest) :]]
-    mask, scale = node.kwargs.get("attn_mask"), node.kwargs.get("scale")
+def _given(node: fx.Node) -> tuple[list[Any], fx.Node | None]:
+    """What an attention is given: query, key, value, dropout and causality; and its mask."""
+    position = _WRAPPED_AT.get(node.target)
+    operands = list[Any](node.args)[0 if position is None else position + 1 :]
+    mask = node.kwargs.get("attn_mask")
+    assert mask is None or isinstance(mask, fx.Node)
+    return [*operands, *_NO_DROPOUT[len(operands) - 3 :]], mask
+
+
+def _kernel_of(node: fx.Node, capability: Capability | None, cudnn: bool) -> Kernel:
+    (query, key, value, _, causal), mask = _given(node)
     bias = None if mask is None else _value(mask)
     operands = (_value(query), _value(key), _value(value))
-    kernel = attention_kernel(*operands, bias, capability, causal=causal, cudnn=cudnn)
+    return attention_kernel(*operands, bias, capability, causal=causal, cudnn=cudnn)
+
+
+def _replace_attention(node: fx.Node, capability: Capability | None, cudnn: bool) -> None:
+    (query, key, value, dropout, causal), mask = _given(node)
+    position, given, scale = _WRAPPED_AT.get(node.target), list[Any](node.args), node.kwargs.get("scale")
+    kernel = _kernel_of(node, capability, cudnn)
+    if kernel == "math":
+        raise UnsupportedError(
+            f"{node.name}: the device has no kernel for this attention, and the model does not let PyTorch take it "
+            "apart: allow SDPBackend.MATH where it calls torch.nn.attention.sdpa_kernel"
+        )
     target, args = {
         "cudnn": (_CUDNN, (query, key, value, mask, True, dropout, causal, False)),
         "flash": (_FLASH, (query, key, value, dropout, causal, False)),

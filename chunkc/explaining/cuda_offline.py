@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from chunkc.explaining.offline import OfflineGraph
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from chunkc.explaining.offline import OfflineGraph, OfflineStep, PartlyCapturedError
 from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.hardware import Hardware
 from chunkc.machines.devices import TABLES_NBYTES
 from chunkc.passes.cuda_memory import GRANULE_NBYTES, default_workspaces_nbytes, rounded_nbytes
-from chunkc.passes.retarget_cuda import on_cuda
+from chunkc.passes.retarget_cuda import has_attention_without_kernel, on_cuda
 
 _RECENT = (9, 0)
+
+
+def captured_for(hardware: Hardware, capture: Callable[[], OfflineStep]) -> OfflineStep:
+    """What `capture` returns, with attention taken apart if the hardware's device has no kernel for some of it.
+
+    PyTorch takes it apart before it traces, so the model is captured once more. Where the device has a kernel for other
+    attention of the same model, that is taken apart, too: more is counted than is taken then.
+
+    Raises:
+        PartlyCapturedError: `capture` does.
+    """
+    failure = None
+    try:
+        step = capture()
+    except PartlyCapturedError as error:
+        step, failure = error.before, error
+    if hardware.kind == "cuda" and any(
+        has_attention_without_kernel(graph.capture.forward, hardware.capability)
+        for graph in step.graphs
+        if graph.capture.forward is not None
+    ):
+        with sdpa_kernel(SDPBackend.MATH):
+            return capture()
+    if failure is not None:
+        raise failure
+    return step
 
 
 def planned_on(graph: OfflineGraph, hardware: Hardware, codegen: str) -> OfflineGraph:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from chunkc.declared import state_format_of
-from chunkc.explaining.cuda_offline import overhead_on, planned_on, storages_on
+from chunkc.explaining.cuda_offline import captured_for, overhead_on, planned_on, storages_on
 from chunkc.explaining.host import host_needs
 from chunkc.explaining.measured import measured_side
 from chunkc.explaining.moments import StepPlans, explained_moments, peak_of, saved_again, saved_at_home
@@ -196,11 +196,15 @@ def step_on(
     Raises:
         UnsupportedError: there is no graph; or there are several, and symbols in them.
     """
-    try:
-        step = capture_offline(
+
+    def capture() -> OfflineStep:
+        return capture_offline(
             model, args, kwargs, codegen=options.codegen, loss_tile_rows=options.loss_tile_rows,
             repeatable=options.may_repeat, dynamic=dynamic, state_format_of=state_format_of,
         )  # fmt: skip
+
+    try:
+        step = captured_for(hardware, capture)
     except PartlyCapturedError as error:
         raise UnsupportedError(f"{error}. {_of_the_first(error.before, hardware, options, zero_stage)}") from error
     if len(step.calls) > 1 and any(input_symbols(graph.capture) for graph in step.graphs):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import chunkc
 from chunkc.explaining.cuda_offline import overhead_on
+from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.explanation import Explanation
 from chunkc.machines.presets import load_hardware
 from chunkc.models import MODELS
@@ -94,3 +95,45 @@ def test_cudnn_s_attention_in_symbols(dimension: int, other: tuple[int, int]) ->
             nbytes = int(sympy.sympify(moment.expression).subs(symbol, other[dimension]))
             assert nbytes == same.contents["activations"] + same.contents["temporaries"], moment
     assert sum("cudnn" in moment.op for moment in symbolic.moments) == 2
+
+
+class SharedKeys(nn.Module):
+    """Four heads that share two heads' keys and values."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.query, self.rest = nn.Linear(64, 64, dtype=dtype), nn.Linear(64, 64, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query(x).unflatten(-1, (4, 16)).transpose(1, 2)
+        key, value = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in self.rest(x).chunk(2, dim=-1))
+        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).sum()
+
+
+@pytest.mark.parametrize(
+    ("hardware", "dtype", "has_kernel"),
+    [
+        ("a100-80g", torch.bfloat16, True),
+        ("a100-80g", torch.float32, False),
+        ("rtx2060-6g", torch.bfloat16, False),
+        ("rtx2060-6g", torch.float16, False),
+    ],
+)
+def test_attention_without_a_kernel_is_taken_apart(hardware: str, dtype: torch.dtype, has_kernel: bool) -> None:
+    """Heads that share keys have FlashAttention's only, which is not for fp32, and not for a Turing card."""
+    found = chunkc.explain(
+        SharedKeys(dtype), torch.empty(2, 128, 64, dtype=dtype), hardware=hardware, memory_budget="1GiB"
+    )
+    ops = {moment.op for moment in found.moments}
+    assert any("attention" in op for op in ops) == has_kernel
+    assert any("softmax" in op for op in ops) != has_kernel
+
+
+def test_a_model_that_insists_on_a_kernel_is_refused() -> None:
+    class Insists(SharedKeys):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+                return super().forward(x)
+
+    with pytest.raises(UnsupportedError, match=r"SDPBackend\.MATH"):
+        chunkc.explain(Insists(torch.float32), torch.empty(2, 128, 64), hardware="a100-80g", memory_budget="1GiB")

@@ -36,7 +36,7 @@ def test_hopper_and_blackwell_of_data_centres_prefer_cudnn(
     capability: tuple[int, int], expected: bool, version: str
 ) -> None:
     assert prefers_cudnn(capability, version) == expected
-    otherwise = "flash" if capability >= AMPERE else "efficient"
+    otherwise = "flash" if capability >= AMPERE else "math"
     assert kernel(capability, heads(), version=version) == ("cudnn" if expected else otherwise)
     assert kernel(capability, heads(), version=version, cudnn=False) == otherwise
 
@@ -61,7 +61,7 @@ def test_fp32_is_not_for_cudnn() -> None:
 @pytest.mark.parametrize(
     ("width", "hopper", "blackwell"),
     [(8, "cudnn", "cudnn"), (60, "flash", "flash"), (128, "cudnn", "cudnn"), (136, "cudnn", "flash"),
-     (256, "cudnn", "flash"), (264, "efficient", "efficient")],
+     (256, "cudnn", "flash"), (264, "efficient", "efficient"), (260, "math", "math")],
 )  # fmt: skip
 def test_head_sizes(width: int, hopper: str, blackwell: str) -> None:
     assert (kernel(HOPPER, heads(width)), kernel(BLACKWELL, heads(width))) == (hopper, blackwell)
@@ -73,22 +73,20 @@ def test_a_head_size_of_its_own_for_values() -> None:
 
     assert with_values(192, 128, BLACKWELL) == with_values(192, 128, HOPPER) == "cudnn"
     assert with_values(192, 64, BLACKWELL) == "efficient"
-    assert with_values(64, 60, HOPPER) == "efficient"
+    assert with_values(64, 60, HOPPER) == "math"
 
 
 def test_heads_may_share_keys_and_lengths_may_differ() -> None:
     shared = heads(num=1, rows=48)
     assert kernel(HOPPER, heads(), shared, shared) == "cudnn"
+    assert kernel(AMPERE, heads(), shared, shared) == "flash"
 
 
 def test_what_flash_refuses() -> None:
     """Before Ampere, wide heads, and some widths where there is little shared memory; a triangle that is no square."""
-    assert [kernel(on, heads()) for on in ((7, 0), (7, 5), AMPERE, None)] == [
-        "efficient",
-        "efficient",
-        "flash",
-        "flash",
-    ]
+    for dtype, before in ((torch.float16, "efficient"), (torch.bfloat16, "math")):
+        found = [kernel(on, heads(dtype=dtype)) for on in ((7, 0), (7, 5), AMPERE, None)]
+        assert found == [before, before, "flash", "flash"]
     assert [kernel(AMPERE, heads(width)) for width in (256, 264, 512)] == ["flash", "efficient", "efficient"]
     for on, expected in (((8, 6), "efficient"), ((8, 9), "efficient"), (AMPERE, "flash")):
         assert [kernel(on, heads(width)) for width in (192, 200, 224, 256)] == ["flash", expected, expected, "flash"]
@@ -96,6 +94,17 @@ def test_what_flash_refuses() -> None:
     assert kernel(AMPERE, heads(), other, other) == "flash"
     assert kernel(AMPERE, heads(), other, other, causal=True) == "efficient"
     assert kernel(AMPERE, heads(), causal=True) == "flash"
+
+
+def test_what_no_kernel_can() -> None:
+    """bf16 before Ampere, heads that share keys where FlashAttention cannot, widths that are not aligned."""
+    shared, mask = heads(num=1), torch.empty(16, 16, dtype=HALF, device="meta")
+    assert kernel((7, 5), heads()) == "math"
+    assert kernel(AMPERE, heads(), shared, shared, mask=mask) == "math"
+    assert kernel(AMPERE, *(heads(num=num, dtype=FULL) for num in (4, 2, 2))) == "math"
+    for dtype, aligned, on in ((HALF, 8, AMPERE), (FULL, 4, AMPERE), (torch.float16, 8, (7, 5)), (FULL, 1, (7, 5))):
+        found = [kernel(on, heads(width, dtype=dtype), mask=mask) for width in (264, 264 + aligned, 265)]
+        assert found == ["efficient", "efficient", "efficient" if aligned == 1 else "math"]
 
 
 def test_what_cudnn_refuses() -> None:
