@@ -4,6 +4,7 @@ storages of the segment's graph. `inductor.memory` is the other one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -182,8 +183,40 @@ def call_scratch(
             args[1], args[2:], kwargs, value, num_threads, module, on_cuda=on_cuda, capability=capability
         )
         return replace(found, nbytes=max(found.nbytes, 0) + RNG_STATE_NBYTES)
+    if name == "auto_functionalized_v2":
+        operands, changes, inner = _of_changing_operator(args[0], kwargs, value)
+        return call_scratch(
+            args[0], operands, changes, inner, num_threads, module, on_cuda=on_cuda, capability=capability
+        )
     where = f" in {module}" if module else ""
     raise UnsupportedError(
         f"chunkc does not know how much memory the higher-order operator {name}{where} takes; write that part of the "
         "model without it"
     )
+
+
+def _of_changing_operator(
+    target: torch._ops.OpOverload, given: Mapping[str, Any], value: Sequence[Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Arguments and results of an operator that changes some of what it is given, from the call that copies these first
+    and returns the copies behind the operator's own results.
+
+    For a view that is changed stands the whole tensor that is copied.
+    """
+    bases = given["_all_bases"]
+    operands, keywords = [], {}
+    for argument in target._schema.arguments:
+        if f"_{argument.name}_length" in given:
+            places = [given[f"_{argument.name}_{i}_base_index"] for i in range(given[f"_{argument.name}_length"])]
+            found: Any = [bases[place] for place in places]
+        elif f"_{argument.name}_base_index" in given:
+            place = given[f"_{argument.name}_base_index"]
+            found = None if place is None else bases[place]
+        else:
+            found = given.get(argument.name, argument.default_value)
+        if argument.kwarg_only:
+            keywords[argument.name] = found
+        else:
+            operands.append(found)
+    results = tuple(value[: len(target._schema.returns)])
+    return tuple(operands), keywords, results[0] if len(results) == 1 else results

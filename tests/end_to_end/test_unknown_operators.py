@@ -26,6 +26,12 @@ def _mix(x: Tensor, weight: Tensor) -> Tensor:
     return (x * 2).add_(x @ weight).mul_(0.25)
 
 
+def _count(seen: Tensor, x: Tensor, last: Tensor) -> Tensor:
+    seen.add_(1)
+    last.copy_(x * 2)
+    return x.sum()
+
+
 @pytest.fixture(autouse=True)
 def _operators() -> Iterator[None]:
     """`mix` and its gradient."""
@@ -43,9 +49,12 @@ def _operators() -> Iterator[None]:
             x, weight = ctx.saved_tensors
             return operators.mix_of_gradient(g, weight), x.t() @ g * 0.25
 
+        library.define("count(Tensor(a!) seen, Tensor x, Tensor(b!) last) -> Tensor")
+        library.impl("count", _count, "CPU")
+        library.impl("count", lambda seen, x, last: x.new_empty(()), "Meta")
         torch.library.register_autograd(operators.mix.default, gradient, setup_context=setup, lib=library)
         yield
-    for name in ("mix", "mix_of_gradient"):
+    for name in ("mix", "mix_of_gradient", "count"):
         declared._declared.pop(f"chunkc_unknown_tests::{name}", None)
 
 
@@ -150,3 +159,49 @@ def test_a_failing_assertion_still_fails() -> None:
     _, compiled = compile_case(CASE, memory_budget=HUGE)
     with pytest.raises(RuntimeError, match="x is finite"):
         compiled(torch.full((ROWS, WIDTH), float("nan")))
+
+
+class Counting(nn.Module):
+    """An operator that changes two buffers, of which one is a part of a larger one."""
+
+    seen: Tensor
+    last: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Mix(), nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(2 * ROWS, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        total = torch.ops.chunkc_unknown_tests.count(self.seen, x.detach(), self.last[:ROWS])
+        return (self.layers[2](self.layers[1](x)) * self.last[:ROWS]).square().mean() * self.seen + total * 0
+
+
+COUNTING = Case("counting", Counting, lambda seed: {"x": floats(seed, (ROWS, WIDTH))})
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_an_operator_may_change_what_it_is_given(codegen: str) -> None:
+    seen: list[tuple[torch.Size, ...]] = []
+
+    def takes(args, kwargs, outputs, num_threads) -> int:
+        seen.append((args[0].shape, args[1].shape, outputs.shape))
+        return 2 * args[1].nbytes
+
+    chunkc.declare_scratch("chunkc_unknown_tests::count", takes)
+    plain, (model, compiled) = COUNTING.build(0), compile_case(COUNTING, memory_budget=HUGE, codegen=codegen)
+    for seed in range(2):
+        torch.testing.assert_close(compiled(**COUNTING.batch(seed)), plain(**COUNTING.batch(seed)))
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), buffer)
+    assert set(seen) == {(torch.Size(()), torch.Size((ROWS, WIDTH)), torch.Size(()))}
+
+
+def test_what_changes_its_operands_trains_inside_its_smallest_budget() -> None:
+    budget_nbytes = refuse(COUNTING, memory_budget=1, codegen="eager").minimum_nbytes
+    wide = train(COUNTING, memory_budget=HUGE, codegen="eager", limit=False, whole_graph="never")
+    tight = train(COUNTING, memory_budget=budget_nbytes, codegen="eager", whole_graph="never")  # a hard limit
+    assert_same_training(tight, wide)
+    assert tight.measured_peak_nbytes <= budget_nbytes
