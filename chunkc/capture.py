@@ -14,10 +14,11 @@ from torch.utils import _pytree as pytree
 
 from chunkc.decompositions import decompositions
 from chunkc.ir.errors import UnsupportedError
-from chunkc.passes.graphs import copy_of, placeholders, returned
+from chunkc.passes.graphs import copy_of, module_path, placeholders, returned
 from chunkc.passes.inductor.cuda import steady_inductor
 from chunkc.passes.loss_tiles import tile_losses
 from chunkc.passes.partition import partition
+from chunkc.passes.regions import write_out_regions
 from chunkc.passes.repeats import find_repeats, shortened
 from chunkc.passes.segment_storages import value_of
 from chunkc.passes.segments import clone_parameter_views, copy_changing, materialise_returned_placeholders
@@ -117,6 +118,7 @@ def capture_graph(
     """
     warn_if_newer()
     capture = TracedGraphs()
+    write_out_regions(gm)
     if loss_tile_rows is not None:
         capture.whole_losses = tile_losses(gm.graph, loss_tile_rows)
         gm.recompile()
@@ -273,8 +275,9 @@ def detached(traced: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _refuse_effects(graph: fx.Graph) -> None:
-    """AOTAutograd keeps the order of operators that act on nothing in the graph, by tokens that are inputs of it.
+def _refuse_what_no_plan_describes(graph: fx.Graph) -> None:
+    """AOTAutograd keeps the order of operators that act on nothing in the graph, by tokens that are inputs of it; and
+    some operators call graphs of their own.
 
     Raises:
         UnsupportedError: there is such an operator.
@@ -285,13 +288,20 @@ def _refuse_effects(graph: fx.Graph) -> None:
                 f"{node.args[1]} has an effect beside its outputs, which no plan keeps in order; keep it out of the "
                 "graph with torch.compiler.disable"
             )
+        if any(source.op == "get_attr" and "val" not in source.meta for source in node.all_input_nodes):
+            where = f" in {module_path(node)}" if module_path(node) else ""
+            raise UnsupportedError(
+                f"the higher-order operator {node.target}{where} calls graphs of its own, which no plan describes; "
+                "write that part of the model without it, or keep it out of the graph with torch.compiler.disable"
+            )
 
 
 def _name_parameters(capture: TracedGraphs, names: Sequence[str | None]) -> None:
     """Note which placeholders and gradients belong to which parameters, and copy parameters' views to their readers."""
     forward, backward = capture.forward, capture.backward
     assert forward is not None
-    _refuse_effects(forward.graph)
+    for phase in (forward, backward) if backward is not None else (forward,):
+        _refuse_what_no_plan_describes(phase.graph)
     primals = placeholders(forward.graph)
     if len(primals) != len(names):
         raise UnsupportedError("the model changes inputs that share memory; pass copies of them")

@@ -150,6 +150,24 @@ def test_an_effect_beside_outputs_is_refused_by_name() -> None:
         compiled(torch.ones(3))
 
 
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_an_operator_with_graphs_of_its_own_is_refused_by_name(codegen: str) -> None:
+    compiled = torch.compile(Branches(), backend="chunkc", options={"codegen": codegen, "whole_graph": "never"})
+    with pytest.raises(chunkc.UnsupportedError, match=r"operator cond .*torch\.compiler\.disable"):
+        compiled(torch.ones(3, 8))
+
+
 def held_by(function: Any) -> list[Any]:
     """What a function's closure holds, and what functions in it do."""
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
