@@ -3,6 +3,7 @@ move. A compilation that fails leaves them as they were."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -94,7 +95,7 @@ def compile_graph(
     end_where_laid_out_otherwise(owned)
     transport = transport_of({n: p for n, p in zip(names, parameters, strict=True) if p is not None})
     session = session_for(owned, options, source, device)
-    join(session, transport)
+    join(session, transport, options)
     session.known.has_parts |= is_part
     session.modules.update(list(called_modules())[-1:])
     with (
@@ -264,7 +265,7 @@ def _build(
     layout = decision.situation.layout
     code = None if session.transport is None else _code_of(capture)
     if code is not None:
-        is_new = any(owner(parameter) is None for parameter in named.values())
+        is_new = session.num_graphs == 0 or any(owner(parameter) is None for parameter in named.values())
         if is_new:
             program = code.program
             compare(lambda: facts_of(program, layout, session))  # later graphs are compared where their phases begin
@@ -279,8 +280,14 @@ def _build(
     return CompiledGraph(session, steps, step.captured, code)
 
 
+_GPU_NUMBER = re.compile(r"'cuda', index=[0-9]+")
+"""In a graph's code: each rank has a GPU of its own."""
+
+
 def _code_of(capture: TracedGraphs) -> Code:
-    graphs = [graph.code for graph in (capture.forward, capture.backward) if graph is not None]
+    graphs = [
+        _GPU_NUMBER.sub("'cuda'", graph.code) for graph in (capture.forward, capture.backward) if graph is not None
+    ]
     kind = f"{bool(input_symbols(capture))} {num_numbers(capture)}"
     return Code(hashed(text_of(capture)), hashed("\n".join(graphs)), kind)
 

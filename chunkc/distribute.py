@@ -1,4 +1,8 @@
-"""`chunkc.distribute`: a model whose parameters are cut over ranks (ZeRO), as PyTorch's `DTensor`s."""
+"""`chunkc.distribute`: a model whose parameters are cut over ranks (ZeRO), as PyTorch's `DTensor`s.
+
+On GPUs, each rank's parts are in pinned memory from then on, as by `chunkc.place`: Dynamo has to find them on the
+device.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from chunkc.ir.errors import DistributedError, OptionsError, UnsupportedError
 from chunkc.ir.shards import ZeroStage, check_zero_stage
+from chunkc.machines.devices import parse_device
 from chunkc.movable import can_move
 from chunkc.options import parse_options
+from chunkc.place import move_staying, place_parts
 from chunkc.ranks import agree, together
 from chunkc.runtime.nursery import SMALLEST_NBYTES, Nursery, note_birth, nursery_at
 from chunkc.runtime.parts import Part, part_of, shards_on
@@ -27,7 +33,7 @@ from chunkc.whole_parameters import whole
 TIMEOUT_S = 300.0
 """How long a rank waits for the others."""
 
-_MESH = 'mesh must be a DeviceMesh of one or two dimensions on "cpu", as init_device_mesh makes it'
+_MESH = 'mesh must be a DeviceMesh of one or two dimensions on "cpu" or "cuda", as init_device_mesh makes it'
 
 
 @torch.no_grad()
@@ -54,11 +60,12 @@ def distribute(
     Args:
         model: on the CPU, with all its parameters, and not compiled yet. Or on the meta device: then each rank makes
             room for its own parts, all zeros, and no whole parameter is ever there; `chunkc.load` brings the values.
-        mesh: on "cpu"; the ranks that train the model. On one of two dimensions parameters are cut over the inner one,
-            such as the ranks of a host, and ranks along the outer one have copies of each other's parts. Gradients are
-            the mean over all.
+        mesh: on "cpu" or "cuda"; the ranks that train the model. On "cuda", each computes on its current CUDA device,
+            which is its alone, and parts travel by NCCL. On one of two dimensions parameters are cut over the inner
+            one, such as the ranks of a host, and ranks along the outer one have copies of each other's parts. Gradients
+            are the mean over all.
         home: where each rank's parts are between calls: "cpu", which is RAM, "disk" or "disk:DIR". Each rank has a file
-            of its own there, without a name. `torch.compile` takes the home over.
+            of its own there, without a name. `torch.compile` takes the home over. On "cuda" it is pinned RAM, "cpu".
         zero_stage: None lets the plan choose for each group of parameters: as in stage 2 where the budget has the room,
             else as in stage 3. 3 gathers parameters where a forward or backward needs them. 2 gathers them once after
             each change and keeps them whole on the compute tier: a third less is sent. 1 keeps whole gradients, too; so
@@ -69,8 +76,8 @@ def distribute(
         The model.
 
     Raises:
-        OptionsError: an argument makes no sense.
-        UnsupportedError: a parameter cannot be cut; nothing has changed.
+        OptionsError: an argument makes no sense, or ranks have one GPU in common.
+        UnsupportedError: a parameter cannot be cut, or there is no GPU; nothing has changed.
         HomeError: the home has no room on this rank, or cannot be used; nothing has changed.
         DistributedError: the ranks' models differ, or a rank does not come, or has raised one of the other errors;
             nothing has changed.
@@ -81,6 +88,7 @@ def distribute(
     named = dict(model.named_parameters())
     shapes = [(name, tuple(p.shape), p.dtype) for name, p in named.items()]
     home_kind = home.partition(":")[0]
+    device = _connected(transport) if mesh.device_type == "cuda" else torch.device("cpu")
     agree(
         transport,
         {
@@ -95,7 +103,9 @@ def distribute(
     def cut_all() -> str:
         nursery = None if home == "cpu" else nursery_at(home, "auto", disk_holds_parameters=True)
         for parameter in named.values():
-            made[id(parameter)] = _cut(parameter, mesh, transport, zero_stage, nursery)
+            made[id(parameter)] = _cut(parameter, mesh, transport, zero_stage, nursery, device)
+        if device.type == "cuda":
+            place_parts(model, {name: part_of(made[id(p)]) for name, p in named.items()}, transport, home)
         return socket.gethostname()
 
     transport.num_hosts = len(set(together(transport, "chunkc.distribute()", cut_all, DistributedError)))
@@ -105,7 +115,31 @@ def distribute(
         for name, found in module._buffers.items():
             if found is not None and found.is_meta:
                 module._buffers[name] = torch.zeros_like(found, device="cpu")
+    move_staying(model, (), device)
     return model
+
+
+def _connected(transport: Transport) -> torch.device:
+    """The GPU of this rank, connected with those of the others.
+
+    Raises:
+        OptionsError: two ranks have the same one.
+        DistributedError: NCCL cannot connect them.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's types lack its number
+    own = socket.gethostname(), str(properties.uuid)
+    of_all = together(transport, "chunkc.distribute()", lambda: own, DistributedError)
+    transport.num_hosts = len({host for host, _ in of_all})
+    for rank, found in enumerate(of_all):
+        first = of_all.index(found)
+        if first != rank:
+            raise OptionsError(
+                f"ranks {first} and {rank} compute on one GPU of {found[0]}, and each needs a GPU of its own: call "
+                'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) first, and start as many ranks as there are GPUs'
+            )
+    transport.connect_gpus(device)
+    return device
 
 
 def _transport_on(mesh: DeviceMesh, timeout_s: float, check: Callable[[], None]) -> Transport:
@@ -133,8 +167,12 @@ def _is_positive(value: object) -> bool:
 
 def _check(model: nn.Module, mesh: DeviceMesh, home: str, zero_stage: ZeroStage | None, timeout_s: float) -> None:
     """Refuse what this rank cannot do."""
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2 or mesh.device_type != "cpu":
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2 or mesh.device_type not in ("cpu", "cuda"):
         raise OptionsError(_MESH)
+    if mesh.device_type == "cuda":
+        parse_device("cuda")
+        if home != "cpu":
+            raise UnsupportedError(f'home is {home!r}: on GPUs, parts are in pinned RAM so far; take home="cpu"')
     parse_options({"home": home})
     check_zero_stage(zero_stage)
     if not _is_positive(timeout_s):
@@ -175,6 +213,7 @@ def _cut(
     transport: Transport,
     zero_stage: ZeroStage | None,
     nursery: Nursery | None,
+    device: torch.device,
 ) -> nn.Parameter:
     is_cut = parameter.dim() > 0
     shards = shards_on(mesh, tuple(parameter.shape), zero_stage, is_cut=is_cut)
@@ -190,8 +229,10 @@ def _cut(
         note_birth(part, nursery)
     copied: list[Placement] = [Replicate()] * (mesh.ndim - 1)
     placements = [*copied, Shard(0) if is_cut else Replicate()]
+    # On a GPU the part goes there later, and the parameter is there already.
+    known = local if device.type == "cpu" else torch.empty(0, dtype=local.dtype, device=device)
     placed = DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        known, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
     distributed = nn.Parameter(placed, requires_grad=parameter.requires_grad)
     part.attach(distributed)  # type: ignore[arg-type]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from chunkc.ir.chunks import PARAM
+from chunkc.ir.chunks import PARAM, ChunkLayout
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.machines.devices import parse_device
 from chunkc.movable import can_move, will_move
 from chunkc.options import parse_options
+from chunkc.ranks import join
 from chunkc.readers import await_readers
 from chunkc.runtime.nursery import birthplace_of
+from chunkc.runtime.transport import Transport
 from chunkc.session import Session, owner
 
 RESET_PARAMETERS = "reset_parameters"
@@ -79,11 +81,7 @@ def place(
     given = {"disk_holds": disk_holds, "chunk_size": chunk_size, "debug": debug}
     options = parse_options(given if home is None else {"home": home, **given}, os.environ)
     session = Session(options, device=target)
-    movable = {name for name, p in named.items() if can_move(p) or will_move(p)}
-    layout = session.extend_layout(
-        [session.spec_of(name, p) for name, p in named.items() if name in movable],
-        [session.spec_of(name, p) for name, p in named.items() if name not in movable],
-    )
+    layout = _laid_out(session, named)
     session.store.place(layout, present, frozenset())
     if initialise is not None:
         try:
@@ -92,10 +90,32 @@ def place(
             session.end()
             raise
         named = dict(model.named_parameters())
-    _move_staying(model, [named[spec.name] for spec in layout.small], session.store.tier.device)
+    move_staying(model, [named[spec.name] for spec in layout.small], session.store.tier.device)
     session.own(named)
     session.modules.add(model)
     return model
+
+
+def place_parts(model: nn.Module, parts: Mapping[str, nn.Parameter], transport: Transport, home: str) -> None:
+    """Move this rank's parts of a model's parameters into home chunks behind its GPU; all else stays where it is.
+
+    Raises:
+        HomeError: home has no room, or cannot be pinned; nothing was moved.
+    """
+    options = parse_options({"home": home})
+    session = Session(options, device=transport.device)
+    join(session, transport, options)
+    session.store.place(_laid_out(session, parts), parts, frozenset())
+    session.own(parts)
+    session.modules.add(model)
+
+
+def _laid_out(session: Session, named: Mapping[str, nn.Parameter]) -> ChunkLayout:
+    movable = {name for name, p in named.items() if can_move(p) or will_move(p)}
+    return session.extend_layout(
+        [session.spec_of(name, p) for name, p in named.items() if name in movable],
+        [session.spec_of(name, p) for name, p in named.items() if name not in movable],
+    )
 
 
 def _check(name: str, parameter: nn.Parameter, init: object) -> None:
@@ -220,7 +240,7 @@ def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Modu
         yield module
 
 
-def _move_staying(model: nn.Module, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+def move_staying(model: nn.Module, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
     """Move what does not live in chunks to the device: parameters in place, as `nn.Module.to` does, and buffers.
 
     Raises:

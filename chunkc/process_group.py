@@ -13,6 +13,7 @@ import secrets
 import time
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from chunkc.ir.errors import DistributedError, OptionsError
@@ -24,7 +25,8 @@ _POLL_S = 0.01
 
 
 def init_process_group(timeout_s: float = TIMEOUT_S) -> None:
-    """`torch.distributed.init_process_group` for gloo, with which `torchrun --max-restarts` works.
+    """`torch.distributed.init_process_group`, with which `torchrun --max-restarts` works: for gloo, and on a machine
+    with GPUs for NCCL, too.
 
     Reads what a launcher says in the environment (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`); a process that
     was started without one is the only rank.
@@ -40,20 +42,24 @@ def init_process_group(timeout_s: float = TIMEOUT_S) -> None:
         raise OptionsError(f"timeout_s is {timeout_s!r}; allowed: a positive number of seconds")
     timeout = timedelta(seconds=timeout_s)
     if "RANK" not in os.environ:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(_backends(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         store, rank, world_size = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
         name = _agreed_name(store, rank, world_size, timeout)
         dist.init_process_group(
-            "gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world_size, timeout=timeout
+            _backends(), store=dist.PrefixStore(name, store), rank=rank, world_size=world_size, timeout=timeout
         )
     except dist.DistError as error:
         raise DistributedError(
             f"rank {rank} of {world_size} has not met all others within {timeout_s:g} s: look for the first error of "
             f"any rank, and start all anew ({error})"
         ) from error
+
+
+def _backends() -> str:
+    return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and torch.cuda.is_available() else "gloo"
 
 
 def _agreed_name(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:

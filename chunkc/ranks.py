@@ -222,23 +222,35 @@ def refuse_moved_activations(options: Options) -> None:
         raise UnsupportedError('distributed models keep what the forward saves (activations="keep") so far')
 
 
-def join(session: Session, transport: Transport | None) -> None:
+def join(session: Session, transport: Transport | None, options: Options) -> None:
     """A graph of a session's model is compiled whose parameters are cut over these ranks; None: it has none that are.
 
+    Args:
+        options: of the compilation.
+
     Raises:
-        UnsupportedError: other graphs of the session have ordinary parameters, or the device is no CPU.
+        UnsupportedError: other graphs of the session have ordinary parameters, or the model computes elsewhere than
+            the ranks meet, or the options would move saved values.
         DistributedError: these ranks can exchange nothing any more.
     """
     if transport is None:
         return
     transport.check()
-    if session.transport is not transport and session.store.parameters():
+    refuse_moved_activations(options)
+    if session.transport is transport:
+        return
+    if session.store.parameters():
         raise UnsupportedError(
             "the options are those of another model already, which is not distributed over the same ranks: give each "
             "model a dictionary of its own"
         )
-    if session.device.type != "cpu":
-        raise UnsupportedError("distributed models compute on CPUs so far")
-    refuse_moved_activations(session.options)
+    if session.device != transport.device:
+        raise UnsupportedError(
+            f"the model computes on {session.device}, and its mesh is on {transport.device}: give chunkc.distribute "
+            "the mesh of the device that the model computes on"
+        )
     session.store.transport = transport
-    session.hardware = session.hardware.used_by(transport.num_ranks, transport.num_hosts, transport.num_copies)
+    machine = session.hardware
+    if session.device.type == "cuda":  # one device is known: its neighbours are alike
+        machine = machine.times(-(-transport.num_ranks // transport.num_hosts)).on_hosts(transport.num_hosts)
+    session.hardware = machine.used_by(transport.num_ranks, transport.num_hosts, transport.num_copies)

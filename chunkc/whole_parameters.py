@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.passes.graphs import copy_of, placeholders
+from chunkc.runtime.gpu import DLPACK_CUDA, relabelled
 from chunkc.runtime.parts import Part, part_of
 from chunkc.torch_private.aot import LazyGraphModule
 from chunkc.torch_private.fake import detect_fake_mode
@@ -92,11 +93,14 @@ def as_traced(inputs: Sequence[Any]) -> list[Any]:
 
 
 def _untouched(part: Part) -> nn.Parameter:
-    """A parameter of the whole's shape; its pages take no RAM, since none is ever written."""
+    """A parameter of the whole's shape, on the part's device; its pages take no RAM, since none is ever written."""
     pages = mmap.mmap(
         -1, max(1, part.shards.numel * part.itemsize), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     )
-    whole = torch.frombuffer(pages, dtype=part.dtype, count=part.shards.numel).view(part.shards.shape)
+    flat = torch.frombuffer(pages, dtype=part.dtype, count=part.shards.numel)
+    if part.is_cuda:
+        flat = relabelled(flat.untyped_storage(), DLPACK_CUDA, part.device.index).view(part.dtype)[: part.shards.numel]
+    whole = flat.view(part.shards.shape)
     return nn.Parameter(whole, requires_grad=part.requires_grad)
 
 

@@ -126,6 +126,11 @@ class Arena:
         job = Launch if place.home.only_launches(place.region) else partial
         return job(place.home.read, place.region, offset_nbytes, buffer)
 
+    def only_launches(self, chunk: Chunk) -> bool:
+        """Whether copies from and to a chunk have only to be launched (see `Launch`)."""
+        place = self._places[chunk]
+        return place.home.only_launches(place.region)
+
     def caster(self, chunk: Chunk, dtype: torch.dtype, buffer: torch.Tensor) -> Callable[[], None]:
         """A job that fills `buffer` with a chunk's elements, which are of `dtype`, cast to its own."""
         place = self._places[chunk]

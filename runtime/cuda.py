@@ -8,6 +8,10 @@ A copy whose home blocks (a disk), or that comes after an update by the CPU, nee
 disk's in pieces) on a stream of its own. Its event does not exist for CUDA until the thread is through with it, and
 CUDA takes a wait for such an event as no wait; so who waits for that copy waits, on the host, for the thread. This is
 the only wait of the host inside a step.
+
+Exchanges with other ranks are launched in the order in which they were submitted, gathers and scatters alike: the order
+of the plan, which is every rank's. So one that comes after an update by the CPU is launched by a thread, and those
+behind it, too; any other by the caller.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from typing import Any, ClassVar
 import torch
 
 from chunkc.ir.errors import OptionsError
+from chunkc.ir.links import GATHER, SCATTER
 from chunkc.runtime.arena import Launch
 from chunkc.runtime.gpu import Gpu, TorchGpu
 from chunkc.runtime.streams import JobMark, WorkerStream
@@ -138,6 +143,65 @@ class CudaLink:
             self._busy_s += self._running.popleft().copy_s()
 
 
+class Launcher:
+    """Launches in the order in which it is told to: at once if it can, and nothing waits before; else by a thread."""
+
+    def __init__(self) -> None:
+        self.thread = WorkerStream("exchange")
+        self._last: JobMark | None = None
+
+    def launch(self, job: Callable[[], None], *, at_once: bool) -> JobMark | None:
+        """None: it has been launched. `at_once`: it would not block."""
+        if at_once and (self._last is None or self._last.done()):
+            job()
+            return None
+        self._last = self.thread.submit(job)
+        return self._last
+
+
+class CudaExchangeLink(CudaLink):
+    """Exchanges with other ranks over one link, launched by a launcher that all such links have in common."""
+
+    def __init__(self, gpu: Gpu, name: str, launcher: Launcher) -> None:
+        super().__init__(gpu, name)
+        self._launcher = launcher
+
+    def submit(self, job: Callable[[], None], *, after: Sequence[CudaMark | JobMark] = ()) -> CudaMark:
+        """As `CudaLink.submit`.
+
+        Raises:
+            DistributedError: nothing can be exchanged any more.
+            StreamError: the thread that such exchanges need cannot be had.
+        """
+        self._account()
+        mark = CudaMark(self._gpu.new_event(timed=True), self._gpu.new_event(timed=True))
+        at_once = all(isinstance(earlier, CudaMark) and earlier.launched is None for earlier in after)
+        mark.launched = self._launcher.launch(partial(self._launch, job, after, mark), at_once=at_once)
+        self._running.append(mark)
+        return mark
+
+    def drain(self) -> None:
+        """As `CudaLink.drain`."""
+        try:
+            self._launcher.thread.drain()
+        finally:
+            super().drain()
+
+    def end_soon(self) -> None:
+        """As `CudaLink.end_soon`."""
+        self._launcher.thread.end_soon()
+
+    def _launch(self, job: Callable[[], None], after: Sequence[CudaMark | JobMark], mark: CudaMark) -> None:
+        with self._gpu.using(self._stream):
+            for earlier in after:
+                earlier.hold(self._stream) if isinstance(earlier, CudaMark) else earlier.wait()
+            try:
+                self._run(job, mark)
+            except BaseException:
+                self._stream.synchronize()  # what was launched of it must not outlive the slot
+                raise
+
+
 class CudaTier:
     """A CUDA device as the memory the model computes in.
 
@@ -152,12 +216,18 @@ class CudaTier:
     def __init__(self, gpu: Gpu | None = None, *, meter: bool = True) -> None:
         self._gpu = TorchGpu() if gpu is None else gpu
         self._meter = meter
-        self.links = Links(partial(CudaLink, self._gpu))
+        self._launcher = Launcher()
+        self.links = Links(self._open_link)
         self._retries_before = self._gpu.num_retries()
 
     @property
     def device(self) -> torch.device:
         return self._gpu.device
+
+    def _open_link(self, name: str) -> CudaLink:
+        if name in (GATHER, SCATTER):
+            return CudaExchangeLink(self._gpu, name, self._launcher)
+        return CudaLink(self._gpu, name)
 
     def allocate_slot(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat, uninitialised buffer of the current stream's."""

@@ -1,13 +1,15 @@
 """A chunk of parameters that are cut over ranks, on its way between homes and a slot that holds all ranks' parts.
 
-In a slot every parameter lies whole and contiguous, and a rank's part of it is a range of rows. So large parts are sent
-from home memory and received where they belong, and nothing is copied on the way. Small ones of a chunk go to each rank
-in one message, through room of the slot's where they are put together (`ChunkGroup.parcels`). For gradients each rank
-sends every other one what it computed for the other's part, receives the same for its own, and adds up in the order of
-the ranks: the same bits on every run, and the least bytes that there can be, (ranks - 1) / ranks of the chunk each way.
-Where other ranks have copies of this one's parts, their sums are added up after that, in the order of the rows.
+In a slot every parameter lies whole and contiguous, and a rank's part of it is a range of rows. So a part is copied
+from home to its place in the slot, sent from there, and received where it belongs. Small ones of a chunk go to each
+rank in one message, through room of the slot's where they are put together (`ChunkGroup.parcels`). For gradients each
+rank sends every other one what it computed for the other's part, receives the same for its own, and adds up in the
+order of the ranks: the same bits on every run, and the least bytes that there can be, (ranks - 1) / ranks of the chunk
+each way. Where other ranks have copies of this one's parts, their sums are added up after that, in the order of the
+rows.
 
-A home on a disk is read and written through its map; its pages leave the process's memory afterwards.
+A home on a disk is read and written through its map; its pages leave the process's memory afterwards. On a GPU all of
+this is enqueued on the current stream, and home memory is pinned.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def gather(
     packed: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
     free = _Room(room)
     for parcel in group.parcels:
-        own = [home[where.offset : where.end] for where in parcel]
+        own = [part_in_slot(slot, where) for where in parcel]
+        for where, place in zip(parcel, own, strict=True):
+            place.copy_(home[where.offset : where.end], non_blocking=True)
         sent = own[0] if len(parcel) == 1 else free.pack(own)
         for rank, part in _others_in_row(shards_of_slice(parcel[0])):
             received, *others = places = [part_in_slot(slot, where, part) for where in parcel]
@@ -48,8 +52,6 @@ def gather(
                 packed.append((received, places))
             sends.append((rank, sent))
             receives.append((rank, received))
-        for where, part_of_it in zip(parcel, own, strict=True):
-            part_in_slot(slot, where).copy_(part_of_it)
     transport.exchange(GATHERS, sends, receives)
     for received, places in packed:
         _unpack(received, places)
@@ -61,6 +63,7 @@ def scatter_sums(
     slot: torch.Tensor,
     room: torch.Tensor,
     home: torch.Tensor,
+    seen: torch.Tensor,
     adds: Mapping[str, bool],
     transport: Transport,
 ) -> None:
@@ -69,6 +72,7 @@ def scatter_sums(
     Args:
         slot: a gradient's. The part of it that is this rank's is overwritten.
         room: `group.packing_numel` and `group.exchange_numel` elements for what ranks send.
+        home, seen: flat tensors over the same elements: of the host's, and as the compute tier sees them.
         adds: parameters whose gradients are in the slot, and whether home has one already, to which it is added.
 
     Raises:
@@ -82,8 +86,9 @@ def scatter_sums(
     for parcel, total in zip(together, totals, strict=True):
         means = total.div_(transport.num_ranks).split([where.spec.numel for where in parcel])
         for where, mean in zip(parcel, means, strict=True):
-            place = home[where.offset : where.end]
-            place.add_(mean) if adds[where.spec.name] else place.copy_(mean)
+            if adds[where.spec.name]:
+                mean.add_(seen[where.offset : where.end])
+            home[where.offset : where.end].copy_(mean, non_blocking=True)
     drop_pages(home)
 
 

@@ -24,7 +24,7 @@ from chunkc.torch_private import cuda_allocator
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 _PAGEABLE_MEMORY_ACCESS = 88  # CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS
 _CAN_USE_HOST_POINTER = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-_DLPACK_CUDA = 2  # kDLCUDA
+DLPACK_CUDA = 2  # kDLCUDA
 
 _capsule_address = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_address.restype, _capsule_address.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
@@ -203,7 +203,7 @@ class TorchGpu:
 
     def view_pageable(self, host: torch.UntypedStorage) -> torch.Tensor:
         # Not the CUDA array interface: torch then asks the runtime whose memory it is, which knows of no device.
-        return relabelled(host, _DLPACK_CUDA, self.device.index)
+        return relabelled(host, DLPACK_CUDA, self.device.index)
 
     def _driver_says(self, attribute: int) -> bool:
         """An attribute of the device that torch has no name for."""

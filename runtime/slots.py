@@ -11,13 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
 from chunkc.ir.chunks import CASTS, GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout
-from chunkc.ir.errors import ChunkcError, ChunkStateError, DistributedError, HomeError, StreamError
+from chunkc.ir.errors import ChunkcError, ChunkStateError, DistributedError, HomeError, StreamError, UnsupportedError
 from chunkc.ir.states import num_entries
-from chunkc.runtime.arena import Arena
+from chunkc.runtime.arena import Arena, Launch
 from chunkc.runtime.chunk_states import ChunkState, advance
 from chunkc.runtime.exchange import gather, scatter_sums
 from chunkc.runtime.standing import Standing
@@ -178,7 +179,7 @@ class ChunkSlots(ABC):
                 found.append(index)
                 continue
             self.await_home(chunk)
-            if self.standing.is_outdated(group, self._flat_home(chunk)):
+            if self.standing.is_outdated(group, self._seen_home(chunk)):
                 found.append(index)
         return found
 
@@ -187,20 +188,45 @@ class ChunkSlots(ABC):
         assert self.transport is not None
         assert slot.buffer is not None
         group, home = self.layout.groups[chunk.group], self._flat_home(chunk)
-        return partial(gather, group, home, slot.buffer, slot.exchange, self.transport)
+        return self._exchanging(chunk, gather, group, home, slot.buffer, slot.exchange, self.transport)
 
     def _scatter(self, chunk: Chunk, slot: Slot) -> Callable[[], None]:
         """A job that writes this rank's part of the mean of all ranks' gradients home."""
         assert self.transport is not None
         assert slot.buffer is not None
         assert slot.exchange is not None
-        group, adds = self.layout.groups[chunk.group], slot.adds
-        slot.adds = {}
-        return partial(scatter_sums, group, slot.buffer, slot.exchange, self._flat_home(chunk), adds, self.transport)
+        group, adds, home = self.layout.groups[chunk.group], slot.adds, self._flat_home(chunk)
+        seen, slot.adds = self._seen_home(chunk), {}
+        return self._exchanging(
+            chunk, scatter_sums, group, slot.buffer, slot.exchange, home, seen, adds, self.transport
+        )
+
+    def _exchanging(self, chunk: Chunk, do: Callable[..., None], *args: Any) -> Callable[[], None]:
+        """A job that has only to be launched, on a device whose streams do the rest.
+
+        Raises:
+            UnsupportedError: they cannot, as the chunk's home is not pinned.
+        """
+        if self.tier.device.type == "cpu":
+            return partial(do, *args)
+        if not self.arena.only_launches(chunk):
+            raise UnsupportedError(
+                "chunks of a distributed model are gathered from pinned memory, and this host's could not be pinned: "
+                "raise the limit of lockable memory (`ulimit -l`)"
+            )
+        return Launch(do, *args)
 
     def _flat_home(self, chunk: Chunk) -> torch.Tensor:
+        """A chunk's elements at home, for the host and for copies."""
         group = self.layout.groups[chunk.group]
         return self.arena.host_view(chunk, group.kind_dtype(chunk.kind), group.numel)
+
+    def _seen_home(self, chunk: Chunk) -> torch.Tensor:
+        """The same elements, for what the compute tier computes with them."""
+        if self.tier.device.type == "cpu":
+            return self._flat_home(chunk)
+        group = self.layout.groups[chunk.group]
+        return self.arena.view(chunk, group.kind_dtype(chunk.kind), (group.numel,), (1,), 0)
 
     def wait(self, chunk: Chunk) -> None:
         """What is computed from now on finds the copy under way, in or out, done; the chunk can be read."""

@@ -18,6 +18,9 @@ from chunkc.runtime.maps import drop_pages
 from chunkc.runtime.tier import Tier
 from chunkc.runtime.used_gradients import LocalGradient
 
+_COMPARED_NUMEL = 1 << 20
+"""Elements compared at once, which takes a byte each on a GPU."""
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -44,14 +47,19 @@ class Standing:
         """Whether a group's parameters are not all here, or this rank's parts are others than at home.
 
         Args:
-            home: a flat tensor of the group's elements, as `ChunkGroup` describes them.
+            home: a flat tensor of the group's elements, as `ChunkGroup` describes them, on the compute tier's device.
         """
         if group.index not in self.current:
             return True
         here, bits = self._buffers[Chunk(PARAM, group.index)], _BITS[group.dtype.itemsize]
         is_same = all(
-            torch.equal(part_in_slot(here, where).view(bits), home[where.offset : where.end].view(bits))
+            torch.equal(*pieces)
             for where in group.slices
+            for pieces in zip(
+                part_in_slot(here, where).view(bits).split(_COMPARED_NUMEL),
+                home[where.offset : where.end].view(bits).split(_COMPARED_NUMEL),
+                strict=True,
+            )
         )
         drop_pages(home)
         return not is_same

@@ -1,5 +1,6 @@
 """Bytes between ranks: messages from memory to memory, in the same order on every rank.
 
+What lies on a GPU goes by NCCL, in stream order (`runtime.nccl`); everything else by gloo, and the caller waits for it.
 Each channel is a process group of its own, so that threads which use different ones do not wait for each other.
 Messages are sent from where they lie and received where they are to be, without buffers; so what a rank sends is
 exactly what others lack, whatever the sizes of their parts are. A channel's exchanges are matched by their order, and
@@ -9,6 +10,7 @@ where threads share one, by their tags.
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from chunkc.ir.errors import DistributedError
+from chunkc.runtime.nccl import GpuMessages
 
 GATHERS, SCATTERS, AGREEMENTS, SUMS, CHECKPOINTS = "gathers", "scatters", "agreements", "sums", "checkpoints"
 _CHANNELS = (GATHERS, SCATTERS, AGREEMENTS, SUMS, CHECKPOINTS)
@@ -52,6 +55,7 @@ class Transport:
             keeps its own until then.
         num_renewed: how often ranks have forgotten plans of a step; the same on all of them.
         steps: a hash of the steps of optimizers so far.
+        device: where this rank computes (see `connect_gpus`).
 
     Raises:
         DistributedError: another rank does not come.
@@ -66,6 +70,7 @@ class Transport:
     accumulating: bool = False
     num_renewed: int = 0
     steps: str = ""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
         timeout = timedelta(seconds=self.timeout_s)
@@ -79,6 +84,26 @@ class Transport:
         except RuntimeError as error:
             raise self._lost("addresses", "another rank") from error
         self._failed_checkpoint: BaseException | None = None
+        self._gpus: GpuMessages | None = None
+
+    def connect_gpus(self, device: torch.device) -> None:
+        """All ranks compute on GPUs, of which this one's is `device`: what lies there is exchanged by NCCL.
+
+        Raises:
+            DistributedError: NCCL cannot connect them.
+        """
+        lost = self._lost("parts between GPUs", "another rank")
+        me = weakref.ref(self)
+
+        def too_late() -> None:
+            if (transport := me()) is not None and transport.failure is None:
+                transport.failure = lost
+
+        try:
+            self._gpus = GpuMessages(self.ranks, device, self.timeout_s, too_late)
+        except RuntimeError as error:
+            raise DistributedError(f"rank {self.rank} of {self.num_ranks} has no NCCL: {error}. {_ANEW}") from error
+        self.device = device
 
     @property
     def num_ranks(self) -> int:
@@ -92,6 +117,9 @@ class Transport:
     def exchange(self, channel: str, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> None:
         """Send and receive; returns once all is done. Empty tensors are no messages.
 
+        Tensors on a GPU are exchanged in the order of the current stream, whatever the channel and the tag are. Then it
+        returns at once, and who is not there is noticed later (see `failure`).
+
         Args:
             tag: exchanges of one tag meet, in their order.
 
@@ -100,14 +128,19 @@ class Transport:
         """
         self.check(channel)
         group, works, other = self._groups[channel], [], self.rank
+        receives = [(rank, _bytes(tensor)) for rank, tensor in receives if tensor.numel()]
+        sends = [(rank, _bytes(tensor)) for rank, tensor in sends if tensor.numel()]
         try:
+            if any(tensor.is_cuda for _, tensor in (*receives, *sends)):
+                assert self._gpus is not None
+                self._gpus.exchange(sends, receives)
+                self.sent_nbytes[channel] += sum(tensor.nbytes for _, tensor in sends)
+                return
             for other, tensor in receives:
-                if tensor.numel():
-                    works.append((other, dist.irecv(_bytes(tensor), src=self.ranks[other], group=group, tag=tag)))
+                works.append((other, dist.irecv(tensor, src=self.ranks[other], group=group, tag=tag)))
             for other, tensor in sends:
-                if tensor.numel():
-                    works.append((other, dist.isend(_bytes(tensor), dst=self.ranks[other], group=group, tag=tag)))
-                    self.sent_nbytes[channel] += tensor.nbytes
+                works.append((other, dist.isend(tensor, dst=self.ranks[other], group=group, tag=tag)))
+                self.sent_nbytes[channel] += tensor.nbytes
             for other, work in works:  # noqa: B007
                 assert work is not None
                 work.wait()
@@ -116,7 +149,7 @@ class Transport:
             if channel == CHECKPOINTS:
                 self._failed_checkpoint = lost
             else:
-                self.failure = lost
+                self._fail(lost)
             raise copy(lost) from error
 
     def tell_all(self, value: Any, channel: str = AGREEMENTS) -> list[Any]:
@@ -137,23 +170,25 @@ class Transport:
         return [pickle.loads((head[8:] + rest)[:length]) for head, rest, length in values]
 
     def add_up(self, values: torch.Tensor, meeting: Sequence[int], tag: int) -> None:
-        """Sum a CPU tensor over those ranks that are meeting, this one among them, in place: on each the same bits.
+        """Sum a tensor over those ranks that are meeting, this one among them, in place: on each the same bits.
 
-        Takes no memory of torch's allocator.
+        The host waits for it. Takes no memory of torch's allocator.
 
         Raises:
             DistributedError: as `exchange`.
         """
         others = [rank for rank in self.others if rank in meeting]
-        of_rank = {
-            rank: torch.frombuffer(bytearray(values.nbytes), dtype=values.dtype).view(values.shape) for rank in meeting
-        }
+        total, *rooms = (
+            torch.frombuffer(bytearray(values.nbytes), dtype=values.dtype).view(values.shape)
+            for _ in range(len(meeting) + 1)
+        )
+        of_rank = dict(zip(meeting, rooms, strict=True))
         of_rank[self.rank].copy_(values)
         sends = [(rank, of_rank[self.rank]) for rank in others]
         self.exchange(SUMS, sends, [(rank, of_rank[rank]) for rank in others], tag)
-        values.zero_()
         for rank in meeting:
-            values.add_(of_rank[rank])
+            total.add_(of_rank[rank])
+        values.copy_(total)
 
     def _tell(self, of_ranks: Sequence[bytearray], channel: str) -> None:
         """Send this rank's bytes, and fill the others'; which of them are none, all know."""
@@ -179,11 +214,17 @@ class Transport:
         """
         if self.failure is not None:
             return
-        self.failure = cause
+        self._fail(cause)
         for channel, group in self._groups.items():
             if channel != CHECKPOINTS:
                 for rank in self.others:
                     _close(group, self.ranks[rank])
+
+    def _fail(self, cause: BaseException) -> None:
+        """Nothing is exchanged any more. What is under way between GPUs ends, so that nobody waits for it."""
+        self.failure = self.failure or cause
+        if self._gpus is not None:
+            self._gpus.abort()
 
     def _lost(self, channel: str, who: str) -> DistributedError:
         return DistributedError(

@@ -88,6 +88,7 @@ _HELPERS = (
     "cuda_in_ram/device_sorting",
     "cuda_in_ram/device_process",
     "cuda_in_ram/device_ranks",
+    "cuda_in_ram/device_rank_cases",
     "integrations/loops",
     "checkpoint/checkpoint_runs",
     "distributed/run_ranks",

@@ -59,4 +59,4 @@ def send_to_first(tensors: Iterable[torch.Tensor], transport: Transport) -> None
         if isinstance(tensor, DTensor):
             together(transport, SAVE, lambda: None, FileError)
             if shards_of(tensor).copy == 0:
-                transport.exchange(GATHERS, [(0, local_of(tensor).detach().contiguous())], [])
+                transport.exchange(GATHERS, [(0, local_of(tensor).detach().cpu().contiguous())], [])

@@ -43,11 +43,15 @@ def note_step(optimizer: Any) -> None:
     """A step begins. Each rank updates its own parts alone; at the next phase ranks compare what steps they have made.
 
     So a rank that leaves one out, or whose scheduler has gone by its own losses, is an error of all.
+
+    Raises:
+        DistributedError: an exchange of this step's gradients has failed.
     """
     transports = {id(part.transport): part.transport for part in _parts_of(optimizer)}
     if transports:
         hyper = [optimizer.hyper_at(group, 1) for group in optimizer.param_groups]
         for transport in transports.values():
+            transport.check()
             transport.steps = hashed(f"{transport.steps} {type(optimizer).__name__} {hyper}")
 
 

@@ -129,7 +129,7 @@ def test_small_parts_of_a_chunk_go_to_each_rank_in_one_message(packed_nbytes: in
         slot, home = slot_of(group, GRAD), home_with(group, whole(0))
         gather(group, home, slot, slot[group.gathered_numel :], rank)
         gathered.append(rank.num_messages)
-        scatter_sums(group, slot, slot[group.gathered_numel :], home, dict.fromkeys("abcd", False), rank)
+        scatter_sums(group, slot, slot[group.gathered_numel :], home, home, dict.fromkeys("abcd", False), rank)
 
     gathered: list[int] = []
     ranks = on_ranks(3, job)
@@ -152,7 +152,7 @@ def test_each_rank_gets_its_part_of_the_mean(num_ranks: int, num_copies: int) ->
         slot, home = slot_of(group, GRAD), home_with(group, before)
         for name in adds:
             in_slot(group, slot)[name].copy_(computed[rank.rank][name])
-        scatter_sums(group, slot, slot[group.gathered_numel :], home, adds, rank)
+        scatter_sums(group, slot, slot[group.gathered_numel :], home, home, adds, rank)
         found[rank.rank] = (group, home)
 
     ranks = on_ranks(num_ranks, job)

@@ -1,0 +1,135 @@
+"""Messages between GPUs: by NCCL, from memory to memory, in the order of the current stream.
+
+One communicator has all of them, since NCCL's kernels must start in one order on every rank: that in which they are
+launched, which is the plan's (see `runtime.cuda`). To launch is not to wait: the current stream goes on when messages
+are there, and the host goes on at once. So a thread looks after what is under way, and aborts it when it takes too
+long. What an abort leaves in memory is no message; so ranks have failed before it.
+
+PyTorch's own watchdog would end the process, and count from the launch on; here it only clears up.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_FOREVER = timedelta(days=365)
+_POLL_S = 0.1
+
+_LEFT_ALONE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""By which PyTorch's watchdog ends no process; read where a group is made."""
+
+
+class GpuMessages:
+    """The GPUs of some ranks, one each, connected.
+
+    Args:
+        ranks: of the default process group; all of them come here together.
+        device: this rank's.
+        timeout_s: how long messages may take from when their turn in the stream has come.
+        too_late: called by another thread before what is under way is aborted.
+
+    Raises:
+        RuntimeError: a rank is gone, or NCCL cannot connect them.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], device: torch.device, timeout_s: float, too_late: Callable[[], None]
+    ) -> None:
+        self.device = device
+        self._ranks, self._timeout_s, self._too_late = tuple(ranks), timeout_s, too_late
+        self._under_way: deque[tuple[Any, Any]] = deque()  # events of its turn, and of its end
+        self._waits_since_s: float | None = None
+        self._stop = threading.Event()
+        self._is_aborted, self._aborting = False, threading.Lock()
+        with _left_alone():
+            self._group = dist.new_group(list(ranks), timeout=_FOREVER, backend="nccl", use_local_synchronization=True)
+        watch = threading.Thread(target=_watch, args=(weakref.ref(self), self._stop), name="chunkc-nccl", daemon=True)
+        weakref.finalize(self, self._stop.set)
+        with torch.cuda.device(device), self._noted():
+            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+        watch.start()
+        torch.cuda.synchronize(device)
+
+    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Enqueue messages on the current stream, all at once; returns as soon as that is done.
+
+        Args:
+            sends, receives: an index into `ranks`, and flat uint8 tensors on the device.
+
+        Raises:
+            RuntimeError: they cannot be enqueued.
+        """
+        operations = [dist.P2POp(dist.irecv, tensor, self._ranks[rank], self._group) for rank, tensor in receives]
+        operations += [dist.P2POp(dist.isend, tensor, self._ranks[rank], self._group) for rank, tensor in sends]
+        if not operations:
+            return
+        with self._noted():
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()  # the current stream does
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        turn, end = torch.cuda.Event(), torch.cuda.Event()
+        turn.record()
+        yield
+        end.record()
+        self._under_way.append((turn, end))
+
+    def abort(self) -> None:
+        """End what is under way, and whatever comes; memory has anything then."""
+        with self._aborting:
+            if not self._is_aborted:
+                self._is_aborted = True
+                self._stop.set()
+                backend: Any = self._group._get_backend(torch.device("cuda"))
+                backend.abort()
+
+    def look(self) -> None:
+        """Abort where the other ranks' messages have not come in time."""
+        while self._under_way and self._under_way[0][1].query():
+            self._under_way.popleft()
+            self._waits_since_s = None
+        if not self._under_way or not self._under_way[0][0].query():
+            return
+        now_s = time.monotonic()
+        if self._waits_since_s is None:
+            self._waits_since_s = now_s
+        elif now_s - self._waits_since_s > self._timeout_s:
+            self._too_late()
+            self.abort()
+
+
+@contextmanager
+def _left_alone() -> Iterator[None]:
+    """Inside, a group is made by whose watchdog no process ends."""
+    before = {name: os.environ.get(name) for name in _LEFT_ALONE}
+    os.environ.update(_LEFT_ALONE)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _watch(messages: weakref.ref[GpuMessages], stop: threading.Event) -> None:
+    while not stop.wait(_POLL_S):
+        found = messages()
+        if found is None:
+            return
+        with suppress(RuntimeError):  # a broken device: whoever uses it is told
+            found.look()
+        del found

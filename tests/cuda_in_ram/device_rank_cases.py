@@ -1,0 +1,248 @@
+"""What ranks do in tests of several devices: each case runs in a process per rank (see `device_ranks`).
+
+    import device_rank_cases; device_rank_cases.main("stages")
+
+Prints what the case came to, as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from device_gpt import GPT
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import chunkc
+from chunkc.explaining.cuda_offline import overhead_on
+from chunkc.machines.devices import overhead_of
+from chunkc.machines.presets import load_hardware
+from chunkc.runtime import nccl
+from chunkc.runtime.cuda import CudaExchangeLink, CudaMark
+from chunkc.runtime.transport import GATHERS, SCATTERS, Transport
+
+SHAPE = {"width": 32, "layers": 2, "heads": 2, "vocab": 64, "sequence": 16}
+HUGE = 1 << 30
+Result = dict[str, Any]
+
+
+def trained(
+    mesh: DeviceMesh, budget: int, *, stage: Any = 3, steps: int = 3, accumulate: int = 1, clip: float | None = 0.5,
+    dtype: torch.dtype = torch.float32, optimizer: Callable[..., Any] = chunkc.optim.AdamW, scaled: bool = False,
+    debug: bool = True, codegen: str = "eager", **optimizer_options: Any,
+) -> Result:  # fmt: skip
+    """Train a GPT on the ranks of a mesh, with batches of each rank's own."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    rank, device = dist.get_rank(), mesh.device_type
+    model = chunkc.distribute(GPT(**SHAPE).to(dtype), mesh, zero_stage=stage, timeout_s=60)
+    options = {"memory_budget": budget, "codegen": codegen, "whole_graph": "never", "debug": debug}
+    run = torch.compile(model, backend="chunkc", options=options)
+    update = optimizer(model.parameters(), **{"lr": 1e-2, "eps": 1e-3, **optimizer_options})
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**17 if scaled else 1.0, enabled=scaled)
+    losses = []
+    for step in range(steps * accumulate):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        tokens = torch.randint(SHAPE["vocab"], (2, SHAPE["sequence"]), generator=generator).to(device)
+        is_last = (step + 1) % accumulate == 0
+        with nullcontext() if is_last else update.accumulating():
+            loss = run(tokens)
+            scaler.scale(loss).backward()
+        losses.append(loss.item())
+        if is_last:
+            if clip is not None:
+                scaler.unscale_(update)
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(update)
+            scaler.update()
+            update.zero_grad()
+    chunkc.synchronize(model)
+    report = chunkc.report(model)
+    parts = [p.to_local().detach().cpu().float() for p in model.parameters()]  # type: ignore[union-attr]
+    found = {
+        "losses": losses,
+        "bits": hashlib.blake2b(b"".join(part.numpy().tobytes() for part in parts)).hexdigest(),
+        "left": [predicted - measured for _, predicted, measured in report.moments if measured is not None],
+        "least": report.minimum_budget_nbytes,
+        "scale": scaler.get_scale(),
+        "plan": report.plan_text,
+    }
+    return {**found, "weights": torch.cat([part.flatten() for part in parts]).tolist()}
+
+
+def mesh_on(device: str) -> DeviceMesh:
+    return init_device_mesh(device, (dist.get_world_size(),))
+
+
+def compared(**how: Any) -> Result:
+    """Trained on GPUs in a roomy budget and in the smallest, and on CPUs."""
+    roomy = trained(mesh_on("cuda"), HUGE, **how)
+    tight = trained(mesh_on("cuda"), roomy["least"], **how)
+    on_cpu = trained(mesh_on("cpu"), HUGE, **how)
+    pairs = list(zip(roomy.pop("weights"), on_cpu.pop("weights"), strict=True))
+    del tight["weights"]
+    return {"runs": [roomy, tight], "cpu": on_cpu, "difference": max(abs(one - other) for one, other in pairs)}
+
+
+def stages() -> Result:
+    """One stage after the other; on CPUs in stage 3."""
+    found = compared()
+    for stage in (2, 1, None):
+        for budget in (HUGE, None):
+            run = trained(mesh_on("cuda"), budget or found["runs"][-1]["least"], stage=stage)
+            del run["weights"]
+            found["runs"].append(run)
+    return found
+
+
+def ways() -> Result:
+    """Other ways to train, each in two budgets."""
+    return {
+        "accumulated, stage 1": compared(stage=1, accumulate=2),
+        "updated by the CPU": compared(update_on="cpu", overlap="backward", clip=None),
+        "fp16, scaled": compared(dtype=torch.float16, scaled=True, clip=None),
+        "LAMB": compared(optimizer=chunkc.optim.LAMB, stage=None),
+    }
+
+
+def one() -> Result:
+    """The only rank."""
+    return compared()
+
+
+def explained() -> Result:
+    """What `chunkc.explain` says on a CPU of what the ranks then plan."""
+    found = []
+    budget, device = HUGE, torch.device("cuda", torch.cuda.current_device())
+    more = overhead_on(load_hardware("2xh100")) - overhead_of(device)  # workspaces: here torch says what they are
+    for stage in (3, None):
+        for _ in range(2):
+            tokens = torch.zeros(2, SHAPE["sequence"], dtype=torch.int64)
+            options = {"memory_budget": budget + more, "zero_stage": stage, "whole_graph": "never"}
+            said = chunkc.explain(GPT(**SHAPE), tokens, hardware="2xh100", **options)
+            run = trained(mesh_on("cuda"), budget, stage=stage, steps=2, clip=None)
+            plans = [text.partition("\nplan:")[0].strip() for text in (said.plan_text, run["plan"])]
+            found.append({"explained": said.minimum_budget_nbytes - more, "least": run["least"], "plans": plans})
+            budget = run["least"]
+        budget = HUGE
+    return {"runs": found}
+
+
+# --- faults ---
+
+
+@contextmanager
+def fault_at(number: int, fault: Callable[[], None]) -> Iterator[None]:
+    """Something happens to rank 1 when it is about to exchange that many times."""
+    exchange, left = Transport.exchange, [number]
+
+    def faulty(self: Transport, channel: str, *args: Any) -> None:
+        if channel in (GATHERS, SCATTERS) and dist.get_rank() == 1:
+            left[0] -= 1
+            if left[0] == 0:
+                fault()
+        exchange(self, channel, *args)
+
+    with patch.object(Transport, "exchange", faulty):
+        yield
+
+
+def killed() -> Result:
+    """A rank is killed in a step; the other waits on its GPU, and then on its host."""
+    torch.manual_seed(0)
+    model = chunkc.distribute(GPT(**SHAPE), mesh_on("cuda"), timeout_s=5)
+    run = torch.compile(model, backend="chunkc", options={"codegen": "eager", "memory_budget": HUGE})
+    update = chunkc.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = torch.zeros(2, SHAPE["sequence"], dtype=torch.int64).to("cuda")
+    start_s = 0.0
+    try:
+        with fault_at(12, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+            for _ in range(8):
+                start_s = time.monotonic()
+                run(tokens).backward()
+                update.step()
+                update.zero_grad()
+                torch.cuda.synchronize()
+    except chunkc.DistributedError as error:
+        waited_s = time.monotonic() - start_s
+        torch.cuda.synchronize()
+        try:
+            update.step()
+        except chunkc.DistributedError as again:
+            return {"message": str(error), "again": str(again), "waited_s": waited_s}
+    return {}
+
+
+# --- waits ---
+
+
+def held_by_no_stream(mark: CudaMark, stream: Any) -> None:
+    if mark.launched is not None:
+        mark.launched.wait()
+
+
+@contextmanager
+def without_waits_for_exchanges() -> Iterator[None]:
+    """Computation does not wait for gathers, nor for scatters."""
+    submit = CudaExchangeLink.submit
+
+    def submitted(link: CudaExchangeLink, *args: Any, **more: Any) -> CudaMark:
+        mark = submit(link, *args, **more)
+        mark.hold = lambda stream: held_by_no_stream(mark, stream)  # type: ignore[method-assign]
+        return mark
+
+    with patch.object(CudaExchangeLink, "submit", submitted):
+        yield
+
+
+@contextmanager
+def without_waits_for_messages() -> Iterator[None]:
+    """A link's stream goes on before its messages are there."""
+    batched = dist.batch_isend_irecv
+
+    class NoWork:
+        def wait(self) -> None: ...
+
+    def enqueued(operations: Any) -> list[NoWork]:
+        batched(operations)
+        return [NoWork()]
+
+    with patch.object(nccl.dist, "batch_isend_irecv", enqueued):
+        yield
+
+
+def waits() -> Result:
+    """A training, and the same without some waits."""
+    found = {}
+    for name, sabotage in {
+        "all": nullcontext,
+        "none for exchanges": without_waits_for_exchanges,
+        "none for messages": without_waits_for_messages,
+    }.items():
+        with sabotage():
+            run = trained(mesh_on("cuda"), HUGE, steps=2, clip=None)
+        found[name] = [repr(run["losses"]), run["bits"]]
+    return found
+
+
+def main(name: str) -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size == 1:
+        del os.environ["RANK"]
+        chunkc.init_process_group()
+    else:
+        init_method = os.environ["INIT_METHOD"]
+        dist.init_process_group("cpu:gloo,cuda:nccl", init_method=init_method, rank=rank, world_size=size)
+    print(json.dumps(globals()[name]()), flush=True)
+    os._exit(0)

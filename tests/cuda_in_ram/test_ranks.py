@@ -1,0 +1,71 @@
+"""Several GPUs made of RAM train one model, through PyTorch's own NCCL group; see `device_rank_cases`."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from device_ranks import all_well, on_ranks
+
+pytestmark = pytest.mark.arithmetic
+
+
+def cases(name: str, num_ranks: int = 2) -> list[dict[str, Any]]:
+    """What each rank of a case came to."""
+    script = f"import device_rank_cases; device_rank_cases.main({name!r})"
+    return [json.loads(said.splitlines()[-1]) for said in all_well(on_ranks(script, num_ranks, arithmetic=True))]
+
+
+def check(found: dict[str, Any], within: float = 1e-6, *, is_exact: bool = True) -> None:
+    """As on CPUs, and to the bit the same in every budget and stage; predicted bytes are those that were measured, or
+    the most that there may be."""
+    assert len({(run["bits"], *run["losses"]) for run in found["runs"]}) == 1, "a budget or a stage changed the result"
+    assert found["difference"] < within
+    for run in found["runs"]:
+        assert run["losses"] == pytest.approx(found["cpu"]["losses"], abs=within)
+        assert run["scale"] == found["cpu"]["scale"]
+        assert min(run["left"]) > 0
+        if is_exact:
+            assert len(set(run["left"])) == 1, "each moment takes what was predicted, beside the optimizer's tables"
+            assert run["left"][0] < (4 << 20) + 512
+
+
+def test_ranks_train_as_on_cpus_in_every_stage_and_budget() -> None:
+    for rank in cases("stages"):
+        check(rank)
+
+
+def test_ranks_train_in_other_ways_as_on_cpus() -> None:
+    for rank in cases("ways"):
+        for name, found in rank.items():
+            check(found, 2e-3 if "fp16" in name else 1e-6, is_exact="fp16" not in name and name != "LAMB")
+
+
+def test_the_only_rank_trains_through_nccl() -> None:
+    (found,) = cases("one", num_ranks=1)
+    check(found)
+
+
+def test_ranks_plan_what_was_explained() -> None:
+    first, second = cases("explained")
+    for rank, other in zip(first["runs"], second["runs"], strict=True):
+        assert rank["explained"] == rank["least"] == other["least"]
+        said, planned = (re.sub("[0-9,]+ = [0-9,]+ resident", "", plan).splitlines()[1:] for plan in rank["plans"])
+        assert said == planned, "all but the bytes that include workspaces"
+
+
+def test_who_waits_for_a_killed_rank_is_told_in_time() -> None:
+    first, second = on_ranks("import device_rank_cases; device_rank_cases.main('killed')", arithmetic=True)
+    assert second.code == -9
+    found = json.loads(first.said.splitlines()[-1])
+    assert "did not come within 5 s" in found["message"]
+    assert "cannot go on" in found["again"], "nothing is updated by what never came"
+    assert found["waited_s"] < 10
+
+
+def test_a_missing_wait_changes_results() -> None:
+    for found in cases("waits"):
+        expected = found.pop("all")
+        assert all(run != expected for run in found.values()), found
