@@ -7,7 +7,7 @@
 #   first     what must be right: tests on the GPU, again under CUDA's sanitizers, Adam against its memory bound
 #   second    the promise: 8B parameters under 6 GB, predictions from CPU and CUDA fakes against measured bytes, the
 #             fast path
-#   third     the largest models, the other systems, the bound
+#   third     the largest models, the other systems, the bound, ranks on all GPUs through NCCL
 #
 # Needs torch 2.11 or newer, Triton 3.6 or newer, transformers, pytest, pytest-timeout, and what pyproject.toml names;
 # where one of these is missing it says so and goes no further. Wheels in ${WHEELS:-.whl} are used for this run; where a
@@ -229,6 +229,7 @@ if wants third; then
     bench scale 24 scale
     bench peers 40 budget --case "$(pick 'tiny-3@*' 'gpt-*')"
     bench bound 20 bound
+    bench ranks 14 ranks # as many as there are GPUs; one goes through NCCL, too
 fi
 
 shopt -s nullglob

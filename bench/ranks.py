@@ -1,11 +1,13 @@
-"""The suite `ranks`: several processes train one model together: plain DDP, FSDP2 and chunkc, each on gloo.
+"""The suite `ranks`: several processes train one model together: plain DDP, FSDP2 and chunkc, each on gloo; on a
+machine with GPUs one process for each of them, on NCCL.
 
 Every rank is a subject of its own; all of one system's take a step together, and systems take turns. chunkc trains
 with room for all (parameters whole on every rank, as the plan chooses), in the memory that FSDP2 was measured to take,
-and in the least there is. FSDP2 offloads nothing to the CPU here: all is on the CPU, and that would be the same memory.
+and in the least there is. FSDP2 offloads nothing to the CPU here: on CPUs that would be the same memory.
 
-A rank's memory is what torch's CPU allocator was asked for at the most, to the byte, and for chunkc its home as well,
-which is a memory map. Bytes on the wire are those that TCP says were acknowledged, on all connections of a rank.
+A rank's memory is what torch's allocator was asked for at the most, to the byte, and on CPUs for chunkc its home as
+well, which is a memory map. Bytes on the wire are those that TCP says were acknowledged, on all connections of a rank;
+of NCCL's nobody says them.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from context import Context, Progress
@@ -32,6 +36,7 @@ ROOMY, AS_FSDP2, LEAST = "chunkc, room for all", "chunkc, FSDP2's memory", "chun
 
 
 NUM_RANKS = 2
+"""On CPUs."""
 
 FULL = Size(
     GPTConfig(num_layers=8, width=256, num_heads=4, length=128),
@@ -41,6 +46,24 @@ FULL = Size(
     codegen="eager",
 )
 """Few tokens: exchange and update are much of a step. All run ATen's kernels, which are not what is compared."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where ranks compute, and how many there are."""
+
+    device: str
+    num_ranks: int
+
+    @staticmethod
+    def of(context: Context) -> Place:
+        """GPUs have one rank each."""
+        return Place(context.device, torch.cuda.device_count() if context.device == "cuda" else NUM_RANKS)
+
+    def memory_nbytes(self, report: dict[str, Any]) -> int:
+        """What a rank takes at the most: the allocator's peak, and its home where that is the same memory."""
+        found: int = report["measured_peak_nbytes"]
+        return found + (report.get("home_nbytes", 0) if self.device == "cpu" else 0)
 
 
 class Ranks:
@@ -81,7 +104,7 @@ class Ranks:
 
 
 def run(context: Context) -> Iterator[Section]:
-    """Measure, on the CPU.
+    """Measure, on CPUs or on all GPUs.
 
     Raises:
         SubjectFailed: a subject's process failed.
@@ -96,36 +119,40 @@ def run(context: Context) -> Iterator[Section]:
 
 
 def _section(context: Context, size: Size, cache: Path, stack: ExitStack, advance: Progress) -> Section:
-    timeout_s = context.reply_timeout(REPLY_TIMEOUT_S)
-    subjects = _started((DDP, FSDP2_RANKS, ROOMY), size, {ROOMY: HUGE_NBYTES}, cache, stack, timeout_s, advance)
+    timeout_s, place = context.reply_timeout(REPLY_TIMEOUT_S), Place.of(context)
+    subjects = _started((DDP, FSDP2_RANKS, ROOMY), size, {ROOMY: HUGE_NBYTES}, place, cache, stack, timeout_s, advance)
     (fsdp2, *_), roomy = (subjects[name].reports() for name in (FSDP2_RANKS, ROOMY))
     least_nbytes = max(report["minimum_budget_nbytes"] for report in roomy)
-    beside_home_nbytes = memory_nbytes(fsdp2) - max(report["home_nbytes"] for report in roomy)
-    budgets = {AS_FSDP2: max(least_nbytes, beside_home_nbytes), LEAST: least_nbytes}
-    subjects |= _started((AS_FSDP2, LEAST), size, budgets, cache, stack, timeout_s, advance)
-    before = {name: sum(r["acknowledged_nbytes"] for r in subject.reports()) for name, subject in subjects.items()}
+    home_nbytes = max(place.memory_nbytes(report) - report["measured_peak_nbytes"] for report in roomy)
+    budgets = {AS_FSDP2: max(least_nbytes, place.memory_nbytes(fsdp2) - home_nbytes), LEAST: least_nbytes}
+    subjects |= _started((AS_FSDP2, LEAST), size, budgets, place, cache, stack, timeout_s, advance)
+    before = {name: _wire_nbytes(subject.reports()) for name, subject in subjects.items()}
     turns = size.take_turns(subjects, context, advance)
     rows = []
     for name, subject in subjects.items():
         reports = subject.reports()
-        num_steps = sum(len(turn.losses) for turn in turns[name]) * NUM_RANKS
-        wire_nbytes = (sum(r["acknowledged_nbytes"] for r in reports) - before[name]) / num_steps
-        rows.append(_row(name, turns, reports, wire_nbytes))
+        num_steps = sum(len(turn.losses) for turn in turns[name]) * place.num_ranks
+        rows.append(_row(name, turns, reports, (_wire_nbytes(reports) - before[name]) / num_steps, place))
     ready = subjects[DDP].ready
     setting = size.setting(
         len(turns[DDP]),
-        num_ranks=NUM_RANKS,
+        num_ranks=place.num_ranks,
         num_parameters=ready["num_parameters"],
         num_threads_per_rank=ready["num_threads"],
         codegen=size.codegen,
     )
-    return Section("Several ranks on one host, gloo", setting, rows)
+    return Section(f"Several ranks on one host, {'gloo' if place.device == 'cpu' else 'NCCL'}", setting, rows)
+
+
+def _wire_nbytes(reports: Sequence[dict[str, Any]]) -> int:
+    return sum(report.get("acknowledged_nbytes", 0) for report in reports)
 
 
 def _started(
     names: Sequence[str],
     size: Size,
     budgets: Mapping[str, int],
+    place: Place,
     cache: Path,
     stack: ExitStack,
     timeout_s: Timeout,
@@ -133,14 +160,14 @@ def _started(
 ) -> dict[str, Ranks]:
     """Subjects that have compiled; they do so at the same time."""
     advance(f"compiling: {', '.join(names)}", len(names))
-    found = {name: Ranks(spec_of(name, size, budgets.get(name, 0)), cache, stack, timeout_s) for name in names}
+    found = {name: Ranks(spec_of(name, size, budgets.get(name, 0), place), cache, stack, timeout_s) for name in names}
     with ThreadPoolExecutor(len(names)) as pool:
         list(pool.map(lambda ranks: ranks.start(), found.values()))
     return found
 
 
-def spec_of(name: str, size: Size, budget_nbytes: int) -> SubjectSpec:
-    """One of the subjects. chunkc updates at home, which is RAM here, as everybody else does."""
+def spec_of(name: str, size: Size, budget_nbytes: int, place: Place) -> SubjectSpec:
+    """One of the subjects."""
     system = name if name in (DDP, FSDP2_RANKS) else CHUNKC_RANKS
     options = {"memory_budget": budget_nbytes, "codegen": size.codegen} if system == CHUNKC_RANKS else None
     return SubjectSpec(
@@ -148,26 +175,23 @@ def spec_of(name: str, size: Size, budget_nbytes: int) -> SubjectSpec:
         size.batch_size,
         system,
         options,
+        device=place.device,
         is_metered=True,
         codegen=size.codegen,
-        num_ranks=NUM_RANKS,
+        num_ranks=place.num_ranks,
     )
 
 
-def memory_nbytes(report: dict[str, Any]) -> int:
-    """What a rank takes at the most: the allocator's peak, and its home."""
-    found: int = report["measured_peak_nbytes"] + report.get("home_nbytes", 0)
-    return found
-
-
-def _row(name: str, turns: dict[str, list[Turn]], reports: list[dict[str, Any]], wire_nbytes: float) -> Row:
+def _row(
+    name: str, turns: dict[str, list[Turn]], reports: list[dict[str, Any]], wire_nbytes: float, place: Place
+) -> Row:
     """A system's times, its ratios to FSDP2 and to DDP round by round, its memory and its messages."""
     bases = {system: turns[system] for system in (FSDP2_RANKS, DDP)}
-    metrics = step_metrics(turns[name], bases, in_parts=False) | {
-        "sent per rank and step": one("nbytes", wire_nbytes),
-        "peak per rank": one("nbytes", max(report["measured_peak_nbytes"] for report in reports)),
-        "with home": one("nbytes", max(map(memory_nbytes, reports))),
-    }
+    metrics = step_metrics(turns[name], bases, in_parts=False)
+    metrics["peak per rank"] = one("nbytes", max(report["measured_peak_nbytes"] for report in reports))
+    if place.device == "cpu":
+        metrics["sent per rank and step"] = one("nbytes", wire_nbytes)
+        metrics["with home"] = one("nbytes", max(map(place.memory_nbytes, reports)))
     predicted = [report["predicted_peak_nbytes"] for report in reports if "predicted_peak_nbytes" in report]
     if predicted:
         metrics["predicted peak"] = one("nbytes", max(predicted))

@@ -11,7 +11,7 @@ Suites (all, where none is named):
     bound   the same models: how much of what the machine could do is reached
     scale   the largest model that trains under a budget
     checkpoint   what saving a checkpoint every 50 steps costs
-    ranks   several processes on gloo: beside DDP and FSDP2
+    ranks   several processes on gloo, or on all GPUs on NCCL: beside DDP and FSDP2
     prediction   bytes planned from CPU and from CUDA fakes beside measured ones
 
 `--small` rehearses a suite on a tiny model. Results go to bench/results/SUITE-DATE.json, rewritten after every

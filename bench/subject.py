@@ -117,7 +117,7 @@ class Trainer:
         if self.spec.device == "cuda":
             numbers["reserved_peak_nbytes"] = torch.cuda.max_memory_reserved()
             numbers["driver_nbytes"] = gpu_process_memory.process_nbytes(os.getpid())
-        if self.spec.num_ranks > 1:
+        elif self.spec.num_ranks > 1:
             numbers["acknowledged_nbytes"] = tcp_traffic.acknowledged_nbytes()
         if self.spec.system not in (CHUNKC, CHUNKC_RANKS):
             return numbers

@@ -119,20 +119,24 @@ def _fsdp2(spec: SubjectSpec) -> Trainee:
 
 
 def _join(spec: SubjectSpec) -> Any:
-    """The mesh of all ranks of a system, which share the machine's cores."""
+    """The mesh of all ranks of a system, which share the machine's cores; of GPUs each has one."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // spec.num_ranks))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{spec.store}", rank=spec.rank, world_size=spec.num_ranks)
-    return init_device_mesh("cpu", (spec.num_ranks,))
+    is_cuda = spec.device == "cuda"
+    if is_cuda:
+        torch.cuda.set_device(spec.rank)
+    backend, meeting = "cpu:gloo,cuda:nccl" if is_cuda else "gloo", f"file://{spec.store}"
+    dist.init_process_group(backend, init_method=meeting, rank=spec.rank, world_size=spec.num_ranks)
+    return init_device_mesh(spec.device, (spec.num_ranks,))
 
 
 def _ddp(spec: SubjectSpec) -> Trainee:
     """`DistributedDataParallel`, compiled, as its documentation has it; gradients are views of its buckets."""
     _join(spec)
-    model = families.build(spec.model, is_checkpointed=spec.is_checkpointed, dtype=torch.float32)
+    model = families.build(spec.model, is_checkpointed=spec.is_checkpointed, dtype=torch.float32).to(spec.device)
     whole = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
     return _trainee(model, _compiled(whole, spec), optimizer, _autocast(spec))
@@ -153,12 +157,14 @@ def _fsdp2_ranks(spec: SubjectSpec) -> Trainee:
 
 
 def _chunkc_ranks(spec: SubjectSpec) -> Trainee:
-    """`distribute`, `torch.compile`, `chunkc.optim.AdamW`; updates are made where the home is, in RAM as all else."""
+    """`distribute`, `torch.compile`, `chunkc.optim.AdamW`; on CPUs, updates are made where the home is, in RAM as all
+    else."""
     assert spec.options is not None
     mesh = _join(spec)
     model = chunkc.distribute(families.build(spec.model, is_checkpointed=spec.is_checkpointed), mesh)
     compiled = torch.compile(model, backend="chunkc", options=spec.options)
-    return _trainee(model, compiled, chunkc.optim.AdamW(model.parameters(), update_on="cpu", **ADAM), nullcontext)
+    update_on = "cpu" if spec.device == "cpu" else "device"
+    return _trainee(model, compiled, chunkc.optim.AdamW(model.parameters(), update_on=update_on, **ADAM), nullcontext)
 
 
 def _torchao(spec: SubjectSpec) -> Trainee:

@@ -10,7 +10,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-STEPS = ["environment", "tests", "sanitizer", "adam", "budget", "prediction", "fits", "scale", "peers", "bound"]
+STEPS = [
+    "environment",
+    "tests",
+    "sanitizer",
+    "adam",
+    "budget",
+    "prediction",
+    "fits",
+    "scale",
+    "peers",
+    "bound",
+    "ranks",
+]
 
 
 def _run(out: Path, *arguments: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], dict[str, list[str]]]:
@@ -62,7 +74,11 @@ def _usage(out: Path) -> str:
 @pytest.mark.second_tier
 @pytest.mark.parametrize(
     ("part", "expected"),
-    [("first", ["tests", "sanitizer", "adam"]), ("second", STEPS[4:7]), ("third", ["scale", "peers", "bound"])],
+    [
+        ("first", ["tests", "sanitizer", "adam"]),
+        ("second", STEPS[4:7]),
+        ("third", ["scale", "peers", "bound", "ranks"]),
+    ],
 )
 def test_a_part_alone(tmp_path: Path, part: str, expected: list[str]):
     _, table = _run(tmp_path, "0", part)
