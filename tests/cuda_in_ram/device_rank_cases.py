@@ -80,15 +80,15 @@ def trained(
     return {**found, "weights": torch.cat([part.flatten() for part in parts]).tolist()}
 
 
-def mesh_on(device: str) -> DeviceMesh:
-    return init_device_mesh(device, (dist.get_world_size(),))
+def mesh_on(device: str, shape: tuple[int, ...] | None = None) -> DeviceMesh:
+    return init_device_mesh(device, shape or (dist.get_world_size(),))
 
 
-def compared(**how: Any) -> Result:
-    """Trained on GPUs in a roomy budget and in the smallest, and on CPUs."""
-    roomy = trained(mesh_on("cuda"), HUGE, **how)
-    tight = trained(mesh_on("cuda"), roomy["least"], **how)
-    on_cpu = trained(mesh_on("cpu"), HUGE, **how)
+def compared(shape: tuple[int, ...] | None = None, **how: Any) -> Result:
+    """Trained on GPUs in a roomy budget and in the smallest, and on CPUs, on meshes of that shape."""
+    roomy = trained(mesh_on("cuda", shape), HUGE, **how)
+    tight = trained(mesh_on("cuda", shape), roomy["least"], **how)
+    on_cpu = trained(mesh_on("cpu", shape), HUGE, **how)
     pairs = list(zip(roomy.pop("weights"), on_cpu.pop("weights"), strict=True))
     del tight["weights"]
     return {"runs": [roomy, tight], "cpu": on_cpu, "difference": max(abs(one - other) for one, other in pairs)}
@@ -118,6 +118,18 @@ def ways() -> Result:
 def one() -> Result:
     """The only rank."""
     return compared()
+
+
+def rows() -> Result:
+    """Parts have copies."""
+    return compared(shape=(2, 2), stage=None, steps=2)
+
+
+def fused() -> Result:
+    """In Inductor's code, of which only the bytes count."""
+    roomy = trained(mesh_on("cuda"), HUGE, codegen="inductor", debug=False)
+    tight = trained(mesh_on("cuda"), roomy["least"], codegen="inductor", debug=False)
+    return {"left": [*roomy["left"], *tight["left"]]}
 
 
 def explained() -> Result:

@@ -12,10 +12,10 @@ from device_ranks import all_well, on_ranks
 pytestmark = pytest.mark.arithmetic
 
 
-def cases(name: str, num_ranks: int = 2) -> list[dict[str, Any]]:
+def cases(name: str, num_ranks: int = 2, *, arithmetic: bool = True) -> list[dict[str, Any]]:
     """What each rank of a case came to."""
     script = f"import device_rank_cases; device_rank_cases.main({name!r})"
-    return [json.loads(said.splitlines()[-1]) for said in all_well(on_ranks(script, num_ranks, arithmetic=True))]
+    return [json.loads(said.splitlines()[-1]) for said in all_well(on_ranks(script, num_ranks, arithmetic=arithmetic))]
 
 
 def check(found: dict[str, Any], within: float = 1e-6, *, is_exact: bool = True) -> None:
@@ -46,6 +46,18 @@ def test_ranks_train_in_other_ways_as_on_cpus() -> None:
 def test_the_only_rank_trains_through_nccl() -> None:
     (found,) = cases("one", num_ranks=1)
     check(found)
+
+
+def test_ranks_of_two_rows_train_as_on_cpus() -> None:
+    for rank in cases("rows", num_ranks=4):
+        check(rank)
+
+
+def test_fused_code_takes_no_more_than_predicted() -> None:
+    """Compiled by Triton, on the device without arithmetic."""
+    for rank in cases("fused", arithmetic=False):
+        assert min(rank["left"]) > 0
+        assert max(rank["left"]) < (4 << 20) + 512
 
 
 def test_ranks_plan_what_was_explained() -> None:
