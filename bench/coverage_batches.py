@@ -82,6 +82,10 @@ def transformers_batches(kind: Any, config: Any) -> list[MakeBatch]:
         flat = 3 * find(config, "patch_size", default=16) ** 2
         return {"pixel_values": torch.randn(size, length, flat)}
 
+    def series(size: int, length: int) -> Batch:
+        steps, channels = find(config, "context_length", default=32), find(config, "num_input_channels", default=1)
+        return {"past_values": torch.randn(size, steps, channels)}
+
     def both(*parts: MakeBatch) -> MakeBatch:
         return lambda size, length: {key: value for part in parts for key, value in part(size, length).items()}
 
@@ -91,6 +95,7 @@ def transformers_batches(kind: Any, config: Any) -> list[MakeBatch]:
         "pixel_values_videos": [videos_by_their_name],
         "input_features": [both(with_words, spectra), both(with_words, spectra_in_time), spectra, spectra_in_time],
         "input_values": [both(with_words, waves), waves, waves_with_channel, spectrum_images],
+        "past_values": [series],
         "inputs": [],
     }
     if kind.__name__.endswith("MultipleChoice"):
