@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from chunkc.torch_private.process_groups import with_own_communicators
+
 _FOREVER = timedelta(days=365)
 _POLL_S = 0.1
 
@@ -52,7 +54,7 @@ class GpuMessages:
         self._waits_since_s: float | None = None
         self._stop = threading.Event()
         self._is_aborted, self._aborting = False, threading.Lock()
-        with _left_alone():
+        with _left_alone(), with_own_communicators():
             self._group = dist.new_group(list(ranks), timeout=_FOREVER, backend="nccl", use_local_synchronization=True)
         watch = threading.Thread(target=_watch, args=(weakref.ref(self), self._stop), name="chunkc-nccl", daemon=True)
         weakref.finalize(self, self._stop.set)
