@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from chunkc.torch_private.process_groups import with_own_communicators
+from chunkc.torch_private.process_groups import abort, with_own_communicators
 
 _FOREVER = timedelta(days=365)
 _POLL_S = 0.1
@@ -94,8 +94,7 @@ class GpuMessages:
             if not self._is_aborted:
                 self._is_aborted = True
                 self._stop.set()
-                backend: Any = self._group._get_backend(torch.device("cuda"))
-                backend.abort()
+                abort(self._group, "cuda")
 
     def look(self) -> None:
         """Abort where the other ranks' messages have not come in time."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -23,3 +24,9 @@ def with_own_communicators() -> Iterator[None]:
         yield
     finally:
         default.bound_device_id = bound
+
+
+def abort(group: dist.ProcessGroup, device_type: str) -> None:
+    """End what a group's backend for a kind of device has under way, and let nothing more be done by it."""
+    backend: Any = group._get_backend(torch.device(device_type))
+    backend.abort()
