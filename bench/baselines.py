@@ -104,13 +104,13 @@ class Planned:
 
 
 @lru_cache(maxsize=8)
-def _captured(case: Case, dtype: torch.dtype, treatment: Treatment, attention_apart: bool) -> OfflineStep:
+def _captured(case: Case, dtype: torch.dtype, treatment: Treatment, has_kernels: bool) -> OfflineStep:
     """A case's model in a dtype, on any hardware.
 
     Args:
-        attention_apart: whether PyTorch was told to take attention apart, for devices without a kernel for it.
+        has_kernels: whether attention has kernels of its own, as PyTorch is told around this call; part of the key.
     """
-    assert attention_apart != torch.backends.cuda.flash_sdp_enabled()
+    assert has_kernels == torch.backends.cuda.flash_sdp_enabled()
     kwargs: dict[str, torch.Tensor] = {}
     with torch.device("meta"):
         if case.model == UNET:
@@ -143,7 +143,7 @@ def replayed(case: Case, overlap: str, activations: str, treatment: Treatment = 
     any_machine, any_moves = replace(case, hardware="", budget=""), replace(treatment, name="", offloads=False)
 
     def capture() -> OfflineStep:
-        return _captured(any_machine, dtype, any_moves, not torch.backends.cuda.flash_sdp_enabled())
+        return _captured(any_machine, dtype, any_moves, torch.backends.cuda.flash_sdp_enabled())
 
     captured = on_hardware(machine_, captured_for(machine_, capture), options, 3)
     hardware, updates = training_in(machine_, captured.graphs), Updates(overlap=overlap)

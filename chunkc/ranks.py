@@ -250,6 +250,7 @@ def join(session: Session, transport: Transport | None, options: Options) -> Non
             "the mesh of the device that the model computes on"
         )
     session.store.transport = transport
+    session.store.arena.launches_only = session.device.type == "cuda"
     machine = session.hardware
     if session.device.type == "cuda":  # one device is known: its neighbours are alike
         machine = machine.times(-(-transport.num_ranks // transport.num_hosts)).on_hosts(transport.num_hosts)

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from chunkc.ir.chunks import Chunk, is_state
+from chunkc.ir.errors import HomeError
 from chunkc.runtime.homes import Home, Region
 
 
@@ -34,10 +35,12 @@ class Arena:
     Args:
         home: of parameters and gradients, and of all else unless there is a `state_home`.
         state_home: of optimizer states: their home views need not be on the device.
+        launches_only: parameters and gradients are copied by launches alone; room that needs a thread is refused.
     """
 
     home: Home
     state_home: Home | None = None
+    launches_only: bool = False
     _places: dict[Chunk, _Place] = field(default_factory=dict)
     _untouched: set[Chunk] = field(default_factory=set)
 
@@ -56,13 +59,18 @@ class Arena:
         """Room, all zeros, for chunks of the given bytes: for all of them or for none.
 
         Raises:
-            HomeError: the home tier has no room.
+            HomeError: the home tier has no room, or none of the kind that it must be.
         """
         places: dict[Chunk, _Place] = {}
         try:
             for chunk, nbytes in wanted.items():
                 home = self._home_of(chunk.kind)
-                places[chunk] = _Place(home, home.allocate(nbytes))
+                place = places[chunk] = _Place(home, home.allocate(nbytes))
+                if self.launches_only and not is_state(chunk.kind) and not home.only_launches(place.region):
+                    raise HomeError(
+                        f"{chunk} of a distributed model is gathered from pinned memory, and this host's could not be "
+                        "pinned: raise the limit of lockable memory (`ulimit -l`)"
+                    )
         except BaseException:
             _free(places.values())
             raise

@@ -10,7 +10,6 @@ PyTorch's own watchdog would end the process, and count from the launch on; here
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
@@ -23,13 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from chunkc.torch_private.process_groups import abort, with_own_communicators
+from chunkc.torch_private.process_groups import abort, with_own_communicators, without_watchdog
 
 _FOREVER = timedelta(days=365)
 _POLL_S = 0.1
-
-_LEFT_ALONE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""By which PyTorch's watchdog ends no process; read where a group is made."""
 
 
 class GpuMessages:
@@ -54,7 +50,7 @@ class GpuMessages:
         self._waits_since_s: float | None = None
         self._stop = threading.Event()
         self._is_aborted, self._aborting = False, threading.Lock()
-        with _left_alone(), with_own_communicators():
+        with without_watchdog(), with_own_communicators():
             self._group = dist.new_group(list(ranks), timeout=_FOREVER, backend="nccl", use_local_synchronization=True)
         watch = threading.Thread(target=_watch, args=(weakref.ref(self), self._stop), name="chunkc-nccl", daemon=True)
         weakref.finalize(self, self._stop.set)
@@ -109,21 +105,6 @@ class GpuMessages:
         elif now_s - self._waits_since_s > self._timeout_s:
             self._too_late()
             self.abort()
-
-
-@contextmanager
-def _left_alone() -> Iterator[None]:
-    """Inside, a group is made by whose watchdog no process ends."""
-    before = {name: os.environ.get(name) for name in _LEFT_ALONE}
-    os.environ.update(_LEFT_ALONE)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _watch(messages: weakref.ref[GpuMessages], stop: threading.Event) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from chunkc.ir.chunks import CASTS, GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout
-from chunkc.ir.errors import ChunkcError, ChunkStateError, DistributedError, HomeError, StreamError, UnsupportedError
+from chunkc.ir.errors import ChunkcError, ChunkStateError, DistributedError, HomeError, StreamError
 from chunkc.ir.states import num_entries
 from chunkc.runtime.arena import Arena, Launch
 from chunkc.runtime.chunk_states import ChunkState, advance
@@ -188,7 +188,7 @@ class ChunkSlots(ABC):
         assert self.transport is not None
         assert slot.buffer is not None
         group, home = self.layout.groups[chunk.group], self._flat_home(chunk)
-        return self._exchanging(chunk, gather, group, home, slot.buffer, slot.exchange, self.transport)
+        return self._exchanging(gather, group, home, slot.buffer, slot.exchange, self.transport)
 
     def _scatter(self, chunk: Chunk, slot: Slot) -> Callable[[], None]:
         """A job that writes this rank's part of the mean of all ranks' gradients home."""
@@ -197,24 +197,11 @@ class ChunkSlots(ABC):
         assert slot.exchange is not None
         group, adds, home = self.layout.groups[chunk.group], slot.adds, self._flat_home(chunk)
         seen, slot.adds = self._seen_home(chunk), {}
-        return self._exchanging(
-            chunk, scatter_sums, group, slot.buffer, slot.exchange, home, seen, adds, self.transport
-        )
+        return self._exchanging(scatter_sums, group, slot.buffer, slot.exchange, home, seen, adds, self.transport)
 
-    def _exchanging(self, chunk: Chunk, do: Callable[..., None], *args: Any) -> Callable[[], None]:
-        """A job that has only to be launched, on a device whose streams do the rest.
-
-        Raises:
-            UnsupportedError: they cannot, as the chunk's home is not pinned.
-        """
-        if self.tier.device.type == "cpu":
-            return partial(do, *args)
-        if not self.arena.only_launches(chunk):
-            raise UnsupportedError(
-                "chunks of a distributed model are gathered from pinned memory, and this host's could not be pinned: "
-                "raise the limit of lockable memory (`ulimit -l`)"
-            )
-        return Launch(do, *args)
+    def _exchanging(self, do: Callable[..., None], *args: Any) -> Callable[[], None]:
+        """A job that has only to be launched, on a device whose streams do the rest: its homes are pinned."""
+        return partial(do, *args) if self.tier.device.type == "cpu" else Launch(do, *args)
 
     def _flat_home(self, chunk: Chunk) -> torch.Tensor:
         """A chunk's elements at home, for the host and for copies."""

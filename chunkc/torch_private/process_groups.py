@@ -1,13 +1,32 @@
-"""Groups of processes with communicators of their own."""
+"""Groups of processes: communicators of their own, and who ends them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+_WITHOUT_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""Read where a group is made."""
+
+
+@contextmanager
+def without_watchdog() -> Iterator[None]:
+    """Inside, a group of NCCL's is made whose watchdog ends no process."""
+    before = {name: os.environ.get(name) for name in _WITHOUT_WATCHDOG}
+    os.environ.update(_WITHOUT_WATCHDOG)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextmanager

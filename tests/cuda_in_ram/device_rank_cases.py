@@ -195,6 +195,19 @@ def killed() -> Result:
     return {}
 
 
+def unpinned() -> Result:
+    """Room for pinned memory on one rank's host is less than its parts."""
+    torch.manual_seed(0)
+    model = GPT(**SHAPE)
+    before = dict(model.named_parameters())
+    try:
+        chunkc.distribute(model, mesh_on("cuda"), timeout_s=60)
+    except chunkc.ChunkcError as error:
+        is_as_before = all(model.get_parameter(name) is p for name, p in before.items())
+        return {"message": str(error), "is_as_before": is_as_before}
+    return {}
+
+
 # --- waits ---
 
 

@@ -12,10 +12,11 @@ from device_ranks import all_well, on_ranks
 pytestmark = pytest.mark.arithmetic
 
 
-def cases(name: str, num_ranks: int = 2, *, arithmetic: bool = True) -> list[dict[str, Any]]:
+def cases(name: str, num_ranks: int = 2, *, arithmetic: bool = True, choices: str = "late=7") -> list[dict[str, Any]]:
     """What each rank of a case came to."""
     script = f"import device_rank_cases; device_rank_cases.main({name!r})"
-    return [json.loads(said.splitlines()[-1]) for said in all_well(on_ranks(script, num_ranks, arithmetic=arithmetic))]
+    ended = on_ranks(script, num_ranks, choices=choices, arithmetic=arithmetic)
+    return [json.loads(said.splitlines()[-1]) for said in all_well(ended)]
 
 
 def check(found: dict[str, Any], within: float = 1e-6, *, is_exact: bool = True) -> None:
@@ -75,6 +76,12 @@ def test_who_waits_for_a_killed_rank_is_told_in_time() -> None:
     assert "did not come within 5 s" in found["message"]
     assert "cannot go on" in found["again"], "nothing is updated by what never came"
     assert found["waited_s"] < 10
+
+
+def test_parts_that_cannot_be_pinned_are_refused_before_anything_moves() -> None:
+    for found in cases("unpinned", choices="late=7,attribute.88=1,pinnable=8192"):
+        assert "could not be pinned" in found["message"]
+        assert found["is_as_before"]
 
 
 def test_a_missing_wait_changes_results() -> None:
