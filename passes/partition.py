@@ -104,6 +104,30 @@ def drop_detaches(forward: fx.GraphModule, backward: fx.GraphModule, num_user_ou
             taken[renamed.name] = renamed
 
 
+def view_early(graph: fx.Graph) -> None:
+    """Move views that only the backward reads, of values that the forward makes, to where these are made.
+
+    In the order of tracing they come last, with the gradients that read them, and the last segment would hold the
+    values of all layers.
+    """
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    late: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if all(user.op == "output" or user in late for user in node.users) and _is_view(node):
+            late.add(node)
+    for node in [node for node in graph.nodes if node in late]:
+        source = max(node.all_input_nodes, key=order.__getitem__)
+        if is_compute(source):
+            source.append(node)
+            order[node] = order[source]
+
+
+def _is_view(node: fx.Node) -> bool:
+    return is_compute(node) and is_view_of(
+        node, {key for source in node.all_input_nodes for key in storage_keys(source)}
+    )
+
+
 def partition(
     joint: fx.GraphModule,
     joint_inputs: Sequence[object],
@@ -122,6 +146,7 @@ def partition(
     mark_parameter_views(joint, is_parameter)
     forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
     drop_detaches(forward, backward, kwargs["num_fwd_outputs"])
+    view_early(forward.graph)
     numbers_first(forward.graph)
     numbers_first(backward.graph)
     return forward, backward

@@ -73,6 +73,20 @@ class Quantized(nn.Module):
         return torch.tanh(torch.tanh(x @ self.adapter) @ weight @ (self.product @ self.product)).sum()
 
 
+class Experts(nn.Module):
+    """Layers of experts, whose gradients read what goes into each grouped product transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(nn.Parameter(torch.randn(2, 16, 16).bfloat16()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.tensor([8, 16], dtype=torch.int32, device=x.device)
+        for weight in self.layers:
+            x = nn.functional.silu(nn.functional.grouped_mm(x, weight, offs=ends))
+        return x.float().sum()
+
+
 def from_one_parameter(node: fx.Node, parameters: set[fx.Node]) -> bool:
     """Whether a node is one parameter, moved or cast without arithmetic."""
     while is_compute(node) and op_name(node).rpartition(".")[2] in (*MOVES, *CASTS):
@@ -131,6 +145,15 @@ def test_what_frozen_parameters_give_is_computed_again_but_for_their_products() 
     assert op_name(product) == "aten.mm", "a product of weights costs more than the room that it takes"
     assert parameters.issuperset(product.all_input_nodes)
     torch.testing.assert_close(gradient, torch.autograd.grad(model(x), [model.adapter])[0])
+
+
+def test_what_only_the_backward_views_is_viewed_where_it_is_made() -> None:
+    """Else the last segment would read all layers' values."""
+    saved, _, _, _ = saved_by(Experts(), torch.randn(16, 16).bfloat16())
+    views = [node for node in saved if op_name(node) == "aten.transpose" and is_compute(node.all_input_nodes[0])]
+    assert len(views) == 2
+    for view in views:
+        assert view.prev is view.all_input_nodes[0], f"{view} comes late"
 
 
 def test_a_view_of_a_parameter_that_arithmetic_went_into_may_be_saved() -> None:
