@@ -19,8 +19,16 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from chunkc.passes.graphs import is_compute, is_view_of, placeholders, returned, storage_keys
+from chunkc.passes.graphs import (
+    is_compute,
+    is_view_of,
+    placeholders,
+    returned,
+    storage_keys,
+    tensors_of,
+)
 from chunkc.passes.shapes import numbers_first
+from chunkc.passes.symbols import size_of
 from chunkc.torch_private.aot import min_cut_rematerialization_partition
 
 aten = torch.ops.aten
@@ -104,16 +112,16 @@ def drop_detaches(forward: fx.GraphModule, backward: fx.GraphModule, num_user_ou
             taken[renamed.name] = renamed
 
 
-def view_early(graph: fx.Graph) -> None:
-    """Move views that only the backward reads, of values that the forward makes, to where these are made.
+def made_early(graph: fx.Graph) -> None:
+    """Move views and reductions of the forward's values that only the backward reads to where these values are made.
 
     In the order of tracing they come last, with the gradients that read them, and the last segment would hold the
-    values of all layers.
+    values of all layers. What may be larger than what it is made of stays where it is.
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
     late: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if all(user.op == "output" or user in late for user in node.users) and _is_view(node):
+        if all(user.op == "output" or user in late for user in node.users) and _is_better_early(node):
             late.add(node)
     for node in [node for node in graph.nodes if node in late]:
         source = max(node.all_input_nodes, key=order.__getitem__)
@@ -122,10 +130,25 @@ def view_early(graph: fx.Graph) -> None:
             order[node] = order[source]
 
 
-def _is_view(node: fx.Node) -> bool:
-    return is_compute(node) and is_view_of(
-        node, {key for source in node.all_input_nodes for key in storage_keys(source)}
-    )
+def _is_better_early(node: fx.Node) -> bool:
+    sources = node.all_input_nodes
+    if (
+        not sources
+        or not isinstance(node.target, torch._ops.OpOverload)
+        or not isinstance(node.meta["val"], torch.Tensor)
+    ):
+        return False
+    if is_view_of(node, {key for source in sources for key in storage_keys(source)}):
+        return True
+    is_pure = not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
+    made = [tensor for source in sources if is_compute(source) for tensor in tensors_of(source)]
+    return is_pure and any(_is_no_larger(node.meta["val"], tensor) for tensor in made)
+
+
+def _is_no_larger(result: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether each dimension is the source's, or 1; symbols are looked at and not guarded on."""
+    alike = result.dim() == source.dim() and result.itemsize <= source.itemsize
+    return alike and all(size_of(n) in (1, size_of(of)) for n, of in zip(result.shape, source.shape, strict=True))
 
 
 def partition(
@@ -146,7 +169,7 @@ def partition(
     mark_parameter_views(joint, is_parameter)
     forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
     drop_detaches(forward, backward, kwargs["num_fwd_outputs"])
-    view_early(forward.graph)
+    made_early(forward.graph)
     numbers_first(forward.graph)
     numbers_first(backward.graph)
     return forward, backward

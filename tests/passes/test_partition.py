@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import fx, nn
 from torch._functorch.aot_autograd import aot_function
+from torch._subclasses import FakeTensorMode
 
 from chunkc.passes.graphs import is_compute, op_name, placeholders, returned, storage_keys
-from chunkc.passes.partition import partition
+from chunkc.passes.partition import made_early, partition
 
 MOVES = (
     "view",
@@ -147,13 +148,35 @@ def test_what_frozen_parameters_give_is_computed_again_but_for_their_products() 
     torch.testing.assert_close(gradient, torch.autograd.grad(model(x), [model.adapter])[0])
 
 
-def test_what_only_the_backward_views_is_viewed_where_it_is_made() -> None:
+def test_what_only_the_backward_reads_is_made_where_it_can_be() -> None:
     """Else the last segment would read all layers' values."""
     saved, _, _, _ = saved_by(Experts(), torch.randn(16, 16).bfloat16())
     views = [node for node in saved if op_name(node) == "aten.transpose" and is_compute(node.all_input_nodes[0])]
     assert len(views) == 2
     for view in views:
         assert view.prev is view.all_input_nodes[0], f"{view} comes late"
+
+
+def test_a_mask_is_made_beside_what_it_is_made_of_and_nothing_that_may_be_larger() -> None:
+    graph = fx.Graph()
+    with FakeTensorMode():
+        x, wide = torch.empty(4, 8), torch.empty(4, 8, dtype=torch.float64)
+    names = iter(("x", "relu", "sin", "le", "larger"))
+
+    def call(target: object, *args: object, of: torch.Tensor, **kwargs: object) -> fx.Node:
+        node = graph.create_node("call_function", target, args, kwargs, next(names))
+        node.meta["val"] = of.clone()
+        return node
+
+    given = graph.placeholder(next(names))
+    given.meta["val"] = x
+    relu = call(torch.ops.aten.relu.default, given, of=x)
+    sin = call(torch.ops.aten.sin.default, relu, of=x)
+    mask = call(torch.ops.aten.le.Scalar, relu, 0, of=x > 0)
+    larger = call(torch.ops.aten._to_copy.default, relu, of=wide, dtype=torch.float64)
+    graph.output((sin, mask, larger))
+    made_early(graph)
+    assert [node.name for node in graph.nodes] == ["x", "relu", "le", "sin", "larger", "output"]
 
 
 def test_a_view_of_a_parameter_that_arithmetic_went_into_may_be_saved() -> None:
