@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from chunkc.decompositions import decompositions
 from chunkc.ir.errors import UnsupportedError
-from chunkc.passes.graphs import copy_of, module_path, placeholders, returned
+from chunkc.passes.graphs import copy_of, module_path, output_node, placeholders, returned
 from chunkc.passes.inductor.cuda import steady_inductor
 from chunkc.passes.loss_tiles import tile_losses
 from chunkc.passes.partition import partition
@@ -80,6 +80,21 @@ class TracedGraphs:
                 if source.name in self.by_placeholder and node.op != "output":
                     found.setdefault(self.by_placeholder[source.name])
         return [*found, *(name for name in self.by_placeholder.values() if name not in found)]
+
+
+def _with_numbers(run: Boxed, graph: fx.Graph) -> Boxed:
+    """`run`, whose results have what `graph` returns that no node makes: sizes that tracing made numbers."""
+    (values,) = output_node(graph).args
+    assert isinstance(values, (tuple, list))
+    numbers = {place: v for place, v in enumerate(values) if v is not None and not isinstance(v, fx.Node)}
+
+    def with_numbers(arguments: list[Any]) -> list[Any]:
+        results = run(arguments)
+        for place, number in numbers.items():
+            results[place] = number
+        return results
+
+    return with_numbers if numbers else run
 
 
 def unique_name(name: str, is_free: Callable[[str], bool]) -> str:
@@ -168,7 +183,7 @@ def capture_graph(
     def forward_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         capture.forward = gm
         capture.new_buffers = forbid_donation()
-        return boxed(run_forward)
+        return boxed(_with_numbers(run_forward, gm.graph))
 
     def inference_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         return forward_compiler(prepared(gm, example_inputs), example_inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import pytest
@@ -56,3 +57,27 @@ def test_a_backward_without_operations_is_planned() -> None:
     smallest = minimum_budget(case.build(), **case.batch(0), memory_budget=1)
     results = [train(case, memory_budget=b, place=False, whole_graph="never", limit=False) for b in (smallest, HUGE)]
     assert_same_training(*results)
+
+
+class SizeBetweenGraphs(nn.Module):
+    """Its first graph returns a size, which a logarithm makes a number where it was a symbol."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.size(1)
+        y = self.inner(x) * int(math.log(length))
+        torch._dynamo.graph_break()
+        return (y * length).square().mean()
+
+
+def test_a_graph_may_return_a_number() -> None:
+    options = {"memory_budget": HUGE, "codegen": "eager"}
+    plain, model = SizeBetweenGraphs(), SizeBetweenGraphs()
+    model.load_state_dict(plain.state_dict())
+    compiled = torch.compile(model, backend="chunkc", options=options)
+    for length in (4, 6, 9):
+        x = floats(length, (2, length, 16))
+        torch.testing.assert_close(compiled(x), plain(x))
