@@ -177,9 +177,9 @@ def timed(planned: Planned, step: StepPlans, phases: Sequence[PhasePlan]) -> tup
     return step_time(events).total, sum(event.nbytes for event in events if event.stream in QUEUES)
 
 
-def baselines(case: Case) -> Iterator[tuple[str, float]]:
+def baselines(case: Case, treatments: Sequence[Treatment] = TREATMENTS) -> Iterator[tuple[str, float]]:
     """Seconds of the step as others would run it; what does not fit is left out."""
-    for treatment in TREATMENTS:
+    for treatment in treatments:
         planned = plan(case, NONE, "offload" if treatment.offloads else "keep", treatment)
         if planned.step is None:
             continue

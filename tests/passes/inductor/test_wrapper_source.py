@@ -179,8 +179,8 @@ def described_and_compiled(
     described: dict[str, SegmentMemory] = {}
     compiled: dict[str, SegmentMemory] = {}
 
-    def describe(segment: Segment, codegen: str, *args: Any) -> SegmentMemory:
-        memory = describe_segment(segment, codegen, *args)
+    def describe(segment: Segment, codegen: str, *args: Any, **kwargs: Any) -> SegmentMemory:
+        memory = describe_segment(segment, codegen, *args, **kwargs)
         if codegen == "inductor":
             described[canonical_text(segment.module.graph)] = memory
         return memory
