@@ -31,9 +31,11 @@ def _are_contiguous(tensors: Sequence[Tensor]) -> bool:
 
 
 def _are_of_a_format(tensors: Sequence[Tensor]) -> bool:
-    """Whether images, the first of the tensors, are contiguous or channels last."""
-    image = tensors[0]
-    return image.is_contiguous() or (image.dim() == 4 and image.is_contiguous(memory_format=torch.channels_last))
+    """Whether images, the first of the tensors and those of its shape, are all contiguous or all channels last."""
+    images = [tensor for tensor in tensors if tensor.shape == tensors[0].shape]
+    return _are_contiguous(images) or all(
+        image.dim() == 4 and image.is_contiguous(memory_format=torch.channels_last) for image in images
+    )
 
 
 _FINE_IF: tuple[tuple[Callable[[Sequence[Tensor]], bool], tuple[_Overload, ...]], ...] = (
@@ -69,8 +71,11 @@ _FINE_IF: tuple[tuple[Callable[[Sequence[Tensor]], bool], tuple[_Overload, ...]]
             _aten._native_batch_norm_legit.default,
             _aten._native_batch_norm_legit.no_stats,
             _aten._native_batch_norm_legit_functional.default,
+            _aten._native_batch_norm_legit_no_training.default,
             _aten._batch_norm_with_update.default,
             _aten._batch_norm_with_update_functional.default,
+            _aten.native_batch_norm_backward.default,
+            _aten.batch_norm_backward.default,
         ),
     ),
 )

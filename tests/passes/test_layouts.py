@@ -36,6 +36,7 @@ OF_ONE: dict[Any, tuple] = {
     aten.roll.default: ([1], [1]),
     aten._native_batch_norm_legit.no_stats: (None, None, True, 0.1, 1e-5),
     aten.native_batch_norm.default: (None, None, None, None, True, 0.1, 1e-5),
+    aten._native_batch_norm_legit_no_training.default: (None, None, torch.zeros(6), torch.ones(6), 0.1, 1e-5),
 }
 OTHERS = {
     aten.elu_backward.default: lambda a, b: (a, 1, 1, 1, False, b),
@@ -52,6 +53,12 @@ OTHERS = {
     ),
     aten._batch_norm_with_update_functional.default: lambda a, b: (
         a, torch.ones(6), torch.ones(6), torch.zeros(6), torch.ones(6), 0.1, 1e-5
+    ),
+    aten.native_batch_norm_backward.default: lambda a, b: (
+        a, b, torch.ones(6), None, None, torch.zeros(6), torch.ones(6), True, 1e-5, [True, True, True]
+    ),
+    aten.batch_norm_backward.default: lambda a, b: (
+        a, b, torch.ones(6), None, None, torch.zeros(6), torch.ones(6), True, 1e-5, [True, True, True], torch.empty(0)
     ),
 }  # fmt: skip
 
@@ -154,3 +161,27 @@ def test_a_view_of_such_a_gradient_is_trained() -> None:
     model.zero_grad(set_to_none=True)
     torch.compile(model, backend="chunkc", options={"memory_budget": HUGE, "codegen": "eager"})(x).backward()
     torch.testing.assert_close(model.linear.weight.grad, expected)
+
+
+class NormOfWords(nn.Module):
+    """As PatchTST has it: a batch norm over transposed words, whose results are then taken as rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x).transpose(1, 2)).transpose(1, 2)).square().mean()
+
+
+def test_a_norm_of_words_is_evaluated_and_trained() -> None:
+    torch.manual_seed(0)
+    plain, model = NormOfWords(), NormOfWords()
+    model.load_state_dict(plain.state_dict())
+    compiled = torch.compile(model, backend="chunkc", options={"memory_budget": HUGE, "codegen": "eager"})
+    x = torch.randn(3, 16, 8)
+    for way in (plain, compiled):
+        way(x).backward()
+    torch.testing.assert_close(model.first.weight.grad, plain.first.weight.grad)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled.eval()(x), plain.eval()(x))
