@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -54,22 +55,32 @@ def is_distributed(model: nn.Module) -> bool:
 
 
 def distribute_over_all(
-    model: nn.Module, options: dict[str, Any], zero_stage: ZeroStage | None, timeout_s: float = TIMEOUT_S
+    model: nn.Module,
+    device: torch.device,
+    options: dict[str, Any],
+    zero_stage: ZeroStage | None,
+    timeout_s: float = TIMEOUT_S,
 ) -> None:
     """`chunkc.distribute` over all processes, unless the user has done so; all begin with the values of rank 0.
 
     So do other libraries, whose users build heads at random on every rank.
+
+    Args:
+        device: where this process computes.
     """
     if is_distributed(model):
         return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    by_gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     values = [*model.parameters(), *model.buffers()]
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, [(tuple(value.shape), value.dtype) for value in values])
+    dist.all_gather_object(of_ranks, [(tuple(value.shape), value.dtype) for value in values], group=by_gloo)
     if all(found == of_ranks[0] for found in of_ranks):  # else `distribute` says what differs
         with torch.no_grad():
             for value in values:  # through a copy: gloo may hold on to what it is given for a while after the call
                 received = value.detach().clone()
-                dist.broadcast(received, src=0)
+                dist.broadcast(received, src=0, group=by_gloo)
                 value.data.copy_(received)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     distribute(model, mesh, home=options.get("home", "cpu"), zero_stage=zero_stage, timeout_s=timeout_s)

@@ -129,7 +129,7 @@ class ChunkcTrainer(TrainerOverRanks):
 
     Raises:
         OptionsError: the model is what `torch.compile` returned.
-        UnsupportedError: there are several devices, or several processes that compute on GPUs.
+        UnsupportedError: the process has several GPUs.
     """
 
     model: Any
@@ -147,7 +147,11 @@ class ChunkcTrainer(TrainerOverRanks):
         if self.args.world_size > 1:
             trainer: Any = self
             distribute_over_all(
-                model, self._chunkc_options(), getattr(self.args, "zero_stage", None), self.args.ddp_timeout
+                model,
+                self.args.device,
+                self._chunkc_options(),
+                getattr(self.args, "zero_stage", None),
+                self.args.ddp_timeout,
             )
             # autocast and no more: once it is prepared, accelerate neither moves nor wraps it
             trainer.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
@@ -164,12 +168,10 @@ class ChunkcTrainer(TrainerOverRanks):
 
     def create_accelerator_and_postprocess(self) -> None:
         if self._uses_chunkc():
-            on_gpus = self.args.world_size > 1 and self.args.device.type != "cpu"
-            if self.args.n_gpu > 1 or on_gpus:
+            if self.args.n_gpu > 1:
                 raise UnsupportedError(
-                    f"chunkc trains on one GPU in one process, and there are {self.args.n_gpu} devices and "
-                    f"{self.args.world_size} processes; set CUDA_VISIBLE_DEVICES to one device and start one process, "
-                    "or several processes with use_cpu=True"
+                    f"a process trains on one GPU, and this one has {self.args.n_gpu}: start a process for each "
+                    f"(`torchrun --nproc-per-node {self.args.n_gpu}`), or set CUDA_VISIBLE_DEVICES to one of them"
                 )
             with _without_backend(self.args):
                 super().create_accelerator_and_postprocess()  # type: ignore[misc]

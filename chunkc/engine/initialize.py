@@ -97,7 +97,7 @@ def initialize_engine(
         before = {id(parameter): name for name, parameter in model.named_parameters()}
         if not dist.is_initialized():
             init_process_group()
-        distribute_over_all(model, options, settings.zero_stage)
+        distribute_over_all(model, device, options, settings.zero_stage)
         if parameters is not None:
             parameters = _found_again(parameters, before, dict(model.named_parameters()))
     found = _optimizer_of(settings, optimizer, list(model.parameters()) if parameters is None else parameters)
@@ -180,7 +180,9 @@ def _check_several(
     if settings.world_size == 1:
         return
     refused = {
-        f"compute on {device.type}: start one, or set chunkc.device to cpu": device.type != "cpu",
+        "look up embeddings on the CPU: set use_cpu_embedding to false": (
+            settings.cpu_embedding and device.type != "cpu"
+        ),
         "build a model at home: set release_after_init to false": settings.builds_at_home,
         "take an optimizer that has the parameters of one: pass a function that makes it": (
             isinstance(optimizer, Optimizer)

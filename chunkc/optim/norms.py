@@ -113,9 +113,9 @@ def _total(sums: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 
 def _over_ranks(own: torch.Tensor, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-    """All ranks' together, in the order of ranks."""
+    """All ranks' together, in the order of ranks, where this rank's own is."""
     transport = next((p.transport for p in parameters if isinstance(p, Part)), None)
     if transport is None:
         return own
     of_ranks = together(transport, "the norm of all gradients", lambda: float(own), DistributedError)
-    return torch.from_numpy(np.array(np.add.reduce(of_ranks)))
+    return torch.from_numpy(np.array(np.add.reduce(of_ranks))).to(own.device)

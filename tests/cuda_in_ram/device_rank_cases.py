@@ -125,6 +125,36 @@ def rows() -> Result:
     return compared(shape=(2, 2), stage=None, steps=2)
 
 
+def engine() -> Result:
+    """DeepSpeed's loop, on GPUs in two budgets and on CPUs; ranks begin with the values of rank 0."""
+    found, budget = [], HUGE
+    for device in ("cuda", "cuda", "cpu"):
+        torch._dynamo.reset()
+        torch.manual_seed(dist.get_rank())
+        config = {
+            "train_batch_size": 8,
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": 0.1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-3}},
+            "zero_optimization": {"stage": 3},
+            "chunkc": {"memory_budget": budget, "codegen": "eager", "whole_graph": "never"},
+        }
+        if device == "cpu":
+            config["chunkc"]["device"] = "cpu"
+        own, _ = chunkc.initialize_engine(GPT(**SHAPE), int(os.environ["LOCAL_RANK"]), config)
+        losses = []
+        for step in range(4):
+            generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+            loss = own(torch.randint(SHAPE["vocab"], (2, SHAPE["sequence"]), generator=generator).to(device))
+            own.backward(loss)
+            own.step()
+            losses.append(loss.item())
+        budget = chunkc.report(own.module).minimum_budget_nbytes
+        sums = [p.to_local().detach().cpu().double().sum().item() for p in own.module.parameters()]  # type: ignore[union-attr]
+        found.append({"losses": losses, "norm": float(own.get_global_grad_norm()), "sums": sums})
+    return {"runs": found}
+
+
 def fused() -> Result:
     """In Inductor's code, of which only the bytes count."""
     roomy = trained(mesh_on("cuda"), HUGE, codegen="inductor", debug=False)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+from pathlib import Path
 from typing import Any
 
+import device_trainer
 import pytest
 from device_ranks import all_well, on_ranks
 
@@ -52,6 +55,30 @@ def test_the_only_rank_trains_through_nccl() -> None:
 def test_ranks_of_two_rows_train_as_on_cpus() -> None:
     for rank in cases("rows", num_ranks=4):
         check(rank)
+
+
+def test_an_engine_trains_as_on_cpus() -> None:
+    for rank in cases("engine"):
+        roomy, tight, on_cpu = rank["runs"]
+        assert roomy == tight
+        for key, expected in on_cpu.items():
+            assert roomy[key] == pytest.approx(expected, abs=1e-5), key
+
+
+def test_a_trainer_of_hugging_face_trains_as_one_process_on_a_cpu(tmp_path: Path) -> None:
+    """accelerate makes the process group, which is NCCL's alone."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = f"import device_trainer; device_trainer.main({str(tmp_path)!r})"
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    first, second = (json.loads(said.splitlines()[-1]) for said in all_well(on_ranks(script, arithmetic=True, **where)))
+    assert first == second
+    roomy, tight, resumed = first["runs"]
+    assert roomy == tight == resumed
+    expected = device_trainer.plain(tmp_path / "plain")
+    for key, values in expected.items():
+        assert roomy[key] == pytest.approx(values, rel=1e-5), key
 
 
 def test_fused_code_takes_no_more_than_predicted() -> None:
