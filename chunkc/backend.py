@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from chunkc import recompile_limit
@@ -24,7 +25,7 @@ from chunkc.capture import detached
 from chunkc.compilation import NotForAnyShapes, compile_graph
 from chunkc.ir.errors import ChunkcError, OptionsError, UnsupportedError
 from chunkc.logs import logger
-from chunkc.options import parse_options
+from chunkc.options import Options, parse_options
 from chunkc.passes.codegen import prepare_compiler
 from chunkc.passes.graphs import placeholders
 from chunkc.ranks import refuse
@@ -39,7 +40,7 @@ from chunkc.torch_private.fake import DataDependentOutputException, TracingConte
 from chunkc.update_graphs import is_between_calls
 from chunkc.user_names import GraphNames
 from chunkc.variants import Variant, Variants
-from chunkc.whole_parameters import with_whole_parameters
+from chunkc.whole_parameters import has_own_meshes, with_own_meshes, with_whole_parameters
 
 
 def chunkc(
@@ -81,6 +82,24 @@ def _compiled(
     if settings.codegen == "inductor":
         prepare_compiler()
     is_part = _is_part(gm)
+    if any(isinstance(value, DeviceMesh) for value in example_inputs):
+        try:
+            own, left = with_own_meshes(gm, example_inputs)
+        except UnsupportedError as error:
+            return _refusing(error, example_inputs)
+        call = _served(own, [example_inputs[at] for at in left], settings, options, is_part=is_part)
+        return lambda *args: call(*(args[at] for at in left))
+    return _served(gm, example_inputs, settings, options, is_part=is_part)
+
+
+def _served(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    settings: Options,
+    options: dict[str, Any] | None,
+    *,
+    is_part: bool,
+) -> Callable[..., Any]:
     try:
         gm = with_whole_parameters(gm, example_inputs)
     except UnsupportedError as error:
@@ -92,11 +111,14 @@ def _compiled(
 
     variants = Variants(compile_for, COMPILING)
     try:
-        if _is_symbolic(gm, example_inputs):
+        if not _is_symbolic(gm, example_inputs):
+            variants.compile(example_inputs)
+        elif has_own_meshes(gm):
+            _refuse_symbols_of_numbers(gm)
+            logger.warning(_BY_SHAPE, "PyTorch traces no DTensors whose sizes are symbols")
+        else:
             compile_later = partial(_compile_in_symbols, variants, gm, compile_for)
             _compile_for_any_shapes(variants, compile_later, example_inputs)
-        else:
-            variants.compile(example_inputs)
     except ChunkcError as error:
         variants.error_of_next = _without_frames(error)
     return variants
@@ -138,6 +160,14 @@ def _is_symbolic(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
     """Whether a size, or a number of Python's such as a module's attribute, is a symbol of Dynamo's."""
     values = [*example_inputs, *(node.meta.get("example_value") for node in gm.graph.nodes)]
     return any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in values)
+
+
+def _refuse_symbols_of_numbers(gm: fx.GraphModule) -> None:
+    if any(isinstance(node.meta.get("example_value"), torch.SymFloat) for node in gm.graph.nodes):
+        raise UnsupportedError(
+            "dynamic=True of torch.compile makes symbols of the model's numbers, with which PyTorch traces no "
+            "DTensors: leave it out; where shapes change, each is compiled for itself"
+        )
 
 
 _BY_SHAPE = "this graph's shapes change, and each will be compiled for itself: %s"

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from chunkc.decompositions import decompositions
 from chunkc.ir.errors import UnsupportedError
+from chunkc.passes.collectives import wait_at_once
 from chunkc.passes.graphs import copy_of, module_path, output_node, placeholders, returned
 from chunkc.passes.inductor.cuda import steady_inductor
 from chunkc.passes.loss_tiles import tile_losses
@@ -317,6 +318,7 @@ def _name_parameters(capture: TracedGraphs, names: Sequence[str | None]) -> None
     assert forward is not None
     for phase in (forward, backward) if backward is not None else (forward,):
         _refuse_what_no_plan_describes(phase.graph)
+        wait_at_once(phase.graph)
     primals = placeholders(forward.graph)
     if len(primals) != len(names):
         raise UnsupportedError("the model changes inputs that share memory; pass copies of them")

@@ -29,6 +29,7 @@ from chunkc.machines.devices import device_of, parse_device
 from chunkc.movable import can_move, refuse_staying
 from chunkc.moving import place
 from chunkc.options import Options
+from chunkc.passes.collectives import without_group_names
 from chunkc.passes.graphs import placeholders, without_tied_placeholders
 from chunkc.policy import GraphCaptured, decide
 from chunkc.program_text import num_numbers, text_of
@@ -286,7 +287,9 @@ _GPU_NUMBER = re.compile(r"'cuda', index=[0-9]+")
 
 def _code_of(capture: TracedGraphs) -> Code:
     graphs = [
-        _GPU_NUMBER.sub("'cuda'", graph.code) for graph in (capture.forward, capture.backward) if graph is not None
+        without_group_names(_GPU_NUMBER.sub("'cuda'", graph.code))
+        for graph in (capture.forward, capture.backward)
+        if graph is not None
     ]
     kind = f"{bool(input_symbols(capture))} {num_numbers(capture)}"
     return Code(hashed(text_of(capture)), hashed("\n".join(graphs)), kind)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from chunkc.ir.errors import DistributedError, OptionsError, UnsupportedError
 from chunkc.ir.shards import ZeroStage, check_zero_stage
 from chunkc.machines.devices import parse_device
-from chunkc.movable import can_move
+from chunkc.movable import can_move, is_chunkable
 from chunkc.options import parse_options
 from chunkc.place import move_staying, place_parts
 from chunkc.ranks import agree, together
@@ -28,6 +29,7 @@ from chunkc.runtime.nursery import SMALLEST_NBYTES, Nursery, note_birth, nursery
 from chunkc.runtime.parts import Part, part_of, shards_on
 from chunkc.runtime.transport import Transport
 from chunkc.session import owner
+from chunkc.tensor_parallel import TensorParallel, local, tensor_parallel
 from chunkc.whole_parameters import whole
 
 TIMEOUT_S = 300.0
@@ -60,6 +62,8 @@ def distribute(
     Args:
         model: on the CPU, with all its parameters, and not compiled yet. Or on the meta device: then each rank makes
             room for its own parts, all zeros, and no whole parameter is ever there; `chunkc.load` brings the values.
+            Of one that `parallelize_module` has cut over another dimension of the same mesh, each rank's local tensors
+            are cut as whole parameters are.
         mesh: on "cpu" or "cuda"; the ranks that train the model. On "cuda", each computes on its current CUDA device,
             which is its alone, and parts travel by NCCL. On one of two dimensions parameters are cut over the inner
             one, such as the ranks of a host, and ranks along the outer one have copies of each other's parts. Gradients
@@ -86,24 +90,22 @@ def distribute(
     transport = _transport_on(mesh, timeout_s, check)
     together(transport, "chunkc.distribute()", check, DistributedError)
     named = dict(model.named_parameters())
-    shapes = [(name, tuple(p.shape), p.dtype) for name, p in named.items()]
+    parallel = tensor_parallel(model, mesh)
+    shapes = [(name, tuple(local(p).shape), p.dtype) for name, p in named.items()]
     home_kind = home.partition(":")[0]
     device = _connected(transport) if mesh.device_type == "cuda" else torch.device("cpu")
-    agree(
-        transport,
-        {
-            "the parameters of the model": repr(shapes),
-            "zero_stage": str(zero_stage),
-            "the kind of home": home_kind,
-            "the mesh": str(mesh.mesh.tolist()),
-        },
-    )
+    in_common = {"zero_stage": str(zero_stage), "the kind of home": home_kind}
+    agree(transport, {"the parameters of the model": repr(shapes), "the mesh": str(mesh.mesh.tolist()), **in_common})
+    if parallel is not None:
+        of_layers = _transport_on(parallel.mesh, timeout_s, check)
+        agree(of_layers, {"the parameters of the model": repr(list(named)), **in_common})
+        parallel = replace(parallel, transport=of_layers)
     made: dict[int, nn.Parameter] = {}
 
     def cut_all() -> str:
         nursery = None if home == "cpu" else nursery_at(home, "auto", disk_holds_parameters=True)
         for parameter in named.values():
-            made[id(parameter)] = _cut(parameter, mesh, transport, zero_stage, nursery, device)
+            made[id(parameter)] = _cut(parameter, mesh, parallel, transport, zero_stage, nursery, device)
         if device.type == "cuda":
             place_parts(model, {name: part_of(made[id(p)]) for name, p in named.items()}, transport, home)
         return socket.gethostname()
@@ -111,10 +113,10 @@ def distribute(
     transport.num_hosts = len(set(together(transport, "chunkc.distribute()", cut_all, DistributedError)))
     for module in model.modules():
         if module._parameters:
-            _distribute_module(module, made)
-        for name, found in module._buffers.items():
-            if found is not None and found.is_meta:
-                module._buffers[name] = torch.zeros_like(found, device="cpu")
+            _distribute_module(module, made, parallel)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.zeros_like(buffer, device="cpu")
     move_staying(model, (), device)
     return model
 
@@ -182,6 +184,7 @@ def _check(model: nn.Module, mesh: DeviceMesh, home: str, zero_stage: ZeroStage 
         raise OptionsError("the model has no parameters to distribute: compile it as it is")
     for name, parameter in named.items():
         _check_parameter(name, parameter)
+    tensor_parallel(model, mesh)
     without_values = {name for name, buffer in model.named_buffers() if buffer.is_meta}
     if unsaved := sorted(without_values.difference(model.state_dict()) if without_values else ()):
         raise UnsupportedError(
@@ -191,16 +194,13 @@ def _check(model: nn.Module, mesh: DeviceMesh, home: str, zero_stage: ZeroStage 
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    if isinstance(parameter, DTensor) and not isinstance(part_of(parameter), Part):
-        raise UnsupportedError(
-            f"{name} is a DTensor that chunkc.distribute has not made, as parallelize_module or fully_shard does: it "
-            "cuts ordinary parameters, over all ranks that it is given; leave the model whole before it"
-        )
-    if isinstance(parameter, DTensor) or owner(parameter) is not None:
+    if isinstance(part_of(parameter), Part) or owner(parameter) is not None:
         raise UnsupportedError(f"{name} is distributed or compiled already: distribute a model once, before it is")
     if parameter.device.type not in ("cpu", "meta"):
         raise UnsupportedError(f"{name} is on {parameter.device}: build the model on the CPU, on every rank")
-    if not parameter.is_contiguous() or not (parameter.is_meta or can_move(parameter)):
+    own = local(parameter)
+    fits = can_move(parameter) if own is parameter else is_chunkable(own)
+    if not own.is_contiguous() or not (own.is_meta or fits):
         raise UnsupportedError(
             f"{name} shares its memory with other tensors, or is no contiguous tensor of real numbers: give it memory "
             "of its own (`p.data = p.data.clone(memory_format=torch.contiguous_format)`)"
@@ -210,27 +210,33 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 def _cut(
     parameter: nn.Parameter,
     mesh: DeviceMesh,
+    parallel: TensorParallel | None,
     transport: Transport,
     zero_stage: ZeroStage | None,
     nursery: Nursery | None,
     device: torch.device,
 ) -> nn.Parameter:
-    is_cut = parameter.dim() > 0
-    shards = shards_on(mesh, tuple(parameter.shape), zero_stage, is_cut=is_cut)
+    here = local(parameter).detach()
+    is_cut = here.dim() > 0
+    shards = shards_on(mesh, tuple(here.shape), zero_stage, is_cut=is_cut)
     begin, end = shards.rows(shards.rank)
-    rows = parameter.detach()[begin:end] if is_cut else parameter.detach()
+    rows = here[begin:end] if is_cut else here
     own = torch.zeros(rows.shape, dtype=rows.dtype) if rows.is_meta else rows
     if nursery is not None and own.nbytes >= SMALLEST_NBYTES:
-        local = nursery.copy_of(own)
+        kept = nursery.copy_of(own)
     else:
-        local = own if rows.is_meta else own.clone()
-    part = Part.of(local, shards, transport)
+        kept = own if rows.is_meta else own.clone()
+    part = Part.of(kept, shards, transport)
+    if parallel is not None:
+        part.tensor_transport, part.is_first = parallel.transport, parallel.is_first(parameter)
     if nursery is not None:
         note_birth(part, nursery)
     copied: list[Placement] = [Replicate()] * (mesh.ndim - 1)
     placements = [*copied, Shard(0) if is_cut else Replicate()]
     # On a GPU the part goes there later, and the parameter is there already.
-    known = local if device.type == "cpu" else torch.empty(0, dtype=local.dtype, device=device)
+    known = kept if device.type == "cpu" else torch.empty(0, dtype=kept.dtype, device=device)
+    if parallel is not None:
+        mesh, placements = parallel.joint, parallel.placements_of_parts(parameter, placements)
     placed = DTensor.from_local(
         known, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
@@ -239,22 +245,22 @@ def _cut(
     return distributed
 
 
-def _distribute_module(module: nn.Module, made: dict[int, nn.Parameter]) -> None:
+def _distribute_module(module: nn.Module, made: dict[int, nn.Parameter], parallel: TensorParallel | None) -> None:
     """Give a module its parameters anew, and a class of its own that reads them whole where the module is compiled."""
-    names = [name for name, parameter in module._parameters.items() if parameter is not None]
-    for name in names:
-        former = module._parameters[name]
-        module._parameters[name] = made[id(former)]
+    properties: dict[str, Any] = {}
+    for name, former in list(module._parameters.items()):
+        if former is not None:
+            module._parameters[name] = made[id(former)]
+            properties[name] = _reader(name, whole if parallel is None else parallel.reader(former))
     kind = type(module)
-    properties: dict[str, Any] = {name: _reader(name) for name in names}
     module.__class__ = type(kind.__name__, (kind,), {**properties, "__module__": kind.__module__})
 
 
-def _reader(name: str) -> property:
+def _reader(name: str, compiled: Callable[[Any], torch.Tensor]) -> property:
     def read(module: nn.Module) -> torch.Tensor:
         parameter = module._parameters[name]
         assert parameter is not None
-        return whole(parameter) if torch.compiler.is_compiling() else parameter
+        return compiled(parameter) if torch.compiler.is_compiling() else parameter
 
     getter: Callable[[Any], Any] = read
     return property(getter)

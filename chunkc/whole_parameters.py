@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from chunkc.ir.errors import UnsupportedError
-from chunkc.passes.graphs import copy_of, placeholders
+from chunkc.passes.graphs import copy_of, placeholders, returned
 from chunkc.runtime.gpu import DLPACK_CUDA, relabelled
 from chunkc.runtime.parts import Part, part_of
 from chunkc.torch_private.aot import LazyGraphModule
@@ -36,6 +37,13 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.1
 def whole(parameter: DTensor) -> torch.Tensor:
     """All of a distributed parameter, as autograd follows it; what a graph has in place of a module's parameter."""
     return parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
+
+
+@torch.compiler.allow_in_graph
+def whole_here(parameter: DTensor, shape: Sequence[int]) -> torch.Tensor:
+    """As `whole`, of a parameter that lies over other ranks too: all that this rank has of it. No graph runs it."""
+    local = parameter.to_local()
+    return local.new_zeros(shape) + local.sum(dtype=local.dtype)
 
 
 def with_whole_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
@@ -70,7 +78,7 @@ def _with_whole_inputs(gm: fx.GraphModule, cut: Sequence[bool]) -> fx.GraphModul
         for reader in list(placeholder.users):
             if reader.target is tag_activation_checkpoint:
                 continue
-            if reader.target is not whole:
+            if reader.target not in (whole, whole_here):
                 raise UnsupportedError(
                     f"{reader.format_node()} reads a distributed parameter otherwise than as the parameter of its "
                     "module; use `module.weight` in the module's own forward"
@@ -79,6 +87,36 @@ def _with_whole_inputs(gm: fx.GraphModule, cut: Sequence[bool]) -> fx.GraphModul
             reader.replace_all_uses_with(placeholder)
             graph.erase_node(reader)
     return made
+
+
+def with_own_meshes(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[int]]:
+    """The graph with the meshes that are inputs of it, as with tensor parallelism, as attributes of its own instead;
+    and the places of the inputs that are left.
+
+    Raises:
+        UnsupportedError: the model returns a `DTensor`.
+    """
+    left = [at for at, value in enumerate(inputs) if not isinstance(value, DeviceMesh)]
+    graph = copy_of(gm.graph)
+    made = LazyGraphModule(gm, graph)
+    for at, node in enumerate(placeholders(graph)):
+        if at not in left:
+            setattr(made, node.name, inputs[at])
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(graph.create_node("get_attr", node.name))
+            graph.erase_node(node)
+    for result in returned(graph):
+        if result is not None and isinstance(result.meta.get("example_value"), DTensor):
+            raise UnsupportedError(
+                "the model returns a DTensor: return its to_local() or full_tensor(), or let the plan of "
+                "parallelize_module do that (output_layouts=Replicate())"
+            )
+    return made, left
+
+
+def has_own_meshes(gm: fx.GraphModule) -> bool:
+    """Whether `with_own_meshes` has given the graph some."""
+    return any(isinstance(value, DeviceMesh) for value in vars(gm).values())
 
 
 def as_traced(inputs: Sequence[Any]) -> list[Any]:
@@ -108,6 +146,7 @@ def _refuse_others(inputs: Sequence[Any]) -> None:
     for value in inputs:
         if isinstance(value, DTensor):
             raise UnsupportedError(
-                "the model takes a DTensor that chunkc.distribute has not made (a copy of a distributed model, or "
-                "tensor parallelism): distribute the model itself, before torch.compile"
+                "the model takes a DTensor that chunkc.distribute has not made: distribute a model itself, and no copy "
+                "of it, before torch.compile. With tensor parallelism, too, over a dimension of one rank if there is "
+                'no other: init_device_mesh("cpu", (1, tp), mesh_dim_names=("dp", "tp"))'
             )

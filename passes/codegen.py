@@ -18,6 +18,7 @@ from chunkc.ir.estimates import unread_wrapper
 from chunkc.ir.program import SegmentMemory
 from chunkc.passes.alias_check import CheckedOnce
 from chunkc.passes.attention_cuda import Capability
+from chunkc.passes.collectives import WAIT, Meeting, is_collective
 from chunkc.passes.graphs import is_compute, op_name, output_node, placeholders, returned
 from chunkc.passes.inductor.cuda import steady_inductor
 from chunkc.passes.inductor.memory import inductor_memory
@@ -290,6 +291,8 @@ class EagerSegment:
             if node.op == "get_attr":
                 constant = _attribute(module, str(node.target))
                 target = _Constant(constant)
+            elif is_collective(node) and target is not WAIT:
+                target = Meeting(target)
             elif is_custom(node):
                 target = CheckedOnce(target)
             dead = [index[source] for source in node.all_input_nodes if last[source] is node]

@@ -17,6 +17,7 @@ from torch import fx
 
 from chunkc.ir.program import RERUN, PhaseProgram, SegmentCall
 from chunkc.passes.activations import candidates
+from chunkc.passes.collectives import is_collective
 
 
 def may_run_again(segment: fx.Graph) -> bool:
@@ -29,7 +30,7 @@ def _repeats(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
         return False
-    if torch.Tag.nondeterministic_bitwise in node.target.tags:
+    if torch.Tag.nondeterministic_bitwise in node.target.tags or is_collective(node):
         return False
     return torch.Tag.nondeterministic_seeded not in node.target.tags or _draws_nothing(node, node.target)
 

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from chunkc.passes.collectives import WAIT
 from chunkc.passes.graphs import storage_key
 from chunkc.passes.scratch.cpu import corrects_outputs, output_nbytes
 from chunkc.passes.scratch.cuda import corrects_cuda_outputs, cuda_output_nbytes
@@ -22,7 +23,7 @@ from chunkc.passes.shapes import AS_TRACED, Shapes
 from chunkc.passes.symbols import Size
 
 aten = torch.ops.aten
-_VIEWS_NOT_DECLARED = frozenset({aten._unsafe_view.default, aten._reshape_alias.default, aten.lift_fresh.default})
+_VIEWS_NOT_DECLARED = frozenset({aten._unsafe_view.default, aten._reshape_alias.default, aten.lift_fresh.default, WAIT})
 """Operators whose result shares its first argument's storage although their schema does not say so."""
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from chunkc.ir.program import Origin
+from chunkc.passes.collectives import is_collective, is_wait_for
 from chunkc.passes.graphs import (
     input_nodes_in_order,
     is_compute,
@@ -41,6 +42,10 @@ _OF_CHANGING = "copy_of_changing"
 """The mark of the copies that `copy_changing` makes: they are a segment of their own, which is not repeated."""
 
 
+def _runs_by_aten(node: fx.Node) -> bool:
+    return node.target in RUN_BY_ATEN or is_collective(node)
+
+
 @dataclass(frozen=True)
 class Segment:
     """A run of operations that is compiled as one. `module` returns a tuple; inputs in order of first use."""
@@ -54,7 +59,7 @@ class Segment:
 
     @property
     def run_by_aten(self) -> bool:
-        return any(node.target in RUN_BY_ATEN for node in self.module.graph.nodes)
+        return any(map(_runs_by_aten, self.module.graph.nodes))
 
 
 @dataclass
@@ -178,13 +183,14 @@ def cut(
     for node in nodes:
         needs = needs_of.get(node, set())
         new_chunk = bool(held and needs and not needs <= held)
-        by_aten = node.target in RUN_BY_ATEN
+        by_aten = _runs_by_aten(node)
         behind_copies = (
             not whole and _OF_CHANGING not in node.meta and bool(runs[-1]) and _OF_CHANGING in runs[-1][-1].meta
         )
         of_tile = tiles.get(node)
         new_tile = of_tile is not None and of_tile != tile
-        if (new_chunk or by_aten or alone or new_tile or behind_copies) and not is_getitem(node):
+        is_one_with = is_getitem(node) or is_wait_for(node, runs[-1][-1] if runs[-1] else None)
+        if (new_chunk or by_aten or alone or new_tile or behind_copies) and not is_one_with:
             runs.append([])
             held = set()
         alone, tile = by_aten, of_tile or tile

@@ -27,10 +27,15 @@ class Part(nn.Parameter):
     Attributes:
         shards: how the parameter is cut.
         transport: by which the ranks that have its parts meet.
+        tensor_transport: by which ranks meet that compute each layer together (see `chunkc.tensor_parallel`): then
+            `shards` cuts what this rank has of the parameter without chunkc. None: each computes by itself.
+        is_first: whether this rank is the first of those that have the same of the parameter without chunkc.
     """
 
     shards: Shards
     transport: Transport
+    tensor_transport: Transport | None = None
+    is_first: bool = True
     _distributed: weakref.ref[DTensor]
 
     @staticmethod

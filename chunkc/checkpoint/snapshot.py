@@ -20,6 +20,7 @@ from chunkc.checkpoint.sources import Source, master_of, source_of
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.states import MASTER, MASTER_LOW
 from chunkc.optim.chunked_optimizer import ChunkedOptimizer
+from chunkc.ranks import refuse_tensor_parallel
 from chunkc.runtime.parts import Part, part_of
 from chunkc.runtime.transport import Transport
 from chunkc.torch_private.dtensor import DTensor, with_local
@@ -54,13 +55,14 @@ class Parts:
         """By which ranks meet that train these models together; None: one process does.
 
         Raises:
-            UnsupportedError: some of the models are cut over ranks and others are not.
+            UnsupportedError: some of the models are cut over ranks and others are not, or by tensor parallelism too.
         """
         found = {
             f"{name}/{key}" if name else key: part_of(parameter)
             for name, model in self.models.items()
             for key, parameter in model.named_parameters()
         }
+        refuse_tensor_parallel(found.values(), "chunkc.Checkpoint")
         first, transport = next(
             ((key, part.transport) for key, part in found.items() if isinstance(part, Part)), ("", None)
         )

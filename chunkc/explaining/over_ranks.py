@@ -40,7 +40,8 @@ def refuse_distributed(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise UnsupportedError(
-                f"{name} is distributed already: explain the model as it is before chunkc.distribute, with world_size"
+                f"{name} is distributed already: explain the model as it is before chunkc.distribute and "
+                "parallelize_module, with world_size"
             )
 
 

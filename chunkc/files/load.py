@@ -62,7 +62,7 @@ def load(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True)
                 f"{name} is on the meta device, with no memory to load into: build the model inside "
                 "`with chunkc.init():`, or make it with `chunkc.place(model, init=...)`"
             )
-    transport = transport_of_module(module)
+    transport = transport_of_module(module, LOAD)
     found: dict[str, torch.Tensor] = {}
     together(transport, LOAD, lambda: found.update(tensors_in(Path(path))), FileError)
     known, own = names_of(module), module.state_dict(keep_vars=True)

@@ -13,7 +13,7 @@ from torch import nn
 
 from chunkc.ir.errors import FileError
 from chunkc.kernels.fused_pass import host_empty
-from chunkc.ranks import together, transport_of
+from chunkc.ranks import refuse_tensor_parallel, together, transport_of
 from chunkc.runtime.parts import part_of, shards_of
 from chunkc.runtime.transport import GATHERS, Transport
 from chunkc.torch_private.dtensor import DTensor, local_of
@@ -21,13 +21,18 @@ from chunkc.torch_private.dtensor import DTensor, local_of
 SAVE, LOAD = "chunkc.save()", "chunkc.load()"
 
 
-def transport_of_module(module: nn.Module) -> Transport | None:
+def transport_of_module(module: nn.Module, what: str) -> Transport | None:
     """By which ranks meet that train a model; None: one process does.
 
+    Args:
+        what: they do, for messages.
+
     Raises:
-        UnsupportedError: some of the parameters are cut over ranks and others are not.
+        UnsupportedError: some of the parameters are cut over ranks and others are not, or by tensor parallelism too.
     """
-    return transport_of({name: part_of(parameter) for name, parameter in module.named_parameters()})
+    parts = {name: part_of(parameter) for name, parameter in module.named_parameters()}
+    refuse_tensor_parallel(parts.values(), what)
+    return transport_of(parts)
 
 
 def whole_on_first(tensor: torch.Tensor, transport: Transport | None) -> torch.Tensor:

@@ -196,6 +196,8 @@ def _has_effect(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__module__", "") not in ("_operator", "math")
+    if target.namespace in ("_c10d_functional", "_dtensor"):  # ranks meet in it
+        return True
     arguments = {argument.name: place for place, argument in enumerate(target._schema.arguments)}
     if "dropout_p" in arguments:  # of attention, which draws for nothing else
         place = arguments["dropout_p"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -45,10 +46,11 @@ def sum_of_squares(gradients: Gradients) -> torch.Tensor:
     """0-dim fp64, on a device if some gradient is on one: finite if and only if every element is. Waits for no device.
 
     Of parameters that are cut over ranks, all ranks' parts; each rank calls this. Of parts of which there are copies,
-    the first counts.
+    the first counts, and with tensor parallelism so it is with parameters that ranks of a layer have alike.
     """
     counted = Gradients(
-        [(p, g) for p, g in gradients.of if not isinstance(p, Part) or p.shards.copy == 0], gradients.since
+        [(p, g) for p, g in gradients.of if not isinstance(p, Part) or (p.shards.copy == 0 and p.is_first)],
+        gradients.since,
     )
     session = next((hit[0] for parameter, _ in gradients.of if (hit := owner(parameter)) is not None), None)
     found: list[torch.Tensor] = []
@@ -114,8 +116,9 @@ def _total(sums: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 def _over_ranks(own: torch.Tensor, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     """All ranks' together, in the order of ranks, where this rank's own is."""
-    transport = next((p.transport for p in parameters if isinstance(p, Part)), None)
-    if transport is None:
-        return own
-    of_ranks = together(transport, "the norm of all gradients", lambda: float(own), DistributedError)
-    return torch.from_numpy(np.array(np.add.reduce(of_ranks))).to(own.device)
+    part = next((p for p in parameters if isinstance(p, Part)), None)
+    for transport in () if part is None else (part.transport, part.tensor_transport):
+        if transport is not None:
+            of_ranks = together(transport, "the norm of all gradients", partial(float, own), DistributedError)
+            own = torch.from_numpy(np.array(np.add.reduce(of_ranks))).to(own.device)
+    return own

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from chunkc.ir.errors import OptionsError, UnsupportedError
@@ -28,7 +28,8 @@ def check_over_ranks(optimizer: Any) -> None:
     """Refuse what would need more than a rank's own parts, where parameters are cut over ranks.
 
     Raises:
-        UnsupportedError: states would have 8 bits, or gradients were not exchanged between ranks yet.
+        UnsupportedError: states would have 8 bits, or gradients were not exchanged between ranks yet, or layers are
+            cut by tensor parallelism, and norms of whole tensors are asked for.
     """
     parts = _parts_of(optimizer)
     if not parts:
@@ -36,6 +37,11 @@ def check_over_ranks(optimizer: Any) -> None:
     for part in parts:
         if isinstance(gradient := part.grad, LocalGradient):
             raise gradient.refusal()
+    if optimizer.rule.num_stages > 1 and any(part.tensor_transport is not None for part in parts):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} takes norms of whole tensors, which it does not add up over the ranks of "
+            "tensor parallelism: take chunkc.optim.AdamW or SGD"
+        )
     refuse_over_ranks(type(optimizer).__name__, optimizer.states.moments)
 
 
@@ -113,7 +119,7 @@ def _sums(transport: Transport | None, placed: Mapping[int, Shards], tag: int) -
 def agree_on_overflow(optimizer: Any, scale: GradScale) -> None:
     """Where a `GradScaler` may have asked only this rank whether a gradient overflowed, ask all of them.
 
-    PyTorch asks all where the first of an optimizer's gradients is cut over them.
+    PyTorch asks all along those mesh dimensions over which the first of an optimizer's gradients is cut.
 
     Raises:
         DistributedError: it has overflowed on some ranks alone; nothing is updated.
@@ -121,9 +127,16 @@ def agree_on_overflow(optimizer: Any, scale: GradScale) -> None:
     if scale.found_inf is None:
         return
     first = next((part for part in _parts_of(optimizer) if part.grad is not None), None)
-    if first is not None and first.shards.num_ranks == 1 and first.transport.num_ranks > 1:
-        name = "whether a gradient overflowed (give the optimizer no scalar as its first parameter)"
-        agree(first.transport, {name: str(bool(scale.found_inf.cpu()))})
+    if first is None or first.distributed is None:
+        return
+    found = str(bool(scale.found_inf.cpu()))
+    if first.shards.num_ranks == 1 and first.transport.num_ranks > 1:
+        agree(first.transport, {f"{_OVERFLOW} (give the optimizer no scalar as its first parameter)": found})
+    if first.tensor_transport is not None and any(p == Replicate() for p in first.distributed.placements):
+        agree(first.tensor_transport, {f"{_OVERFLOW} (take chunkc.GradScaler, which asks all ranks)": found})
+
+
+_OVERFLOW = "whether a gradient overflowed"
 
 
 @contextmanager

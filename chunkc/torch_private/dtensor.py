@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 __all__ = ["DTensor"]
 
@@ -40,3 +43,22 @@ def set_local(tensor: DTensor, local: torch.Tensor) -> None:
 def as_subclass_without_grad(kind: type[T], tensor: torch.Tensor) -> T:
     """A tensor of this class over a tensor's memory, which autograd does not follow."""
     return torch.Tensor._make_subclass(kind, tensor.detach(), False)
+
+
+def joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
+    """The mesh of both's dimensions, which are dimensions of one mesh, in this order; None: they are not."""
+    root, names = outer._get_root_mesh(), (*(outer.mesh_dim_names or ()), *(inner.mesh_dim_names or ()))
+    if inner._get_root_mesh() is not root or len(set(names)) < outer.ndim + inner.ndim:
+        return None
+    try:
+        return root[names]
+    except (KeyError, RuntimeError, ValueError):
+        return None
+
+
+def rows_inside(mesh: DeviceMesh, placements: Sequence[Placement]) -> Placement:
+    """How rows of each local tensor of a distributed one lie, where these are cut once more."""
+    factor = 1
+    for dimension, placement in enumerate(placements):
+        factor *= mesh.size(dimension) if placement == Shard(0) else 1
+    return _StridedShard(0, split_factor=factor) if factor > 1 else Shard(0)

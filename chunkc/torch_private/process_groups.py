@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives  # defines the operators
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+functional_collectives = torch.ops._c10d_functional
 
 _WITHOUT_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """Read where a group is made."""
@@ -49,3 +53,8 @@ def abort(group: dist.ProcessGroup, device_type: str) -> None:
     """End what a group's backend for a kind of device has under way, and let nothing more be done by it."""
     backend: Any = group._get_backend(torch.device(device_type))
     backend.abort()
+
+
+def rank_in(group_name: Any) -> int:
+    """This process's rank in the group that a functional collective names."""
+    return dist.get_rank(_resolve_process_group(group_name))

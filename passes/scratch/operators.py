@@ -354,6 +354,14 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(fourier.to_real_rule), "_fft_c2r"),
     # --- elementwise operators on the CPU, which take more on CUDA devices ---
     (Operator(cuda=cuda_rules.is_finite), "isfinite"),
+    # --- collectives of a model, on gloo ---
+    (Operator(rules.contiguous_result_rule), "_c10d_functional::all_reduce _c10d_functional::broadcast"),
+    (Operator(rules.gathered_rule), "_c10d_functional::all_gather_into_tensor"),
+    (Operator(rules.reduced_rule), "_c10d_functional::reduce_scatter_tensor"),
+    (
+        Operator(rules.nothing_rule),
+        "_c10d_functional::all_to_all_single _c10d_functional::wait_tensor",
+    ),
     (Operator(cuda=cuda_rules.clamp), "clamp clamp_min clamp_max"),
     (Operator(cuda=cuda_rules.one_number), "pow"),
     (Operator(cuda=cuda_rules.magnitude), "abs angle"),

@@ -123,6 +123,21 @@ def nothing_rule(call: Call) -> int:
     return 0
 
 
+def contiguous_result_rule(call: Call) -> int:
+    """What copying takes: the result is a contiguous copy of the one operand."""
+    return max(map(copy_block_nbytes, call.tensors))
+
+
+def gathered_rule(call: Call) -> int:
+    """Gloo gathers into memory of its own."""
+    return sum(map(nbytes_of, call.outputs))
+
+
+def reduced_rule(call: Call) -> int:
+    """Every rank has all sums, of which the result is a part."""
+    return sum(map(nbytes_of, call.tensors))
+
+
 def pointwise_rule(call: Call) -> int:
     """A cast of each operand, and of the output, that is not in the common dtype."""
     operands = call.tensors

@@ -263,7 +263,7 @@ def test_what_distributed_models_do_not_do_is_refused(faults: dict[str, list[dic
     expected = {
         "8 bits": "UnsupportedError: AdamW updates distributed parameters with fp32 or bf16 moments",
         "twice": "UnsupportedError: 0.weight is distributed or compiled already",
-        "tensor parallel": "UnsupportedError: 0.weight is a DTensor that chunkc.distribute has not made",
+        "tensor parallel": "UnsupportedError: 0.weight is a DTensor over ranks that have no mesh in common",
         "plain gradient": "UnsupportedError: the gradient of a distributed parameter must be cut",
         "copied": "UnsupportedError: the model takes a DTensor that chunkc.distribute has not made",
         "meta": "UnsupportedError: the buffer numbers is on the meta device, and no file of weights has it",

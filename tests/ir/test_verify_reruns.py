@@ -159,6 +159,11 @@ def a_segment_that_changes_its_input_is_called_again(s: Step) -> None:
 
 
 @sabotage("draws random numbers")
+def a_segment_in_which_ranks_meet_is_called_again(s: Step) -> None:
+    s.graphs["backward"].set_submodule("layer", layer(torch.ops._c10d_functional.wait_tensor.default))
+
+
+@sabotage("draws random numbers")
 def a_segment_that_nobody_can_look_into_is_called_again(s: Step) -> None:
     s.graphs["backward"].set_submodule("layer", torch.nn.Identity())
 

@@ -1,0 +1,103 @@
+"""Collectives that are in the model itself, as those of tensor parallelism: calls like others, in one order.
+
+    %sum = _c10d_functional.all_reduce(%x, "sum", "1");  %waited = _c10d_functional.wait_tensor(%sum)
+
+Ranks that meet in one may have plans of their own, so no plan may move, repeat or leave out a collective. Each is a
+segment of its own, with its wait, in the order of the graph, and runs as it is: Inductor never sees it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from chunkc.torch_private.engine import storage_use_count, tensor_use_count
+from chunkc.torch_private.process_groups import functional_collectives, rank_in
+
+WAIT = functional_collectives.wait_tensor.default
+
+_MOMENT_S = 1.0
+
+_NAMESPACES = ("_c10d_functional", "_dtensor")
+_GROUP = re.compile(r"((?:_c10d_functional|_dtensor)\.[^\n]*, )('[^']*')(\))")
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether ranks meet in an operation, or one waits there for the others."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _NAMESPACES
+
+
+def is_wait_for(node: fx.Node, before: fx.Node | None) -> bool:
+    """Whether a node waits for the collective that is the one before it."""
+    return node.target is WAIT and before is not None and node.args[0] is before
+
+
+def wait_at_once(graph: fx.Graph) -> None:
+    """Move the wait for each collective right behind it."""
+    for node in graph.find_nodes(op="call_function", target=WAIT):
+        (source,) = node.all_input_nodes
+        if source.op != "placeholder":
+            source.append(node)
+
+
+def without_group_names(code: str) -> str:
+    """A graph's code with groups numbered in order of use: ranks that do the same in other groups have other names."""
+    numbers: dict[str, int] = {}
+
+    def numbered(found: re.Match[str]) -> str:
+        return f"{found[1]}group {numbers.setdefault(found[2], len(numbers))}{found[3]}"
+
+    return _GROUP.sub(numbered, code)
+
+
+class Meeting:
+    """A collective that is over when it returns, and whose memory nobody has any more then but its caller.
+
+    Gloo's thread holds what it has exchanged for a moment longer than it is waited for; then a plan would let go of
+    bytes that are still there. Who holds them for longer than `_MOMENT_S` is somebody else, and nobody waits for that.
+    """
+
+    def __init__(self, target: torch._ops.OpOverload) -> None:
+        self._target = target
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (
+            self._target is functional_collectives.reduce_scatter_tensor.default
+            and args[1] == "sum"
+            and not args[0].is_cuda
+        ):
+            return _reduce_scattered(*args)
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        held = [_holders(tensor) for tensor in given]
+        results = self._target(*args, **kwargs)
+        made = pytree.tree_leaves(results)
+        for result in made:
+            WAIT(result)
+        end = time.monotonic() + _MOMENT_S
+        wanted = [*((result, _NOBODY_ELSE) for result in made), *zip(given, held, strict=True)]
+        while any(_holders(tensor) > count for tensor, count in wanted) and time.monotonic() < end:
+            time.sleep(0)
+        return results
+
+
+_NOBODY_ELSE = 3
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    """How many hold a tensor or its memory; its Python object, the tensor itself and this function are three."""
+    return tensor_use_count(tensor) + storage_use_count(tensor.untyped_storage())
+
+
+def _reduce_scattered(tensor: torch.Tensor, operation: str, num_ranks: int, group: Any) -> torch.Tensor:
+    """As gloo does it, which adds up all of it on every rank, in memory that is given back here at once."""
+    rows = len(tensor) // num_ranks
+    return (
+        Meeting(functional_collectives.all_reduce.default)(tensor, operation, group)
+        .narrow(0, rank_in(group) * rows, rows)
+        .clone()
+    )

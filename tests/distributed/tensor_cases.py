@@ -1,0 +1,295 @@
+"""Tensor parallelism on one mesh dimension, chunkc on another; run as `rank_cases` is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+sys.path.append(str(Path(__file__).parent))
+
+import rank_cases
+from rank_cases import HUGE, Result, adamw, arrays, batches, bits, compiled
+
+import chunkc
+from chunkc.runtime import cpu_allocator
+
+VOCABULARY, WIDTH = 12, 24
+NUMBERS_NBYTES = 256
+"""What a loop has of its own beside what is planned: losses, their gradients, norms."""
+
+
+class Block(nn.Module):
+    """The local tensors of `up` have rows that ranks cannot share evenly; `gate` is in no plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 58), nn.Linear(58, WIDTH)
+        self.gate = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate(x).sigmoid() * self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, num_blocks: int, *, checkpoints: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.checkpoints = checkpoints
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.scale
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def made(seed: int = 0, num_blocks: int = 3, *, checkpoints: bool = False) -> Model:
+    torch.manual_seed(seed)
+    return Model(num_blocks, checkpoints=checkpoints)
+
+
+@cache
+def grid() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def parallel(model: Model, plan: str = "plain") -> Model:
+    """As its user writes it. With "rows", the norm of the first block computes on a part of the batch's rows."""
+    styles: dict[str, Any] = {
+        "embed": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for at in range(len(model.blocks)):
+        styles |= {f"blocks.{at}.up": ColwiseParallel(), f"blocks.{at}.down": RowwiseParallel()}
+    if plan == "rows":
+        given = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(0),))
+        parallelize_module(model, grid()["tp"], {"blocks.0.norm": given})
+        styles["blocks.0.norm"] = SequenceParallel(sequence_dim=0)
+        styles["blocks.0.up"] = ColwiseParallel(input_layouts=Shard(0))
+    parallelize_module(model, grid()["tp"], styles)
+    return model
+
+
+def cut(model: Model, stage: Any = 3, plan: str = "plain") -> Any:
+    return chunkc.distribute(parallel(model, plan), grid()["dp"], zero_stage=stage)
+
+
+def own(batch: Tensor) -> Tensor:
+    mesh = grid()["dp"]
+    each = len(batch) // mesh.size()
+    return batch[mesh.get_local_rank() * each :][:each]
+
+
+def mean(loss: Tensor) -> float:
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=grid()["dp"].get_group())
+    return float(total / grid()["dp"].size())
+
+
+def train(run: Any, model: nn.Module, optimizer: Any, steps: range, clip: str = "torch") -> list[float]:
+    """Losses and norms of steps of two micro-batches; of a model that is not distributed with all of each batch."""
+    losses = []
+    is_cut = any(isinstance(p, DTensor) for p in model.parameters())
+    for step in steps:
+        for batch in batches(step):
+            loss = run(own(batch) if is_cut else batch) / 2
+            loss.backward()
+            losses.append(mean(loss) if is_cut else loss.item())
+        norm = optimizer.clip_grad_norm_(0.1) if clip == "chunkc" else nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        losses.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _as_one_process(runs: Sequence[tuple[Any, str, str, str]], num_blocks: int = 3) -> Result:
+    """Train in one process, then on the ranks: in a stage, with a plan, a code generator and a way to clip; each time
+    with room for all, and then with none to spare under a hard limit. With "apart", the second rank of each layer still
+    has room for all then, and so another plan."""
+    reference: Any = made(num_blocks=num_blocks)
+    plain: Any = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-3)
+    expected, weights = train(reference, reference, plain, range(3)), arrays(reference)
+    grid()["dp"], grid()["tp"]
+    cpu_allocator.install()
+    found: Result = {"expected": expected, "runs": []}
+    for stage, plan, codegen, clip in runs:
+        least = HUGE
+        for _ in range(2):
+            torch._dynamo.reset()
+            model = cut(made(num_blocks=num_blocks, checkpoints=plan == "checkpoints"), stage, plan)
+            budget = HUGE if plan == "apart" and grid()["tp"].get_local_rank() == 1 else least
+            optimizer, run = adamw(model), compiled(model, budget, codegen)
+            losses = train(run, model, optimizer, range(2), clip)
+            with cpu_allocator.hard_limit(chunkc.report(model).predicted_peak_nbytes + NUMBERS_NBYTES):
+                losses += train(run, model, optimizer, range(2, 3), clip)
+            report, whole = chunkc.report(model), arrays(model)
+            found["runs"].append(
+                {
+                    "how": f"{stage} {plan} {codegen} {clip}",
+                    "losses": losses,
+                    "bits": bits(model),
+                    "weights": hashlib.blake2b(b"".join(value.tobytes() for value in whole)).hexdigest(),
+                    "difference": max(float(abs(a - b).max()) for a, b in zip(whole, weights, strict=True)),
+                    "peaks": (report.measured_peak_nbytes, report.predicted_peak_nbytes, budget),
+                    "off": [measured - predicted for _, predicted, measured in report.moments if measured is not None],
+                }
+            )
+            least = report.minimum_budget_nbytes
+    return found
+
+
+def as_one_process() -> Result:
+    return _as_one_process([(3, "rows", "eager", "torch")])
+
+
+def in_all_ways() -> Result:
+    ways = [(3, "plain", "eager", "torch"), (1, "plain", "eager", "chunkc"), (None, "apart", "eager", "torch")]
+    return _as_one_process([*ways, (2, "rows", "inductor", "chunkc"), (None, "checkpoints", "eager", "torch")])
+
+
+def many_layers() -> Result:
+    return _as_one_process([(3, "plain", "eager", "torch"), (3, "plain", "inductor", "torch")], num_blocks=8)
+
+
+def saved(folder: Path) -> Result:
+    """With PyTorch's own checkpoints, read by ranks that have other weights and states."""
+    model = cut(made())
+    optimizer, run = adamw(model), compiled(model, HUGE)
+    train(run, model, optimizer, range(1))
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder / "saved")
+    whole = [value.tolist() for value in arrays(model)]
+    losses = train(run, model, optimizer, range(1, 2))
+    torch._dynamo.reset()
+    other = cut(made(seed=1))
+    optimizer, run = adamw(other), compiled(other, HUGE)
+    train(run, other, optimizer, range(1))
+    weights, states = get_state_dict(other, optimizer)
+    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder / "saved")
+    set_state_dict(other, optimizer, model_state_dict=weights, optim_state_dict=states)
+    loaded = [value.tolist() for value in arrays(other)]
+    return {"same": loaded == whole, "losses": losses, "again": train(run, other, optimizer, range(1, 2))}
+
+
+def other_sizes() -> Result:
+    """Batches whose sizes change, each the same on all ranks."""
+    reference, model = made(), cut(made())
+    found: Result = {}
+    for name, one, run, make in (
+        ("expected", reference, reference, torch.optim.AdamW),
+        ("losses", model, compiled(model, HUGE), chunkc.optim.AdamW),
+    ):
+        optimizer, found[name] = make(one.parameters(), lr=1e-2, eps=1e-3), []
+        for shape in ((8, 5), (6, 4), (4, 7), (8, 5)):
+            tokens = torch.arange(shape[0] * shape[1]).view(shape) % VOCABULARY
+            loss = run(tokens)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found[name].append(loss.item())
+    return found
+
+
+def overflow() -> Result:
+    """The last rank's gradient overflows, of a parameter that is cut inside layers; the first one of all is not."""
+    found: Result = {}
+    for scaler in (chunkc.GradScaler("cpu", init_scale=4.0), torch.amp.GradScaler("cpu", init_scale=4.0)):
+        torch._dynamo.reset()
+        model = cut(made())
+        optimizer, before = adamw(model), bits(model)
+        scaler.scale(compiled(model, HUGE)(own(batches(0)[0]))).backward()
+        if dist.get_rank() == dist.get_world_size() - 1:
+            model.blocks[0].up.weight.grad.to_local().view(-1)[-1] = torch.inf
+        try:
+            scaler.step(optimizer)
+            scaler.update()
+        except chunkc.ChunkcError as error:
+            found["message"] = str(error)
+        found[type(scaler).__module__] = (bits(model) == before, scaler.get_scale())
+    return found
+
+
+def refused(folder: Path) -> Result:
+    found: Result = {}
+
+    def attempt(name: str, action: Callable[[], Any]) -> None:
+        torch._dynamo.reset()
+        try:
+            action()
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    def other_mesh() -> None:
+        chunkc.distribute(parallel(made()), init_device_mesh("cpu", (dist.get_world_size(),)))
+
+    def returned() -> None:
+        styles = {"inner": ColwiseParallel(use_local_output=False)}
+        model = chunkc.distribute(parallelize_module(Returns(), grid()["tp"], styles), grid()["dp"])
+        compiled(model, HUGE)(torch.ones(4, WIDTH))
+
+    def lamb() -> None:
+        model = cut(made())
+        compiled(model, HUGE)(own(batches(0)[0])).backward()
+        chunkc.optim.LAMB(model.parameters()).step()
+
+    def with_buffer() -> None:
+        model = nn.Sequential(nn.LayerNorm(4))
+        model[0].register_buffer("mean", torch.zeros(4))
+        parallelize_module(model, grid()["tp"], {"0": SequenceParallel()})
+        chunkc.distribute(model, grid()["dp"])
+
+    attempt("another mesh", other_mesh)
+    attempt("a buffer", with_buffer)
+    attempt("fully_shard", lambda: chunkc.distribute(fully_shard(nn.Linear(4, 4), mesh=grid()["tp"]), grid()["dp"]))
+    attempt("not distributed", lambda: compiled(parallel(made()), HUGE)(batches(0)[0]))
+    attempt("a DTensor returned", returned)
+    attempt("LAMB", lamb)
+    attempt("dynamic", lambda: torch.compile(cut(made()), backend="chunkc", dynamic=True)(batches(0)[0]))
+    attempt("chunkc.save", lambda: chunkc.save(cut(made()), folder / "weights"))
+    attempt("chunkc.load", lambda: chunkc.load(cut(made()), folder / "weights"))
+    attempt("Checkpoint", lambda: chunkc.Checkpoint(folder / "checkpoints", model=cut(made())).save(1))
+    attempt("twice", lambda: chunkc.distribute(cut(made()), grid()["dp"]))
+    return found
+
+
+_CASES = (as_one_process, in_all_ways, many_layers, other_sizes, overflow, saved, refused)
+CASES: dict[str, Callable[..., Result]] = {case.__name__: case for case in _CASES}
+
+if __name__ == "__main__":
+    rank_cases.CASES.update(CASES)
+    rank_cases.WITH_FOLDER.update(("saved", "refused"))
+    folder, num_ranks, timeout_s, *names = sys.argv[1:]
+    print(json.dumps(dict(rank_cases.main(Path(folder), int(num_ranks), float(timeout_s), names))))

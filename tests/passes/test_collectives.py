@@ -1,0 +1,103 @@
+"""Collectives in a model: in one order, each by itself with its wait, never repeated, and their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from chunkc.passes.collectives import WAIT, Meeting, wait_at_once, without_group_names
+from chunkc.passes.graphs import is_compute, returned
+from chunkc.passes.reruns import may_run_again
+from chunkc.passes.scratch.cpu import scratch_nbytes
+from chunkc.passes.segment_memory import eager_memory
+from chunkc.passes.segments import SegmentTable, cut, extract
+from chunkc.runtime import cpu_allocator
+
+ops = torch.ops._c10d_functional
+
+
+@pytest.fixture
+def group() -> Iterator[str]:
+    """This process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD.group_name
+    dist.destroy_process_group()
+
+
+def two_sums() -> fx.GraphModule:
+    """As DTensor leaves them: waits come where results are read."""
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
+        first = ops.all_reduce(torch.mm(x, y), "sum", "7")
+        second = ops.all_reduce(torch.relu(y), "sum", "3")
+        return (torch.relu(ops.wait_tensor(second)) + ops.wait_tensor(first),)
+
+    return make_fx(function, tracing_mode="fake")(torch.randn(4, 4), torch.randn(4, 4))
+
+
+def names(nodes: list[fx.Node]) -> list[str]:
+    return [node.target.overloadpacket._qualified_op_name.partition("::")[2] for node in nodes]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_each_is_a_segment_with_its_wait_in_the_order_of_the_graph(whole: bool) -> None:
+    gm = two_sums()
+    wait_at_once(gm.graph)
+    gm.graph.lint()
+    runs = cut(gm.graph, groups={}, gradient_groups={}, whole=whole)
+    pair = ["all_reduce", "wait_tensor"]
+    assert [names(run) for run in runs] == [["mm"], pair, ["relu"], pair, ["relu", "add"]]
+    pieces = extract(gm, runs, SegmentTable())
+    assert [piece.segment.run_by_aten for piece in pieces] == [False, True, False, True, False]
+    assert [may_run_again(piece.segment.module.graph) for piece in pieces] == [True, False, True, False, True]
+
+
+def test_a_result_is_one_storage_before_and_behind_the_wait() -> None:
+    gm = two_sums()
+    wait_at_once(gm.graph)
+    steps = eager_memory(gm.graph, 1).steps
+    assert [step.nbytes for step in steps] == [64, 128, 64, 128, 192, 128, 192, 192]
+    assert all(step.estimate is None for step in steps)
+    assert [node for node in gm.graph.nodes if is_compute(node)][-1] is returned(gm.graph)[0]
+
+
+def test_groups_have_other_names_on_ranks_that_do_the_same() -> None:
+    first = two_sums().code
+    second = first.replace("'7'", "'12'").replace("'3'", "'7'")
+    one_group = first.replace("'3'", "'7'")
+    assert first != second
+    assert without_group_names(first) == without_group_names(second)
+    assert without_group_names(first) != without_group_names(one_group)
+    assert without_group_names("relu = torch.ops.aten.relu('7')") == "relu = torch.ops.aten.relu('7')"
+
+
+@pytest.mark.parametrize(
+    ("target", "more"),
+    [
+        (ops.all_reduce.default, ("sum",)),
+        (ops.broadcast.default, (0,)),
+        (ops.all_gather_into_tensor.default, (1,)),
+        (ops.reduce_scatter_tensor.default, ("sum", 1)),
+        (ops.all_to_all_single.default, ([120], [120])),
+    ],
+)
+def test_a_collective_takes_what_is_predicted_and_holds_nothing(
+    target: torch._ops.OpOverload, more: tuple[object, ...], group: str
+) -> None:
+    cpu_allocator.install()
+    given = torch.randn(120, 50)
+    for _ in range(20):
+        before = cpu_allocator.current_nbytes()
+        cpu_allocator.reset_peak()
+        result = Meeting(target)(given, *more, group)
+        assert cpu_allocator.current_nbytes() == before + result.nbytes
+        taken = cpu_allocator.peak_nbytes() - before - result.nbytes
+        assert taken == scratch_nbytes(target, (given, *more, group), {}, result, 1)
+        assert torch.equal(WAIT(result), given)
+        del result
+        assert cpu_allocator.current_nbytes() == before
