@@ -118,16 +118,14 @@ def made_early(graph: fx.Graph) -> None:
     In the order of tracing they come last, with the gradients that read them, and the last segment would hold the
     values of all layers. What may be larger than what it is made of stays where it is.
     """
-    order = {node: place for place, node in enumerate(graph.nodes)}
     late: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if all(user.op == "output" or user in late for user in node.users) and _is_better_early(node):
             late.add(node)
     for node in [node for node in graph.nodes if node in late]:
-        source = max(node.all_input_nodes, key=order.__getitem__)
+        source = max(node.all_input_nodes)  # the last of them, where they now are
         if is_compute(source):
             source.append(node)
-            order[node] = order[source]
 
 
 def _is_better_early(node: fx.Node) -> bool:
@@ -135,7 +133,7 @@ def _is_better_early(node: fx.Node) -> bool:
     if (
         not sources
         or not isinstance(node.target, torch._ops.OpOverload)
-        or not isinstance(node.meta["val"], torch.Tensor)
+        or not isinstance(node.meta.get("val"), torch.Tensor)
     ):
         return False
     if is_view_of(node, {key for source in sources for key in storage_keys(source)}):

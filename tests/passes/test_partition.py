@@ -179,6 +179,25 @@ def test_a_mask_is_made_beside_what_it_is_made_of_and_nothing_that_may_be_larger
     assert [node.name for node in graph.nodes] == ["x", "relu", "le", "sin", "larger", "output"]
 
 
+def test_a_check_stays_and_what_reads_a_mask_comes_after_it() -> None:
+    """Both mask and product are made beside `relu`, which the product reads first; a check returns nothing."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    relu = graph.call_function(torch.ops.aten.relu.default, (x,))
+    sin = graph.call_function(torch.ops.aten.sin.default, (relu,))
+    mask = graph.call_function(torch.ops.aten.le.Scalar, (relu, 0))
+    product = graph.call_function(torch.ops.aten.mul.Tensor, (relu, mask))
+    check = graph.call_function(torch.ops.aten._assert_async.msg, (sin, "negative"))
+    with FakeTensorMode():
+        for node in (x, relu, sin, mask, product):
+            node.meta["val"] = torch.empty(4, 8, dtype=torch.bool if node is mask else torch.float32)
+    graph.output((sin, mask, product))
+    made_early(graph)
+    graph.lint()
+    assert list(graph.nodes)[:4] == [x, relu, mask, product]
+    assert check in graph.nodes
+
+
 def test_a_view_of_a_parameter_that_arithmetic_went_into_may_be_saved() -> None:
     model = Plain()
     saved, parameters, _, _ = saved_by(model, torch.randn(4, 8))
