@@ -70,7 +70,7 @@ def _in_ample_room(subject: Subject, column: Column, progress: Progress) -> tupl
 @dataclass(frozen=True)
 class _NearMinimum:
     """What chunkc trained, the smallest budget that it named last, the bytes by which it exceeded its budget, and those
-    of parameters that no graph takes, which are not in it."""
+    of parameters that no graph takes, which are not in it, nor are their gradients and AdamW's two states."""
 
     trained: Trained
     minimum_nbytes: int
@@ -91,7 +91,7 @@ def _near_the_minimum(subject: Subject, column: Column, progress: Progress, mini
             minimum_nbytes = error.minimum_nbytes
             continue
         untaken_nbytes = sum(p.nbytes for p in called.parameters() if not sessions_of([p]))
-        peak_nbytes = (trained.peak_nbytes or 0) - foreign_nbytes - untaken_nbytes
+        peak_nbytes = (trained.peak_nbytes or 0) - foreign_nbytes - 4 * untaken_nbytes
         return _NearMinimum(trained, minimum_nbytes, max(0, peak_nbytes - budget_nbytes), untaken_nbytes)
     raise Differs(f"{MAX_MINIMA} times in a row the smallest budget was not enough")
 
