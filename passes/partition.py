@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from chunkc.passes.collectives import is_collective
 from chunkc.passes.graphs import (
     is_compute,
     is_view_of,
@@ -130,17 +131,19 @@ def made_early(graph: fx.Graph) -> None:
 
 def _is_better_early(node: fx.Node) -> bool:
     sources = node.all_input_nodes
-    if (
-        not sources
-        or not isinstance(node.target, torch._ops.OpOverload)
-        or not isinstance(node.meta.get("val"), torch.Tensor)
-    ):
+    if not sources or not _is_pure(node) or not isinstance(node.meta.get("val"), torch.Tensor):
         return False
     if is_view_of(node, {key for source in sources for key in storage_keys(source)}):
         return True
-    is_pure = not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
     made = [tensor for source in sources if is_compute(source) for tensor in tensors_of(source)]
-    return is_pure and any(_is_no_larger(node.meta["val"], tensor) for tensor in made)
+    return any(_is_no_larger(node.meta["val"], tensor) for tensor in made)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Whether an operator writes nothing, draws no random numbers, and no ranks meet in it."""
+    if not isinstance(node.target, torch._ops.OpOverload) or is_collective(node):
+        return False
+    return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
 
 
 def _is_no_larger(result: torch.Tensor, source: torch.Tensor) -> bool:

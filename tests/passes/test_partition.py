@@ -179,6 +179,29 @@ def test_a_mask_is_made_beside_what_it_is_made_of_and_nothing_that_may_be_larger
     assert [node.name for node in graph.nodes] == ["x", "relu", "le", "sin", "larger", "output"]
 
 
+def test_what_writes_and_where_ranks_meet_is_not_moved() -> None:
+    """Moved, a copy into an input would change what a later reader of it sees."""
+    graph = fx.Graph()
+    with FakeTensorMode():
+        value = torch.empty(4, 8)
+    given = graph.placeholder("x")
+    given.meta["val"] = value
+
+    def call(name: str, target: object, *args: object) -> fx.Node:
+        node = graph.create_node("call_function", target, args, {}, name)
+        node.meta["val"] = args[0].meta["val"] if target is torch.ops.aten.copy_.default else value.clone()  # type: ignore[attr-defined]
+        return node
+
+    made = call("made", torch.ops.aten.sin.default, given)
+    read = call("read", torch.ops.aten.cos.default, given)
+    call("written", torch.ops.aten.copy_.default, given, made)
+    total = call("total", torch.ops._c10d_functional.all_reduce.default, made, "sum", "0")
+    graph.output((read, total))
+    before = [node.name for node in graph.nodes]
+    made_early(graph)
+    assert [node.name for node in graph.nodes] == before
+
+
 def test_a_check_stays_and_what_reads_a_mask_comes_after_it() -> None:
     """Both mask and product are made beside `relu`, which the product reads first; a check returns nothing."""
     graph = fx.Graph()
