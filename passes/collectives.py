@@ -8,7 +8,9 @@ segment of its own, with its wait, in the order of the graph, and runs as it is:
 
 from __future__ import annotations
 
+import operator
 import re
+import sys
 import time
 from typing import Any
 
@@ -73,24 +75,32 @@ class Meeting:
         ):
             return _reduce_scattered(*args)
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        held = [_holders(tensor) for tensor in given]
-        results = self._target(*args, **kwargs)
-        made = pytree.tree_leaves(results)
-        for result in made:
-            WAIT(result)
+        held = _holders(given)
+        made, structure = pytree.tree_flatten(self._target(*args, **kwargs))
+        _wait(made)
+        nobody_else = _holders([torch.empty(0)])
+        wanted = [*held, *(nobody_else * len(made))]
         end = time.monotonic() + _MOMENT_S
-        wanted = [*((result, _NOBODY_ELSE) for result in made), *zip(given, held, strict=True)]
-        while any(_holders(tensor) > count for tensor, count in wanted) and time.monotonic() < end:
+        while any(map(operator.gt, [*_holders(given), *_holders(made)], wanted)) and time.monotonic() < end:
             time.sleep(0)
-        return results
+        return pytree.tree_unflatten(made, structure)
 
 
-_NOBODY_ELSE = 3
+def _wait(tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors:
+        WAIT(tensor)
 
 
-def _holders(tensor: torch.Tensor) -> int:
-    """How many hold a tensor or its memory; its Python object, the tensor itself and this function are three."""
-    return tensor_use_count(tensor) + storage_use_count(tensor.untyped_storage())
+def _holders(tensors: list[torch.Tensor]) -> list[int]:
+    """How many hold each of some tensors, in C++ and in Python, or its memory.
+
+    A thread in C++ that lets go of a tensor holds the Python object until the interpreter's lock is its own, after C++
+    has counted one less.
+    """
+    return [
+        tensor_use_count(tensor) + storage_use_count(tensor.untyped_storage()) + sys.getrefcount(tensor)
+        for tensor in tensors
+    ]
 
 
 def _reduce_scattered(tensor: torch.Tensor, operation: str, num_ranks: int, group: Any) -> torch.Tensor:
