@@ -19,7 +19,7 @@ from chunkc.options import Activations
 from chunkc.passes.early_updates import updated_in, with_updates
 from chunkc.passes.pacing import TooSlow
 from chunkc.passes.phases import passes_s
-from chunkc.passes.planning import choose_leaving, needed_nbytes
+from chunkc.passes.planning import choose_leaving, evenly_spread, needed_nbytes
 from chunkc.passes.rerun_choice import leanest_cuts, up_to
 
 
@@ -121,13 +121,13 @@ class Mixes:
 
     def __init__(self, captured: Captured, layout: ChunkLayout, allowed: Collection[int], budget_nbytes: int) -> None:
         self._captured, self._layout, self._budget_nbytes = captured, layout, budget_nbytes
-        self._allowed, self._cuts = sorted(allowed), _cuts(captured, layout)
+        self._allowed, self._cuts = evenly_spread(allowed), _cuts(captured, layout)
         self._known_nbytes: dict[frozenset[int], int] = {}
         self.most = len(self._allowed), len(self._cuts) + 1 if self._cuts else 0
         """The most groups and stretches."""
 
     def at(self, staying: int, rerun: int) -> Absence:
-        """What is absent where the first groups stay, so many, and this many stretches run again, if all are needed."""
+        """What is absent where so many groups stay, evenly spread, and so many stretches run again, if all have to."""
         resident = frozenset(self._allowed[:staying])
         away = self._copied(self._captured, resident)
         if not rerun:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -166,10 +166,8 @@ def choose_resident(
     allowed: frozenset[int],
     held_nbytes: int = 0,
 ) -> frozenset[int]:
-    """The groups that stay on the compute tier: all if they fit, else the first ones used that leave room to move.
-
-    First ones first: at the end of a step the next forward needs them soonest (cyclic furthest next use).
-    """
+    """The groups that stay on the compute tier: all if they fit, else as many that leave room to move, in the order of
+    `evenly_spread`."""
     sizes = chunk_sizes(layout, positions)
     needs = [
         (position.non_model_nbytes, [(chunk, sizes[chunk]) for chunk in position.items])
@@ -187,11 +185,23 @@ def choose_resident(
         return whole
     slack = SLACK_CHUNKS * max(sizes.values(), default=0)
     resident, fixed = frozenset[int](), fixed_nbytes(layout, frozenset()) + held_nbytes + slack
-    for group in layout.groups:
-        wider, with_it = resident | {group.index}, fixed + group.resident_nbytes
-        if group.index in allowed and fits(wider, with_it):
+    for index in evenly_spread(allowed):
+        wider, with_it = resident | {index}, fixed + layout.groups[index].resident_nbytes
+        if fits(wider, with_it):
             resident, fixed = wider, with_it
     return resident
+
+
+def evenly_spread(groups: Iterable[int]) -> list[int]:
+    """Groups in an order of which each beginning is spread over all of them, the first used one first.
+
+    What moves is then spread over the step as well: a link that has nothing to do while residents are used does not
+    make up for it later. Van der Corput's sequence: by the binary digits of their places, backwards.
+    """
+    placed = sorted(groups)
+    width = len(placed).bit_length()
+    places = sorted(range(len(placed)), key=lambda place: f"{place:0{width}b}"[::-1])
+    return [placed[place] for place in places]
 
 
 def choose_whole(
@@ -201,8 +211,8 @@ def choose_whole(
     allowed: frozenset[int],
     held_nbytes: int = 0,
 ) -> ChunkLayout:
-    """Of groups that are cut over ranks, whose parameters stand whole on every rank: all if they fit, else the first
-    ones used that leave room to move, as in `choose_resident`. Whatever the layout says of that does not count.
+    """Of groups that are cut over ranks, whose parameters stand whole on every rank: all if they fit, else as many
+    that leave room to move, as in `choose_resident`. Whatever the layout says of that does not count.
 
     All that it goes by is the same on all ranks, so they choose alike.
     """
@@ -222,7 +232,7 @@ def choose_whole(
     if fits(allowed, fixed + standing_nbytes(every) - standing_nbytes(none)):
         return every
     whole, fixed = frozenset[int](), fixed + SLACK_CHUNKS * max(moving.values(), default=0)
-    for index in sorted(allowed):
+    for index in evenly_spread(allowed):
         wider, with_it = whole | {index}, fixed + every.groups[index].standing_nbytes
         if fits(wider, with_it):
             whole, fixed = wider, with_it
@@ -233,7 +243,7 @@ def whole_beside(
     positions: Sequence[Position], layout: ChunkLayout, budget_nbytes: int, held_nbytes: int
 ) -> ChunkLayout:
     """The layout where those groups are whole on every rank that may stay so where more room is needed than was known
-    of: all of them if they leave the room, else the first ones used that do."""
+    of: all of them if they leave the room, else as many as do."""
     if not layout.whole:
         return layout
     try:
@@ -271,7 +281,7 @@ def staying_beside(
 ) -> tuple[frozenset[int], int]:
     """Those residents that may stay where more room is needed than was known of, and the smallest budget for that.
 
-    All of them if they leave the room, else the first ones used that do, as in `choose_resident`.
+    All of them if they leave the room, else as many as do, as in `choose_resident`.
 
     Raises:
         BudgetError: there is no room even where none stays.

@@ -90,10 +90,10 @@ def test_one_that_moves() -> None:
 
 
 def test_one_that_stays() -> None:
-    explanation = asked("0.2.weight", MIDDLE)
+    explanation = asked("0.4.weight", MIDDLE)
     found = explanation.why
     assert found is not None
-    assert found.chosen == ("param:1: stays on the device, with gradient and states",)
+    assert found.chosen == ("param:2: stays on the device, with gradient and states",)
     assert not found.happenings
     (moves,) = found.alternatives
     assert moves.what == "all its chunks move"

@@ -18,7 +18,14 @@ from chunkc.ir.links import host_links
 from chunkc.ir.plan import EVICT, PREFETCH, Plan, Position, gradients_at
 from chunkc.passes.layout import lay_out
 from chunkc.passes.phases import plan_phases
-from chunkc.passes.planning import StepProfile, check_minimum, choose_resident, fixed_nbytes, staying_beside
+from chunkc.passes.planning import (
+    StepProfile,
+    check_minimum,
+    choose_resident,
+    evenly_spread,
+    fixed_nbytes,
+    staying_beside,
+)
 from chunkc.passes.update_planning import update_positions, update_tiles
 
 HUGE = 1 << 40
@@ -133,7 +140,7 @@ def test_groups_that_may_not_stay_do_not() -> None:
     assert choose_resident(STEP.all, LAYOUT, HUGE, frozenset()) == frozenset()
 
 
-def test_the_first_groups_stay_first() -> None:
+def test_a_larger_budget_keeps_no_less() -> None:
     minimum = check_minimum(STEP.all, LAYOUT, HUGE, 0)
     chosen = [choose_resident(STEP.all, LAYOUT, b, frozenset({0, 1, 2})) for b in range(minimum, 80_000, 512)]
     assert chosen[0] == frozenset()
@@ -293,3 +300,16 @@ def test_overhead_and_granules_count_on_the_compute_tier_only() -> None:
     assert plain.chunk_nbytes_of(Chunk("param", 0, (0, 100))) == 400
     assert fixed_nbytes(layout, frozenset()) == 2 * 4 + 4 * 512
     assert fixed_nbytes(replace(layout, overhead_nbytes=99), frozenset()) == 99 + 2 * 4 + 4 * 512
+
+
+@given(st.sets(st.integers(0, 200)), st.data())
+def test_each_beginning_of_an_evenly_spread_order_is_spread(groups: set[int], data: st.DataObject) -> None:
+    """Of any half, quarter, ... of the groups in order, as many come first as of any other, give or take one."""
+    order = evenly_spread(groups)
+    assert sorted(order) == sorted(groups)
+    num = data.draw(st.integers(0, len(groups)))
+    placed, parts = sorted(groups), 2 ** data.draw(st.integers(0, 3))
+    size = 2 ** len(placed).bit_length() // parts
+    full = [set(placed[i * size : (i + 1) * size]) for i in range(parts) if (i + 1) * size <= len(placed)]
+    counts = [len(set(order[:num]) & part) for part in full]
+    assert not counts or max(counts) - min(counts) <= 1
