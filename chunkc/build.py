@@ -25,7 +25,7 @@ from chunkc.passes.codegen import (
 )
 from chunkc.passes.graphs import placeholders, returned
 from chunkc.passes.program import backward_program, forward_program
-from chunkc.passes.segments import Piece, Segment, SegmentTable, cut, extract, home_views
+from chunkc.passes.segments import Piece, Segment, SegmentTable, cut, extract, for_the_backward, home_views
 from chunkc.passes.shapes import AS_TRACED, Shapes
 from chunkc.policy import fits_whole
 from chunkc.progress import Show
@@ -39,6 +39,7 @@ class Structure:
     Attributes:
         graphs: the phases that were cut, forward first.
         read_as: as of a `PhaseProgram`.
+        again: of the forward's pieces, by their places: what a backward repeats.
         compiled: its segments, each as it was last described.
     """
 
@@ -47,6 +48,7 @@ class Structure:
     forward: tuple[Piece, ...]
     backward: tuple[Piece, ...]
     table: SegmentTable
+    again: Mapping[int, Piece]
     compiled: dict[str, CompiledSegment] = field(default_factory=dict)
 
 
@@ -104,7 +106,12 @@ class Builder:
                 nodes = returned(graphs[1].graph)
                 wanted = {nodes[i]: group_of[p] for i, p in self.capture.gradients.items() if p in group_of}
                 backward = self._pieces(graphs[1], wanted, table, whole)
-            self._structures[whole] = Structure(graphs, read_as, tuple(forward), tuple(backward), table)
+            again: Mapping[int, Piece] = {}
+            if self.codegen == "eager" and self.capture.may_repeat and backward and not whole:
+                num_outputs = self.capture.num_user_outputs
+                saved = [node for node in returned(graphs[0].graph)[num_outputs:] if node is not None]
+                again = for_the_backward(graphs[0], forward, saved, table)
+            self._structures[whole] = Structure(graphs, read_as, tuple(forward), tuple(backward), table, again)
         return self._structures[whole]
 
     def _graphs(self, whole: bool) -> tuple[tuple[fx.GraphModule, ...], Mapping[str, str]]:
@@ -144,6 +151,7 @@ class Builder:
             hardware=self.hardware,
             new_buffers=capture.new_buffers,
             read_as=structure.read_as,
+            again=structure.again,
             shapes=shapes,
         )
         backward: PhaseProgram | None = None

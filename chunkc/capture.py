@@ -62,6 +62,7 @@ class TracedGraphs:
         by_placeholder: the forward's (and so the backward's) placeholders that are parameters -> the parameters' names.
         gradients: positions among the backward's outputs -> the parameters whose gradients these are.
         whole_losses: why losses are not computed in tiles that were to be.
+        may_repeat: parts of the forward may be repeated in the backward.
     """
 
     forward: fx.GraphModule | None = None
@@ -71,6 +72,7 @@ class TracedGraphs:
     by_placeholder: Mapping[str, str] = field(default_factory=dict)
     gradients: Mapping[int, str] = field(default_factory=dict)
     whole_losses: tuple[str, ...] = ()
+    may_repeat: bool = False
 
     def order_of_use(self) -> list[str]:
         """Parameter names in the order in which the forward reads them first; those it never reads come last."""
@@ -219,6 +221,7 @@ def capture_graph(
             call = trace(gm)
     _name_parameters(capture, parameter_names)
     assert capture.forward is not None
+    capture.may_repeat = repeatable
     if repeatable and capture.backward is not None:
         copy_changing(capture.forward.graph, capture.new_buffers)
     _fix_lengths_of_random_states(capture.forward.graph)

@@ -44,11 +44,17 @@ _FLOPS: Mapping[Any, Callable[..., int]] = {
 }
 
 
+def is_product(node: fx.Node) -> bool:
+    """Whether a node is a matrix product, attention or a convolution."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet is not None and (packet in _FLOPS or packet in flop_registry)
+
+
 def node_flops(node: fx.Node, shapes: Shapes = AS_TRACED) -> int:
     """Floating-point operations of a node's matrix products, attention and convolutions; 0 for all else."""
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet is None or (packet not in _FLOPS and packet not in flop_registry):
+    if not is_product(node):
         return 0
+    packet: Any = node.target.overloadpacket  # type: ignore[union-attr]
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     args, kwargs, value = shapes.of((args, dict(kwargs), node.meta.get("val")))
     if packet in _FLOPS:

@@ -24,6 +24,7 @@ from torch import fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy
 
+from chunkc.passes.symbols import hint
 from chunkc.torch_private.aot import next_checkpoint_id
 from chunkc.torch_private.dynamo import LINEAR, SWITCHES
 
@@ -89,12 +90,7 @@ def _num_tiles(logits: Any, rows: int) -> int:
     value = logits.meta.get("example_value") if isinstance(logits, fx.Node) else None
     if not isinstance(value, torch.Tensor) or value.dim() != 2:
         return 0
-    return -(-_hint(value.shape[0]) // rows)
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    hint = size if isinstance(size, int) else size.node.hint
-    return 0 if hint is None else int(hint)
+    return -(-(hint(value.shape[0]) or 0) // rows)
 
 
 def _reason_against(arguments: Mapping[str, Any]) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import fx
@@ -33,16 +35,17 @@ def forward_program(
     hardware: Hardware,
     new_buffers: Sequence[int] = (),
     read_as: Mapping[str, str] = MappingProxyType({}),
+    again: Mapping[int, Piece] = MappingProxyType({}),
     shapes: Shapes = AS_TRACED,
 ) -> PhaseProgram:
     """`parameters` maps placeholder names to parameter names, for parameters in the layout; `read_as` these to kinds of
-    chunks, as in the program.
+    chunks, as in the program; `again` pieces, by their places, to what of each a backward repeats.
 
     The first outputs are new values of buffers: of the inputs at the places `new_buffers`.
     """
     inputs, storages = _input_storages(graph, parameters, shapes)
     held = frozenset(inputs.values())
-    calls = _calls(FORWARD, pieces, memories, inputs, storages, parameters, {}, hardware, shapes)
+    calls = _calls(FORWARD, pieces, memories, inputs, storages, parameters, {}, hardware, shapes, again)
     outputs = tuple(node.name if node is not None else None for node in returned(graph))
     return PhaseProgram(
         FORWARD,
@@ -181,16 +184,31 @@ def _calls(
     gradients: Mapping[str, Sequence[str]],
     hardware: Hardware,
     shapes: Shapes,
+    again: Mapping[int, Piece] = MappingProxyType({}),
 ) -> tuple[SegmentCall, ...]:
     value_storage = dict(inputs)
     calls = []
     costs_s: dict[str, float] = {}  # of equal segments, once
+
+    def of(piece: Piece) -> dict[str, Any]:
+        """What of a call is the piece's alone."""
+        segment, names = piece.segment.name, tuple(node.name for node in piece.inputs)
+        if segment not in costs_s:
+            costs_s[segment] = cost_s(piece.nodes, hardware, shapes)
+        return {
+            "segment": segment,
+            "inputs": names,
+            "outputs": tuple(node.name for node in piece.outputs),
+            "output_storages": tuple(value_storage[node.name] for node in piece.outputs),
+            "parameters": tuple((i, parameters[n]) for i, n in enumerate(names) if n in parameters),
+            "cost_s": costs_s[segment],
+            "origins": piece.origins,
+        }
+
     num_nodes = sum(len(piece.nodes) for piece in pieces)
     for index, piece in enumerate(pieces):
         name, memory = f"{phase}.{index}", memories[piece.segment.name]
-        in_names = tuple(node.name for node in piece.inputs)
-        read = tuple((i, parameters[n]) for i, n in enumerate(in_names) if n in parameters)
-        out_storages = []
+        in_names = [node.name for node in piece.inputs]
         for node, number in zip(piece.outputs, memory.outputs):
             if number >= 0:
                 storage = f"{name}:{number}"
@@ -204,25 +222,17 @@ def _calls(
                     )
                 storage = value_storage[source]
             value_storage[node.name] = storage
-            out_storages.append(storage)
-        segment = piece.segment.name
-        if segment not in costs_s:
-            costs_s[segment] = cost_s(piece.nodes, hardware, shapes)
-        made = tuple((n.name, p) for n in piece.outputs for p in gradients.get(n.name, ()))
-        calls.append(
-            SegmentCall(
-                name,
-                segment,
-                in_names,
-                tuple(node.name for node in piece.outputs),
-                tuple(out_storages),
-                () if piece.reads_home else read,
-                made,
-                _main_module(piece.nodes) if len(piece.nodes) < WHOLE_SHARE * num_nodes else "",
-                costs_s[segment],
-                piece.origins,
-            )
+        call = SegmentCall(
+            name=name,
+            gradients=tuple((n.name, p) for n in piece.outputs for p in gradients.get(n.name, ())),
+            module=_main_module(piece.nodes) if len(piece.nodes) < WHOLE_SHARE * num_nodes else "",
+            **of(piece),
         )
+        if piece.reads_home:
+            call = replace(call, parameters=())
+        if index in again:
+            call = replace(call, again=replace(call, **of(again[index])))
+        calls.append(call)
     return tuple(calls)
 
 

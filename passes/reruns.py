@@ -2,7 +2,9 @@
 
 Nothing is compiled for it, and bits are the same by construction. What a repeated call reads is kept until then, where
 it is not dropped itself: then the call that makes it is repeated, too. Each call is repeated once at most, ahead of the
-first call of the backward that reads what it makes. A segment that draws random numbers is never repeated.
+first call of the backward that reads what it makes. A segment that draws random numbers is never repeated. Of a call
+that runs operator by operator, what only makes values for later calls is left out where these are not repeated with it
+(`SegmentCall.again`): a block's last product, say.
 """
 
 from __future__ import annotations
@@ -50,13 +52,13 @@ class Reruns:
 
     Attributes:
         absent: those that are dropped; `dropped`: the saved ones of them.
-        calls: indices of the forward's calls that are repeated.
+        calls: by their indices, the forward's calls that are repeated, as they are then.
         kept: values of the forward, read by these, that stay.
     """
 
     absent: frozenset[str]
     dropped: frozenset[str]
-    calls: frozenset[int]
+    calls: Mapping[int, SegmentCall]
     kept: tuple[str, ...]
 
 
@@ -114,22 +116,25 @@ class Repeatable:
     def _follow(self, absent: frozenset[str]) -> Reruns | str:
         """What follows; a storage: it cannot be dropped with the others."""
         dropped = absent & self.droppable
-        waiting = [self.first_maker[storage] for storage in sorted(dropped)]
-        calls: set[int] = set()
+        waiting = [(self.first_maker[storage], storage) for storage in sorted(dropped)]
+        calls: dict[int, SegmentCall] = {}
         kept: dict[str, None] = {}
         while waiting:
-            at = waiting.pop()
-            if at in calls:
+            at, wanted = waiting.pop()
+            call = whole = self.forward.calls[at]
+            if whole.again is not None and wanted in (*whole.again.outputs, *whole.again.output_storages):
+                call = whole.again
+            if calls.get(at) in (call, whole):
                 continue
-            calls.add(at)
-            for value in self.forward.calls[at].inputs:
+            calls[at] = call
+            for value in call.inputs:
                 if (source := self.source(value, absent)) is None:
                     kept.setdefault(value)
                 elif source in self.may_repeat:
-                    waiting.append(source)
+                    waiting.append((source, self.storage_of[value] if value in self.saved else value))
                 else:
                     return self.storage_of[value]
-        return Reruns(absent, dropped, frozenset(calls), tuple(sorted(kept)))
+        return Reruns(absent, dropped, calls, tuple(sorted(kept)))
 
     def source(self, value: str, absent: Collection[str]) -> int | None:
         """The call to repeat for a value that a repeated call reads; None: it is kept."""
@@ -220,18 +225,19 @@ class _Again:
             if at in found or at in done:
                 continue
             found.add(at)
-            sources = (self._known.source(v, self._found.absent) for v in self._known.forward.calls[at].inputs)
+            sources = (self._known.source(v, self._found.absent) for v in self._found.calls[at].inputs)
             waiting += [source for source in sources if source is not None]
         return sorted(found)
 
     def call(self, at: int) -> SegmentCall:
-        call = self._known.forward.calls[at]
+        call = self._found.calls[at]
         return replace(
             call,
             name=f"{RERUN}{call.name[call.name.rindex('.') :]}",
             inputs=tuple(map(self._value, call.inputs)),
             outputs=tuple(f"again_{value}" for value in call.outputs),
             output_storages=tuple(self._storage(storage, at) for storage in call.output_storages),
+            again=None,
         )
 
     def _value(self, value: str) -> str:

@@ -1,7 +1,7 @@
 """Cut a phase's graph into segments; build each distinct segment once.
 
-A cut falls right before an operation that needs a chunk the segment so far does not have: a matrix product, a
-convolution, an embedding, before which Inductor would end a fused kernel anyway. So cuts depend on the graph and
+A cut falls before an operation that needs a chunk the segment so far does not have, and in a forward as far before it
+as fewer bytes are passed on there: in front of a block, where Inductor fuses least. So cuts depend on the graph and
 on the chunk layout alone, never on a budget, and repeated blocks give identical segments. Each tile of a loss (see
 `loss_tiles`) begins a segment, too: in one with others, Inductor may compute the logits of them all first.
 """
@@ -9,8 +9,9 @@ on the chunk layout alone, never on a budget, and repeated blocks give identical
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import fx
 
 from chunkc.ir.program import Origin
 from chunkc.passes.collectives import is_collective, is_wait_for
+from chunkc.passes.cost import is_product
 from chunkc.passes.graphs import (
     input_nodes_in_order,
     is_compute,
@@ -28,10 +30,11 @@ from chunkc.passes.graphs import (
     placeholders,
     returned,
     storage_keys,
+    tensors_of,
 )
 from chunkc.passes.loss_tiles import tile_of
 from chunkc.passes.origins import origins
-from chunkc.passes.symbols import free_symbols, plain_symbol
+from chunkc.passes.symbols import free_symbols, hint, plain_symbol
 from chunkc.torch_private.aot import LazyGraphModule
 
 RUN_BY_ATEN = frozenset({torch.ops.aten.embedding_dense_backward.default})
@@ -156,6 +159,10 @@ def cut(
 ) -> list[list[fx.Node]]:
     """Split the compute nodes of `graph` into runs, in order.
 
+    Between the last operation that needs a run's chunks and the first that needs another, a forward is cut where the
+    fewest bytes are passed on: before a block's norm, say, and not behind it. What repeats a block then reads its
+    input, and no more.
+
     Args:
         groups: parameter placeholder -> index of its chunk group.
         gradient_groups: returned gradient -> index of its chunk group.
@@ -177,6 +184,7 @@ def cut(
             needs_of[node] |= {group for user in node.users for group in needs_of.get(user, ())}
             tiles[node] = next((tiles[user] for user in node.users if user in tiles), None)
     runs: list[list[fx.Node]] = [[]]
+    of_chunks: set[int] = set()  # runs that begin because they need other chunks
     held: set[int] = set()
     alone = False
     tile: object = None
@@ -191,12 +199,60 @@ def cut(
         new_tile = of_tile is not None and of_tile != tile
         is_one_with = is_getitem(node) or is_wait_for(node, runs[-1][-1] if runs[-1] else None)
         if (new_chunk or by_aten or alone or new_tile or behind_copies) and not is_one_with:
+            if not (by_aten or alone or new_tile or behind_copies):
+                of_chunks.add(len(runs))
             runs.append([])
             held = set()
         alone, tile = by_aten, of_tile or tile
         held |= needs
         runs[-1].append(node)
+    if not gradient_groups:
+        stay = {node for node in nodes if needs_of.get(node) or is_product(node) or tiles.get(node) is not None}
+        runs = _ending_lean(runs, of_chunks, stay, base.keys())
     return _keep_getitems_with_producer([run for run in runs if run])
+
+
+def _ending_lean(
+    runs: Sequence[list[fx.Node]], of_chunks: Collection[int], stay: Collection[fx.Node], parameters: Collection[int]
+) -> list[list[fx.Node]]:
+    """Runs whose last operations go to the next one where fewer bytes are passed on before them.
+
+    Args:
+        of_chunks: the runs that may begin earlier.
+        stay: operations that do not go.
+        parameters: storages that do not count.
+    """
+    passed = _passed_nbytes([node for run in runs for node in run], parameters)
+    moved, behind = [list(run) for run in runs], 0
+    for index, run in enumerate(runs):
+        behind += len(run)
+        if index + 1 not in of_chunks:
+            continue
+        first = 1 + max((at for at, node in enumerate(run) if node in stay), default=-1)
+        places = [at for at in range(max(first, 1), len(run)) if not is_getitem(run[at])]
+        best = min(reversed(places), key=lambda at: passed[behind - len(run) + at], default=len(run))
+        if best < len(run) and passed[behind - len(run) + best] < passed[behind]:
+            del moved[index][best - len(run) :]
+            moved[index + 1] = [*run[best:], *moved[index + 1]]
+    return moved
+
+
+def _passed_nbytes(nodes: Sequence[fx.Node], parameters: Collection[int]) -> list[int]:
+    """For each node, and behind the last: bytes that are made before it and read by it or later."""
+    place = {node: at for at, node in enumerate(nodes)}
+    made: dict[int, tuple[int, int]] = {}
+    read: dict[int, int] = {}
+    for at, node in enumerate(nodes):
+        for key, tensor in zip(storage_keys(node), tensors_of(node), strict=True):
+            if key not in parameters:
+                made.setdefault(key, (at, hint(tensor.untyped_storage().nbytes())))
+                read[key] = max([read.get(key, -1), *(place[user] for user in node.users if user in place)])
+    more = [0] * (len(nodes) + 2)
+    for key, (at, nbytes) in made.items():
+        if read[key] > at:
+            more[at + 1] += nbytes
+            more[read[key] + 1] -= nbytes
+    return list(accumulate(more[: len(nodes) + 1]))
 
 
 def home_views(graph: fx.Graph, parameters: Sequence[fx.Node]) -> list[fx.Node]:
@@ -256,16 +312,52 @@ def extract(
     pieces = []
     for run in runs:
         inside = set(run)
-        inputs = list(input_nodes_in_order(run))
-        inputs += symbol_inputs(gm.graph, run, inputs)
         outputs = [n for n in run if n in return_values or any(u not in inside for u in n.users)]
         outputs = [n for n in outputs if not isinstance(n.meta.get("val"), (tuple, list))]
-        if not outputs:
-            continue
-        root, graph = _build(gm, run, inputs, outputs)
-        segment = table.intern(root, graph)
-        pieces.append(Piece(segment, tuple(inputs), tuple(outputs), tuple(run), reads_home, origins(graph)))
+        if outputs:
+            pieces.append(_piece(gm, run, outputs, table, reads_home=reads_home))
     return pieces
+
+
+def _piece(
+    gm: fx.GraphModule,
+    run: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    table: SegmentTable,
+    *,
+    reads_home: bool = False,
+) -> Piece:
+    inputs = list(input_nodes_in_order(list(run)))
+    inputs += symbol_inputs(gm.graph, run, inputs)
+    root, graph = _build(gm, run, inputs, outputs)
+    segment = table.intern(root, graph)
+    return Piece(segment, tuple(inputs), tuple(outputs), tuple(run), reads_home, origins(graph))
+
+
+def for_the_backward(
+    gm: fx.GraphModule, pieces: Sequence[Piece], saved: Collection[fx.Node], table: SegmentTable
+) -> dict[int, Piece]:
+    """By their places, of the pieces of a forward that make something for later ones: what makes the other results.
+
+    A block's last product, say, makes what the next block reads. PyTorch's checkpointing leaves it out as well, by
+    stopping early.
+    """
+    saved_keys = {key for node in saved for key in storage_keys(node)}
+    found = {}
+    for index, piece in enumerate(pieces):
+        inside = set(piece.nodes)
+        passed_on = [n for n in piece.outputs if any(u.op != "output" and u not in inside for u in n.users)]
+        wanted = saved_keys.difference(key for node in (*piece.inputs, *passed_on) for key in storage_keys(node))
+        outputs = [node for node in piece.outputs if not wanted.isdisjoint(storage_keys(node))]
+        needed, waiting = set(outputs), list(outputs)
+        while waiting:
+            sources = [source for source in waiting.pop().all_input_nodes if source in inside - needed]
+            needed.update(sources)
+            waiting += sources
+        run = [node for node in piece.nodes if node in needed]
+        if run and any(map(is_product, inside - needed)):
+            found[index] = _piece(gm, run, outputs, table)
+    return found
 
 
 def symbol_inputs(graph: fx.Graph, run: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.Node]:

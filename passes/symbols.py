@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -44,6 +44,11 @@ def free_symbols(values: Iterable[object]) -> Iterator[sympy.Symbol]:
         for number in numbers:
             if isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool):
                 yield from sorted(number.node.expr.free_symbols, key=str)
+
+
+def hint(value: Any) -> Any:
+    """The number that a symbolic one stands for in tracing; nothing is guarded on."""
+    return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat) else value
 
 
 def plain_symbol(value: object) -> sympy.Symbol | None:

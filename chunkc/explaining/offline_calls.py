@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from chunkc.passes.graphs import returned, storage_key
+from chunkc.passes.symbols import hint
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,3 @@ def _over(traced: Tensor, storages: dict[int, Tensor]) -> Tensor:
         numel = hint(traced.untyped_storage().nbytes()) // traced.itemsize
         base = storages[key] = torch.empty(numel, dtype=traced.dtype, device=traced.device)
     return base.as_strided(shape, stride, hint(traced.storage_offset()))
-
-
-def hint(value: Any) -> Any:
-    """The number that a symbolic one stands for in tracing."""
-    return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat) else value

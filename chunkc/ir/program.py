@@ -96,6 +96,8 @@ class SegmentCall:
         module: the user's module that most of the call belongs to; empty: the model itself.
         cost_s: estimated seconds of arithmetic.
         origins: of the segment's operations, in order, in this call; empty where they are not known.
+        again: the call without what it makes for later ones of the forward, of a segment without the operations for
+            it: a backward may repeat that; None: it is the same.
     """
 
     name: str
@@ -108,6 +110,12 @@ class SegmentCall:
     module: str
     cost_s: float
     origins: tuple[Origin, ...] = ()
+    again: SegmentCall | None = None
+
+    def with_cost(self, cost_s: Callable[[float], float]) -> SegmentCall:
+        """The same call with `cost_s` of its seconds."""
+        again = None if self.again is None else self.again.with_cost(cost_s)
+        return replace(self, cost_s=cost_s(self.cost_s), again=again)
 
     def origin(self, step: MemoryStep) -> Origin:
         """Where the operation of one of the segment's steps comes from in this call."""
@@ -182,7 +190,7 @@ class PhaseProgram:
     def with_sizes(self, nbytes: Callable[[int], int], cost_s: Callable[[float], float]) -> PhaseProgram:
         """The same program with `nbytes` of every number of bytes and `cost_s` of every call's seconds."""
         storages = {name: nbytes(size) for name, size in self.storages.items()}
-        calls = tuple(replace(call, cost_s=cost_s(call.cost_s)) for call in self.calls)
+        calls = tuple(call.with_cost(cost_s) for call in self.calls)
         return replace(self, storages=storages, calls=calls)
 
     def value_storages(self) -> Mapping[str, str]:

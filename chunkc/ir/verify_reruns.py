@@ -1,10 +1,10 @@
 """The verifier's rule for storages that a forward drops and its backward makes again, by calls of the forward repeated.
 
 rerun     every call gets the values that the captured program gives it, and none that is absent: what is repeated is
-          a call of the forward, of the same segment with the same values, none of which has changed since; no segment
-          that draws random numbers, or has another effect, is called twice; what is dropped is made again before it
-          is read; all that repeated calls read of the forward is handed to the backward, and what of it went home is
-          back before they read it
+          a call of the forward, of the same segment, or of one that computes some of its results by the same
+          operations, with the same values, none of which has changed since; no segment that draws random numbers, or
+          has another effect, is called twice; what is dropped is made again before it is read; all that repeated
+          calls read of the forward is handed to the backward, and what of it went home is back before they read it
 
 Of both graphs every value is traced to what it is in the captured programs, of which nothing is absent.
 """
@@ -47,15 +47,21 @@ def verify_reruns(
     """Check a step's rewritten graphs against the captured programs; the violations found."""
     found: list[str] = []
     for phase, graph in graphs.items():
-        found += _Tracer(graph, programs, phase, dropped).violations()
+        found += _Tracer(graph, programs, phase, dropped, graphs.get(FORWARD, graph)).violations()
     return found
 
 
 class _Tracer:
     def __init__(
-        self, graph: fx.GraphModule, programs: Mapping[str, PhaseProgram], phase: str, dropped: Dropped
+        self,
+        graph: fx.GraphModule,
+        programs: Mapping[str, PhaseProgram],
+        phase: str,
+        dropped: Dropped,
+        forward: fx.GraphModule,
     ) -> None:
         self._graph, self._programs, self._phase, self._dropped = graph, programs, phase, dropped
+        self._segments = forward  # has the segments of the forward's own calls
         self._forward = programs[FORWARD]
         self._calls = {call.name: call for program in programs.values() for call in program.calls}
         self._storage_of = self._forward.value_storages()
@@ -116,16 +122,37 @@ class _Tracer:
         if call is None or (is_repeated and self._phase == FORWARD):
             return self._fail(node, f"{name} is no call of the captured programs")
         phase = FORWARD if is_repeated else self._phase
-        if str(node.target) != call.segment or len(node.args) != len(call.inputs):
-            self._fail(node, f"{name} calls {node.target}, and {source} calls {call.segment}")
         if is_repeated:
             self._repeat(node, call)
-        for value, expected in zip(node.args, call.inputs):
-            self._read(node, value, self._expected(phase, expected))
+        outputs: Sequence[str | None] = call.outputs
+        if is_repeated and str(node.target) != call.segment:
+            outputs = self._results(node, call)
+        elif str(node.target) != call.segment or len(node.args) != len(call.inputs):
+            self._fail(node, f"{name} calls {node.target}, and {source} calls {call.segment}")
+        else:
+            for value, expected in zip(node.args, call.inputs):
+                self._read(node, value, self._expected(phase, expected))
         for output in node.users:
-            self._is[output] = (phase, call.outputs[output.args[1]])  # type: ignore[index]
+            made = outputs[output.args[1]]  # type: ignore[index]
+            self._is[output] = ("", "") if made is None else (phase, made)
             if is_repeated:
                 self._repeated.add(output)
+
+    def _results(self, node: fx.Node, call: SegmentCall) -> list[str | None]:
+        """What a repeated call of another segment makes: of each of its results, which of the call's it is."""
+        for value in node.args:
+            if value in self._absent:
+                self._fail(node, f"{value} is read, which only stands for {self._absent[value][1]}")  # type: ignore[index]
+        numbers: dict[Any, int] = {}
+        given = [self._is.get(value) for value in node.args]  # type: ignore[arg-type]
+        made = _computed(self._graph.get_submodule(str(node.target)), given, numbers)
+        expected = [self._expected(FORWARD, name) for name in call.inputs]
+        whole = _computed(self._segments.get_submodule(call.segment), expected, numbers)
+        names = dict(zip(whole, call.outputs))
+        if not made or not names.keys() >= set(made):
+            self._fail(node, f"{node.target} computes something else, and {call.name} calls {call.segment}")
+            return [None] * len(node.users)
+        return [names[number] for number in made]
 
     def _expected(self, phase: str, name: str) -> What:
         saved = self._programs[phase].saved_as.get(name)
@@ -187,6 +214,27 @@ class _Tracer:
                 what != self._value(FORWARD, name) or (value in self._absent and not may_be_absent)
             ):
                 self._fail(node, f"{value} is returned as {name}")
+
+
+def _computed(segment: torch.nn.Module, given: Sequence[What | None], numbers: dict[Any, int]) -> list[int]:
+    """Of each result of a segment a number: equal for what the same operations make of the same values."""
+    number: dict[fx.Node, int] = {}
+    inputs = iter(given)
+    if not isinstance(segment, fx.GraphModule):
+        return []
+    for node in segment.graph.nodes:
+        if node.op == "output":
+            return [number[value] for value in node.args[0] if value is not None]
+        key: Any
+        if node.op == "placeholder":
+            key = next(inputs, None)
+        elif node.op == "get_attr":
+            key = id(operator.attrgetter(str(node.target))(segment))
+        else:
+            operands = fx.map_arg((node.args, node.kwargs), lambda source: f"%{number[source]}")
+            key = node.target, repr(operands)
+        number[node] = numbers.setdefault(key, len(numbers))
+    return []
 
 
 def _has_effect(node: fx.Node) -> bool:

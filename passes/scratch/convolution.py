@@ -67,8 +67,12 @@ def operands(
     bias: bool,
     num_threads: int,
 ) -> Operands:
-    """With the numbers read off the tensors."""
+    """With the numbers read off the tensors. One number for all dimensions is allowed, as for ATen."""
     last = _is_last(image) or _is_last(filters)
+    stride, padding, dilation = (
+        tuple(numbers) * (image.dim() - 2) if len(numbers) == 1 else tuple(numbers)
+        for numbers in (stride, padding, dilation)
+    )
     numbers = Convolution(
         transposed,
         image.shape[0],
@@ -78,9 +82,9 @@ def operands(
         tuple(image.shape[2:]),
         tuple(result_shape[2:]),
         tuple(filters.shape[2:]),
-        tuple(stride),
-        tuple(padding),
-        tuple(dilation),
+        stride,
+        padding,
+        dilation,
         image.itemsize,
         last,
         bias,

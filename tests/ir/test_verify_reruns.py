@@ -136,6 +136,13 @@ def test_a_plan_is_accepted_and_its_peak_is_the_walks() -> None:
         assert any(v.startswith("budget") for v in verify_phase(graph, budget_nbytes=peak_nbytes - 1, **options))
 
 
+def test_what_makes_the_same_of_the_same_values_may_be_called_instead() -> None:
+    s = step()
+    s.graphs["backward"].add_submodule("part", layer(aten.mm.default, aten.relu.default))
+    s.call("backward", "rerun.0").target = "part"
+    assert s.violations() == []
+
+
 Sabotage = Callable[[Step], Any]
 SABOTAGES: dict[str, tuple[str, Sabotage]] = {}
 
@@ -230,9 +237,22 @@ def the_forward_repeats_a_call(s: Step) -> None:
     s.call("forward", "forward.1").meta["call"] = "rerun.1"
 
 
-@sabotage("and forward.0 calls")
+@sabotage("computes something else, and forward.0 calls layer")
 def another_segment_is_called(s: Step) -> None:
     s.call("backward", "rerun.0").target = "layer_backward"
+
+
+@sabotage("part computes something else, and forward.0 calls layer")
+def a_part_with_another_operation_is_called(s: Step) -> None:
+    s.graphs["backward"].add_submodule("part", layer(aten.mm.default, aten.sigmoid.default))
+    s.call("backward", "rerun.0").target = "part"
+
+
+@sabotage("part computes something else, and forward.0 calls layer")
+def a_part_of_other_values_is_called(s: Step) -> None:
+    s.graphs["backward"].add_submodule("part", layer(aten.mm.default, aten.relu.default))
+    call = s.call("backward", "rerun.0")
+    call.target, call.args = "part", call.args[::-1]
 
 
 @sabotage("is dropped with other values")

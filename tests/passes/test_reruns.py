@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +56,7 @@ def random_programs(seed: int) -> tuple[PhaseProgram, PhaseProgram, frozenset[st
         )
         storage_of.update(zip(outputs, made))
     values = [value for call in calls for value in call.outputs]
+    calls = [without_some_results(call, rng) if rng.random() < 0.6 else call for call in calls]
     user, saved = values[-1], [v for v in [*values, "x", "w"] if rng.random() < 0.7]
     held = frozenset(inputs.values())
     forward = PhaseProgram(
@@ -104,14 +108,46 @@ def random_programs(seed: int) -> tuple[PhaseProgram, PhaseProgram, frozenset[st
     return forward, backward, frozenset({"s0"})
 
 
+def reads(place: int, num_inputs: int) -> list[int]:
+    """Which of a call's inputs its result at a place depends on."""
+    return [at for at in range(num_inputs) if at == 0 or (at + place) % 2]
+
+
+def without_some_results(call: SegmentCall, rng: random.Random) -> SegmentCall:
+    """The call, and what a backward may repeat of it: some of the results, of the inputs that these depend on."""
+    places = [place for place in range(len(call.outputs)) if rng.random() < 0.6]
+    if not places:
+        return call
+    inputs = sorted({at for place in places for at in reads(place, len(call.inputs))})
+    again = replace(
+        call,
+        segment=f"{call.segment} {inputs} {places} of {len(call.inputs)}",
+        inputs=tuple(call.inputs[at] for at in inputs),
+        outputs=tuple(call.outputs[place] for place in places),
+        output_storages=tuple(call.output_storages[place] for place in places),
+        parameters=tuple((inputs.index(at), name) for at, name in call.parameters if at in inputs),
+    )
+    return replace(call, again=again)
+
+
+def places_of(call: SegmentCall) -> tuple[str, list[int], list[int], int]:
+    """A call's segment; of that one's inputs and results, those that the call has; and how many inputs there are."""
+    if "of" not in call.segment:
+        return call.segment, list(range(len(call.inputs))), list(range(len(call.outputs))), len(call.inputs)
+    whole, inputs, places, count = re.fullmatch(r"(\w+) (\[.*\]) (\[.*\]) of (\d+)", call.segment).groups()
+    return whole, json.loads(inputs), json.loads(places), int(count)
+
+
 def run(program: PhaseProgram, given: Mapping[str, str]) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
     """The program on values that are texts of how they came about; and what each call read."""
     values, read = dict(given), {}
     for call in program.calls:
         args = tuple(values[value] for value in call.inputs)
         read[call.name] = args
-        for place, (value, storage) in enumerate(zip(call.outputs, call.output_storages)):
-            values[value] = f"{call.segment}({', '.join(args)})[{place}]"
+        segment, inputs, places, count = places_of(call)
+        for place, value, storage in zip(places, call.outputs, call.output_storages, strict=True):
+            read_by = [args[inputs.index(at)] for at in reads(place, count)]
+            values[value] = f"{segment}({', '.join(read_by)})[{place}]"
             for position, name in enumerate(program.remade.get(storage, ()) if program.phase == "backward" else ()):
                 values.setdefault(name, f"absent {storage} {position}")
                 made = REMADE.get((storage, position))
@@ -152,7 +188,7 @@ def test_every_call_gets_the_values_it_always_got(seed: int) -> None:
         for call in behind.calls:
             if call.name.startswith("rerun"):
                 source = next(c for c in forward.calls if c.name.partition(".")[2] == call.name.partition(".")[2])
-                assert read[call.name] == tuple(values[v] for v in source.inputs)
+                assert read[call.name] == tuple(values[source.inputs[at]] for at in places_of(call)[1])
         assert len({call.name for call in behind.calls}) == len(behind.calls)
         assert [v for v in lean.outputs[1 : 1 + len(saved)] if v] == [v for v in saved if storage_of[v] not in dropped]
         held = last_holds(behind)
@@ -169,7 +205,7 @@ def test_a_step_without_what_is_at_home_needs_what_its_own_profile_says(seed: in
     steps = tuple(MemoryStep("op", "m", rng.choice([0, 5, 9]) * BIG) for _ in range(3))
     memories = {
         name: SegmentMemory(steps, tuple(rng.randint(0, 3) for _ in range(9)), (), ())
-        for name in ("s0", "s1", "s2", "s3", "back")
+        for name in sorted({call.segment for program in programs for call in program.calls})
     }
 
     def step(forward: PhaseProgram, backward: PhaseProgram) -> StepProfile:

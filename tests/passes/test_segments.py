@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -19,6 +20,7 @@ from chunkc.passes.segments import (
     copy_changing,
     cut,
     extract,
+    for_the_backward,
     home_views,
     materialise_returned_placeholders,
 )
@@ -159,6 +161,87 @@ def test_pieces_put_together_are_the_graph(groups: tuple[int, ...]) -> None:
     runs = cut(gm.graph, groups=dict(zip(placeholders(gm.graph)[1:], groups)), gradient_groups={})
     pieces = extract(gm, runs, SegmentTable())
     torch.testing.assert_close(run_pieces(gm, pieces, args)[0], gm(*args)[0], rtol=0, atol=0)
+
+
+def blocks(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns the last block's result, and what a backward would need."""
+    saved = []
+    for gain, up, down in zip(*[iter(weights)] * 3):
+        scale = x.square().mean(-1, keepdim=True).rsqrt()
+        hidden = torch.mm(x * scale * gain, up)
+        wide = torch.relu(hidden)
+        saved += [x, scale, hidden, wide]
+        x = x + torch.mm(wide, down)
+    return (x, *saved)
+
+
+def blocks_graph(num_blocks: int) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    shapes = [(8,), (8, 32), (32, 8)] * num_blocks
+    args = [torch.randn(4, 8), *(torch.randn(shape) for shape in shapes)]
+    return trace(blocks, *args), args
+
+
+def test_a_forward_is_cut_where_it_passes_on_the_fewest_bytes() -> None:
+    """Before the norm, whose gain is the next block's, and not between norm and gain: there are two values."""
+    gm, args = blocks_graph(3)
+    groups = {node: place // 3 for place, node in enumerate(placeholders(gm.graph)[1:])}
+    runs = cut(gm.graph, groups=groups, gradient_groups={})
+    assert [ops(run)[0] for run in runs] == ["pow"] * 3
+    assert [ops(run)[-1] for run in runs] == ["add"] * 3
+    table = SegmentTable()
+    pieces = extract(gm, runs, table)
+    assert len(table.segments) == 1
+    assert len(pieces[1].outputs) == 4
+    for found, expected in zip(run_pieces(gm, pieces, args), gm(*args), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_wherever_chunks_end_every_operation_is_in_one_run_in_order(seed: int) -> None:
+    gm, args = blocks_graph(4)
+    weights, rng = placeholders(gm.graph)[1:], random.Random(seed)
+    ends = sorted(rng.sample(range(1, len(weights)), rng.randint(0, 5)))
+    groups = {node: sum(end <= place for end in ends) for place, node in enumerate(weights)}
+    runs = cut(gm.graph, groups=groups, gradient_groups={})
+    assert [node for run in runs for node in run] == [node for node in gm.graph.nodes if is_compute(node)]
+    assert len(runs) == len(ends) + 1
+    for run in runs:
+        assert len({groups[source] for node in run for source in node.all_input_nodes if source in groups}) == 1
+    for found, expected in zip(run_pieces(gm, extract(gm, runs, SegmentTable()), args), gm(*args), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_for_the_backward_a_block_is_made_without_its_last_product() -> None:
+    gm, args = blocks_graph(3)
+    groups = {node: place // 3 for place, node in enumerate(placeholders(gm.graph)[1:])}
+    table = SegmentTable()
+    pieces = extract(gm, cut(gm.graph, groups=groups, gradient_groups={}), table)
+    saved = [node for node in returned(gm.graph)[1:] if node is not None]
+    found = for_the_backward(gm, pieces, saved, table)
+    assert sorted(found) == [0, 1, 2]
+    values = dict(zip(placeholders(gm.graph), args))
+    for index, piece in enumerate(pieces):
+        values.update(zip(piece.outputs, EagerSegment(piece.segment.module)([values[n] for n in piece.inputs])))
+        if index in found:
+            part = found[index]
+            assert ops(part.nodes).count("mm") == 1
+            assert len(part.inputs) == len(piece.inputs) - 1
+            assert set(part.outputs) == {node for node in piece.outputs if op_name(node) != "aten.add"}
+            for node, value in zip(part.outputs, EagerSegment(part.segment.module)([values[n] for n in part.inputs])):
+                torch.testing.assert_close(value, values[node], rtol=0, atol=0)
+
+
+def test_a_view_of_what_is_passed_on_is_not_made_alone() -> None:
+    def function(x: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = torch.mm(x, v)
+        return torch.mm(hidden, w), hidden.t()
+
+    gm = trace(function, *(torch.randn(4, 4) for _ in range(3)))
+    _, v, w = placeholders(gm.graph)
+    table = SegmentTable()
+    pieces = extract(gm, cut(gm.graph, groups={v: 0, w: 1}, gradient_groups={}), table)
+    (saved,) = [node for node in returned(gm.graph)[1:] if node is not None]
+    assert for_the_backward(gm, pieces, [saved], table) == {}
 
 
 def test_canonical_text_forgets_names_only() -> None:

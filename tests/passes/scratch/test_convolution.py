@@ -269,5 +269,9 @@ def test_other_convolutions(dtype: torch.dtype) -> None:
     check(aten.convolution.default, x, up, None, [2], [1], [1], True, [1], 1)
     image, small = torch.randn(2, 8, 9, 9).to(dtype), torch.randn(6, 8, 3, 3).to(dtype)
     check(aten.convolution.default, image, small, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    for_all = ([2], [0], [1], False, [0], 1)  # one number for all dimensions
+    check(aten.convolution.default, image, small, None, *for_all)
+    grad = torch.randn_like(aten.convolution.default(image, small, None, *for_all))
+    check(aten.convolution_backward.default, grad, image, small, [0], *for_all, [True, True, False])
     volume, filters = torch.randn(2, 4, 6, 7, 8).to(dtype), torch.randn(8, 4, 3, 3, 3).to(dtype)
     check(aten.convolution.default, volume, filters, None, [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1)
