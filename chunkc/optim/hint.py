@@ -1,4 +1,5 @@
-"""Says once for each model that an optimizer of `torch.optim` keeps its states outside of the plan."""
+"""Says once for each model what its optimizer updates outside of the plan: states of an optimizer of `torch.optim`, and
+parameters that no compiled graph has taken."""
 
 from __future__ import annotations
 
@@ -13,9 +14,13 @@ from chunkc import session
 from chunkc.ir.units import format_nbytes
 from chunkc.logs import logger
 from chunkc.optim.chunked_optimizer import ChunkedOptimizer
+from chunkc.torch_private.dynamo import unwrapped
 
 _hinted: weakref.WeakSet[session.Session] = weakref.WeakSet()
-"""Models about which it was said."""
+"""Models about whose states it was said."""
+
+_searched: weakref.WeakSet[session.Session] = weakref.WeakSet()
+"""Models whose first step is over."""
 
 
 def install() -> None:
@@ -24,7 +29,10 @@ def install() -> None:
 
 
 def _hint(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling() or isinstance(optimizer, ChunkedOptimizer):
+    if torch.compiler.is_compiling():
+        return
+    _search(optimizer)
+    if isinstance(optimizer, ChunkedOptimizer):
         return
     nbytes: dict[session.Session, int] = {}
     for group in optimizer.param_groups:
@@ -35,6 +43,26 @@ def _hint(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if of_states:
             _hinted.add(found)
             _say(optimizer, of_states)
+
+
+def _search(optimizer: Optimizer) -> None:
+    """In the first step of a model: parameters beside its own."""
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    sessions = [found for found in session.sessions_of(every) if found not in _searched]
+    if not sessions:
+        return
+    _searched.update(sessions)
+    beside = [p for p in every if p.grad is not None and session.owner(p) is None]
+    if beside:
+        names = {p: name for found in sessions for m in found.modules for name, p in unwrapped(m).named_parameters()}
+        named = [names[p] for p in beside if p in names] or ["a parameter of another module"]
+        logger.warning(
+            "no compiled graph takes %s%s: %s of parameters are outside of the memory budget, and so are their "
+            "gradients and states; TORCH_LOGS=graph_breaks names what Dynamo leaves to eager PyTorch",
+            named[0],
+            f" and {len(beside) - 1} more" if len(beside) > 1 else "",
+            format_nbytes(sum(p.nbytes for p in beside)),
+        )
 
 
 def _state_nbytes(optimizer: Optimizer, parameter: torch.Tensor) -> int:
