@@ -23,9 +23,10 @@ from chunkc.passes.codegen import (
     describe_segment,
     generated_wrapper,
 )
+from chunkc.passes.cuts import cut, home_views
 from chunkc.passes.graphs import placeholders, returned
 from chunkc.passes.program import backward_program, forward_program
-from chunkc.passes.segments import Piece, Segment, SegmentTable, cut, extract, for_the_backward, home_views
+from chunkc.passes.segments import Piece, Segment, SegmentTable, extract, for_the_backward
 from chunkc.passes.shapes import AS_TRACED, Shapes
 from chunkc.policy import fits_whole
 from chunkc.progress import Show

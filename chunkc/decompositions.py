@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chunkc.passes.cuts import RUN_BY_ATEN
 from chunkc.passes.layouts import OPERANDS_ALIKE
-from chunkc.passes.segments import RUN_BY_ATEN
 from chunkc.torch_private.aot import get_decompositions
 from chunkc.torch_private.engine import without_autocast
 from chunkc.torch_private.inductor import select_decomp_table

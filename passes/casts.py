@@ -17,8 +17,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from chunkc.ir.chunks import CASTS, ChunkLayout
+from chunkc.passes.cuts import clone_parameter_views
 from chunkc.passes.graphs import placeholders, returned, storage_key, storage_keys
-from chunkc.passes.segments import clone_parameter_views
 from chunkc.torch_private.aot import LazyGraphModule
 
 _TO_COPY = torch.ops.aten._to_copy.default

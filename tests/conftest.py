@@ -68,6 +68,7 @@ _HELPERS = (
     "ir/verify_cases",
     "passes/metering",
     "passes/convolution_cases",
+    "passes/cut_cases",
     "kernels/adam_cases",
     "kernels/lamb_cases",
     "kernels/offline",

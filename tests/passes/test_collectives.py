@@ -11,11 +11,12 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from chunkc.passes.collectives import WAIT, Meeting, wait_at_once, without_group_names
+from chunkc.passes.cuts import cut
 from chunkc.passes.graphs import is_compute, returned
 from chunkc.passes.reruns import may_run_again
 from chunkc.passes.scratch.cpu import scratch_nbytes
 from chunkc.passes.segment_memory import eager_memory
-from chunkc.passes.segments import SegmentTable, cut, extract
+from chunkc.passes.segments import SegmentTable, extract
 from chunkc.runtime import cpu_allocator
 
 ops = torch.ops._c10d_functional

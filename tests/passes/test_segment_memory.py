@@ -12,12 +12,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from chunkc.ir.program import Estimate, MemoryStep, SegmentMemory
 from chunkc.passes.codegen import CompiledSegment, compile_segment
+from chunkc.passes.cuts import cut
 from chunkc.passes.graphs import placeholders
 from chunkc.passes.inductor.memory import inductor_memory
 from chunkc.passes.inductor.wrapper_reader import UnreadableWrapper
 from chunkc.passes.segment_memory import bounded_memory, eager_memory
 from chunkc.passes.segment_storages import graph_storages
-from chunkc.passes.segments import SegmentTable, cut, extract
+from chunkc.passes.segments import SegmentTable, extract
 from chunkc.runtime import cpu_allocator
 
 pytestmark = pytest.mark.usefixtures("metered")

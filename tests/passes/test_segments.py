@@ -1,138 +1,20 @@
-"""Cuts, on graphs traced from a few lines each: where they fall, and that the pieces make up the whole."""
+"""Segments of a graph that was cut: equal ones are one, and the pieces make up the whole."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
-
 import pytest
 import torch
+from cut_cases import blocks_graph, mlp_graph, ops, run_pieces, trace
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from chunkc.passes.codegen import EagerSegment
-from chunkc.passes.graphs import is_compute, op_name, placeholders, returned, storage_keys
-from chunkc.passes.segments import (
-    Piece,
-    SegmentTable,
-    canonical_text,
-    clone_parameter_views,
-    copy_changing,
+from chunkc.passes.cuts import (
     cut,
-    extract,
-    for_the_backward,
-    home_views,
-    materialise_returned_placeholders,
 )
+from chunkc.passes.graphs import is_compute, op_name, placeholders, returned
+from chunkc.passes.segments import SegmentTable, canonical_text, extract, for_the_backward
 
 aten = torch.ops.aten
-
-
-def trace(function, *args: torch.Tensor) -> fx.GraphModule:
-    return make_fx(function, tracing_mode="fake")(*args)
-
-
-def ops(nodes: Sequence[fx.Node]) -> list[str]:
-    return [op_name(node).removeprefix("aten.") for node in nodes]
-
-
-def run_pieces(gm: fx.GraphModule, pieces: Sequence[Piece], args: Sequence[torch.Tensor]) -> list[object]:
-    values: dict[fx.Node, object] = dict(zip(placeholders(gm.graph), args))
-    for piece in pieces:
-        results = EagerSegment(piece.segment.module)([values[node] for node in piece.inputs])
-        values.update(zip(piece.outputs, results))
-    return [values[node] for node in returned(gm.graph) if node is not None]
-
-
-def mlp(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor]:
-    for weight in weights:
-        x = torch.relu(torch.mm(x, weight.t()))
-    return (x,)
-
-
-def mlp_graph(num_layers: int, width: int = 8) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-    args = [torch.randn(4, width), *(torch.randn(width, width) for _ in range(num_layers))]
-    gm = trace(mlp, *args)
-    clone_parameter_views(gm.graph, placeholders(gm.graph)[1:])
-    return gm, args
-
-
-def cut_mlp(num_layers: int, groups: Sequence[int], *, whole: bool = False) -> tuple[list[list[str]], fx.GraphModule]:
-    gm, _ = mlp_graph(num_layers)
-    by_node = dict(zip(placeholders(gm.graph)[1:], groups))
-    return [ops(run) for run in cut(gm.graph, groups=by_node, gradient_groups={}, whole=whole)], gm
-
-
-def test_a_cut_falls_before_the_first_reader_of_a_new_chunk() -> None:
-    runs, _ = cut_mlp(4, (0, 0, 1, 1))
-    assert runs == [["t", "mm", "relu", "t", "mm", "relu"], ["t", "mm", "relu", "t", "mm", "relu"]]
-
-
-def test_going_back_to_an_earlier_chunk_is_a_cut_too() -> None:
-    runs, _ = cut_mlp(3, (0, 1, 0))
-    assert runs == [["t", "mm", "relu"]] * 3
-
-
-def test_nothing_is_cut_in_one_chunk_or_in_a_whole_graph() -> None:
-    assert len(cut_mlp(4, (0, 0, 0, 0))[0]) == 1
-    assert len(cut_mlp(4, (0, 1, 2, 3), whole=True)[0]) == 1
-
-
-def test_parameters_outside_chunks_cut_nothing() -> None:
-    gm, _ = mlp_graph(3)
-    assert len(cut(gm.graph, groups={placeholders(gm.graph)[1]: 0}, gradient_groups={})) == 1
-
-
-def test_an_operation_that_needs_two_chunks_gets_both() -> None:
-    args = (torch.randn(4, 4), torch.randn(4, 4), torch.randn(4), torch.randn(4, 4))
-    gm = trace(lambda x, w, b, v: (torch.mm(torch.addmm(b, x, w), v),), *args)
-    _, w, b, v = placeholders(gm.graph)
-    runs = cut(gm.graph, groups={w: 0, b: 1, v: 1}, gradient_groups={})
-    assert [ops(run) for run in runs] == [["addmm", "mm"]]
-
-
-def test_a_cut_falls_before_the_producer_of_a_gradient_of_a_new_chunk() -> None:
-    args = (torch.randn(4, 4), torch.randn(4, 4), torch.randn(4, 4))
-    gm = trace(lambda g, x, y: ((torch.mm(x.t(), g)).t(), torch.mm(y.t(), torch.relu(g))), *args)
-    first, second = returned(gm.graph)
-    runs = cut(gm.graph, groups={}, gradient_groups={first: 0, second: 1})
-    assert [ops(run) for run in runs] == [["t", "mm", "t", "t", "relu"], ["mm"]]
-
-
-def test_every_operation_is_in_exactly_one_run_in_order() -> None:
-    gm, _ = mlp_graph(5)
-    runs = cut(gm.graph, groups=dict(zip(placeholders(gm.graph)[1:], (0, 1, 1, 2, 0))), gradient_groups={})
-    assert [node for run in runs for node in run] == [node for node in gm.graph.nodes if is_compute(node)]
-
-
-def test_an_operator_run_by_aten_is_alone_even_in_a_whole_graph() -> None:
-    def backward(g: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scaled = g * 2
-        weight = aten.embedding_dense_backward.default(scaled, index, 10, -1, False)
-        return weight + 1, torch.relu(g)
-
-    gm = trace(backward, torch.randn(3, 4), torch.tensor([1, 2, 1]))
-    table = SegmentTable()
-    for whole in (False, True):
-        runs = cut(gm.graph, groups={}, gradient_groups={}, whole=whole)
-        assert [ops(run) for run in runs] == [["mul"], ["embedding_dense_backward"], ["add", "relu"]]
-    pieces = extract(gm, runs, table)
-    assert [piece.segment.run_by_aten for piece in pieces] == [False, True, False]
-
-
-def test_results_of_one_operation_stay_with_it() -> None:
-    def function(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        variance, mean = torch.var_mean(torch.mm(x, w), 0)
-        return (torch.mm(mean.expand(4, 4), v), variance)
-
-    gm = trace(function, *(torch.randn(4, 4) for _ in range(3)))
-    _, w, v = placeholders(gm.graph)
-    runs = cut(gm.graph, groups={w: 0, v: 1}, gradient_groups={})
-    assert len(runs) == 2
-    for run in runs:
-        for node in run:
-            if op_name(node) == "getitem":
-                assert node.all_input_nodes[0] in run
 
 
 def test_identical_blocks_are_one_segment() -> None:
@@ -161,54 +43,6 @@ def test_pieces_put_together_are_the_graph(groups: tuple[int, ...]) -> None:
     runs = cut(gm.graph, groups=dict(zip(placeholders(gm.graph)[1:], groups)), gradient_groups={})
     pieces = extract(gm, runs, SegmentTable())
     torch.testing.assert_close(run_pieces(gm, pieces, args)[0], gm(*args)[0], rtol=0, atol=0)
-
-
-def blocks(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns the last block's result, and what a backward would need."""
-    saved = []
-    for gain, up, down in zip(*[iter(weights)] * 3):
-        scale = x.square().mean(-1, keepdim=True).rsqrt()
-        hidden = torch.mm(x * scale * gain, up)
-        wide = torch.relu(hidden)
-        saved += [x, scale, hidden, wide]
-        x = x + torch.mm(wide, down)
-    return (x, *saved)
-
-
-def blocks_graph(num_blocks: int) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-    shapes = [(8,), (8, 32), (32, 8)] * num_blocks
-    args = [torch.randn(4, 8), *(torch.randn(shape) for shape in shapes)]
-    return trace(blocks, *args), args
-
-
-def test_a_forward_is_cut_where_it_passes_on_the_fewest_bytes() -> None:
-    """Before the norm, whose gain is the next block's, and not between norm and gain: there are two values."""
-    gm, args = blocks_graph(3)
-    groups = {node: place // 3 for place, node in enumerate(placeholders(gm.graph)[1:])}
-    runs = cut(gm.graph, groups=groups, gradient_groups={})
-    assert [ops(run)[0] for run in runs] == ["pow"] * 3
-    assert [ops(run)[-1] for run in runs] == ["add"] * 3
-    table = SegmentTable()
-    pieces = extract(gm, runs, table)
-    assert len(table.segments) == 1
-    assert len(pieces[1].outputs) == 4
-    for found, expected in zip(run_pieces(gm, pieces, args), gm(*args), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_wherever_chunks_end_every_operation_is_in_one_run_in_order(seed: int) -> None:
-    gm, args = blocks_graph(4)
-    weights, rng = placeholders(gm.graph)[1:], random.Random(seed)
-    ends = sorted(rng.sample(range(1, len(weights)), rng.randint(0, 5)))
-    groups = {node: sum(end <= place for end in ends) for place, node in enumerate(weights)}
-    runs = cut(gm.graph, groups=groups, gradient_groups={})
-    assert [node for run in runs for node in run] == [node for node in gm.graph.nodes if is_compute(node)]
-    assert len(runs) == len(ends) + 1
-    for run in runs:
-        assert len({groups[source] for node in run for source in node.all_input_nodes if source in groups}) == 1
-    for found, expected in zip(run_pieces(gm, extract(gm, runs, SegmentTable()), args), gm(*args), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_for_the_backward_a_block_is_made_without_its_last_product() -> None:
@@ -293,113 +127,6 @@ def test_segments_with_constants_of_their_own_are_not_shared() -> None:
         results.append(run_pieces(gm, pieces, [torch.zeros(2)])[0])
     assert len(table.segments) == 2
     assert [float(result[0]) for result in results] == [1.0, 5.0]
-
-
-def test_views_of_parameters_never_cross_a_cut() -> None:
-    args = (torch.randn(4, 4), torch.randn(16), torch.randn(4, 4))
-
-    def function(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        view = w.view(4, 4).t()
-        hidden = torch.mm(torch.mm(x, view), v)
-        return (torch.mm(hidden, view),)
-
-    gm = trace(function, *args)
-    expected = gm(*args)[0]
-    _, w, v = placeholders(gm.graph)
-    clone_parameter_views(gm.graph, [w, v])
-    gm.recompile()
-    keys = set(storage_keys(w))
-    pieces = extract(gm, cut(gm.graph, groups={w: 0, v: 1}, gradient_groups={}), SegmentTable())
-    assert len(pieces) == 3
-    for piece in pieces:
-        for node in (*piece.outputs, *(i for i in piece.inputs if i is not w)):
-            assert not set(storage_keys(node)) & keys, f"{node} is a view of a parameter"
-    torch.testing.assert_close(run_pieces(gm, pieces, args)[0], expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_inputs_that_change_are_read_from_copies_made_first_in_a_segment_of_their_own(whole: bool) -> None:
-    args = (torch.randn(4, 4), torch.randn(4), torch.randn(4), torch.randn(4))
-
-    def function(x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, idle: torch.Tensor) -> tuple[object, ...]:
-        y = (x - mean) / variance.view(1, 4)
-        return mean + 1, variance.view(4) + y.sum(), idle, y
-
-    gm = trace(function, *args)
-    expected = gm(*args)
-    _, mean, variance, idle = placeholders(gm.graph)
-    copy_changing(gm.graph, [1, 2, 3])
-    assert returned(gm.graph)[2] is idle
-    assert {op_name(user) for user in (*mean.users, *variance.users)} == {"aten.clone"}
-    runs = cut(gm.graph, groups={}, gradient_groups={}, whole=whole)
-    assert len(runs) == (1 if whole else 2)
-    assert ops(runs[0])[:3] == (["clone", "clone", "sub"] if whole else ["clone", "clone"])
-    pieces = extract(gm, runs, SegmentTable())
-    for found, value in zip(run_pieces(gm, pieces, args), expected, strict=True):
-        torch.testing.assert_close(found, value, rtol=0, atol=0)
-
-
-def test_views_that_nobody_reads_go() -> None:
-    gm = trace(lambda x, w: (x + w.view(4, 4).t()[0],), torch.ones(4), torch.ones(16))
-    w = placeholders(gm.graph)[1]
-    clone_parameter_views(gm.graph, [w])
-    assert all(node.users for node in gm.graph.nodes if is_compute(node))
-    torch.testing.assert_close(fx.GraphModule(gm, gm.graph)(torch.ones(4), torch.ones(16))[0], torch.full((4,), 2.0))
-
-
-def test_views_that_the_graph_returns_are_home_views() -> None:
-    args = (torch.randn(4, 4), torch.randn(16))
-
-    def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        view = w.view(4, 4)
-        return torch.mm(x, view.t()), view.t()
-
-    gm = trace(function, *args)
-    w = placeholders(gm.graph)[1]
-    clone_parameter_views(gm.graph, [w])
-    views = home_views(gm.graph, [w])
-    assert ops(views) == ["view", "t"]
-    assert returned(gm.graph)[1] is views[-1]
-    runs = cut(gm.graph, groups={w: 0}, gradient_groups={})
-    assert not set(views) & {node for run in runs for node in run}
-    table = SegmentTable()
-    pieces = [*extract(gm, runs, table), *extract(gm, [views], table, reads_home=True)]
-    assert [piece.reads_home for piece in pieces] == [False, True]
-    product, view = run_pieces(gm, pieces, args)
-    torch.testing.assert_close(product, args[0] @ args[1].view(4, 4).t())
-    assert view.data_ptr() == args[1].data_ptr()
-
-
-def test_a_graph_without_returned_views_has_no_home_views() -> None:
-    gm, _ = mlp_graph(2)
-    assert home_views(gm.graph, placeholders(gm.graph)[1:]) == []
-
-
-def test_gradients_that_are_bare_inputs_become_results() -> None:
-    gm = trace(lambda g, x: (g, x * g, g), torch.ones(3), torch.ones(3))
-    materialise_returned_placeholders(gm.graph, [0])
-    first, second, third = returned(gm.graph)
-    assert op_name(first) == "aten.clone"
-    assert op_name(second) == "aten.mul"
-    assert third is placeholders(gm.graph)[0], "only what was asked for"
-    assert not set(storage_keys(first)) & set(storage_keys(third))
-    assert (first.meta["val"].shape, first.meta["val"].dtype) == (
-        third.meta["val"].shape,
-        third.meta["val"].dtype,
-    )
-    gm.recompile()
-    gradient = torch.arange(3.0)
-    result = gm(gradient, torch.ones(3))
-    torch.testing.assert_close(result[0], gradient)
-    assert result[0].data_ptr() != gradient.data_ptr()
-
-
-def test_gradient_copies_have_the_strides_that_running_them_gives() -> None:
-    gm = trace(lambda g: (g,), torch.ones(4, 3).t())
-    materialise_returned_placeholders(gm.graph, [0])
-    gm.recompile()
-    (node,) = returned(gm.graph)
-    assert gm(torch.ones(4, 3).t())[0].stride() == node.meta["val"].stride()
 
 
 def test_a_run_whose_results_nobody_reads_is_no_piece() -> None:

@@ -26,9 +26,10 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import SegmentMemory
 from chunkc.passes import codegen
 from chunkc.passes.codegen import CompiledSegment, compile_segment, describe_segment, find_vector_isa
+from chunkc.passes.cuts import cut
 from chunkc.passes.graphs import placeholders
 from chunkc.passes.inductor.wrapper_source import wrapper_of
-from chunkc.passes.segments import Segment, SegmentTable, canonical_text, cut, extract
+from chunkc.passes.segments import Segment, SegmentTable, canonical_text, extract
 
 
 def segment_of(function: Callable[..., object], *shapes: tuple[int, ...]) -> Segment:
