@@ -135,7 +135,7 @@ def verify(
     """
     present: frozenset[ItemId] = frozenset()
     dropped = Dropped(captured.forward.remade, captured.extra, captured.forward.copied.keys())
-    if violations := verify_reruns(graphs, source.programs, dropped):
+    if violations := verify_reruns(graphs, source.programs, source.modules, dropped):
         raise VerificationError(violations)
     for phase in plan.phases:
         program = captured.programs[phase.phase]

@@ -18,6 +18,7 @@ from chunkc.passes.cost import is_product
 from chunkc.passes.cuts import runs_by_aten
 from chunkc.passes.graphs import input_nodes_in_order, op_name, placeholders, returned, storage_keys
 from chunkc.passes.origins import origins
+from chunkc.passes.reruns import may_run_again
 from chunkc.passes.symbols import free_symbols, plain_symbol
 from chunkc.torch_private.aot import LazyGraphModule
 
@@ -111,6 +112,8 @@ def for_the_backward(
     saved_keys = {key for node in saved for key in storage_keys(node)}
     found = {}
     for index, piece in enumerate(pieces):
+        if not may_run_again(piece.segment.module.graph):
+            continue
         inside = set(piece.nodes)
         passed_on = [n for n in piece.outputs if any(u.op != "output" and u not in inside for u in n.users)]
         wanted = saved_keys.difference(key for node in (*piece.inputs, *passed_on) for key in storage_keys(node))

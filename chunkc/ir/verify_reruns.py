@@ -42,12 +42,15 @@ class Dropped:
 
 
 def verify_reruns(
-    graphs: Mapping[str, fx.GraphModule], programs: Mapping[str, PhaseProgram], dropped: Dropped
+    graphs: Mapping[str, fx.GraphModule],
+    programs: Mapping[str, PhaseProgram],
+    modules: Mapping[str, torch.nn.Module],
+    dropped: Dropped,
 ) -> list[str]:
-    """Check a step's rewritten graphs against the captured programs; the violations found."""
+    """Check a step's rewritten graphs against the captured programs and their segments; the violations found."""
     found: list[str] = []
     for phase, graph in graphs.items():
-        found += _Tracer(graph, programs, phase, dropped, graphs.get(FORWARD, graph)).violations()
+        found += _Tracer(graph, programs, phase, modules, dropped).violations()
     return found
 
 
@@ -57,11 +60,11 @@ class _Tracer:
         graph: fx.GraphModule,
         programs: Mapping[str, PhaseProgram],
         phase: str,
+        modules: Mapping[str, torch.nn.Module],
         dropped: Dropped,
-        forward: fx.GraphModule,
     ) -> None:
         self._graph, self._programs, self._phase, self._dropped = graph, programs, phase, dropped
-        self._segments = forward  # has the segments of the forward's own calls
+        self._modules = modules
         self._forward = programs[FORWARD]
         self._calls = {call.name: call for program in programs.values() for call in program.calls}
         self._storage_of = self._forward.value_storages()
@@ -147,7 +150,7 @@ class _Tracer:
         given = [self._is.get(value) for value in node.args]  # type: ignore[arg-type]
         made = _computed(self._graph.get_submodule(str(node.target)), given, numbers)
         expected = [self._expected(FORWARD, name) for name in call.inputs]
-        whole = _computed(self._segments.get_submodule(call.segment), expected, numbers)
+        whole = _computed(self._modules[call.segment], expected, numbers)
         names = dict(zip(whole, call.outputs))
         if not made or not names.keys() >= set(made):
             self._fail(node, f"{node.target} computes something else, and {call.name} calls {call.segment}")

@@ -73,7 +73,7 @@ class Step:
     plan: Any
 
     def violations(self) -> list[str]:
-        return verify_reruns(self.graphs, self.programs, self.dropped)
+        return verify_reruns(self.graphs, self.programs, MODULES, self.dropped)
 
     def node(self, phase: str, target: Any, number: int = 0) -> fx.Node:
         return [n for n in self.graphs[phase].graph.nodes if n.target is target][number]
