@@ -29,10 +29,12 @@ NUM_WINDOWS = 24
 
 @dataclass(frozen=True)
 class Call:
-    """One call: its seconds, the bytes that it cannot do without."""
+    """One call: its seconds, the bytes that it cannot do without; the fewest seconds for which it runs again, where
+    that is less."""
 
     seconds: float
     nbytes: int
+    again_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ def lower_bound(
         matrix.add(inward[window] | {duration[window]: -problem.inward / nbytes_unit}, -np.inf, 0.0)
         matrix.add(outward[window] | {duration[window]: -problem.outward / nbytes_unit}, -np.inf, 0.0)
         own = sum(call.seconds for call, w in zip(calls, window_of) if w == window)
-        made = {columns[window]: -calls[call].seconds for call, columns in when_again.items() if window in columns}
+        made = {columns[window]: -_again_s(calls[call]) for call, columns in when_again.items() if window in columns}
         matrix.add({duration[window]: 1.0, update[window]: -1.0} | made, own, np.inf)
     for call, columns in when_again.items():
         matrix.add({again[call]: -1.0} | dict.fromkeys(columns.values(), 1.0), 0.0, np.inf)
@@ -233,6 +235,10 @@ def lower_bound(
         return LowerBound(None, None)
     moved = sum(found.x[column] * value for terms in (*inward, *outward) for column, value in terms.items())
     return LowerBound(float(sum(found.x[column] for column in duration)), float(moved) * nbytes_unit)
+
+
+def _again_s(call: Call) -> float:
+    return call.seconds if call.again_s is None else call.again_s
 
 
 def _backward_windows(window_of: Sequence[int], num_forward: int) -> list[int]:

@@ -48,7 +48,10 @@ def problem_of(
     update_s = updates.nbytes(staying)[STAYING] / hardware.update_bytes_per_s
     rates = {link.name: link.bytes_per_s for link in hardware.links}
     return Problem(
-        calls=tuple(Call(one.cost_s, size) for one, size in zip(positions, nbytes)),
+        calls=tuple(
+            Call(one.cost_s, size, again_s)
+            for one, size, again_s in zip(positions, nbytes, _again_s(captured, num_calls))
+        ),
         num_forward=num_forward,
         gaps=tuple(gap for gap in gaps if gap.begin != gap.end or gap.begin >= num_calls),
         update=UpdateWork(update_s, states, early),
@@ -56,6 +59,12 @@ def problem_of(
         inward=rates[TO_DEVICE],
         outward=rates[TO_HOME],
     )
+
+
+def _again_s(captured: Captured, num_calls: int) -> list[float | None]:
+    """For each call, the seconds of what a backward may repeat of it, where that is less."""
+    found = [None if call.again is None else call.again.cost_s for call in captured.forward.calls]
+    return [*found, *[None] * (num_calls - len(found))]
 
 
 def _chunk_gaps(positions: Sequence[Position], step: StepPlans, early: bool) -> Iterator[Gap]:
