@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -32,9 +32,9 @@ from chunkc.ranks import refuse
 from chunkc.runtime.parts import Part, part_of
 from chunkc.torch_private.dynamo import (
     TensorifyScalarRestartAnalysis,
-    at_recompile_limit,
     compile_lock,
     in_compiled_autograd,
+    watch_compilations,
 )
 from chunkc.torch_private.fake import DataDependentOutputException, TracingContext, detect_fake_mode, tracing
 from chunkc.update_graphs import is_between_calls
@@ -79,8 +79,6 @@ def _compiled(
     if is_between_calls(gm, example_inputs):
         logger.info("a graph that updates parameters or gradients runs operator by operator, outside of any plan")
         return gm.forward
-    if settings.codegen == "inductor":
-        prepare_compiler()
     is_part = _is_part(gm)
     if any(isinstance(value, DeviceMesh) for value in example_inputs):
         try:
@@ -240,4 +238,11 @@ def _as_traced(value: Any, argument: Any) -> Any:
     return detached(value).requires_grad_(argument.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
-at_recompile_limit(chunkc, recompile_limit.refuse)
+def _begin(options: dict[str, Any] | None) -> None:
+    """The C++ compiler starts beside Dynamo's tracing. Wrong options are refused where the graph is compiled."""
+    with suppress(OptionsError):
+        if parse_options(options, os.environ).codegen == "inductor":
+            prepare_compiler()
+
+
+watch_compilations(chunkc, _begin, recompile_limit.refuse)

@@ -18,6 +18,7 @@ from chunkc.passes.collectives import is_collective, is_wait_for
 from chunkc.passes.cost import is_product
 from chunkc.passes.graphs import (
     is_compute,
+    is_constant,
     is_getitem,
     is_view_of,
     output_node,
@@ -198,11 +199,13 @@ def _ending_lean(
 
 
 def _passed_nbytes(nodes: Sequence[fx.Node], parameters: Collection[int]) -> list[int]:
-    """For each node, and behind the last: bytes that are made before it and read by it or later."""
+    """For each node, and behind the last: bytes that are made before it and read by it or later, but for constants."""
     place = {node: at for at, node in enumerate(nodes)}
     made: dict[int, tuple[int, int]] = {}
     read: dict[int, int] = {}
     for at, node in enumerate(nodes):
+        if is_constant(node):
+            continue
         for key, tensor in zip(storage_keys(node), tensors_of(node), strict=True):
             if key not in parameters:
                 made.setdefault(key, (at, hint(tensor.untyped_storage().nbytes())))

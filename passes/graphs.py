@@ -59,6 +59,29 @@ def is_view_of(node: fx.Node, base_keys: Collection[int]) -> bool:
     return is_compute(node) and bool(keys) and all(key in base_keys for key in keys)
 
 
+_CONSTANTS = frozenset(
+    {
+        torch.ops.aten.arange.start_step,
+        torch.ops.aten.full.default,
+        torch.ops.aten.ones.default,
+        torch.ops.aten.scalar_tensor.default,
+        torch.ops.aten.zeros.default,
+        torch.ops.prims.iota.default,
+    }
+)
+
+
+def is_constant(node: fx.Node) -> bool:
+    """Whether a node makes a tensor of nothing but numbers, which its readers alone see: no view of it, and no caller.
+
+    AOTAutograd makes equal ones once, such as the zeros into which every block's backward writes a slice's gradient.
+    """
+    if node.target not in _CONSTANTS:
+        return False
+    keys = storage_keys(node)
+    return all(user.op != "output" and not is_view_of(user, keys) for user in node.users)
+
+
 def output_node(graph: fx.Graph) -> fx.Node:
     return next(iter(reversed(graph.nodes)))
 

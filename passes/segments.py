@@ -16,7 +16,7 @@ from torch import fx
 from chunkc.ir.program import Origin
 from chunkc.passes.cost import is_product
 from chunkc.passes.cuts import runs_by_aten
-from chunkc.passes.graphs import input_nodes_in_order, op_name, placeholders, returned, storage_keys
+from chunkc.passes.graphs import input_nodes_in_order, is_constant, op_name, placeholders, returned, storage_keys
 from chunkc.passes.origins import origins
 from chunkc.passes.reruns import may_run_again
 from chunkc.passes.symbols import free_symbols, plain_symbol
@@ -74,16 +74,28 @@ class Piece:
 def extract(
     gm: fx.GraphModule, runs: Sequence[list[fx.Node]], table: SegmentTable, *, reads_home: bool = False
 ) -> list[Piece]:
-    """Build (or find) the segment of every run."""
+    """Build (or find) the segment of every run. Each makes the constants that it reads itself."""
     return_values = {node for node in returned(gm.graph) if node is not None}
     pieces = []
-    for run in runs:
+    for run in map(_with_constants_read, runs):
         inside = set(run)
-        outputs = [n for n in run if n in return_values or any(u not in inside for u in n.users)]
+        outputs = [
+            n for n in run if n in return_values or (any(u not in inside for u in n.users) and not is_constant(n))
+        ]
         outputs = [n for n in outputs if not isinstance(n.meta.get("val"), (tuple, list))]
         if outputs:
             pieces.append(_piece(gm, run, outputs, table, reads_home=reads_home))
     return pieces
+
+
+def _with_constants_read(run: Sequence[fx.Node]) -> list[fx.Node]:
+    """With each constant right before its first reader, whichever run it was in, and those that none reads left out."""
+    found: dict[fx.Node, None] = {}
+    for node in run:
+        if not is_constant(node):
+            found |= dict.fromkeys(source for source in node.all_input_nodes if is_constant(source))
+            found[node] = None
+    return list(found)
 
 
 def _piece(

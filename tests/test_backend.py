@@ -13,6 +13,7 @@ import torch
 from harness import Arrays, compile_case, differences, gradients, home_of, session_of, weights
 from optim_models import LAYERS, MLP, WIDTH, batch
 from torch import Tensor, nn
+from torch._dynamo.comptime import comptime
 from zoo import CASES
 
 import chunkc
@@ -40,6 +41,28 @@ def forward_calls(model: nn.Module) -> list[str]:
 
 
 # ---------------------------------------------------------------- the name
+
+
+told: list[str] = []
+
+
+class Traced(nn.Linear):
+    """Tells `told` when Dynamo traces it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        comptime(lambda _: told.append("tracing"))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("codegen", "starts"), [("inductor", ["the compiler"]), ("eager", [])])
+def test_the_compiler_starts_before_dynamo_traces(
+    codegen: str, starts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told.clear()
+    monkeypatch.setattr("chunkc.backend.prepare_compiler", lambda: told.append("the compiler"))
+    with pytest.raises(chunkc.BudgetError):
+        compiled(Traced(8, 8), codegen=codegen, memory_budget=1)(torch.ones(2, 8))
+    assert told == [*starts, "tracing"]
 
 
 @pytest.mark.second_tier

@@ -109,12 +109,18 @@ def source_name(node: fx.Node) -> str:
     return name() if callable(name) else name
 
 
-def at_recompile_limit(backend: Callable[..., Any], refuse: Callable[[CodeType, str, int, str | None], None]) -> None:
-    """Call `refuse` where Dynamo compiles a function no more that it would have compiled by `backend`.
+def watch_compilations(
+    backend: Callable[..., Any],
+    begin: Callable[[dict[str, Any] | None], None],
+    refuse: Callable[[CodeType, str, int, str | None], None],
+) -> None:
+    """Call `begin` before Dynamo traces a function that it will compile by `backend`, and `refuse` where it compiles a
+    function no more that it would have compiled so.
 
     There is no hook for that which nested compilations survive, so the function that decides it is wrapped.
 
     Args:
+        begin: gets the options that the user gave with the backend.
         refuse: gets the function's code, the name of the option that is the limit, its value, and why the function
             would have been compiled again, if that is known. Where it raises, the call of the function does.
     """
@@ -124,15 +130,18 @@ def at_recompile_limit(backend: Callable[..., Any], refuse: Callable[[CodeType, 
     def exceeds(*args: Any) -> tuple[bool, str]:
         exceeded, limit = judge(*args)
         asking = sys._getframe(1).f_locals
-        if exceeded and _is(asking.get("compiler_fn"), backend):
-            refuse(asking["code"], limit, getattr(config, limit), asking.get("recompile_reason"))
+        compiler = _given_compiler(asking.get("compiler_fn"))
+        if getattr(compiler, "compiler_fn", compiler) is backend:
+            if exceeded:
+                refuse(asking["code"], limit, getattr(config, limit), asking.get("recompile_reason"))
+            begin(getattr(compiler, "kwargs", {}).get("options"))
         return exceeded, limit
 
     convert_frame.exceeds_recompile_limit = exceeds  # type: ignore[assignment]
 
 
-def _is(compiler: Any, backend: Callable[..., Any]) -> bool:
-    """Whether Dynamo's compiler is this backend, below the wrappers of `torch.compile`."""
+def _given_compiler(compiler: Any) -> Any:
+    """What `torch.compile` made of the user's backend, or was given as one, below Dynamo's wrappers."""
     while hasattr(compiler, "_torchdynamo_orig_backend"):
         compiler = compiler._torchdynamo_orig_backend
-    return getattr(compiler, "compiler_fn", compiler) is backend
+    return compiler

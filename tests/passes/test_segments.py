@@ -27,6 +27,45 @@ def test_identical_blocks_are_one_segment() -> None:
     torch.testing.assert_close(run_pieces(gm, pieces, args)[0], gm(*args)[0], rtol=0, atol=0)
 
 
+def slices(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor]:
+    """As the backwards of blocks that read halves: each writes into the same zeros, which are made once."""
+    zeros = torch.full((4, 16), 0.0)
+    for weight in weights:
+        wide = torch.slice_scatter(zeros, x, 1, 0, 8) + torch.slice_scatter(zeros, x, 1, 8, 16)
+        x = torch.mm(wide, weight)
+    return (x,)
+
+
+def test_each_segment_makes_the_constants_that_it_reads() -> None:
+    args = [torch.randn(4, 8), *(torch.randn(16, 8) for _ in range(3))]
+    gm = trace(slices, *args)
+    runs = cut(gm.graph, groups=dict(zip(placeholders(gm.graph)[1:], range(3))), gradient_groups={})
+    table = SegmentTable()
+    pieces = extract(gm, runs, table)
+    assert [[n.op for n in piece.inputs] for piece in pieces[1:]] == [["call_function", "placeholder"]] * 2
+    assert {piece.segment.name for piece in pieces} == {"segment0"}
+    assert all(ops(piece.nodes).count("full") == 1 for piece in pieces)
+    torch.testing.assert_close(run_pieces(gm, pieces, args)[0], gm(*args)[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kept", ["a view of it", "returned"])
+def test_a_constant_that_others_see_is_made_once(kept: str) -> None:
+    def function(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ones = torch.full((8,), 1.0)
+        for weight in weights:
+            x = torch.mm(x + (ones.expand(4, 8) if kept == "a view of it" else ones), weight)
+        return (x, ones) if kept == "returned" else (x,)
+
+    args = [torch.randn(4, 8), *(torch.randn(8, 8) for _ in range(2))]
+    gm = trace(function, *args)
+    pieces = extract(
+        gm, cut(gm.graph, groups=dict(zip(placeholders(gm.graph)[1:], range(2))), gradient_groups={}), SegmentTable()
+    )
+    assert [ops(piece.nodes).count("full") for piece in pieces] == [1, 0]
+    for found, expected in zip(run_pieces(gm, pieces, args), gm(*args), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_blocks_of_other_sizes_or_dtypes_are_segments_of_their_own() -> None:
     table = SegmentTable()
     found = set()
