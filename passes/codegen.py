@@ -37,6 +37,7 @@ from chunkc.torch_private.inductor import (
     pick_vec_isa,
     precompile_header,
     source_of,
+    try_vector_isas,
     with_sizes_bound,
     without_waiting,
 )
@@ -59,6 +60,7 @@ def find_vector_isa() -> threading.Thread:
 
     def find() -> None:
         with suppress(InvalidCxxCompiler):
+            try_vector_isas()
             pick_vec_isa()
 
     thread = threading.Thread(target=find, name="chunkc-vector-isa", daemon=True)

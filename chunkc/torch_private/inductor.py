@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import platform
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +27,7 @@ from torch._inductor.compile_fx import (
     fake_tensor_prop,
     maybe_disable_comprehensive_padding,
 )
-from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.cpu_vec_isa import pick_vec_isa, supported_vec_isa_list, x86_isa_checker
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
@@ -55,6 +57,20 @@ MIN_RECURSION_LIMIT = 2000
 
 _only_one = threading.RLock()
 """Held while Inductor does less than it would."""
+
+
+def try_vector_isas() -> None:
+    """Try the CPU's vector instructions side by side. `pick_vec_isa`, which keeps the answers, takes them in turn: each
+    is compiled, and loaded by a process of its own, which takes seconds.
+
+    Raises:
+        InvalidCxxCompiler: there is no C++ compiler.
+    """
+    if platform.machine() in ("x86_64", "AMD64"):
+        flags = x86_isa_checker()
+        found = [isa for isa in supported_vec_isa_list if all(flag in flags for flag in str(isa).split())]
+        with ThreadPoolExecutor(max(1, len(found))) as pool:
+            list(pool.map(bool, found))
 
 
 def patched(options: Mapping[str, Any]) -> AbstractContextManager[Any]:

@@ -20,6 +20,7 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.passes.codegen import CompiledSegment, Show, compile_segment, compiled_together, prepare_compiler
 from chunkc.passes.cuts import cut
 from chunkc.passes.segments import Segment, SegmentTable, extract
+from chunkc.torch_private import inductor
 from chunkc.torch_private.fake import detect_fake_mode
 from chunkc.torch_private.inductor import without_waiting
 
@@ -62,6 +63,21 @@ class Builds:
             build(builder)
 
         self.build = counted
+
+
+def test_vector_instructions_are_tried_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(2)
+
+    class Tried(str):
+        def __bool__(self) -> bool:
+            together.wait(WAIT_S)
+            return True
+
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(inductor, "x86_isa_checker", lambda: ["avx2", "avx512"])
+    monkeypatch.setattr(inductor, "supported_vec_isa_list", [Tried("avx2"), Tried("avx512"), Tried("avx2 amx_tile")])
+    inductor.try_vector_isas()
+    assert not together.broken
 
 
 @pytest.fixture
