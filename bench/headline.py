@@ -8,10 +8,10 @@ Prints a Markdown table and saves what was found to bench/results/headline-DATE.
 Nothing runs and nothing is allocated. Each row has the devices of the system in question, and hosts with the RAM its
 authors state (or, where they state none, enough: what is needed is printed). Assumptions, the same for every row: a
 GPT of the given number of parameters with sequences of 1024 tokens, 16-bit parameters with fp32 masters and Adam,
-every block's activations recomputed, the largest of the batch sizes 1, 2, 4, 8, 16 of a device that fits; rates are
-the presets' (a datasheet's peaks times stated efficiencies). Several devices share the model as `chunkc.distribute`
-cuts it, in stage 3 of ZeRO; on GPUs that is a plan only, so far. Budgets are those of one device, homes those of all
-ranks of a host.
+`activations="auto"`, losses in tiles of a sequence, in bf16 on one device `overlap="backward"` (fp16 needs a
+`GradScaler`, which may skip a step), the largest of the batch sizes 1, 2, 4, 8, 16 of a device that fits; rates are the
+presets' (a datasheet's peaks times stated efficiencies). Several devices share the model as `chunkc.distribute` cuts
+it, in stage 3 of ZeRO. Budgets are those of one device, homes those of all ranks of a host.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import chunkc
 from chunkc.machines.presets import load_hardware
 from chunkc.models import find_model
+from chunkc.optim.overlap_mode import BACKWARD
 
 GIB = 2**30
 SEQ_LEN = 1024
@@ -118,16 +119,20 @@ def explain_claim(claim: Claim, show: Callable[[str], None]) -> Finding:
         family.config, num_layers=claim.num_layers, width=claim.width, num_heads=claim.num_heads, dtype=dtype
     )
     spec = replace(family, config=config)
+    options: dict[str, Any] = {"hardware": hardware, "home": claim.home, "name": claim.system, "activations": "auto"}
+    options["loss_tile_rows"] = SEQ_LEN
+    if dtype == torch.bfloat16 and hardware.num_devices == 1:
+        options["overlap"] = BACKWARD
     found: dict[int, chunkc.Explanation] = {}
     low, high = 0, len(BATCH_SIZES)  # sizes before `low` fit, those from `high` on do not
     while low < high:
         middle = (low + high) // 2
         batch_size = BATCH_SIZES[middle]
         with FakeTensorMode(allow_non_fake_inputs=True):
-            model = spec.build(activation_checkpointing=True, seq_len=SEQ_LEN)
+            model = spec.build(seq_len=SEQ_LEN)
             args, kwargs = spec.example(batch_size, SEQ_LEN)
         show(f"{claim.system}, {claim.billions:g}B on {claim.hardware}, batch size {batch_size}")
-        found[middle] = chunkc.explain(model, *args, hardware=hardware, home=claim.home, name=claim.system, **kwargs)
+        found[middle] = chunkc.explain(model, *args, **options, **kwargs)
         low, high = (middle + 1, high) if found[middle].fits else (low, middle)
     largest = max(low - 1, 0)
     return Finding(claim, BATCH_SIZES[largest], found[largest])
