@@ -69,6 +69,7 @@ _HELPERS = (
     "passes/metering",
     "passes/convolution_cases",
     "passes/cut_cases",
+    "kernels/interpreting",
     "kernels/adam_cases",
     "kernels/lamb_cases",
     "kernels/offline",
