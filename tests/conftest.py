@@ -65,6 +65,7 @@ _HELPERS = (
     "engine/engine_cases",
     "formats/synthetic",
     "end_to_end/fault_cases",
+    "end_to_end/saved_cases",
     "ir/verify_cases",
     "passes/metering",
     "passes/convolution_cases",
