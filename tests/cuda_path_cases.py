@@ -6,11 +6,8 @@ failed, or "".
 
 from __future__ import annotations
 
-import json
 import runpy
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -24,6 +21,7 @@ runpy.run_path(str(Path(__file__).with_name("conftest.py")))
 from cuda_path_subjects import STEPS, Subject, adamw, budget, case, eager, on_fake_gpu, on_gpu  # noqa: E402
 from fake_gpu import FakeGpu  # noqa: E402
 from harness import array, differences  # noqa: E402
+from interpreting import answer  # noqa: E402
 
 import chunkc  # noqa: E402
 import chunkc.optim.doubts  # noqa: E402
@@ -338,15 +336,5 @@ def test_compiled_by_inductor() -> None:
 CASES: dict[str, Callable[[], None]] = {name: f for name, f in globals().items() if name.startswith("test_")}
 
 
-def main() -> None:
-    for line in sys.stdin:
-        failure = ""
-        try:
-            CASES[line.strip()]()
-        except Exception:  # reported, whatever it is
-            failure = traceback.format_exc()
-        print(json.dumps(failure), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer(lambda name: CASES[name]())

@@ -78,6 +78,13 @@ def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> Count:
     return count
 
 
+def take_step(loss: Tensor, optimizer: Optimizer) -> None:
+    """Backward, update, and no gradients any more."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def adamw(parameters: Any) -> Optimizer:
     """chunkc's AdamW with the settings of every end-to-end test."""
     return chunkc.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
@@ -179,6 +186,12 @@ def compile_case(
         model = chunkc.place(model, device=device, home=home, **sizes)
     options |= {"memory_budget": memory_budget, "home": home, "codegen": codegen}
     return model, torch.compile(model, backend=backend, options=options)
+
+
+def segmented(model: nn.Module, memory_budget: int | str, **options: Any) -> Any:
+    """The model compiled by chunkc: eager code, cut into segments even where everything fits; or what `options` say."""
+    options = {"memory_budget": memory_budget, "codegen": "eager", "whole_graph": "never"} | options
+    return torch.compile(model, backend="chunkc", options=options)
 
 
 def limited_once_traced(limit_nbytes: int) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -61,11 +62,9 @@ BINARY = words(
     """
 )
 
-WITH_NUMBER = words(
-    """
-    add sub mul div pow eq ne lt le gt ge fmod remainder rsub floor_divide clamp_min clamp_max
-    """
-)
+WITH_NUMBER = words("add sub mul div pow eq ne lt le gt ge fmod remainder rsub floor_divide clamp_min clamp_max")
+
+OF_INTEGERS = words("exp sqrt sin sigmoid reciprocal isnan abs neg sign floor logical_not")
 
 
 def overload(name: str, *candidates: str) -> Any:
@@ -81,19 +80,7 @@ def unary(dtype: torch.dtype) -> Iterator[Call]:
             continue
         for x in layouts(dtype, 24, 40):
             yield call(getattr(aten, name).default, x)
-        if name in (
-            "exp",
-            "sqrt",
-            "sin",
-            "sigmoid",
-            "reciprocal",
-            "isnan",
-            "abs",
-            "neg",
-            "sign",
-            "floor",
-            "logical_not",
-        ):
+        if name in OF_INTEGERS:
             yield call(getattr(aten, name).default, torch.randint(1, 9, (6, 10)))
 
 
@@ -152,10 +139,8 @@ def with_number(dtype: torch.dtype) -> Iterator[Call]:
         yield call(aten.addcdiv.default, y, x, x)
         yield call(aten.threshold.default, y, 0.1, 0)
         yield call(aten.threshold_backward.default, x, y, 0)
-        yield call(aten.sigmoid_backward.default, x, y)
-        yield call(aten.tanh_backward.default, x, y)
-        yield call(aten.silu_backward.default, x, y)
-        yield call(aten.gelu_backward.default, x, y)
+        for name in words("sigmoid_backward tanh_backward silu_backward gelu_backward"):
+            yield call(getattr(aten, name).default, x, y)
         yield call(aten.gelu_backward.default, x, y, approximate="tanh")
         yield call(aten.leaky_relu_backward.default, x, y, 0.1, False)
         yield call(aten.elu_backward.default, x, 1.0, 1.0, 1.0, False, y)
@@ -196,10 +181,8 @@ def reductions(dtype: torch.dtype) -> Iterator[Call]:
         dims: tuple[list[int], ...] = ([0], [1], [-1, 0]) if x.dim() == 2 else ([0], [1], [2, 3], [0, 2], [1, 3])
         for dim in dims:
             for keep in (False, True):
-                yield call(aten.sum.dim_IntList, x, dim, keep)
-                yield call(aten.mean.dim, x, dim, keep)
-                yield call(aten.amax.default, x, dim, keep)
-                yield call(aten.amin.default, x, dim, keep)
+                for target in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default):
+                    yield call(target, x, dim, keep)
                 yield call(aten.var.correction, x, dim, correction=0, keepdim=keep)
                 yield call(aten.std.correction, x, dim, correction=1, keepdim=keep)
                 yield call(aten.var_mean.correction, x, dim, correction=0, keepdim=keep)
@@ -235,16 +218,9 @@ def reductions(dtype: torch.dtype) -> Iterator[Call]:
     for x in (torch.rand(64, 50) > 0.5, torch.randint(9, (64, 50)), torch.randint(9, (64, 50)).int()):
         for target in (aten.sum.default, aten.any.default, aten.all.default, aten.prod.default, aten.max.default):
             yield call(target, x)
-        for target in (
-            aten.any.dim,
-            aten.all.dim,
-            aten.max.dim,
-            aten.argmax.default,
-            aten.prod.dim_int,
-            aten.cumsum.default,
-        ):
-            if target is not aten.argmax.default or x.dtype != torch.bool:
-                yield call(target, x, 0)
+        for name in words("any.dim all.dim max.dim argmax.default prod.dim_int cumsum.default"):
+            if name != "argmax.default" or x.dtype != torch.bool:
+                yield call(attrgetter(name)(aten), x, 0)
         yield call(aten.sum.dim_IntList, x, [1])
         yield call(aten.sum.dim_IntList, x, [1], dtype=torch.float32)
         yield call(aten.mean.dim, x, [1], dtype=torch.float32)
@@ -256,11 +232,8 @@ def scans_and_sorts(dtype: torch.dtype) -> Iterator[Call]:
         for d in (0, 1):
             yield call(aten.cumsum.default, x, d)
             yield call(aten.cumsum.default, x, d, dtype=torch.float64)
-            yield call(aten.cumprod.default, x, d)
-            yield call(aten.logcumsumexp.default, x, d)
-            yield call(aten.cummax.default, x, d)
-            yield call(aten.cummin.default, x, d)
-            yield call(aten.sort.default, x, d)
+            for name in words("cumprod logcumsumexp cummax cummin sort"):
+                yield call(getattr(aten, name).default, x, d)
             yield call(aten.sort.stable, x, stable=True, dim=d, descending=True)
             yield call(aten.topk.default, x, 3, d)
             yield call(aten.kthvalue.default, x, 3, d)
@@ -319,9 +292,8 @@ def shaping(dtype: torch.dtype) -> Iterator[Call]:
         yield call(aten.new_zeros.default, x, [3, 4])
         yield call(aten.new_full.default, x, [3, 4], 1)
         yield call(aten.new_ones.default, x, [], dtype=torch.bool)
-        yield call(aten.empty_like.default, x)
-        yield call(aten.rand_like.default, x)
-        yield call(aten.randn_like.default, x)
+        for name in words("empty_like rand_like randn_like"):
+            yield call(getattr(aten, name).default, x)
         yield call(aten.bernoulli.p, x, 0.3)
         yield call(aten.native_dropout.default, x, 0.3, True)
         yield call(aten.native_dropout_backward.default, torch.randn(24, 40).to(dtype), x > 0, 1.4)
@@ -494,21 +466,10 @@ def norms(dtype: torch.dtype) -> Iterator[Call]:
             for y in layouts(dtype, rows, columns):
                 yield call(aten.native_layer_norm.default, y, [columns], weight, bias, 1e-5)
                 yield call(aten.native_layer_norm.default, y, [columns], None, None, 1e-5)
+                backward, saved = aten.native_layer_norm_backward.default, ([columns], mean, rstd, weight)
                 for wanted in ([True, True, True], [True, False, False], [True, True, False]):
-                    yield call(
-                        aten.native_layer_norm_backward.default, y, x, [columns], mean, rstd, weight, bias, wanted
-                    )
-                yield call(
-                    aten.native_layer_norm_backward.default,
-                    x,
-                    y,
-                    [columns],
-                    mean,
-                    rstd,
-                    weight,
-                    None,
-                    [True, True, False],
-                )
+                    yield call(backward, y, x, *saved, bias, wanted)
+                yield call(backward, x, y, *saved, None, [True, True, False])
     for dtypes in {(dtype, dtype), (dtype, torch.float32)}:
         weight, bias = torch.ones(32).to(dtypes[1]), torch.zeros(32).to(dtypes[1])
         running = (torch.zeros(32).to(dtypes[1]), torch.ones(32).to(dtypes[1]))
@@ -517,11 +478,8 @@ def norms(dtype: torch.dtype) -> Iterator[Call]:
             _, mean, rstd = aten.native_group_norm.default(x, weight, bias, 4, 32, 81, 4, 1e-5)
             yield call(aten.native_group_norm.default, x, weight, bias, 4, 32, 81, 4, 1e-5)
             yield call(aten.native_group_norm.default, x, None, None, 4, 32, 81, 4, 1e-5)
-            y = (
-                grad.contiguous(memory_format=torch.channels_last)
-                if x.is_contiguous(memory_format=torch.channels_last)
-                else grad
-            )
+            is_last = x.is_contiguous(memory_format=torch.channels_last)
+            y = grad.contiguous(memory_format=torch.channels_last) if is_last else grad
             args = (y, x, mean, rstd, weight, 4, 32, 81, 4, [True, True, True])
             yield call(aten.native_group_norm_backward.default, *args)
         for x in images(dtype, 4, 32, 9, 9):
@@ -531,10 +489,9 @@ def norms(dtype: torch.dtype) -> Iterator[Call]:
             yield call(aten._native_batch_norm_legit_no_training.default, x, weight, bias, *running, 0.1, 1e-5)
             yield call(aten._native_batch_norm_legit.no_stats, x, weight, bias, True, 0.1, 1e-5)
             for y in (grad, grad.to(memory_format=torch.channels_last)):
-                args = (y, x, weight, *running, mean, rstd, True, 1e-5, [True, True, True])
-                yield call(aten.native_batch_norm_backward.default, *args)
-                args = (y, x, weight, *running, mean, rstd, False, 1e-5, [True, True, True])
-                yield call(aten.native_batch_norm_backward.default, *args)
+                for training in (True, False):
+                    args = (y, x, weight, *running, mean, rstd, training, 1e-5, [True, True, True])
+                    yield call(aten.native_batch_norm_backward.default, *args)
     for x in layouts(dtype, 24, 40):
         yield call(aten._fused_rms_norm.default, x, [40], torch.ones(40).to(dtype), 1e-5)
 
@@ -555,18 +512,11 @@ def pools(dtype: torch.dtype) -> Iterator[Call]:
         small, at = aten.adaptive_max_pool2d.default(x, [3, 3])
         yield call(aten.adaptive_max_pool2d.default, x, [3, 3])
         yield call(aten.adaptive_max_pool2d_backward.default, small, x, at)
+        of_grown = (torch.randn(2, 8, 24, 24).to(dtype), [24, 24], [2, 8, 12, 12])
         yield call(aten.upsample_nearest2d.default, x, [24, 24])
-        yield call(
-            aten.upsample_nearest2d_backward.default, torch.randn(2, 8, 24, 24).to(dtype), [24, 24], [2, 8, 12, 12]
-        )
+        yield call(aten.upsample_nearest2d_backward.default, *of_grown)
         yield call(aten.upsample_bilinear2d.default, x, [24, 24], False)
-        yield call(
-            aten.upsample_bilinear2d_backward.default,
-            torch.randn(2, 8, 24, 24).to(dtype),
-            [24, 24],
-            [2, 8, 12, 12],
-            False,
-        )
+        yield call(aten.upsample_bilinear2d_backward.default, *of_grown, False)
         wide = torch.randn(2, 16, 24, 24).to(dtype).to(memory_format=torch.channels_last)
         for given in (wide, wide[:, :8]):  # a part: of one of several images that were joined
             to = ([24, 24], [2, given.shape[1], 12, 12])
@@ -576,25 +526,11 @@ def pools(dtype: torch.dtype) -> Iterator[Call]:
             if dtype == torch.float32:
                 yield call(aten._upsample_bilinear2d_aa_backward.default, given, *to, False)
         yield call(aten.upsample_bicubic2d.default, x, [24, 24], False)
-        yield call(
-            aten.upsample_bicubic2d_backward.default,
-            torch.randn(2, 8, 24, 24).to(dtype),
-            [24, 24],
-            [2, 8, 12, 12],
-            False,
-        )
+        yield call(aten.upsample_bicubic2d_backward.default, *of_grown, False)
         if dtype == torch.float32:
             yield call(aten._upsample_bilinear2d_aa.default, x, [24, 24], False)
-        if dtype == torch.float32:
             yield call(aten._upsample_bicubic2d_aa.default, x, [6, 6], False)
-        if dtype == torch.float32:
-            yield call(
-                aten._upsample_bilinear2d_aa_backward.default,
-                torch.randn(2, 8, 24, 24).to(dtype),
-                [24, 24],
-                [2, 8, 12, 12],
-                False,
-            )
+            yield call(aten._upsample_bilinear2d_aa_backward.default, *of_grown, False)
         yield call(aten.max_unpool2d.default, pooled, indices, [12, 12])
         samples = torch.rand(2, 8, 2).to(dtype)
         args = (x, [3, 3], [6, 6], samples)
@@ -612,12 +548,10 @@ def pools(dtype: torch.dtype) -> Iterator[Call]:
         args = (x, [2, 2], [2, 2], [0, 0], [1, 1], False)
         yield call(prims._low_memory_max_pool_with_offsets.default, *args)
     line, volume = torch.randn(2, 8, 12).to(dtype), torch.randn(2, 4, 6, 6, 6).to(dtype)
-    for op in ("reflection_pad1d", "replication_pad1d"):
-        yield call(getattr(aten, op).default, line, [1, 1])
-        yield call(getattr(aten, op + "_backward").default, torch.randn(2, 8, 14).to(dtype), line, [1, 1])
-    for op in ("reflection_pad3d", "replication_pad3d"):
-        yield call(getattr(aten, op).default, volume, [1] * 6)
-        yield call(getattr(aten, op + "_backward").default, torch.randn(2, 4, 8, 8, 8).to(dtype), volume, [1] * 6)
+    for dims, given, shape in ((1, line, (2, 8, 14)), (3, volume, (2, 4, 8, 8, 8))):
+        for op in (f"reflection_pad{dims}d", f"replication_pad{dims}d"):
+            yield call(getattr(aten, op).default, given, [1, 1] * dims)
+            yield call(getattr(aten, op + "_backward").default, torch.randn(shape).to(dtype), given, [1, 1] * dims)
     yield call(aten.upsample_nearest1d.default, line, [24])
     yield call(aten.upsample_nearest1d_backward.default, torch.randn(2, 8, 24).to(dtype), [24], [2, 8, 12])
     yield call(aten.upsample_linear1d.default, line, [24], False)
@@ -631,7 +565,6 @@ def pools(dtype: torch.dtype) -> Iterator[Call]:
     )
     if dtype == torch.float32:
         yield call(aten.avg_pool3d.default, volume, [2] * 3)
-    if dtype == torch.float32:
         yield call(aten.avg_pool3d_backward.default, cubes, volume, [2] * 3, [2] * 3, [0] * 3, False, True, None)
     yield call(aten._adaptive_avg_pool3d.default, volume, [2] * 3)
     yield call(aten._adaptive_avg_pool3d_backward.default, torch.randn(2, 4, 2, 2, 2).to(dtype), volume)

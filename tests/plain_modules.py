@@ -117,6 +117,34 @@ class Stack(nn.Module):
         return x.float().square().mean()
 
 
+class FeedForward(nn.Module):
+    """A residual block: norm, up, GELU, down, and dropout if it is said how much."""
+
+    def __init__(self, width: int, *, times: int = 4, dropout: float | None = None) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, times * width), nn.Linear(times * width, width)
+        self.dropout = nn.Identity() if dropout is None else nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Residual(nn.Module):
+    """Blocks on rows of 64, each added to what it is given; the loss is the square of the last result."""
+
+    def __init__(self, num_blocks: int = 3, kind: type[nn.Sequential] = nn.Sequential) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            kind(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(num_blocks)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
 class FrozenMLP(nn.Module):
     """An MLP whose first and third layers, and one bias, are not trained."""
 

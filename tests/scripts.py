@@ -5,6 +5,8 @@ The first two must agree in every bit, the third closely. `conftest.py` register
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -91,6 +93,31 @@ def run_three_ways(script: Script, *, home: str | None = None, room: float = 1.0
     model = CASE.build(0)
     assert_close(small, script(model, model))
     return small
+
+
+def as_test(
+    script: Callable[..., Any], run: Callable[..., object], *, given: int, asks: str = ""
+) -> Callable[..., None]:
+    """A test with the script's name. `run` gets the script, bound to what pytest has for its arguments.
+
+    Args:
+        given: how many of them, the first, `run` itself gives.
+        asks: a fixture that `run` wants, too.
+    """
+    names = list(inspect.signature(script).parameters)[given:]
+
+    @functools.wraps(script)
+    def test(**found: Any) -> None:
+        run(functools.partial(script, **{name: found[name] for name in names}), *(found[name] for name in asks.split()))
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (*names, *asks.split())]
+    test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return test
+
+
+def three_ways(room: float = 1.05) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Of a script, a test that runs it in three ways."""
+    return lambda script: as_test(script, functools.partial(run_three_ways, room=room), given=2)
 
 
 def assert_close(left: Any, right: Any) -> None:

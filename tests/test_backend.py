@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Arrays, compile_case, differences, gradients, home_of, session_of, weights
+from harness import Arrays, compile_case, differences, gradients, home_of, session_of, take_step, weights
 from optim_models import LAYERS, MLP, WIDTH, batch
 from torch import Tensor, nn
 from torch._dynamo.comptime import comptime
@@ -265,9 +265,7 @@ def test_inductor() -> None:
     optimizers = [chunkc.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, plain)]
     for step in range(2):
         for module, optimizer in zip((call, plain), optimizers):
-            module(batch(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(module(batch(step)), optimizer)
     assert len(forward_calls(model)) >= LAYERS
     for p, q in zip(model.parameters(), plain.parameters()):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-4)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import segmented
 from memory_curves import step_curves
 from torch import Tensor, fx, nn
 from torch._functorch import partitioners
@@ -61,8 +62,7 @@ def test_states_of_random_generators_are_no_inputs(monkeypatch: pytest.MonkeyPat
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Blocks()
-    options = {"codegen": "eager", "whole_graph": "never", "memory_budget": "64MiB"}
-    found = trained(model, torch.compile(model, backend="chunkc", options=options))
+    found = trained(model, segmented(model, "64MiB"))
     model.zero_grad()
     expected = trained(model, model)
     for one, other in zip(found, expected, strict=True):
@@ -93,8 +93,7 @@ def test_nothing_of_a_parameter_is_saved_between_checkpoints(autocast: bool, mon
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Shared(autocast)
-    options = {"codegen": "eager", "whole_graph": "never", "memory_budget": "64MiB"}
-    found = trained(model, torch.compile(model, backend="chunkc", options=options))
+    found = trained(model, segmented(model, "64MiB"))
     (capture,) = captured
     assert capture.forward is not None
     assert capture.num_user_outputs is not None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import array, differences, weights
+from harness import array, differences, take_step, weights
 from optim_models import BUDGET_NBYTES, batch, build
 
 import chunkc
@@ -33,9 +33,7 @@ def trained(optimizer_name: str, default: str, home: str) -> list[Any]:
         optimizer = OPTIMIZERS[optimizer_name](model.parameters())
         for step, x in enumerate(BATCHES):
             loss = call(x)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(loss, optimizer)
             losses.append(array(loss))
             if step == 1:
                 optimizer.load_state_dict(optimizer.state_dict())

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from harness import counted
+from plain_modules import Residual
 from torch import Tensor, nn
 
 import chunkc
@@ -29,22 +30,6 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class Blocks(nn.Module):
-    """Residual blocks on rows, whose loss is their output's square."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-            for _ in range(2)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
-
-
 def rows(shape: tuple[int, int]) -> Tensor:
     found = torch.randn(*shape, WIDTH, generator=torch.Generator().manual_seed(sum(shape)))
     for dim in (0, 1):
@@ -58,7 +43,7 @@ def train(budget: int, limited: bool) -> tuple[list[Tensor], nn.Module]:
     torch._dynamo.reset()
     gc.collect()
     foreign = cpu_allocator.current_nbytes()
-    model = Blocks()
+    model = Residual(2)
     options = {"codegen": "inductor", "memory_budget": budget}
     call = torch.compile(model, backend="chunkc", options=options)
     found: list[Tensor] = []
@@ -93,14 +78,14 @@ def test_compiled_once_and_planned_for_every_shape(monkeypatch: pytest.MonkeyPat
     assert len(free) == len(tight)
     assert all(torch.equal(a, b) for a, b in zip(free, tight)), "the budget changes no bit"
     torch.manual_seed(0)
-    plain = Blocks()
+    plain = Residual(2)
     for shape, loss in zip(SHAPES, free[:: len(free) // len(SHAPES)]):
         torch.testing.assert_close(plain(rows(shape)).detach(), loss)
 
 
 def test_a_shape_that_does_not_fit_raises_and_changes_nothing() -> None:
     torch.manual_seed(0)
-    call = torch.compile(Blocks(), backend="chunkc", options={"codegen": "inductor", "memory_budget": 1_900_000})
+    call = torch.compile(Residual(2), backend="chunkc", options={"codegen": "inductor", "memory_budget": 1_900_000})
     before = call(rows((8, 9))).detach()
     with pytest.raises(chunkc.BudgetError) as error:
         call(rows((8, 96)))
@@ -111,7 +96,7 @@ def test_a_shape_that_does_not_fit_raises_and_changes_nothing() -> None:
 def test_sizes_are_known_where_nobody_asserts_them() -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
-    plain = Blocks()
+    plain = Residual(2)
     call = torch.compile(copy.deepcopy(plain), backend="chunkc", options={"codegen": "inductor"})
     with torch._inductor.config.patch(size_asserts=False):
         for shape in SHAPES[:2]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import HUGE, counted
+from harness import HUGE, counted, segmented
 from ladder import describe, inexact, resized
 from memory_curves import curves_at
+from plain_modules import Residual
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from zoo import LADDER, Case
@@ -28,27 +29,11 @@ WIDTH = 64
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-class Blocks(nn.Module):
-    """Residual blocks on rows, whose loss is their output's square."""
-
-    def __init__(self, num_blocks: int = 3) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-            for _ in range(num_blocks)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
-
-
 def two_models() -> tuple[nn.Module, nn.Module]:
     made = []
     for _ in range(2):
         torch.manual_seed(0)
-        made.append(Blocks())
+        made.append(Residual())
     return made[0], made[1]
 
 
@@ -108,8 +93,7 @@ def test_forwards_of_several_shapes_before_their_backwards() -> None:
 
 def test_a_shape_that_does_not_fit_raises_and_changes_nothing() -> None:
     model, plain = two_models()
-    options = {"codegen": "eager", "memory_budget": 1_700_000, "whole_graph": "never"}
-    call = torch.compile(model, backend="chunkc", options=options)
+    call = segmented(model, 1_700_000)
     for num_rows in (4, 6):
         call(rows(num_rows))
     with pytest.raises(chunkc.BudgetError) as error:
@@ -225,15 +209,11 @@ class Apart(nn.Sequential):
         return super().forward(x)
 
 
-class BlocksApart(nn.Module):
+class BlocksApart(Residual):
     """Between blocks Dynamo breaks the graph, so that they share one."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            Apart(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-            for _ in range(NUM_BLOCKS)
-        )
+        super().__init__(NUM_BLOCKS, Apart)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -260,8 +240,7 @@ def test_modules_that_share_a_graph_are_compiled_once_each(budget: int, monkeypa
     captures = counted(monkeypatch, compilation, "capture_graph")
     models: list[nn.Module] = [BlocksApart() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    options = {"codegen": "eager", "memory_budget": budget, "whole_graph": "never"}
-    call = torch.compile(models[0], backend="chunkc", options=options)
+    call = segmented(models[0], budget)
     after_two = 0
     for index, num_rows in enumerate((4, 6, 3, 8, 5, 4)):
         train_alike(models, call, num_rows)
@@ -286,15 +265,14 @@ def test_a_shared_graph_that_turns_out_valid_for_fewer_sizes_is_compiled_by_shap
     monkeypatch.setattr(backend, "_no_more_guards", guarded)
     models: list[nn.Module] = [BlocksApart() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    options = {"codegen": "eager", "memory_budget": 1_840_000, "whole_graph": "never"}
-    call = torch.compile(models[0], backend="chunkc", options=options)
+    call = segmented(models[0], 1_840_000)
     for num_rows in (4, 6, 3, 8, 3):
         train_alike(models, call, num_rows)
         assert chunkc.report(models[0]).predicted_peak_nbytes <= 1_840_000
     assert [warning for warning in warnings if "two sizes must be equal" in warning]
 
 
-class Tokens(Blocks):
+class Tokens(Residual):
     """A parameter is repeated for every row of the batch, so that its view has the batch's size."""
 
     def __init__(self) -> None:
@@ -310,8 +288,7 @@ def test_views_of_parameters_have_sizes_in_symbols(monkeypatch: pytest.MonkeyPat
     captures = counted(monkeypatch, compilation, "capture_graph")
     model, plain = Tokens(), Tokens()
     plain.load_state_dict(model.state_dict())
-    options = {"codegen": "eager", "memory_budget": 1_700_000, "whole_graph": "never"}
-    call = torch.compile(model, backend="chunkc", options=options)
+    call = segmented(model, 1_700_000)
     for num_rows in (4, 6, 3, 8):
         for module in (model, plain):
             module.zero_grad()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from built_modules import WIDTH, Tied, encoder, sequential
-from harness import array, differences
+from harness import array, differences, segmented, take_step
 from torch import nn
 
 import chunkc
@@ -70,9 +70,7 @@ def test_a_model_trains_as_one_that_was_built_as_usual(home: str) -> None:
         call = torch.compile(model, backend="chunkc", options=options if at_home else options | {"home": home})
         optimizer = chunkc.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         for _ in range(3):
-            call(tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(call(tokens), optimizer)
         hit = owner(model.body.weight)
         assert hit is not None
         assert hit[0].options.home == home
@@ -172,9 +170,7 @@ def test_states_that_are_loaded_before_the_first_call_are_at_home(
         return chunkc.optim.AdamW(model.parameters(), lr=1e-2, moments_dtype=moments)
 
     def step(model: nn.Module, optimizer: chunkc.optim.AdamW) -> None:
-        model(torch.ones(2, WIDTH, dtype=dtype)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model(torch.ones(2, WIDTH, dtype=dtype)).square().mean(), optimizer)
 
     def mlp() -> nn.Module:
         return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
@@ -261,9 +257,7 @@ def test_weights_tied_through_data_stay_tied(home: str) -> None:
         optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
         for _ in range(3):
             loss = call(torch.linspace(-1, 1, 4 * 64).reshape(4, 64)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(loss, optimizer)
             found.append(float(loss))
         return found
 
@@ -276,8 +270,7 @@ def test_weights_tied_through_data_stay_tied(home: str) -> None:
     torch._dynamo.reset()
     with chunkc.init(home=home):
         model = tied()
-    options = {"memory_budget": 300_000, "codegen": "eager", "whole_graph": "never"}
-    compiled = torch.compile(model, backend="chunkc", options=options)
+    compiled = segmented(model, 300_000)
     plain = tied()
     assert losses(model, compiled) == pytest.approx(losses(plain, plain), rel=1e-5)
 
@@ -300,8 +293,7 @@ def test_what_is_converted_later_is_compiled_with_the_home_it_was_built_in(tmp_p
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     model.bfloat16()
     assert all(nursery_of(p) is None for p in model.parameters())
-    options = {"memory_budget": "1GiB", "codegen": "eager", "whole_graph": "never"}
-    call = torch.compile(model, backend="chunkc", options=options)
+    call = segmented(model, "1GiB")
     call(torch.randn(2, WIDTH, dtype=torch.bfloat16)).square().mean().backward()
     hit = owner(model[0].weight)
     assert hit is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import HUGE
+from harness import HUGE, segmented
 from torch import nn
 
 from chunkc import logs
@@ -33,8 +33,7 @@ def generated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def train() -> None:
     torch._dynamo.reset()
-    options = {"memory_budget": HUGE, "codegen": "eager", "whole_graph": "never"}
-    torch.compile(nn.Linear(64, 64), backend="chunkc", options=options)(torch.ones(2, 64)).sum().backward()
+    segmented(nn.Linear(64, 64), HUGE)(torch.ones(2, 64)).sum().backward()
 
 
 def test_a_log_of_everything_shows_captured_and_rewritten_graphs(

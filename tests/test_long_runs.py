@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.utils.checkpoint
-from harness import graphs_made, session_of
+from harness import graphs_made, session_of, take_step
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -71,9 +71,7 @@ def test_outputs_that_are_kept_neither_fill_memory_with_plans_nor_make_a_new_one
         for _ in range(NUM_STEPS):
             output = call(rows(1))
             outputs.append(output.detach())
-            output.sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(output.sum(), optimizer)
             (found,) = made_graphs
             assert len(found.steps.at("forward", (), may_be_whole=True).plans) <= 5
             assert len(session_of(model).update_plans) <= 4

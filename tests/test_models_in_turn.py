@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import array, differences, home_of
+from harness import array, differences, home_of, take_step
 from plain_modules import Stack
 from torch import nn
 
@@ -26,9 +26,7 @@ def train(kept: list[Any]) -> list[Any]:
     found = []
     for step in range(2):
         loss = compiled(torch.full((2, 64), float(step + 1)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(loss, optimizer)
         found.append(array(loss))
     session, name = home_of(model.get_parameter("layers.0.weight"))
     assert session.store.is_managed(name)

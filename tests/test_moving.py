@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import adamw
+from harness import adamw, segmented, take_step
+from plain_modules import Residual
 from torch import Tensor, nn
 
 import chunkc
@@ -19,22 +20,6 @@ from chunkc.runtime import cpu_allocator
 from chunkc.session import owner, sessions_of
 
 WIDTH = 64
-
-
-class Blocks(nn.Module):
-    """Residual blocks on rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-            for _ in range(3)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
 
 
 def rows(num_rows: int) -> Tensor:
@@ -52,18 +37,15 @@ def trained_model(optimizer: str = "adamw", dtype: torch.dtype = torch.float32) 
     """A model in which everything stays, after a step; what calls it, and its optimizer."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Blocks().to(dtype)
+    model = Residual().to(dtype)
     made = OPTIMIZERS[optimizer](model.parameters())
-    options = {"codegen": "eager", "memory_budget": 1 << 30, "whole_graph": "never"}
-    call = torch.compile(model, backend="chunkc", options=options)
+    call = segmented(model, 1 << 30)
     step(call, made, dtype)
     return model, call, made
 
 
 def step(call: Any, optimizer: Any, dtype: torch.dtype = torch.float32) -> None:
-    call(rows(4).to(dtype)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(call(rows(4).to(dtype)), optimizer)
 
 
 @pytest.mark.second_tier
@@ -106,9 +88,8 @@ def test_a_step_that_stays_out_of_the_way_of_a_larger_batch() -> None:
     torch._dynamo.reset()
     gc.collect()
     foreign_nbytes = cpu_allocator.current_nbytes()
-    model = Blocks()
-    options = {"codegen": "eager", "memory_budget": 3_600_000, "whole_graph": "never"}
-    call = torch.compile(model, backend="chunkc", options=options)
+    model = Residual()
+    call = segmented(model, 3_600_000)
     optimizer = adamw(model.parameters())
     for num_rows in (3, 4, 3, 20):
         cpu_allocator.reset_peak()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import array, differences
+from harness import array, differences, take_step
 from torch import Tensor, nn
 
 import chunkc
@@ -88,9 +88,7 @@ def test_a_placed_model_trains_as_an_unplaced_one() -> None:
         call = compiled(model, memory_budget="400KiB")
         optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-2)
         for _ in range(2):
-            call(batch()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(call(batch()), optimizer)
         results.append(values(model))
     assert not differences(*results)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from built_modules import WIDTH, Tied, sequential
-from harness import array, differences
+from harness import array, differences, segmented
 from torch import nn
 
 import chunkc
@@ -53,8 +53,7 @@ def test_a_function_initialises_module_by_module_and_ties_stay() -> None:
         3,
     ]
     assert not model.scale.requires_grad
-    options = {"memory_budget": "512KiB", "codegen": "eager", "whole_graph": "never"}
-    call = torch.compile(model, backend="chunkc", options=options)
+    call = segmented(model, "512KiB")
     call(torch.zeros(1, 4).long()).backward()
     assert model.body.weight.grad is not None
 
@@ -92,8 +91,7 @@ def test_an_initialisation_may_assign_parameters() -> None:
         assert hit is not None
         assert hit[0].store.is_managed(hit[1])
         assert torch.equal(layer.weight, values)
-    options = {"memory_budget": "512KiB", "codegen": "eager", "whole_graph": "never"}
-    call = torch.compile(model, backend="chunkc", options=options)
+    call = segmented(model, "512KiB")
     optimizer = chunkc.optim.SGD(model.parameters(), lr=1.0)
     call(torch.ones(1, WIDTH)).backward()
     optimizer.step()

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import train
+from harness import take_step, train
+from plain_modules import Stack
 from torch import Tensor, nn
 from zoo import CASES
 
@@ -23,17 +24,9 @@ BUDGET_NBYTES = 400 * 1024
 WEIGHT_NBYTES = 4 * WIDTH * WIDTH
 
 
-class MLP(nn.Module):
+def mlp() -> nn.Module:
     """Weights that live in chunks of their own, without biases."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
+    return Stack(LAYERS, width=WIDTH, bias=False)
 
 
 def compiled(model: nn.Module, **options: Any) -> Callable[..., Tensor]:
@@ -44,7 +37,7 @@ def compiled(model: nn.Module, **options: Any) -> Callable[..., Tensor]:
 
 def trained(num_steps: int = 2, **options: Any) -> tuple[nn.Module, Callable[..., Tensor], torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = MLP()
+    model = mlp()
     call, optimizer = compiled(model, **options), chunkc.optim.AdamW(model.parameters())
     for _ in range(num_steps):
         step(call, optimizer)
@@ -52,9 +45,7 @@ def trained(num_steps: int = 2, **options: Any) -> tuple[nn.Module, Callable[...
 
 
 def step(call: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> None:
-    call(torch.ones(2, WIDTH)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(call(torch.ones(2, WIDTH)), optimizer)
 
 
 def test_fields_under_a_small_budget() -> None:
@@ -216,10 +207,10 @@ def test_measured_where_the_tier_is_metered() -> None:
 
 
 def test_nothing_is_known_of_other_models() -> None:
-    for model in (MLP(), nn.ReLU()):
+    for model in (mlp(), nn.ReLU()):
         with pytest.raises(chunkc.ChunkcError, match="placed or compiled"):
             chunkc.report(model)
-    model = MLP()
+    model = mlp()
     compiled(model)  # not called yet
     with pytest.raises(chunkc.ChunkcError, match="first call"):
         chunkc.report(model)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import segmented
 from torch import Tensor, nn
 
 import chunkc
@@ -72,8 +73,7 @@ class Holder(nn.Module):
 
 def compiled(model: nn.Module, budget_nbytes: int = 1 << 30) -> Any:
     torch._dynamo.reset()
-    options = {"memory_budget": budget_nbytes, "codegen": "eager", "whole_graph": "never"}
-    return torch.compile(model, backend="chunkc", options=options)
+    return segmented(model, budget_nbytes)
 
 
 def names_in_session(model: nn.Module) -> set[str]:

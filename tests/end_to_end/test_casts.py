@@ -23,6 +23,7 @@ from harness import (
     train,
     weights,
 )
+from plain_modules import FeedForward
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from zoo import Case, floats
@@ -36,24 +37,13 @@ MATRIX_NBYTES = 4 * 2 * WIDTH * WIDTH
 """Of each layer's two matrices; each is a chunk."""
 
 
-class Layer(nn.Module):
-    """Norm, up, GELU, down: of the matrices only casts are used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
 class Model(nn.Module):
     """`frozen`: layers from the first one on that are not trained. `raw`: the last matrix is used as it is, too."""
 
     def __init__(self, dtype: torch.dtype, frozen: int = 0, raw: bool = False) -> None:
         super().__init__()
         self.dtype, self.raw = dtype, raw
-        self.layers = nn.ModuleList(Layer() for _ in range(NUM_LAYERS))
+        self.layers = nn.ModuleList(FeedForward(WIDTH, times=2) for _ in range(NUM_LAYERS))
         for layer in self.layers[:frozen]:
             layer.requires_grad_(False)
 

@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness import HUGE, adamw, array, differences, gradients, session_of, weights
+from harness import HUGE, adamw, array, differences, gradients, segmented, session_of, take_step, weights
 from scripts import (
     CASE,
     assert_close,
     backward,
     compile_large,
     compile_small,
-    run_three_ways,
     sgd,
     slowly_on_disks,
     small_budget,
+    three_ways,
     train_steps,
     two_alike,
     weight_of,
@@ -29,16 +29,14 @@ import chunkc
 
 
 @slowly_on_disks
-def test_replaced_data_is_trained() -> None:
-    def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
-        optimizer, seen = sgd(model.parameters()), []
-        seen += train_steps(call, optimizer, range(1))
-        for parameter in model.parameters():
-            parameter.data = parameter.data * 0.5
-        seen += [*train_steps(call, optimizer, range(1, 3)), weights(model)]
-        return seen
-
-    run_three_ways(script)
+@three_ways()
+def test_replaced_data_is_trained(model: nn.Module, call: Callable[..., Tensor]) -> list:
+    optimizer, seen = sgd(model.parameters()), []
+    seen += train_steps(call, optimizer, range(1))
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+    seen += [*train_steps(call, optimizer, range(1, 3)), weights(model)]
+    return seen
 
 
 @slowly_on_disks
@@ -96,27 +94,23 @@ def test_sharpness_aware_minimisation() -> None:
 
 
 @slowly_on_disks
-def test_data_replaced_between_forward_and_backward() -> None:
-    def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
-        loss = call(**CASE.batch(0))
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
-        loss.backward()
-        return [gradients(model), weights(model)]
-
-    run_three_ways(script)
+@three_ways()
+def test_data_replaced_between_forward_and_backward(model: nn.Module, call: Callable[..., Tensor]) -> list:
+    loss = call(**CASE.batch(0))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    loss.backward()
+    return [gradients(model), weights(model)]
 
 
 @slowly_on_disks
-def test_vector_to_parameters() -> None:
-    def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
-        optimizer = sgd(model.parameters())
-        train_steps(call, optimizer, range(1))
-        vector = nn.utils.parameters_to_vector(model.parameters()).detach() * 0.9
-        nn.utils.vector_to_parameters(vector, model.parameters())
-        return [*train_steps(call, optimizer, range(2)), weights(model)]
-
-    run_three_ways(script)
+@three_ways()
+def test_vector_to_parameters(model: nn.Module, call: Callable[..., Tensor]) -> list:
+    optimizer = sgd(model.parameters())
+    train_steps(call, optimizer, range(1))
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach() * 0.9
+    nn.utils.vector_to_parameters(vector, model.parameters())
+    return [*train_steps(call, optimizer, range(2)), weights(model)]
 
 
 def test_lower_bits_of_replaced_data_are_left_out() -> None:
@@ -126,14 +120,11 @@ def test_lower_bits_of_replaced_data_are_left_out() -> None:
     for replaced in (True, False):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).bfloat16()
-        options = {"codegen": "eager", "memory_budget": 380_000, "whole_graph": "never"}
-        compiled = torch.compile(chunkc.place(model), backend="chunkc", options=options)
+        compiled = segmented(chunkc.place(model), 380_000)
         optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-3)
         for step in range(3):
             torch.manual_seed(step)
-            compiled(torch.randn(4, 64, dtype=torch.bfloat16)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(compiled(torch.randn(4, 64, dtype=torch.bfloat16)).square().mean(), optimizer)
             for p in model.parameters() if step == 1 else ():
                 with torch.no_grad():
                     p.data = p.data * 2 if replaced else p.data
@@ -249,9 +240,7 @@ def test_tying_after_the_first_call(codegen: str) -> None:
         for step in range(3):
             if step == 1:
                 model[2][0].weight = model[0][0].weight
-            call(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(call(x).square().mean(), optimizer)
         return [weights(model)]
 
     seen = []
@@ -266,21 +255,19 @@ def test_tying_after_the_first_call(codegen: str) -> None:
 
 
 @slowly_on_disks
-def test_frozen_between_forward_and_backward() -> None:
-    def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
-        seen = []
-        for step in range(2):
-            loss = call(**CASE.batch(step))
-            chosen = [p for i, p in enumerate(model.parameters()) if i % 2 == step]
-            for parameter in chosen:
-                parameter.requires_grad_(False)
-            loss.backward()
-            seen.append(gradients(model))
-            for parameter in chosen:
-                parameter.requires_grad_(True)
-        return seen
-
-    run_three_ways(script)
+@three_ways()
+def test_frozen_between_forward_and_backward(model: nn.Module, call: Callable[..., Tensor]) -> list:
+    seen = []
+    for step in range(2):
+        loss = call(**CASE.batch(step))
+        chosen = [p for i, p in enumerate(model.parameters()) if i % 2 == step]
+        for parameter in chosen:
+            parameter.requires_grad_(False)
+        loss.backward()
+        seen.append(gradients(model))
+        for parameter in chosen:
+            parameter.requires_grad_(True)
+    return seen
 
 
 @slowly_on_disks
@@ -302,14 +289,11 @@ def test_lower_bits_of_a_replaced_parameter_s_neighbours_stay() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))).bfloat16()
-    options = {"memory_budget": 190_000, "codegen": "eager", "whole_graph": "never", "chunk_size": 16384}
-    compiled = torch.compile(chunkc.place(model, chunk_size=16384), backend="chunkc", options=options)
+    compiled = segmented(chunkc.place(model, chunk_size=16384), 190_000, chunk_size=16384)
     optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-3)
     x = torch.randn(8, 64).bfloat16()
     for _ in range(2):
-        compiled(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(compiled(x).square().mean(), optimizer)
     store = session_of(model).store
     names = {id(parameter): name for name, parameter in store.parameters().items()}
     replaced, other = model[6].weight, model[7].weight

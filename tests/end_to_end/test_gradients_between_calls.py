@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness import adamw, array, compile_case, differences, gradients, session_of, weights
+from harness import adamw, array, compile_case, differences, gradients, segmented, session_of, weights
 from scripts import (
     CASE,
     assert_close,
     backward,
     compile_small,
-    run_three_ways,
     slowly_on_disks,
     small_budget,
+    three_ways,
     two_alike,
 )
 from torch import Tensor, nn
@@ -63,15 +63,13 @@ def test_views_of_a_gradient_that_moved_home_keep_their_values() -> None:
 
 
 @slowly_on_disks
-def test_views_of_a_gradient_follow_accumulation() -> None:
-    def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
-        backward(call, 0)
-        views = {name: p.grad.detach() for name, p in model.named_parameters()}
-        backward(call, 1)
-        assert all(torch.equal(views[name], p.grad) for name, p in model.named_parameters())
-        return [{name: array(view) for name, view in views.items()}]
-
-    run_three_ways(script)
+@three_ways()
+def test_views_of_a_gradient_follow_accumulation(model: nn.Module, call: Callable[..., Tensor]) -> list:
+    backward(call, 0)
+    views = {name: p.grad.detach() for name, p in model.named_parameters()}
+    backward(call, 1)
+    assert all(torch.equal(views[name], p.grad) for name, p in model.named_parameters())
+    return [{name: array(view) for name, view in views.items()}]
 
 
 def test_a_gradient_that_is_its_own_transposed_view() -> None:
@@ -88,8 +86,7 @@ def test_a_gradient_that_is_its_own_transposed_view() -> None:
     for _ in range(2):
         torch.manual_seed(0)
         models.append(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))))
-    options = {"memory_budget": 200_000, "codegen": "eager", "whole_graph": "never"}
-    compiled = torch.compile(chunkc.place(models[0]), backend="chunkc", options=options)
+    compiled = segmented(chunkc.place(models[0]), 200_000)
     small = script(chunkc.optim.AdamW, models[0], compiled)
     store = session_of(models[0]).store
     assert any(store.is_managed(name) for name in store.parameters())
@@ -110,21 +107,19 @@ def test_kept_views_do_not_grow_home() -> None:
 
 
 @slowly_on_disks
-def test_one_tensor_as_the_gradient_of_several() -> None:
-    def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
-        optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.05), []
-        first, second = two_alike(model)
-        for step in range(2):
-            first.grad = second.grad = shared = torch.ones_like(first)
-            seen.append(backward(call, step))
-            assert first.grad is shared
-            assert second.grad is shared
-            seen.append(gradients(model))
-            optimizer.step()
-            optimizer.zero_grad()
-        return [*seen, weights(model)]
-
-    run_three_ways(script, room=2.0)
+@three_ways(room=2.0)
+def test_one_tensor_as_the_gradient_of_several(model: nn.Module, call: Callable[..., Tensor]) -> list:
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.05), []
+    first, second = two_alike(model)
+    for step in range(2):
+        first.grad = second.grad = shared = torch.ones_like(first)
+        seen.append(backward(call, step))
+        assert first.grad is shared
+        assert second.grad is shared
+        seen.append(gradients(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, weights(model)]
 
 
 @slowly_on_disks
@@ -147,47 +142,41 @@ def test_one_tensor_as_the_gradient_of_several_in_a_chunked_update() -> None:
 
 @slowly_on_disks
 @pytest.mark.parametrize("own", ["tensor", "view"])
-def test_a_gradient_of_the_user_s_own_is_added_to(own: str) -> None:
+@three_ways(room=2.0)
+def test_a_gradient_of_the_user_s_own_is_added_to(model: nn.Module, call: Callable[..., Tensor], own: str) -> list:
     """`p.grad = mine`, and `mine` is read after the backward."""
-
-    def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
-        backward(call, 0)
-        first, second = two_alike(model)
-        flat = torch.full((first.numel(),), 0.25)
-        first.grad = flat.view(first.shape) if own == "view" else flat.reshape(first.shape).clone()
-        mine = flat if own == "view" else first.grad
-        seen = []
-        for step in range(3):
-            seen.append(backward(call, step))
-            assert torch.equal(mine.view(first.shape), first.grad)
-            seen.append([array(mine.clone()), array(second.grad)])
-        del mine, flat  # from now on nobody else has it
-        seen.append(backward(call, 3))
-        return [*seen, gradients(model)]
-
-    run_three_ways(script, room=2.0)
+    backward(call, 0)
+    first, second = two_alike(model)
+    flat = torch.full((first.numel(),), 0.25)
+    first.grad = flat.view(first.shape) if own == "view" else flat.reshape(first.shape).clone()
+    mine = flat if own == "view" else first.grad
+    seen = []
+    for step in range(3):
+        seen.append(backward(call, step))
+        assert torch.equal(mine.view(first.shape), first.grad)
+        seen.append([array(mine.clone()), array(second.grad)])
+    del mine, flat  # from now on nobody else has it
+    seen.append(backward(call, 3))
+    return [*seen, gradients(model)]
 
 
 @slowly_on_disks
-def test_flat_memory_as_the_gradients_of_all() -> None:
+@three_ways(room=3.0)
+def test_flat_memory_as_the_gradients_of_all(model: nn.Module, call: Callable[..., Tensor]) -> list:
     """As Apex and Megatron do it: one buffer, of which each parameter's `.grad` is a view."""
-
-    def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
-        parameters = list(model.parameters())
-        flat = torch.zeros(sum(p.numel() for p in parameters))
-        begin = 0
-        for parameter in parameters:
-            parameter.grad = flat[begin : begin + parameter.numel()].view(parameter.shape)
-            begin += parameter.numel()
-        optimizer, seen = torch.optim.SGD(parameters, lr=0.05), []
-        for step in range(2):
-            seen.append(backward(call, step))
-            seen.append(array(flat.clone()))
-            optimizer.step()
-            flat.zero_()
-        return [*seen, weights(model)]
-
-    run_three_ways(script, room=3.0)
+    parameters = list(model.parameters())
+    flat = torch.zeros(sum(p.numel() for p in parameters))
+    begin = 0
+    for parameter in parameters:
+        parameter.grad = flat[begin : begin + parameter.numel()].view(parameter.shape)
+        begin += parameter.numel()
+    optimizer, seen = torch.optim.SGD(parameters, lr=0.05), []
+    for step in range(2):
+        seen.append(backward(call, step))
+        seen.append(array(flat.clone()))
+        optimizer.step()
+        flat.zero_()
+    return [*seen, weights(model)]
 
 
 @slowly_on_disks

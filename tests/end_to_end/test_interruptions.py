@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import HUGE, adamw, compile_case, differences, gradients, weights
 from plain_modules import ByteGPT
-from scripts import CASE, backward, compile_small, run_three_ways, sgd, small_budget, train_steps
+from scripts import CASE, backward, compile_small, run_three_ways, sgd, small_budget, three_ways, train_steps
 from torch import Tensor, nn
 from zoo import Batch, Case, byte_batch
 
@@ -124,18 +124,16 @@ def test_control_c_while_copying(num_calls: int, home: str, monkeypatch: pytest.
     assert not any(math.isnan(float(loss)) for loss in losses)
 
 
-def test_an_exception_of_the_user_between_forward_and_backward() -> None:
+@three_ways()
+def test_an_exception_of_the_user_between_forward_and_backward(model: nn.Module, call: Callable[..., Tensor]) -> list:
     """A saved forward that is dropped on an exception leaves nothing behind."""
 
-    def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
-        def fail(batch: Batch) -> None:
-            loss = call(**batch)
-            raise RuntimeError(f"loss is {float(loss)}")
+    def fail(batch: Batch) -> None:
+        loss = call(**batch)
+        raise RuntimeError(f"loss is {float(loss)}")
 
-        optimizer = sgd(model.parameters())
-        losses = train_steps(call, optimizer, range(1))
-        with pytest.raises(RuntimeError, match="loss is"):
-            fail(CASE.batch(5))
-        return [*losses, *train_steps(call, optimizer, range(1, 3)), weights(model)]
-
-    run_three_ways(script)
+    optimizer = sgd(model.parameters())
+    losses = train_steps(call, optimizer, range(1))
+    with pytest.raises(RuntimeError, match="loss is"):
+        fail(CASE.batch(5))
+    return [*losses, *train_steps(call, optimizer, range(1, 3)), weights(model)]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import HUGE, TINY, Result, assert_same_training, compile_case, refuse, train
+from plain_modules import FeedForward
 from torch import Tensor, nn
 from torch.nn import functional as F
 from zoo import Case
@@ -20,23 +21,13 @@ SECOND = pytest.mark.second_tier
 SLOW = pytest.mark.slow
 
 
-class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
-
-
 class Words(nn.Module):
     """More classes than all else: logits of all rows are the peak."""
 
     def __init__(self, *, tied: bool = False, dropout: float = 0.0, autocast: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(CLASSES, WIDTH)
-        self.blocks = nn.Sequential(*(Block(dropout) for _ in range(3)))
+        self.blocks = nn.Sequential(*(FeedForward(WIDTH, dropout=dropout) for _ in range(3)))
         self.head = nn.Linear(WIDTH, CLASSES, bias=False)
         self.autocast = autocast
         if tied:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from harness import HUGE, TINY, adamw, array, differences, gradients, home_of, weights
+from harness import HUGE, TINY, adamw, array, differences, gradients, home_of, take_step, weights
 from ladder import rungs
+from plain_modules import FeedForward
 from torch import Tensor, nn
 
 import chunkc
@@ -25,21 +25,12 @@ from chunkc.ir.errors import BudgetError
 WIDTH, ROWS = 32, 24
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
 class Blocks(nn.Module):
     """Blocks, and a head that makes the loss; subclasses say where Dynamo breaks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(WIDTH, 2 * WIDTH)
+        self.blocks, self.head = nn.ModuleList(FeedForward(WIDTH) for _ in range(4)), nn.Linear(WIDTH, 2 * WIDTH)
 
     def loss(self, x: Tensor) -> Tensor:
         return self.head(x).exp().sum(-1).log().mean()
@@ -94,8 +85,8 @@ class Pair(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(Block(), Block())
-        self.decoder = nn.Sequential(Block(), nn.Linear(WIDTH, 2 * WIDTH))
+        self.encoder = nn.Sequential(FeedForward(WIDTH), FeedForward(WIDTH))
+        self.decoder = nn.Sequential(FeedForward(WIDTH), nn.Linear(WIDTH, 2 * WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.decoder(self.encoder(x)).exp().sum(-1).log().mean()
@@ -236,9 +227,7 @@ def test_parts_compiled_apart() -> None:
         model.decoder.compile(backend="chunkc", options=shared)
         optimizer = adamw(model.parameters())
         for step in range(2):
-            model(batch(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(model(batch(step)), optimizer)
 
     named = [error.minimum_nbytes for error in refusals(train_pair)]
     is_whole = torch.__version__ >= (

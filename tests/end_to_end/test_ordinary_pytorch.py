@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from harness import HUGE, Arrays, adamw, array, compile_case, differences, gradients, weights
-from scripts import CASE, assert_close, backward, compile_small, run_three_ways, sgd, train_steps
+from scripts import CASE, assert_close, backward, compile_small, run_three_ways, sgd, three_ways, train_steps
 from torch import Tensor, nn
 
 
@@ -152,49 +152,43 @@ def test_gradients_accumulate_over_micro_batches(home: str) -> None:
     assert differences(seen[1], seen[3])
 
 
-def test_zero_grad_to_zeros() -> None:
-    def script(model: nn.Module, call: Callable[..., Tensor]) -> tuple:
-        optimizer, seen = sgd(model.parameters()), []
-        for step in range(3):
-            seen += [backward(call, step), gradients(model)]
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-            assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-        return seen, weights(model)
-
-    run_three_ways(script)
-
-
-def test_a_user_replaces_gradients() -> None:
-    def script(model: nn.Module, call: Callable[..., Tensor]) -> tuple:
-        optimizer, seen = sgd(model.parameters()), []
-        backward(call, 0)
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, 0.5)
+@three_ways()
+def test_zero_grad_to_zeros(model: nn.Module, call: Callable[..., Tensor]) -> tuple:
+    optimizer, seen = sgd(model.parameters()), []
+    for step in range(3):
+        seen += [backward(call, step), gradients(model)]
         optimizer.step()
-        seen.append(weights(model))
-        seen += [backward(call, 1), gradients(model)]  # adds to the user's tensors
-        optimizer.step()
-        optimizer.zero_grad()
-        first = next(model.parameters())
-        first.grad = torch.ones_like(first)
-        seen += [backward(call, 2), gradients(model)]  # only one gradient was there
-        return seen, weights(model)
-
-    run_three_ways(script)
+        optimizer.zero_grad(set_to_none=False)
+        assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    return seen, weights(model)
 
 
-def test_a_user_writes_into_gradients() -> None:
-    def script(model: nn.Module, call: Callable[..., Tensor]) -> tuple:
-        optimizer = sgd(model.parameters())
-        backward(call, 0)
-        for parameter in model.parameters():
-            parameter.grad.mul_(-2.0)
-        seen = gradients(model)
-        optimizer.step()
-        return seen, weights(model)
+@three_ways()
+def test_a_user_replaces_gradients(model: nn.Module, call: Callable[..., Tensor]) -> tuple:
+    optimizer, seen = sgd(model.parameters()), []
+    backward(call, 0)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+    seen.append(weights(model))
+    seen += [backward(call, 1), gradients(model)]  # adds to the user's tensors
+    optimizer.step()
+    optimizer.zero_grad()
+    first = next(model.parameters())
+    first.grad = torch.ones_like(first)
+    seen += [backward(call, 2), gradients(model)]  # only one gradient was there
+    return seen, weights(model)
 
-    run_three_ways(script)
+
+@three_ways()
+def test_a_user_writes_into_gradients(model: nn.Module, call: Callable[..., Tensor]) -> tuple:
+    optimizer = sgd(model.parameters())
+    backward(call, 0)
+    for parameter in model.parameters():
+        parameter.grad.mul_(-2.0)
+    seen = gradients(model)
+    optimizer.step()
+    return seen, weights(model)
 
 
 def test_backward_twice_with_retain_graph_accumulates() -> None:

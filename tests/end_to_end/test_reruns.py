@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -14,63 +13,28 @@ from harness import (
     TINY,
     adamw,
     assert_same_training,
-    compile_case,
     differences,
     everything_fits,
-    gradients,
     minimum_nbytes,
     refuse,
     session_of,
+    take_step,
     train,
 )
+from saved_cases import compiled_gpt, least_nbytes, repeated
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from zoo import LADDER, Case, floats
 
 import chunkc
 from chunkc.captured import Captured
 
-
-@functools.cache
-def least_nbytes(name: str, home: str = "cpu", codegen: str = "eager") -> int:
-    """The smallest budget that `BudgetError` names for a model in one graph."""
-    return refuse(LADDER[name], memory_budget=TINY, home=home, codegen=codegen, activations="rerun").minimum_nbytes
-
-
 SECOND = pytest.mark.second_tier
-
-MODELS = [
-    pytest.param("short_gpt", "cpu", "eager", 0.86),
-    pytest.param("byte_gpt", "cpu", "eager", 0.75, marks=SECOND),
-    pytest.param("checkpointed_gpt", "cpu", "eager", 1.0, marks=SECOND),
-    pytest.param("dropout", "disk", "eager", 1.0, marks=SECOND),
-    pytest.param("gpt2_dropout", "disk", "eager", 1.0, marks=[SECOND, pytest.mark.slow]),
-    pytest.param("llama_tied", "cpu", "eager", 0.8, marks=[SECOND, pytest.mark.slow]),
-    pytest.param("convnet", "cpu", "eager", 1.0, marks=SECOND),
-    pytest.param("autocast_gpt", "disk", "eager", 0.95, marks=[SECOND, pytest.mark.slow]),
-    pytest.param("byte_gpt", "cpu", "inductor", 0.9, marks=[SECOND, pytest.mark.slow]),
-    pytest.param("gpt2_dropout", "cpu", "inductor", 0.95, marks=[SECOND, pytest.mark.slow]),
-]
-
-
-@pytest.mark.parametrize(("name", "home", "codegen", "share"), MODELS)
-def test_forced_reruns_train_to_the_same_bits_in_less(name: str, home: str, codegen: str, share: float) -> None:
-    """Operators of a segment that draw random numbers: of eager dropout nothing is repeated; Inductor's segments take
-    the seed, so that they are repeated with the very same numbers."""
-    nbytes = least_nbytes(name, home, codegen)
-    assert nbytes <= share * minimum_nbytes(name, home, codegen)
-    result = train(LADDER[name], memory_budget=nbytes, home=home, codegen=codegen, activations="rerun", debug=True)
-    assert_same_training(result, everything_fits(name, codegen))
-    assert result.measured_peak_nbytes <= result.predicted_peak_nbytes <= nbytes
-    assert result.allocator_peak_nbytes <= nbytes
-    if name in ("short_gpt", "byte_gpt") and codegen == "eager":
-        assert result.measured_peak_nbytes == result.predicted_peak_nbytes
 
 
 @SECOND
 @pytest.mark.parametrize("part", [0.1, *(pytest.param(part, marks=pytest.mark.slow) for part in (0.4, 1.0, 3.0))])
 def test_every_budget_gives_the_same_bits(part: float) -> None:
-    least, most = least_nbytes("byte_gpt"), minimum_nbytes("byte_gpt")
+    least, most = least_nbytes("byte_gpt", "rerun"), minimum_nbytes("byte_gpt")
     result = train(LADDER["byte_gpt"], memory_budget=int(least + part * (most - least)), activations="rerun")
     assert_same_training(result, everything_fits("byte_gpt"))
     assert result.measured_peak_nbytes == result.predicted_peak_nbytes
@@ -110,52 +74,16 @@ def test_batch_norms_are_repeated_with_the_statistics_that_they_read(codegen: st
 
 
 @SECOND
-@pytest.mark.parametrize("name", ["graph_breaks", pytest.param("sometimes_unused", marks=pytest.mark.slow)])
-def test_several_graphs_train_to_the_same_bits(name: str) -> None:
-    nbytes = 2 * minimum_nbytes(name)
-    result = train(LADDER[name], memory_budget=nbytes, limit=False, activations="rerun")
-    assert_same_training(result, everything_fits(name))
-    assert result.measured_peak_nbytes <= result.predicted_peak_nbytes
-
-
-@SECOND
 def test_updates_in_the_backward_come_after_what_is_run_again() -> None:
     def trained(activations: str) -> object:
-        model, compiled = _compiled(activations, minimum_nbytes("short_gpt"))
+        model, compiled = compiled_gpt(activations, minimum_nbytes("short_gpt"))
         optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-3, overlap="backward")
         for seed in range(3):
-            compiled(**LADDER["short_gpt"].batch(seed)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(compiled(**LADDER["short_gpt"].batch(seed)), optimizer)
         chunkc.synchronize(model)
         return {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
 
     assert not differences(trained("rerun"), trained("keep"))
-
-
-def _compiled(activations: str, budget_nbytes: int | None = None) -> tuple[nn.Module, nn.Module]:
-    nbytes = budget_nbytes or 2 * minimum_nbytes("short_gpt")
-    return compile_case(LADDER["short_gpt"], memory_budget=nbytes, activations=activations, whole_graph="never")
-
-
-def repeated(compiled: nn.Module) -> set[str]:
-    """The calls that the latest backward has repeated."""
-    return {label for label, *_ in chunkc.report(compiled).moments if "rerun" in label}
-
-
-@SECOND
-def test_a_graph_that_is_kept_runs_again_and_two_forwards_keep_their_own() -> None:
-    def grads(activations: str) -> object:
-        model, compiled = _compiled(activations)
-        first, second = (compiled(**LADDER["short_gpt"].batch(seed)) for seed in (0, 1))
-        second.backward(retain_graph=True)
-        found = [gradients(model)]
-        second.backward()
-        assert (repeated(compiled) != set()) == (activations == "rerun")
-        first.backward()
-        return [*found, gradients(model)]
-
-    assert not differences(grads("rerun"), grads("keep"))
 
 
 @SECOND
@@ -163,7 +91,7 @@ def test_an_abandoned_forward_gives_everything_back() -> None:
     from chunkc.runtime import cpu_allocator
 
     cpu_allocator.install()
-    _, compiled = _compiled("rerun")
+    _, compiled = compiled_gpt("rerun")
     compiled(**LADDER["short_gpt"].batch(0)).backward()
     batch = LADDER["short_gpt"].batch(0)
     gc.collect()
@@ -254,20 +182,6 @@ def test_a_retained_graph_of_an_output_that_is_kept_leaks_nothing() -> None:
         gc.enable()
 
 
-@SECOND
-def test_explain_says_what_training_does() -> None:
-    case = LADDER["short_gpt"]
-    nbytes = least_nbytes("short_gpt")
-    explanation = chunkc.explain(case.build(0), **case.batch(0), memory_budget=nbytes, activations="rerun")
-    assert (explanation.fits, explanation.minimum_budget_nbytes) == (True, nbytes)
-    _, compiled = _compiled("rerun", nbytes)
-    compiled(**case.batch(0)).backward()
-    report = chunkc.report(compiled)
-    assert report.predicted_peak_nbytes == explanation.predicted_peak_nbytes
-    assert sum(explanation.peak.contents.values()) == explanation.predicted_peak_nbytes
-    assert {moment.call for moment in explanation.moments if "rerun" in moment.call} == repeated(compiled)
-
-
 def explained(activations: str, budget_nbytes: int, name: str = "byte_gpt") -> chunkc.Explanation:
     case = LADDER[name]
     settings = {"memory_budget": budget_nbytes, "activations": activations, "whole_graph": "never"}
@@ -279,7 +193,7 @@ def explained(activations: str, budget_nbytes: int, name: str = "byte_gpt") -> c
 def test_auto_takes_the_quickest_way_and_trains_to_the_same_bits(part: float) -> None:
     case, most = LADDER["byte_gpt"], minimum_nbytes("byte_gpt")
     least = refuse(case, memory_budget=TINY, codegen="eager", activations="auto").minimum_nbytes
-    assert least <= least_nbytes("byte_gpt")
+    assert least <= least_nbytes("byte_gpt", "rerun")
     nbytes = int(least + part * (most - least))
     auto = explained("auto", nbytes)
     others = [explained(way, nbytes) for way in ("offload", "rerun")]
@@ -307,7 +221,7 @@ def only_mixes(monkeypatch: pytest.MonkeyPatch) -> list[Captured]:
 def test_copies_and_reruns_in_one_step_train_to_the_same_bits(
     name: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    least, most = least_nbytes(name), minimum_nbytes(name)
+    least, most = least_nbytes(name, "rerun"), minimum_nbytes(name)
     timed = only_mixes(monkeypatch)
     nbytes = int(least + share * (most - least))
     result = train(LADDER[name], memory_budget=nbytes, activations="auto", whole_graph="never", debug=True)
@@ -321,65 +235,9 @@ def test_copies_and_reruns_in_one_step_train_to_the_same_bits(
 
 
 @SECOND
-def test_sizes_that_differ_from_call_to_call() -> None:
-    def results(activations: str) -> object:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.GELU())
-        options = {"memory_budget": 1 << 24, "codegen": "eager", "whole_graph": "never", "activations": activations}
-        compiled = torch.compile(model, backend="chunkc", options=options, dynamic=True)
-        losses = [compiled(torch.ones(batch, 64)).square().sum() for batch in (32, 48, 32)]
-        for loss in losses:
-            loss.backward()
-        assert (repeated(compiled) != set()) == (activations == "rerun")
-        return [loss.detach().numpy().copy() for loss in losses], gradients(model)
-
-    assert not differences(results("rerun"), results("keep"))
-
-
-class Checkpointed(nn.Module):
-    """Calls a compiled part inside a checkpoint of the user's, which drops what it saves and runs it again."""
-
-    def __init__(self, options: dict[str, object]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.part = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Dropout(0.2), nn.Linear(64, 64))
-        self.run = torch.compile(self.part, backend="chunkc", options=options)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.run, x, use_reentrant=False).square().mean()
-
-
-@SECOND
-def test_a_checkpoint_around_a_compiled_part_is_respected() -> None:
-    def grads(activations: str) -> object:
-        torch._dynamo.reset()
-        options = {"memory_budget": 1 << 24, "codegen": "eager", "chunk_size": 16384, "whole_graph": "never"}
-        model = Checkpointed(options | {"activations": activations})
-        model(torch.randn(64, 64, requires_grad=True)).backward()
-        assert (repeated(model.part) != set()) == (activations == "rerun")
-        return gradients(model)
-
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
-    rerun = grads("rerun")
-    torch.set_rng_state(state)
-    assert not differences(rerun, grads("keep"))
-
-
-@SECOND
-def test_hooks_that_copy_what_stands_for_values_are_refused() -> None:
-    _, compiled = _compiled("rerun")
-    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
-        loss = compiled(**LADDER["short_gpt"].batch(0))
-    with pytest.raises(chunkc.UnsupportedError, match='activations="keep"'):
-        loss.backward()
-
-
-@SECOND
 def test_gradients_are_accumulated_and_optimized_beside_reruns() -> None:
     def trained(activations: str) -> object:
-        model, compiled = _compiled(activations, minimum_nbytes("short_gpt"))
+        model, compiled = compiled_gpt(activations, minimum_nbytes("short_gpt"))
         optimizer = adamw(model.parameters())
         for seed in range(4):
             compiled(**LADDER["short_gpt"].batch(seed)).backward()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import segmented
 from torch import Tensor, nn
 
 import chunkc
@@ -69,8 +70,7 @@ def test_rows_and_gradients_are_those_of_the_embedding(kind: str, compiled: bool
     assert isinstance(found.embed, type(expected.embed))
     call: Any = found
     if compiled:
-        options: dict[str, Any] = {"memory_budget": "1MiB", "codegen": "eager", "whole_graph": "never"}
-        call = torch.compile(found, backend="chunkc", options=options)
+        call = segmented(found, "1MiB")
     for model in (expected, call):
         model(ids()).square().mean().backward()
     for p, q in zip(expected.parameters(), found.parameters(), strict=True):

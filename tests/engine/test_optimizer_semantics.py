@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import kept, limited
+from harness import kept, limited, segmented, take_step
 from optim_models import BUDGET_NBYTES, MLP, batch, is_managed, several_groups
+from scripts import as_test
 from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
 
@@ -71,8 +72,7 @@ def run(
         model = MLP()
         call: Any = model
         if budget is not None:
-            options = {"memory_budget": budget, "codegen": "eager", "whole_graph": "never"}
-            call = torch.compile(chunkc.place(model), backend="chunkc", options=options)
+            call = segmented(chunkc.place(model), budget)
         inside = limited(budget + own_nbytes) if budget == BUDGET_NBYTES else contextlib.nullcontext()
         with inside:
             results.append([kept(value) for value in script(model, call, pair[budget is None])])
@@ -85,21 +85,24 @@ def run(
         torch.testing.assert_close(left, expected, rtol=rtol, atol=2e-6, msg=lambda m, index=index: f"{index}: {m}")
 
 
+def compared(**how: Any) -> Callable[[Callable[..., list[Tensor]]], Callable[..., None]]:
+    """Of a script, a test that runs it with every pair."""
+    return lambda script: as_test(script, partial(run, **how), given=3, asks="pair")
+
+
 def parameters(model: nn.Module) -> list[Tensor]:
     return [kept(p) for p in model.parameters()]
 
 
-def test_accumulation(pair: Any) -> None:
-    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
-        optimizer = optimizer_class(model.parameters(), lr=1e-2)
-        for step in range(3):
-            for part in range(4):
-                (call(batch(4 * step + part)) / 4).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return parameters(model)
-
-    run(script, pair)
+@compared()
+def test_accumulation(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
+    optimizer = optimizer_class(model.parameters(), lr=1e-2)
+    for step in range(3):
+        for part in range(4):
+            (call(batch(4 * step + part)) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters(model)
 
 
 @pytest.mark.parametrize(
@@ -124,19 +127,17 @@ def test_accumulation(pair: Any) -> None:
         ),
     ],
 )
-def test_clipping(clip: Callable[[Any], Any], pair: Any) -> None:
-    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
-        optimizer, seen = optimizer_class(model.parameters(), lr=1e-2), []
-        for step in range(3):
-            for part in range(2):  # clipped gradients are of all parts
-                call(batch(2 * step + part)).backward()
-            seen.append(torch.as_tensor(clip(model.parameters()) or 0.0))
-            seen += [kept(p.grad) for p in model.parameters() if p.grad is not None]
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-        return seen + parameters(model)
-
-    run(script, pair, rtol=1e-3)
+@compared(rtol=1e-3)
+def test_clipping(model: MLP, call: Any, optimizer_class: Any, clip: Callable[[Any], Any]) -> list[Tensor]:
+    optimizer, seen = optimizer_class(model.parameters(), lr=1e-2), []
+    for step in range(3):
+        for part in range(2):  # clipped gradients are of all parts
+            call(batch(2 * step + part)).backward()
+        seen.append(torch.as_tensor(clip(model.parameters()) or 0.0))
+        seen += [kept(p.grad) for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return seen + parameters(model)
 
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
@@ -172,39 +173,29 @@ def test_no_scheduler_is_left_out() -> None:
     assert classes - {"LRScheduler"} == set(SCHEDULERS) - {"SWALR"}
 
 
-def test_every_scheduler(pair: Any) -> None:
+@compared(rtol=1e-3)
+def test_every_scheduler(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
     """One after the other on one model, each with an optimizer of its own."""
-
-    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
-        seen = []
-        for make in SCHEDULERS.values():
-            optimizer = optimizer_class(model.parameters(), lr=1e-3)
-            scheduler = make(optimizer)
-            for step in range(4):
-                loss = call(batch(step))
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                scheduler.step(*([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
-                seen.append(torch.tensor(optimizer.param_groups[0]["lr"]))
-        return seen + parameters(model)
-
-    run(script, pair, rtol=1e-3)
+    seen = []
+    for make in SCHEDULERS.values():
+        optimizer = optimizer_class(model.parameters(), lr=1e-3)
+        scheduler = make(optimizer)
+        for step in range(4):
+            take_step(call(batch(step)), optimizer)
+            scheduler.step(*([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+            seen.append(torch.tensor(optimizer.param_groups[0]["lr"]))
+    return seen + parameters(model)
 
 
 @pytest.mark.slow
-def test_a_learning_rate_in_a_tensor(pair: Any) -> None:
-    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
-        optimizer = optimizer_class(model.parameters(), lr=torch.tensor(1e-2))
-        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
-        for step in range(3):
-            call(batch(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-        return parameters(model)
-
-    run(script, pair)
+@compared()
+def test_a_learning_rate_in_a_tensor(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
+    optimizer = optimizer_class(model.parameters(), lr=torch.tensor(1e-2))
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for step in range(3):
+        take_step(call(batch(step)), optimizer)
+        scheduler.step()
+    return parameters(model)
 
 
 def test_several_groups() -> None:
@@ -212,208 +203,173 @@ def test_several_groups() -> None:
         optimizer = optimizer_class(several_groups(model), lr=1e-3)
         scheduler = lr_scheduler.LambdaLR(optimizer, [lambda s, k=k: 0.9 ** (k * s) for k in range(4)])
         for step in range(3):
-            call(batch(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(call(batch(step)), optimizer)
             scheduler.step()
         return parameters(model)
 
     run(script, PAIRS["AdamW"])
 
 
-def test_groups_added_later(pair: Any) -> None:
-    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
-        first, *others = model.layers
-        optimizer = optimizer_class(first.parameters(), lr=1e-2)
-        seen = []
-        for step in range(4):
-            call(batch(step)).backward()
-            optimizer.step()
-            model.zero_grad()
-            seen += parameters(model)
-            if step < len(others):
-                optimizer.add_param_group({"params": list(others[step].parameters()), "lr": 1e-3 * (step + 1)})
-        return seen
-
-    run(script, pair)
+@compared()
+def test_groups_added_later(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
+    first, *others = model.layers
+    optimizer = optimizer_class(first.parameters(), lr=1e-2)
+    seen = []
+    for step in range(4):
+        call(batch(step)).backward()
+        optimizer.step()
+        model.zero_grad()
+        seen += parameters(model)
+        if step < len(others):
+            optimizer.add_param_group({"params": list(others[step].parameters()), "lr": 1e-3 * (step + 1)})
+    return seen
 
 
-def test_tensor_hooks(pair: Any) -> None:
+@compared()
+def test_tensor_hooks(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
     """A hook that replaces, one that looks, one that goes."""
-
-    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
-        optimizer, seen = optimizer_class(model.parameters(), lr=1e-2), []
-        model.layers[0].weight.register_hook(lambda grad: 2 * grad)
-        model.layers[2].weight.register_hook(lambda grad: seen.append(grad.norm()))
-        handle = model.layers[1].bias.register_hook(torch.zeros_like)
-        for step in range(4):
-            if step == 2:
-                handle.remove()
-            for part in range(2):
-                call(batch(2 * step + part)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return seen + parameters(model)
-
-    run(script, pair)
+    optimizer, seen = optimizer_class(model.parameters(), lr=1e-2), []
+    model.layers[0].weight.register_hook(lambda grad: 2 * grad)
+    model.layers[2].weight.register_hook(lambda grad: seen.append(grad.norm()))
+    handle = model.layers[1].bias.register_hook(torch.zeros_like)
+    for step in range(4):
+        if step == 2:
+            handle.remove()
+        for part in range(2):
+            call(batch(2 * step + part)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen + parameters(model)
 
 
-def test_hooks_after_accumulation(pair: Any) -> None:
-    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
-        optimizer, seen = optimizer_class(model.parameters(), lr=1e-2), []
-        norms: dict[Tensor, Tensor] = {}  # of the two hooks, a compiled backward may call either first
+@compared()
+def test_hooks_after_accumulation(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
+    optimizer, seen = optimizer_class(model.parameters(), lr=1e-2), []
+    norms: dict[Tensor, Tensor] = {}  # of the two hooks, a compiled backward may call either first
 
-        def halve(p: Tensor) -> None:
-            assert p.grad is not None
-            p.grad.mul_(0.5)
-            norms[p] = p.grad.norm()
+    def halve(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad.mul_(0.5)
+        norms[p] = p.grad.norm()
 
-        weights = [layer.weight for layer in model.layers[1:3]]
-        for weight in weights:
-            weight.register_post_accumulate_grad_hook(halve)
-        for step in range(3):
-            call(batch(step)).backward()
-            seen += [norms.pop(weight) for weight in weights]
-            optimizer.step()
-            optimizer.zero_grad()
-        return seen + parameters(model)
-
-    run(script, pair)
+    weights = [layer.weight for layer in model.layers[1:3]]
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(halve)
+    for step in range(3):
+        call(batch(step)).backward()
+        seen += [norms.pop(weight) for weight in weights]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen + parameters(model)
 
 
-def test_an_optimizer_in_hooks(pair: Any) -> None:
+@compared()
+def test_an_optimizer_in_hooks(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
     """PyTorch's tutorial: an optimizer for each parameter, which steps in the backward and frees the gradient."""
+    optimizers = {p: optimizer_class([p], lr=1e-2) for p in model.parameters()}
 
-    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
-        optimizers = {p: optimizer_class([p], lr=1e-2) for p in model.parameters()}
+    def update(p: Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
 
-        def update(p: Tensor) -> None:
-            optimizers[p].step()
-            optimizers[p].zero_grad()
-
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(update)
-        for step in range(3):
-            call(batch(step)).backward()
-            assert all(p.grad is None for p in model.parameters())
-        return parameters(model)
-
-    run(script, pair)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(update)
+    for step in range(3):
+        call(batch(step)).backward()
+        assert all(p.grad is None for p in model.parameters())
+    return parameters(model)
 
 
 @pytest.mark.slow
-def test_optimizer_hooks(pair: Any) -> None:
-    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
-        optimizer, seen = optimizer_class(model.parameters(), lr=1e-2), []
-        weight = model.layers[0].weight
-        optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_value_(model.parameters(), 1e-3))
-        optimizer.register_step_post_hook(lambda *_: seen.append(weight.detach().norm()))
-        for step in range(3):
-            call(batch(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return seen + parameters(model)
-
-    run(script, pair)
+@compared()
+def test_optimizer_hooks(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
+    optimizer, seen = optimizer_class(model.parameters(), lr=1e-2), []
+    weight = model.layers[0].weight
+    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_value_(model.parameters(), 1e-3))
+    optimizer.register_step_post_hook(lambda *_: seen.append(weight.detach().norm()))
+    for step in range(3):
+        take_step(call(batch(step)), optimizer)
+    return seen + parameters(model)
 
 
 @pytest.mark.parametrize("multi", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_exponential_moving_average(multi: bool, pair: Any) -> None:
-    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
-        how: dict[str, Any] = (
-            {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)}
-            if multi
-            else {"avg_fn": swa_utils.get_ema_avg_fn(0.9)}
-        )
-        average = swa_utils.AveragedModel(model, **how)
-        optimizer = optimizer_class(model.parameters(), lr=1e-2)
-        for step in range(4):
-            call(batch(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+@compared(own_nbytes=2 * MODEL_NBYTES)
+def test_exponential_moving_average(model: MLP, call: Any, optimizer_class: Any, multi: bool) -> list[Tensor]:
+    how: dict[str, Any] = (
+        {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)} if multi else {"avg_fn": swa_utils.get_ema_avg_fn(0.9)}
+    )
+    average = swa_utils.AveragedModel(model, **how)
+    optimizer = optimizer_class(model.parameters(), lr=1e-2)
+    for step in range(4):
+        take_step(call(batch(step)), optimizer)
+        average.update_parameters(model)
+    with torch.no_grad():
+        value = average(batch(9))
+    return [value, *parameters(average.module), *parameters(model)]
+
+
+@compared(own_nbytes=2 * MODEL_NBYTES)
+def test_stochastic_weight_averaging(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
+    optimizer = optimizer_class(model.parameters(), lr=1e-2)
+    average, scheduler = None, swa_utils.SWALR(optimizer, swa_lr=1e-3, anneal_epochs=2)
+    for step in range(5):
+        take_step(call(batch(step)), optimizer)
+        if step >= 2:  # begun when the model has moved home
+            average = average or swa_utils.AveragedModel(model)
             average.update_parameters(model)
-        with torch.no_grad():
-            value = average(batch(9))
-        return [value, *parameters(average.module), *parameters(model)]
-
-    run(script, pair, own_nbytes=2 * MODEL_NBYTES)
-
-
-def test_stochastic_weight_averaging(pair: Any) -> None:
-    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
-        optimizer = optimizer_class(model.parameters(), lr=1e-2)
-        average, scheduler = None, swa_utils.SWALR(optimizer, swa_lr=1e-3, anneal_epochs=2)
-        for step in range(5):
-            call(batch(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if step >= 2:  # begun when the model has moved home
-                average = average or swa_utils.AveragedModel(model)
-                average.update_parameters(model)
-                scheduler.step()
-        assert average is not None
-        swa_utils.update_bn([batch(0)], average)
-        model.load_state_dict(average.module.state_dict())  # and trained on from there
-        call(batch(7)).backward()
-        optimizer.step()
-        return [*parameters(average.module), *parameters(model)]
-
-    run(script, pair, own_nbytes=2 * MODEL_NBYTES)
+            scheduler.step()
+    assert average is not None
+    swa_utils.update_bn([batch(0)], average)
+    model.load_state_dict(average.module.state_dict())  # and trained on from there
+    call(batch(7)).backward()
+    optimizer.step()
+    return [*parameters(average.module), *parameters(model)]
 
 
-def test_parameters_frozen_and_unfrozen_on_the_way(pair: Any) -> None:
-    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
-        model.layers[0].requires_grad_(False)
-        optimizer, seen = optimizer_class(model.parameters(), lr=1e-2), []
-        for step in range(8):
-            if step == 2:
-                model.layers[0].requires_grad_(True)
-            if step == 4:
-                model.layers[2].requires_grad_(False)
-            if step == 6:
-                model.layers[2].requires_grad_(True)
-            call(batch(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seen += parameters(model)
-        return seen
-
-    run(script, pair)
+@compared()
+def test_parameters_frozen_and_unfrozen_on_the_way(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
+    model.layers[0].requires_grad_(False)
+    optimizer, seen = optimizer_class(model.parameters(), lr=1e-2), []
+    for step in range(8):
+        if step == 2:
+            model.layers[0].requires_grad_(True)
+        if step == 4:
+            model.layers[2].requires_grad_(False)
+        if step == 6:
+            model.layers[2].requires_grad_(True)
+        take_step(call(batch(step)), optimizer)
+        seen += parameters(model)
+    return seen
 
 
-def test_steps_without_gradients(pair: Any) -> None:
+@compared()
+def test_steps_without_gradients(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
     """`zero_grad` in odd places, a step without a backward, gradients set by hand."""
-
-    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
-        optimizer = optimizer_class(model.parameters(), lr=1e-2)
+    optimizer = optimizer_class(model.parameters(), lr=1e-2)
+    optimizer.step()
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        call(batch(step)).backward()
         optimizer.step()
-        for step in range(3):
-            optimizer.zero_grad(set_to_none=False)
-            call(batch(step)).backward()
-            optimizer.step()
-        optimizer.zero_grad()
-        optimizer.step()
-        for p in model.parameters():
-            p.grad = torch.full_like(p, 1e-2)
-        optimizer.step()
-        return parameters(model)
-
-    run(script, pair)
+    optimizer.zero_grad()
+    optimizer.step()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1e-2)
+    optimizer.step()
+    return parameters(model)
 
 
 @pytest.mark.slow
-def test_a_closure(pair: Any) -> None:
-    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
-        optimizer, seen = optimizer_class(model.parameters(), lr=1e-2), []
-        for step in range(3):
+@compared()
+def test_a_closure(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
+    optimizer, seen = optimizer_class(model.parameters(), lr=1e-2), []
+    for step in range(3):
 
-            def closure(step: int = step) -> Tensor:
-                optimizer.zero_grad()
-                loss = call(batch(step))
-                loss.backward()
-                return loss
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = call(batch(step))
+            loss.backward()
+            return loss
 
-            seen.append(optimizer.step(closure))
-        return seen + parameters(model)
-
-    run(script, pair)
+        seen.append(optimizer.step(closure))
+    return seen + parameters(model)

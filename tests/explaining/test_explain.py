@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from doc_pages import ROOT, named, rows
-from harness import HUGE, adamw, compile_case
-from torch import Tensor, nn
+from harness import HUGE, adamw, compile_case, take_step
+from plain_modules import Stack
 from zoo import CASES
 
 import chunkc
@@ -49,9 +49,7 @@ def trained(name: str, **options: Any) -> tuple[chunkc.Report, dict[str, int]]:
     for step in range(2):
         batch = case.batch(step)
         loss = case.loss(compiled(**batch))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(loss, optimizer)
         del batch, loss
         traffic.append(dict(chunkc.report(model).traffic_nbytes))
     return chunkc.report(model), {way: traffic[2][way] - traffic[1][way] for way in traffic[0]}
@@ -262,17 +260,7 @@ def test_home_against_the_host() -> None:
 
 
 def test_sixteen_bits_take_14_bytes_and_a_gradient() -> None:
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = torch.tanh(layer(x))
-            return x.float().square().mean()
-
-    model = Deep().bfloat16()
+    model = Stack(4, width=256, bias=False, dtype=torch.bfloat16)
     explanation = chunkc.explain(model, torch.ones(2, 256, dtype=torch.bfloat16), memory_budget=2 * 2**20)
     assert explanation.chunks.resident == 0
     assert explanation.home_nbytes == 14 * explanation.num_parameters == 14 * 4 * 256 * 256

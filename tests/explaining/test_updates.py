@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from plain_modules import Stack
 
 import chunkc
 from chunkc.cli import main
@@ -21,22 +21,11 @@ from chunkc.ir.simulate import STAYING
 from chunkc.machines.presets import load_hardware
 
 
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-
 def explained(
     update_on: str, overlap: str, hardware: str | Hardware = "h200", *, memory_budget: str = "220MiB", **options: Any
 ) -> Explanation:
     with torch.device("meta"):
-        model, x = Stack(), torch.empty(4096, 1024)
+        model, x = Stack(6, width=1024, bias=False), torch.empty(4096, 1024)
     return chunkc.explain(
         model, x, memory_budget=memory_budget, hardware=hardware, whole_graph="never",
         update_on=update_on, overlap=overlap, **options,

@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 from built_modules import WIDTH, Tied, encoder
-from harness import array, differences
+from harness import array, differences, segmented
 from torch import Tensor, nn
 
 import chunkc
@@ -72,8 +72,7 @@ def test_a_model_that_is_placed_or_compiled_is_loaded_where_it_is(tmp_path: Path
     saved = other(Tied)
     path = as_torch(saved.state_dict(), tmp_path)
     model = chunkc.place(Tied(), home=f"disk:{tmp_path}", chunk_size="16KiB")
-    options = {"memory_budget": "256KiB", "codegen": "eager", "whole_graph": "never"}
-    call = torch.compile(model, backend="chunkc", options=options)
+    call = segmented(model, "256KiB")
     tokens = torch.randint(100, (2, 4))
     call(tokens)
     where = [p.data_ptr() for p in model.parameters()]
@@ -95,8 +94,7 @@ def test_the_optimizer_goes_on_from_what_was_loaded(
 ) -> None:
     """Masters, or their lower halves, belong to the former values."""
     model = chunkc.place(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to(dtype), chunk_size="8KiB")
-    options = {"memory_budget": budget, "codegen": "eager", "whole_graph": "never"}
-    call = torch.compile(model, backend="chunkc", options=options)
+    call = segmented(model, budget)
     optimizer = chunkc.optim.SGD(model.parameters(), lr=0.0, master_weights=masters)
     x = torch.randn(2, WIDTH, dtype=dtype)
     path = as_torch({name: torch.full_like(t, 1.0) for name, t in model.state_dict().items()}, tmp_path)

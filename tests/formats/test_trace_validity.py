@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from harness import segmented
+from plain_modules import Stack
 from synthetic import EVENTS, event, large, measured, small
-from torch import Tensor, nn
 
 import chunkc
 from chunkc.formats import render_trace
@@ -167,22 +168,10 @@ def test_made_explanations_give_valid_traces(name: str) -> None:
     assert faults(render_trace(MADE[name])) == []
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-
 def trained(budget: int) -> Explanation:
     """An explanation beside what two steps measured."""
-    model = Net()
-    options = {"memory_budget": budget, "codegen": "eager", "whole_graph": "never"}
-    compiled = torch.compile(model, backend="chunkc", options=options)
+    model = Stack(6, width=256)
+    compiled = segmented(model, budget)
     optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-3)
     x = torch.ones(8, 256)
     for _ in range(2):

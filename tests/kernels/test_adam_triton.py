@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import adam_cases
 import pytest
 import torch
+from interpreting import asked, needs_gpu, needs_triton
 
 from chunkc.ir.chunks import ALIGNMENT_NBYTES
 from chunkc.ir.errors import UnsupportedError
@@ -23,32 +21,12 @@ from chunkc.kernels.hyper import scalar_table
 
 FORMATS = adam_cases.FORMATS
 SCALARS = scalar_table(adam_cases.HYPERS)
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-_skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-
-
-def needs_gpu(test: Callable[..., None]) -> Callable[..., None]:
-    return pytest.mark.gpu(pytest.mark.arithmetic(_skip(test)))
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Callable[[str], str]]:
-    """Runs a case where Triton is interpreted; returns why it failed, or ""."""
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore::RuntimeWarning", str(Path(adam_cases.__file__))]
-    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-
-        def run(name: str) -> str:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.write(f"{name}\n")
-            process.stdin.flush()
-            return json.loads(process.stdout.readline())
-
-        yield run
-        process.stdin.close()
+    with asked(adam_cases.__file__) as ask:
+        yield ask
 
 
 @pytest.mark.quick(4)

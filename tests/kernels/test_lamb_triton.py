@@ -6,19 +6,15 @@ whole process, so the interpreter has one of its own.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
+from functools import partial
 
 import lamb_cases
 import pytest
 import torch
+from interpreting import failures, needs_gpu, needs_triton, printed_by
 from torch import Tensor
 
 from chunkc.ir.errors import UnsupportedError
@@ -118,16 +114,11 @@ CASES: dict[str, Callable[[str], None]] = {
     "found-nan": lambda device: check_agrees(device, "bf16-master", TILES, _scale(float("nan"))),
     "empty": check_empty,
 }
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str]:
-    helpers = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": helpers}
-    command = [sys.executable, "-W", "ignore::RuntimeWarning", __file__]
-    output = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return json.loads(output)
+    return printed_by(__file__)
 
 
 @needs_triton
@@ -137,9 +128,7 @@ def test_interpreted(name: str, interpreted: dict[str, str]) -> None:
 
 
 @needs_triton
-@pytest.mark.gpu
-@pytest.mark.arithmetic
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@needs_gpu
 @pytest.mark.parametrize("name", CASES)
 def test_on_gpu(name: str) -> None:
     CASES[name]("cuda")
@@ -152,17 +141,6 @@ def test_the_cpu_needs_the_interpreter() -> None:
         lamb_cases.update(lamb_triton, FORMATS["fp32"], make_slots(FORMATS["fp32"], "cpu"), work, SCALARS)
 
 
-def _run_all() -> dict[str, str]:
-    failures = {}
-    for name, case in CASES.items():
-        try:
-            case("cpu")
-            failures[name] = ""
-        except Exception:
-            failures[name] = traceback.format_exc()
-    return failures
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(_run_all()))
+    print(json.dumps(failures({name: partial(case, "cpu") for name, case in CASES.items()})))

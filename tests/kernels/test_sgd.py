@@ -6,17 +6,14 @@ not for a whole process, so the interpreter has one of its own.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from interpreting import failures, needs_gpu, needs_triton, printed_by
 from torch import Tensor
 
 from chunkc.kernels import elementwise_cpu, elementwise_triton, reference
@@ -97,9 +94,6 @@ def triton_update(fmt: UpdateFormat, slots: SgdSlots, spans: list[Span], scalars
     elementwise_triton.update(fmt, slots, work, scalars, **options)
 
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-
-
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_cpu_agrees(name: str) -> None:
@@ -108,9 +102,7 @@ def test_the_cpu_agrees(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str]:
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore::RuntimeWarning", __file__]
-    return json.loads(subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    return printed_by(__file__)
 
 
 @needs_triton
@@ -120,9 +112,7 @@ def test_triton_agrees_interpreted(name: str, interpreted: dict[str, str]) -> No
 
 
 @needs_triton
-@pytest.mark.gpu
-@pytest.mark.arithmetic
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@needs_gpu
 @pytest.mark.parametrize("name", FORMATS)
 def test_triton_agrees_on_gpu(name: str) -> None:
     check_agrees(triton_update, name, "cuda")
@@ -187,16 +177,5 @@ def test_slots_that_do_not_fit_are_refused() -> None:
             reference.chunk_update(fmt, slots, SPANS, scalar_table(HYPERS))
 
 
-def _run_all() -> dict[str, str]:
-    failures = {}
-    for name in FORMATS:
-        try:
-            check_agrees(triton_update, name)
-            failures[name] = ""
-        except Exception:
-            failures[name] = traceback.format_exc()
-    return failures
-
-
 if __name__ == "__main__":
-    print(json.dumps(_run_all()))
+    print(json.dumps(failures({name: partial(check_agrees, triton_update, name) for name in FORMATS})))

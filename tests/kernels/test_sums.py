@@ -5,16 +5,14 @@ As a script this file prints, as JSON, what Triton's interpreter computes: it ne
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreting import needs_gpu, needs_triton, printed_by
 from torch import Tensor
 
 from chunkc.ir.sums import ROW, num_rows, rows_of
@@ -85,7 +83,6 @@ def test_a_sum_is_finite_if_each_element_is(name: str) -> None:
         assert not sums_of(sums_cpu.sum_squares, base, [(0, 1000)]).isfinite().any()
 
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 PLACES = [(0, 1), (16, 255), (288, 1024), (1313, 3000), (4320, 5000), (9328, ROW + 17)]
 """Some begin where vectors can be read, some do not."""
 
@@ -108,16 +105,11 @@ def check_triton(found: dict[str, list[float]]) -> None:
 
 @needs_triton
 def test_interpreted() -> None:
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore::RuntimeWarning", __file__]
-    output = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
-    check_triton(json.loads(output))
+    check_triton(printed_by(__file__))
 
 
 @needs_triton
-@pytest.mark.gpu
-@pytest.mark.arithmetic
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@needs_gpu
 def test_on_gpu() -> None:
     found = by_triton("cuda")
     check_triton(found)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from harness import array
 from torch import Tensor, nn
 
 import chunkc
@@ -38,9 +41,9 @@ Optimizer = torch.optim.Optimizer
 class MLP(nn.Module):
     """Weights large enough to live in chunks, and biases that are too small for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int = LAYERS, width: int = WIDTH) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -100,6 +103,21 @@ def states(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
         for name, p in model.named_parameters()
         for kind, value in optimizer.state[p].items()
     }
+
+
+def results(model: nn.Module, *optimizers: Optimizer) -> list[np.ndarray]:
+    """Parameters, and their states in an order that is always the same."""
+    parameters = list(model.parameters())
+    states = [of.state[p] for of in optimizers for p in parameters]
+    return [array(p) for p in parameters] + [array(state[kind]) for state in states for kind in sorted(state)]
+
+
+def through_a_file(value: Any) -> Any:
+    """Saved and loaded."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def twin_of(model: MLP) -> MLP:

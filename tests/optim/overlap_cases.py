@@ -6,6 +6,7 @@ import functools
 import random
 from typing import Any
 
+import optim_models
 import pytest
 import torch
 from harness import TINY, array, compile_case, refuse, session_of
@@ -71,10 +72,7 @@ class Subject:
     def state(self) -> list[Any]:
         """Parameters and states, when all updates are over."""
         self.optimizer.synchronize()
-        states = self.optimizer.state
-        return [
-            array(t) for p in self.model.parameters() for t in (p, *(states[p][kind] for kind in sorted(states[p])))
-        ]
+        return optim_models.results(self.model, self.optimizer)
 
     def weight_of(self, layer: int) -> Tensor:
         return self.model.get_parameter(f"layers.{layer}.weight")

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from harness import HUGE, TINY, array, compile_case, differences, limited, refuse, session_of
+from optim_models import results
+from plain_modules import Stack
 from torch import Tensor, nn
 from zoo import Case, floats
 
@@ -25,20 +27,14 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 }
 
 
-class Stack(nn.Module):
-    def __init__(self, dtype: torch.dtype = FP32) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(3))
+class OneUnused(Stack):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(3, width=WIDTH, dtype=dtype)
         self.unused = nn.Linear(WIDTH, WIDTH, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.float().square().mean()
 
 
 def case(dtype: torch.dtype = FP32) -> Case:
-    return Case("clipped", lambda: Stack(dtype), lambda seed: {"x": floats(seed, (4, WIDTH)).to(dtype)})
+    return Case("clipped", lambda: OneUnused(dtype), lambda seed: {"x": floats(seed, (4, WIDTH)).to(dtype)})
 
 
 @functools.cache
@@ -90,8 +86,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
     assert session_of(model).store.is_managed("layers.0.weight") == tight
-    found = [array(p) for p in model.parameters()]
-    return norms, found + [array(optimizer.state[p][k]) for p in model.parameters() for k in sorted(optimizer.state[p])]
+    return norms, results(model, optimizer)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

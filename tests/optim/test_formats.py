@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 from typing import Any
 
 import pytest
 import torch
-from harness import HUGE, TINY, array, assert_same_training, compile_case, differences, home_of, refuse, session_of
+from harness import HUGE, TINY, assert_same_training, compile_case, differences, home_of, refuse, session_of
 from harness import train as train_limited
-from torch import Tensor, nn
+from optim_models import MLP, results, through_a_file
+from torch import nn
 from zoo import Case, floats
 
 import chunkc
@@ -38,19 +38,8 @@ FORMATS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 QUICK = ("fp32, 8-bit moments", "bf16 only")
 
 
-class Stack(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return (x.float() - 1).square().mean()
-
-
 def case(dtype: torch.dtype) -> Case:
-    return Case("formats", lambda: Stack(dtype), lambda seed: {"x": floats(seed, (4, WIDTH)).to(dtype)})
+    return Case("formats", lambda: MLP(3, WIDTH).to(dtype), lambda seed: {"x": floats(seed, (4, WIDTH)).to(dtype)})
 
 
 def options(dtype: torch.dtype) -> dict[str, Any]:
@@ -92,11 +81,6 @@ def build(tight: bool, dtype: torch.dtype, home: str = "cpu") -> tuple[nn.Module
     """
     nbytes = minimum(dtype, home) if tight else HUGE
     return compile_case(case(dtype), memory_budget=nbytes, home=home, place=False, debug=tight, **options(dtype))
-
-
-def results(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    found = [array(p) for p in model.parameters()]
-    return found + [array(optimizer.state[p][k]) for p in model.parameters() for k in sorted(optimizer.state[p])]
 
 
 def train(
@@ -241,7 +225,7 @@ def test_inside_the_hard_limit(name: str) -> None:
 def test_explain_reckons_with_the_optimizer() -> None:
     found = {}
     for name in (None, "fp32, bf16 moments"):
-        model = Stack(FP32)
+        model = MLP(3, WIDTH)
         optimizer = adamw(model, **(FORMATS[name][1] if name else {}))
         chosen = {"chunk_size": options(FP32)["chunk_size"], "memory_budget": minimum(FP32)}
         found[name] = chunkc.explain(model, torch.zeros(4, WIDTH), whole_graph="never", **chosen)
@@ -291,12 +275,9 @@ def test_states_resume_with_the_same_bits(name: str) -> None:
     model, compiled = build(True, dtype)
     optimizer = adamw(model, **chosen)
     train(model, compiled, optimizer, dtype, range(2))
-    buffer = io.BytesIO()
-    torch.save((model.state_dict(), optimizer.state_dict()), buffer)
+    weights, states = through_a_file((model.state_dict(), optimizer.state_dict()))
     train(model, compiled, optimizer, dtype, range(2, 4))
     expected = results(model, optimizer)
-    buffer.seek(0)
-    weights, states = torch.load(buffer)
     model, compiled = build(True, dtype)
     model.load_state_dict(weights)
     resumed = adamw(model, **chosen)
@@ -326,10 +307,7 @@ def test_any_format_loads_any_other(managed: bool) -> None:
 
 def test_copies_and_pickles_keep_the_format() -> None:
     optimizer = chunkc.optim.Adam([nn.Parameter(torch.zeros(2))], moments_dtype=BF16, stochastic_rounding=True)
-    buffer = io.BytesIO()
-    torch.save(optimizer, buffer)
-    buffer.seek(0)
-    for other in (copy.deepcopy(optimizer), torch.load(buffer, weights_only=False)):
+    for other in (copy.deepcopy(optimizer), through_a_file(optimizer)):
         (parameter,) = other.param_groups[0]["params"]
         parameter.grad = torch.ones(2)
         other.step()

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import HUGE, TINY, array, compile_case, differences, limited, refuse, session_of
-from torch import Tensor, nn
+from harness import HUGE, TINY, compile_case, differences, limited, refuse, session_of
+from optim_models import results
+from plain_modules import Stack
+from torch import nn
 from zoo import Case, floats
 
 import chunkc
@@ -24,19 +26,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-class Stack(nn.Module):
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.float().square().mean()
-
-
 def case(dtype: torch.dtype = torch.float32) -> Case:
-    return Case("scaled", lambda: Stack(dtype), lambda seed: {"x": floats(seed, (4, WIDTH)).to(dtype)})
+    return Case(
+        "scaled", lambda: Stack(2, width=WIDTH, dtype=dtype), lambda seed: {"x": floats(seed, (4, WIDTH)).to(dtype)}
+    )
 
 
 @functools.cache
@@ -48,11 +41,6 @@ def minimum(dtype: torch.dtype, autocast: bool) -> int:
 def build(tight: bool, dtype: torch.dtype = torch.float32, autocast: bool = False) -> tuple[nn.Module, nn.Module]:
     nbytes = minimum(dtype, autocast) if tight else HUGE
     return compile_case(case(dtype), memory_budget=nbytes, whole_graph="never")
-
-
-def results(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    found = [array(p) for p in model.parameters()]
-    return found + [array(optimizer.state[p][k]) for p in model.parameters() for k in sorted(optimizer.state[p])]
 
 
 def train(

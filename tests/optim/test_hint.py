@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import HUGE
+from harness import HUGE, take_step
 from torch import nn
 
 import chunkc
@@ -35,9 +35,7 @@ def warnings(caplog: pytest.LogCaptureFixture, optimizer: type, *, eager: bool, 
     compiled = torch.compile(model, backend="chunkc", options={"memory_budget": HUGE, "codegen": "eager"})
     chosen = optimizer(model.parameters(), lr=0.1)
     for _ in range(3):
-        compiled(torch.arange(8)).square().sum().backward()
-        chosen.step()
-        chosen.zero_grad()
+        take_step(compiled(torch.arange(8)).square().sum(), chosen)
     return [record.getMessage() for record in caplog.records if "no compiled graph" in record.getMessage()]
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
 import torch
-from harness import HUGE, TINY, array, assert_same_training, compile_case, differences, session_of
+from harness import HUGE, TINY, array, assert_same_training, compile_case, differences, session_of, take_step
 from harness import train as train_limited
+from optim_models import results, through_a_file
 from plain_modules import Stack
 from torch import Tensor, nn
 from zoo import Case, floats
@@ -63,7 +63,7 @@ def run(budget_nbytes: int, dtype: torch.dtype = torch.float32, update_on: str =
     of = case(dtype)
     model, compiled = compile_case(of, memory_budget=budget_nbytes, home=home, **options(dtype))
     optimizer = lamb(model, update_on)
-    results = []
+    found = []
     for step in range(STEPS):
         loss = compiled(**of.batch(step))
         loss.backward()
@@ -71,11 +71,10 @@ def run(budget_nbytes: int, dtype: torch.dtype = torch.float32, update_on: str =
             model.layers[1].weight.grad = None
         optimizer.step()
         optimizer.zero_grad()
-        results += [array(loss), *map(array, model.parameters())]
-        results += [array(optimizer.state[p][kind]) for p in model.parameters() for kind in sorted(optimizer.state[p])]
+        found += [array(loss), *results(model, optimizer)]
     session = session_of(model)
     assert session.store.is_managed("layers.0.weight") == (budget_nbytes < HUGE)
-    return results
+    return found
 
 
 @pytest.mark.second_tier
@@ -154,18 +153,13 @@ def test_states_resume_with_the_same_bits() -> None:
 
     def steps(model: nn.Module, compiled: nn.Module, optimizer: Any, which: range) -> None:
         for step in which:
-            compiled(**of.batch(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(compiled(**of.batch(step)), optimizer)
 
     first = compile_case(of, memory_budget=nbytes, **options())
     optimizer = lamb(first[0])
     steps(*first, optimizer, range(2))
-    buffer = io.BytesIO()
-    torch.save((first[0].state_dict(), optimizer.state_dict()), buffer)
+    weights, states = through_a_file((first[0].state_dict(), optimizer.state_dict()))
     steps(*first, optimizer, range(2, 4))
-    buffer.seek(0)
-    weights, states = torch.load(buffer)
     second = compile_case(of, memory_budget=nbytes, **options())
     second[0].load_state_dict(weights)
     resumed = lamb(second[0])

@@ -7,15 +7,14 @@ A module is copied and saved past every optimizer, tensor by tensor, from home; 
 from __future__ import annotations
 
 import copy
-import io
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from harness import array
+from optim_models import through_a_file
 from overlap_cases import Subject, subject
 from torch import Tensor, nn
 
@@ -57,19 +56,12 @@ def deepcopy(model: nn.Module) -> Tensor:
     return copy.deepcopy(model).get_parameter(WEIGHT)
 
 
-def loaded(saved: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(saved, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
 def save_state_dict(model: nn.Module) -> Tensor:
-    return loaded(model.state_dict())[WEIGHT]
+    return through_a_file(model.state_dict())[WEIGHT]
 
 
 def save_model(model: nn.Module) -> Tensor:
-    return loaded(model).get_parameter(WEIGHT)
+    return through_a_file(model).get_parameter(WEIGHT)
 
 
 def copied(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import array, differences, home_of
+from harness import array, differences, home_of, segmented, take_step
 from overlap_cases import Late, Subject, case, subject
 from torch import Tensor, nn
 from zoo import floats
@@ -164,15 +164,12 @@ def test_tied_and_frozen_parameters_and_such_without_gradients(mode: str, dtype:
     def train(overlap: str) -> list[Any]:
         torch.manual_seed(0)
         model = Tied(dtype)
-        options = {"memory_budget": 256 * 1024, "codegen": "eager", "whole_graph": "never", "chunk_size": 16384}
-        compiled = torch.compile(model, backend="chunkc", options=options)
+        compiled = segmented(model, 256 * 1024, chunk_size=16384)
         optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-2, update_on="cpu", overlap=overlap)
         found = []
         for step in range(6):
             loss = compiled(floats(step, (4, 64)).to(dtype), step % 3 == 0)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(loss, optimizer)
             found.append(array(loss))
         optimizer.synchronize()
         return [*found, *(array(t) for p in model.parameters() for t in (p, *kept(optimizer, p)))]

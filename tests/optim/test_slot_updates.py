@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import array, compile_case, differences, session_of
+from optim_models import results
 from overlap_cases import case, minimum_nbytes
 from torch import Tensor
 
@@ -62,10 +63,7 @@ class Subject:
         return found
 
     def state(self) -> list[Any]:
-        states = self.optimizer.state
-        return [
-            array(t) for p in self.model.parameters() for t in (p, *(states[p][kind] for kind in sorted(states[p])))
-        ]
+        return results(self.model, self.optimizer)
 
 
 def trained(overlap: str, *args: Any, num_steps: int = 4, **options: Any) -> tuple[list[Any], Subject]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +18,7 @@ from optim_models import (
     several_groups,
     snapshot,
     states,
+    through_a_file,
     train,
     twin_of,
 )
@@ -31,13 +30,6 @@ from chunkc.ir.states import MASTER, MASTER_LOW
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-def saved_and_loaded(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)
-
-
 @pytest.mark.second_tier
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", MODES)
@@ -45,7 +37,7 @@ def test_state_dict_round_trip(mode: str, dtype: torch.dtype) -> None:
     model, call = build(mode, dtype=dtype)
     optimizer = chunkc.optim.AdamW(several_groups(model))
     train(call, optimizer, range(2), dtype)
-    model_state, state = saved_and_loaded(model.state_dict()), saved_and_loaded(optimizer.state_dict())
+    model_state, state = through_a_file(model.state_dict()), through_a_file(optimizer.state_dict())
     train(call, optimizer, range(2, 4), dtype)
     fresh, fresh_call = build(mode, dtype=dtype, seed=1)
     fresh.load_state_dict(model_state)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from harness import HUGE, array, compile_case, differences, home_of
+from harness import HUGE, array, compile_case, differences, home_of, take_step
+from optim_models import results
 from overlap_cases import case, minimum_nbytes
 from plain_modules import Stack
 from torch import nn
@@ -36,9 +37,7 @@ PAIRS: dict[str, tuple[torch.dtype, Make, Make]] = {
 
 
 def step(model: nn.Module, compiled: nn.Module, of: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
-    compiled(**of.batch(number)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(compiled(**of.batch(number)), optimizer)
 
 
 def build(pair: str, fits: bool) -> tuple[Any, nn.Module, nn.Module]:
@@ -46,12 +45,6 @@ def build(pair: str, fits: bool) -> tuple[Any, nn.Module, nn.Module]:
     nbytes = HUGE if fits else minimum_nbytes(of) + 32768  # states in another format may take more
     model, compiled = compile_case(of, memory_budget=nbytes, whole_graph="never")
     return of, model, compiled
-
-
-def results(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[Any]:
-    parameters = list(model.parameters())
-    states = [of.state[p] for of in optimizers for p in parameters]
-    return [array(p) for p in parameters] + [array(state[kind]) for state in states for kind in sorted(state)]
 
 
 @pytest.mark.second_tier
@@ -91,15 +84,6 @@ def test_a_second_optimizer_after_some_steps(pair: str, load: bool) -> None:
         return results(model, second)
 
     assert not differences(train(False), train(True))
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    """What operators take for themselves depends on the threads, and so does what a budget has room for."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("two_threads")

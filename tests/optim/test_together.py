@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -14,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from interpreting import needs_triton, printed_by
 from torch import Tensor, nn
 
 import chunkc
@@ -113,12 +110,10 @@ def failure_of(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str]:
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore::RuntimeWarning", __file__]
-    return json.loads(subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    return printed_by(__file__)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 @pytest.mark.parametrize("name", [*FORMATS, *LAMB])
 def test_bits_are_those_of_the_cpu_or_of_launches_for_each(name: str, interpreted: dict[str, str]) -> None:
     assert not interpreted[name], interpreted[name]

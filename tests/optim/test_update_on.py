@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from harness import TINY, array, compile_case, differences, refuse, session_of
+from optim_models import through_a_file
 from overlap_cases import case
 from torch import nn
 from zoo import Case
@@ -90,10 +90,7 @@ def test_auto_divides_by_cost_on_a_gpu_and_leaves_disks_to_it(monkeypatch: pytes
 
 def test_copies_and_pickles_keep_it() -> None:
     optimizer = chunkc.optim.Adam([nn.Parameter(torch.zeros(2))], update_on="cpu")
-    buffer = io.BytesIO()
-    torch.save(optimizer, buffer)
-    buffer.seek(0)
-    for other in (copy.deepcopy(optimizer), torch.load(buffer, weights_only=False)):
+    for other in (copy.deepcopy(optimizer), through_a_file(optimizer)):
         assert other.overlap.update_on == "cpu"
         other.param_groups[0]["params"][0].grad = torch.ones(2)
         other.step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import differences
+from optim_models import through_a_file
 from overlap_cases import Late, Subject, case, expected, results, subject
 from torch import nn
 
@@ -143,7 +143,7 @@ def doors() -> dict[str, Any]:
         "load_state_dict": lambda m: m.optimizer.load_state_dict(copy.deepcopy(m.optimizer.state_dict())),
         "zeroing": lambda m: m.optimizer.zero_grad(set_to_none=False),
         "deepcopy": lambda m: copy.deepcopy(m.optimizer),
-        "pickle": lambda m: torch.save(m.optimizer, io.BytesIO()),
+        "pickle": lambda m: through_a_file(m.optimizer),
         "another forward": lambda m: m.compiled(**m.case.batch(1)),
         "another step": lambda m: (m.optimizer.step(), m.optimizer.synchronize()),
     }
@@ -172,10 +172,7 @@ def test_a_checkpoint_goes_on_with_the_same_bits() -> None:
 
 def test_copies_and_pickles_keep_the_mode() -> None:
     optimizer = chunkc.optim.AdamW([nn.Parameter(torch.zeros(2))], update_on="cpu", overlap="both")
-    buffer = io.BytesIO()
-    torch.save(optimizer, buffer)
-    buffer.seek(0)
-    for other in (copy.deepcopy(optimizer), torch.load(buffer, weights_only=False)):
+    for other in (copy.deepcopy(optimizer), through_a_file(optimizer)):
         assert other.overlap.mode == "both"
         other.param_groups[0]["params"][0].grad = torch.ones(2)
         other.step()

@@ -6,7 +6,6 @@ Updates stand still until a gate opens: while a door waits, or, where its wait i
 from __future__ import annotations
 
 import copy
-import io
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import pytest
 import torch
 from cuda_path_subjects import budget, on_fake_gpu
 from harness import array, differences
+from optim_models import through_a_file
 from overlap_cases import Late, Subject
 from plain_modules import Stack
 from torch import Tensor
@@ -119,10 +119,7 @@ def deepcopy(made: Gated) -> list[Any]:
 
 
 def pickle(made: Gated) -> list[Any]:
-    buffer = io.BytesIO()
-    torch.save(made.optimizer, buffer)
-    buffer.seek(0)
-    other = torch.load(buffer, weights_only=False)
+    other = through_a_file(made.optimizer)
     return [array(found[EXP_AVG]) for found in other.__dict__["state"].values()]
 
 

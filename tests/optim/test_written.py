@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from optim_models import (
     copy_gradients,
     snapshot,
     states,
+    through_a_file,
     train,
     twin_of,
 )
@@ -67,15 +67,8 @@ def written(model: MLP) -> None:
             p.copy_(torch.randn_like(p))
 
 
-def pickled(both: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(both, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
 @pytest.mark.parametrize("mode", ["plain", "placed"])
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_a_file])
 @pytest.mark.parametrize("before", [True, False])
 def test_copies_leave_out_lower_bits_of_other_contents(mode: str, copied: Any, before: bool) -> None:
     """Written to before it was copied, or the copy is written to."""

@@ -55,15 +55,11 @@ def only_one(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     return x @ w.to(BF16)
 
 
-def by_another_operator(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    return x @ torch.ops.prims.convert_element_type(w, BF16)
-
-
 def test_parameters_that_are_only_cast_are_read_as_casts() -> None:
     assert found(as_casts) == {"h.w": "param_bf16", "h.v": "param_bf16"}
     assert found(as_casts, as_casts) == {"h.w": "param_bf16", "h.v": "param_bf16"}
     assert found(lambda x, w, v: x.half() @ w.half()) == {"h.w": "param_fp16"}
-    assert found(by_another_operator) == {"h.w": "param_bf16"}
+    assert found(lambda x, w, v: x @ torch.ops.prims.convert_element_type(w, BF16)) == {"h.w": "param_bf16"}
 
 
 def test_what_no_graph_reads_keeps_no_other_from_it() -> None:
@@ -71,56 +67,28 @@ def test_what_no_graph_reads_keeps_no_other_from_it() -> None:
     assert found(lambda x, w, v: x * 2) == {}
 
 
-def as_it_is(x: Tensor, w: Tensor, v: Tensor) -> Any:
-    return x @ w.to(BF16), w * 2
+NEEDED_ITSELF: dict[str, Function] = {
+    "as it is": lambda x, w, v: (x @ w.to(BF16), w * 2),
+    "as a view": lambda x, w, v: x @ w.t().to(BF16),
+    "in two dtypes": lambda x, w, v: (x @ w.to(BF16), x.half() @ w.half()),
+    "beside one in another dtype": lambda x, w, v: (x @ w.to(BF16), x.half() @ v.half()),
+    "beside one as it is": lambda x, w, v: (x @ w.to(BF16), v * 2),
+    "in double precision": lambda x, w, v: x.double() @ w.double(),
+    "returned": lambda x, w, v: w.to(BF16),
+    "returned as a view": lambda x, w, v: (x @ (cast := w.to(BF16)), cast.t()),
+    "in another layout": lambda x, w, v: (
+        x @ torch.ops.aten._to_copy.default(w, dtype=BF16, memory_format=torch.contiguous_format)
+    ),
+}
 
 
-def as_a_view(x: Tensor, w: Tensor, v: Tensor) -> Any:
-    return x @ w.t().to(BF16)
-
-
-def in_two_dtypes(x: Tensor, w: Tensor, v: Tensor) -> Any:
-    return x @ w.to(BF16), x.half() @ w.half()
-
-
-def beside_one_in_another_dtype(x: Tensor, w: Tensor, v: Tensor) -> Any:
-    return x @ w.to(BF16), x.half() @ v.half()
-
-
-def beside_one_as_it_is(x: Tensor, w: Tensor, v: Tensor) -> Any:
-    return x @ w.to(BF16), v * 2
-
-
-def in_double_precision(x: Tensor, w: Tensor, v: Tensor) -> Any:
-    return x.double() @ w.double()
-
-
-def returned(x: Tensor, w: Tensor, v: Tensor) -> Any:
-    return w.to(BF16)
-
-
-def returned_as_a_view(x: Tensor, w: Tensor, v: Tensor) -> Any:
-    cast = w.to(BF16)
-    return x @ cast, cast.t()
-
-
-def in_another_layout(x: Tensor, w: Tensor, v: Tensor) -> Any:
-    return x @ torch.ops.aten._to_copy.default(w, dtype=BF16, memory_format=torch.contiguous_format)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        as_it_is, as_a_view, in_two_dtypes, beside_one_in_another_dtype, beside_one_as_it_is, in_double_precision,
-        returned, returned_as_a_view, in_another_layout,
-    ],
-)  # fmt: skip
-def test_what_needs_the_parameter_itself_reads_it(function: Function) -> None:
-    assert found(function) == {}
+@pytest.mark.parametrize("how", NEEDED_ITSELF)
+def test_what_needs_the_parameter_itself_reads_it(how: str) -> None:
+    assert found(NEEDED_ITSELF[how]) == {}
 
 
 def test_both_phases_must_read_the_cast_only() -> None:
-    assert found(only_one, as_it_is) == {}
+    assert found(only_one, NEEDED_ITSELF["as it is"]) == {}
     assert found(only_one, lambda x, w, v: x * 2) == {"h.w": "param_bf16"}
 
 

@@ -60,13 +60,16 @@ def step_of(layout: ChunkLayout, activations: Sequence[int], held_nbytes: int = 
     return StepProfile(forward, backward, update, sum(activations))
 
 
-def plan_step(step: StepProfile, layout: ChunkLayout, budget: int, resident: frozenset[int] = frozenset()) -> Plan:
+def plan_step(
+    step: StepProfile, layout: ChunkLayout, budget: int, resident: frozenset[int] = frozenset(), held_nbytes: int = 0
+) -> Plan:
     return plan_phases(
         [("forward", step.forward), ("backward", step.backward)],
         layout,
         budget_nbytes=budget,
         resident=resident,
         hardware=HARDWARE,
+        held_nbytes=held_nbytes,
         boundary_nbytes=step.boundary_nbytes,
     )
 
@@ -205,14 +208,7 @@ def test_what_is_kept_for_the_backward_fits_beside_the_boundary() -> None:
     assert roomy.kept == {Chunk("param", 0), Chunk("param", 1), Chunk("param", 2)}
     fixed = fixed_nbytes(LAYOUT, frozenset())
     for boundary, num_kept in ((0, 2), (700, 1), (5000, 0), (1 << 30, 0)):
-        plan = plan_phases(
-            [("forward", step.forward), ("backward", step.backward)],
-            LAYOUT,
-            budget_nbytes=fixed + 700 + 2 * 4096,
-            resident=frozenset(),
-            hardware=HARDWARE,
-            boundary_nbytes=boundary,
-        )
+        plan = plan_step(replace(step, boundary_nbytes=boundary), LAYOUT, fixed + 700 + 2 * 4096)
         assert len(plan.kept) <= num_kept
         if plan.kept:
             kept = sum(LAYOUT.chunk_nbytes_of(chunk) for chunk in plan.kept)
@@ -251,15 +247,7 @@ def test_the_minimum_is_exact_for_every_step(case, more: int, held_nbytes: int) 
     calls = step.forward + step.backward
     minimum = check_minimum(calls, layout, HUGE, held_nbytes)
     for budget in (minimum, minimum + more):
-        plan = plan_phases(
-            [("forward", step.forward), ("backward", step.backward)],
-            layout,
-            budget_nbytes=budget,
-            resident=frozenset(),
-            hardware=HARDWARE,
-            held_nbytes=held_nbytes,
-            boundary_nbytes=step.boundary_nbytes,
-        )
+        plan = plan_step(step, layout, budget, held_nbytes=held_nbytes)
         assert plan.minimum_nbytes == minimum <= plan.predicted_peak_nbytes <= budget
         assert plan.peak.nbytes == plan.predicted_peak_nbytes
     with pytest.raises(BudgetError) as caught:

@@ -20,17 +20,13 @@ def call(name: str, segment: str, inputs: str, outputs: str, storages: str, **mo
     return SegmentCall(name, segment, tuple(inputs.split()), tuple(outputs.split()), tuple(storages.split()), **fields)
 
 
-def program(inputs: Mapping[str, str], storages: Mapping[str, int], held: str, outputs, *calls: SegmentCall, **more):
-    return PhaseProgram(
-        "forward",
-        inputs,
-        storages,
-        frozenset(held.split()),
-        more.get("parameters", {}),
-        calls,
-        tuple(outputs),
-        1,
-    )
+def program(
+    storages: Mapping[str, int], outputs: str, *calls: SegmentCall, inputs: str = "x", held: str = "X"
+) -> PhaseProgram:
+    """Each input lies in the storage of its letter."""
+    by_input = {name: name.upper() for name in inputs.split()}
+    returned = tuple(None if name == "-" else name for name in outputs.split())
+    return PhaseProgram("forward", by_input, storages, frozenset(held.split()), {}, calls, returned, 1)
 
 
 def nbytes(subject: PhaseProgram, memories: Mapping[str, SegmentMemory]) -> list[int]:
@@ -38,10 +34,8 @@ def nbytes(subject: PhaseProgram, memories: Mapping[str, SegmentMemory]) -> list
 
 
 CHAIN = program(
-    {"x": "X"},
     {"X": 100, "A": 10, "B": 20, "C": 40},
-    "X",
-    ["c"],
+    "c",
     call("0", "s", "x", "a", "A"),
     call("1", "t", "a", "b", "B"),
     call("2", "u", "b", "c", "C"),
@@ -84,10 +78,8 @@ def test_a_donated_input_counts_in_the_steps_before_it_is_released() -> None:
 
 def test_an_input_that_is_read_again_is_not_donated() -> None:
     subject = program(
-        {"x": "X"},
         {"X": 100, "A": 10, "B": 20, "C": 40},
-        "X",
-        ["c"],
+        "c",
         call("0", "s", "x", "a", "A"),
         call("1", "t", "a", "b", "B"),
         call("2", "u", "b a", "c", "C"),
@@ -104,10 +96,8 @@ def test_a_held_input_is_never_donated() -> None:
 def test_aliases_count_once_and_keep_their_storage_alive() -> None:
     # b is a view of a, and is read at the end: A lives all along, and is counted once
     subject = program(
-        {"x": "X"},
         {"X": 100, "A": 10, "C": 40, "D": 5},
-        "X",
-        ["d"],
+        "d",
         call("0", "s", "x", "a b", "A A"),
         call("1", "t", "a", "c", "C"),
         call("2", "u", "c b", "d", "D"),
@@ -123,10 +113,8 @@ def test_aliases_count_once_and_keep_their_storage_alive() -> None:
 
 def test_aliases_given_together_are_released_by_the_later_one() -> None:
     subject = program(
-        {"x": "X"},
         {"X": 100, "A": 10, "C": 40},
-        "X",
-        ["c"],
+        "c",
         call("0", "s", "x", "a b", "A A"),
         call("1", "t", "a b", "c", "C"),
     )
@@ -139,10 +127,8 @@ def test_aliases_given_together_are_released_by_the_later_one() -> None:
 
 def test_what_is_returned_lives_to_the_end() -> None:
     subject = program(
-        {"x": "X"},
         {"X": 100, "A": 10, "B": 20},
-        "X",
-        ["a", None],
+        "a -",
         call("0", "s", "x", "a", "A"),
         call("1", "t", "x", "b", "B"),
     )
@@ -151,28 +137,25 @@ def test_what_is_returned_lives_to_the_end() -> None:
 
 def test_inputs_nobody_holds_go_after_their_last_reader() -> None:
     subject = program(
-        {"x": "X", "y": "Y", "unused": "U"},
-        {"X": 100, "Y": 1000, "U": 5000, "A": 10, "B": 20},
-        "X",
-        ["b"],
+        {"X": 100, "Y": 1000, "UNUSED": 5000, "A": 10, "B": 20},
+        "b",
         call("0", "s", "y", "a", "A"),
         call("1", "t", "a", "b", "B"),
+        inputs="x y unused",
     )
     memories = {"s": memory(10, released=(1,)), "t": memory(20, released=(1,), storages=(20,))}
     assert nbytes(subject, memories) == [1110, 130]
 
 
 def test_held_storages_count_though_no_call_touches_them() -> None:
-    subject = program({"x": "X"}, {"X": 1, "H": 500, "A": 10}, "X H", ["a"], call("0", "s", "x", "a", "A"))
+    subject = program({"X": 1, "H": 500, "A": 10}, "a", call("0", "s", "x", "a", "A"), held="X H")
     assert nbytes(subject, {"s": memory(10, released=(1,))}) == [511]
 
 
 def test_a_result_that_nobody_reads_is_gone_after_its_call() -> None:
     subject = program(
-        {"x": "X"},
         {"X": 1, "A": 10, "B": 20},
-        "X",
-        ["b"],
+        "b",
         call("0", "s", "x", "a", "A"),
         call("1", "t", "x", "b", "B"),
     )
@@ -180,21 +163,9 @@ def test_a_result_that_nobody_reads_is_gone_after_its_call() -> None:
 
 
 def test_chunks_that_calls_read_and_write() -> None:
-    subject = program(
-        {"p": "P", "q": "Q", "x": "X"},
-        {"P": 0, "Q": 0, "X": 1, "A": 10},
-        "X",
-        [None],
-        call(
-            "0",
-            "s",
-            "p x q",
-            "a",
-            "A",
-            parameters=((0, "w"), (2, "bias")),
-            gradients=(("a", "v"), ("a", "bias")),
-        ),
-    )
+    used = {"parameters": ((0, "w"), (2, "bias")), "gradients": (("a", "v"), ("a", "bias"))}
+    one_call = call("0", "s", "p x q", "a", "A", **used)
+    subject = program({"P": 0, "Q": 0, "X": 1, "A": 10}, "-", one_call, inputs="p q x")
     (position,) = positions(subject, {"s": memory(10, released=(1, 1, 1))}, group_of={"w": 3, "v": 4})
     assert position.reads == {Chunk("param", 3)}
     assert position.writes == {Chunk("grad", 4)}
@@ -204,7 +175,7 @@ def test_chunks_that_calls_read_and_write() -> None:
 
 def test_the_module_is_the_steps_own_or_the_calls() -> None:
     steps = (MemoryStep("op", "h.0.mlp", 5), MemoryStep("op", "", 9))
-    subject = program({"x": "X"}, {"X": 1, "A": 10}, "X", ["a"], call("0", "s", "x", "a", "A", module="h.0"))
+    subject = program({"X": 1, "A": 10}, "a", call("0", "s", "x", "a", "A", module="h.0"))
     found = positions(subject, {"s": SegmentMemory(steps, (2,), (0,), (10,))}, group_of={})
     assert found[0].module == "h.0"
     found = positions(subject, {"s": SegmentMemory(steps[:1], (1,), (0,), (10,))}, group_of={})

@@ -14,6 +14,7 @@ import pytest
 import torch
 from fake_gpu import FakeGpu, FakeStream
 from queued_tier import QueuedTier
+from store_cases import fetch, put_back
 from torch import Tensor, nn
 
 from chunkc.ir.chunks import Chunk, ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
@@ -111,8 +112,7 @@ def test_a_prefetch_does_not_overwrite_what_is_still_read(gpu: FakeGpu, home: Ho
     """Its slot's memory was another chunk's, which a kernel in the queue will read."""
     store, tier, _ = placed(gpu, home)
     tier.left_out = frozenset(left_out)
-    store.prefetch(Chunk("param", 0))
-    store.wait(Chunk("param", 0))
+    fetch(store, Chunk("param", 0))
     view = store.parameter_view(Chunk("param", 0), "a")
     gate = Gate(gpu.compute)
     seen = read(tier, view)
@@ -139,9 +139,7 @@ def test_a_gradient_of_the_user_s_own_goes_home_in_the_stream_s_order(gpu: FakeG
     gate.open()
     store.wait(Chunk("grad", 0))
     store.sink("a", Chunk("grad", 0), taking(4.0), owned=True)
-    store.write_back(Chunk("grad", 0))
-    store.wait(Chunk("grad", 0))
-    store.evict(Chunk("grad", 0))
+    put_back(store, Chunk("grad", 0))
     seen = read(tier, parameters["a"].grad)
     tier.settle()
     assert seen == [7.0] * NUMEL
@@ -156,8 +154,7 @@ def test_a_write_back_finds_what_computation_put_into_the_slot(
 ) -> None:
     store, tier, parameters = placed(gpu, home)
     tier.left_out = frozenset(left_out)
-    store.prefetch(Chunk("grad", 0))
-    store.wait(Chunk("grad", 0))
+    fetch(store, Chunk("grad", 0))
     tier.enqueue(store.begin_compute(Chunk("grad", 0)).fill_, 0.0)
     store.end_compute(Chunk("grad", 0))
     tier.settle()
@@ -175,8 +172,7 @@ def test_a_write_back_finds_what_computation_put_into_the_slot(
 
 
 def written_back(store: ChunkStore) -> None:
-    store.prefetch(Chunk("grad", 0))
-    store.wait(Chunk("grad", 0))
+    fetch(store, Chunk("grad", 0))
     store.sink("a", Chunk("grad", 0), taking(4.0), owned=True)
     store.write_back(Chunk("grad", 0))
 
@@ -270,8 +266,7 @@ def test_the_host_is_not_held_up_by_copies_of_pinned_memory(gpu: FakeGpu) -> Non
     """A whole round of a chunk is submitted while computation stands still."""
     store, tier, parameters = placed(gpu, PinnedHome(gpu))
     gate = Gate(gpu.compute)
-    store.prefetch(Chunk("param", 0))
-    store.wait(Chunk("param", 0))
+    fetch(store, Chunk("param", 0))
     written_back(store)
     store.wait(Chunk("grad", 0))
     for chunk in (Chunk("param", 0), Chunk("grad", 0)):

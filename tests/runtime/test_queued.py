@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import FakeGpu
-from harness import TINY, adamw, array, differences, gradients, refuse, session_of, weights
+from harness import TINY, adamw, array, differences, gradients, refuse, segmented, session_of, weights
 from queued_tier import EDGES, QueuedTier
 from torch import Tensor, nn
 from zoo import Case, floats
@@ -80,8 +80,7 @@ class Subject:
             self.tier.store = self.session.store
             if home == "mixed":
                 self.session.store.arena.state_home = disk
-        options = {"memory_budget": budget_nbytes, "whole_graph": "never", "codegen": "eager", "debug": debug}
-        self.compiled = torch.compile(self.model, backend="chunkc", options=options)
+        self.compiled = segmented(self.model, budget_nbytes, debug=debug)
         self.optimizer = adamw(self.model.parameters())
         self.train(0)
         self.tensors = [t for p in self.model.parameters() for t in (p.detach(), p.grad)]

@@ -54,8 +54,7 @@ def test_a_slot_that_is_taken_in_inference_mode_is_written_to_outside_of_it() ->
     """By links' threads, and by later phases."""
     store, _ = placed()
     with torch.inference_mode():
-        store.prefetch(Chunk("param", 0))
-        store.wait(Chunk("param", 0))
+        fetch(store, Chunk("param", 0))
     store.slot(Chunk("param", 0)).buffer.zero_()
 
 
