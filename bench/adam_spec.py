@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from typing import ClassVar
+from dataclasses import dataclass
+
+from subject_process import Spec
 
 FP32, BF16 = "fp32", "bf16 with fp32 master"
 NBYTES_PER_ELEMENT = 28
@@ -47,21 +47,12 @@ NOTES = {
 
 
 @dataclass(frozen=True)
-class AdamSpec:
+class AdamSpec(Spec):
     """One candidate over `num_elements` parameters."""
 
-    SCRIPT: ClassVar[str] = "adam_subject.py"
+    SCRIPT = "adam_subject.py"
 
     candidate: str
     precision: str
     num_elements: int
     device: str = "cpu"
-
-    def to_json(self) -> str:
-        """The command line argument of the script."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> AdamSpec:
-        """The inverse of `to_json`."""
-        return AdamSpec(**json.loads(text))

@@ -12,7 +12,6 @@ other ones in every turn, which spreads what their place costs over the samples.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -25,13 +24,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import adam_updates
 from adam_spec import BF16, AdamSpec
-from subject_process import Unavailable
+from subject_process import Reply, Unavailable, only_replies
 
 NUM_WARM_PASSES = 2
 NUM_CHECK_STEPS = 3
 NUM_CHECK_ELEMENTS = 1 << 16
-
-Reply = Callable[[dict[str, Any]], None]
 
 
 def serve(spec: AdamSpec, commands: Iterable[str], reply: Reply) -> None:
@@ -93,9 +90,7 @@ def _difference(spec: AdamSpec) -> float | None:
 
 
 def _main() -> None:
-    lines = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    serve(AdamSpec.from_json(sys.argv[1]), sys.stdin, lambda fields: print(json.dumps(fields), file=lines))
+    serve(AdamSpec(**json.loads(sys.argv[1])), sys.stdin, only_replies())
 
 
 if __name__ == "__main__":

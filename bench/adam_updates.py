@@ -75,17 +75,19 @@ def _chunkc(spec: AdamSpec) -> Update:
 
 
 def _chunkc_cpu(spec: AdamSpec) -> Update:
-    """`chunkc.kernels.adam_cpu`, one run over all."""
-    from chunkc.kernels import adam_cpu
+    """`chunkc.kernels.elementwise_cpu`, one run over all."""
+    from chunkc.kernels.elementwise_cpu import prepare
+    from chunkc.kernels.formats import AdamFormat
 
     is_bf16 = spec.precision == BF16
     target, grad, exp_avg, exp_avg_sq = _working_set(spec)
     param = target.bfloat16() if is_bf16 else target
-    master = target if is_bf16 else None
+    fmt = AdamFormat(param.dtype, grad.dtype, master=is_bf16)
+    masters = [target] if is_bf16 else []
     steps = itertools.count(1)
 
     def run() -> None:
-        adam_cpu.adam_update(param, grad, exp_avg, exp_avg_sq, master, _hyper(next(steps)))
+        prepare(fmt, _hyper(next(steps)))([param, grad, exp_avg, exp_avg_sq, *masters])
 
     return Update(run, _nbytes(spec), lambda: target)
 

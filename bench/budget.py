@@ -153,14 +153,16 @@ def run_case(
         outcome.note = unavailable(system) or host_forecast(system, num_parameters)
     names = [system for system in systems if not outcomes[system].note]
     groups = [names] if _fit_side_by_side(context, case, names, num_parameters) else [[name] for name in names]
+
+    def spec(system: str) -> SubjectSpec:
+        of = context.device, case.model, case.batch_size, system, case.budget_nbytes, size.codegen
+        return spec_of(*of, is_checkpointed=case.is_checkpointed)
+
     for group in groups:
         with ExitStack() as stack:
             live: dict[str, SubjectProcess] = {}
             timeout_s = context.reply_timeout(REPLY_TIMEOUT_S)
-            starting = {
-                name: SubjectProcess(_spec(context, case, size, name), cache, timeout_s=timeout_s).start_in(stack)
-                for name in group
-            }
+            starting = {name: SubjectProcess(spec(name), cache, timeout_s=timeout_s).start_in(stack) for name in group}
             for name, process in starting.items():
                 progress(f"{case.name}: compiling {name}")
                 with _Guard(outcomes[name], context):
@@ -195,16 +197,23 @@ class _Guard:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, DoesNotFit | OutOfMemory | Unavailable | SubjectFailed):
+        if not isinstance(error, NO_ANSWER):
             return False
-        if isinstance(error, TimedOut) and self._context.is_out_of_time:
-            self._outcome.note = "the time was up"
-            return True
-        prefix = {OutOfMemory: "out of memory: ", SubjectFailed: "failed: "}.get(type(error), "")
-        self._outcome.note = prefix + first_line(error)
-        is_refusal = isinstance(error, DoesNotFit | Unavailable)
-        self._outcome.is_failure = self._outcome.system == CHUNKC and not is_refusal
+        self._outcome.note, is_failure = judged(error, self._outcome.system, self._context)
+        self._outcome.is_failure |= is_failure
         return True
+
+
+NO_ANSWER = (DoesNotFit, OutOfMemory, Unavailable, SubjectFailed)
+"""What a subject raises that does not train."""
+
+
+def judged(error: BaseException, system: str, context: Context) -> tuple[str, bool]:
+    """What to note of one of `NO_ANSWER`; whether it is a failure: of chunkc, unless budget or time is too small."""
+    if isinstance(error, TimedOut) and context.is_out_of_time:
+        return "the time was up", False
+    prefix = {OutOfMemory: "out of memory: ", SubjectFailed: "failed: "}.get(type(error), "")
+    return prefix + first_line(error), system == CHUNKC and not isinstance(error, DoesNotFit | Unavailable)
 
 
 def compare_losses(outcomes: Sequence[Outcome], tolerance: float) -> None:
@@ -235,22 +244,32 @@ def check_promise(outcomes: Mapping[str, Outcome], budget_nbytes: int) -> None:
         subject.note, subject.is_failure = f"took {peak_nbytes - budget_nbytes:,} bytes more than its budget", True
 
 
-def _spec(context: Context, case: Case, size: Size, system: str) -> SubjectSpec:
-    is_held = context.device == "cuda" or system not in (FSDP2, DEEPSPEED)
-    budget_nbytes = plan_budget(context.device, case.budget_nbytes)
-    options = {"memory_budget": budget_nbytes, "codegen": size.codegen} if system == CHUNKC else None
+def spec_of(
+    device: str,
+    model: ModelChoice,
+    batch_size: int,
+    system: str,
+    limit_nbytes: int,
+    codegen: str,
+    *,
+    is_checkpointed: bool = True,
+    **options: Any,
+) -> SubjectSpec:
+    """A system that is held to `limit_nbytes`; `options` are further ones of chunkc's."""
+    is_held = device == "cuda" or system not in (FSDP2, DEEPSPEED)
+    own = {"memory_budget": plan_budget(device, limit_nbytes), "codegen": codegen, **options}
     return SubjectSpec(
-        case.model,
-        case.batch_size,
+        model,
+        batch_size,
         system,
-        options,
-        device=context.device,
-        is_metered=context.device == "cpu",
+        own if system == CHUNKC else None,
+        device=device,
+        is_metered=device == "cpu",
         is_placed=system == CHUNKC,
         # On a CPU these offload into the very memory that they compute in.
-        limit_nbytes=case.budget_nbytes if is_held else None,
-        is_checkpointed=case.is_checkpointed,
-        codegen=size.codegen,
+        limit_nbytes=limit_nbytes if is_held else None,
+        is_checkpointed=is_checkpointed,
+        codegen=codegen,
     )
 
 

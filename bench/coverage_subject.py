@@ -33,6 +33,7 @@ import coverage_models
 from coverage_judge import Judge
 from coverage_models import NotBuilt
 from coverage_table import FAILED, NOT_BUILT, WAITING, Cell, Column
+from subject_process import only_replies
 
 from chunkc.runtime import cpu_allocator
 
@@ -143,9 +144,7 @@ def _work(name: str, columns: Sequence[Column], write: int) -> None:
 
 
 def _main() -> None:
-    # Only answers go to the pipe; what anybody else prints goes to standard error.
-    lines = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    reply = only_replies()
     settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -153,11 +152,11 @@ def _main() -> None:
     cpu_allocator.install()
     gc.collect()
     gc.freeze()
-    print(json.dumps({"architectures": coverage_models.architectures()}), file=lines)
+    reply({"architectures": coverage_models.architectures()})
     for line in sys.stdin:
         asked = json.loads(line)
         columns = [Column.named(name) for name in asked["columns"]]
-        print(json.dumps(_answer(asked["architecture"], columns, settings["time_limit_s"])), file=lines)
+        reply(_answer(asked["architecture"], columns, settings["time_limit_s"]))
 
 
 if __name__ == "__main__":

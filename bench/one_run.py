@@ -11,14 +11,13 @@ standard error.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gpt import GPT, GPTConfig
+from subject_process import Spec, only_replies
 from text import batches, file_text, stdlib_text
 
 import chunkc
@@ -37,7 +37,7 @@ Emit = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
-class RunSpec:
+class RunSpec(Spec):
     """What to train and how. `data` is a file, or None for the standard library's sources.
 
     Mode "plain" is Inductor with `torch.optim.AdamW`; "chunkc" has its model data at `home` and keeps to
@@ -45,6 +45,8 @@ class RunSpec:
     from the latest one, saves one every `save_every` steps, at the end and on Ctrl-C; and the learning rate rises to
     `lr` and falls to nothing over the steps.
     """
+
+    SCRIPT = "one_run.py"
 
     mode: Literal["plain", "chunkc"]
     model: GPTConfig
@@ -58,10 +60,6 @@ class RunSpec:
     is_limited: bool = False
     checkpoints: str | None = None
     save_every: int = 50
-
-    def to_json(self) -> str:
-        """The command line argument of this script."""
-        return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> RunSpec:
@@ -187,10 +185,7 @@ def _report(compiled: Any) -> dict[str, Any]:
 
 
 def _main() -> None:
-    # Only events go to the pipe; what anybody else prints, also below Python, goes to standard error.
-    lines = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    run(RunSpec.from_json(sys.argv[1]), lambda event: print(json.dumps(event), file=lines))
+    run(RunSpec.from_json(sys.argv[1]), only_replies())
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from context import Context, Progress
 from families import ModelChoice, construct
 from least_budget import hardware_here
 from metrics import Metric, Row, Section, one, setting_of
-from specs import CHUNKC, SubjectSpec
-from subject_process import DoesNotFit, OutOfMemory, SubjectFailed, SubjectProcess, Unavailable, first_line
+from specs import CHUNKC
+from subject_process import SubjectProcess, first_line
 
 import chunkc
 from chunkc.explaining.cuda_offline import overhead_on
@@ -144,24 +144,12 @@ def _trained(context: Context, case: Case, cache: Path) -> tuple[dict[str, Any],
 
     Buffers that no graph reads are the model's own, like all else that a program holds: measured, and not planned.
     """
-    budget_nbytes = budget.plan_budget(context.device, case.budget_nbytes)
-    options = {"memory_budget": budget_nbytes, "codegen": case.codegen, "whole_graph": "never"}
-    spec = SubjectSpec(
-        case.model,
-        case.batch_size,
-        CHUNKC,
-        options,
-        device=context.device,
-        is_metered=context.device == "cpu",
-        is_placed=True,
-        limit_nbytes=case.budget_nbytes,
-        is_checkpointed=True,
-        codegen=case.codegen,
-    )
+    of = context.device, case.model, case.batch_size, CHUNKC, case.budget_nbytes, case.codegen
+    spec = budget.spec_of(*of, whole_graph="never")
     try:
         with SubjectProcess(spec, cache, timeout_s=context.reply_timeout(budget.REPLY_TIMEOUT_S)) as subject:
             subject.step(NUM_STEPS)
             report = subject.report()
-    except (DoesNotFit, OutOfMemory, Unavailable, SubjectFailed) as error:
+    except budget.NO_ANSWER as error:
         return {}, 0, first_line(error)
     return report["phases"], report["buffers_nbytes"], ""

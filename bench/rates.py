@@ -6,14 +6,12 @@ python rates.py '{"device": "cpu", "is_small": true}'
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from subject_process import Process, Timeout
+from subject_process import Process, Spec, Timeout, only_replies
 
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.links import LinkSpec
@@ -32,17 +30,13 @@ _SMALL = Sizes(
 
 
 @dataclass(frozen=True)
-class RatesSpec:
+class RatesSpec(Spec):
     """What to measure; `is_small`: for a rehearsal, quickly."""
 
-    SCRIPT: ClassVar[str] = "rates.py"
+    SCRIPT = "rates.py"
 
     device: str
     is_small: bool
-
-    def to_json(self) -> str:
-        """The command line argument of this script."""
-        return json.dumps(asdict(self))
 
 
 def measure(spec: RatesSpec, cache: Path, *, timeout_s: Timeout) -> Hardware:
@@ -57,11 +51,10 @@ def measure(spec: RatesSpec, cache: Path, *, timeout_s: Timeout) -> Hardware:
 
 
 def _main() -> None:
-    lines = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    reply = only_replies()
     fields = json.loads(sys.argv[1])
     hardware = calibrate(device=fields["device"], sizes=_SMALL if fields["is_small"] else None)
-    print(json.dumps(asdict(hardware)), file=lines)
+    reply(asdict(hardware))
 
 
 if __name__ == "__main__":

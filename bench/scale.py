@@ -19,8 +19,8 @@ from families import TINY, ModelChoice, is_patrickstar, sizes
 from least_budget import least_budget_nbytes
 from machine import available_ram_nbytes, gpu_nbytes
 from metrics import Metric, Row, Section, one
-from specs import CHECKPOINTING, CHUNKC, PLAIN, SubjectSpec
-from subject_process import DoesNotFit, OutOfMemory, SubjectFailed, SubjectProcess, TimedOut, Unavailable, first_line
+from specs import CHECKPOINTING, CHUNKC, PLAIN
+from subject_process import SubjectProcess
 
 from chunkc.models import MODELS
 
@@ -147,31 +147,11 @@ def _probe(context: Context, size: Size, system: str, model: ModelChoice, budget
         return Probe(False, too_large)
     if context.is_out_of_time:
         return Probe(False, "not tried: out of time")
-    planned_nbytes = budget.plan_budget(context.device, budget_nbytes)
-    options = {"memory_budget": planned_nbytes, "codegen": size.codegen} if system == CHUNKC else None
-    spec = SubjectSpec(
-        model,
-        size.batch_size,
-        system,
-        options,
-        device=context.device,
-        is_metered=context.device == "cpu",
-        is_placed=system == CHUNKC,
-        limit_nbytes=budget_nbytes,
-        is_checkpointed=True,
-        codegen=size.codegen,
-    )
+    spec = budget.spec_of(context.device, model, size.batch_size, system, budget_nbytes, size.codegen)
     try:
         with SubjectProcess(spec, cache, timeout_s=context.reply_timeout(PROBE_TIMEOUT_S)) as subject:
             turn = subject.step(NUM_STEPS)
             return Probe(True, step_s=turn.step_s[-1], peak_nbytes=subject.report()["measured_peak_nbytes"])
-    except (DoesNotFit, Unavailable) as error:
-        return Probe(False, first_line(error))
-    except OutOfMemory as error:
-        return Probe(False, f"out of memory: {first_line(error)}", is_failure=system == CHUNKC)
-    except TimedOut as error:
-        is_late = context.is_out_of_time
-        reason = "the time was up" if is_late else first_line(error)
-        return Probe(False, reason, is_failure=system == CHUNKC and not is_late)
-    except SubjectFailed as error:
-        return Probe(False, f"failed: {first_line(error)}", is_failure=system == CHUNKC)
+    except budget.NO_ANSWER as error:
+        reason, is_failure = budget.judged(error, system, context)
+        return Probe(False, reason, is_failure=is_failure)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from families import AnyModel, ModelChoice
 from gpt import GPTConfig
+from subject_process import Spec
 
 PLAIN = "plain"
 CHUNKC = "chunkc"
@@ -27,7 +28,7 @@ PACKAGES = {TORCHAO: "torchao", DEEPSPEED: "deepspeed"}
 
 
 @dataclass(frozen=True)
-class SubjectSpec:
+class SubjectSpec(Spec):
     """What trains and how.
 
     Attributes:
@@ -43,7 +44,7 @@ class SubjectSpec:
         num_ranks, rank, store: of systems on several ranks: how many, which this is, and the file by which they meet.
     """
 
-    SCRIPT: ClassVar[str] = "subject.py"
+    SCRIPT = "subject.py"
 
     model: AnyModel
     batch_size: int
@@ -60,10 +61,6 @@ class SubjectSpec:
     num_ranks: int = 1
     rank: int = 0
     store: str = ""
-
-    def to_json(self) -> str:
-        """The command line argument of the script."""
-        return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> SubjectSpec:

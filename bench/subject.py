@@ -14,13 +14,12 @@ the system cannot run here {"unavailable": ...}. The process ends with its input
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,11 @@ import gpu_process_memory
 import systems
 import tcp_traffic
 from specs import CHUNKC, CHUNKC_RANKS, SubjectSpec
-from subject_process import Unavailable
+from subject_process import Reply, Unavailable, only_replies
 
 import chunkc
 from chunkc.runtime import cpu_allocator
 from chunkc.runtime.cuda import memory_limit
-
-Reply = Callable[[dict[str, Any]], None]
 
 
 class Trainer:
@@ -220,10 +217,7 @@ def _num_parameters(trainer: Trainer) -> int:
 
 
 def _main() -> None:
-    # Only replies go to the pipe; what anybody else prints, also below Python, goes to standard error.
-    lines = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    serve(SubjectSpec.from_json(sys.argv[1]), sys.stdin, lambda fields: print(json.dumps(fields), file=lines))
+    serve(SubjectSpec.from_json(sys.argv[1]), sys.stdin, only_replies())
 
 
 if __name__ == "__main__":

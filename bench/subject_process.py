@@ -11,10 +11,10 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 NUM_SETTLING_STEPS = 1
 """Steps at the start of each turn that count for nothing: caches still hold another subject's data."""
@@ -55,12 +55,26 @@ class Unavailable(Exception):
     """The subject cannot run here; the message says why."""
 
 
-class Spec(Protocol):
-    """What a process is told on its command line."""
+@dataclass(frozen=True)
+class Spec:
+    """What a process is told on its command line. A subclass names the script of this folder, and has the fields."""
 
-    SCRIPT: str
+    SCRIPT: ClassVar[str]
 
-    def to_json(self) -> str: ...
+    def to_json(self) -> str:
+        """The command line argument of the script."""
+        return json.dumps(asdict(self))
+
+
+Reply = Callable[[dict[str, Any]], None]
+
+
+def only_replies() -> Reply:
+    """What writes a line of JSON to the standard output of such a process, from now on alone: what anybody else prints,
+    also below Python, goes to standard error."""
+    lines = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return lambda fields: print(json.dumps(fields), file=lines)
 
 
 @dataclass(frozen=True)

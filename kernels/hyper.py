@@ -1,4 +1,4 @@
-"""Adam's hyper-parameters and its scalars; the table of scalars that all rules have; the check of a run's tensors."""
+"""Adam's hyper-parameters and its scalars; the table of scalars that all rules have."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LOW_PRECISION = (torch.bfloat16, torch.float16)
-GRAD_DTYPES = (torch.float32, *LOW_PRECISION)
+GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class AdamScalars(NamedTuple):
@@ -96,36 +95,3 @@ def scalar_table(hypers: Sequence[Any]) -> Tensor:
     """The scalars of several groups as fp32 `[num_groups, num_scalars]` on the CPU; runs name a row of it."""
     rows = [hyper.scalars() for hyper in hypers]  # in numpy's memory: nothing is charged to a limited allocator
     return torch.from_numpy(np.array(rows, dtype=np.float32).reshape(len(rows), -1 if rows else 0))
-
-
-def check_adam_span(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor | None
-) -> tuple[Tensor, ...]:
-    """The run's tensors in that order, without a master that is None.
-
-    Raises:
-        ValueError: a tensor is not flat and contiguous, lengths differ, or a dtype is not one of: fp32
-            parameters without master, bf16 or fp16 parameters with an fp32 master, bf16 ones with the int16 lower
-            bits of one; fp32 moments; fp32, bf16 or fp16 gradients.
-    """
-    states = (exp_avg, exp_avg_sq) if master is None else (exp_avg, exp_avg_sq, master)
-    tensors = (param, grad, *states)
-    split = master is not None and master.dtype == torch.int16 and param.dtype == torch.bfloat16
-    num_elements = param.numel()
-    for tensor in tensors:
-        if tensor.dim() != 1 or tensor.numel() != num_elements or not tensor.is_contiguous():
-            raise ValueError(
-                "an Adam run needs flat, contiguous tensors of one length, got shapes "
-                f"{[tuple(t.shape) for t in tensors]} with strides {[t.stride() for t in tensors]}"
-            )
-    for state in states[:2] if split else states:
-        if state.dtype != torch.float32:
-            raise ValueError(f"moments and master must be float32, got {[s.dtype for s in states]}")
-    if grad.dtype not in GRAD_DTYPES:
-        raise ValueError(f"gradients must be float32, bfloat16 or float16, got {grad.dtype}")
-    if param.dtype not in LOW_PRECISION if master is not None else param.dtype != torch.float32:
-        raise ValueError(
-            "parameters must be float32 without a master, or bfloat16 or float16 with one; got "
-            f"{param.dtype} {'without' if master is None else 'with'} a master"
-        )
-    return tensors

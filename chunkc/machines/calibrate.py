@@ -30,7 +30,8 @@ from chunkc.ir.hardware import Hardware
 from chunkc.ir.links import host_links
 from chunkc.ir.states import FLOAT32, StateFormat
 from chunkc.ir.updates import update_traffic
-from chunkc.kernels import adam_cpu
+from chunkc.kernels.elementwise_cpu import prepare
+from chunkc.kernels.formats import AdamFormat
 from chunkc.kernels.hyper import AdamHyper
 from chunkc.machines.host import compute_tier_memory
 from chunkc.runtime.homes import DiskHome
@@ -276,10 +277,10 @@ def _at_once(first: Callable[[], None], second: Callable[[], None]) -> None:
 def _update_bytes_per_s(sizes: Sizes) -> float:
     """Memory traffic per second of AdamW on bf16 parameters with fp32 states."""
     numel = sizes.update_numel
-    hyper = AdamHyper(lr=1e-3, step=1)
+    update = prepare(AdamFormat(torch.bfloat16, torch.bfloat16, master=True), AdamHyper(lr=1e-3, step=1))
     param, grad = (torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2))
     exp_avg, exp_avg_sq, master = (torch.zeros(numel) for _ in range(3))
-    seconds = _median_s(lambda: adam_cpu.adam_update(param, grad, exp_avg, exp_avg_sq, master, hyper), sizes)
+    seconds = _median_s(lambda: update([param, grad, exp_avg, exp_avg_sq, master]), sizes)
     return sum(stage.nbytes for stage in update_traffic(torch.bfloat16, _UPDATED, numel)) / seconds
 
 

@@ -10,7 +10,7 @@ import adam_cases
 import pytest
 import torch
 
-from chunkc.kernels import adam_cpu, cpu_loop, elementwise_cpu, reference
+from chunkc.kernels import cpu_loop, elementwise_cpu, reference
 from chunkc.kernels.formats import AdamFormat, AdamSlots, Span
 from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS
 from chunkc.kernels.hyper import AdamHyper, scalar_table
@@ -107,7 +107,7 @@ def test_follows_full_masters_but_for_ties(update):
 @pytest.mark.parametrize("grad_dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_the_single_run_has_the_reference_s_bits(grad_dtype, decoupled):
-    """`adam_update`'s door, and every fp16 gradient."""
+    """One span, and every fp16 gradient."""
     every = torch.arange(1 << 16).to(torch.uint16).view(FP16).to(grad_dtype)
     fmt = AdamFormat(BF16, grad_dtype, master=True, split=True)
     expected = adam_cases.make_slots(fmt, 1 << 16, seed=3)
@@ -115,12 +115,12 @@ def test_the_single_run_has_the_reference_s_bits(grad_dtype, decoupled):
     slots = adam_cases.on(expected, "cpu")
     hyper = AdamHyper(lr=1e-2, weight_decay=0.1, step=3, decoupled=decoupled)
     reference.chunk_update(fmt, expected, [Span(0, 1 << 16, 0)], scalar_table([hyper]))
-    adam_cpu.adam_update(slots.param, slots.grad, slots.exp_avg, slots.exp_avg_sq, slots.master, hyper)
+    elementwise_cpu.chunk_update(fmt, slots, [Span(0, 1 << 16, 0)], scalar_table([hyper]))
     assert adam_cases.same_bits(slots, expected)
     plain = adam_cases.make_slots(fmt, 100)
     adam_cases.adam_update(plain.param, plain.grad, plain.exp_avg, plain.exp_avg_sq, plain.master, hyper)
     follows = adam_cases.make_slots(fmt, 100)
-    adam_cpu.adam_update(follows.param, follows.grad, follows.exp_avg, follows.exp_avg_sq, follows.master, hyper)
+    elementwise_cpu.chunk_update(fmt, follows, [Span(0, 100, 0)], scalar_table([hyper]))
     torch.testing.assert_close(
         join_master(plain.param, plain.master), join_master(follows.param, follows.master), rtol=0, atol=1e-6
     )
