@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from chunkc.ir.errors import DistributedError, OptionsError, UnsupportedError
+from chunkc.ir.errors import ChunkcError, DistributedError, OptionsError, UnsupportedError
 from chunkc.ir.shards import ZeroStage, check_zero_stage
 from chunkc.machines.devices import parse_device
 from chunkc.movable import can_move, is_chunkable
@@ -88,29 +87,30 @@ def distribute(
     """
     check = partial(_check, model, mesh, home, zero_stage, timeout_s)
     transport = _transport_on(mesh, timeout_s, check)
-    together(transport, "chunkc.distribute()", check, DistributedError)
+    parallel = _layers_of(model, mesh)
+    everyone = transport if parallel is None else _transport_on(parallel.joint, timeout_s, check)
+    together(everyone, "chunkc.distribute()", check, DistributedError)
     named = dict(model.named_parameters())
-    parallel = tensor_parallel(model, mesh)
     shapes = [(name, tuple(local(p).shape), p.dtype) for name, p in named.items()]
     home_kind = home.partition(":")[0]
     device = _connected(transport) if mesh.device_type == "cuda" else torch.device("cpu")
     in_common = {"zero_stage": str(zero_stage), "the kind of home": home_kind}
-    agree(transport, {"the parameters of the model": repr(shapes), "the mesh": str(mesh.mesh.tolist()), **in_common})
     if parallel is not None:
-        of_layers = _transport_on(parallel.mesh, timeout_s, check)
-        agree(of_layers, {"the parameters of the model": repr(list(named)), **in_common})
-        parallel = replace(parallel, transport=of_layers)
+        both = {"the mesh of both": str(parallel.joint.mesh.tolist())}
+        agree(everyone, {"the parameters of the model": repr(list(named)), **both, **in_common})
+    agree(transport, {"the parameters of the model": repr(shapes), "the mesh": str(mesh.mesh.tolist()), **in_common})
     made: dict[int, nn.Parameter] = {}
 
     def cut_all() -> str:
         nursery = None if home == "cpu" else nursery_at(home, "auto", disk_holds_parameters=True)
         for parameter in named.values():
-            made[id(parameter)] = _cut(parameter, mesh, parallel, transport, zero_stage, nursery, device)
+            made[id(parameter)] = _cut(parameter, mesh, parallel, transport, everyone, zero_stage, nursery, device)
         if device.type == "cuda":
             place_parts(model, {name: part_of(made[id(p)]) for name, p in named.items()}, transport, home)
         return socket.gethostname()
 
-    transport.num_hosts = len(set(together(transport, "chunkc.distribute()", cut_all, DistributedError)))
+    hosts = dict(zip(everyone.ranks, together(everyone, "chunkc.distribute()", cut_all, DistributedError), strict=True))
+    transport.num_hosts = len({hosts[rank] for rank in transport.ranks})
     for module in model.modules():
         if module._parameters:
             _distribute_module(module, made, parallel)
@@ -119,6 +119,15 @@ def distribute(
                 module._buffers[name] = torch.zeros_like(buffer, device="cpu")
     move_staying(model, (), device)
     return model
+
+
+def _layers_of(model: nn.Module, mesh: DeviceMesh) -> TensorParallel | None:
+    """How `parallelize_module` has cut the model; None also where that does not go with the mesh, which is refused
+    once all ranks can hear of it."""
+    try:
+        return tensor_parallel(model, mesh)
+    except (ChunkcError, AttributeError):
+        return None
 
 
 def _connected(transport: Transport) -> torch.device:
@@ -212,6 +221,7 @@ def _cut(
     mesh: DeviceMesh,
     parallel: TensorParallel | None,
     transport: Transport,
+    everyone: Transport,
     zero_stage: ZeroStage | None,
     nursery: Nursery | None,
     device: torch.device,
@@ -228,7 +238,7 @@ def _cut(
         kept = own if rows.is_meta else own.clone()
     part = Part.of(kept, shards, transport)
     if parallel is not None:
-        part.tensor_transport, part.is_first = parallel.transport, parallel.is_first(parameter)
+        part.everyone, part.is_first = everyone, parallel.is_first(parameter)
     if nursery is not None:
         note_birth(part, nursery)
     copied: list[Placement] = [Replicate()] * (mesh.ndim - 1)

@@ -62,3 +62,13 @@ def rows_inside(mesh: DeviceMesh, placements: Sequence[Placement]) -> Placement:
     for dimension, placement in enumerate(placements):
         factor *= mesh.size(dimension) if placement == Shard(0) else 1
     return _StridedShard(0, split_factor=factor) if factor > 1 else Shard(0)
+
+
+def cut_dimension(placement: Placement) -> int | None:
+    """The dimension that is cut over ranks; None: none is."""
+    return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
+
+
+def cuts_last(placement: Placement) -> bool:
+    """Whether it cuts what is left once all others have cut, as that of `rows_inside`."""
+    return isinstance(placement, _StridedShard)
