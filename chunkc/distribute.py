@@ -88,7 +88,9 @@ def distribute(
     check = partial(_check, model, mesh, home, zero_stage, timeout_s)
     transport = _transport_on(mesh, timeout_s, check)
     parallel = _layers_of(model, mesh)
-    everyone = transport if parallel is None else _transport_on(parallel.joint, timeout_s, check)
+    if parallel is not None:
+        transport.join_layers(_transport_on(parallel.joint, timeout_s, check), parallel.mesh.get_all_groups())
+    everyone = transport.everyone
     together(everyone, "chunkc.distribute()", check, DistributedError)
     named = dict(model.named_parameters())
     shapes = [(name, tuple(local(p).shape), p.dtype) for name, p in named.items()]
@@ -104,7 +106,7 @@ def distribute(
     def cut_all() -> str:
         nursery = None if home == "cpu" else nursery_at(home, "auto", disk_holds_parameters=True)
         for parameter in named.values():
-            made[id(parameter)] = _cut(parameter, mesh, parallel, transport, everyone, zero_stage, nursery, device)
+            made[id(parameter)] = _cut(parameter, mesh, parallel, transport, zero_stage, nursery, device)
         if device.type == "cuda":
             place_parts(model, {name: part_of(made[id(p)]) for name, p in named.items()}, transport, home)
         return socket.gethostname()
@@ -221,7 +223,6 @@ def _cut(
     mesh: DeviceMesh,
     parallel: TensorParallel | None,
     transport: Transport,
-    everyone: Transport,
     zero_stage: ZeroStage | None,
     nursery: Nursery | None,
     device: torch.device,
@@ -238,7 +239,7 @@ def _cut(
         kept = own if rows.is_meta else own.clone()
     part = Part.of(kept, shards, transport)
     if parallel is not None:
-        part.everyone, part.is_first = everyone, parallel.is_first(parameter)
+        part.is_first = parallel.is_first(parameter)
     if nursery is not None:
         note_birth(part, nursery)
     copied: list[Placement] = [Replicate()] * (mesh.ndim - 1)

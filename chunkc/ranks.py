@@ -93,8 +93,11 @@ def meeting(
     try:
         yield compare
     except Exception as error:
-        if not met and transport is not None and not isinstance(error, not_final):
-            refuse(transport, error)
+        if transport is not None and not isinstance(error, not_final):
+            if not met:
+                refuse(transport, error)
+            if transport.everyone is not transport:  # they wait where a phase begins
+                refuse(transport.everyone, error)
         raise
 
 

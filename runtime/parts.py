@@ -36,16 +36,14 @@ class Part(nn.Parameter):
     """This rank's part of a parameter, which knows the parameter weakly.
 
     Attributes:
-        shards: how the parameter is cut.
+        shards: how the parameter is cut; with tensor parallelism (see `chunkc.tensor_parallel`) how what this rank has
+            of it without chunkc is.
         transport: by which the ranks that have its parts meet.
-        everyone: by which all ranks meet that train the model. With tensor parallelism (see `chunkc.tensor_parallel`)
-            these are more than the former, and `shards` cuts what this rank has of the parameter without chunkc.
         is_first: whether this rank is the first of those that have the same of the parameter without chunkc.
     """
 
     shards: Shards
     transport: Transport
-    everyone: Transport
     is_first: bool = True
     _distributed: weakref.ref[DTensor]
 
@@ -53,8 +51,13 @@ class Part(nn.Parameter):
     def of(local: torch.Tensor, shards: Shards, transport: Transport) -> Part:
         """The part that lies in a tensor's memory; `attach` says of what."""
         part = as_subclass_without_grad(Part, local)
-        part.shards, part.transport, part.everyone = shards, transport, transport
+        part.shards, part.transport = shards, transport
         return part
+
+    @property
+    def everyone(self) -> Transport:
+        """By which all ranks meet that train the model."""
+        return self.transport.everyone
 
     @property
     def is_of_layers(self) -> bool:

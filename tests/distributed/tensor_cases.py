@@ -211,7 +211,7 @@ def lamb_in_all_ways() -> Result:
 
 
 def copies() -> Result:
-    return _as_one_process([(3, "copies", "eager", "torch"), (None, "copies", "eager", "chunkc")])
+    return _as_one_process([(3, "copies", "eager", "chunkc")], num_blocks=1)
 
 
 def many_layers() -> Result:

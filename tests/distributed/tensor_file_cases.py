@@ -65,26 +65,28 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def goes_on(folder: Path) -> Result:
+def goes_on(folder: Path, name: str = "adamw") -> Result:
     """Saved on two rows of two ranks of a layer while training goes on, and resumed there: to the bit."""
-    found: Result = {}
-    for name, optimizer in OPTIMIZERS.items():
-        run = Run(folder / name, cut, optimizer=optimizer)
-        step = compiled(run.model, HUGE)
-        train(step, run.model, run.optimizer, range(1))
-        with torch.random.fork_rng():
-            found[name] = {"whole": whole_bits(run.model, run.optimizer), "drawn": run.drawn()}
-        run.checkpoint.save(1)
-        expected = [train(step, run.model, run.optimizer, range(1, 2)), bits(run.model), run.drawn()]
-        run.checkpoint.close()
-        other = Run(folder / name, cut, seed=7, optimizer=optimizer)
-        step = compiled(other.model, HUGE)
-        found[name]["step"] = other.checkpoint.load_latest()
-        found[name]["loaded"] = whole_bits(other.model, other.optimizer)
-        resumed = [train(step, other.model, other.optimizer, range(1, 2)), bits(other.model), other.drawn()]
-        found[name]["same"] = resumed == expected
-    found["files"] = sorted(path.name for path in (folder / "adamw").glob("step*1/*"))
+    run = Run(folder / name, cut, optimizer=OPTIMIZERS[name])
+    step = compiled(run.model, HUGE)
+    train(step, run.model, run.optimizer, range(1))
+    with torch.random.fork_rng():
+        found: Result = {"whole": whole_bits(run.model, run.optimizer), "drawn": run.drawn()}
+    run.checkpoint.save(1)
+    expected = [train(step, run.model, run.optimizer, range(1, 2)), bits(run.model), run.drawn()]
+    run.checkpoint.close()
+    other = Run(folder / name, cut, seed=7, optimizer=OPTIMIZERS[name])
+    step = compiled(other.model, HUGE)
+    found["step"] = other.checkpoint.load_latest()
+    found["loaded"] = whole_bits(other.model, other.optimizer)
+    resumed = [train(step, other.model, other.optimizer, range(1, 2)), bits(other.model), other.drawn()]
+    found["same"] = resumed == expected
+    found["files"] = sorted(path.name for path in (folder / name).glob("step*1/*"))
     return found
+
+
+def goes_on_with_an_optimizer_of_pytorch(folder: Path) -> Result:
+    return goes_on(folder, "torch")
 
 
 def loaded(folder: Path) -> Result:
@@ -171,7 +173,8 @@ def weights_elsewhere(folder: Path) -> Result:
 
 
 CASES: dict[str, Callable[..., Result]] = {
-    case.__name__: case for case in (goes_on, loaded, alone, weights, weights_elsewhere)
+    case.__name__: case
+    for case in (goes_on, goes_on_with_an_optimizer_of_pytorch, loaded, alone, weights, weights_elsewhere)
 }
 
 if __name__ == "__main__":

@@ -18,16 +18,11 @@ def found_by(folder: Path, *cases: str, num_ranks: int) -> dict[str, list[dict[s
     return found
 
 
-@pytest.mark.second_tier
-def test_ranks_of_layers_resume_and_any_others_load_what_they_have_saved(tmp_path: Path) -> None:
-    """From 2 x 2 ranks onto the same, onto 1 x 2, onto ranks without tensor parallelism and back, onto one process."""
-    saved = found_by(tmp_path, "goes_on", num_ranks=4)["goes_on"]
-    whole = saved[0]["adamw"]["whole"]
+def check_goes_on(saved: list[dict[str, Any]]) -> None:
     for rank in saved:
-        for name in ("adamw", "torch"):
-            assert rank[name]["same"], "losses, weights and random numbers"
-            assert rank[name]["step"] == 1
-            assert rank[name]["loaded"] == rank[name]["whole"] == saved[0][name]["whole"]
+        assert rank["same"], "losses, weights and random numbers"
+        assert rank["step"] == 1
+        assert rank["loaded"] == rank["whole"] == saved[0]["whole"]
         assert [name for name in rank["files"] if not name.startswith("rank-")] == [
             "manifest.json",
             "model.safetensors",
@@ -35,13 +30,26 @@ def test_ranks_of_layers_resume_and_any_others_load_what_they_have_saved(tmp_pat
             "state.json",
             "state.safetensors",
         ]
-    drawn = [rank["adamw"]["drawn"] for rank in saved]
+
+
+@pytest.mark.second_tier
+def test_ranks_of_layers_resume_and_any_others_load_what_they_have_saved(tmp_path: Path) -> None:
+    """From 2 x 2 ranks onto the same, onto 1 x 2, onto ranks without tensor parallelism and back, onto one process."""
+    saved = found_by(tmp_path, "goes_on", num_ranks=4)["goes_on"]
+    check_goes_on(saved)
+    whole, drawn = saved[0]["whole"], [rank["drawn"] for rank in saved]
     for number, rank in enumerate(found_by(tmp_path, "loaded", num_ranks=2)["loaded"]):
         assert rank["layers"] == {"whole": whole, "drawn": drawn[number]}
         assert rank["flat"] == {"whole": whole, "drawn": drawn[2 * number]}, "of the row that had this data"
         assert (rank["step"], rank["back"]) == (5, whole)
     (alone,) = found_by(tmp_path, "alone", num_ranks=1)["alone"]
     assert (alone["step"], alone["whole"]) == (1, whole)
+
+
+@pytest.mark.slow
+def test_states_of_an_optimizer_of_pytorch(tmp_path: Path) -> None:
+    case = "goes_on_with_an_optimizer_of_pytorch"
+    check_goes_on(found_by(tmp_path, case, num_ranks=4)[case])
 
 
 @pytest.mark.second_tier
