@@ -36,8 +36,8 @@ class Part(nn.Parameter):
     """This rank's part of a parameter, which knows the parameter weakly.
 
     Attributes:
-        shards: how the parameter is cut; with tensor parallelism (see `chunkc.tensor_parallel`) how what this rank has
-            of it without chunkc is.
+        shards: how the parameter is cut. With tensor parallelism (see `chunkc.tensor_parallel`), how this rank's local
+            tensor of it is, the one that it has without chunkc.
         transport: by which the ranks that have its parts meet.
         is_first: whether this rank is the first of those that have the same of the parameter without chunkc.
     """

@@ -52,6 +52,7 @@ def note_step(optimizer: Any) -> None:
         hyper = [optimizer.hyper_at(group, 1) for group in optimizer.param_groups]
         for transport in transports.values():
             transport.check()
+            transport.everyone.check()
             transport.steps = hashed(f"{transport.steps} {type(optimizer).__name__} {hyper}")
 
 

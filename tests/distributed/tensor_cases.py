@@ -176,6 +176,7 @@ def _as_one_process(
             losses = train(run, model, optimizer, range(2), clip)
             with cpu_allocator.hard_limit(chunkc.report(model).predicted_peak_nbytes + NUMBERS_NBYTES):
                 losses += train(run, model, optimizer, range(2, 3), clip)
+            chunkc.synchronize(model)
             report, whole = chunkc.report(model), arrays(model)
             found["runs"].append(
                 {
