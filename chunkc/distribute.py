@@ -28,7 +28,7 @@ from chunkc.runtime.nursery import SMALLEST_NBYTES, Nursery, note_birth, nursery
 from chunkc.runtime.parts import Part, part_of, shards_on
 from chunkc.runtime.transport import Transport
 from chunkc.session import owner
-from chunkc.tensor_parallel import TensorParallel, local, tensor_parallel
+from chunkc.tensor_parallel import TensorParallel, is_parallel, local, tensor_parallel
 from chunkc.whole_parameters import whole
 
 TIMEOUT_S = 300.0
@@ -95,7 +95,7 @@ def distribute(
     named = dict(model.named_parameters())
     shapes = [(name, tuple(local(p).shape), p.dtype) for name, p in named.items()]
     home_kind = home.partition(":")[0]
-    device = _connected(transport) if mesh.device_type == "cuda" else torch.device("cpu")
+    device = _connected(transport, everyone) if mesh.device_type == "cuda" else torch.device("cpu")
     in_common = {"zero_stage": str(zero_stage), "the kind of home": home_kind}
     if parallel is not None:
         both = {"the mesh of both": str(parallel.joint.mesh.tolist())}
@@ -132,8 +132,8 @@ def _layers_of(model: nn.Module, mesh: DeviceMesh) -> TensorParallel | None:
         return None
 
 
-def _connected(transport: Transport) -> torch.device:
-    """The GPU of this rank, connected with those of the others.
+def _connected(transport: Transport, everyone: Transport) -> torch.device:
+    """The GPU of this rank, connected with those of the others that it exchanges parts with.
 
     Raises:
         OptionsError: two ranks have the same one.
@@ -142,8 +142,8 @@ def _connected(transport: Transport) -> torch.device:
     device = torch.device("cuda", torch.cuda.current_device())
     properties: Any = torch.cuda.get_device_properties(device)  # torch's types lack its number
     own = socket.gethostname(), str(properties.uuid)
-    of_all = together(transport, "chunkc.distribute()", lambda: own, DistributedError)
-    transport.num_hosts = len({host for host, _ in of_all})
+    of_all = together(everyone, "chunkc.distribute()", lambda: own, DistributedError)
+    transport.num_hosts = len({of_all[everyone.ranks.index(rank)][0] for rank in transport.ranks})
     for rank, found in enumerate(of_all):
         first = of_all.index(found)
         if first != rank:
@@ -207,7 +207,7 @@ def _check(model: nn.Module, mesh: DeviceMesh, home: str, zero_stage: ZeroStage 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if isinstance(part_of(parameter), Part) or owner(parameter) is not None:
         raise UnsupportedError(f"{name} is distributed or compiled already: distribute a model once, before it is")
-    if parameter.device.type not in ("cpu", "meta"):
+    if parameter.device.type not in ("cpu", "meta") and not is_parallel(parameter):
         raise UnsupportedError(f"{name} is on {parameter.device}: build the model on the CPU, on every rank")
     own = local(parameter)
     fits = can_move(parameter) if own is parameter else is_chunkable(own)
@@ -236,7 +236,7 @@ def _cut(
     if nursery is not None and own.nbytes >= SMALLEST_NBYTES:
         kept = nursery.copy_of(own)
     else:
-        kept = own if rows.is_meta else own.clone()
+        kept = own if rows.is_meta else own.to("cpu", copy=True)
     part = Part.of(kept, shards, transport)
     if parallel is not None:
         part.is_first = parallel.is_first(parameter)

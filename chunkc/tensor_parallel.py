@@ -110,10 +110,6 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> TensorParallel | None
             )
     if not named:
         return None
-    if mesh.device_type != "cpu":
-        raise UnsupportedError(
-            f"{next(iter(named))} is a DTensor: tensor parallelism works on CPUs so far; leave parallelize_module out"
-        )
     meshes = _meshes(named)
     if len(meshes) > 1:
         raise UnsupportedError(f"{meshes[1][0]} lies over other ranks than {meshes[0][0]}: {HOW}")
