@@ -141,6 +141,8 @@ def _refusing(error: ChunkcError, inputs: Sequence[Any]) -> Callable[..., Any]:
     parts = (part for value in inputs if isinstance(part := part_of(value), Part))
     if (first := next(parts, None)) is not None:
         refuse(first.transport, error)
+        if first.is_of_layers:
+            refuse(first.everyone, error)
     return _raising(error)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from chunkc.ir.errors import DistributedError, OptionsError, UnsupportedError
+from chunkc.ir.errors import ChunkcError, DistributedError, OptionsError, UnsupportedError
 from chunkc.ir.shards import ZeroStage, check_zero_stage
 from chunkc.machines.devices import parse_device
 from chunkc.movable import can_move, is_chunkable
@@ -29,7 +28,7 @@ from chunkc.runtime.nursery import SMALLEST_NBYTES, Nursery, note_birth, nursery
 from chunkc.runtime.parts import Part, part_of, shards_on
 from chunkc.runtime.transport import Transport
 from chunkc.session import owner
-from chunkc.tensor_parallel import TensorParallel, local, tensor_parallel
+from chunkc.tensor_parallel import TensorParallel, is_parallel, local, tensor_parallel
 from chunkc.whole_parameters import whole
 
 TIMEOUT_S = 300.0
@@ -88,18 +87,20 @@ def distribute(
     """
     check = partial(_check, model, mesh, home, zero_stage, timeout_s)
     transport = _transport_on(mesh, timeout_s, check)
-    together(transport, "chunkc.distribute()", check, DistributedError)
+    parallel = _layers_of(model, mesh)
+    if parallel is not None:
+        transport.join_layers(_transport_on(parallel.joint, timeout_s, check), parallel.mesh.get_all_groups())
+    everyone = transport.everyone
+    together(everyone, "chunkc.distribute()", check, DistributedError)
     named = dict(model.named_parameters())
-    parallel = tensor_parallel(model, mesh)
     shapes = [(name, tuple(local(p).shape), p.dtype) for name, p in named.items()]
     home_kind = home.partition(":")[0]
-    device = _connected(transport) if mesh.device_type == "cuda" else torch.device("cpu")
+    device = _connected(transport, everyone) if mesh.device_type == "cuda" else torch.device("cpu")
     in_common = {"zero_stage": str(zero_stage), "the kind of home": home_kind}
-    agree(transport, {"the parameters of the model": repr(shapes), "the mesh": str(mesh.mesh.tolist()), **in_common})
     if parallel is not None:
-        of_layers = _transport_on(parallel.mesh, timeout_s, check)
-        agree(of_layers, {"the parameters of the model": repr(list(named)), **in_common})
-        parallel = replace(parallel, transport=of_layers)
+        both = {"the mesh of both": str(parallel.joint.mesh.tolist())}
+        agree(everyone, {"the parameters of the model": repr(list(named)), **both, **in_common})
+    agree(transport, {"the parameters of the model": repr(shapes), "the mesh": str(mesh.mesh.tolist()), **in_common})
     made: dict[int, nn.Parameter] = {}
 
     def cut_all() -> str:
@@ -110,7 +111,8 @@ def distribute(
             place_parts(model, {name: part_of(made[id(p)]) for name, p in named.items()}, transport, home)
         return socket.gethostname()
 
-    transport.num_hosts = len(set(together(transport, "chunkc.distribute()", cut_all, DistributedError)))
+    hosts = dict(zip(everyone.ranks, together(everyone, "chunkc.distribute()", cut_all, DistributedError), strict=True))
+    transport.num_hosts = len({hosts[rank] for rank in transport.ranks})
     for module in model.modules():
         if module._parameters:
             _distribute_module(module, made, parallel)
@@ -121,8 +123,17 @@ def distribute(
     return model
 
 
-def _connected(transport: Transport) -> torch.device:
-    """The GPU of this rank, connected with those of the others.
+def _layers_of(model: nn.Module, mesh: DeviceMesh) -> TensorParallel | None:
+    """How `parallelize_module` has cut the model; None also where that does not go with the mesh, which is refused
+    once all ranks can hear of it."""
+    try:
+        return tensor_parallel(model, mesh)
+    except (ChunkcError, AttributeError):
+        return None
+
+
+def _connected(transport: Transport, everyone: Transport) -> torch.device:
+    """The GPU of this rank, connected with those of the others that it exchanges parts with.
 
     Raises:
         OptionsError: two ranks have the same one.
@@ -131,8 +142,8 @@ def _connected(transport: Transport) -> torch.device:
     device = torch.device("cuda", torch.cuda.current_device())
     properties: Any = torch.cuda.get_device_properties(device)  # torch's types lack its number
     own = socket.gethostname(), str(properties.uuid)
-    of_all = together(transport, "chunkc.distribute()", lambda: own, DistributedError)
-    transport.num_hosts = len({host for host, _ in of_all})
+    of_all = together(everyone, "chunkc.distribute()", lambda: own, DistributedError)
+    transport.num_hosts = len({of_all[everyone.ranks.index(rank)][0] for rank in transport.ranks})
     for rank, found in enumerate(of_all):
         first = of_all.index(found)
         if first != rank:
@@ -196,7 +207,7 @@ def _check(model: nn.Module, mesh: DeviceMesh, home: str, zero_stage: ZeroStage 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if isinstance(part_of(parameter), Part) or owner(parameter) is not None:
         raise UnsupportedError(f"{name} is distributed or compiled already: distribute a model once, before it is")
-    if parameter.device.type not in ("cpu", "meta"):
+    if parameter.device.type not in ("cpu", "meta") and not is_parallel(parameter):
         raise UnsupportedError(f"{name} is on {parameter.device}: build the model on the CPU, on every rank")
     own = local(parameter)
     fits = can_move(parameter) if own is parameter else is_chunkable(own)
@@ -225,10 +236,10 @@ def _cut(
     if nursery is not None and own.nbytes >= SMALLEST_NBYTES:
         kept = nursery.copy_of(own)
     else:
-        kept = own if rows.is_meta else own.clone()
+        kept = own if rows.is_meta else own.to("cpu", copy=True)
     part = Part.of(kept, shards, transport)
     if parallel is not None:
-        part.tensor_transport, part.is_first = parallel.transport, parallel.is_first(parameter)
+        part.is_first = parallel.is_first(parameter)
     if nursery is not None:
         note_birth(part, nursery)
     copied: list[Placement] = [Replicate()] * (mesh.ndim - 1)

@@ -35,7 +35,7 @@ from chunkc.policy import (
     StepRequest,
     decide,
 )
-from chunkc.rank_phases import Code, phase_of_all
+from chunkc.rank_phases import Code, before_layers, phase_of_all
 from chunkc.ranks import agree
 from chunkc.reconcile import gradients_left_to_autograd, reconcile
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
@@ -159,8 +159,7 @@ class CompiledGraph:
             VerificationError: a bug in the planner; nothing has run.
         """
         session = self.session
-        name = f"{phase} of what begins with {min(self._names, default='nothing')}"
-        of_all = phase_of_all(session, name, self._groups, self.code, step, around, beside)
+        of_all = phase_of_all(session, self._title(phase), self._groups, self.code, step, around, beside)
         if of_all is None:
             held_nbytes = beside()
         else:
@@ -189,14 +188,18 @@ class CompiledGraph:
             step.plans.keep(plan_key(session, undecided.key), found)
         return found
 
-    def _until_nobody_leaves(self, plan: Callable[[], PlannedStep]) -> PlannedStep:
+    def _title(self, phase: str) -> str:
+        return f"{phase} of what begins with {min(self._names, default='nothing')}"
+
+    def _until_nobody_leaves(self, phase: str, plan: Callable[[], PlannedStep]) -> PlannedStep:
         """A plan beside which no resident had to leave: a gradient that stays behind, as somebody has it, is another
         thing that a phase runs beside."""
-        while True:
-            staying = self.session.situation.staying
-            planned = plan()
-            if self.session.situation.staying == staying:
-                return planned
+        with before_layers(self.session, self._title(phase), self._groups):
+            while True:
+                staying = self.session.situation.staying
+                planned = plan()
+                if self.session.situation.staying == staying:
+                    return planned
 
     def _decided(
         self,
@@ -268,7 +271,7 @@ class CompiledGraph:
             around = replace(self._around(self._hooked()), absent=undecided)
             return self._planned(FORWARD, step, lambda: held().forward_nbytes, around, held)
 
-        planned = self._until_nobody_leaves(plan)
+        planned = self._until_nobody_leaves(FORWARD, plan)
         self.captured = captured = step.captured
         absent = planned.request.around.absent or ALL_PRESENT
         saved = SavedValues(session.saved_room, absent) if absent else None
@@ -315,7 +318,7 @@ class CompiledGraph:
                 planned = self._planned(BACKWARD, step, held_nbytes, found)
             return planned
 
-        planned = self._until_nobody_leaves(plan)
+        planned = self._until_nobody_leaves(BACKWARD, plan)
         hooked = planned.request.around.hooked
         gone_nbytes = session.situation.gone_nbytes(others_nbytes())
         session.live.backward_begins(step.captured, arguments)

@@ -7,22 +7,25 @@ come in the same order everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from chunkc.captured import Needed
 from chunkc.ir.chunks import ChunkLayout
-from chunkc.ir.errors import DistributedError, UnsupportedError
+from chunkc.ir.errors import BudgetError, DistributedError, UnsupportedError
 from chunkc.ir.program import BACKWARD
 from chunkc.policy import Around, Forms
-from chunkc.ranks import Here, begin_phase, together
+from chunkc.ranks import Here, agree, begin_phase, refuse, together
 from chunkc.runtime.transport import Transport
 from chunkc.runtime.used_gradients import gradient_of
 from chunkc.session import Session
 from chunkc.steps import SizedStep
 
 T = TypeVar("T")
+
+OPTIMIZER_STEPS = "the optimizer's steps, or in their hyper-parameters"
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class PhaseOfAll:
         facts = {
             "the phase": f"{self.name}{', cold' if self.around.cold_backward else ''}",
             "the program of the model": self.code.program,
-            "the optimizer's steps, or in their hyper-parameters": self.transport.steps,
+            OPTIMIZER_STEPS: self.transport.steps,
         }
         if self.name.startswith(BACKWARD):
             _refuse_to_keep(self.session, self.groups)
@@ -154,6 +157,32 @@ def phase_of_all(
     if session.transport is None or code is None or not groups:
         return None
     return PhaseOfAll(session, session.transport, name, groups, code, step, around, beside)
+
+
+@contextmanager
+def before_layers(session: Session, name: str, groups: Collection[int]) -> Iterator[None]:
+    """Around the plan of a phase: where ranks compute layers together, all are ready for it when this ends.
+
+    Those of a layer have plans of their own, and meet in the middle of the phase. So none begins it alone.
+
+    Raises:
+        DistributedError: ranks have come to other phases, or with other options, or one is gone or cannot go on.
+    """
+    transport = session.transport
+    if transport is None or transport.everyone is transport or not groups:
+        yield
+        return
+    try:
+        yield
+    except BudgetError as error:  # those that plan together all raise it, and tell the others
+        refuse(transport.everyone, error)
+        raise
+    facts = {
+        "the phase": name,
+        OPTIMIZER_STEPS: transport.steps,
+        "the options": repr(session.options.model_copy(update={"memory_budget": "auto"})),
+    }
+    agree(transport.everyone, facts)
 
 
 def _refuse_to_keep(session: Session, groups: Collection[int]) -> None:

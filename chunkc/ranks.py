@@ -9,7 +9,7 @@ A rank that cannot go on says so there, and the others raise what it said.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -93,8 +93,11 @@ def meeting(
     try:
         yield compare
     except Exception as error:
-        if not met and transport is not None and not isinstance(error, not_final):
-            refuse(transport, error)
+        if transport is not None and not isinstance(error, not_final):
+            if not met:
+                refuse(transport, error)
+            if transport.everyone is not transport:  # they wait where a phase begins
+                refuse(transport.everyone, error)
         raise
 
 
@@ -210,19 +213,6 @@ def transport_of(named: Mapping[str, nn.Parameter]) -> Transport | None:
             "all its parameters"
         )
     return next(iter(found.values()), None)
-
-
-def refuse_tensor_parallel(parameters: Iterable[object], what: str) -> None:
-    """Refuse to save or load what `parallelize_module` has cut before chunkc did.
-
-    Raises:
-        UnsupportedError: one of the parameters is so.
-    """
-    if any(isinstance(part, Part) and part.tensor_transport is not None for part in parameters):
-        raise UnsupportedError(
-            f"{what} knows no tensor parallelism: save and load with torch.distributed.checkpoint, which does; weights "
-            "may also be loaded before parallelize_module"
-        )
 
 
 def refuse_moved_activations(options: Options) -> None:

@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.runtime.parts import Part, part_of
-from chunkc.runtime.transport import Transport
 from chunkc.torch_private.dtensor import joined, local_of, rows_inside
 from chunkc.whole_parameters import whole_here
 
@@ -47,12 +46,10 @@ class TensorParallel:
     Attributes:
         mesh: of the ranks that compute a layer together.
         joint: of these dimensions behind those of `chunkc.distribute`.
-        transport: by which the ranks of `mesh` meet, beside the collectives of their layers.
     """
 
     mesh: DeviceMesh
     joint: DeviceMesh
-    transport: Transport | None = None
 
     def is_first(self, parameter: torch.Tensor) -> bool:
         """Whether this rank is the first of those that have the same of a parameter."""
@@ -113,10 +110,6 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> TensorParallel | None
             )
     if not named:
         return None
-    if mesh.device_type != "cpu":
-        raise UnsupportedError(
-            f"{next(iter(named))} is a DTensor: tensor parallelism works on CPUs so far; leave parallelize_module out"
-        )
     meshes = _meshes(named)
     if len(meshes) > 1:
         raise UnsupportedError(f"{meshes[1][0]} lies over other ranks than {meshes[0][0]}: {HOW}")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -196,7 +197,7 @@ def lamb_work(tensors: Sequence[Span], tiles: Sequence[tuple[int, int]]) -> tupl
             pieces.append(LambPiece(local[0], local[-1], span.group, partial, first, last))
             all_cuts.append(tuple(local))
             rows += [(a, b, span.group, first, last) for a, b in pairwise(local)]
-        table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 5)
+        table = torch.from_numpy(np.array(rows, dtype=np.int64).reshape(-1, 5))  # none of the compute tier's memory
         works.append(
             LambWork(table, at_partial, tuple(pieces), tuple(all_cuts), stop - start, num_groups, num_partials)
         )

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from chunkc.ir.errors import DistributedError
 from chunkc.torch_private.engine import storage_use_count, tensor_use_count
 from chunkc.torch_private.process_groups import functional_collectives, rank_in
 
@@ -87,8 +88,16 @@ class Meeting:
 
 
 def _wait(tensors: list[torch.Tensor]) -> None:
-    for tensor in tensors:
-        WAIT(tensor)
+    """Raises DistributedError: another rank is gone, or has not come."""
+    try:
+        for tensor in tensors:
+            WAIT(tensor)
+    except RuntimeError as error:
+        raise DistributedError(
+            "in a collective of a layer another rank was gone, or did not come within the timeout of "
+            "init_process_group. The first error of any rank is the cause. Start all ranks anew from the latest "
+            "checkpoint"
+        ) from error
 
 
 def _holders(tensors: list[torch.Tensor]) -> list[int]:

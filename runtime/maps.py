@@ -98,8 +98,14 @@ def _unmap(address: int, nbytes: int, file: NamelessFile, pid: int) -> None:
 def drop_pages(tensor: torch.Tensor) -> None:
     """Let go of the RAM behind a tensor over a disk home; its bytes stay in the file. Nothing for other tensors."""
     if tensor.device.type == "cpu" and tensor.numel():
-        span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-        drop_span(tensor.data_ptr(), span * tensor.itemsize)
+        drop_span(tensor.data_ptr(), _span_nbytes(tensor))
+
+
+def _span_nbytes(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to its last."""
+    return (1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))) * (
+        tensor.itemsize
+    )
 
 
 def drop_span(address: int, nbytes: int) -> None:
@@ -114,12 +120,13 @@ def drop_span(address: int, nbytes: int) -> None:
 def evict_pages(tensor: torch.Tensor) -> None:
     """Let the kernel take the RAM behind a tensor that a library mapped from a file; nothing for other tensors.
 
-    Its contents stay, and are read again if need be. The kernel declines if the process may not write the file.
+    Its contents stay, and are read again if need be, and so do those of what lies between its rows. The kernel declines
+    if the process may not write the file.
     """
-    if tensor.device.type != "cpu" or tensor.nbytes < _WORTH_A_LOOK_NBYTES or not tensor.is_contiguous():
+    if tensor.device.type != "cpu" or tensor.nbytes < _WORTH_A_LOOK_NBYTES:
         return
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    end = (tensor.data_ptr() + _span_nbytes(tensor)) // mmap.PAGESIZE * mmap.PAGESIZE
     if _is_of_a_file(begin, end):
         _libc.madvise(begin, end - begin, _MADV_PAGEOUT)
 

@@ -7,34 +7,43 @@ the `Part`, which is the `DTensor`'s local tensor: an ordinary tensor that has t
 from __future__ import annotations
 
 import weakref
+from functools import lru_cache
 from typing import Any, overload
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate
 
+from chunkc.ir.blocks import Block
+from chunkc.ir.blocks import block_of as cut_to_block
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.shards import Shards, ZeroStage
 from chunkc.runtime.transport import Transport
 from chunkc.runtime.used_gradients import GradientElsewhere
-from chunkc.torch_private.dtensor import DTensor, as_subclass_without_grad, local_of, set_local, with_local
+from chunkc.torch_private.dtensor import (
+    DTensor,
+    as_subclass_without_grad,
+    cut_dimension,
+    cuts_last,
+    local_of,
+    set_local,
+    with_local,
+)
 
 
 class Part(nn.Parameter):
     """This rank's part of a parameter, which knows the parameter weakly.
 
     Attributes:
-        shards: how the parameter is cut.
+        shards: how the parameter is cut. With tensor parallelism (see `chunkc.tensor_parallel`), how this rank's local
+            tensor of it is, the one that it has without chunkc.
         transport: by which the ranks that have its parts meet.
-        tensor_transport: by which ranks meet that compute each layer together (see `chunkc.tensor_parallel`): then
-            `shards` cuts what this rank has of the parameter without chunkc. None: each computes by itself.
         is_first: whether this rank is the first of those that have the same of the parameter without chunkc.
     """
 
     shards: Shards
     transport: Transport
-    tensor_transport: Transport | None = None
     is_first: bool = True
     _distributed: weakref.ref[DTensor]
 
@@ -44,6 +53,16 @@ class Part(nn.Parameter):
         part = as_subclass_without_grad(Part, local)
         part.shards, part.transport = shards, transport
         return part
+
+    @property
+    def everyone(self) -> Transport:
+        """By which all ranks meet that train the model."""
+        return self.transport.everyone
+
+    @property
+    def is_of_layers(self) -> bool:
+        """Whether ranks compute layers together, by tensor parallelism."""
+        return self.everyone is not self.transport
 
     def attach(self, distributed: DTensor) -> None:
         """Become the local tensor of a parameter."""
@@ -133,27 +152,48 @@ def leaf_of(parameter: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def shards_of(tensor: DTensor) -> Shards:
-    """How a tensor is cut over ranks.
+def block_of(tensor: DTensor, rank: int | None = None) -> Block:
+    """What a rank has of a tensor.
+
+    Args:
+        rank: in the order of the tensor's mesh; None: this one.
 
     Raises:
-        UnsupportedError: in another way than by rows.
+        UnsupportedError: the tensor's values are sums of what ranks have.
     """
-    *copied, cut = tensor.placements
-    if (
-        len(copied) > 1
-        or not all(isinstance(placement, Replicate) for placement in copied)
-        or cut
-        not in (
-            Shard(0),
-            Replicate(),
-        )
-    ):
-        raise UnsupportedError(
-            f"a tensor lies over the ranks as {tuple(tensor.placements)}: only those are saved and loaded that are cut "
-            "by rows, as chunkc.distribute does it"
-        )
-    return shards_on(tensor.device_mesh, tuple(tensor.shape), is_cut=cut == Shard(0))
+    mesh = tensor.device_mesh
+    sizes = tuple(mesh.mesh.shape)
+    coordinate = mesh.get_coordinate() if rank is None else _unraveled(rank, sizes)
+    assert coordinate is not None
+    return _block(tuple(tensor.shape), tuple(tensor.placements), sizes, tuple(coordinate))
+
+
+@lru_cache(maxsize=1 << 16)
+def _block(
+    shape: tuple[int, ...], placements: tuple[Placement, ...], sizes: tuple[int, ...], coordinate: tuple[int, ...]
+) -> Block:
+    cuts: list[tuple[int, int, int]] = []
+    cut_last: list[tuple[int, int, int]] = []
+    is_first = True
+    for placement, size, at in zip(placements, sizes, coordinate, strict=True):
+        if isinstance(placement, Replicate):
+            is_first = is_first and at == 0
+        elif (dim := cut_dimension(placement)) is not None:
+            (cut_last if cuts_last(placement) else cuts).append((dim, size, at))
+        else:
+            raise UnsupportedError(
+                f"a tensor lies over the ranks as {placements}: only those are saved and loaded that are cut, or whole"
+            )
+    return cut_to_block(shape, [*cuts, *cut_last], is_first=is_first)
+
+
+def _unraveled(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The coordinate of a rank in a mesh."""
+    coordinate: list[int] = []
+    for size in reversed(sizes):
+        rank, at = divmod(rank, size)
+        coordinate.insert(0, at)
+    return tuple(coordinate)
 
 
 def shards_on(mesh: DeviceMesh, shape: tuple[int, ...], zero_stage: ZeroStage | None = 3, *, is_cut: bool) -> Shards:
@@ -167,8 +207,6 @@ def shards_on(mesh: DeviceMesh, shape: tuple[int, ...], zero_stage: ZeroStage | 
     return Shards(shape, size, place, zero_stage, mesh.size() // size, number // size)
 
 
-def rows_of(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """A whole tensor cut over ranks as another one of its shape: this rank's rows, over the same memory."""
-    shards = shards_of(like)
-    begin, end = shards.rows(shards.rank)
-    return with_local(like, whole[begin:end] if whole.dim() else whole)
+def own_of(whole: torch.Tensor, like: DTensor) -> DTensor:
+    """A whole tensor cut over ranks as another one of its shape: what this rank has of it, over the same memory."""
+    return with_local(like, whole[block_of(like).slices])

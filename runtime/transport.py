@@ -12,6 +12,7 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -83,6 +84,8 @@ class Transport:
             }
         except RuntimeError as error:
             raise self._lost("addresses", "another rank") from error
+        self._everyone: Transport | None = None
+        self._layers: tuple[dist.ProcessGroup, ...] = ()
         self._failed_checkpoint: BaseException | None = None
         self._gpus: GpuMessages | None = None
 
@@ -104,6 +107,15 @@ class Transport:
         except RuntimeError as error:
             raise DistributedError(f"rank {self.rank} of {self.num_ranks} has no NCCL: {error}. {_ANEW}") from error
         self.device = device
+
+    @property
+    def everyone(self) -> Transport:
+        """By which all ranks meet that train the model: with tensor parallelism more than these."""
+        return self if self._everyone is None else self._everyone
+
+    def join_layers(self, everyone: Transport, layers: Sequence[dist.ProcessGroup]) -> None:
+        """Ranks compute layers together, and meet in groups of their own there; all of them meet by `everyone`."""
+        self._everyone, self._layers = everyone, tuple(layers)
 
     @property
     def num_ranks(self) -> int:
@@ -209,16 +221,19 @@ class Transport:
     def give_up(self, cause: BaseException) -> None:
         """This rank stops in the middle of a plan: the others must not wait for it.
 
-        Closes the connections, which ends what the others wait for. That of checkpoints stays: what is being written is
-        of a step before.
+        Closes the connections, which ends what the others wait for, in layers too. That of checkpoints stays: what is
+        being written is of a step before.
         """
-        if self.failure is not None:
-            return
-        self._fail(cause)
-        for channel, group in self._groups.items():
-            if channel != CHECKPOINTS:
-                for rank in self.others:
-                    _close(group, self.ranks[rank])
+        if self.failure is None:
+            self._fail(cause)
+            for channel, group in self._groups.items():
+                if channel != CHECKPOINTS:
+                    _close(group)
+        if self._everyone is not None:
+            self._everyone.give_up(cause)
+        layers, self._layers = self._layers, ()
+        for group in layers:
+            _close(group)
 
     def _fail(self, cause: BaseException) -> None:
         """Nothing is exchanged any more. What is under way between GPUs ends, so that nobody waits for it."""
@@ -238,11 +253,11 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _close(group: dist.ProcessGroup, rank: int) -> None:
-    """Close a group's connection to a rank: gloo does so where a message is not there in time."""
-    try:
-        work = dist.irecv(torch.empty(1, dtype=torch.uint8), src=rank, group=group, tag=1)
-        assert work is not None
-        work.wait(timedelta(milliseconds=1))
-    except RuntimeError:
-        return
+def _close(group: dist.ProcessGroup) -> None:
+    """Close this rank's connections in a group: gloo does so where a message is not there in time."""
+    for rank in dist.get_process_group_ranks(group):
+        if rank != dist.get_rank():
+            with suppress(RuntimeError):
+                work = dist.irecv(torch.empty(1, dtype=torch.uint8), src=rank, group=group, tag=1)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))

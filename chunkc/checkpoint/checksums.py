@@ -13,27 +13,45 @@ _ONE = 1 << 31
 """The polynomial 1: bits are reflected, so the highest one is the coefficient of x^0."""
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Piece:
-    """Bytes of a file that were written: where they begin, how many they are, and their CRC-32."""
+    """Bytes of a file that were written, in order: where they begin, how many they are, and their CRC-32.
+
+    Attributes:
+        gaps_nbytes: between them, which others write. They count as what adds nothing to the file's CRC.
+    """
 
     offset_nbytes: int
     nbytes: int
     crc32: int
+    gaps_nbytes: int = 0
+
+    @property
+    def end_nbytes(self) -> int:
+        return self.offset_nbytes + self.nbytes + self.gaps_nbytes
+
+    def followed_by(self, other: Piece) -> Piece:
+        """This and one that ends later as one, maybe with a gap between them."""
+        nbytes = self.nbytes + other.nbytes
+        return Piece(self.offset_nbytes, nbytes, _sum(self, other), other.end_nbytes - self.offset_nbytes - nbytes)
 
 
 def joined(pieces: Iterable[Piece]) -> File:
-    """The file that pieces make up, without a gap.
+    """The file that pieces make up, without a gap."""
+    total = Piece(0, 0, 0)
+    for piece in sorted(pieces, key=lambda piece: piece.end_nbytes):
+        total = total.followed_by(piece)
+    assert total.gaps_nbytes == 0, "there is a gap, or bytes were written twice"
+    return File(total.nbytes, total.crc32)
+
+
+def _sum(one: Piece, later: Piece) -> int:
+    """The CRC of two pieces, of which one ends later.
 
     The CRC of two runs of bytes is that of the first, times x^(8 n) for n bytes that follow, plus that of the second
-    (`crc32_combine` of zlib, which Python does not have).
+    (`crc32_combine` of zlib, which Python does not have). So that of a file is the sum of what each piece adds to it.
     """
-    nbytes = crc32 = 0
-    for piece in sorted(pieces):
-        assert piece.offset_nbytes == nbytes, "there is a gap, or bytes were written twice"
-        crc32 = _product(_power_of_x(8 * piece.nbytes), crc32) ^ piece.crc32
-        nbytes += piece.nbytes
-    return File(nbytes, crc32)
+    return _product(_power_of_x(8 * (later.end_nbytes - one.end_nbytes)), one.crc32) ^ later.crc32
 
 
 @lru_cache(maxsize=1 << 16)

@@ -1,9 +1,10 @@
 """Which bytes of which files a rank writes.
 
 A checkpoint of several ranks is one of one process, and a few files more. Parameters and states that are cut over ranks
-have a file together, in which they are whole: rows of a tensor are a range of bytes, and each rank writes its own. So
-any number of ranks can load it, and any program that reads safetensors. What each rank has for itself (buffers,
-generators, the position in its data) is in the same files for rank 0, and in files of their own for the others.
+have a file together, in which they are whole: rows of a tensor are a range of bytes, parts of rows are several ranges,
+and each rank writes its own. So any number of ranks can load it, and any program that reads safetensors. What each rank
+has for itself (buffers, generators, the position in its data) is in the same files for rank 0, and in files of their
+own for the others.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from chunkc.ir.errors import CheckpointError, UnsupportedError
 
 @dataclass(frozen=True)
 class FileToWrite:
-    """A rank's bytes of a file: a beginning, and tensors, or this rank's rows of them.
+    """A rank's bytes of a file: a beginning, and tensors, or what this rank has of them.
 
     Attributes:
         beginning: what stands before all tensors, where this rank writes it.
-        offsets: in bytes; where each source's pieces begin in the file.
+        offsets: in bytes; where each source's tensor begins in the file.
     """
 
     name: str
@@ -80,8 +81,8 @@ def files_of(sources: Sequence[Source]) -> tuple[list[FileToWrite], dict[tuple[s
         header = header_of([(source.key, source.dtype, source.shape) for source in of_file])
         offsets, end = [], len(header)
         for source in of_file:
-            offsets.append(end + _begin_in(source))
-            if source.span is not None:
+            offsets.append(end)
+            if source.block is not None:
                 tensors[name, source.key] = FileTensor(end, source.shape, source.dtype)
             end += source.whole_nbytes
         files.append(FileToWrite(name, header, tuple(of_file), tuple(offsets)))
@@ -89,27 +90,22 @@ def files_of(sources: Sequence[Source]) -> tuple[list[FileToWrite], dict[tuple[s
 
 
 def files_beside(rank: int, sources: Sequence[Source], tensors: FileTensors) -> list[FileToWrite]:
-    """The files of another rank's sources: its own ones, and its rows of what rank 0 says where it lies.
+    """The files of another rank's sources: its own ones, and its part of what rank 0 says where it lies.
 
     Raises:
         CheckpointError: this rank has other tensors than rank 0.
         UnsupportedError: as `files_of`.
     """
-    cut = {(source.file, source.key): source for source in sources if source.span is not None}
+    cut = {(source.file, source.key): source for source in sources if source.block is not None}
     here = {where: (source.shape, source.dtype) for where, source in cut.items()}
     there = {where: (tensor.shape, tensor.dtype) for where, tensor in tensors.items()}
     if here != there:
         differing = sorted({*here.items()} ^ {*there.items()}, key=lambda item: item[0])
         raise CheckpointError(f"{differing[0][0][1]} of {differing[0][0][0]} is not alike on this rank and on rank 0")
-    own = [replace(source, file=of_rank(rank, source.file)) for source in sources if source.span is None]
+    own = [replace(source, file=of_rank(rank, source.file)) for source in sources if source.block is None]
     files, _ = files_of(own)
     for name in dict.fromkeys(file for file, _ in cut):
         of_file = [source for source in cut.values() if source.file == name]
-        offsets = [tensors[name, source.key].offset_nbytes + _begin_in(source) for source in of_file]
+        offsets = [tensors[name, source.key].offset_nbytes for source in of_file]
         files.append(FileToWrite(name, b"", tuple(of_file), tuple(offsets)))
     return files
-
-
-def _begin_in(source: Source) -> int:
-    """Where this rank's bytes begin in the tensor's."""
-    return 0 if source.span is None else source.span[0] * source.dtype.itemsize

@@ -17,6 +17,7 @@ from chunkc.checkpoint.mapped import MappedFile, Overlaid
 from chunkc.checkpoint.placement import is_of_a_rank, of_rank
 from chunkc.checkpoint.random_state import set_random_state
 from chunkc.checkpoint.snapshot import (
+    RANKS_OF_A_LAYER,
     STATE_FILE,
     STATE_JSON,
     OwnTensors,
@@ -30,8 +31,8 @@ from chunkc.ir.errors import CheckpointError
 from chunkc.optim.chunked_optimizer import ChunkedOptimizer
 from chunkc.optim.loading import checked_state_dict
 from chunkc.runtime.maps import drop_pages, evict_pages
-from chunkc.runtime.parts import rows_of
-from chunkc.torch_private.dtensor import DTensor, local_of
+from chunkc.runtime.parts import own_of
+from chunkc.torch_private.dtensor import DTensor, local_of, with_local
 
 _SUFFIX = ".safetensors"
 _MAX_SHOWN = 5
@@ -44,7 +45,8 @@ class Saved:
     Attributes:
         files: by the names that one process gives them.
         has_generators: the random generators are those of this very rank. One that there was not when the checkpoint
-            was saved gets all else as rank 0 had it, and keeps its own generators.
+            was saved gets all else as rank 0 had it, and keeps its own generators. (Of ranks that compute layers
+            together, and so have the same data, one that there was not is the first of them again.)
     """
 
     step: int
@@ -53,8 +55,11 @@ class Saved:
     has_generators: bool
 
 
-def read(folder_fd: int, step: int, rank: int, num_ranks: int) -> Saved:
+def read(folder_fd: int, step: int, rank: int, num_ranks: int, ranks_of_a_layer: int = 1) -> Saved:
     """A checkpoint, once every byte of it has been compared with its checksums: by one of the ranks.
+
+    Args:
+        ranks_of_a_layer: of those that load it, see `Parts`.
 
     Raises:
         CheckpointError: what this rank has read is damaged.
@@ -64,14 +69,21 @@ def read(folder_fd: int, step: int, rank: int, num_ranks: int) -> Saved:
         raise CheckpointError(f"it says that it is of step {manifest.step}")
     names = sorted(manifest.files, key=lambda name: -manifest.files[name].nbytes)
     verify(folder_fd, {name: manifest.files[name] for name in names[rank::num_ranks]})
-    has_own = of_rank(rank, STATE_JSON) in manifest.files
-    prefix = of_rank(rank, "") if has_own else ""
+    number = _saved_rank(rank, ranks_of_a_layer, _document(folder_fd, manifest, STATE_JSON).get(RANKS_OF_A_LAYER, 1))
+    has_own = of_rank(number, STATE_JSON) in manifest.files
+    prefix = of_rank(number, "") if has_own else ""
     plain = [name for name in manifest.files if name.endswith(_SUFFIX) and not is_of_a_rank(name)]
     files = {}
     for name in plain:
         own = [prefix + name] if prefix and prefix + name in manifest.files else []
         files[name] = Overlaid([_mapped(folder_fd, found) for found in (name, *own)])
     return Saved(step, files, _document(folder_fd, manifest, prefix + STATE_JSON), has_own)
+
+
+def _saved_rank(rank: int, of_a_layer: int, saved_of_a_layer: int) -> int:
+    """The rank that had, where a checkpoint was saved, the data that this one has here."""
+    data, place = divmod(rank, of_a_layer)
+    return data * saved_of_a_layer + (place if place < saved_of_a_layer else 0)
 
 
 def prepared(saved: Saved, parts: Parts) -> Callable[[], None]:
@@ -219,7 +231,8 @@ def _state_dict(
                 laid_out = torch.empty_strided(tensor.shape, value["strides"], dtype=tensor.dtype, device="cpu")
                 return laid_out.copy_(tensor)
             if isinstance(parameter, DTensor) and parameter.shape == tensor.shape:
-                return rows_of(tensor if is_chunked else tensor.clone(), parameter)
+                own = own_of(tensor, parameter)
+                return own if is_chunked else with_local(parameter, local_of(own).contiguous().clone())
             return tensor if is_chunked else tensor.clone()
         return decoded(value, loose)
 
@@ -240,7 +253,7 @@ def _state_dict(
 
 def _fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     if isinstance(tensor, DTensor):
-        local_of(tensor).detach().copy_(local_of(rows_of(whole, tensor)))
+        local_of(tensor).detach().copy_(local_of(own_of(whole, tensor)))
     else:
         tensor.detach().copy_(whole)
     drop_pages(local_of(tensor) if isinstance(tensor, DTensor) else tensor)

@@ -20,13 +20,15 @@ from chunkc.checkpoint.sources import Source, master_of, source_of
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.states import MASTER, MASTER_LOW
 from chunkc.optim.chunked_optimizer import ChunkedOptimizer
-from chunkc.ranks import refuse_tensor_parallel
 from chunkc.runtime.parts import Part, part_of
 from chunkc.runtime.transport import Transport
 from chunkc.torch_private.dtensor import DTensor, with_local
 
 STATE_JSON = "state.json"
 STATE_FILE = "state.safetensors"
+
+RANKS_OF_A_LAYER = "ranks of a layer"
+"""What the JSON calls it; one where it says nothing."""
 
 _COMPILED = "_orig_mod."
 """What `torch.compile` puts into the names of a compiled module's parts."""
@@ -52,27 +54,31 @@ class Parts:
         return list(found.values())
 
     def transport(self) -> Transport | None:
-        """By which ranks meet that train these models together; None: one process does.
+        """By which all ranks meet that train these models; None: one process does.
 
         Raises:
-            UnsupportedError: some of the models are cut over ranks and others are not, or by tensor parallelism too.
+            UnsupportedError: some of the models are cut over ranks and others are not.
         """
         found = {
             f"{name}/{key}" if name else key: part_of(parameter)
             for name, model in self.models.items()
             for key, parameter in model.named_parameters()
         }
-        refuse_tensor_parallel(found.values(), "chunkc.Checkpoint")
         first, transport = next(
-            ((key, part.transport) for key, part in found.items() if isinstance(part, Part)), ("", None)
+            ((key, part.everyone) for key, part in found.items() if isinstance(part, Part)), ("", None)
         )
         for key, part in found.items():
-            if transport is not None and (not isinstance(part, Part) or part.transport.ranks != transport.ranks):
+            if transport is not None and (not isinstance(part, Part) or part.everyone.ranks != transport.ranks):
                 raise UnsupportedError(
                     f"{key} is not distributed as {first} is: ranks save what is cut over all of them, as "
                     "chunkc.distribute does it"
                 )
         return transport
+
+    def ranks_of_a_layer(self) -> int:
+        """How many ranks compute a layer together, and so have the same data (see `chunkc.tensor_parallel`)."""
+        part = next((part for part in self.parameters() if isinstance(part, Part)), None)
+        return 1 if part is None else part.everyone.num_ranks // part.transport.num_ranks
 
 
 @dataclass(frozen=True)
@@ -180,6 +186,7 @@ def snapshot(parts: Parts) -> tuple[list[Source], Json]:
         "optimizers": optimizers,
         "others": others,
         "random": encoded(random_state(), "random", loose),
+        RANKS_OF_A_LAYER: parts.ranks_of_a_layer(),
     }
     sources += [source_of(STATE_FILE, key, tensor, is_guarded=False) for key, tensor in loose.items()]
     return sources, document

@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from chunkc.ir.blocks import Block
 from chunkc.ir.errors import CheckpointError, UnsupportedError
-from chunkc.ir.shards import Shards
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.runtime.maps import drop_pages, drop_span
-from chunkc.runtime.parts import shards_of
+from chunkc.runtime.parts import block_of
 from chunkc.torch_private.dtensor import DTensor, local_of
 
 PIECE_NBYTES = 1 << 20
@@ -41,8 +41,8 @@ class Source:
         is_guarded: only an optimizer's step changes it, and the next step waits. All else is written before `save`
             returns.
         check: raises CheckpointError if it has changed since.
-        span: of a tensor that is cut over ranks, the elements that this one has; `pieces` are theirs. None: every rank
-            has a tensor of its own.
+        block: of a tensor that is cut over ranks, what this one has, `pieces` are of that; of copies the first is
+            saved. None: every rank has a tensor of its own.
     """
 
     file: str
@@ -52,17 +52,28 @@ class Source:
     pieces: Pieces
     is_guarded: bool
     check: Callable[[], None]
-    span: tuple[int, int] | None = None
+    block: Block | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of `pieces`."""
-        return self.whole_nbytes if self.span is None else (self.span[1] - self.span[0]) * self.dtype.itemsize
+        if self.block is None:
+            return self.whole_nbytes
+        return self.block.numel * self.dtype.itemsize if self.block.is_first else 0
 
     @property
     def whole_nbytes(self) -> int:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def run_nbytes(self) -> int:
+        """Bytes of `pieces` that follow on each other in the whole tensor."""
+        return self.whole_nbytes if self.block is None else self.block.run_numel * self.dtype.itemsize
+
+    def runs(self) -> Iterator[int]:
+        """Where each run of `run_nbytes` begins, in bytes from the beginning of the tensor."""
+        return iter((0,)) if self.block is None else (first * self.dtype.itemsize for first in self.block.runs())
 
 
 def source_of(file: str, key: str, tensor: torch.Tensor, *, is_guarded: bool, title: str | None = None) -> Source:
@@ -73,9 +84,9 @@ def source_of(file: str, key: str, tensor: torch.Tensor, *, is_guarded: bool, ti
     """
     title = title or key
     if isinstance(tensor, DTensor):
-        shards = shards_of(tensor)
+        block = block_of(tensor)
         part = source_of(file, key, local_of(tensor), is_guarded=is_guarded, title=title)
-        return _of_rank(replace(part, check=_unchanged(title, tensor)), shards)
+        return _of_rank(replace(part, check=_unchanged(title, tensor)), block)
     detached = tensor.detach()
     if type(detached) is not torch.Tensor or detached.layout is not torch.strided or detached.device.type == "meta":
         kind = type(detached).__name__ if type(detached) is not torch.Tensor else detached.layout
@@ -86,12 +97,11 @@ def source_of(file: str, key: str, tensor: torch.Tensor, *, is_guarded: bool, ti
     return Source(file, key, shape, detached.dtype, lambda: pieces_of(tensor.detach()), is_guarded, check)
 
 
-def _of_rank(part: Source, shards: Shards) -> Source:
+def _of_rank(part: Source, block: Block) -> Source:
     """A part as one of the whole tensor. Of copies the first one is written."""
-    begin, end = shards.span(shards.rank)
-    if shards.copy:
-        return replace(part, shape=shards.shape, span=(begin, begin), pieces=lambda: iter(()))
-    return replace(part, shape=shards.shape, span=(begin, end))
+    assert part.shape == block.sizes, part.key
+    found = replace(part, shape=block.shape, block=block)
+    return found if block.is_first else replace(found, pieces=lambda: iter(()))
 
 
 def _unchanged(title: str, *tensors: torch.Tensor) -> Callable[[], None]:
@@ -122,9 +132,7 @@ def master_of(file: str, key: str, parameter: torch.Tensor, lower: torch.Tensor 
         lower: int16 lower bits, dense in the parameter's order; of one that is cut over ranks, those of this rank.
     """
     if isinstance(parameter, DTensor):
-        shards = shards_of(parameter)
-        part = master_of(file, key, local_of(parameter), lower)
-        return _of_rank(part, shards)
+        return _of_rank(master_of(file, key, local_of(parameter), lower), block_of(parameter))
     check = _unchanged(key, parameter, *(() if lower is None else (lower,)))
     shape = tuple(parameter.shape)
     return Source(file, key, shape, torch.float32, lambda: _joined(parameter.detach(), lower), True, check)

@@ -200,7 +200,7 @@ class Checkpoint:
             try:
                 folder_fd = self._folder.open(found)
                 try:
-                    saved.append(read(folder_fd, found.step, rank, num_ranks))
+                    saved.append(read(folder_fd, found.step, rank, num_ranks, self._parts.ranks_of_a_layer()))
                 finally:
                     os.close(folder_fd)
             except CheckpointError as error:

@@ -26,6 +26,7 @@ import torch
 from chunkc.checkpoint.checksums import Piece, joined
 from chunkc.checkpoint.manifest import NAME, Manifest
 from chunkc.checkpoint.placement import FileToWrite
+from chunkc.checkpoint.sources import Source
 from chunkc.ir.errors import CheckpointError
 from chunkc.ranks import together
 from chunkc.readers import declare_reader
@@ -149,10 +150,9 @@ class Writing:
                 os.close(fd)
 
     def _write_file(self, fd: int, file: FileToWrite) -> list[Piece]:
-        pieces = [Piece(0, *_write_all(fd, [memoryview(file.beginning)]))] if file.beginning else []
+        pieces = [Piece(0, *_write_all(fd, memoryview(file.beginning)))] if file.beginning else []
         for source, offset_nbytes in zip(file.sources, file.offsets, strict=True):
-            os.lseek(fd, offset_nbytes, os.SEEK_SET)
-            pieces.append(Piece(offset_nbytes, *_write_all(fd, source.pieces())))
+            pieces.append(_write_runs(fd, source, offset_nbytes))
             assert pieces[-1].nbytes == source.nbytes, source.key
             source.check()
             if not source.is_guarded:
@@ -167,7 +167,7 @@ class Writing:
         files = {name: joined(piece for of_rank in written for piece in of_rank.get(name, ())) for name in names}
         fd = _new_file(self._path / NAME)
         try:
-            _write_all(fd, [memoryview(Manifest(self._step, files).render())])
+            _write_all(fd, memoryview(Manifest(self._step, files).render()))
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -191,19 +191,31 @@ def _new_file(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
 
-def _write_all(fd: int, pieces: Iterable[memoryview], crc32: int = 0) -> tuple[int, int]:
-    """Write pieces one after the other; their bytes, and the checksum that begins with `crc32`."""
-    nbytes = 0
-    for piece in pieces:
-        left = piece
-        while left:
-            moved = os.write(fd, left)
-            if not moved:
-                raise OSError(errno.EIO, "nothing more can be written")
-            crc32 = zlib.crc32(left[:moved], crc32)
-            left = left[moved:]
-        nbytes += len(piece)
-    return nbytes, crc32
+def _write_runs(fd: int, source: Source, offset_nbytes: int) -> Piece:
+    """Write what this rank has of a tensor that begins there: run by run, each where it is in the whole."""
+    written, runs, left_nbytes = Piece(offset_nbytes, 0, 0), source.runs(), 0
+    for content in source.pieces():
+        rest = content
+        while rest:
+            if not left_nbytes:
+                begin_nbytes, left_nbytes = offset_nbytes + next(runs), source.run_nbytes
+                os.lseek(fd, begin_nbytes, os.SEEK_SET)
+            now, rest = rest[:left_nbytes], rest[left_nbytes:]
+            written = written.followed_by(Piece(begin_nbytes, *_write_all(fd, now)))
+            begin_nbytes += len(now)
+            left_nbytes -= len(now)
+    return written
+
+
+def _write_all(fd: int, content: memoryview) -> tuple[int, int]:
+    """Write all bytes; how many they are, and their checksum."""
+    left = content
+    while left:
+        moved = os.write(fd, left)
+        if not moved:
+            raise OSError(errno.EIO, "nothing more can be written")
+        left = left[moved:]
+    return len(content), zlib.crc32(content)
 
 
 def _named(problem: BaseException, step: int, path: Path) -> CheckpointError:

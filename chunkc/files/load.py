@@ -16,7 +16,7 @@ from chunkc.files.weights import tensors_in
 from chunkc.ir.errors import FileError, UnsupportedError
 from chunkc.ranks import together
 from chunkc.runtime.maps import drop_pages, evict_pages
-from chunkc.runtime.parts import rows_of
+from chunkc.runtime.parts import own_of
 from chunkc.session import all_entered, sessions_of
 from chunkc.torch_private.dtensor import DTensor, local_of
 from chunkc.torch_private.dynamo import unwrapped
@@ -62,7 +62,7 @@ def load(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True)
                 f"{name} is on the meta device, with no memory to load into: build the model inside "
                 "`with chunkc.init():`, or make it with `chunkc.place(model, init=...)`"
             )
-    transport = transport_of_module(module, LOAD)
+    transport = transport_of_module(module)
     found: dict[str, torch.Tensor] = {}
     together(transport, LOAD, lambda: found.update(tensors_in(Path(path))), FileError)
     known, own = names_of(module), module.state_dict(keep_vars=True)
@@ -114,7 +114,7 @@ def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _as_cut(tensor: torch.Tensor, own: object) -> torch.Tensor:
     """What this rank has of a tensor, if its own one is cut over ranks; else, and where shapes differ, all of it."""
-    return rows_of(tensor, own) if isinstance(own, DTensor) and own.shape == tensor.shape else tensor
+    return own_of(tensor, own) if isinstance(own, DTensor) and own.shape == tensor.shape else tensor
 
 
 def _shared(module: nn.Module) -> list[list[str]]:

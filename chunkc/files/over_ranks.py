@@ -13,26 +13,23 @@ from torch import nn
 
 from chunkc.ir.errors import FileError
 from chunkc.kernels.fused_pass import host_empty
-from chunkc.ranks import refuse_tensor_parallel, together, transport_of
-from chunkc.runtime.parts import part_of, shards_of
-from chunkc.runtime.transport import GATHERS, Transport
+from chunkc.ranks import together, transport_of
+from chunkc.runtime.parts import Part, block_of, part_of
+from chunkc.runtime.transport import GATHERS, Message, Transport
 from chunkc.torch_private.dtensor import DTensor, local_of
 
 SAVE, LOAD = "chunkc.save()", "chunkc.load()"
 
 
-def transport_of_module(module: nn.Module, what: str) -> Transport | None:
-    """By which ranks meet that train a model; None: one process does.
-
-    Args:
-        what: they do, for messages.
+def transport_of_module(module: nn.Module) -> Transport | None:
+    """By which all ranks meet that train a model; None: one process does.
 
     Raises:
-        UnsupportedError: some of the parameters are cut over ranks and others are not, or by tensor parallelism too.
+        UnsupportedError: some of the parameters are cut over ranks and others are not.
     """
     parts = {name: part_of(parameter) for name, parameter in module.named_parameters()}
-    refuse_tensor_parallel(parts.values(), what)
-    return transport_of(parts)
+    transport_of(parts)
+    return next((part.everyone for part in parts.values() if isinstance(part, Part)), None)
 
 
 def whole_on_first(tensor: torch.Tensor, transport: Transport | None) -> torch.Tensor:
@@ -44,13 +41,23 @@ def whole_on_first(tensor: torch.Tensor, transport: Transport | None) -> torch.T
     if transport is None or not isinstance(tensor, DTensor):
         return tensor
     together(transport, SAVE, lambda: None, FileError)
-    shards, local = shards_of(tensor), local_of(tensor).detach()
-    room = host_empty((shards.numel,), tensor.dtype)
-    spans = {rank: shards.span(part) for part, rank in enumerate(shards.row)}
-    begin, end = spans.pop(transport.rank)
-    room[begin:end].copy_(local.reshape(-1))
-    transport.exchange(GATHERS, [], [(rank, room[begin:end]) for rank, (begin, end) in spans.items()])
-    return room.view(tensor.shape)
+    whole = host_empty((tensor.numel(),), tensor.dtype).view(tensor.shape)
+    receives: list[Message] = []
+    for rank in range(transport.num_ranks):
+        block = block_of(tensor, rank)
+        place = whole[block.slices]
+        if not block.is_first:
+            continue
+        if rank == transport.rank:
+            place.copy_(local_of(tensor).detach())
+        elif place.is_contiguous():
+            receives.append((rank, place))
+        else:  # parts of rows
+            received = host_empty((block.numel,), tensor.dtype).view(block.sizes)
+            transport.exchange(GATHERS, [], [(rank, received)])
+            place.copy_(received)
+    transport.exchange(GATHERS, [], receives)
+    return whole
 
 
 def send_to_first(tensors: Iterable[torch.Tensor], transport: Transport) -> None:
@@ -63,5 +70,5 @@ def send_to_first(tensors: Iterable[torch.Tensor], transport: Transport) -> None
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             together(transport, SAVE, lambda: None, FileError)
-            if shards_of(tensor).copy == 0:
+            if block_of(tensor).is_first:
                 transport.exchange(GATHERS, [(0, local_of(tensor).detach().cpu().contiguous())], [])

@@ -60,7 +60,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
     if limit < 1:
         raise OptionsError(f"max_shard_size is {max_shard_size!r}; a file holds at least one byte")
     module, target = weights_module(model), Path(path)
-    sessions, transport = sessions_of(module.parameters()), transport_of_module(module, SAVE)
+    sessions, transport = sessions_of(module.parameters()), transport_of_module(module)
     is_file = target.suffix == ".safetensors"
     whole = partial(whole_on_first, transport=transport)
 

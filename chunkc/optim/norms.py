@@ -117,8 +117,7 @@ def _total(sums: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
 def _over_ranks(own: torch.Tensor, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     """All ranks' together, in the order of ranks, where this rank's own is."""
     part = next((p for p in parameters if isinstance(p, Part)), None)
-    for transport in () if part is None else (part.transport, part.tensor_transport):
-        if transport is not None:
-            of_ranks = together(transport, "the norm of all gradients", partial(float, own), DistributedError)
-            own = torch.from_numpy(np.array(np.add.reduce(of_ranks))).to(own.device)
-    return own
+    if part is None:
+        return own
+    of_ranks = together(part.everyone, "the norm of all gradients", partial(float, own), DistributedError)
+    return torch.from_numpy(np.array(np.add.reduce(of_ranks))).to(own.device)

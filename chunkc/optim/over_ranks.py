@@ -10,14 +10,14 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from chunkc.ir.blocks import Block
 from chunkc.ir.errors import OptionsError, UnsupportedError
-from chunkc.ir.shards import Shards
 from chunkc.ir.states import INT8
 from chunkc.kernels.formats import GradScale
 from chunkc.optim.rule import OverRanks
 from chunkc.optim.split_masters import NotedContents, put_masters_together
-from chunkc.ranks import agree, hashed
-from chunkc.runtime.parts import Part, part_of
+from chunkc.ranks import Facts, agree, hashed
+from chunkc.runtime.parts import Part, block_of, leaf_of, part_of
 from chunkc.runtime.store import ChunkStore
 from chunkc.runtime.transport import Transport
 from chunkc.runtime.used_gradients import LocalGradient
@@ -28,8 +28,7 @@ def check_over_ranks(optimizer: Any) -> None:
     """Refuse what would need more than a rank's own parts, where parameters are cut over ranks.
 
     Raises:
-        UnsupportedError: states would have 8 bits, or gradients were not exchanged between ranks yet, or layers are
-            cut by tensor parallelism, and norms of whole tensors are asked for.
+        UnsupportedError: states would have 8 bits, or gradients were not exchanged between ranks yet.
     """
     parts = _parts_of(optimizer)
     if not parts:
@@ -37,11 +36,6 @@ def check_over_ranks(optimizer: Any) -> None:
     for part in parts:
         if isinstance(gradient := part.grad, LocalGradient):
             raise gradient.refusal()
-    if optimizer.rule.num_stages > 1 and any(part.tensor_transport is not None for part in parts):
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} takes norms of whole tensors, which it does not add up over the ranks of "
-            "tensor parallelism: take chunkc.optim.AdamW or SGD"
-        )
     refuse_over_ranks(type(optimizer).__name__, optimizer.states.moments)
 
 
@@ -58,6 +52,7 @@ def note_step(optimizer: Any) -> None:
         hyper = [optimizer.hyper_at(group, 1) for group in optimizer.param_groups]
         for transport in transports.values():
             transport.check()
+            transport.everyone.check()
             transport.steps = hashed(f"{transport.steps} {type(optimizer).__name__} {hyper}")
 
 
@@ -78,42 +73,80 @@ def refuse_over_ranks(name: str, moments: str) -> None:
         raise UnsupportedError(f"{name} updates distributed parameters with fp32 or bf16 moments, not with 8 bits")
 
 
+def ranks_of_norms(optimizer: Any) -> Transport | None:
+    """By which ranks meet before a step that adds up norms, where they do not plan together: those of tensor
+    parallelism. None: they need not."""
+    part = next(iter(_parts_of(optimizer)), None)
+    return part.everyone if part is not None and part.is_of_layers and optimizer.rule.num_stages > 1 else None
+
+
+def order_of_norms(optimizer: Any, prepared: Iterable[Any]) -> Facts:
+    """What such ranks compare, so that all come to the same tensors in the same order; nothing is updated yet.
+
+    Args:
+        prepared: as `step.prepare_step` returns it.
+    """
+    found = [
+        [
+            sorted((index, *(task.name for task in tasks)) for index, tasks in one.by_group.items()),
+            sorted(one.at_home),
+        ]
+        for one in prepared
+    ]
+    name = type(optimizer).__name__
+    return {f"the chunks that {name} updates (give all the same chunk_size, or take chunkc.optim.AdamW)": repr(found)}
+
+
 def sums_of_group(store: ChunkStore, index: int) -> OverRanks | None:
     """How ranks add up what is to be of whole tensors of a chunk group; None where this rank has all of them."""
-    slices = store.layout.groups[index].slices
-    placed = {where.offset: where.spec.shards for where in slices if where.spec.shards is not None}
-    return _sums(store.transport, placed, tag=index + 1 + _TENSORS_TAG)
+    found = [(where.offset, store.parameter(where.spec.name)) for where in store.layout.groups[index].slices]
+    return _sums(found, tag=index + 1 + _TENSORS_TAG)
 
 
 def sums_of_tensors(parameters: Mapping[int, torch.Tensor]) -> OverRanks | None:
     """The same for parameters that are in no chunk, by their first elements."""
-    parts = {offset: parameter for offset, parameter in parameters.items() if isinstance(parameter, Part)}
-    transport = next((part.transport for part in parts.values()), None)
-    return _sums(transport, {offset: part.shards for offset, part in parts.items()}, _TENSORS_TAG)
+    return _sums(list(parameters.items()), _TENSORS_TAG)
 
 
 _TENSORS_TAG = 2
 """Of exchanges for tensors in no chunk; each chunk group has one of its own, since threads may update them."""
 
 
-def _sums(transport: Transport | None, placed: Mapping[int, Shards], tag: int) -> OverRanks | None:
-    """Over the ranks of a row that have something of the tensors which are cut; of others each rank has all."""
-    cut = [shards for shards in placed.values() if shards.num_ranks > 1]
-    if transport is None or not cut:
+def _sums(parameters: Sequence[tuple[int, torch.Tensor]], tag: int) -> OverRanks | None:
+    """Over the ranks that have something of these tensors; where there are copies of all parts, over those of a row.
+
+    What several of them have alike is counted once.
+    """
+    parts = [(offset, part) for offset, part in parameters if isinstance(part, Part)]
+    if not parts:
         return None
-    meeting = [rank for part, rank in enumerate(cut[0].row) if any(len(range(*s.rows(part))) for s in cut)]
-    if transport.rank not in meeting or len(meeting) == 1:
-        return None  # who has nothing of them is not asked
-    whole = {offset for offset, shards in placed.items() if shards.num_ranks == 1}
+    everyone, num_rows = parts[0][1].everyone, parts[0][1].transport.num_copies
+    size = everyone.num_ranks // num_rows
+    first = everyone.rank // size * size
+    blocks = [(offset, _blocks(part, range(first, first + size))) for offset, part in parts]
+    meeting = [first + at for at in range(size) if any(of_ranks[at].numel for _, of_ranks in blocks)]
+    if everyone.rank not in meeting or len(meeting) == 1 or all(b.is_whole for _, of_ranks in blocks for b in of_ranks):
+        return None  # who has nothing of them is not asked, nor who has all
+    here = everyone.rank - first
+    again = {
+        offset
+        for offset, of_ranks in blocks
+        if of_ranks[here].numel and any(b.ranges == of_ranks[here].ranges for b in of_ranks[:here])
+    }
 
     def add_up(values: torch.Tensor, offsets: Sequence[int]) -> None:
-        if transport.rank != meeting[0]:
-            for number, offset in enumerate(offsets):
-                if offset in whole:
-                    values[:, number].zero_()
-        transport.add_up(values, meeting, tag)
+        for number, offset in enumerate(offsets):
+            if offset in again:
+                values[:, number].zero_()
+        everyone.add_up(values, meeting, tag)
 
     return add_up
+
+
+def _blocks(part: Part, ranks: Iterable[int]) -> list[Block]:
+    """What ranks have of a parameter."""
+    whole: Any = leaf_of(part)
+    return [block_of(whole, rank) for rank in ranks]
 
 
 def agree_on_overflow(optimizer: Any, scale: GradScale) -> None:
@@ -130,10 +163,11 @@ def agree_on_overflow(optimizer: Any, scale: GradScale) -> None:
     if first is None or first.distributed is None:
         return
     found = str(bool(scale.found_inf.cpu()))
-    if first.shards.num_ranks == 1 and first.transport.num_ranks > 1:
+    if first.is_of_layers:
+        if any(p == Replicate() for p in first.distributed.placements):
+            agree(first.everyone, {f"{_OVERFLOW} (take chunkc.GradScaler, which asks all ranks)": found})
+    elif first.shards.num_ranks == 1 and first.transport.num_ranks > 1:
         agree(first.transport, {f"{_OVERFLOW} (give the optimizer no scalar as its first parameter)": found})
-    if first.tensor_transport is not None and any(p == Replicate() for p in first.distributed.placements):
-        agree(first.tensor_transport, {f"{_OVERFLOW} (take chunkc.GradScaler, which asks all ranks)": found})
 
 
 _OVERFLOW = "whether a gradient overflowed"

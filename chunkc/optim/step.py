@@ -16,11 +16,12 @@ from chunkc.ir.plan import Tile
 from chunkc.kernels.formats import GradScale
 from chunkc.optim.grad_scale import is_skipped, on_the_cpu
 from chunkc.optim.group_spans import Due, Task, due_of, flat_home, spans_of
-from chunkc.optim.over_ranks import check_over_ranks, note_step, sums_of_group
+from chunkc.optim.over_ranks import check_over_ranks, note_step, order_of_norms, ranks_of_norms, sums_of_group
 from chunkc.optim.overlap_mode import NONE
 from chunkc.optim.rule import GroupWork, Spans, Staying
 from chunkc.optim.update import PreparedUpdate, ResidentsLeft, prepare_updates
 from chunkc.optim.update_on import groups_at_home
+from chunkc.ranks import meeting
 from chunkc.reconcile import gradients_left_to_autograd, reconcile
 from chunkc.runtime.parts import part_of
 from chunkc.session import Session, managing
@@ -57,10 +58,17 @@ def prepare_step(optimizer: ChunkedOptimizer) -> tuple[Due, list[Prepared]]:
     """What is updated and how, once residents have left that had to make room for it.
 
     Raises:
-        BudgetError, HomeError, OptionsError, UnsupportedError: see `ChunkedOptimizer.step`.
+        BudgetError, HomeError, OptionsError, UnsupportedError, DistributedError: see `ChunkedOptimizer.step`.
     """
     check_over_ranks(optimizer)
     note_step(optimizer)
+    with meeting(ranks_of_norms(optimizer)) as compare:
+        due, prepared = _prepared(optimizer)
+        compare(lambda: order_of_norms(optimizer, prepared))
+    return due, prepared
+
+
+def _prepared(optimizer: ChunkedOptimizer) -> tuple[Due, list[Prepared]]:
     while True:
         due = due_of(optimizer)
         begun = optimizer.in_backward.collect(optimizer, due.chunked)

@@ -47,11 +47,13 @@ def as_subclass_without_grad(kind: type[T], tensor: torch.Tensor) -> T:
 
 def joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
     """The mesh of both's dimensions, which are dimensions of one mesh, in this order; None: they are not."""
-    root, names = outer._get_root_mesh(), (*(outer.mesh_dim_names or ()), *(inner.mesh_dim_names or ()))
-    if inner._get_root_mesh() is not root or len(set(names)) < outer.ndim + inner.ndim:
+    root, inner_names = outer._get_root_mesh(), inner.mesh_dim_names or ()
+    names = (*(outer.mesh_dim_names or ()), *inner_names)
+    if len(set(names)) < outer.ndim + inner.ndim:
         return None
     try:
-        return root[names]
+        is_inside = root[inner_names] == inner  # of two equal ones, DTensors may have the other
+        return root[names] if is_inside else None
     except (KeyError, RuntimeError, ValueError):
         return None
 
@@ -62,3 +64,13 @@ def rows_inside(mesh: DeviceMesh, placements: Sequence[Placement]) -> Placement:
     for dimension, placement in enumerate(placements):
         factor *= mesh.size(dimension) if placement == Shard(0) else 1
     return _StridedShard(0, split_factor=factor) if factor > 1 else Shard(0)
+
+
+def cut_dimension(placement: Placement) -> int | None:
+    """The dimension that is cut over ranks; None: none is."""
+    return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
+
+
+def cuts_last(placement: Placement) -> bool:
+    """Whether it cuts what is left once all others have cut, as that of `rows_inside`."""
+    return isinstance(placement, _StridedShard)

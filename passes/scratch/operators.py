@@ -354,12 +354,15 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(fourier.to_real_rule), "_fft_c2r"),
     # --- elementwise operators on the CPU, which take more on CUDA devices ---
     (Operator(cuda=cuda_rules.is_finite), "isfinite"),
-    # --- collectives of a model, on gloo ---
-    (Operator(rules.contiguous_result_rule), "_c10d_functional::all_reduce _c10d_functional::broadcast"),
-    (Operator(rules.gathered_rule), "_c10d_functional::all_gather_into_tensor"),
-    (Operator(rules.reduced_rule), "_c10d_functional::reduce_scatter_tensor"),
+    # --- collectives of a model: on gloo, and on NCCL, which writes straight to where results are to be ---
     (
-        Operator(rules.nothing_rule),
+        Operator(rules.contiguous_result_rule, cuda_rules.nothing),
+        "_c10d_functional::all_reduce _c10d_functional::broadcast",
+    ),
+    (Operator(rules.gathered_rule, cuda_rules.nothing), "_c10d_functional::all_gather_into_tensor"),
+    (Operator(rules.reduced_rule, cuda_rules.nothing), "_c10d_functional::reduce_scatter_tensor"),
+    (
+        Operator(rules.nothing_rule, cuda_rules.nothing),
         "_c10d_functional::all_to_all_single _c10d_functional::wait_tensor",
     ),
     (Operator(cuda=cuda_rules.clamp), "clamp clamp_min clamp_max"),

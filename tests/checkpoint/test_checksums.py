@@ -29,3 +29,23 @@ def test_a_gap_and_an_overlap_are_found() -> None:
     for other in (Piece(5, 1, 1), Piece(3, 1, 1)):
         with pytest.raises(AssertionError):
             joined([whole, other])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pieces_with_gaps_that_others_fill(seed: int) -> None:
+    """As of columns: each rank writes a part of every row."""
+    generator = random.Random(seed)
+    rows, row_nbytes, cut = generator.randrange(1, 50), 40, generator.randrange(1, 40)
+    content = generator.randbytes(rows * row_nbytes)
+    whole = []
+    for begin, end in ((0, cut), (cut, row_nbytes)):
+        runs = [(row * row_nbytes + begin, content[row * row_nbytes :][begin:end]) for row in range(rows)]
+        one, *others = (Piece(offset, len(run), zlib.crc32(run)) for offset, run in runs)
+        for other in others:
+            one = one.followed_by(other)
+        assert (one.offset_nbytes, one.nbytes) == (begin, rows * (end - begin))
+        whole.append(one)
+    generator.shuffle(whole)
+    assert joined(whole) == File(len(content), zlib.crc32(content))
+    with pytest.raises(AssertionError):
+        joined(whole[:1])

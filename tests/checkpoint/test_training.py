@@ -163,9 +163,9 @@ def slow(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.02) -> None:
     """Writing takes long: the next step is there before it is done."""
     write = writing._write_all
 
-    def slowly(fd: int, pieces: Any, crc32: int = 0) -> tuple[int, int]:
+    def slowly(fd: int, content: memoryview) -> tuple[int, int]:
         time.sleep(seconds)
-        return write(fd, pieces, crc32)
+        return write(fd, content)
 
     monkeypatch.setattr(writing, "_write_all", slowly)
 

@@ -23,6 +23,8 @@ from device_gpt import GPT
 from torch import nn
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import chunkc
 from chunkc.explaining.cuda_offline import overhead_on
@@ -40,13 +42,18 @@ Result = dict[str, Any]
 def trained(
     mesh: DeviceMesh, budget: int, *, stage: Any = 3, steps: int = 3, accumulate: int = 1, clip: float | None = 0.5,
     dtype: torch.dtype = torch.float32, optimizer: Callable[..., Any] = chunkc.optim.AdamW, scaled: bool = False,
-    debug: bool = True, codegen: str = "eager", **optimizer_options: Any,
+    debug: bool = True, codegen: str = "eager", layers: bool = False, **optimizer_options: Any,
 ) -> Result:  # fmt: skip
-    """Train a GPT on the ranks of a mesh, with batches of each rank's own."""
+    """Train a GPT on the ranks of a mesh, each with batches of its own. With `layers`, those along the last dimension
+    compute layers together, and have the same data."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     rank, device = dist.get_rank(), mesh.device_type
-    model = chunkc.distribute(GPT(**SHAPE).to(dtype), mesh, zero_stage=stage, timeout_s=60)
+    model = GPT(**SHAPE).to(dtype)
+    if layers:
+        parallelize_module(model, mesh["tp"], styles())
+        rank, mesh = mesh["dp"].get_local_rank(), mesh["dp"]
+    model = chunkc.distribute(model, mesh, zero_stage=stage, timeout_s=60)
     options = {"memory_budget": budget, "codegen": codegen, "whole_graph": "never", "debug": debug}
     run = torch.compile(model, backend="chunkc", options=options)
     update = optimizer(model.parameters(), **{"lr": 1e-2, "eps": 1e-3, **optimizer_options})
@@ -81,15 +88,26 @@ def trained(
     return {**found, "weights": torch.cat([part.flatten() for part in parts]).tolist()}
 
 
-def mesh_on(device: str, shape: tuple[int, ...] | None = None) -> DeviceMesh:
-    return init_device_mesh(device, shape or (dist.get_world_size(),))
+def styles() -> dict[str, Any]:
+    """How ranks compute the layers of a GPT together."""
+    found: dict[str, Any] = {
+        "tokens": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for at in range(SHAPE["layers"]):
+        found |= {f"blocks.{at}.up": ColwiseParallel(), f"blocks.{at}.down": RowwiseParallel()}
+    return found
 
 
-def compared(shape: tuple[int, ...] | None = None, **how: Any) -> Result:
+def mesh_on(device: str, shape: tuple[int, ...] | None = None, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    return init_device_mesh(device, shape or (dist.get_world_size(),), mesh_dim_names=names)
+
+
+def compared(shape: tuple[int, ...] | None = None, names: tuple[str, ...] | None = None, **how: Any) -> Result:
     """Trained on GPUs in a roomy budget and in the smallest, and on CPUs, on meshes of that shape."""
-    roomy = trained(mesh_on("cuda", shape), HUGE, **how)
-    tight = trained(mesh_on("cuda", shape), roomy["least"], **how)
-    on_cpu = trained(mesh_on("cpu", shape), HUGE, **how)
+    roomy = trained(mesh_on("cuda", shape, names), HUGE, **how)
+    tight = trained(mesh_on("cuda", shape, names), roomy["least"], **how)
+    on_cpu = trained(mesh_on("cpu", shape, names), HUGE, **how)
     pairs = list(zip(roomy.pop("weights"), on_cpu.pop("weights"), strict=True))
     del tight["weights"]
     return {"runs": [roomy, tight], "cpu": on_cpu, "difference": max(abs(one - other) for one, other in pairs)}
@@ -104,6 +122,15 @@ def stages() -> Result:
             del run["weights"]
             found["runs"].append(run)
     return found
+
+
+def layers(**how: Any) -> Result:
+    """Two ranks of each layer, which have the same data."""
+    return compared((dist.get_world_size() // 2, 2), ("dp", "tp"), layers=True, **how)
+
+
+def layers_by_lamb() -> Result:
+    return layers(optimizer=chunkc.optim.LAMB)
 
 
 def ways() -> Result:

@@ -47,6 +47,15 @@ def test_ranks_train_in_other_ways_as_on_cpus() -> None:
             check(found, 2e-3 if "fp16" in name else 1e-6, is_exact="fp16" not in name and name != "LAMB")
 
 
+@pytest.mark.parametrize(("case", "num_ranks"), [("layers", 4), ("layers_by_lamb", 2)])
+def test_ranks_of_a_layer_train_as_on_cpus(case: str, num_ranks: int) -> None:
+    """By tensor parallelism, through a communicator of their own."""
+    for rank in cases(case, num_ranks=num_ranks):
+        check(rank, is_exact=False)
+        if case == "layers":
+            assert all(max(run["left"]) - min(run["left"]) < 2048 for run in rank["runs"]), "as predicted"
+
+
 def test_the_only_rank_trains_through_nccl() -> None:
     (found,) = cases("one", num_ranks=1)
     check(found)

@@ -624,9 +624,14 @@ def bytes_of(tensor: Tensor) -> bytes:
     return array.tobytes()
 
 
-def ended_by(action: Callable[[Any, nn.Module], Any], **given: Any) -> Result:
+def tiny(**how: Any) -> Any:
+    """What faults are tried with."""
+    return chunkc.distribute(Tiny(), mesh(), **how)
+
+
+def ended_by(action: Callable[[Any, nn.Module], Any], *, timeout_s: float = 30) -> Result:
     """Train for a step, then do something; how long that takes to raise an error."""
-    model = chunkc.distribute(Tiny(), mesh(), timeout_s=given.pop("timeout_s", 30))
+    model = tiny(timeout_s=timeout_s)
     run = compiled(model, HUGE)
     run(own(batches(0)[0])).backward()
     start = time.monotonic()
@@ -751,9 +756,9 @@ def another_stage() -> Result:
 
 
 def too_small_on_one() -> Result:
-    model = chunkc.distribute(Tiny(), mesh())
+    model = tiny()
     try:
-        compiled(model, 512 if dist.get_rank() else HUGE)(own(batches(0)[0]))
+        compiled(model, 512 if dist.get_rank() == 1 else HUGE)(own(batches(0)[0]))
     except chunkc.ChunkcError as error:
         return {"error": type(error).__name__, "message": str(error)}
     return {}

@@ -6,7 +6,8 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,16 @@ def grid() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
 
 
-def parallel(model: Model, plan: str = "plain") -> Model:
+@cache
+def cube() -> DeviceMesh:
+    """Two copies of each part: the layers of each rank of a row are those of a rank of the other one."""
+    shape = (2, dist.get_world_size() // 4, 2)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("copies", "dp", "tp"))
+
+
+def parallel(model: Model, plan: str = "plain", place: DeviceMesh | None = None) -> Model:
     """As its user writes it. With "rows", the norm of the first block computes on a part of the batch's rows."""
+    layers = (place or grid())["tp"]
     styles: dict[str, Any] = {
         "embed": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Replicate()),
@@ -88,27 +97,29 @@ def parallel(model: Model, plan: str = "plain") -> Model:
         styles |= {f"blocks.{at}.up": ColwiseParallel(), f"blocks.{at}.down": RowwiseParallel()}
     if plan == "rows":
         given = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(0),))
-        parallelize_module(model, grid()["tp"], {"blocks.0.norm": given})
+        parallelize_module(model, layers, {"blocks.0.norm": given})
         styles["blocks.0.norm"] = SequenceParallel(sequence_dim=0)
         styles["blocks.0.up"] = ColwiseParallel(input_layouts=Shard(0))
-    parallelize_module(model, grid()["tp"], styles)
+    parallelize_module(model, layers, styles)
     return model
 
 
 def cut(model: Model, stage: Any = 3, plan: str = "plain") -> Any:
-    return chunkc.distribute(parallel(model, plan), grid()["dp"], zero_stage=stage)
+    place = cube() if plan == "copies" else grid()
+    over = place["copies", "dp"] if plan == "copies" else place["dp"]
+    return chunkc.distribute(parallel(model, plan, place), over, zero_stage=stage)
 
 
 def own(batch: Tensor) -> Tensor:
-    mesh = grid()["dp"]
-    each = len(batch) // mesh.size()
-    return batch[mesh.get_local_rank() * each :][:each]
+    """The part of a batch of this rank and the other one that computes its layers."""
+    each = len(batch) // (dist.get_world_size() // 2)
+    return batch[dist.get_rank() // 2 * each :][:each]
 
 
 def mean(loss: Tensor) -> float:
     total = loss.detach().clone()
-    dist.all_reduce(total, group=grid()["dp"].get_group())
-    return float(total / grid()["dp"].size())
+    dist.all_reduce(total)
+    return float(total / dist.get_world_size())
 
 
 def train(run: Any, model: nn.Module, optimizer: Any, steps: range, clip: str = "torch") -> list[float]:
@@ -127,26 +138,45 @@ def train(run: Any, model: nn.Module, optimizer: Any, steps: range, clip: str = 
     return losses
 
 
-def _as_one_process(runs: Sequence[tuple[Any, str, str, str]], num_blocks: int = 3) -> Result:
+def lamb(model: nn.Module, **how: Any) -> Any:
+    return chunkc.optim.LAMB(model.parameters(), lr=1e-2, eps=1e-3, **how)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+    "adamw": adamw,
+    "lamb": lamb,
+    "lamb at home": partial(lamb, update_on="cpu", overlap="forward"),
+}
+
+
+def _as_one_process(
+    runs: Sequence[tuple[Any, str, str, str]], num_blocks: int = 3, optimizers: Sequence[str] = ("adamw",)
+) -> Result:
     """Train in one process, then on the ranks: in a stage, with a plan, a code generator and a way to clip; each time
     with room for all, and then with none to spare under a hard limit. With "apart", the second rank of each layer still
-    has room for all then, and so another plan."""
+    has room for all then, and so another plan; with "copies", there are two of all parts."""
     reference: Any = made(num_blocks=num_blocks)
-    plain: Any = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-3)
+    if "adamw" in optimizers:
+        plain: Any = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-3)
+    else:
+        plain = lamb(reference)
     expected, weights = train(reference, reference, plain, range(3)), arrays(reference)
     grid()["dp"], grid()["tp"]
+    if any(plan == "copies" for _, plan, _, _ in runs):
+        cube()["copies", "dp"], cube()["tp"]
     cpu_allocator.install()
     found: Result = {"expected": expected, "runs": []}
-    for stage, plan, codegen, clip in runs:
+    for (stage, plan, codegen, clip), name in product(runs, optimizers):
         least = HUGE
         for _ in range(2):
             torch._dynamo.reset()
             model = cut(made(num_blocks=num_blocks, checkpoints=plan == "checkpoints"), stage, plan)
             budget = HUGE if plan == "apart" and grid()["tp"].get_local_rank() == 1 else least
-            optimizer, run = adamw(model), compiled(model, budget, codegen)
+            optimizer, run = OPTIMIZERS[name](model), compiled(model, budget, codegen)
             losses = train(run, model, optimizer, range(2), clip)
             with cpu_allocator.hard_limit(chunkc.report(model).predicted_peak_nbytes + NUMBERS_NBYTES):
                 losses += train(run, model, optimizer, range(2, 3), clip)
+            chunkc.synchronize(model)
             report, whole = chunkc.report(model), arrays(model)
             found["runs"].append(
                 {
@@ -170,6 +200,19 @@ def as_one_process() -> Result:
 def in_all_ways() -> Result:
     ways = [(3, "plain", "eager", "torch"), (1, "plain", "eager", "chunkc"), (None, "apart", "eager", "torch")]
     return _as_one_process([*ways, (2, "rows", "inductor", "chunkc"), (None, "checkpoints", "eager", "torch")])
+
+
+def lamb_as_one_process() -> Result:
+    return _as_one_process([(3, "rows", "eager", "torch")], optimizers=("lamb",))
+
+
+def lamb_in_all_ways() -> Result:
+    ways = [(3, "plain", "eager", "torch"), (None, "apart", "eager", "torch"), (1, "copies", "eager", "torch")]
+    return _as_one_process(ways, optimizers=("lamb", "lamb at home"))
+
+
+def copies() -> Result:
+    return _as_one_process([(3, "copies", "eager", "chunkc")], num_blocks=1)
 
 
 def many_layers() -> Result:
@@ -234,7 +277,7 @@ def overflow() -> Result:
     return found
 
 
-def refused(folder: Path) -> Result:
+def refused() -> Result:
     found: Result = {}
 
     def attempt(name: str, action: Callable[[], Any]) -> None:
@@ -260,11 +303,6 @@ def refused(folder: Path) -> Result:
         model = chunkc.distribute(parallelize_module(Returns(), grid()["tp"], styles), grid()["dp"])
         compiled(model, HUGE)(torch.ones(4, WIDTH))
 
-    def lamb() -> None:
-        model = cut(made())
-        compiled(model, HUGE)(own(batches(0)[0])).backward()
-        chunkc.optim.LAMB(model.parameters()).step()
-
     def with_buffer() -> None:
         model = nn.Sequential(nn.LayerNorm(4))
         model[0].register_buffer("mean", torch.zeros(4))
@@ -276,20 +314,27 @@ def refused(folder: Path) -> Result:
     attempt("fully_shard", lambda: chunkc.distribute(fully_shard(nn.Linear(4, 4), mesh=grid()["tp"]), grid()["dp"]))
     attempt("not distributed", lambda: compiled(parallel(made()), HUGE)(batches(0)[0]))
     attempt("a DTensor returned", returned)
-    attempt("LAMB", lamb)
     attempt("dynamic", lambda: torch.compile(cut(made()), backend="chunkc", dynamic=True)(batches(0)[0]))
-    attempt("chunkc.save", lambda: chunkc.save(cut(made()), folder / "weights"))
-    attempt("chunkc.load", lambda: chunkc.load(cut(made()), folder / "weights"))
-    attempt("Checkpoint", lambda: chunkc.Checkpoint(folder / "checkpoints", model=cut(made())).save(1))
     attempt("twice", lambda: chunkc.distribute(cut(made()), grid()["dp"]))
     return found
 
 
-_CASES = (as_one_process, in_all_ways, many_layers, other_sizes, overflow, saved, refused)
+_CASES = (
+    as_one_process,
+    in_all_ways,
+    lamb_as_one_process,
+    lamb_in_all_ways,
+    copies,
+    many_layers,
+    other_sizes,
+    overflow,
+    saved,
+    refused,
+)
 CASES: dict[str, Callable[..., Result]] = {case.__name__: case for case in _CASES}
 
 if __name__ == "__main__":
     rank_cases.CASES.update(CASES)
-    rank_cases.WITH_FOLDER.update(("saved", "refused"))
+    rank_cases.WITH_FOLDER.add("saved")
     folder, num_ranks, timeout_s, *names = sys.argv[1:]
     print(json.dumps(dict(rank_cases.main(Path(folder), int(num_ranks), float(timeout_s), names))))

@@ -20,7 +20,7 @@ def check_as_one_process(found: list[dict[str, Any]]) -> None:
             assert run["losses"] == pytest.approx(rank["expected"], abs=1e-6)
             assert run["difference"] < 1e-6
             _, plan, codegen, clip = run["how"].split()
-            by_way.setdefault(f"{plan == 'rows'} {codegen} {clip}", set()).add(run["bits"])
+            by_way.setdefault(f"{plan in ('rows', 'copies') and plan} {codegen} {clip}", set()).add(run["bits"])
             measured, predicted, budget = run["peaks"]
             assert measured - NUMBERS_NBYTES <= predicted <= budget
             off = sorted(run["off"])
@@ -39,6 +39,24 @@ def test_ranks_of_a_layer_train_as_one_process_does(tmp_path: Path) -> None:
     check_as_one_process(ranks(tmp_path, "as_one_process", script=SCRIPT)["as_one_process"])
 
 
+@pytest.mark.second_tier
+def test_lamb_trains_as_in_one_process(tmp_path: Path) -> None:
+    """Its norms are of whole tensors: of columns and rows, and of what ranks of a layer have alike once."""
+    check_as_one_process(ranks(tmp_path, "lamb_as_one_process", script=SCRIPT)["lamb_as_one_process"])
+
+
+@pytest.mark.second_tier
+def test_copies_of_the_parts_of_layers(tmp_path: Path) -> None:
+    """A mesh of three dimensions: copies, parts, and ranks that compute a layer together."""
+    check_as_one_process(ranks(tmp_path, "copies", num_ranks=4, script=SCRIPT)["copies"])
+
+
+@pytest.mark.slow
+def test_lamb_in_all_ways(tmp_path: Path) -> None:
+    """In slots and at home, beside other work; on two rows of layers, with copies, with plans of each rank's own."""
+    check_as_one_process(ranks(tmp_path, "lamb_in_all_ways", num_ranks=4, script=SCRIPT)["lamb_in_all_ways"])
+
+
 @pytest.mark.slow
 def test_what_does_not_go_with_tensor_parallelism_is_refused(tmp_path: Path) -> None:
     found = ranks(tmp_path, "refused", script=SCRIPT)
@@ -49,10 +67,6 @@ def test_what_does_not_go_with_tensor_parallelism_is_refused(tmp_path: Path) -> 
         "a buffer": "UnsupportedError: the buffer 0.mean is a DTensor",
         "fully_shard": "UnsupportedError: the model is cut by fully_shard already",
         "dynamic": "UnsupportedError: dynamic=True of torch.compile makes symbols of the model's numbers",
-        "LAMB": "UnsupportedError: LAMB takes norms of whole tensors",
-        "chunkc.save": "UnsupportedError: chunkc.save() knows no tensor parallelism: save and load with torch.distr",
-        "chunkc.load": "UnsupportedError: chunkc.load() knows no tensor parallelism: save and load with torch.distr",
-        "Checkpoint": "UnsupportedError: chunkc.Checkpoint knows no tensor parallelism",
         "twice": "UnsupportedError: scale is distributed or compiled already",
     }
     for rank in found["refused"]:

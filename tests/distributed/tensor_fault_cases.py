@@ -1,0 +1,138 @@
+"""Faults of ranks that compute layers together: those of `rank_cases`, and some more; run as that is."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+sys.path.append(str(Path(__file__).parent))
+
+import rank_cases
+from rank_cases import HUGE, Result, batches, compiled, ended_by
+from tensor_cases import grid, own
+
+import chunkc
+from chunkc.passes import collectives
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(12, 8), nn.Linear(8, 6), nn.Linear(6, 8)
+        self.extra = nn.Linear(3, 3, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.down(self.up(self.embed(tokens))).square().mean()
+
+
+def layers() -> Tiny:
+    styles = {"embed": RowwiseParallel(input_layouts=Replicate()), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    model = Tiny()
+    parallelize_module(model, grid()["tp"], styles)
+    return model
+
+
+def tiny(**how: Any) -> Any:
+    return chunkc.distribute(layers(), grid()["dp"], **how)
+
+
+def killed_in_a_layer() -> Result:
+    """A rank ends in the middle of a forward."""
+
+    def action(run: Any, model: nn.Module) -> None:
+        meet, calls = collectives.Meeting.__call__, [0]
+
+        def ends(*args: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return meet(*args)
+
+        with patch.object(collectives.Meeting, "__call__", ends if dist.get_rank() == 1 else meet):
+            run(own(batches(0)[0]))
+        run(own(batches(0)[0]))
+
+    return ended_by(action)
+
+
+def hung() -> Result:
+    def action(run: Any, model: nn.Module) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(6)
+        run(own(batches(0)[0])).backward()
+
+    return ended_by(action, timeout_s=4)
+
+
+def another_codegen() -> Result:
+    try:
+        compiled(tiny(), HUGE, whole_graph="never" if dist.get_rank() == 1 else "auto")(own(batches(0)[0]))
+    except chunkc.ChunkcError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    return {}
+
+
+def another_stage() -> Result:
+    model = layers()
+    kept = model.up.weight
+    try:
+        chunkc.distribute(model, grid()["dp"], zero_stage=3 if dist.get_rank() == 1 else 2)
+    except chunkc.ChunkcError as error:
+        return {"error": type(error).__name__, "message": str(error), "kept": model.up.weight is kept}
+    return {}
+
+
+def refused_on_one() -> Result:
+    """One rank's arguments or model are refused before anything moves; then all go on."""
+
+    def attempt(**given: Any) -> str:
+        model = layers()
+        if given.pop("views", False):
+            model.extra.weight.data = model.extra.weight.data.t()
+        try:
+            chunkc.distribute(model, **{"mesh": grid()["dp"], "timeout_s": 20} | given)
+        except chunkc.ChunkcError as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    start, is_one = time.monotonic(), dist.get_rank() == 1
+    messages = [attempt(views=is_one), attempt(home="nowhere" if is_one else "cpu"), attempt()]
+    return {"message": "\n".join(messages), "took": time.monotonic() - start}
+
+
+def lamb_of_others() -> Result:
+    """A rank has fewer gradients than the others of its layers when LAMB adds up norms."""
+
+    def action(run: Any, model: Any) -> None:
+        if dist.get_rank() == 1:
+            model.down.bias.grad = None
+        chunkc.optim.LAMB(model.parameters()).step()
+
+    return ended_by(action)
+
+
+_OWN = (killed_in_a_layer, hung, another_codegen, another_stage, refused_on_one, lamb_of_others)
+_SAME = ("killed", "another_phase", "another_step", "hooked_on_one", "too_small_on_one", "out_of_memory")
+CASES: dict[str, Callable[..., Result]] = {
+    **{name: rank_cases.CASES[name] for name in _SAME},
+    **{case.__name__: case for case in _OWN},
+}
+
+if __name__ == "__main__":
+    rank_cases.tiny = tiny
+    rank_cases.own = own
+    rank_cases.CASES = CASES
+    folder, num_ranks, timeout_s, *names = sys.argv[1:]
+    print(json.dumps(dict(rank_cases.main(Path(folder), int(num_ranks), float(timeout_s), names))))
