@@ -23,8 +23,8 @@ class Heard:
 
     num_ranks = 3
 
-    def __init__(self, *others: Any) -> None:
-        self.others, self.said = others, []
+    def __init__(self, *others: Any, everyone: Heard | None = None) -> None:
+        self.others, self.said, self.everyone = others, [], everyone or self
 
     def tell_all(self, value: Any, channel: str = AGREEMENTS) -> list[Any]:
         self.said.append(value)
@@ -103,6 +103,24 @@ def test_an_error_after_the_meeting_is_no_part_of_it() -> None:
     with pytest.raises(ValueError, match="later"):
         fails()
     assert len(own.said) == 1
+
+
+@pytest.mark.parametrize("is_met", [False, True])
+def test_ranks_that_share_layers_hear_of_an_error_where_a_phase_begins(is_met: bool) -> None:
+    everyone = Heard(same)
+    own = Heard(same, same, everyone=everyone)
+
+    def fails() -> None:
+        with meeting(own) as compare:  # type: ignore[arg-type]
+            if is_met:
+                compare(lambda: {"the code": "a"})
+            raise ValueError("no room")
+
+    with pytest.raises(ValueError, match="no room"):
+        fails()
+    (refusal,) = everyone.said
+    with pytest.raises(DistributedError, match=r"cannot go on. ValueError: no room"):
+        agree(Heard(refusal), {"the code": "a"})  # type: ignore[arg-type]
 
 
 def test_one_process_meets_nobody() -> None:
