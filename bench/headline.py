@@ -8,10 +8,11 @@ Prints a Markdown table and saves what was found to bench/results/headline-DATE.
 Nothing runs and nothing is allocated. Each row has the devices of the system in question, and hosts with the RAM its
 authors state (or, where they state none, enough: what is needed is printed). Assumptions, the same for every row: a
 GPT of the given number of parameters with sequences of 1024 tokens, 16-bit parameters with fp32 masters and Adam,
-`activations="auto"`, losses in tiles of a sequence, in bf16 on one device `overlap="backward"` (fp16 needs a
-`GradScaler`, which may skip a step), the largest of the batch sizes 1, 2, 4, 8, 16 of a device that fits; rates are the
-presets' (a datasheet's peaks times stated efficiencies). Several devices share the model as `chunkc.distribute` cuts
-it, in stage 3 of ZeRO. Budgets are those of one device, homes those of all ranks of a host.
+losses in tiles of a sequence, the largest of the batch sizes 1, 2, 4, 8, 16 of a device that fits; rates are the
+presets' (a datasheet's peaks times stated efficiencies). One device has `activations="auto"`, and in bf16
+`overlap="backward"` (fp16 needs a `GradScaler`, which may skip a step). Several devices share the model as
+`chunkc.distribute` cuts it, in stage 3 of ZeRO, with every block's activations recomputed. Budgets are those of one
+device, homes those of all ranks of a host.
 """
 
 from __future__ import annotations
@@ -119,9 +120,11 @@ def explain_claim(claim: Claim, show: Callable[[str], None]) -> Finding:
         family.config, num_layers=claim.num_layers, width=claim.width, num_heads=claim.num_heads, dtype=dtype
     )
     spec = replace(family, config=config)
-    options: dict[str, Any] = {"hardware": hardware, "home": claim.home, "name": claim.system, "activations": "auto"}
-    options["loss_tile_rows"] = SEQ_LEN
-    if dtype == torch.bfloat16 and hardware.num_devices == 1:
+    is_alone = hardware.num_devices == 1
+    options = {"hardware": hardware, "home": claim.home, "name": claim.system, "loss_tile_rows": SEQ_LEN}
+    if is_alone:
+        options["activations"] = "auto"
+    if is_alone and dtype == torch.bfloat16:
         options["overlap"] = BACKWARD
     found: dict[int, chunkc.Explanation] = {}
     low, high = 0, len(BATCH_SIZES)  # sizes before `low` fit, those from `high` on do not
@@ -129,7 +132,7 @@ def explain_claim(claim: Claim, show: Callable[[str], None]) -> Finding:
         middle = (low + high) // 2
         batch_size = BATCH_SIZES[middle]
         with FakeTensorMode(allow_non_fake_inputs=True):
-            model = spec.build(seq_len=SEQ_LEN)
+            model = spec.build(activation_checkpointing=not is_alone, seq_len=SEQ_LEN)
             args, kwargs = spec.example(batch_size, SEQ_LEN)
         show(f"{claim.system}, {claim.billions:g}B on {claim.hardware}, batch size {batch_size}")
         found[middle] = chunkc.explain(model, *args, **options, **kwargs)
