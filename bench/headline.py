@@ -8,8 +8,8 @@ Prints a Markdown table and saves what was found to bench/results/headline-DATE.
 Nothing runs and nothing is allocated. Each row has the devices of the system in question, and hosts with the RAM its
 authors state (or, where they state none, enough: what is needed is printed). Assumptions, the same for every row: a
 GPT of the given number of parameters with sequences of 1024 tokens, 16-bit parameters with fp32 masters and Adam,
-losses in tiles of a sequence, the largest of the batch sizes 1, 2, 4, 8, 16 of a device that fits; rates are the
-presets' (a datasheet's peaks times stated efficiencies). One device has `activations="auto"`, and in bf16
+losses in tiles of a sequence, the largest of the batch sizes 1, 2, 4, 8, 16 of a device that fits, with its home if any
+does; rates are the presets' (a datasheet's peaks times stated efficiencies). One device has `activations="auto"`, and in bf16
 `overlap="backward"` (fp16 needs a `GradScaler`, which may skip a step). Several devices share the model as
 `chunkc.distribute` cuts it, in stage 3 of ZeRO, with every block's activations recomputed. Budgets are those of one
 device, homes those of all ranks of a host.
@@ -18,6 +18,8 @@ device, homes those of all ranks of a host.
 from __future__ import annotations
 
 import argparse
+import bisect
+import functools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -112,7 +114,7 @@ class Finding:
 
 
 def explain_claim(claim: Claim, show: Callable[[str], None]) -> Finding:
-    """The largest batch size that fits, or the smallest one where none does."""
+    """The largest batch size that fits device and host, else the device; the smallest one where none does."""
     hardware = replace(load_hardware(claim.hardware), host_memory_nbytes=claim.host_nbytes)
     dtype = torch.bfloat16 if hardware.bf16_flops_per_s else torch.float16
     family = find_model("gpt-18b")
@@ -126,19 +128,22 @@ def explain_claim(claim: Claim, show: Callable[[str], None]) -> Finding:
         options["activations"] = "auto"
     if is_alone and dtype == torch.bfloat16:
         options["overlap"] = BACKWARD
-    found: dict[int, chunkc.Explanation] = {}
-    low, high = 0, len(BATCH_SIZES)  # sizes before `low` fit, those from `high` on do not
-    while low < high:
-        middle = (low + high) // 2
-        batch_size = BATCH_SIZES[middle]
+
+    @functools.cache
+    def explained(batch_size: int) -> chunkc.Explanation:
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = spec.build(activation_checkpointing=not is_alone, seq_len=SEQ_LEN)
             args, kwargs = spec.example(batch_size, SEQ_LEN)
         show(f"{claim.system}, {claim.billions:g}B on {claim.hardware}, batch size {batch_size}")
-        found[middle] = chunkc.explain(model, *args, **options, **kwargs)
-        low, high = (middle + 1, high) if found[middle].fits else (low, middle)
-    largest = max(low - 1, 0)
-    return Finding(claim, BATCH_SIZES[largest], found[largest])
+        return chunkc.explain(model, *args, **options, **kwargs)
+
+    def largest(fits: Callable[[chunkc.Explanation], bool]) -> int:
+        """How many of the batch sizes fit: all before the first that does not."""
+        return bisect.bisect(BATCH_SIZES, False, key=lambda batch_size: not fits(explained(batch_size)))
+
+    num_fitting = largest(lambda found: found.fits and found.host_fits) or largest(lambda found: found.fits)
+    batch_size = BATCH_SIZES[max(num_fitting - 1, 0)]
+    return Finding(claim, batch_size, explained(batch_size))
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
