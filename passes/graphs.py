@@ -72,14 +72,18 @@ _CONSTANTS = frozenset(
 
 
 def is_constant(node: fx.Node) -> bool:
-    """Whether a node makes a tensor of nothing but numbers, which its readers alone see: no view of it, and no caller.
+    """Whether a node makes a tensor of nothing but numbers, which only its readers see, and none changes.
 
     AOTAutograd makes equal ones once, such as the zeros into which every block's backward writes a slice's gradient.
     """
     if node.target not in _CONSTANTS:
         return False
     keys = storage_keys(node)
-    return all(user.op != "output" and not is_view_of(user, keys) for user in node.users)
+    return all(_only_reads(user) and not is_view_of(user, keys) for user in node.users)
+
+
+def _only_reads(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable
 
 
 def output_node(graph: fx.Graph) -> fx.Node:

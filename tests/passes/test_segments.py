@@ -48,6 +48,31 @@ def test_each_segment_makes_the_constants_that_it_reads() -> None:
     torch.testing.assert_close(run_pieces(gm, pieces, args)[0], gm(*args)[0], rtol=0, atol=0)
 
 
+@torch.library.custom_op("chunkc_segments::add_to", mutates_args=("total",))
+def add_to(total: torch.Tensor, x: torch.Tensor) -> None:
+    total.add_(x)
+
+
+@add_to.register_fake
+def _(total: torch.Tensor, x: torch.Tensor) -> None:
+    pass
+
+
+def test_a_constant_that_is_changed_is_made_once() -> None:
+    def function(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor]:
+        sums = torch.full((4, 8), 0.0)
+        for weight in weights:
+            x = torch.mm(x + sums, weight)
+            torch.ops.chunkc_segments.add_to(sums, x)
+        return (x,)
+
+    args = [torch.randn(4, 8), *(torch.randn(8, 8) for _ in range(3))]
+    gm = trace(function, *args)
+    groups = dict(zip(placeholders(gm.graph)[1:], range(3)))
+    pieces = extract(gm, cut(gm.graph, groups=groups, gradient_groups={}), SegmentTable())
+    assert sum(ops(piece.nodes).count("full") for piece in pieces) == 1
+
+
 @pytest.mark.parametrize("kept", ["a view of it", "returned"])
 def test_a_constant_that_others_see_is_made_once(kept: str) -> None:
     def function(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
