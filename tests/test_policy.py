@@ -17,20 +17,8 @@ from chunkc.ir.errors import BudgetError
 from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.planning import check_minimum, fixed_nbytes
 from chunkc.plans import step_plan
-from chunkc.policy import (
-    ALONE,
-    HELD_GRANULES,
-    Forms,
-    GraphCaptured,
-    PhaseCalled,
-    Situation,
-    SizesCalled,
-    StepDecision,
-    UpdateDue,
-    decide,
-    fits_whole,
-    smallest_budget,
-)
+from chunkc.policy import HELD_GRANULES, decide, fits_whole, smallest_budget
+from chunkc.situation import ALONE, Forms, GraphCaptured, PhaseCalled, Situation, SizesCalled, StepDecision, UpdateDue
 
 HUGE = 1 << 40
 EVERYTHING = frozenset(range(NUM_LAYERS))
@@ -225,11 +213,11 @@ def test_an_update_that_fits_beside_nobody_is_refused() -> None:
 # --- nowhere else ---
 
 DECIDING = {"check_minimum", "choose_resident", "staying_beside", "staying_beside_update", "check_update"}
-DECIDING |= {"begins_cold"}
 PLANNING = {"plan_phases", "plan_update", "insert_events", "insert_update_events", "verify_phase"}
 COUNTING = {"held_beside_forward", "saved_nbytes"}
 HOMES = [
     (DECIDING, {"policy", "known_needs"}),  # `known_needs` says what an error names, and decides nothing
+    ({"begins_cold"}, {"situation"}),
     (PLANNING, {"plans", "absences"}),  # `absences` times plans for `policy`, and hands out none
     (COUNTING, {"live_values", "captured", "known_needs"}),
 ]

@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 from chunkc.ir.plan import Tile
-from chunkc.optim import slot_updates
+from chunkc.optim import slot_updates, staying_updates
 from chunkc.session import Session
 
 if TYPE_CHECKING:
@@ -32,12 +32,22 @@ class BackwardStarter:
     def begun_in(self, session: Session) -> Container[int]:
         return self._optimizer.in_backward.begun_in(session)
 
+    @property
+    def may_use_up(self) -> bool:
+        return staying_updates.may_use_up(self._optimizer)
+
     def stages_in_slots(self, session: Session, group: int) -> int:
+        if group in session.store.resident:
+            return int(staying_updates.is_ready(self._optimizer, session, group))
         ready = slot_updates.is_ready(self._optimizer, session, group)
         return self._optimizer.rule.num_stages if ready else 0
 
     def make_ready(self, session: Session, group: int) -> None:
-        slot_updates.make_ready(self._optimizer, session, group)
+        of = staying_updates if group in session.store.resident else slot_updates
+        of.make_ready(self._optimizer, session, group)
 
     def update(self, session: Session, tile: Tile, tiles: Sequence[Tile]) -> None:
-        slot_updates.update_tile(self._optimizer, session, tile, tiles)
+        if tile.group in session.store.resident:
+            staying_updates.update_group(self._optimizer, session, tile.group)
+        else:
+            slot_updates.update_tile(self._optimizer, session, tile, tiles)
