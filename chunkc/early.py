@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from chunkc.declared import declared
-from chunkc.ir.chunks import ChunkLayout
+from chunkc.ir.chunks import ChunkGroup, ChunkLayout
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.plan import Tile
 
@@ -30,9 +30,8 @@ class Starter(Protocol):
     def begin_update(self, session: Session, group: int) -> bool:
         """Begin a settled group's update, if it is this optimizer's and may begin; whether it did."""
 
-    @property
-    def may_use_up(self) -> bool:
-        """Whether it may update what stays on the compute tier, too."""
+    def expects(self, session: Session, groups: Sequence[ChunkGroup]) -> tuple[int, frozenset[int], frozenset[int]]:
+        """The stages of its updates, and which of these groups it updates in slots, and which where they stay."""
 
     def stages_in_slots(self, session: Session, group: int) -> int:
         """The stages of a group's update, if the next backward may make it in slots, or where the group stays; 0 if it
@@ -112,20 +111,28 @@ class EarlyUpdates:
                     found[group], self._in_slots[group] = num_stages, weakref.ref(starter)
         return tuple(sorted(found.items()))
 
-    def to_be_spent(self, layout: ChunkLayout, parameters: Mapping[str, torch.Tensor]) -> frozenset[int]:
-        """Groups whose gradients backwards will use up where the groups stay, by what optimizers have said of their
-        parameters; these are asked from now on."""
-        found = set()
+    def expected(
+        self, session: Session, layout: ChunkLayout, parameters: Mapping[str, torch.Tensor]
+    ) -> tuple[tuple[tuple[int, int], ...], frozenset[int]]:
+        """What `updates_in_slots` and `spent` will find once optimizers do as they have said of their parameters; these
+        are asked from now on."""
+        by_starter: dict[Starter, list[ChunkGroup]] = {}
         for group in layout.groups:
-            found_here = [parameters.get(s.spec.name) for s in group.slices]
-            said = [None if parameter is None else declared(parameter) for parameter in found_here]
+            known = [parameters.get(s.spec.name) for s in group.slices]
+            said = [None if parameter is None else declared(parameter) for parameter in known]
             keepers = [one.keeper() if one is not None and one.keeper is not None else None for one in said]
             keeper = keepers[0] if all(one is keepers[0] for one in keepers) else None
             starter = None if keeper is None else keeper.in_backward.starter
-            if starter is not None and starter.may_use_up:
-                self.join(starter)
-                found.add(group.index)
-        return frozenset(found)
+            if starter is not None and group.trainable:
+                by_starter.setdefault(starter, []).append(group)
+        updates: set[tuple[int, int]] = set()
+        spent: set[int] = set()
+        for starter, groups in by_starter.items():
+            self.join(starter)
+            num_stages, in_slots, where_they_stay = starter.expects(session, groups)
+            updates |= {(group, num_stages) for group in in_slots | where_they_stay}
+            spent |= where_they_stay
+        return tuple(sorted(updates)), frozenset(spent)
 
     def spent(
         self, session: Session, made: Set[str], hooked: Set[str], updates: Collection[tuple[int, int]]

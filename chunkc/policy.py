@@ -108,7 +108,7 @@ def _captured(now: Situation, event: GraphCaptured) -> StepDecision:
         found = replace(after, layout=chosen, resident=resident)
         return StepDecision(found, captured, StepRequest(_spending(found, spent), around=around))
 
-    return _chosen(after, captured, Around(spent=event.spent), 0, allowed, decision)
+    return _chosen(after, captured, event.around, 0, allowed, decision)
 
 
 def _phase(now: Situation, event: PhaseCalled) -> StepDecision:

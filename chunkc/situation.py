@@ -154,12 +154,12 @@ class UpdateRequest:
 
 @dataclass(frozen=True)
 class GraphCaptured:
-    """A graph was compiled to `captured`; `layout` has room for its parameters; `spent` as of an `Around`, for the time
-    when it will run."""
+    """A graph was compiled to `captured`; `layout` has room for its parameters. `around`: when it will run, as far as
+    that is known."""
 
     captured: Captured
     layout: ChunkLayout
-    spent: frozenset[int] = frozenset()
+    around: Around = ALONE
 
 
 @dataclass(frozen=True)

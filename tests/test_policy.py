@@ -229,10 +229,10 @@ def beside(situation: Situation, spent: frozenset[int]) -> StepDecision:
 
 def test_more_stay_where_gradients_are_spent_and_none_are_where_all_fits() -> None:
     for_all = fixed_nbytes(LAYOUT, EVERYTHING) + max(p.non_model_nbytes for p in PASSES)
-    found = decide(Situation(for_all), GraphCaptured(CAPTURED, LAYOUT, EVERYTHING))
+    found = decide(Situation(for_all), GraphCaptured(CAPTURED, LAYOUT, Around(spent=EVERYTHING)))
     assert (found.situation.resident, found.request.situation.layout.spent) == (EVERYTHING, frozenset())
     assert captured(Situation(for_all - 1)).situation.resident < EVERYTHING
-    found = decide(Situation(for_all - 1), GraphCaptured(CAPTURED, LAYOUT, EVERYTHING))
+    found = decide(Situation(for_all - 1), GraphCaptured(CAPTURED, LAYOUT, Around(spent=EVERYTHING)))
     assert found.situation.resident == found.request.situation.layout.spent == EVERYTHING
     assert found.situation.layout.spent == frozenset(), "that is each request's"
     after = beside(found.situation, EVERYTHING)
@@ -242,7 +242,7 @@ def test_more_stay_where_gradients_are_spent_and_none_are_where_all_fits() -> No
 
 def test_whose_gradients_are_not_spent_any_more_makes_somebody_leave_for_good() -> None:
     for_all = fixed_nbytes(LAYOUT, EVERYTHING) + max(p.non_model_nbytes for p in PASSES)
-    now = decide(Situation(for_all - 1), GraphCaptured(CAPTURED, LAYOUT, EVERYTHING)).situation
+    now = decide(Situation(for_all - 1), GraphCaptured(CAPTURED, LAYOUT, Around(spent=EVERYTHING))).situation
     left = beside(now, frozenset())
     assert left.situation.resident < EVERYTHING
     assert left.request.situation.layout.spent == frozenset()

@@ -27,6 +27,7 @@ from chunkc.passes.early_updates import updated_in
 from chunkc.plans import backward_positions
 from chunkc.policy import decide
 from chunkc.situation import (
+    ALONE,
     Around,
     Forms,
     GraphCaptured,
@@ -125,13 +126,23 @@ class Training:
             if names[index].isdisjoint(made) or (index in mine and names[index] <= made)
         )
 
-    def to_be_spent(self, layout: ChunkLayout) -> frozenset[int]:
+    def expected(self, layout: ChunkLayout) -> Around:
+        """What graphs of a layout will run in, as far as that is known when they are compiled."""
+        if not self.updates.beside_backward:
+            return ALONE
+        trainable, spent = [group for group in layout.groups if group.trainable], self._to_be_spent(layout)
+        in_slots = {group.index for group in trainable} - self.updates.at_home(trainable, self.home, self.hardware)
+        return Around(
+            updates=tuple((group, self.updates.num_stages) for group in sorted(in_slots | spent)), spent=spent
+        )
+
+    def _to_be_spent(self, layout: ChunkLayout) -> frozenset[int]:
         """Groups whose gradients backwards will use up where the groups stay."""
         return frozenset(group.index for group in layout.groups if self.updates.uses_up(group))
 
     def _without_gradients(self, situation: Situation, present: Set[str]) -> frozenset[int]:
         """Groups that stay, and that a backward may update, of which no gradients are there."""
-        groups = self.to_be_spent(situation.layout) & situation.resident if self.updates.beside_backward else ()
+        groups = self._to_be_spent(situation.layout) & situation.resident if self.updates.beside_backward else ()
         slices = {index: situation.layout.groups[index].slices for index in groups}
         return frozenset(i for i, of in slices.items() if present.isdisjoint(s.spec.name for s in of))
 
@@ -263,8 +274,8 @@ class _Rehearsal:
         while len(self.captured) <= graph:
             paper, now = self.training.graphs[len(self.captured)], self.situation
             captured = paper.captured(now.budget_nbytes, may_be_whole=now.may_be_whole)
-            spent = self.training.to_be_spent(paper.layout)
-            self.situation = decide(now, GraphCaptured(captured, paper.layout, spent)).situation
+            around = self.training.expected(paper.layout)
+            self.situation = decide(now, GraphCaptured(captured, paper.layout, around)).situation
             self.captured.append(captured)
         return self.captured[graph]
 
