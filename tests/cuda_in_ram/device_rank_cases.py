@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -42,7 +43,7 @@ Result = dict[str, Any]
 def trained(
     mesh: DeviceMesh, budget: int, *, stage: Any = 3, steps: int = 3, accumulate: int = 1, clip: float | None = 0.5,
     dtype: torch.dtype = torch.float32, optimizer: Callable[..., Any] = chunkc.optim.AdamW, scaled: bool = False,
-    debug: bool = True, codegen: str = "eager", layers: bool = False, **optimizer_options: Any,
+    debug: bool = True, codegen: str = "eager", layers: bool = False, home: str = "cpu", **optimizer_options: Any,
 ) -> Result:  # fmt: skip
     """Train a GPT on the ranks of a mesh, each with batches of its own. With `layers`, those along the last dimension
     compute layers together, and have the same data."""
@@ -53,7 +54,7 @@ def trained(
     if layers:
         parallelize_module(model, mesh["tp"], styles())
         rank, mesh = mesh["dp"].get_local_rank(), mesh["dp"]
-    model = chunkc.distribute(model, mesh, zero_stage=stage, timeout_s=60)
+    model = chunkc.distribute(model, mesh, home=home, zero_stage=stage, timeout_s=60)
     options = {"memory_budget": budget, "codegen": codegen, "whole_graph": "never", "debug": debug}
     run = torch.compile(model, backend="chunkc", options=options)
     update = optimizer(model.parameters(), **{"lr": 1e-2, "eps": 1e-3, **optimizer_options})
@@ -151,6 +152,19 @@ def one() -> Result:
 def rows() -> Result:
     """Parts have copies."""
     return compared(shape=(2, 2), stage=None, steps=2)
+
+
+def on_disk() -> Result:
+    """Optimizer states in a file of each rank, in a directory of its own, in several stages and budgets; and in RAM."""
+    found = compared()
+    tight = found["runs"][1]["least"]
+    with tempfile.TemporaryDirectory() as folder:
+        for stage, budget in ((3, HUGE), (3, tight), (None, HUGE), (1, HUGE)):
+            run = trained(mesh_on("cuda"), budget, stage=stage, home=f"disk:{folder}")
+            del run["weights"]
+            found["runs"].append(run)
+        found["files"] = os.listdir(folder)
+    return found
 
 
 def engine() -> Result:
@@ -257,14 +271,24 @@ def killed() -> Result:
 
 def unpinned() -> Result:
     """Room for pinned memory on one rank's host is less than its parts."""
+    return refused("cpu")
+
+
+def without_disk() -> Result:
+    """One rank has no such directory."""
+    with tempfile.TemporaryDirectory() as folder:
+        return refused(f"disk:{folder}/none" if dist.get_rank() == 1 else f"disk:{folder}")
+
+
+def refused(home: str) -> Result:
     torch.manual_seed(0)
     model = GPT(**SHAPE)
     before = dict(model.named_parameters())
     try:
-        chunkc.distribute(model, mesh_on("cuda"), timeout_s=60)
+        chunkc.distribute(model, mesh_on("cuda"), home=home, timeout_s=60)
     except chunkc.ChunkcError as error:
         is_as_before = all(model.get_parameter(name) is p for name, p in before.items())
-        return {"message": str(error), "is_as_before": is_as_before}
+        return {"message": f"{type(error).__name__}: {error}", "is_as_before": is_as_before}
     return {}
 
 

@@ -66,6 +66,18 @@ def test_ranks_of_two_rows_train_as_on_cpus() -> None:
         check(rank)
 
 
+def test_ranks_keep_states_on_disks() -> None:
+    """To the bit as in RAM, and with the same peak."""
+    for rank in cases("on_disk"):
+        check(rank)
+        in_ram, in_ram_tight, on_disk, on_disk_tight, *_ = rank["runs"]
+        for of_disk, of_ram in ((on_disk, in_ram), (on_disk_tight, in_ram_tight)):
+            assert "from_disk" in of_disk["plan"]
+            plan = of_disk["plan"].replace("from_disk", "to_device").replace("to_disk", "to_home")
+            assert plan == of_ram["plan"], "all but the link"
+        assert rank["files"] == [], "files have no names"
+
+
 def test_an_engine_trains_as_on_cpus() -> None:
     for rank in cases("engine"):
         roomy, tight, on_cpu = rank["runs"]
@@ -117,6 +129,13 @@ def test_who_waits_for_a_killed_rank_is_told_in_time() -> None:
 def test_parts_that_cannot_be_pinned_are_refused_before_anything_moves() -> None:
     for found in cases("unpinned", choices="late=7,attribute.88=1,pinnable=8192"):
         assert "could not be pinned" in found["message"]
+        assert found["is_as_before"]
+
+
+def test_a_disk_that_one_rank_does_not_have_is_refused_on_all() -> None:
+    for rank, found in enumerate(cases("without_disk")):
+        assert ("HomeError" if rank == 1 else "DistributedError: rank 1 of 2") in found["message"]
+        assert "does not exist" in found["message"]
         assert found["is_as_before"]
 
 
