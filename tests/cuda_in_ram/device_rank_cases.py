@@ -14,7 +14,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +31,7 @@ import chunkc
 from chunkc.explaining.cuda_offline import overhead_on
 from chunkc.machines.devices import overhead_of
 from chunkc.machines.presets import load_hardware
+from chunkc.passes.collectives import Meeting
 from chunkc.runtime import nccl
 from chunkc.runtime.cuda import CudaExchangeLink, CudaMark
 from chunkc.runtime.transport import GATHERS, SCATTERS, Transport
@@ -228,44 +229,100 @@ def explained() -> Result:
 
 
 @contextmanager
-def fault_at(number: int, fault: Callable[[], None]) -> Iterator[None]:
-    """Something happens to rank 1 when it is about to exchange that many times."""
-    exchange, left = Transport.exchange, [number]
+def fault_at(number: int, fault: Callable[[], None], owner: Any = Transport, name: str = "exchange") -> Iterator[None]:
+    """Something happens to rank 1 when it is about to exchange parts for that many times, or to call another method."""
+    method, left = getattr(owner, name), [number]
 
-    def faulty(self: Transport, channel: str, *args: Any) -> None:
-        if channel in (GATHERS, SCATTERS) and dist.get_rank() == 1:
+    def faulty(self: Any, *args: Any) -> Any:
+        if (owner is not Transport or args[0] in (GATHERS, SCATTERS)) and dist.get_rank() == 1:
             left[0] -= 1
             if left[0] == 0:
                 fault()
-        exchange(self, channel, *args)
+        return method(self, *args)
 
-    with patch.object(Transport, "exchange", faulty):
+    with patch.object(owner, name, faulty):
         yield
 
 
 def killed() -> Result:
     """A rank is killed in a step; the other waits on its GPU, and then on its host."""
+    model = chunkc.distribute(built(), mesh_on("cuda"), timeout_s=5)
+    return ended_by(model, fault_at(12, kill))
+
+
+def killed_beside_layers() -> Result:
+    """Of two rows of two ranks that compute layers together, one is killed where it exchanges parts."""
+    return ended_by(of_layers(), fault_at(12, kill))
+
+
+def killed_in_a_layer() -> Result:
+    """And one where it meets the other rank of a layer."""
+    return ended_by(of_layers(), fault_at(30, kill, Meeting, "__call__"))
+
+
+def hung_beside_layers() -> Result:
+    return ended_by(of_layers(), fault_at(12, hang))
+
+
+def hung_in_a_layer() -> Result:
+    return ended_by(of_layers(), fault_at(30, hang, Meeting, "__call__"))
+
+
+def failed_in_a_layer() -> Result:
+    """A rank raises an error there, and stays."""
+    return ended_by(of_layers(), fault_at(30, fail, Meeting, "__call__"))
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    time.sleep(25)
+    os._exit(9)
+
+
+def fail() -> None:
+    raise torch.OutOfMemoryError("on one rank")
+
+
+def built() -> GPT:
     torch.manual_seed(0)
-    model = chunkc.distribute(GPT(**SHAPE), mesh_on("cuda"), timeout_s=5)
+    return GPT(**SHAPE)
+
+
+def of_layers() -> nn.Module:
+    mesh = mesh_on("cuda", (dist.get_world_size() // 2, 2), ("dp", "tp"))
+    model = built()
+    parallelize_module(model, mesh["tp"], styles())
+    return chunkc.distribute(model, mesh["dp"], timeout_s=5)
+
+
+def ended_by(model: nn.Module, fault: AbstractContextManager[None]) -> Result:
+    """How a rank learns of another one's fault, how long that took, and how long its GPU is busy then."""
     run = torch.compile(model, backend="chunkc", options={"codegen": "eager", "memory_budget": HUGE})
     update = chunkc.optim.AdamW(model.parameters(), lr=1e-2)
     tokens = torch.zeros(2, SHAPE["sequence"], dtype=torch.int64).to("cuda")
     start_s = 0.0
     try:
-        with fault_at(12, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+        with fault:
             for _ in range(8):
                 start_s = time.monotonic()
                 run(tokens).backward()
                 update.step()
                 update.zero_grad()
                 torch.cuda.synchronize()
+    except torch.OutOfMemoryError:
+        time.sleep(20)  # others are told: they do not wait until this rank ends
+        return {}
     except chunkc.DistributedError as error:
         waited_s = time.monotonic() - start_s
         torch.cuda.synchronize()
+        busy_s = time.monotonic() - start_s - waited_s
         try:
             update.step()
         except chunkc.DistributedError as again:
-            return {"message": str(error), "again": str(again), "waited_s": waited_s}
+            return {"message": str(error), "again": str(again), "waited_s": waited_s, "busy_s": busy_s}
     return {}
 
 
