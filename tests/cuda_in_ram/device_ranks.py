@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-_LIMIT_S = 100
+_LIMIT_S = 240
 
 
 @dataclass(frozen=True)
