@@ -308,7 +308,7 @@ def facts_of(program: str, layout: ChunkLayout, session: Session) -> Facts:
     return {
         "the phase": "compilation",
         "the versions of PyTorch and chunkc": f"{torch.__version__} {version('chunkc')}",
-        "the options": repr(session.options),
+        "the options": repr(session.options.in_common),
         "the budget in bytes": str(session.budget_nbytes),
         "the program of the model": program,
         "the layout of parameters": repr(in_common),

@@ -68,7 +68,8 @@ def distribute(
             one, such as the ranks of a host, and ranks along the outer one have copies of each other's parts. Gradients
             are the mean over all.
         home: where each rank's parts are between calls: "cpu", which is RAM, "disk" or "disk:DIR". Each rank has a file
-            of its own there, without a name. `torch.compile` takes the home over. On "cuda" it is pinned RAM, "cpu".
+            of its own there, without a name. `torch.compile` takes the home over. On "cuda" RAM is pinned, and a disk
+            has optimizer states; parameters and gradients are in RAM then.
         zero_stage: None lets the plan choose for each group of parameters: as in stage 2 where the budget has the room,
             else as in stage 3. 3 gathers parameters where a forward or backward needs them. 2 gathers them once after
             each change and keeps them whole on the compute tier: a third less is sent. 1 keeps whole gradients, too; so
@@ -104,7 +105,8 @@ def distribute(
     made: dict[int, nn.Parameter] = {}
 
     def cut_all() -> str:
-        nursery = None if home == "cpu" else nursery_at(home, "auto", disk_holds_parameters=True)
+        at_once = home != "cpu" and device.type == "cpu"  # behind a GPU, chunks are made below, of parameters in RAM
+        nursery = nursery_at(home, "auto", disk_holds_parameters=True) if at_once else None
         for parameter in named.values():
             made[id(parameter)] = _cut(parameter, mesh, parallel, transport, zero_stage, nursery, device)
         if device.type == "cuda":
@@ -184,8 +186,6 @@ def _check(model: nn.Module, mesh: DeviceMesh, home: str, zero_stage: ZeroStage 
         raise OptionsError(_MESH)
     if mesh.device_type == "cuda":
         parse_device("cuda")
-        if home != "cpu":
-            raise UnsupportedError(f'home is {home!r}: on GPUs, parts are in pinned RAM so far; take home="cpu"')
     parse_options({"home": home})
     check_zero_stage(zero_stage)
     if not _is_positive(timeout_s):

@@ -11,63 +11,38 @@ unless it is imported; `pip install "chunkc[lightning]"` installs what it needs.
 from __future__ import annotations
 
 import contextlib
-import os
-import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import lightning
 import torch
-from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
 from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.fabric.strategies import SingleDeviceStrategy as FabricSingleDeviceStrategy
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.plugins.precision import Precision as PlainPrecision
-from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy, StrategyRegistry
 from torch import nn
+from torch.optim import Optimizer
 
-from chunkc.in_place import compile_in_place, place_on, was_called
+from chunkc.in_place import was_called
 from chunkc.ir.errors import UnsupportedError
+from chunkc.lightning_ranks import OverDevices, check_parameters, check_states, load_weights, replace_parameters
 from chunkc.logs import logger
 from chunkc.optim.chunked_optimizer import ChunkedOptimizer
 from chunkc.optim.grad_scaler import GradScaler
-from chunkc.options import parse_options
 from chunkc.scalars import Scalars
 
 __all__ = ["ChunkcFabricStrategy", "ChunkcStrategy", "ReportCallback"]
 
 NAME = "chunkc"
-
-
-class MappedCheckpointIO(TorchCheckpointIO):
-    """Lightning's own files, written and read without a copy of them in memory: both strategies' default.
-
-    A file on a local disk is written beside and renamed, and read as a memory map. Others go Lightning's way.
-    """
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        if storage_options is not None or not _is_local(path):
-            super().save_checkpoint(checkpoint, path, storage_options)
-            return
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        beside = f"{path}.{os.getpid()}.part"
-        try:
-            torch.save(checkpoint, beside)
-            os.replace(beside, path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(beside)
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        if map_location is None:
-            map_location = "cpu"
-        if not _is_local(path) or not zipfile.is_zipfile(path):  # `torch.save` once wrote files that no map can show
-            return super().load_checkpoint(path, map_location, weights_only)
-        return torch.load(path, map_location=map_location, mmap=True, weights_only=weights_only)
 
 
 class ClippingPrecision(PlainPrecision):
@@ -115,59 +90,25 @@ def _own(optimizer: Any) -> Any:
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
-def _is_local(path: Any) -> bool:
-    return "://" not in str(path)
-
-
-class _OnOneDevice:
-    """What both strategies share: the backend's options, the device that Lightning chose, and checkpoints."""
-
-    _root_device: torch.device
-    _checkpoint_io: Any
-
-    def __init__(self, *, accelerator: Any = None, checkpoint_io: Any = None, **rest: Any) -> None:
-        precision = {key: rest.pop(key) for key in ("precision", "precision_plugin") if key in rest}
-        parse_options(rest)  # raises now, not at the first step
-        self.options: dict[str, Any] = rest
-        own = {"accelerator": accelerator, "checkpoint_io": checkpoint_io}
-        super().__init__(**own, **precision)
-
-    @property
-    def checkpoint_io(self) -> Any:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = MappedCheckpointIO()
-        return super().checkpoint_io  # type: ignore[misc]
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, checkpoint_io: Any) -> None:
-        self._checkpoint_io = checkpoint_io
-
-    @property
-    def parallel_devices(self) -> list[torch.device]:
-        """Lightning gives its devices to strategies that have this; there is none before."""
-        return []
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: Sequence[torch.device]) -> None:
-        if len(devices) != 1:
-            raise UnsupportedError(f"chunkc trains on one device, and Lightning chose {len(devices)}; give devices=1")
-        self._root_device = torch.device(devices[0])
-
-
-class ChunkcStrategy(_OnOneDevice, SingleDeviceStrategy):
+class ChunkcStrategy(OverDevices, SingleDeviceStrategy):
     """Trains a `LightningModule` in a memory budget: `ChunkcStrategy(memory_budget="6GiB", home="disk:/var/tmp")`.
 
     Takes the backend's options (see `chunkc.options.Options`), and Lightning's `accelerator`, `checkpoint_io` and
     `precision_plugin`. The module and each of its parts that has parameters are compiled in place, unless the user has
     compiled them, so what `training_step` calls is in the budget, whether that is `self(x)` or `self.encoder(x)`.
 
+    With several devices, each has a process of its own. The module is distributed over them (see `chunkc.distribute`,
+    of which `zero_stage` and `timeout_s` are arguments here), with the values of rank 0, unless the user has done so.
+    A checkpoint is one file, which any number of processes loads.
+
     Raises:
         OptionsError: an option is unknown or makes no sense.
-        UnsupportedError: there are several devices.
     """
 
     strategy_name = NAME
     _knows_calls = False
+    _was_meta = False
+    _layer_sync: Any = None
 
     @property
     def precision_plugin(self) -> PlainPrecision:
@@ -183,6 +124,42 @@ class ChunkcStrategy(_OnOneDevice, SingleDeviceStrategy):
             plugin = ClippingPrecision()
         self._precision_plugin = plugin
 
+    def _configure_launcher(self) -> None:
+        if self.is_distributed:
+            _BY_DDP._configure_launcher(self)
+
+    def setup_environment(self) -> None:
+        if self.is_distributed:
+            reset_seed()  # Lightning's, as in its own strategies: processes that it has started begin alike
+        super().setup_environment()
+
+    def setup(self, trainer: lightning.Trainer) -> None:
+        """As Lightning's.
+
+        Raises:
+            UnsupportedError: there are several processes, and the Trainer is to do what needs whole models in each.
+        """
+        if self.is_distributed:
+            self._check(trainer)
+        self._was_meta = self._has_meta()
+        super().setup(trainer)
+
+    def _check(self, trainer: lightning.Trainer) -> None:
+        if self._layer_sync is not None:
+            raise UnsupportedError("sync_batchnorm is not supported: give sync_batchnorm=False, or take other norms")
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, _AVERAGING):
+                raise UnsupportedError(
+                    f"{type(callback).__name__} copies the model, and each of several processes has parts of it: train "
+                    "without it, or with devices=1"
+                )
+
+    def setup_optimizers(self, trainer: lightning.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        if self.is_distributed:
+            check_parameters(self.optimizers, self.lightning_module)
+
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """As Lightning's, whose closure calls `training_step`."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -196,29 +173,73 @@ class ChunkcStrategy(_OnOneDevice, SingleDeviceStrategy):
                 )
         return result
 
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning accumulates gradients inside."""
+        with contextlib.ExitStack() as stack:
+            for optimizer in map(_own, self.optimizers):
+                if isinstance(optimizer, ChunkedOptimizer):
+                    stack.enter_context(optimizer.accumulating())
+            yield
+
     def model_to_device(self) -> None:
         assert self.model is not None
-        place_on(self.model, self.root_device, self.options)
-        super().model_to_device()
-        for part in (self.model, *callable_parts(self.model)):
-            compile_in_place(part, self.options)
+        self.place(self.model)
+        self.compile(self.model, callable_parts(self.model))
+
+    # --- checkpoints ---
+
+    def _has_meta(self) -> bool:
+        return self.model is not None and any(parameter.is_meta for parameter in self.model.parameters())
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether the module has no memory before, since it is on the meta device."""
+        return self.is_distributed and (self._was_meta or self._has_meta())
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        assert self.lightning_module is not None
+        self.save_parts(self.lightning_module.parameters(), checkpoint, filepath, storage_options)
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        load_weights(self.lightning_module, checkpoint["state_dict"], strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            check_states(optimizer)
+            optimizer.load_state_dict(state)
+            if not isinstance(optimizer, ChunkedOptimizer):  # whose states stay at home
+                _optimizer_to_device(optimizer, self.root_device)
 
     def teardown(self) -> None:
         """As Lightning's, but parameters and states stay where they are: at home, which is no device's memory."""
+        if self.is_distributed:
+            self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         assert self.accelerator is not None
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
 
-class ChunkcFabricStrategy(_OnOneDevice, FabricSingleDeviceStrategy):
+ParallelStrategy.register(ChunkcStrategy)  # Lightning asks these for devices, samplers and when it accumulates
+_BY_DDP: Any = DDPStrategy
+_BY_FABRICS_DDP: Any = FabricDDPStrategy
+_AVERAGING = tuple(
+    found
+    for name in ("StochasticWeightAveraging", "WeightAveraging")  # the latter since Lightning 2.6
+    if (found := getattr(callbacks, name, None)) is not None
+)
+
+
+class ChunkcFabricStrategy(OverDevices, FabricSingleDeviceStrategy):
     """The same for `Fabric`: `Fabric(strategy=ChunkcFabricStrategy(memory_budget="6GiB"))`.
 
-    `fabric.setup(model, optimizer)` compiles the model in place.
+    `fabric.setup(model, optimizer)` compiles the model in place. With several devices, it distributes the model, and
+    gives the optimizer its distributed parameters.
 
     Raises:
         OptionsError: an option is unknown or makes no sense.
-        UnsupportedError: there are several devices.
     """
 
     @property
@@ -232,6 +253,16 @@ class ChunkcFabricStrategy(_OnOneDevice, FabricSingleDeviceStrategy):
             scaler = GradScaler.like(precision.scaler, precision.device)
             precision = FabricUnscalingMixedPrecision(kind, precision.device, scaler)
         self._precision = precision
+
+    _num_nodes = property(lambda self: self.num_nodes, lambda self, num_nodes: setattr(self, "num_nodes", num_nodes))
+    """By the name that Fabric sets."""
+
+    def _configure_launcher(self) -> None:
+        if self.is_distributed:
+            _BY_FABRICS_DDP._configure_launcher(self)
+
+    def _set_world_ranks(self) -> None:
+        self.set_world_ranks()
 
     def clip_gradients_norm(
         self,
@@ -250,14 +281,48 @@ class ChunkcFabricStrategy(_OnOneDevice, FabricSingleDeviceStrategy):
         return optimizer.clip_grad_norm_(max_norm, error_if_nonfinite=error_if_nonfinite)
 
     def module_to_device(self, module: nn.Module) -> None:
-        place_on(module, self.root_device, self.options)
-        super().module_to_device(module)
+        if not self.is_distributed:  # else all of it happens where it is set up
+            self.place(module)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        parts = callable_parts(module) if isinstance(module, lightning.LightningModule) else ()
-        for part in (module, *parts):
-            compile_in_place(part, self.options)
+        if self.is_distributed:
+            self.place(module)
+        self.compile(module, callable_parts(module) if isinstance(module, lightning.LightningModule) else ())
         return super().setup_module(module)
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
+        former = dict(module.named_parameters()) if self.is_distributed else {}
+        module, optimizers, scheduler = super().setup_module_and_optimizers(module, optimizers, scheduler)
+        if self.is_distributed:
+            replace_parameters(optimizers, former, module)
+            check_parameters(optimizers, module)
+        return module, optimizers, scheduler
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: dict[str, Any] | None = None
+    ) -> None:
+        converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
+        self.save_parts(_parameters_in(state), converted, path, storage_options)
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: Any, strict: bool = True) -> None:
+        load_weights(module, state_dict, strict)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        for found in state.values() if isinstance(state, dict) else (state,):
+            if isinstance(found, Optimizer):
+                check_states(found)
+        return super().load_checkpoint(path, state, strict, weights_only)
+
+
+def _parameters_in(state: dict[str, Any]) -> Iterator[nn.Parameter]:
+    """Those of the models and the optimizers that Fabric is to save."""
+    for found in state.values():
+        if isinstance(found, nn.Module):
+            yield from found.parameters()
+        elif isinstance(found, Optimizer):
+            yield from (parameter for group in found.param_groups for parameter in group["params"])
 
 
 def callable_parts(module: nn.Module) -> Iterator[nn.Module]:
@@ -288,4 +353,4 @@ class ReportCallback(Callback):
 
 
 for _registry, _strategy in ((StrategyRegistry, ChunkcStrategy), (STRATEGY_REGISTRY, ChunkcFabricStrategy)):
-    _registry.register(NAME, _strategy, description="chunkc: one device, in a memory budget", override=True)
+    _registry.register(NAME, _strategy, description="chunkc: in a memory budget", override=True)

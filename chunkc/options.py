@@ -120,6 +120,11 @@ class Options(BaseModel):
         return "cpu" if self.home == "cpu" else "disk"
 
     @property
+    def in_common(self) -> Options:
+        """What is alike on ranks that train one model: each may have a directory of its own."""
+        return self.model_copy(update={"home": self.home_kind})
+
+    @property
     def may_be_whole(self) -> bool:
         """Whether a graph may be compiled whole: it would save all that it has, and read that at once."""
         return self.whole_graph == "auto" and self.activations not in ("offload", "rerun")

@@ -40,11 +40,20 @@ def init_process_group(timeout_s: float = TIMEOUT_S) -> None:
     """
     if not timeout_s > 0:
         raise OptionsError(f"timeout_s is {timeout_s!r}; allowed: a positive number of seconds")
-    timeout = timedelta(seconds=timeout_s)
     if "RANK" not in os.environ:
-        dist.init_process_group(_backends(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        alone = timedelta(seconds=timeout_s)
+        dist.init_process_group(_backends(), store=dist.HashStore(), rank=0, world_size=1, timeout=alone)
         return
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    meet(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout_s)
+
+
+def meet(rank: int, world_size: int, timeout_s: float) -> None:
+    """The same for a rank that is known, where the environment says `MASTER_ADDR` and `MASTER_PORT`.
+
+    Raises:
+        DistributedError: a rank has not come in time.
+    """
+    timeout = timedelta(seconds=timeout_s)
     try:
         store, rank, world_size = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
         name = _agreed_name(store, rank, world_size, timeout)

@@ -180,7 +180,7 @@ def before_layers(session: Session, name: str, groups: Collection[int]) -> Itera
     facts = {
         "the phase": name,
         OPTIMIZER_STEPS: transport.steps,
-        "the options": repr(session.options.model_copy(update={"memory_budget": "auto"})),
+        "the options": repr(session.options.in_common.model_copy(update={"memory_budget": "auto"})),
     }
     agree(transport.everyone, facts)
 

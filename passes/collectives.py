@@ -12,15 +12,17 @@ import operator
 import re
 import sys
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from chunkc.ir.errors import DistributedError
 from chunkc.torch_private.engine import storage_use_count, tensor_use_count
-from chunkc.torch_private.process_groups import functional_collectives, rank_in
+from chunkc.torch_private.process_groups import functional_collectives, looked_after, rank_in
 
 WAIT = functional_collectives.wait_tensor.default
 
@@ -77,14 +79,28 @@ class Meeting:
             return _reduce_scattered(*args)
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         held = _holders(given)
-        made, structure = pytree.tree_flatten(self._target(*args, **kwargs))
-        _wait(made)
+        is_on_gpu = any(tensor.is_cuda for tensor in given)
+        with looked_after(args[-1]) if is_on_gpu else nullcontext():
+            made, structure = pytree.tree_flatten(self._started(*args, **kwargs))
+            _wait(made)
         nobody_else = _holders([torch.empty(0)])
         wanted = [*held, *(nobody_else * len(made))]
         end = time.monotonic() + _MOMENT_S
         while any(map(operator.gt, [*_holders(given), *_holders(made)], wanted)) and time.monotonic() < end:
             time.sleep(0)
         return pytree.tree_unflatten(made, structure)
+
+    def _started(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._target(*args, **kwargs)
+        except dist.DistError as error:  # the group was aborted
+            raise DistributedError(_LOST) from error
+
+
+_LOST = (
+    "in a collective of a layer another rank was gone, or did not come within the timeout of init_process_group. The "
+    "first error of any rank is the cause. Start all ranks anew from the latest checkpoint"
+)
 
 
 def _wait(tensors: list[torch.Tensor]) -> None:
@@ -93,11 +109,7 @@ def _wait(tensors: list[torch.Tensor]) -> None:
         for tensor in tensors:
             WAIT(tensor)
     except RuntimeError as error:
-        raise DistributedError(
-            "in a collective of a layer another rank was gone, or did not come within the timeout of "
-            "init_process_group. The first error of any rank is the cause. Start all ranks anew from the latest "
-            "checkpoint"
-        ) from error
+        raise DistributedError(_LOST) from error
 
 
 def _holders(tensors: list[torch.Tensor]) -> list[int]:

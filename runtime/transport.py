@@ -88,6 +88,7 @@ class Transport:
         self._layers: tuple[dist.ProcessGroup, ...] = ()
         self._failed_checkpoint: BaseException | None = None
         self._gpus: GpuMessages | None = None
+        self._beside: GpuMessages | None = None  # of who fails with this one
 
     def connect_gpus(self, device: torch.device) -> None:
         """All ranks compute on GPUs, of which this one's is `device`: what lies there is exchanged by NCCL.
@@ -103,10 +104,11 @@ class Transport:
                 transport.failure = lost
 
         try:
-            self._gpus = GpuMessages(self.ranks, device, self.timeout_s, too_late)
+            self._gpus = GpuMessages(self.ranks, device, self.timeout_s, too_late, self._layers)
         except RuntimeError as error:
             raise DistributedError(f"rank {self.rank} of {self.num_ranks} has no NCCL: {error}. {_ANEW}") from error
         self.device = device
+        self.everyone._beside = self._gpus
 
     @property
     def everyone(self) -> Transport:
@@ -238,8 +240,9 @@ class Transport:
     def _fail(self, cause: BaseException) -> None:
         """Nothing is exchanged any more. What is under way between GPUs ends, so that nobody waits for it."""
         self.failure = self.failure or cause
-        if self._gpus is not None:
-            self._gpus.abort()
+        for gpus in (self._gpus, self._beside):
+            if gpus is not None:
+                gpus.abort()
 
     def _lost(self, channel: str, who: str) -> DistributedError:
         return DistributedError(

@@ -17,7 +17,7 @@ from chunkc.kernels.formats import GradScale
 from chunkc.optim.rule import OverRanks
 from chunkc.optim.split_masters import NotedContents, put_masters_together
 from chunkc.ranks import Facts, agree, hashed
-from chunkc.runtime.parts import Part, block_of, leaf_of, part_of
+from chunkc.runtime.parts import Part, block_of, leaf_of, own_of, part_of
 from chunkc.runtime.store import ChunkStore
 from chunkc.runtime.transport import Transport
 from chunkc.runtime.used_gradients import LocalGradient
@@ -206,14 +206,17 @@ def _over_ranks(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def of_this_rank(value: Any, parameter: torch.Tensor) -> Any:
-    """What a loaded state has of a parameter's part.
+    """What a loaded state has of a parameter's part: of one that is cut as the parameter is, or of a whole one.
 
     Raises:
         OptionsError: it is cut over ranks, and the parameter is not, or in another way.
     """
-    if not isinstance(value, DTensor):
-        return value
     whole = parameter.distributed if isinstance(parameter, Part) else None
+    if not isinstance(value, DTensor):
+        is_tensor = isinstance(value, torch.Tensor)
+        return (
+            local_of(own_of(value, whole)) if whole is not None and is_tensor and value.shape == whole.shape else value
+        )
     if whole is None or (tuple(value.placements), value.shape) != (tuple(whole.placements), whole.shape):
         raise OptionsError("a state is cut over ranks in another way than the parameter: redistribute it before")
     return local_of(value)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,23 @@ def abort(group: dist.ProcessGroup, device_type: str) -> None:
     """End what a group's backend for a kind of device has under way, and let nothing more be done by it."""
     backend: Any = group._get_backend(torch.device(device_type))
     backend.abort()
+
+
+Noting = Callable[[], AbstractContextManager[None]]
+"""Makes what is put around the launch of a collective."""
+
+_looked_after: WeakKeyDictionary[dist.ProcessGroup, Noting] = WeakKeyDictionary()
+
+
+def look_after(group: dist.ProcessGroup, noting: Noting) -> None:
+    """Put something around each collective of a model on GPUs in that group (see `chunkc.passes.collectives`)."""
+    _looked_after[group] = noting
+
+
+def looked_after(group_name: Any) -> AbstractContextManager[None]:
+    """What is put around a collective in the group that it names."""
+    noting = _looked_after.get(_resolve_process_group(group_name))
+    return nullcontext() if noting is None else noting()
 
 
 def rank_in(group_name: Any) -> int:

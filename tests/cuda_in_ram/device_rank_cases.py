@@ -11,9 +11,10 @@ import hashlib
 import json
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -30,6 +31,7 @@ import chunkc
 from chunkc.explaining.cuda_offline import overhead_on
 from chunkc.machines.devices import overhead_of
 from chunkc.machines.presets import load_hardware
+from chunkc.passes.collectives import Meeting
 from chunkc.runtime import nccl
 from chunkc.runtime.cuda import CudaExchangeLink, CudaMark
 from chunkc.runtime.transport import GATHERS, SCATTERS, Transport
@@ -42,7 +44,7 @@ Result = dict[str, Any]
 def trained(
     mesh: DeviceMesh, budget: int, *, stage: Any = 3, steps: int = 3, accumulate: int = 1, clip: float | None = 0.5,
     dtype: torch.dtype = torch.float32, optimizer: Callable[..., Any] = chunkc.optim.AdamW, scaled: bool = False,
-    debug: bool = True, codegen: str = "eager", layers: bool = False, **optimizer_options: Any,
+    debug: bool = True, codegen: str = "eager", layers: bool = False, home: str = "cpu", **optimizer_options: Any,
 ) -> Result:  # fmt: skip
     """Train a GPT on the ranks of a mesh, each with batches of its own. With `layers`, those along the last dimension
     compute layers together, and have the same data."""
@@ -53,7 +55,7 @@ def trained(
     if layers:
         parallelize_module(model, mesh["tp"], styles())
         rank, mesh = mesh["dp"].get_local_rank(), mesh["dp"]
-    model = chunkc.distribute(model, mesh, zero_stage=stage, timeout_s=60)
+    model = chunkc.distribute(model, mesh, home=home, zero_stage=stage, timeout_s=60)
     options = {"memory_budget": budget, "codegen": codegen, "whole_graph": "never", "debug": debug}
     run = torch.compile(model, backend="chunkc", options=options)
     update = optimizer(model.parameters(), **{"lr": 1e-2, "eps": 1e-3, **optimizer_options})
@@ -153,6 +155,19 @@ def rows() -> Result:
     return compared(shape=(2, 2), stage=None, steps=2)
 
 
+def on_disk() -> Result:
+    """Optimizer states in a file of each rank, in a directory of its own, in several stages and budgets; and in RAM."""
+    found = compared()
+    tight = found["runs"][1]["least"]
+    with tempfile.TemporaryDirectory() as folder:
+        for stage, budget in ((3, HUGE), (3, tight), (None, HUGE), (1, HUGE)):
+            run = trained(mesh_on("cuda"), budget, stage=stage, home=f"disk:{folder}")
+            del run["weights"]
+            found["runs"].append(run)
+        found["files"] = os.listdir(folder)
+    return found
+
+
 def engine() -> Result:
     """DeepSpeed's loop, on GPUs in two budgets and on CPUs; ranks begin with the values of rank 0."""
     found, budget = [], HUGE
@@ -214,57 +229,123 @@ def explained() -> Result:
 
 
 @contextmanager
-def fault_at(number: int, fault: Callable[[], None]) -> Iterator[None]:
-    """Something happens to rank 1 when it is about to exchange that many times."""
-    exchange, left = Transport.exchange, [number]
+def fault_at(number: int, fault: Callable[[], None], owner: Any = Transport, name: str = "exchange") -> Iterator[None]:
+    """Something happens to rank 1 when it is about to exchange parts for that many times, or to call another method."""
+    method, left = getattr(owner, name), [number]
 
-    def faulty(self: Transport, channel: str, *args: Any) -> None:
-        if channel in (GATHERS, SCATTERS) and dist.get_rank() == 1:
+    def faulty(self: Any, *args: Any) -> Any:
+        if (owner is not Transport or args[0] in (GATHERS, SCATTERS)) and dist.get_rank() == 1:
             left[0] -= 1
             if left[0] == 0:
                 fault()
-        exchange(self, channel, *args)
+        return method(self, *args)
 
-    with patch.object(Transport, "exchange", faulty):
+    with patch.object(owner, name, faulty):
         yield
 
 
 def killed() -> Result:
     """A rank is killed in a step; the other waits on its GPU, and then on its host."""
+    model = chunkc.distribute(built(), mesh_on("cuda"), timeout_s=5)
+    return ended_by(model, fault_at(12, kill))
+
+
+def killed_beside_layers() -> Result:
+    """Of two rows of two ranks that compute layers together, one is killed where it exchanges parts."""
+    return ended_by(of_layers(), fault_at(12, kill))
+
+
+def killed_in_a_layer() -> Result:
+    """And one where it meets the other rank of a layer."""
+    return ended_by(of_layers(), fault_at(30, kill, Meeting, "__call__"))
+
+
+def hung_beside_layers() -> Result:
+    return ended_by(of_layers(), fault_at(12, hang))
+
+
+def hung_in_a_layer() -> Result:
+    return ended_by(of_layers(), fault_at(30, hang, Meeting, "__call__"))
+
+
+def failed_in_a_layer() -> Result:
+    """A rank raises an error there, and stays."""
+    return ended_by(of_layers(), fault_at(30, fail, Meeting, "__call__"))
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    time.sleep(25)
+    os._exit(9)
+
+
+def fail() -> None:
+    raise torch.OutOfMemoryError("on one rank")
+
+
+def built() -> GPT:
     torch.manual_seed(0)
-    model = chunkc.distribute(GPT(**SHAPE), mesh_on("cuda"), timeout_s=5)
+    return GPT(**SHAPE)
+
+
+def of_layers() -> nn.Module:
+    mesh = mesh_on("cuda", (dist.get_world_size() // 2, 2), ("dp", "tp"))
+    model = built()
+    parallelize_module(model, mesh["tp"], styles())
+    return chunkc.distribute(model, mesh["dp"], timeout_s=5)
+
+
+def ended_by(model: nn.Module, fault: AbstractContextManager[None]) -> Result:
+    """How a rank learns of another one's fault, how long that took, and how long its GPU is busy then."""
     run = torch.compile(model, backend="chunkc", options={"codegen": "eager", "memory_budget": HUGE})
     update = chunkc.optim.AdamW(model.parameters(), lr=1e-2)
     tokens = torch.zeros(2, SHAPE["sequence"], dtype=torch.int64).to("cuda")
     start_s = 0.0
     try:
-        with fault_at(12, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+        with fault:
             for _ in range(8):
                 start_s = time.monotonic()
                 run(tokens).backward()
                 update.step()
                 update.zero_grad()
                 torch.cuda.synchronize()
+    except torch.OutOfMemoryError:
+        time.sleep(20)  # others are told: they do not wait until this rank ends
+        return {}
     except chunkc.DistributedError as error:
         waited_s = time.monotonic() - start_s
         torch.cuda.synchronize()
+        busy_s = time.monotonic() - start_s - waited_s
         try:
             update.step()
         except chunkc.DistributedError as again:
-            return {"message": str(error), "again": str(again), "waited_s": waited_s}
+            return {"message": str(error), "again": str(again), "waited_s": waited_s, "busy_s": busy_s}
     return {}
 
 
 def unpinned() -> Result:
     """Room for pinned memory on one rank's host is less than its parts."""
+    return refused("cpu")
+
+
+def without_disk() -> Result:
+    """One rank has no such directory."""
+    with tempfile.TemporaryDirectory() as folder:
+        return refused(f"disk:{folder}/none" if dist.get_rank() == 1 else f"disk:{folder}")
+
+
+def refused(home: str) -> Result:
     torch.manual_seed(0)
     model = GPT(**SHAPE)
     before = dict(model.named_parameters())
     try:
-        chunkc.distribute(model, mesh_on("cuda"), timeout_s=60)
+        chunkc.distribute(model, mesh_on("cuda"), home=home, timeout_s=60)
     except chunkc.ChunkcError as error:
         is_as_before = all(model.get_parameter(name) is p for name, p in before.items())
-        return {"message": str(error), "is_as_before": is_as_before}
+        return {"message": f"{type(error).__name__}: {error}", "is_as_before": is_as_before}
     return {}
 
 

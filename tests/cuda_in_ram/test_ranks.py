@@ -66,6 +66,18 @@ def test_ranks_of_two_rows_train_as_on_cpus() -> None:
         check(rank)
 
 
+def test_ranks_keep_states_on_disks() -> None:
+    """To the bit as in RAM, and with the same peak."""
+    for rank in cases("on_disk"):
+        check(rank)
+        in_ram, in_ram_tight, on_disk, on_disk_tight, *_ = rank["runs"]
+        for of_disk, of_ram in ((on_disk, in_ram), (on_disk_tight, in_ram_tight)):
+            assert "from_disk" in of_disk["plan"]
+            plan = of_disk["plan"].replace("from_disk", "to_device").replace("to_disk", "to_home")
+            assert plan == of_ram["plan"], "all but the link"
+        assert rank["files"] == [], "files have no names"
+
+
 def test_an_engine_trains_as_on_cpus() -> None:
     for rank in cases("engine"):
         roomy, tight, on_cpu = rank["runs"]
@@ -114,9 +126,39 @@ def test_who_waits_for_a_killed_rank_is_told_in_time() -> None:
     assert found["waited_s"] < 10
 
 
+@pytest.mark.parametrize(
+    ("case", "code"),
+    [
+        ("killed_beside_layers", -9),
+        ("killed_in_a_layer", -9),
+        ("hung_beside_layers", 9),
+        ("hung_in_a_layer", 9),
+        ("failed_in_a_layer", 0),
+    ],
+)
+def test_all_ranks_of_layers_are_told_in_time(case: str, code: int) -> None:
+    """Those that compute with the faulty one, those that plan with it, and those that do neither. No GPU stays busy."""
+    ended = on_ranks(f"import device_rank_cases; device_rank_cases.main({case!r})", 4, arithmetic=True)
+    assert ended[1].code == code, ended[1].errors[-3000:]
+    for rank in (0, 2, 3):
+        assert ended[rank].code == 0, f"rank {rank}: {ended[rank].errors[-3000:]}"
+        found = json.loads(ended[rank].said.splitlines()[-1])
+        assert "cannot go on" in found["message"] or "in a collective of a layer" in found["message"], (rank, found)
+        assert "cannot go on" in found["again"], "nothing is updated by what never came"
+        assert found["waited_s"] < 15, (rank, found)
+        assert found["busy_s"] < 1, (rank, found)
+
+
 def test_parts_that_cannot_be_pinned_are_refused_before_anything_moves() -> None:
     for found in cases("unpinned", choices="late=7,attribute.88=1,pinnable=8192"):
         assert "could not be pinned" in found["message"]
+        assert found["is_as_before"]
+
+
+def test_a_disk_that_one_rank_does_not_have_is_refused_on_all() -> None:
+    for rank, found in enumerate(cases("without_disk")):
+        assert ("HomeError" if rank == 1 else "DistributedError: rank 1 of 2") in found["message"]
+        assert "does not exist" in found["message"]
         assert found["is_as_before"]
 
 

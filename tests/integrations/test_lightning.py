@@ -228,10 +228,6 @@ def test_the_parts_that_code_may_call() -> None:
 def test_mistakes_are_told_at_once() -> None:
     with pytest.raises(chunkc.OptionsError, match="did you mean 'memory_budget'"):
         ChunkcStrategy(memory_budgets=3)
-    with pytest.raises(chunkc.UnsupportedError, match="devices=1"):
-        lightning.Trainer(devices=2, strategy=ChunkcStrategy(), **QUIET)
-    with pytest.raises(chunkc.UnsupportedError, match="devices=1"):
-        lightning.Fabric(devices=2, strategy="chunkc", accelerator="cpu")
 
 
 # --- Fabric ---
