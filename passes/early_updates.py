@@ -20,8 +20,8 @@ from chunkc.passes.planning import fixed_nbytes
 from chunkc.passes.update_planning import MIN_TILE_NUMEL, tile_numel
 
 MAX_TILE_NUMEL = 1 << 22
-"""A tile's most elements. Those of an optimizer's step may be larger: here tiles stand between calls that need the room,
-and one that is smaller is gone, and the next one there, sooner."""
+"""A tile's most elements. Those of an optimizer's step may be larger: here tiles stand between calls that need the
+room, and one that is smaller is gone, and the next one there, sooner."""
 
 
 def with_updates(
