@@ -40,7 +40,8 @@ from chunkc.optim.overlap_mode import NONE
 from chunkc.options import parse_options
 from chunkc.passes.planning import chunk_items, fixed_nbytes, needed_nbytes
 from chunkc.passes.update_planning import update_positions
-from chunkc.policy import Forms, PhaseCalled, decide
+from chunkc.policy import decide
+from chunkc.situation import Forms, PhaseCalled
 
 UNET = "unet"
 """The name of the one model that is not built in."""

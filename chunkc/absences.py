@@ -77,7 +77,7 @@ def step_s(
     if sum(position.cost_s for position in needs.passes) > most_s:
         return math.inf
     backward = needs.backward
-    if updates:
+    if updates or layout.spent:
         room = {"budget_nbytes": budget_nbytes, "held_nbytes": 0}
         backward = with_updates(backward, layout, updates, **room, resident=resident, hardware=hardware)
     update_s = _update_s(layout, layout.groups_of(seen.trained) - resident - updated_in(backward), hardware)

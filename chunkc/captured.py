@@ -9,13 +9,14 @@ from functools import cached_property
 
 from torch import fx, nn
 
-from chunkc.ir.chunks import ChunkLayout
+from chunkc.ir.chunks import ChunkGroup, ChunkLayout
 from chunkc.ir.estimates import EstimatedOperator, unknown_operators
 from chunkc.ir.items import ALL_PRESENT, Absence
 from chunkc.ir.plan import Position
 from chunkc.ir.program import PhaseProgram, SegmentMemory
 from chunkc.passes.activations import Saved, candidates, leaving
 from chunkc.passes.codegen import CompiledSegment
+from chunkc.passes.early_updates import with_waiting
 from chunkc.passes.planning import StepProfile
 from chunkc.passes.profile import positions
 from chunkc.passes.reruns import Repeatable, may_run_again, rerunning
@@ -303,13 +304,21 @@ class Captured:
 def profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
     """Positions of every phase. In the forward, the previous call's outputs are still the caller's.
 
-    The latest is kept with the captured graph: decisions and plans ask for the same one.
+    The latest is kept with the captured graph, and the latest beside which gradients are spent: decisions and plans ask
+    for the same ones.
     """
     known = captured.__dict__.get("_profile")
-    if known is None or known[0] is not layout:
-        known = captured.__dict__["_profile"] = layout, _profile(captured, layout)
+    if known is None or known[0] is not layout.groups:
+        step = _profile(captured, replace(layout, spent=frozenset()))
+        known = captured.__dict__["_profile"] = layout.groups, step, {}
     found: StepProfile = known[1]
-    return found
+    if not layout.spent:
+        return found
+    spent: dict[frozenset[int], StepProfile] = known[2]
+    if layout.spent not in spent:
+        spent.clear()
+        spent[layout.spent] = replace(found, backward=with_waiting(found.backward, layout))
+    return spent[layout.spent]
 
 
 def _profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
@@ -328,11 +337,11 @@ def _profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
     if least is not None:
         backward = _at_least(backward, least.calls[len(forward) :])
     trained = tuple(sorted(layout.groups_of(p for c in captured.backward.calls for _, p in c.gradients)))
-    updates: dict[tuple[tuple[int, ...], int], tuple[ChunkLayout, tuple[Position, ...]]]
+    updates: dict[tuple[tuple[int, ...], int], tuple[tuple[ChunkGroup, ...], tuple[Position, ...]]]
     caller_nbytes = captured.caller_nbytes if least is None else least.caller_nbytes
     updates, key = captured.__dict__.setdefault("_updates", {}), (trained, caller_nbytes)
-    if key not in updates or updates[key][0] is not layout:
-        updates[key] = layout, tuple(update_positions(layout, smallest_tiles(layout, trained), key[1]))
+    if key not in updates or updates[key][0] is not layout.groups:
+        updates[key] = layout.groups, tuple(update_positions(layout, smallest_tiles(layout, trained), key[1]))
     update = updates[key][1]
     boundary_nbytes = captured.between_nbytes + ROOM_FOR_LOSS * captured.output_nbytes
     return StepProfile(forward, backward, update, boundary_nbytes if least is None else least.boundary_nbytes)

@@ -31,7 +31,7 @@ from chunkc.moving import place
 from chunkc.options import Options
 from chunkc.passes.collectives import without_group_names
 from chunkc.passes.graphs import placeholders, without_tied_placeholders
-from chunkc.policy import GraphCaptured, decide
+from chunkc.policy import decide
 from chunkc.program_text import num_numbers, text_of
 from chunkc.progress import Show, compilation_progress
 from chunkc.rank_phases import Code, whole_on_all
@@ -41,6 +41,7 @@ from chunkc.reconcile import end_where_laid_out_otherwise, note_shared_memory, r
 from chunkc.runtime.parts import part_of
 from chunkc.session import DEFAULTS, Session, owner
 from chunkc.session_lookup import session_for
+from chunkc.situation import Around, GraphCaptured
 from chunkc.steps import INPUTS, SizedStep, StaticSteps, Steps, SymbolicSteps
 from chunkc.templates import Templates, input_symbols
 from chunkc.torch_private.dynamo import TensorifyScalarRestartAnalysis
@@ -256,7 +257,9 @@ def _build(
     warn_of_estimates(session.note_estimates(step.captured.unknown_operators))
     show("planning", 0, None)
     try:
-        decision = decide(session.situation, GraphCaptured(step.captured, layout))
+        updates, spent = session.early.expected(session, layout, {**session.store.parameters(), **named})
+        around = Around(updates=updates, spent=spent)
+        decision = decide(session.situation, GraphCaptured(step.captured, layout, around))
     except BudgetError as error:
         held = _held_now(session, step.captured, inputs if arguments is None else arguments)
         form = leanest_form(step.captured, options.activations, layout)

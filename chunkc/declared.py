@@ -7,18 +7,32 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from chunkc.ir.states import DEFAULT_STATES, StateFormat
 
+if TYPE_CHECKING:
+    from chunkc.early import Starter
+
 _states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+class InBackward(Protocol):
+    """What an optimizer does in backwards."""
+
+    @property
+    def starter(self) -> Starter | None:
+        """By whom a session's graphs begin its updates; None: they do not."""
 
 
 class StateKeeper(Protocol):
     """An optimizer whose states of a parameter move with it."""
+
+    @property
+    def in_backward(self) -> InBackward: ...
 
     def kept_states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """A parameter's states, to be replaced by the same elsewhere; empty where there are none yet."""

@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
+from chunkc.declared import declared
+from chunkc.ir.chunks import ChunkGroup, ChunkLayout
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.plan import Tile
 
@@ -26,14 +30,18 @@ class Starter(Protocol):
     def begin_update(self, session: Session, group: int) -> bool:
         """Begin a settled group's update, if it is this optimizer's and may begin; whether it did."""
 
+    def expects(self, session: Session, groups: Sequence[ChunkGroup]) -> tuple[int, frozenset[int], frozenset[int]]:
+        """The stages of its updates, and which of these groups it updates in slots, and which where they stay."""
+
     def stages_in_slots(self, session: Session, group: int) -> int:
-        """The stages of a group's update, if the next backward may make it in slots; 0 if it may not."""
+        """The stages of a group's update, if the next backward may make it in slots, or where the group stays; 0 if it
+        may not."""
 
     def make_ready(self, session: Session, group: int) -> None:
-        """A backward is about to run that updates this group in slots."""
+        """A backward is about to run that updates this group."""
 
     def update(self, session: Session, tile: Tile, tiles: Sequence[Tile]) -> None:
-        """Update a tile of a group in slots, where `tiles` are all of them."""
+        """Update a tile of a group, where `tiles` are all of them."""
 
     def begun_in(self, session: Session) -> Container[int]:
         """Groups of a session whose updates have begun during a backward since the last step."""
@@ -102,6 +110,49 @@ class EarlyUpdates:
                 if in_flight[group] == 0 and (num_stages := starter.stages_in_slots(session, group)):
                     found[group], self._in_slots[group] = num_stages, weakref.ref(starter)
         return tuple(sorted(found.items()))
+
+    def expected(
+        self, session: Session, layout: ChunkLayout, parameters: Mapping[str, torch.Tensor]
+    ) -> tuple[tuple[tuple[int, int], ...], frozenset[int]]:
+        """What `updates_in_slots` and `spent` will find once optimizers do as they have said of their parameters; these
+        are asked from now on."""
+        by_starter: dict[Starter, list[ChunkGroup]] = {}
+        for group in layout.groups:
+            known = [parameters.get(s.spec.name) for s in group.slices]
+            said = [None if parameter is None else declared(parameter) for parameter in known]
+            keepers = [one.keeper() if one is not None and one.keeper is not None else None for one in said]
+            keeper = keepers[0] if all(one is keepers[0] for one in keepers) else None
+            starter = None if keeper is None else keeper.in_backward.starter
+            if starter is not None and group.trainable:
+                by_starter.setdefault(starter, []).append(group)
+        updates: set[tuple[int, int]] = set()
+        spent: set[int] = set()
+        for starter, groups in by_starter.items():
+            self.join(starter)
+            num_stages, in_slots, where_they_stay = starter.expects(session, groups)
+            updates |= {(group, num_stages) for group in in_slots | where_they_stay}
+            spent |= where_they_stay
+        return tuple(sorted(updates)), frozenset(spent)
+
+    def spent(
+        self, session: Session, made: Set[str], hooked: Set[str], updates: Collection[tuple[int, int]]
+    ) -> frozenset[int]:
+        """Groups that stay, and have no gradients before and after a phase of a graph.
+
+        Args:
+            made: parameters whose gradients the graph's backward makes; `hooked`: those that it returns to autograd.
+            updates: what `updates_in_slots` has found for it.
+        """
+        found, mine = set(), {group for group, _ in updates}
+        for index in session.store.resident if self._in_flight else ():
+            names = {s.spec.name for s in session.store.layout.groups[index].slices}
+            if names.isdisjoint(made):
+                free = any(starter.stages_in_slots(session, index) for starter in list(self._in_flight))
+            else:
+                free = index in mine and names <= made - hooked
+            if free:
+                found.add(index)
+        return frozenset(found)
 
     def updating(self, session: Session, tiles: Collection[Tile]) -> Callable[[Tile], None]:
         """What updates these tiles of groups, which the latest `updates_in_slots` has named."""

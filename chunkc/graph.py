@@ -24,17 +24,7 @@ from chunkc.known_needs import Held, Needs, NotedNeeds, needs_of_step, update_ne
 from chunkc.logs import log_plan
 from chunkc.moving import stay
 from chunkc.plans import step_plan
-from chunkc.policy import (
-    ALONE,
-    Around,
-    Forms,
-    Key,
-    PhaseCalled,
-    SizesCalled,
-    StepDecision,
-    StepRequest,
-    decide,
-)
+from chunkc.policy import decide
 from chunkc.rank_phases import Code, before_layers, phase_of_all
 from chunkc.ranks import agree
 from chunkc.reconcile import gradients_left_to_autograd, reconcile
@@ -42,6 +32,7 @@ from chunkc.runtime.executor import Executable, Measurement, Run, lower
 from chunkc.runtime.parts import leaf_of
 from chunkc.runtime.saved import SavedValues, saved_values
 from chunkc.session import Session
+from chunkc.situation import ALONE, Around, Forms, Key, PhaseCalled, SizesCalled, StepDecision, StepRequest
 from chunkc.steps import INPUTS, SizedStep, Steps
 from chunkc.torch_private.engine import KEEPS_TANGENTS, hooks_of, keeps_graph, tensor_use_count
 
@@ -132,7 +123,7 @@ class CompiledGraph:
             return  # nothing stays that could leave, and what fits is said where ranks meet
         if step.admitted != session.situation.staying:
             try:
-                decision = decide(session.situation, SizesCalled(step.captured))
+                decision = decide(session.situation, SizesCalled(step.captured, self._around(frozenset()).spent))
             except BudgetError as error:
                 raise self._named(error, step, Held(0, 0)) from None
             if session.transport is None:  # ranks let go together, when the forward begins
@@ -335,7 +326,9 @@ class CompiledGraph:
 
     def _around(self, hooked: frozenset[str]) -> Around:
         """The surroundings of a phase, where the gradients of these parameters are returned."""
-        return Around(hooked=hooked, updates=self.session.early.updates_in_slots(self.session, self._groups))
+        session, made = self.session, {name for _, _, name in self._sunk()}
+        updates = session.early.updates_in_slots(session, self._groups)
+        return Around(hooked=hooked, updates=updates, spent=session.early.spent(session, made, hooked, updates))
 
     def _hooked(self) -> frozenset[str]:
         """Parameters whose gradients autograd must see: a hook wants them, or they add to a tensor of several."""

@@ -17,7 +17,7 @@ from chunkc.ir.plan import Position
 from chunkc.ir.program import FORWARD
 from chunkc.passes.planning import everything, fixed_nbytes, needed_nbytes
 from chunkc.passes.update_planning import smallest_tiles, update_positions
-from chunkc.policy import Around
+from chunkc.situation import Around
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from torch import nn
 from chunkc.declared import StateKeeper, declared
 from chunkc.ir.chunks import Chunk, ChunkGroup, ChunkLayout
 from chunkc.movable import shares_memory
-from chunkc.policy import Situation
 from chunkc.readers import await_readers
 from chunkc.runtime.nursery import nursery_of
 from chunkc.session import Session
+from chunkc.situation import Situation
 
 Kept = Mapping[str, tuple[StateKeeper, dict[str, Any]]]
 """A parameter's name -> who keeps states of it, and these."""

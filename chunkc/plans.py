@@ -23,7 +23,7 @@ from chunkc.passes.early_updates import with_updates
 from chunkc.passes.insert import insert_events, insert_update_events
 from chunkc.passes.phases import plan_phases
 from chunkc.passes.update_planning import plan_update
-from chunkc.policy import StepRequest, UpdateRequest
+from chunkc.situation import StepRequest, UpdateRequest
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def step_plan(
 def backward_positions(captured: Captured, request: StepRequest, hardware: Hardware) -> tuple[Position, ...]:
     """The backward's calls, with the updates that it makes in slots between them."""
     situation, backward = request.situation, profile(captured, request.situation.layout).backward
-    if not request.around.updates:
+    if not request.around.updates and not situation.layout.spent:
         return backward
     return with_updates(
         backward,

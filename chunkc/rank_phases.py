@@ -16,11 +16,11 @@ from chunkc.captured import Needed
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError, DistributedError, UnsupportedError
 from chunkc.ir.program import BACKWARD
-from chunkc.policy import Around, Forms
 from chunkc.ranks import Here, agree, begin_phase, refuse, together
 from chunkc.runtime.transport import Transport
 from chunkc.runtime.used_gradients import gradient_of
 from chunkc.session import Session
+from chunkc.situation import Around, Forms
 from chunkc.steps import SizedStep
 
 T = TypeVar("T")

@@ -33,7 +33,6 @@ from chunkc.machines.devices import granule_of, hardware_of, memory_of, overhead
 from chunkc.options import Options, resolve_budget
 from chunkc.passes.layout import EMPTY_LAYOUT, extended, restated, unfrozen
 from chunkc.plans import UpdatePlan
-from chunkc.policy import Key, Situation
 from chunkc.recent import Recent
 from chunkc.records import Records
 from chunkc.runtime.executor import Executable
@@ -42,6 +41,8 @@ from chunkc.runtime.parts import Part, part_of
 from chunkc.runtime.saved import SavedRoom
 from chunkc.runtime.store import ChunkStore
 from chunkc.runtime.transport import Transport
+from chunkc.runtime.used_gradients import gradient_of
+from chunkc.situation import Key, Situation
 from chunkc.state_keepers import StateKeepers
 
 DEFAULTS: Mapping[str, object] = MappingProxyType({})
@@ -266,7 +267,7 @@ class Session:
         store = self.store
         readable = store.readable()
         staying = {name: p for name, p in store.parameters().items() if not store.is_managed(name)}
-        return frozenset(name for name, p in staying.items() if name not in readable or p.grad is not None)
+        return frozenset(name for name, p in staying.items() if name not in readable or gradient_of(p) is not None)
 
     @property
     def minimum_nbytes(self) -> int:

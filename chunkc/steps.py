@@ -22,8 +22,8 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.known_needs import NotedNeeds
 from chunkc.passes.graphs import placeholders
-from chunkc.policy import Forms
 from chunkc.recent import Recent
+from chunkc.situation import Forms
 from chunkc.templates import Templates, input_symbols
 
 INPUTS = "inputs"

@@ -53,7 +53,8 @@ class _Line:
         calls = [position for position in line if position.phase != BETWEEN and position.tile is None]
         used_up = {Chunk(GRAD, position.tile.group) for position in line if position.tile is not None}
         minimum = check_minimum(calls, layout, budget_nbytes, held_nbytes, resident)
-        capacity = [max(0, budget_nbytes - fixed - held_nbytes - position.non_model_nbytes) for position in line]
+        room_nbytes = budget_nbytes - fixed - held_nbytes
+        capacity = [max(0, room_nbytes - one.non_model_nbytes - one.waiting_nbytes(resident)) for one in line]
         items = chunk_items(layout, line, resident)
         ways = [Copy(link) for link in layout.links_of(PARAM)]
         items |= {SavedStorage(one.storage): Item(one.nbytes, *ways) for one in saved}
@@ -108,7 +109,9 @@ def plan_phases(
     found = _Line.of(phases, layout, budget_nbytes, resident, hardware, held_nbytes, boundary_nbytes, saved)
     line, spans, stops, occupancy = found.positions, found.spans, found.schedule.stops(), found.schedule.occupancy
     staying = StayingData.of(layout, resident)
-    gradients = gradients_at(line, staying.gradients)
+    made, group_of = {name for position in line for name, _ in position.sunk}, layout.group_of()
+    present = {n: nbytes for n, nbytes in staying.gradients.items() if n in made or group_of.get(n) not in layout.spent}
+    gradients = gradients_at(line, present)
     planned, kept = [], frozenset[ItemId]()
     for index, (name, begin, end) in enumerate(spans):
         moments = tuple(
@@ -124,6 +127,7 @@ def plan_phases(
                 non_model_nbytes=line[at].non_model_nbytes,
                 slot_nbytes=occupancy[at],
                 sunk=line[at].sunk,
+                used_up=line[at].used_up,
             )
             for at in range(begin, end)
         )
@@ -133,7 +137,7 @@ def plan_phases(
         planned.append(PhasePlan(name, (*stops[begin:end], tail), moments, tiles))
         if index + 1 < len(spans):
             kept = _present_after([*stops[: end + 1]])
-    return Plan(budget_nbytes, found.minimum_nbytes, resident, tuple(planned), kept, staying.gradients)
+    return Plan(budget_nbytes, found.minimum_nbytes, resident, tuple(planned), kept, present)
 
 
 def _between(non_model_nbytes: int) -> Position:

@@ -91,18 +91,26 @@ def chunk_sizes(layout: ChunkLayout, positions: Sequence[Position]) -> dict[Item
 
 def _tightest(positions: Sequence[Position]) -> list[Position]:
     """Of positions that need the same chunks the one with the most bytes beside them: where it fits, all of them do."""
-    found: dict[frozenset[ItemId], Position] = {}
+    found: dict[tuple[frozenset[ItemId], tuple[tuple[int, int], ...]], Position] = {}
     for position in positions:
-        known = found.setdefault(position.items, position)
+        key = position.items, position.waiting
+        known = found.setdefault(key, position)
         if position.non_model_nbytes > known.non_model_nbytes:
-            found[position.items] = position
+            found[key] = position
     return list(found.values())
 
 
 def fixed_nbytes(layout: ChunkLayout, resident: frozenset[int]) -> int:
     """What is on the compute tier for good, once every gradient and state exists: model data and overhead."""
-    residents = (layout.groups[index].resident_nbytes for index in resident)
+    residents = (group_nbytes(layout, index) for index in resident)
     return layout.overhead_nbytes + layout.small_nbytes + standing_nbytes(layout) + sum(residents)
+
+
+def group_nbytes(layout: ChunkLayout, index: int) -> int:
+    """What a group takes on the compute tier for good where it stays there."""
+    group = layout.groups[index]
+    spent_nbytes = sum(s.spec.gradient_nbytes for s in group.slices) if index in layout.spent else 0
+    return group.resident_nbytes - spent_nbytes
 
 
 def standing_nbytes(layout: ChunkLayout) -> int:
@@ -155,8 +163,9 @@ def moving_only(position: Position, resident: frozenset[int]) -> Position:
 
 
 def moving_nbytes(position: Position, sizes: Mapping[ItemId, int], resident: frozenset[int]) -> int:
-    """Slots that the position cannot do without beside these residents."""
-    return sum([sizes[chunk] for chunk in position.items if chunk.moves_beside(resident)])
+    """Slots that the position cannot do without beside these residents, and gradients of those that wait."""
+    slots = sum([sizes[chunk] for chunk in position.items if chunk.moves_beside(resident)])
+    return slots + position.waiting_nbytes(resident)
 
 
 def choose_resident(
@@ -169,15 +178,12 @@ def choose_resident(
     """The groups that stay on the compute tier: all if they fit, else as many that leave room to move, in the order of
     `evenly_spread`."""
     sizes = chunk_sizes(layout, positions)
-    needs = [
-        (position.non_model_nbytes, [(chunk, sizes[chunk]) for chunk in position.items])
-        for position in _tightest(positions)
-    ]
+    needs = _tightest(positions)
 
     def fits(resident: frozenset[int], fixed: int) -> bool:
         return all(
-            fixed + non_model + sum(size for chunk, size in chunks if chunk.moves_beside(resident)) <= budget_nbytes
-            for non_model, chunks in needs
+            fixed + position.non_model_nbytes + moving_nbytes(position, sizes, resident) <= budget_nbytes
+            for position in needs
         )
 
     whole = everything(layout)
@@ -186,7 +192,7 @@ def choose_resident(
     slack = SLACK_CHUNKS * max(sizes.values(), default=0)
     resident, fixed = frozenset[int](), fixed_nbytes(layout, frozenset()) + held_nbytes + slack
     for index in evenly_spread(allowed):
-        wider, with_it = resident | {index}, fixed + layout.groups[index].resident_nbytes
+        wider, with_it = resident | {index}, fixed + group_nbytes(layout, index)
         if fits(wider, with_it):
             resident, fixed = wider, with_it
     return resident

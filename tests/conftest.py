@@ -62,6 +62,7 @@ _HELPERS = (
     "files/larger_than_memory",
     "optim/optim_models",
     "optim/overlap_cases",
+    "optim/slot_cases",
     "engine/engine_cases",
     "formats/synthetic",
     "end_to_end/fault_cases",

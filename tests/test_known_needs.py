@@ -20,7 +20,7 @@ from chunkc.known_needs import KnownNeeds, Needs, NotedNeeds
 from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.layout import EMPTY_LAYOUT, extended
 from chunkc.passes.planning import check_minimum
-from chunkc.policy import ALONE
+from chunkc.situation import ALONE
 
 
 def spec(name: str, numel: int) -> ParamSpec:

@@ -17,9 +17,10 @@ from chunkc.ir.errors import BudgetError
 from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.planning import check_minimum, fixed_nbytes
 from chunkc.plans import step_plan
-from chunkc.policy import (
+from chunkc.policy import HELD_GRANULES, decide, fits_whole, smallest_budget
+from chunkc.situation import (
     ALONE,
-    HELD_GRANULES,
+    Around,
     Forms,
     GraphCaptured,
     PhaseCalled,
@@ -27,9 +28,6 @@ from chunkc.policy import (
     SizesCalled,
     StepDecision,
     UpdateDue,
-    decide,
-    fits_whole,
-    smallest_budget,
 )
 
 HUGE = 1 << 40
@@ -222,14 +220,55 @@ def test_an_update_that_fits_beside_nobody_is_refused() -> None:
     assert decide(replace(now, budget_nbytes=needed), UpdateDue((0,), 0)).request is not None
 
 
+# --- gradients that the backward uses up ---
+
+
+def beside(situation: Situation, spent: frozenset[int]) -> StepDecision:
+    return decide(situation, PhaseCalled(Forms(CAPTURED), 0, Around(updates=((0, 1),), spent=spent)))
+
+
+def test_more_stay_where_gradients_are_spent_and_none_are_where_all_fits() -> None:
+    for_all = fixed_nbytes(LAYOUT, EVERYTHING) + max(p.non_model_nbytes for p in PASSES)
+    found = decide(Situation(for_all), GraphCaptured(CAPTURED, LAYOUT, Around(spent=EVERYTHING)))
+    assert (found.situation.resident, found.request.situation.layout.spent) == (EVERYTHING, frozenset())
+    assert captured(Situation(for_all - 1)).situation.resident < EVERYTHING
+    found = decide(Situation(for_all - 1), GraphCaptured(CAPTURED, LAYOUT, Around(spent=EVERYTHING)))
+    assert found.situation.resident == found.request.situation.layout.spent == EVERYTHING
+    assert found.situation.layout.spent == frozenset(), "that is each request's"
+    after = beside(found.situation, EVERYTHING)
+    assert (after.situation, after.request.situation.layout.spent) == (found.situation, EVERYTHING)
+    step_plan(CAPTURED, after.request, HARDWARE)
+
+
+def test_whose_gradients_are_not_spent_any_more_makes_somebody_leave_for_good() -> None:
+    for_all = fixed_nbytes(LAYOUT, EVERYTHING) + max(p.non_model_nbytes for p in PASSES)
+    now = decide(Situation(for_all - 1), GraphCaptured(CAPTURED, LAYOUT, Around(spent=EVERYTHING))).situation
+    left = beside(now, frozenset())
+    assert left.situation.resident < EVERYTHING
+    assert left.request.situation.layout.spent == frozenset()
+    back = beside(left.situation, EVERYTHING)
+    assert back.situation.resident == left.situation.resident
+
+
+def test_a_step_counts_no_gradients_that_were_used_up() -> None:
+    needed = fixed_nbytes(replace(LAYOUT, spent=EVERYTHING), EVERYTHING) + LAYOUT.groups[0].slices[0].spec.nbytes
+    now = compiled(needed, EVERYTHING - {0})
+    asked = {"groups": (0,), "held_nbytes": 0}
+    found = decide(now, UpdateDue(**asked, spent=EVERYTHING - {0}))  # type: ignore[arg-type]
+    assert found.situation is now
+    assert found.request is not None
+    assert found.request.situation.layout.spent == EVERYTHING - {0}
+    assert decide(now, UpdateDue(**asked)).situation.resident < now.resident  # type: ignore[arg-type]
+
+
 # --- nowhere else ---
 
 DECIDING = {"check_minimum", "choose_resident", "staying_beside", "staying_beside_update", "check_update"}
-DECIDING |= {"begins_cold"}
 PLANNING = {"plan_phases", "plan_update", "insert_events", "insert_update_events", "verify_phase"}
 COUNTING = {"held_beside_forward", "saved_nbytes"}
 HOMES = [
     (DECIDING, {"policy", "known_needs"}),  # `known_needs` says what an error names, and decides nothing
+    ({"begins_cold"}, {"situation"}),
     (PLANNING, {"plans", "absences"}),  # `absences` times plans for `policy`, and hands out none
     (COUNTING, {"live_values", "captured", "known_needs"}),
 ]

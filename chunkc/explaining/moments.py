@@ -93,6 +93,11 @@ class StepPlans:
         """Parameters that get a gradient."""
         return frozenset(name for run in self.runs for name in run.captured.trained)
 
+    @property
+    def updated_in_backward(self) -> frozenset[int]:
+        """Groups that a backward updates."""
+        return frozenset(tile.group for run in self.runs for tile in run.updates.values())
+
 
 def explained_moments(
     step: StepPlans, events: Sequence[TimedEvent], expressions: Sequence[str] = ()

@@ -8,7 +8,7 @@ to say, as in training.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -25,7 +25,9 @@ from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.options import Activations
 from chunkc.passes.early_updates import updated_in
 from chunkc.plans import backward_positions
-from chunkc.policy import (
+from chunkc.policy import decide
+from chunkc.situation import (
+    ALONE,
     Around,
     Forms,
     GraphCaptured,
@@ -36,7 +38,6 @@ from chunkc.policy import (
     StepRequest,
     UpdateDue,
     UpdateRequest,
-    decide,
 )
 from chunkc.templates import Templates, input_symbols
 
@@ -99,12 +100,51 @@ class Training:
     hardware: Hardware
     activations: Activations = "keep"
 
-    def updated_in_backward(self, situation: Situation, groups: Collection[int]) -> tuple[tuple[int, int], ...]:
-        """(group, stages of its update) of those of the groups that a backward may update in slots."""
+    def updated_in_backward(
+        self, situation: Situation, groups: Collection[int], present: Set[str] = frozenset()
+    ) -> tuple[tuple[int, int], ...]:
+        """(group, stages of its update) of those of the groups that a backward may update.
+
+        Args:
+            present: parameters that have gradients before.
+        """
         if not self.updates.beside_backward:
             return ()
         in_slots, _ = self.updated(situation)
-        return tuple((group, self.updates.num_stages) for group in in_slots if group in groups)
+        found = {*in_slots, *self._without_gradients(situation, present)}
+        return tuple((group, self.updates.num_stages) for group in sorted(found) if group in groups)
+
+    def spent(
+        self, situation: Situation, made: Set[str], updates: Collection[tuple[int, int]], present: Set[str]
+    ) -> frozenset[int]:
+        """Groups that stay and have no gradients before and after a phase of a graph whose backward makes these."""
+        mine = {group for group, _ in updates}
+        names = {i: {s.spec.name for s in situation.layout.groups[i].slices} for i in situation.resident}
+        return frozenset(
+            index
+            for index in self._without_gradients(situation, present)
+            if names[index].isdisjoint(made) or (index in mine and names[index] <= made)
+        )
+
+    def expected(self, layout: ChunkLayout) -> Around:
+        """What graphs of a layout will run in, as far as that is known when they are compiled."""
+        if not self.updates.beside_backward:
+            return ALONE
+        trainable, spent = [group for group in layout.groups if group.trainable], self._to_be_spent(layout)
+        in_slots = {group.index for group in trainable} - self.updates.at_home(trainable, self.home, self.hardware)
+        return Around(
+            updates=tuple((group, self.updates.num_stages) for group in sorted(in_slots | spent)), spent=spent
+        )
+
+    def _to_be_spent(self, layout: ChunkLayout) -> frozenset[int]:
+        """Groups whose gradients backwards will use up where the groups stay."""
+        return frozenset(group.index for group in layout.groups if self.updates.uses_up(group))
+
+    def _without_gradients(self, situation: Situation, present: Set[str]) -> frozenset[int]:
+        """Groups that stay, and that a backward may update, of which no gradients are there."""
+        groups = self._to_be_spent(situation.layout) & situation.resident if self.updates.beside_backward else ()
+        slices = {index: situation.layout.groups[index].slices for index in groups}
+        return frozenset(i for i, of in slices.items() if present.isdisjoint(s.spec.name for s in of))
 
     def updated(self, situation: Situation) -> tuple[tuple[int, ...], frozenset[int]]:
         """The groups that move and are trained: those that are updated in slots, and those at home."""
@@ -181,6 +221,7 @@ class _Rehearsal:
         """The forwards and backwards of a step; graphs are compiled as it comes to them."""
         self.values = PaperValues(self.training.step.storage_nbytes)
         self.updated: set[int] = set()
+        self.gradients: set[str] = set()
         in_flight: Counter[int] = Counter()  # forwards of this step that use a group and are without their backward
         pending: dict[int, list[tuple[int, PhaseCall, Absence]]] = {}
         num_forwards = 0
@@ -206,7 +247,9 @@ class _Rehearsal:
                 around = replace(self._around(own, in_flight), absent=absent)
                 request = self._planned(call.graph, beside_nbytes, around)
                 own = self.captured[call.graph].without(absent)
-                self.updated |= updated_in(backward_positions(own, request, self.training.hardware))
+                positions = backward_positions(own, request, self.training.hardware)
+                self.updated |= updated_in(positions)
+                self.gradients |= own.trained.difference(*(position.used_up for position in positions))
                 gone_nbytes = self.situation.gone_nbytes(self.values.beside_backward(own))
                 gone = gone_storages(forward, own, call.alive)
                 yield PaperRun(call.graph, BACKWARD, number, request, gone_nbytes, gone)
@@ -231,7 +274,8 @@ class _Rehearsal:
         while len(self.captured) <= graph:
             paper, now = self.training.graphs[len(self.captured)], self.situation
             captured = paper.captured(now.budget_nbytes, may_be_whole=now.may_be_whole)
-            self.situation = decide(now, GraphCaptured(captured, paper.layout)).situation
+            around = self.training.expected(paper.layout)
+            self.situation = decide(now, GraphCaptured(captured, paper.layout, around)).situation
             self.captured.append(captured)
         return self.captured[graph]
 
@@ -243,7 +287,9 @@ class _Rehearsal:
     def _around(self, captured: Captured, in_flight: Mapping[int, int]) -> Around:
         """A graph's surroundings: its backward updates what no other is to come for."""
         free = {group for group in self._groups(captured) if in_flight.get(group, 0) == 0}
-        return Around(updates=self.training.updated_in_backward(self.situation, free))
+        updates = self.training.updated_in_backward(self.situation, free, self.gradients)
+        spent = self.training.spent(self.situation, captured.trained, updates, self.gradients)
+        return Around(updates=updates, spent=spent)
 
     def _planned(self, graph: int, held_nbytes: int, around: Around) -> StepRequest:
         """What a phase runs by. A step that changes nothing asks again for what the one before it asked for."""
@@ -263,7 +309,8 @@ class _Rehearsal:
         while True:
             in_slots, at_home = self.training.updated(self.situation)
             in_slots = tuple(group for group in in_slots if group not in self.updated)
-            decision = decide(self.situation, UpdateDue(in_slots, held_nbytes, num_stages))
+            spent = self.training.spent(self.situation, frozenset(), (), self.gradients)
+            decision = decide(self.situation, UpdateDue(in_slots, held_nbytes, num_stages, spent))
             self.situation = decision.situation
             if decision.request is not None:
                 return decision.request, at_home

@@ -22,7 +22,8 @@ from chunkc.ir.simulate import STAYING, simulate
 from chunkc.options import Options
 from chunkc.passes.layout import EMPTY_LAYOUT, extended
 from chunkc.plans import StepPlan, step_plan, update_plan
-from chunkc.policy import Forms, Key, PhaseCalled, StepRequest, decide
+from chunkc.policy import decide
+from chunkc.situation import Forms, Key, PhaseCalled, StepRequest
 
 Plans = dict[tuple[int, Key], StepPlan]
 """(graph, what was asked for) -> its plan."""
@@ -92,7 +93,8 @@ class Replay:
                 plan = _of_one_run(plan, run, name, captured)
             runs.append(PlannedRun(name, run.phase, captured, plan, found.graphs[run.phase], present, run.gone))
             present = plan.kept if run.phase == FORWARD else frozenset[ItemId]()
-            gradients |= captured.trained if run.phase == BACKWARD else frozenset()
+            if run.phase == BACKWARD:
+                gradients |= captured.trained.difference(*(moment.used_up for moment in plan.moments))
         situation = rehearsed.situation
         return StepPlans(tuple(runs), situation.layout, situation.resident, *self._update(rehearsed))
 

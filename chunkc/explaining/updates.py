@@ -45,6 +45,10 @@ class Updates:
         """Whether backwards update."""
         return OverlapMode(self.overlap, self.update_on).beside_backward
 
+    def uses_up(self, group: ChunkGroup) -> bool:
+        """Whether a backward updates a group that stays, where that is needed."""
+        return self.beside_backward and self.num_stages == 1 and group.trainable and group.states.moments != INT8
+
     def at_home(self, groups: list[ChunkGroup], home: str, hardware: Hardware) -> frozenset[int]:
         """Which of the groups the CPU updates at home.
 
@@ -90,8 +94,12 @@ class Updates:
 
     def notes(self, step: StepPlans, hardware: Hardware) -> Iterator[str]:
         """What was assumed."""
-        if in_backward := {tile.group for run in step.runs for tile in run.updates.values()}:
-            yield f"the backward updates {len(in_backward)} of {len(step.layout.groups)} chunks in slots"
+        if in_backward := step.updated_in_backward:
+            staying = len(in_backward & step.resident)
+            yield (
+                f"the backward updates {len(in_backward) - staying} of {len(step.layout.groups)} chunks in slots"
+                + (f", and {staying} that stay" if staying else "")
+            )
         if step.at_home:
             yield f"the CPU updates {len(step.at_home)} of {len(step.layout.groups)} chunks at home"
         if step.at_home and self.overlap != NONE and hardware.kind != "cuda":
@@ -123,7 +131,7 @@ class Updates:
 
 
 def staying_specs(step: StepPlans) -> list[ParamSpec]:
-    """The trained parameters that never move, small or in resident chunks."""
+    """The trained parameters that never move, small or in resident chunks, and that no backward updates."""
     group_of, specs = step.layout.group_of(), step.layout.specs()
-    staying = {None, *step.resident}
+    staying = {None, *(step.resident - step.updated_in_backward)}
     return [specs[name] for name in step.trained if group_of.get(name) in staying]

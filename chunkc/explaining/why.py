@@ -230,13 +230,22 @@ def _forced(
         around = run.request.around
         updates = training.updated_in_backward(situation, {group for group, _ in around.updates} | moving_now)
         away = Absence(*(frozenset(storage for graph, storage in found if graph == run.graph) for found in absent))
-        request = replace(run.request, situation=situation, around=replace(around, updates=updates, absent=away))
+        made, spent = rehearsed.captured[run.graph].trained, run.request.situation.layout.spent
+        if spent or resident - rehearsed.situation.resident:
+            spent = training.spent(situation, made, updates, frozenset())
+        around = replace(around, updates=updates, absent=away, spent=spent)
+        planned_for = replace(situation, layout=replace(situation.layout, spent=spent))
+        request = replace(run.request, situation=planned_for, around=around)
         if run.phase == BACKWARD:
             captured = rehearsed.captured[run.graph].without(away)
             in_backward |= updated_in(backward_positions(captured, request, training.hardware))
         runs.append(replace(run, request=request))
     in_slots, at_home = training.updated(situation)
+    spent = frozenset(in_backward & resident)
     update = replace(
-        rehearsed.update, situation=situation, groups=tuple(group for group in in_slots if group not in in_backward)
+        rehearsed.update,
+        situation=replace(situation, layout=replace(situation.layout, spent=spent)),
+        groups=tuple(group for group in in_slots if group not in in_backward),
+        spent=spent,
     )
     return replace(rehearsed, situation=situation, runs=tuple(runs), update=update, at_home=at_home)

@@ -116,10 +116,7 @@ class ParamSpec:
 
     @property
     def numel(self) -> int:
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -319,6 +316,7 @@ class ChunkLayout:
     Attributes:
         overhead_nbytes: what else stays on the compute tier whatever is planned: workspaces of libraries.
         disk_holds: which chunks have their home on a disk; the others' is RAM.
+        spent: groups that keep no gradients where they stay: the backward that makes these uses them up.
         version: of one model's layouts a later one has another. Says nothing of layouts of different models.
     """
 
@@ -327,6 +325,7 @@ class ChunkLayout:
     small: tuple[ParamSpec, ...]
     overhead_nbytes: int = 0
     disk_holds: DiskHolds = "nothing"
+    spent: frozenset[int] = frozenset()
     version: int = field(default=0, compare=False)
 
     def group_of(self) -> dict[str, int]:

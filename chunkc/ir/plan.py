@@ -75,6 +75,9 @@ class Position:
             call yields.
         left_nbytes: activations and held inputs once the call is over.
         tile: what is updated, where this is no call but a part of an update that belongs to a backward.
+        waiting: (group, bytes) of gradients that are there meanwhile, and that a later update uses up, where the group
+            stays on the compute tier.
+        used_up: parameters whose gradients, on the compute tier, this update uses up.
     """
 
     name: str
@@ -88,6 +91,12 @@ class Position:
     sunk: tuple[tuple[str, bool], ...] = ()
     left_nbytes: int = 0
     tile: Tile | None = None
+    waiting: tuple[tuple[int, int], ...] = ()
+    used_up: tuple[str, ...] = ()
+
+    def waiting_nbytes(self, resident: Collection[int]) -> int:
+        """Bytes of gradients of these residents that wait for their update."""
+        return sum(nbytes for group, nbytes in self.waiting if group in resident) if self.waiting else 0
 
     @cached_property
     def items(self) -> frozenset[ItemId]:
@@ -116,7 +125,7 @@ class Moment:
         other_nbytes: values of other calls that are still held.
         non_model_nbytes: activations, temporaries and held inputs.
         slot_nbytes: chunks, present or on their way, and saved storages on their way.
-        sunk: gradients that it yields, as of a `Position`.
+        sunk, used_up: gradients that it yields, and that it uses up, as of a `Position`.
     """
 
     name: str
@@ -130,6 +139,7 @@ class Moment:
     non_model_nbytes: int
     slot_nbytes: int
     sunk: tuple[tuple[str, bool], ...] = ()
+    used_up: tuple[str, ...] = ()
 
     @property
     def resident_nbytes(self) -> int:
@@ -145,7 +155,7 @@ def gradients_at(
     line: Sequence[Position | Moment], gradients: Mapping[str, int], present: Collection[str] = ()
 ) -> list[int]:
     """Bytes of staying gradients (parameter -> bytes) while each position runs: those `present` from the beginning,
-    those complete before it, and copies it makes of its own. With the optimizer's step all are complete.
+    those complete before it and not used up, and copies it makes of its own. With the optimizer's step all are there.
 
     What adds to a gradient that is there takes no copy.
     """
@@ -155,7 +165,7 @@ def gradients_at(
             complete = sum(gradients.values())
         own = [(gradients[name], kept) for name, kept in position.sunk if name in gradients and name not in present]
         found.append(complete + sum(nbytes for nbytes, handed_over in own if not handed_over))
-        complete += sum(nbytes for nbytes, _ in own)
+        complete += sum(nbytes for nbytes, _ in own) - sum(gradients.get(name, 0) for name in position.used_up)
     return found
 
 

@@ -36,7 +36,8 @@ from chunkc.ir.chunks import CASTS, GRAD, PARAM, Chunk, ChunkLayout
 from chunkc.ir.program import SegmentMemory
 from chunkc.ir.updates import update_stages
 from chunkc.ir.verify_saved import SavedStorages
-from chunkc.ir.verify_staying import nbytes_that_stay
+from chunkc.ir.verify_staying import StayingGradients, nbytes_that_stay
+from chunkc.ir.verify_updates import UpdatedGroups
 
 
 @dataclass
@@ -58,6 +59,7 @@ class _Checker:
         budget_nbytes: int,
         present: Collection[Chunk],
         at_home: Collection[str],
+        resident: Collection[int],
     ) -> None:
         self.graph, self.layout, self.memories = graph, layout, memories
         self.staying_nbytes, self.budget_nbytes = staying_nbytes, budget_nbytes
@@ -79,8 +81,9 @@ class _Checker:
         self.peak_nbytes = 0
         self.group_of = layout.group_of()
         self.sunk: Counter[str] = Counter()
-        self.updated: dict[int, list[list[tuple[int, int]]]] = {}  # group -> tiles of each stage
+        self.updated = UpdatedGroups(layout)
         self.settled: set[int] = set()
+        self.waiting = StayingGradients(layout, resident)
         medium = "disk" if layout.is_on_disk(PARAM) else "RAM"
         self.saved = SavedStorages(self, at_home, {way: _LINKS[medium, way] for way in ("in", "out")})
         self.is_backward = any(node.target is chunk_ops.sink for node in graph.nodes)
@@ -107,7 +110,7 @@ class _Checker:
             self.value_nbytes -= self.storage_nbytes[storage]
 
     def check_budget(self, node: fx.Node | None, extra_nbytes: int = 0) -> None:
-        nbytes = self.staying_nbytes + self.value_nbytes + self.slot_nbytes + extra_nbytes
+        nbytes = self.staying_nbytes + self.waiting.nbytes + self.value_nbytes + self.slot_nbytes + extra_nbytes
         self.peak_nbytes = max(self.peak_nbytes, nbytes)
         if nbytes > self.budget_nbytes:
             self.fail("budget", node, f"{nbytes:,} bytes are in use, {self.budget_nbytes:,} allowed")
@@ -163,6 +166,8 @@ class _Checker:
                 slot = self.slots.get(chunk)
                 if slot is None or slot.generation != generation or not slot.ready:
                     self.fail("read", node, f"{arg} is a view of {chunk}, which is not in that slot any more")
+            elif isinstance(arg, fx.Node) and self.group_of.get(str(arg.meta.get("parameter"))) in self.updated:
+                self.fail("update", node, f"{arg} is read, and the update of its group has begun")
             elif arg in last:
                 storage = self.storage_of[arg]  # type: ignore[index]
                 if storage not in self.held and per_storage[storage] == self.holders[storage]:
@@ -250,12 +255,7 @@ class _Checker:
 
     def _is_used_up(self, chunk: Chunk) -> bool:
         """Whether a gradient is nobody's any more: the group's update, in this backward, has read all of it."""
-        if chunk.kind != GRAD or not self.is_backward or chunk.group not in self.updated:
-            return False
-        group = self.layout.groups[chunk.group]
-        done = self.updated[chunk.group]
-        readers = [GRAD in stage.kinds for stage in update_stages(group.update_kinds, len(done))]
-        return all(sum(e - b for b, e in tiles) >= group.numel for tiles, reads in zip(done, readers) if reads)
+        return chunk.kind == GRAD and self.is_backward and self.updated.has_read_gradients(chunk.group)
 
     def on_write_back(self, node: fx.Node, chunk: Chunk, link: str = "") -> None:
         self._copies(node, chunk, "out", link)
@@ -284,6 +284,8 @@ class _Checker:
             if (chunk.kind, chunk.group) != (GRAD, self.group_of.get(name)):
                 self.fail("write", node, f"the gradient of {name} does not lie in {chunk}")
             self._write(node, chunk, f"the gradient of {name}")
+        elif self.waiting.made(name) and not owned:
+            self.check_budget(node)  # beside the value that it is a copy of
         self.read_once(gradient)
 
     def on_update(self, node: fx.Node, group: int, begin: int, end: int, stage: int = 0, num_stages: int = 1) -> None:
@@ -292,10 +294,10 @@ class _Checker:
                 if not self.sunk[tensor_slice.spec.name]:
                     name = tensor_slice.spec.name
                     self.fail("update", node, f"group {group} is updated without the gradient of {name}")
-        done = self.updated.setdefault(group, [[] for _ in range(num_stages)])
-        if any(sum(e - b for b, e in tiles) < self.layout.groups[group].numel for tiles in done[:stage]):
+        if not self.updated.add(group, (begin, end), stage, num_stages):
             self.fail("write", node, f"stage {stage} of group {group} begins before the stages that it needs are done")
-        done[stage].append((begin, end))
+        if self.waiting.used_up(group):
+            return
         of_stage = update_stages(self.layout.groups[group].update_kinds, num_stages)[stage]
         for kind in of_stage.reads:
             chunk = self._holding(kind, group, (begin, end))
@@ -369,7 +371,7 @@ def verify_phase(
 
     Args:
         memories: what each segment allocates, by the name it is called by.
-        resident: groups that stay on the compute tier, with their gradients and states.
+        resident: groups that stay on the compute tier, with their states, and gradients that are not spent.
         held_nbytes: bytes there that the phase does not touch: other graphs' values.
         present: chunks that have a ready, clean slot when the phase begins.
         kept: chunks that must have one, and no others, when it ends.
@@ -378,8 +380,10 @@ def verify_phase(
         at_home: saved storages that are at home between the forward and the backward.
     """
     staying_nbytes = nbytes_that_stay(layout, resident) + held_nbytes
-    checker = _Checker(graph, layout, memories, staying_nbytes, budget_nbytes, present, at_home)
+    checker = _Checker(graph, layout, memories, staying_nbytes, budget_nbytes, present, at_home, resident)
     checker.walk()
+    for name in checker.waiting.left:
+        checker.fail("update", None, f"the gradient of {name} is left, and nothing counts it")
     checker.saved.end(iter(_reads(next(iter(reversed(graph.nodes))))))
     for chunk in sorted(set(checker.slots) ^ set(kept)):
         checker.fail("end", None, f"{chunk} {'is still' if chunk in checker.slots else 'is not'} in a slot")
@@ -391,10 +395,6 @@ def verify_phase(
             if checker.sunk[name] != (1 if name in gradients else 0):
                 checker.fail("write", None, f"the gradient of {name} is sunk {checker.sunk[name]} times")
     if updates is not None:
-        for group in sorted(set(checker.updated) | set(updates)):
-            for tiles in map(sorted, checker.updated.get(group, [[]])):
-                ends = [0, *(end for _, end in tiles)]
-                is_whole = [begin for begin, _ in tiles] == ends[:-1] and ends[-1] == layout.groups[group].numel
-                if not is_whole or group not in updates:
-                    checker.fail("write", None, f"the updates of group {group} cover {tiles}")
+        for wrong in checker.updated.wrong(updates):
+            checker.fail("write", None, wrong)
     return checker.violations

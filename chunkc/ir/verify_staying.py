@@ -1,4 +1,7 @@
-"""What never leaves the compute tier, added up from the layout for the verifier: it takes no sum of the planner's."""
+"""What never leaves the compute tier, added up from the layout for the verifier: it takes no sum of the planner's.
+
+And what waits there: gradients of groups that stay and are updated by the backward that makes them.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,58 @@ from chunkc.ir.states import num_entries
 def nbytes_that_stay(layout: ChunkLayout, resident: Collection[int]) -> int:
     """The overhead, all step counters, small parameters and residents, and what every rank has whole, each tensor as
     the allocator gives it."""
-    total_nbytes = layout.overhead_nbytes
+    total_nbytes, spent = layout.overhead_nbytes, _spent(layout)
     for spec, stays in _specs(layout, resident):
         total_nbytes += STEP_NBYTES if spec.trainable else 0
         if stays:
             dtypes = spec.states.dtypes(spec.dtype) if spec.trainable else {}
-            sizes = [spec.numel * spec.dtype.itemsize] * (2 if spec.trainable else 1)  # with the gradient
+            keeps_gradient = spec.trainable and spec.name not in spent
+            sizes = [spec.numel * spec.dtype.itemsize] * (2 if keeps_gradient else 1)
             sizes += [num_entries(kind, spec.numel) * dtype.itemsize for kind, dtype in dtypes.items()]
             total_nbytes += sum(-(-nbytes // spec.granule_nbytes) * spec.granule_nbytes for nbytes in sizes)
     return total_nbytes + sum(map(_whole_nbytes, layout.groups))
+
+
+class StayingGradients:
+    """Gradients of residents that are spent: each is there from the call that makes it to its group's update.
+
+    Attributes:
+        nbytes: of those that are there.
+        left: the parameters that they are of.
+    """
+
+    def __init__(self, layout: ChunkLayout, resident: Collection[int]) -> None:
+        self._groups = {i: layout.groups[i] for i in layout.spent if i in resident}
+        self._specs = {s.spec.name: s.spec for group in self._groups.values() for s in group.slices}
+        self.nbytes = 0
+        self.left: set[str] = set()
+
+    def made(self, name: str) -> bool:
+        """A call has yielded a parameter's gradient; whether it is one of these."""
+        if name not in self._specs:
+            return False
+        self._count(name, 1)
+        self.left.add(name)
+        return True
+
+    def used_up(self, group: int) -> bool:
+        """A group is updated; whether it is one of these."""
+        if group not in self._groups:
+            return False
+        for where in self._groups[group].slices:
+            if where.spec.name in self.left:
+                self.left.remove(where.spec.name)
+                self._count(where.spec.name, -1)
+        return True
+
+    def _count(self, name: str, times: int) -> None:
+        spec = self._specs[name]
+        nbytes = spec.numel * spec.dtype.itemsize
+        self.nbytes += times * -(-nbytes // spec.granule_nbytes) * spec.granule_nbytes
+
+
+def _spent(layout: ChunkLayout) -> frozenset[str]:
+    return frozenset(s.spec.name for index in layout.spent for s in layout.groups[index].slices)
 
 
 def _whole_nbytes(group: ChunkGroup) -> int:

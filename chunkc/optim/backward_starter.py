@@ -6,8 +6,10 @@ import weakref
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
+from chunkc.ir.chunks import ChunkGroup
 from chunkc.ir.plan import Tile
-from chunkc.optim import slot_updates
+from chunkc.optim import slot_updates, staying_updates
+from chunkc.optim.update_on import at_home
 from chunkc.session import Session
 
 if TYPE_CHECKING:
@@ -32,12 +34,24 @@ class BackwardStarter:
     def begun_in(self, session: Session) -> Container[int]:
         return self._optimizer.in_backward.begun_in(session)
 
+    def expects(self, session: Session, groups: Sequence[ChunkGroup]) -> tuple[int, frozenset[int], frozenset[int]]:
+        optimizer, indices = self._optimizer, frozenset(group.index for group in groups)
+        home = at_home(session, groups, optimizer.overlap.update_on, optimizer.rule.num_stages)
+        staying = indices if staying_updates.may_use_up(optimizer) else frozenset[int]()
+        return optimizer.rule.num_stages, indices - home, staying
+
     def stages_in_slots(self, session: Session, group: int) -> int:
+        if group in session.store.resident:
+            return int(staying_updates.is_ready(self._optimizer, session, group))
         ready = slot_updates.is_ready(self._optimizer, session, group)
         return self._optimizer.rule.num_stages if ready else 0
 
     def make_ready(self, session: Session, group: int) -> None:
-        slot_updates.make_ready(self._optimizer, session, group)
+        of = staying_updates if group in session.store.resident else slot_updates
+        of.make_ready(self._optimizer, session, group)
 
     def update(self, session: Session, tile: Tile, tiles: Sequence[Tile]) -> None:
-        slot_updates.update_tile(self._optimizer, session, tile, tiles)
+        if tile.group in session.store.resident:
+            staying_updates.update_group(self._optimizer, session, tile.group)
+        else:
+            slot_updates.update_tile(self._optimizer, session, tile, tiles)

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -27,6 +27,9 @@ from chunkc.runtime.parts import part_of
 from chunkc.runtime.updates import HomeUpdate
 from chunkc.runtime.used_gradients import UsedGradient, used_up
 from chunkc.session import Session, managing
+
+if TYPE_CHECKING:
+    from chunkc.optim.staying_updates import StayingGroups
 
 Entry = tuple[torch.Tensor, str, Mapping[str, Any]]
 """A chunked parameter, its name, its parameter group."""
@@ -65,10 +68,16 @@ class BackwardUpdates:
         self._overlap, self._under_way, self._starter = overlap, under_way, starter
         self.accumulating = False
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._staying: weakref.WeakKeyDictionary[Session, StayingGroups] = weakref.WeakKeyDictionary()
         self._known: weakref.WeakKeyDictionary[Session, dict[int, list[Entry]]] = weakref.WeakKeyDictionary()
         self._at_home: weakref.WeakKeyDictionary[Session, frozenset[int]] = weakref.WeakKeyDictionary()
         self._begun: weakref.WeakKeyDictionary[Session, dict[int, tuple[Sequence[Begun], Beginning]]]
         self._begun = weakref.WeakKeyDictionary()
+
+    @property
+    def starter(self) -> Starter | None:
+        """By whom a session's graphs begin this optimizer's updates; None: they do not."""
+        return self._starter if self._overlap.beside_backward else None
 
     @contextmanager
     def announced(self) -> Iterator[None]:
@@ -83,6 +92,7 @@ class BackwardUpdates:
         """Parameter groups or states are others from now on: nothing begins early before the next step has ended."""
         self._known.clear()
         self._at_home.clear()
+        self._staying.clear()
         self.end()
 
     def check_scale(self, scale: GradScale) -> None:
@@ -95,6 +105,7 @@ class BackwardUpdates:
             raise UnsupportedError(
                 "a GradScaler must see all gradients before the first update, but "
                 f'overlap="{self._overlap.mode}" updates during the backward; use overlap="forward"'
+                + (", and load parameters that this backward has updated anew" if self._begun else "")
             )
 
     def prepare(self, optimizer: Any, session: Session, groups: frozenset[int], at_home: frozenset[int]) -> None:
@@ -121,6 +132,15 @@ class BackwardUpdates:
         if self.accumulating or index in self._at_home.get(session, frozenset()):
             return ()
         return self._known.get(session, {}).get(index, ())
+
+    def staying(self, session: Session) -> StayingGroups | None:
+        """What `keep_staying` was told last."""
+        return self._staying.get(session)
+
+    def keep_staying(self, session: Session, groups: StayingGroups) -> None:
+        """Keep which groups of a session stay, and are this optimizer's to update where they are."""
+        self._staying[session] = groups
+        self._sessions.add(session)
 
     def note(self, session: Session, index: int, noted: Sequence[Begun], update: Beginning) -> None:
         """The update of a group begins now, of these parameters."""
@@ -154,8 +174,14 @@ class BackwardUpdates:
         """The groups whose updates have begun in the backward, since the last step."""
         return self._begun.get(session, {})
 
-    def collect(self, optimizer: Any, chunked: dict[Session, dict[int, list[Task]]]) -> dict[Session, frozenset[int]]:
-        """The groups whose updates began in the backward, taken out of `chunked`; they count until `end`.
+    def collect(
+        self,
+        optimizer: Any,
+        chunked: dict[Session, dict[int, list[Task]]],
+        in_place: list[tuple[torch.Tensor, int]],
+    ) -> dict[Session, frozenset[int]]:
+        """The groups whose updates began in the backward, taken out of `chunked` and `in_place` (see `Due`); they count
+        until `end`.
 
         Raises:
             UnsupportedError: gradients or parameters were changed since, or a gradient was used up by a step before.
@@ -163,6 +189,7 @@ class BackwardUpdates:
             OptionsError: hyper-parameters were.
             StreamError: an update was interrupted.
         """
+        staying = {id(parameter): (parameter, number) for parameter, number in in_place}
         try:
             for session, groups in self._begun.items():
                 by_group = chunked.setdefault(session, {})
@@ -173,6 +200,9 @@ class BackwardUpdates:
                         continue
                     tasks = {id(task.parameter): task for task in by_group.pop(index, ())}
                     for note in noted:
+                        if (found := staying.pop(id(note.parameter), None)) is not None:
+                            group = optimizer.param_groups[found[1]]
+                            tasks[id(note.parameter)] = Task(optimizer, note.parameter, note.name, group)
                         _check_unchanged(optimizer, note, tasks.pop(id(note.parameter), None))
                     for task in tasks.values():
                         raise UnsupportedError(f"{task.name} got its gradient {_LATE}")
@@ -182,9 +212,13 @@ class BackwardUpdates:
                     for task in tasks_left:
                         if isinstance(task.parameter.grad, UsedGradient):
                             raise used_up(task.name)
+            for parameter, _ in staying.values():
+                if isinstance(parameter.grad, UsedGradient):
+                    raise parameter.grad.refusal()
         except (UnsupportedError, OptionsError, StreamError):
             self.end()
             raise
+        in_place[:] = staying.values()
         return {session: frozenset(groups) for session, groups in self._begun.items()}
 
     def end(self) -> None:

@@ -17,6 +17,7 @@ from chunkc.ir.states import MASTER, is_scale, num_entries
 from chunkc.optim.memory import aliased_by_gradients, check_in_place, check_strided
 from chunkc.optim.states import Dtypes, initialise
 from chunkc.runtime.parts import part_of
+from chunkc.runtime.used_gradients import gradient_of
 from chunkc.session import Session, managing
 
 
@@ -80,7 +81,8 @@ def due_of(optimizer: Any) -> Due:
             due.changing.append(parameter)
             home = managing(parameter)
             if home is None:
-                check_in_place(optimizer, parameter, parameter.grad)
+                if gradient_of(parameter) is not None:
+                    check_in_place(optimizer, parameter, parameter.grad)
                 due.in_place.append((parameter, index))
                 continue
             session, name = home

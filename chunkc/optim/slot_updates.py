@@ -62,7 +62,7 @@ def is_ready(optimizer: ChunkedOptimizer, session: Session, index: int) -> bool:
     the hyper-parameters make sense."""
     entries = optimizer.in_backward.in_slots(session, index)
     store = session.store
-    if not entries or index in store.resident:
+    if not entries:
         return False
     names = {name for _, name, _ in entries}
     if names != {s.spec.name for s in store.layout.groups[index].slices}:

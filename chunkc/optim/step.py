@@ -71,10 +71,10 @@ def prepare_step(optimizer: ChunkedOptimizer) -> tuple[Due, list[Prepared]]:
 def _prepared(optimizer: ChunkedOptimizer) -> tuple[Due, list[Prepared]]:
     while True:
         due = due_of(optimizer)
-        begun = optimizer.in_backward.collect(optimizer, due.chunked)
+        begun = optimizer.in_backward.collect(optimizer, due.chunked, due.in_place)
         try:
             return due, [
-                _prepare(optimizer, session, by_group, begun.get(session, frozenset()))
+                _prepare(optimizer, session, by_group, begun.get(session, frozenset()) - session.store.resident)
                 for session, by_group in due.chunked.items()
             ]
         except ResidentsLeft:
@@ -161,11 +161,21 @@ def job_of(
     return at_home(optimizer, session, index, spans, scale)
 
 
-def update_in_place(optimizer: ChunkedOptimizer, tasks: Sequence[tuple[torch.Tensor, int]], scale: GradScale) -> None:
-    """Update parameters that do not move, given with the index of their parameter group."""
+def update_in_place(
+    optimizer: ChunkedOptimizer,
+    tasks: Sequence[tuple[torch.Tensor, int]],
+    scale: GradScale,
+    numbers: Mapping[torch.Tensor, int] | None = None,
+) -> None:
+    """Update parameters that do not move, given with the index of their parameter group.
+
+    Args:
+        numbers: each parameter's place among all of the optimizer's, where it is known.
+    """
     groups = optimizer.param_groups
     states = [optimizer.state_on_tier(parameter, groups[index]) for parameter, index in tasks]
-    numbers = {p: number for number, p in enumerate(part_of(p) for group in groups for p in group["params"])}
+    if numbers is None:
+        numbers = {p: number for number, p in enumerate(part_of(p) for group in groups for p in group["params"])}
     known: dict[tuple[int, int], Any] = {}
 
     def hyper_at(index: int, step: int) -> Any:

@@ -16,10 +16,11 @@ from chunkc.known_needs import Needs
 from chunkc.moving import stay
 from chunkc.optim.rule import TileUpdate
 from chunkc.plans import UpdatePlan, update_plan
-from chunkc.policy import UpdateDue, UpdateRequest, decide
+from chunkc.policy import decide
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
 from chunkc.runtime.store import ChunkStore
 from chunkc.session import Session
+from chunkc.situation import UpdateDue, UpdateRequest
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,12 @@ def prepare_updates(session: Session, groups: Iterable[int], *, num_stages: int 
         session.store.reserve_states(group)
     session.live.watch(session.store.take_gradients_home())
     situation, held_nbytes = session.situation, session.live.beside_update()
-    asked = UpdateRequest(situation, in_order, held_nbytes, num_stages)
+    spent = session.early.spent(session, frozenset(), frozenset(), ())
+    asked = UpdateRequest(situation, in_order, held_nbytes, num_stages, spent)
     found = session.update_plans.find(asked.key)
     if found is None:
         try:
-            decision = decide(situation, UpdateDue(in_order, held_nbytes, num_stages))
+            decision = decide(situation, UpdateDue(in_order, held_nbytes, num_stages, spent))
         except BudgetError as error:
             raise session.known.named(error, situation.layout, Needs(), situation.num_graphs) from None
         if decision.request is None:

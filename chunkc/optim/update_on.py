@@ -15,10 +15,15 @@ UPDATE_ON = (AUTO, DEVICE, CPU)
 
 
 def groups_at_home(session: Session, groups: Sequence[int], update_on: str, num_stages: int = 1) -> frozenset[int]:
-    """Those of the groups that the CPU updates where they are at home (see `divided`)."""
+    """Those of a session's groups that the CPU updates where they are at home (see `divided`)."""
     layout = session.store.layout
+    return at_home(session, [layout.groups[index] for index in groups], update_on, num_stages)
+
+
+def at_home(session: Session, groups: Sequence[ChunkGroup], update_on: str, num_stages: int = 1) -> frozenset[int]:
+    """Those of the groups that the CPU updates at home where they move."""
     return divided(
-        [layout.groups[index] for index in groups],
+        groups,
         update_on,
         home=session.options.home,
         on_cuda=session.device.type != "cpu",

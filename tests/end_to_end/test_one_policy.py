@@ -24,15 +24,8 @@ from chunkc.machines.presets import load_hardware
 from chunkc.optim import update
 from chunkc.optim.update import PreparedUpdate
 from chunkc.options import Options, parse_options
-from chunkc.policy import (
-    Event,
-    Situation,
-    StepDecision,
-    StepRequest,
-    UpdateDecision,
-    UpdateRequest,
-)
 from chunkc.session import Session, sessions_of
+from chunkc.situation import Event, Situation, StepDecision, StepRequest, UpdateDecision, UpdateRequest
 from chunkc.steps import SizedStep
 
 ALL = CASES | MORE_CASES

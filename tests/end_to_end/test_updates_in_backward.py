@@ -85,7 +85,7 @@ def test_the_same_bits_within_the_limit(name: str) -> None:
     budget = minimum_nbytes(name) * 6 // 5
     found, expected = train(name, budget, "backward"), train(name, budget, "none")
     assert not differences([found.losses, found.weights], [expected.losses, expected.weights])
-    assert found.updated
+    assert found.updated or name == "sometimes_unused", "of which no chunk has all its gradients in one backward"
     assert found.report.predicted_peak_nbytes <= budget
     assert found.measured_peak_nbytes <= budget
 

@@ -7,69 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import array, compile_case, differences, session_of
-from optim_models import results
-from overlap_cases import case, minimum_nbytes
-from torch import Tensor
+from harness import differences
+from slot_cases import ADAMW, Subject, trained
 
 import chunkc
 from chunkc.runtime.used_gradients import UsedGradient
 
 pytestmark = pytest.mark.timeout(120)
-
-ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
-
-
-class Subject:
-    """A model of four chunks, compiled with so many bytes more than its minimum."""
-
-    def __init__(
-        self,
-        overlap: str,
-        spare_nbytes: int = 1 << 16,
-        dtype: torch.dtype = torch.float32,
-        optimizer: Any = chunkc.optim.AdamW,
-        arguments: dict[str, Any] = ADAMW,
-        **options: Any,
-    ) -> None:
-        self.case = case(dtype)
-        budget = minimum_nbytes(self.case) + spare_nbytes
-        self.model, self.compiled = compile_case(self.case, memory_budget=budget, whole_graph="never", **options)
-        self.session, self.store = session_of(self.model), session_of(self.model).store
-        self.optimizer = optimizer(self.model.parameters(), overlap=overlap, **arguments)
-
-    def backward(self, batch: int) -> Tensor:
-        loss = self.compiled(**self.case.batch(batch))
-        loss.backward()
-        return loss
-
-    def step(self, batch: int) -> Any:
-        found = array(self.backward(batch))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return found
-
-    @property
-    def used(self) -> set[int]:
-        """Groups whose gradients were used up."""
-        names = {name for name, p in self.store.parameters().items() if isinstance(p.grad, UsedGradient)}
-        return set(self.store.layout.groups_of(names))
-
-    @property
-    def moving(self) -> set[int]:
-        """Groups that are at home, of which there are some."""
-        found = {group.index for group in self.store.layout.groups} - self.store.resident
-        assert found
-        return found
-
-    def state(self) -> list[Any]:
-        return results(self.model, self.optimizer)
-
-
-def trained(overlap: str, *args: Any, num_steps: int = 4, **options: Any) -> tuple[list[Any], Subject]:
-    made = Subject(overlap, *args, **options)
-    losses = [made.step(batch) for batch in range(num_steps)]
-    return [*losses, *made.state()], made
 
 
 @functools.cache

@@ -20,7 +20,8 @@ from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.layout import lay_out
 from chunkc.passes.planning import check_minimum, choose_whole, whole_beside
 from chunkc.plans import step_plan, update_plan
-from chunkc.policy import Forms, GraphCaptured, PhaseCalled, Situation, StepDecision, UpdateDue, decide
+from chunkc.policy import decide
+from chunkc.situation import Forms, GraphCaptured, PhaseCalled, Situation, StepDecision, UpdateDue
 
 HUGE = 1 << 40
 SEGMENTS = {name: CompiledSegment(MODULES[name], memory) for name, memory in MEMORIES.items()}

@@ -1,0 +1,234 @@
+"""`overlap="backward"` where there is room for what stays, but not for its gradients: the backward uses these up."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from harness import differences
+from slot_cases import ADAMW, Subject, trained
+
+import chunkc
+from chunkc.optim import staying_updates
+from chunkc.runtime.used_gradients import UsedGradient
+
+pytestmark = pytest.mark.timeout(120)
+
+WITHOUT_GRADIENTS = 170_000
+"""Bytes beside the minimum with which all four chunks stay, but not their gradients."""
+
+
+def stayed(made: Subject) -> bool:
+    """Whether all stays, and the latest backward has updated it."""
+    return made.store.resident == made.used == {0, 1, 2, 3}
+
+
+def test_all_stays_that_moves_else_with_the_same_bits() -> None:
+    found, made = trained("backward", WITHOUT_GRADIENTS)
+    expected, moving = trained("none", WITHOUT_GRADIENTS)
+    assert not differences(found, expected)
+    assert moving.moving
+    made.backward(4)
+    assert stayed(made)
+    assert (made.store.traffic.to_device_nbytes, made.store.traffic.to_home_nbytes) == (0, 0)
+
+
+def test_where_gradients_have_room_the_step_updates() -> None:
+    made = Subject("backward", 1 << 20)
+    made.step(0)
+    made.backward(1)
+    assert (made.store.resident, made.used) == ({0, 1, 2, 3}, set())
+
+
+RULES: dict[str, tuple[Any, dict[str, Any], torch.dtype, bool]] = {
+    "adamw, bf16, split masters, rounded at random": (
+        chunkc.optim.AdamW,
+        ADAMW | {"stochastic_rounding": True},
+        torch.bfloat16,
+        True,
+    ),
+    "sgd with momentum": (chunkc.optim.SGD, {"lr": 1e-2, "momentum": 0.9}, torch.float32, True),
+    "lamb needs norms first": (chunkc.optim.LAMB, {"lr": 1e-2}, torch.float32, False),
+    "8 bits need memory": (chunkc.optim.AdamW, ADAMW | {"moments_dtype": "int8"}, torch.float32, False),
+}
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_has_the_same_bits(name: str) -> None:
+    kind, arguments, dtype, uses_up = RULES[name]
+    options: dict[str, Any] = {"optimizer": kind, "arguments": arguments, "dtype": dtype, "num_steps": 3}
+    used = False
+    for spare_nbytes in range(0, 240_000, 30_000):
+        found, made = trained("backward", spare_nbytes, **options)
+        assert not differences(found, trained("none", spare_nbytes, **options)[0])
+        made.backward(4)
+        used |= bool(made.used & made.store.resident)
+    assert used == uses_up
+
+
+def test_who_accumulates_sends_residents_home() -> None:
+    def train(overlap: str) -> tuple[list[Any], Subject]:
+        made = Subject(overlap, WITHOUT_GRADIENTS)
+        for step in range(2):
+            with made.optimizer.accumulating():
+                made.backward(2 * step)
+                assert not made.used
+            made.backward(2 * step + 1)
+            made.optimizer.step()
+            made.optimizer.zero_grad()
+        return made.state(), made
+
+    (found, made), (expected, _) = train("backward"), train("none")
+    assert not differences(found, expected)
+    assert made.moving
+
+
+def test_a_hook_sends_its_group_home() -> None:
+    """Or as many as it takes for its gradient."""
+
+    def train(overlap: str) -> tuple[list[Any], Subject]:
+        made = Subject(overlap, WITHOUT_GRADIENTS)
+        made.model.get_parameter("layers.1.weight").register_hook(lambda grad: grad * 2)
+        return [*[made.step(batch) for batch in range(3)], *made.state()], made
+
+    (found, made), (expected, _) = train("backward"), train("none")
+    assert not differences(found, expected)
+    made.backward(3)
+    assert not isinstance(made.model.get_parameter("layers.1.weight").grad, UsedGradient)
+    assert made.used
+
+
+def test_gradients_that_are_there_already_are_added_to() -> None:
+    def train(overlap: str) -> list[Any]:
+        made = Subject(overlap, WITHOUT_GRADIENTS)
+        made.step(0)
+        for parameter in made.model.parameters():
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        made.backward(1)
+        assert not made.used & made.store.resident
+        made.optimizer.step()
+        return made.state()
+
+    assert not differences(train("backward"), train("none"))
+
+
+def test_a_used_gradient_refuses_whoever_needs_it() -> None:
+    made = Subject("backward", WITHOUT_GRADIENTS)
+    made.backward(0)
+    assert stayed(made), "of the first step, too"
+    weight = made.model.get_parameter("layers.2.weight")
+    for use in (
+        lambda: torch.nn.utils.clip_grad_norm_(made.model.parameters(), 1.0),
+        lambda: weight.grad.clone(),
+        lambda: made.optimizer.zero_grad(set_to_none=False),
+    ):
+        with pytest.raises(chunkc.UnsupportedError, match=r"gradient of layers.*was used up.*zero_grad"):
+            use()
+    with pytest.raises(chunkc.UnsupportedError, match=r"call optimizer.step\(\) after each backward"):
+        made.compiled(**made.case.batch(2))
+    made.optimizer.step()
+    with pytest.raises(chunkc.UnsupportedError, match=r"gradient of layers.*was used up"):
+        made.optimizer.step()
+    with pytest.raises(chunkc.UnsupportedError, match=r"gradient of layers.*was used up"):
+        made.backward(2)
+    made.optimizer.zero_grad()
+    made.step(2)
+
+
+def change_a_parameter(made: Subject) -> None:
+    with torch.no_grad():
+        made.model.get_parameter("layers.2.weight").clamp_(-0.1, 0.1)
+
+
+def drop_a_gradient(made: Subject) -> None:
+    made.model.get_parameter("layers.2.weight").grad = None
+
+
+def change_the_rate(made: Subject) -> None:
+    made.optimizer.param_groups[0]["lr"] = 0.5
+
+
+@pytest.mark.parametrize("change", [change_a_parameter, drop_a_gradient, change_the_rate])
+def test_changes_after_the_update_are_refused(change: Any) -> None:
+    made = Subject("backward", WITHOUT_GRADIENTS)
+    made.step(0)
+    made.backward(1)
+    assert stayed(made)
+    change(made)
+    with pytest.raises((chunkc.UnsupportedError, chunkc.OptionsError), match=r"layers.*after its update had begun"):
+        made.optimizer.step()
+
+
+def test_an_update_that_is_interrupted_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Subject("backward", WITHOUT_GRADIENTS)
+    made.step(0)
+    loss, update, ran = made.compiled(**made.case.batch(1)), staying_updates.update_in_place, []
+
+    def interrupted(*args: Any) -> None:
+        ran.append(args)
+        if len(ran) == 2:
+            raise KeyboardInterrupt
+        update(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staying_updates, "update_in_place", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+    with pytest.raises(chunkc.UnsupportedError, match=r"call optimizer.step\(\) after each backward"):
+        made.compiled(**made.case.batch(2))
+    with pytest.raises(chunkc.StreamError, match=r"interrupted in the backward and is half done"):
+        made.optimizer.step()
+    made.optimizer.zero_grad()
+    made.step(2)
+
+
+def test_a_loss_scale_is_refused_and_says_what_has_happened() -> None:
+    made = Subject("backward", WITHOUT_GRADIENTS)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    loss = made.compiled(**made.case.batch(0))
+    scaler.scale(loss).backward()
+    with pytest.raises(chunkc.UnsupportedError, match=r"was used up|load parameters that this backward has updated"):
+        scaler.step(made.optimizer)
+
+
+def test_a_checkpoint_that_is_loaded_goes_on_with_the_same_bits() -> None:
+    def train(overlap: str) -> list[Any]:
+        first = Subject(overlap, WITHOUT_GRADIENTS)
+        first.step(0)
+        model, optimizer = copy.deepcopy(first.model.state_dict()), copy.deepcopy(first.optimizer.state_dict())
+        made = Subject(overlap, WITHOUT_GRADIENTS)
+        made.model.load_state_dict(model)
+        made.optimizer.load_state_dict(optimizer)
+        made.step(1)
+        made.backward(2)
+        assert overlap == "none" or stayed(made)
+        made.optimizer.step()
+        return made.state()
+
+    assert not differences(train("backward"), train("none"))
+
+
+def test_evaluation_between_steps_sends_nobody_home() -> None:
+    made = Subject("backward", WITHOUT_GRADIENTS)
+    for batch in range(3):
+        made.model.eval()
+        with torch.no_grad():
+            made.compiled(**made.case.batch(9))
+        made.model.train()
+        made.step(batch)
+    made.backward(3)
+    assert stayed(made)
+
+
+def test_the_plan_says_what_is_used_to_the_byte() -> None:
+    made = Subject("backward", WITHOUT_GRADIENTS, codegen="eager")
+    made.step(0)
+    made.backward(1)
+    record = made.session.records.latest["backward"]
+    updates = [m for m in record.plan.moments if m.name.startswith("update.")]
+    assert [m.slot_nbytes for m in updates] == [0] * 4
+    assert all(m.used_up for m in updates)
+    assert record.plan.predicted_peak_nbytes <= made.session.budget_nbytes
