@@ -5,7 +5,9 @@ into *gaps*: an item between two of its uses. Of each gap a part is kept, copied
 forward saved, made again by its call. Between calls, time is cut into windows; copies have a rate in each, and nothing
 is in memory before it has been copied there, or gone before it has been copied away. All of it is relaxed to real
 numbers: a part of an item may stay, copies may be cut anywhere, calls run again need nothing but their seconds. What a
-real schedule does is a solution of the program, so its time is no less.
+real schedule does is a solution of the program, so its time is no less. A schedule is one of a step that ends with
+everything up to date where it belongs, as anyone may read it then: what a step has changed is copied home within it.
+States are changed once their gradient is complete. Until then what has come of them takes room.
 
     capacity    at the fullest call of each window: what calls need, what is kept and what is on its way fit the budget
     links       bytes of a window's copies, each way, at the link's rate: no longer than the window
@@ -65,10 +67,12 @@ class UpdateWork:
     Attributes:
         early: a group may be updated as soon as its gradient is complete; else after the backward.
         group_nbytes: of each group's states, written and read once a step.
+        group_calls: the call that completes each group's gradient.
     """
 
     seconds: float
     group_nbytes: tuple[int, ...]
+    group_calls: tuple[int, ...]
     early: bool
 
 
@@ -156,9 +160,8 @@ def lower_bound(
     when_again = {call: {w: new(1)[0] for w in _backward_windows(window_of, problem.num_forward)} for call in again}
     update = new(num_passes + 1)
     staying = new(len(problem.update.group_nbytes))
-    states_in, states_out = new(num_passes + 1), new(num_passes + 1)
-    inward: list[dict[int, float]] = [{states_in[w]: 1.0} for w in range(num_passes + 1)]
-    outward: list[dict[int, float]] = [{states_out[w]: 1.0} for w in range(num_passes + 1)]
+    inward: list[dict[int, float]] = [{} for _ in range(num_passes + 1)]
+    outward: list[dict[int, float]] = [{} for _ in range(num_passes + 1)]
     # In each window, what part of a gap is there: the sum of these columns.
     held: list[list[tuple[Gap, dict[int, float]]]] = [[] for _ in range(num_passes + 1)]
     for place, gap in enumerate(problem.gaps):
@@ -168,13 +171,14 @@ def lower_bound(
         flows_in = new(len(spans)) if gap.is_read else range(0)
         if gap.is_read:
             matrix.add(brought | dict.fromkeys(flows_in, 1.0), 1.0, np.inf)
-        flows_out = new(len(spans)) if gap.is_dirty else range(0)
+        within = len(spans) if gap.begin < gap.end else stepping + 1 - spans[0]
+        flows_out = new(within) if gap.is_dirty else range(0)
         if gap.is_dirty:
             matrix.add(brought | dict.fromkeys(flows_out, 1.0), 1.0, np.inf)
         for order, window in enumerate(spans):
             if gap.is_read:
                 inward[window][flows_in[order]] = size
-            if gap.is_dirty:
+            if gap.is_dirty and order < within:
                 outward[window][flows_out[order]] = size
             parts = {kept[place]: 1.0} | dict.fromkeys(flows_in[:order], 1.0)
             if gap.is_dirty:
@@ -183,10 +187,22 @@ def lower_bound(
                 matrix.add({waiting: 1.0} | brought | dict.fromkeys(flows_out[: order + 1], 1.0), 1.0, np.inf)
                 parts[waiting] = 1.0
             held[window].append((gap, parts))
-    states = [nbytes / nbytes_unit for nbytes in problem.update.group_nbytes]
-    resident = dict(zip(staying, states))
-    matrix.add(dict.fromkeys(states_in, 1.0) | resident, sum(states), np.inf)
-    matrix.add(dict.fromkeys(states_out, 1.0) | resident, sum(states), np.inf)
+    states_held: list[dict[int, float]] = [{} for _ in range(num_passes + 1)]
+    for stays, nbytes, call in zip(staying, problem.update.group_nbytes, problem.update.group_calls, strict=True):
+        size, first = nbytes / nbytes_unit, window_of[call] if problem.update.early else stepping
+        flows_in, flows_out = new(num_passes + 1), new(num_passes + 1 - first)
+        for flows in (flows_in, flows_out):
+            matrix.add({stays: 1.0} | dict.fromkeys(flows, 1.0), 1.0, np.inf)
+        for window in range(num_passes + 1):
+            inward[window][flows_in[window]] = size
+            gone = flows_out[: max(0, window + 1 - first)]
+            if gone:
+                outward[window][gone[-1]] = size
+                matrix.add(dict.fromkeys(flows_in[: window + 1], 1.0) | dict.fromkeys(gone, -1.0), 0.0, np.inf)
+            there = new(1)[0]  # what has come before this window, less what has gone by its end; at least nothing
+            came = dict.fromkeys(flows_in[:window], -1.0)
+            matrix.add({there: 1.0} | came | dict.fromkeys(gone, 1.0), 0.0, np.inf)
+            states_held[window] |= {stays: size, there: size}
     if problem.update.early:
         matrix.add(dict.fromkeys(update, 1.0), problem.update.seconds, np.inf)
     else:
@@ -200,15 +216,12 @@ def lower_bound(
     for call, columns in when_again.items():
         matrix.add({again[call]: -1.0} | dict.fromkeys(columns.values(), 1.0), 0.0, np.inf)
     for window in range(num_passes + 1):
-        ahead = {} if problem.update.early else dict.fromkeys(states_in[:window], 1.0)
         for at in _tightest(problem, window_of, window):
-            terms = dict(resident)
+            terms = dict(states_held[window])
             for gap, parts in held[window]:
                 if _covers(gap, at, len(calls)):
                     for column, value in parts.items():
                         terms[column] = terms.get(column, 0.0) + value * gap.nbytes / nbytes_unit
-            for column, value in ahead.items():
-                terms[column] = terms.get(column, 0.0) + value
             room = problem.capacity_nbytes - (calls[at].nbytes if at < len(calls) else 0)
             matrix.add(terms, -np.inf, room / nbytes_unit)
     costs = np.zeros(num)

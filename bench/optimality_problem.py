@@ -44,6 +44,7 @@ def problem_of(
     states = tuple(
         sum(group.nbytes(kind) for kind in group.update_kinds if kind not in (PARAM, GRAD)) for group in trained
     )
+    last = {item.group: at for at, one in enumerate(positions) for item in one.items}
     staying = replace(step, tiles=(), update=None, resident=everything(layout), at_home=frozenset())
     update_s = updates.nbytes(staying)[STAYING] / hardware.update_bytes_per_s
     rates = {link.name: link.bytes_per_s for link in hardware.links}
@@ -54,7 +55,7 @@ def problem_of(
         ),
         num_forward=num_forward,
         gaps=tuple(gap for gap in gaps if gap.begin != gap.end or gap.begin >= num_calls),
-        update=UpdateWork(update_s, states, early),
+        update=UpdateWork(update_s, states, tuple(last[group.index] for group in trained), early),
         capacity_nbytes=budget_nbytes - fixed_nbytes(layout, frozenset()),
         inward=rates[TO_DEVICE],
         outward=rates[TO_HOME],

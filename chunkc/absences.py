@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from chunkc.captured import Captured, profile
+from chunkc.host_room import HostFull, check_copies
 from chunkc.ir.chunks import GRAD, ChunkLayout
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
@@ -29,7 +30,7 @@ def leanest_absence(captured: Captured, activations: Activations, layout: ChunkL
         return ALL_PRESENT
     if activations == "offload":
         return _all_copied(captured)
-    again = Absence(rerun=up_to(captured.repeatable, _cuts(captured, layout)))
+    again = _all_again(captured, layout)
     if activations == "rerun":
         return again
     ways = (_all_copied(captured), again, _all_copied(captured, again.rerun))
@@ -42,9 +43,14 @@ def leanest_form(captured: Captured, activations: Activations, layout: ChunkLayo
 
 
 def absences(captured: Captured, activations: Activations, layout: ChunkLayout) -> tuple[Absence, ...]:
-    """What may be absent whatever the budget is, in the order in which it is tried; `quickest` finds all between."""
+    """What may be absent whatever the budget is, in the order in which it is tried; `quickest` finds all between.
+
+    Under "auto" the last one copies nothing: the host may have no room for copies.
+    """
     least = leanest_absence(captured, activations, layout)
-    return tuple(dict.fromkeys((ALL_PRESENT, least) if activations in ("keep", "auto") else (least,)))
+    if activations == "auto":
+        return tuple(dict.fromkeys((ALL_PRESENT, least, _all_again(captured, layout))))
+    return tuple(dict.fromkeys((ALL_PRESENT, least) if activations == "keep" else (least,)))
 
 
 def step_s(
@@ -116,12 +122,22 @@ class Mixes:
 
     Args:
         allowed: groups that may stay.
-        budget_nbytes: less what others hold.
+        held_nbytes: of the budget, by others.
+        hardware: its host's memory has the copies.
     """
 
-    def __init__(self, captured: Captured, layout: ChunkLayout, allowed: Collection[int], budget_nbytes: int) -> None:
-        self._captured, self._layout, self._budget_nbytes = captured, layout, budget_nbytes
+    def __init__(
+        self,
+        captured: Captured,
+        layout: ChunkLayout,
+        allowed: Collection[int],
+        budget_nbytes: int,
+        held_nbytes: int,
+        hardware: Hardware,
+    ) -> None:
+        self._captured, self._layout, self._budget_nbytes = captured, layout, budget_nbytes - held_nbytes
         self._allowed, self._cuts = evenly_spread(allowed), _cuts(captured, layout)
+        self._hardware, self._whole_budget_nbytes = hardware, budget_nbytes
         self._known_nbytes: dict[frozenset[int], int] = {}
         self.most = len(self._allowed), len(self._cuts) + 1 if self._cuts else 0
         """The most groups and stretches."""
@@ -134,6 +150,14 @@ class Mixes:
             return Absence(away)
         again = self._spread(rerun, 1 + max(map(self._stretch, away), default=-1))
         return Absence(self._copied(self._captured.without(Absence(rerun=again)), resident), again)
+
+    def is_best(self, absent: Absence, resident: frozenset[int]) -> bool:
+        """Whether nothing can be quicker: all that may stay does."""
+        return not absent and resident == frozenset(self._allowed)
+
+    def check_host(self, absent: Absence, resident: frozenset[int]) -> None:
+        """Whether the host has room for the copies. Raises `HostFull` where it has not."""
+        check_copies(self._captured.without(absent), self._layout, resident, self._hardware, self._whole_budget_nbytes)
 
     def _copied(self, lean: Captured, resident: frozenset[int]) -> frozenset[str]:
         """What goes home of a graph that drops some values."""
@@ -176,16 +200,21 @@ def first_that_fits(ways: Iterable[Tried], decided: Callable[[Tried], Found]) ->
     """What follows from the first way that fits.
 
     Raises:
-        BudgetError: none does; it is that of the way that needs the least.
+        BudgetError: none does; it is that of the way that needs the least, and says where the host is too full for
+            another.
     """
     refused: list[BudgetError] = []
+    full = ""
     for way in ways:
         try:
             return decided(way)
         except BudgetError as error:
             refused.append(error)
+        except HostFull as error:
+            full = str(error)
     try:
-        raise min(refused, key=lambda error: error.minimum_nbytes)
+        least = min(refused, key=lambda error: error.minimum_nbytes)
+        raise least.beside(full) if full else least
     finally:
         refused.clear()  # an error keeps this frame, and would keep itself
 
@@ -195,28 +224,39 @@ def first_or_quickest(
     mixes: Mixes | None,
     decided: Callable[[Absence], Found],
     seconds: Callable[[Found, float], float],
-    is_best: Callable[[Found], bool],
+    resident: Callable[[Found], frozenset[int]],
 ) -> Found:
     """What follows from the first way that fits; with `mixes`, from the quickest of the ways and these.
 
     Args:
-        ways: the last one needs the least.
+        ways: without any value absent comes first.
         seconds: of what follows, where they are no more than that many.
-        is_best: the first way that fits is not compared with others.
+        resident: groups that stay there.
 
     Raises:
         BudgetError: see `first_that_fits`.
     """
-    first = first_that_fits(ways, decided)
-    if mixes is None or not ways[-1] or is_best(first):
-        return first
+
+    def checked(absent: Absence) -> Found:
+        found = decided(absent)
+        if mixes is not None:
+            mixes.check_host(absent, resident(found))
+        return found
 
     def timed(absent: Absence, most_s: float) -> tuple[float, Found] | None:
-        with suppress(BudgetError):
-            found = decided(absent)
+        with suppress(BudgetError, HostFull):
+            found = checked(absent)
             return seconds(found, most_s), found
         return None
 
+    try:
+        absent, first = first_that_fits(ways, lambda way: (way, checked(way)))
+    except BudgetError as error:
+        if mixes is None or not error.elsewhere or (best := quickest(mixes, timed)) is None:
+            raise
+        return best[1]  # fewer copies, for which the host has room
+    if mixes is None or not any(ways) or mixes.is_best(absent, resident(first)):
+        return first
     best = quickest(mixes, timed)
     found = [timed(way, math.inf if best is None else best[0] * BARELY_MORE) for way in ways]
     return min((one for one in (*found, best) if one is not None), key=lambda one: one[0])[1]
@@ -271,6 +311,10 @@ def _grid(groups: int, stretches: int) -> Sequence[tuple[int, int]]:
 
 def _all_copied(captured: Captured, rerun: frozenset[str] = frozenset()) -> Absence:
     return Absence(frozenset(one.storage for one in captured.without(Absence(rerun=rerun)).may_leave), rerun)
+
+
+def _all_again(captured: Captured, layout: ChunkLayout) -> Absence:
+    return Absence(rerun=up_to(captured.repeatable, _cuts(captured, layout)))
 
 
 def _needed_nbytes(captured: Captured, absence: Absence, layout: ChunkLayout) -> int:

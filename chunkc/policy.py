@@ -171,7 +171,7 @@ def _chosen(
         return decision(around)
     layout, hardware, mixes = replace(now.layout, spent=around.spent), now.hardware, None
     if now.activations == "auto" and hardware is not None:
-        mixes = Mixes(captured, layout, allowed, now.budget_nbytes - held_nbytes)
+        mixes = Mixes(captured, layout, allowed, now.budget_nbytes, held_nbytes, hardware)
 
     def seconds(one: StepDecision, most_s: float) -> float:
         assert hardware is not None
@@ -184,7 +184,7 @@ def _chosen(
         mixes,
         lambda absent: decision(replace(around, absent=absent)),
         seconds,
-        lambda one: not one.request.around.absent and one.situation.resident == allowed,
+        lambda one: one.situation.resident,
     )
 
 

@@ -23,6 +23,10 @@ from chunkc.ir.updates import tile_traffic, update_stages
 from chunkc.passes.planning import fixed_nbytes
 from chunkc.passes.update_planning import MIN_TILE_NUMEL, tile_numel
 
+MAX_TILE_NUMEL = 1 << 22
+"""A tile's most elements. Those of an optimizer's step may be larger: here tiles stand between calls that need the
+room, and one that is smaller is gone, and the next one there, sooner."""
+
 
 def with_waiting(backward: Sequence[Position], layout: ChunkLayout) -> tuple[Position, ...]:
     """A backward's calls, each with the gradients that wait for the update of a group whose gradients are spent.
@@ -161,7 +165,7 @@ def _update(
     if any(p.non_model_nbytes + sum(map(sizes, p.items)) > room_nbytes for p in positions(smallest, smallest)):
         return []
     spare_nbytes = room_nbytes - after.left_nbytes - sizes(Chunk(PARAM, index)) - sizes(Chunk(GRAD, index))
-    return positions(tile_numel(group, spare_nbytes), group.numel)
+    return positions(tile_numel(group, spare_nbytes, MAX_TILE_NUMEL), group.numel)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from statistics import median_high
 
 from chunkc.ir.chunks import ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
 from chunkc.ir.errors import OptionsError
@@ -39,11 +40,15 @@ def blocks_in_order(specs: Iterable[ParamSpec]) -> list[list[ParamSpec]]:
 
 
 def auto_chunk_nbytes(specs: Sequence[ParamSpec]) -> int:
-    """One repeated block per chunk; without repetition, a sixteenth of the model but no less than a tensor."""
+    """One repeated block per chunk; without repetition, a sixteenth of the model but no less than a tensor.
+
+    Where blocks differ, as those of a U-Net do, half of them are no larger than that, and the others are torn: each of
+    a few huge chunks would have to stay as a whole, or to move as a whole through what little room is left.
+    """
     total = sum(spec.whole_nbytes for spec in specs)
     repeated = [block for block in blocks_in_order(specs) if block_of(block[0].name)[1]]
     if repeated:
-        wanted = max(max(_room(block) for block in repeated), total // 64)
+        wanted = max(median_high(_room(block) for block in repeated), total // 64)
     else:
         wanted = max(max((spec.whole_nbytes for spec in specs), default=0), total // 16)
     return max(4096, -(-wanted // 4096) * 4096)

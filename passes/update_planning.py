@@ -41,10 +41,11 @@ def update_tiles(
     return tuple(tiles)
 
 
-def tile_numel(group: ChunkGroup, capacity_nbytes: int) -> int:
-    """Elements of a tile, such that `TILES_AT_ONCE` fit where that is possible."""
+def tile_numel(group: ChunkGroup, capacity_nbytes: int, most_numel: int = MAX_TILE_NUMEL) -> int:
+    """Elements of a tile, such that `TILES_AT_ONCE` fit where that is possible; more than `most_numel` only where there
+    would be too many tiles."""
     fitting = capacity_nbytes // (group.update_nbytes_per_element * TILES_AT_ONCE)
-    largest = max(MAX_TILE_NUMEL, -(-group.numel // MAX_NUM_TILES))
+    largest = max(most_numel, -(-group.numel // MAX_NUM_TILES))
     return max(MIN_TILE_NUMEL, min(largest, fitting) // MIN_TILE_NUMEL * MIN_TILE_NUMEL)
 
 

@@ -31,7 +31,8 @@ from chunkc.explaining.replay import Replay
 from chunkc.explaining.updates import Updates
 from chunkc.explaining.why import why_is
 from chunkc.garbage import no_automatic_collection
-from chunkc.ir.chunks import PARAM, ChunkLayout
+from chunkc.host_room import home_nbytes
+from chunkc.ir.chunks import PARAM
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.estimates import largest_of_each
 from chunkc.ir.explanation import Chunks, Explanation
@@ -301,8 +302,8 @@ def explain_step(
         predicted_peak_nbytes=max((m.nbytes for phase in step.phases for m in phase.moments), default=0),
         non_model_peak_nbytes=max((m.non_model_nbytes for run in step.runs for m in run.planned.moments), default=0),
         overhead_nbytes=overhead,
-        home_nbytes=_home_nbytes(layout, step.resident) + leaving_nbytes,
-        disk_nbytes=_home_nbytes(layout, step.resident, layout.is_on_disk)
+        home_nbytes=home_nbytes(layout, step.resident) + leaving_nbytes,
+        disk_nbytes=home_nbytes(layout, step.resident, layout.is_on_disk)
         + (leaving_nbytes if layout.is_on_disk(PARAM) else 0),
         saved_at_home=at_home,
         saved_again=again,
@@ -336,18 +337,6 @@ def explain_step(
         num_ranks=1 if ranks is None else ranks.ranks_per_host,
     )
     return replace(found, host=needs, host_fits=host is None or found.host_needs_nbytes <= host)
-
-
-def _home_nbytes(
-    layout: ChunkLayout, resident: frozenset[int], counts: Callable[[str], bool] = lambda kind: True
-) -> int:
-    """Bytes at home of every group that moves, of those kinds of data that count."""
-    return sum(
-        group.nbytes(kind)
-        for group in layout.groups
-        for kind in (group.update_kinds if group.trainable else group.update_kinds[:1])
-        if group.index not in resident and counts(kind)
-    )
 
 
 def _notes(step: StepPlans, options: Options, hardware: Hardware) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from chunkc.ir.units import format_nbytes
 
@@ -45,6 +46,7 @@ class BudgetError(ChunkcError):
         module: the user's module that operation belongs to ("" for the model itself).
         contents: what fills the memory at the peak, as (label, bytes), largest first.
         covers: what the minimum holds for, where that is not the whole of the step.
+        elsewhere: what would fit the budget, and why it is no choice, if anything would.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class BudgetError(ChunkcError):
         module: str,
         contents: Sequence[tuple[str, int]],
         covers: str = "",
+        elsewhere: str = "",
     ) -> None:
         self.minimum_nbytes = minimum_nbytes
         self.budget_nbytes = budget_nbytes
@@ -63,6 +66,7 @@ class BudgetError(ChunkcError):
         self.module = module
         self.contents = tuple(contents)
         self.covers = covers
+        self.elsewhere = elsewhere
         filled = "".join(f"\n  {format_nbytes(nbytes):>36}  {label}" for label, nbytes in self.contents)
         scope = (
             f" for {covers}: what comes later may need more, and chunkc explain says the minimum of the whole step"
@@ -70,33 +74,36 @@ class BudgetError(ChunkcError):
             else ""
         )
         most_nbytes = sum(nbytes for _, nbytes in self.contents) // 2
+        full = f"\n{elsewhere}" if elsewhere else ""
         advice = _WHERE_VALUES_FILL_IT if dict(self.contents).get(VALUES, 0) > most_nbytes else ""
         super().__init__(
             f"memory_budget is {format_nbytes(budget_nbytes)}; the smallest that works is "
             f"{format_nbytes(minimum_nbytes)}{scope}. The peak is at {moment} in {module or 'the model'}, filled by:"
-            f"{filled}\n{_NOTHING_RAN}{advice}"
+            f"{filled}{full}\n{_NOTHING_RAN}{advice}"
         )
 
     def covering(self, minimum_nbytes: int, covers: str) -> BudgetError:
         """The same error with what else is known: a minimum that is not smaller, and what that holds for."""
-        parts = (self.minimum_nbytes, self.budget_nbytes, self.moment, self.module, self.contents, self.covers)
-        return _rebuild_budget_error((max(minimum_nbytes, parts[0]), *parts[1:5], covers))
+        return self._with(minimum_nbytes=max(minimum_nbytes, self.minimum_nbytes), covers=covers)
+
+    def beside(self, elsewhere: str) -> BudgetError:
+        """The same error with what would fit elsewhere."""
+        return self._with(elsewhere=elsewhere)
+
+    def _with(self, **changes: Any) -> BudgetError:
+        return _rebuild_budget_error({**self._fields, **changes})
+
+    @property
+    def _fields(self) -> dict[str, Any]:
+        names = ("minimum_nbytes", "budget_nbytes", "moment", "module", "contents", "covers", "elsewhere")
+        return {name: getattr(self, name) for name in names}
 
     def __reduce__(self) -> tuple:
-        fields = ("minimum_nbytes", "budget_nbytes", "moment", "module", "contents", "covers")
-        return _rebuild_budget_error, (tuple(getattr(self, field) for field in fields),)
+        return _rebuild_budget_error, (self._fields,)
 
 
-def _rebuild_budget_error(fields: tuple) -> BudgetError:
-    minimum, budget, moment, module, contents, covers = fields
-    return BudgetError(
-        minimum_nbytes=minimum,
-        budget_nbytes=budget,
-        moment=moment,
-        module=module,
-        contents=contents,
-        covers=covers,
-    )
+def _rebuild_budget_error(fields: dict[str, Any]) -> BudgetError:
+    return BudgetError(**fields)
 
 
 class HomeError(ChunkcError, OSError):

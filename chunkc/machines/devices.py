@@ -72,16 +72,18 @@ def memory_of(device: torch.device) -> tuple[int, int]:
 
 
 def hardware_of(device: torch.device) -> Hardware:
-    """Achievable rates of a device: a preset's by its name, else those that were measured, else cautious ones.
+    """Achievable rates of a device: a preset's by its name, else those that were measured, else cautious ones. The
+    host's memory is this machine's.
 
     Raises:
         OptionsError: the file of measured figures cannot be read.
     """
+    host_nbytes, _ = compute_tier_memory()
     if device.type != "cuda":
-        return CPU
+        return replace(CPU, host_memory_nbytes=host_nbytes)
     properties = torch.cuda.get_device_properties(device)
     found = hardware_by_name(properties.name, properties.total_memory, default_hardware_path())
-    return replace(found, capability=(properties.major, properties.minor))
+    return replace(found, capability=(properties.major, properties.minor), host_memory_nbytes=host_nbytes)
 
 
 def hardware_by_name(name: str, memory_nbytes: int, measured: Path) -> Hardware:

@@ -29,7 +29,7 @@ finally:
     sys.path.remove(str(BENCH))
 
 GB = 10**9
-NO_UPDATE = bound.UpdateWork(0.0, (), early=True)
+NO_UPDATE = bound.UpdateWork(0.0, (), (), early=True)
 
 
 def problem(calls: list[tuple[float, int]], gaps: list[bound.Gap], capacity: int, num_forward: int) -> bound.Problem:
@@ -85,11 +85,20 @@ def test_an_update_comes_after_the_backward_unless_it_may_come_early() -> None:
     """Half a gigabyte of states, half of which has room to stay: others come beside the calls, or behind."""
     base = problem([(0.5, 0), (0.5, 0)], [], GB // 4, 1)
     early, late = (
-        bound.lower_bound(replace(base, update=bound.UpdateWork(0.2, (GB // 2,), early=is_early))).seconds
+        bound.lower_bound(replace(base, update=bound.UpdateWork(0.2, (GB // 2,), (1,), early=is_early))).seconds
         for is_early in (True, False)
     )
     assert early == pytest.approx(1.2)
     assert late == pytest.approx(1.25)
+
+
+def test_states_go_home_once_their_gradient_is_complete() -> None:
+    """A gigabyte of states without room to stay: on its way in the second call's half second, and a half more. With
+    room for half of it, that half has come before, but still has to go; with room for all, it stays."""
+    for room, expected in ((0, 1.5), (GB // 2, 1.0), (GB, 1.0)):
+        base = problem([(0.5, 0), (0.5, 0)], [], room, 1)
+        asked = replace(base, update=bound.UpdateWork(0.0, (GB,), (1,), early=True))
+        assert bound.lower_bound(asked).seconds == pytest.approx(expected), room
 
 
 @st.composite

@@ -118,6 +118,18 @@ def test_chosen_chunks_hold_a_block_each() -> None:
     assert [f"h.{i}.a" for i in range(6)] == [g[0] for g in names(layout) if g[0] != "wte.weight"]
 
 
+def test_of_blocks_that_differ_half_are_no_larger_than_a_chunk() -> None:
+    """A few huge blocks are torn, a few tiny ones share."""
+    sizes = [2000, 2000, 3000, 4000, 20_000]
+    specs = [spec(f"up.{i}.{p}", numel // 4) for i, numel in enumerate(sizes) for p in "abcd"]
+    assert 12_000 <= auto_chunk_nbytes(specs) < 12_000 + 4096
+    layout = lay_out(specs)
+    check_invariants(layout, specs)
+    assert names(layout)[-4:] == [[f"up.4.{p}"] for p in "abcd"]
+    alike = [spec(f"up.{i}.a", 3000) for i in range(6)]
+    assert auto_chunk_nbytes(alike) == auto_chunk_nbytes([*alike, spec("norms.0.a", 64), spec("norms.1.a", 64)])
+
+
 def test_without_repetition_a_chunk_holds_the_largest_tensor() -> None:
     specs = [spec("a.weight", 5000), spec("b.weight", 100)]
     assert 20_000 <= auto_chunk_nbytes(specs) < 20_000 + 4096

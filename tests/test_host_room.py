@@ -1,0 +1,118 @@
+"""Under "auto", saved values are copied home only as far as the host's memory has room for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import chunkc
+import chunkc.machines.devices
+from chunkc.host_room import HostFull, check_copies
+from chunkc.ir.errors import BudgetError
+from chunkc.ir.explanation import Explanation
+from chunkc.ir.hardware import CPU, Hardware
+from chunkc.machines.presets import load_hardware
+from chunkc.passes.layout import EMPTY_LAYOUT
+
+WIDTH, ROWS = 256, 4096
+VALUE_NBYTES = 4 * WIDTH * ROWS
+GPU = replace(load_hardware("rtx3090"), host_memory_nbytes=1 << 40)
+
+
+class Layer(nn.Module):
+    """Drawn once: nothing of it runs again, so that what it saves stays or is copied."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.up, self.dropout = nn.Linear(WIDTH, WIDTH, bias=False), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(dropout) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def explained(hardware: Hardware, budget_nbytes: int, dropout: float = 0.0, **options: object) -> Explanation:
+    with torch.device("meta"):
+        model, x = Model(dropout), torch.ones(ROWS, WIDTH)
+    options = {"memory_budget": budget_nbytes, "activations": "auto", "codegen": "eager", **options}
+    return chunkc.explain(model, x, hardware=hardware, **options)
+
+
+def tight_budget(dropout: float = 0.0) -> int:
+    """What fits with about half of the values absent."""
+    least = explained(CPU, 1 << 40, dropout, activations="offload").minimum_budget_nbytes
+    return (least + explained(CPU, 1 << 40, dropout, activations="keep").minimum_budget_nbytes) // 2
+
+
+@pytest.mark.parametrize("home", ["cpu", "disk"])
+def test_copies_keep_to_the_host(home: str) -> None:
+    budget_nbytes = tight_budget(0.5)
+    roomy = explained(replace(CPU, host_memory_nbytes=1 << 40), budget_nbytes, 0.5, home=home)
+    copied = sum(roomy.saved_at_home.values())
+    assert roomy.fits
+    assert copied >= VALUE_NBYTES
+    enough = budget_nbytes + roomy.home_nbytes
+    assert explained(replace(CPU, host_memory_nbytes=enough), budget_nbytes, 0.5, home=home).fits
+    less = explained(replace(CPU, host_memory_nbytes=enough - 1), budget_nbytes, 0.5, home=home)
+    if home == "disk":
+        assert sum(less.saved_at_home.values()) == copied
+    else:
+        assert not less.fits or sum(less.saved_at_home.values()) < copied
+
+
+def test_what_the_host_has_no_room_for_is_made_again() -> None:
+    roomy = explained(GPU, 1 << 30, activations="offload")
+    budget_nbytes = (roomy.minimum_budget_nbytes + explained(GPU, 1 << 30).predicted_peak_nbytes) // 2
+    for host_nbytes in (1, roomy.home_nbytes // 2):
+        found = explained(replace(GPU, host_memory_nbytes=host_nbytes), budget_nbytes)
+        assert found.fits
+        assert found.saved_again
+        assert found.host_fits or not found.saved_at_home
+
+
+def test_where_nothing_else_fits_the_error_says_so() -> None:
+    budget_nbytes = tight_budget(0.5)
+    found = explained(replace(CPU, host_memory_nbytes=budget_nbytes), budget_nbytes, 0.5)
+    assert not found.fits
+    assert found.minimum_budget_nbytes > budget_nbytes
+
+
+@pytest.fixture
+def small_host(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A machine with as much memory as the budget."""
+    nbytes = tight_budget(0.5)
+    monkeypatch.setattr(chunkc.machines.devices, "compute_tier_memory", lambda: (nbytes, nbytes))
+    return nbytes
+
+
+def test_training_goes_by_the_machine_at_hand(small_host: int) -> None:
+    options = {"memory_budget": small_host, "activations": "auto", "codegen": "eager"}
+    model = torch.compile(Model(0.5), backend="chunkc", options=options)
+    with pytest.raises(BudgetError, match="the host's memory") as error:
+        model(torch.ones(ROWS, WIDTH))
+    assert error.value.minimum_nbytes > small_host
+
+
+def test_what_is_known_of_a_host() -> None:
+    seen: Any = SimpleNamespace(absent=(SimpleNamespace(nbytes=100),))
+    check_copies(seen, EMPTY_LAYOUT, frozenset(), replace(CPU, host_memory_nbytes=1100), 1000)
+    check_copies(seen, EMPTY_LAYOUT, frozenset(), replace(GPU, host_memory_nbytes=100), 1000)
+    check_copies(seen, EMPTY_LAYOUT, frozenset(), replace(GPU, host_memory_nbytes=None), 1000)
+    for hardware in (replace(CPU, host_memory_nbytes=1099), replace(GPU, host_memory_nbytes=99)):
+        with pytest.raises(HostFull, match="99"):
+            check_copies(seen, EMPTY_LAYOUT, frozenset(), hardware, 1000)
