@@ -177,8 +177,7 @@ def _chosen(
         assert hardware is not None
         seen, room_nbytes = one.request.around.seen_by(captured), now.budget_nbytes - one.request.held_nbytes
         planned, resident = one.request.situation.layout, one.situation.resident
-        updates = dict(around.updates) or dict.fromkeys(around.spent, 1)  # before a phase is called nobody is asked
-        return step_s(seen, planned, resident, hardware, room_nbytes, updates, most_s)
+        return step_s(seen, planned, resident, hardware, room_nbytes, dict(around.updates), most_s)
 
     return first_or_quickest(
         absences(captured, now.activations, layout),
