@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from run_ranks import ranks
 
 from chunkc.cli import main
 
 SCRIPT = "layer_cases.py"
-NUMBERS_NBYTES = 256
-"""As in `tensor_cases`."""
+NUMBERS_NBYTES = 16
+"""What the loop has of its own beside what is planned."""
 
 
 def check(found: list[dict[str, Any]]) -> None:
@@ -29,18 +30,18 @@ def check(found: list[dict[str, Any]]) -> None:
             assert planned["peak"] <= said["peak"], "less where the optimizer's step is the peak"
             assert planned["home"] <= said["home"]
             assert 0 <= run["measured"] - planned["peak"] <= NUMBERS_NBYTES
-            assert 0 <= min(run["off"]) <= max(run["off"]) <= NUMBERS_NBYTES
             explained, made = run["plans"]
             assert explained == made
 
 
 @pytest.mark.second_tier
 def test_two_rows_of_layers_plan_and_measure_what_was_explained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In stages forced and chosen, with room for all and none to spare. The command, without ranks, says it too."""
     found = ranks(tmp_path, "layers", num_ranks=4, script=SCRIPT)["layers"]
     check(found)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # as on these ranks; some operators take memory for each
     roomy = found[0]["runs"][0]
     subject = f"{Path(__file__).with_name(SCRIPT)}:subject"
     ask = ["explain", subject, "--hardware", "cpu", "--mesh", "1x2x2", "--zero-stage", "3", "--format", "json"]
