@@ -173,7 +173,7 @@ def from_file(text: str, options: ModelOptions) -> Target:
             "dtype": options.dtype,
             "activation_checkpointing": options.activation_checkpointing or None,
         }
-        given = {name: value for name, value in wanted.items() if value is not None}
+        given: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
         missing = [name for name in given if name not in known and not takes_any]
         if missing:
             raise OptionsError(f"{text} has no parameter {missing[0]!r}, so it cannot be given")

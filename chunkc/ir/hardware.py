@@ -367,15 +367,16 @@ class Hardware:
             raise OptionsError(
                 f"{num_ranks} ranks on {num_hosts or 1} hosts: a model has at least one rank on each host"
             )
-        together = {"num_devices": num_ranks, "num_copies": num_copies, "devices_per_layer": devices_per_layer}
-        if self.kind == "cpu":
-            return replace(self, num_hosts=num_hosts or min(self.num_hosts, num_ranks), **together)
         hosts = num_hosts or -(-num_ranks // self.devices_per_host)
-        if hosts > self.num_hosts or -(-num_ranks // hosts) > self.devices_per_host:
+        if self.kind == "cpu":
+            hosts = num_hosts or min(self.num_hosts, num_ranks)
+        elif hosts > self.num_hosts or -(-num_ranks // hosts) > self.devices_per_host:
             where = f" on {num_hosts} hosts" if num_hosts else ""
             has = f"{self.num_hosts} of {self.devices_per_host} devices each"
             raise OptionsError(f"{num_ranks} ranks{where} need a device each; the hosts of {self.name} are {has}")
-        return replace(self, num_hosts=hosts, **together)
+        return replace(
+            self, num_devices=num_ranks, num_hosts=hosts, num_copies=num_copies, devices_per_layer=devices_per_layer
+        )
 
 
 CPU = Hardware(
