@@ -67,8 +67,8 @@ def test_what_ranks_of_a_layer_exchange_stands_in_the_table_of_ranks() -> None:
     ranks = ranked().ranks
     assert ranks is not None
     text = render_text(ranked(ranks=replace(ranks, layers=Layers(4, 48, 30 * MIB, 0.002))))
-    line = line_of(text, "48 collectives of layers, in one step")
-    assert f"{30 * MIB:,}  sent, between 4 ranks, in 2.00 ms" in line
+    assert line_of(text, "collectives of layers, in one step").split()[6:] == "48 of 4 ranks, in 2.00 ms".split()
+    assert f"{30 * MIB:,}  each way" in line_of(text, "sent in these")
 
 
 def test_identical_layers_fold_and_modules_stand_below_their_kind() -> None:
