@@ -32,6 +32,7 @@ EPILOG = f"""examples:
   chunkc explain --module transformers:LlamaForCausalLM --config llama.json --batch-size 1 --seq-len 4096
   chunkc explain gpt-18b --hardware 8xv100-32g --largest batch_size
   chunkc explain gpt-18b --hardware 2x8xh100 --mesh 2x4
+  chunkc explain gpt-18b --hardware 2x8xh100 --mesh 2x4x2
   chunkc explain gpt2-xl --dtype bfloat16 --optimizer adam --moments-dtype bfloat16
 
 models: {", ".join(MODELS)}
@@ -79,7 +80,8 @@ def _add_explain_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--host-memory", metavar="SIZE", help="RAM of each host, in place of the hardware's")
     ranks_help = "devices that train the model together, each with a part of it; default: all that the hardware has"
     command.add_argument("--world-size", type=_positive, metavar="N", help=ranks_help)
-    command.add_argument("--mesh", metavar="AxB", help="the same as hosts, and devices of each")
+    mesh_help = "the same as hosts, and devices of each; with C, so many of A x B x C compute each layer together"
+    command.add_argument("--mesh", metavar="AxB[xC]", help=mesh_help)
     command.add_argument(
         "--zero-stage", type=int, choices=(1, 2, 3), help="as of distribute; default: the plan's choice"
     )

@@ -22,11 +22,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from torch.distributed.device_mesh import DeviceMesh
 
 from chunkc.arguments import BAD_INPUT, MASTER_WEIGHTS, WHOLE, build_parser
 from chunkc.explaining.blame import raised_in
 from chunkc.explaining.explain import Show, budget_of, explain, minimum_budget
 from chunkc.explaining.largest import largest
+from chunkc.explaining.layers import mesh_on_paper
 from chunkc.explaining.optimizer_choice import OptimizerChoice
 from chunkc.explaining.over_ranks import with_ranks
 from chunkc.explaining.scaling import Scaling
@@ -96,8 +98,8 @@ def _run(options: argparse.Namespace) -> int:
     return _calibrate(options)
 
 
-def _target(options: argparse.Namespace) -> Target:
-    wanted = ModelOptions(DTYPES.get(options.dtype), options.activation_checkpointing)
+def _target(options: argparse.Namespace, mesh: DeviceMesh | None) -> Target:
+    wanted = ModelOptions(DTYPES.get(options.dtype), options.activation_checkpointing, mesh)
     if options.module is not None:
         if options.target is not None:
             raise OptionsError("give a MODEL or --module, not both")
@@ -128,10 +130,15 @@ def _hardware(options: argparse.Namespace) -> Hardware:
 
 
 def _explain(options: argparse.Namespace) -> int:
+    hardware = _hardware(options)
+    with mesh_on_paper(hardware) as mesh:
+        return _explain_on(hardware, mesh, options)
+
+
+def _explain_on(hardware: Hardware, mesh: DeviceMesh | None, options: argparse.Namespace) -> int:
     # What the user's code prints is not the answer, which may be JSON.
     with contextlib.redirect_stdout(sys.stderr):
-        target = _target(options)
-    hardware = _hardware(options)
+        target = _target(options, mesh)
     settings = {
         "memory_budget": _size(options.memory_budget),
         "home": options.home,

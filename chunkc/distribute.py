@@ -29,7 +29,7 @@ from chunkc.runtime.parts import Part, part_of, shards_on
 from chunkc.runtime.transport import Transport
 from chunkc.session import owner
 from chunkc.tensor_parallel import TensorParallel, is_parallel, local, tensor_parallel
-from chunkc.whole_parameters import whole
+from chunkc.whole_parameters import let_read, whole
 
 TIMEOUT_S = 300.0
 """How long a rank waits for the others."""
@@ -115,6 +115,7 @@ def distribute(
 
     hosts = dict(zip(everyone.ranks, together(everyone, "chunkc.distribute()", cut_all, DistributedError), strict=True))
     transport.num_hosts = len({hosts[rank] for rank in transport.ranks})
+    everyone.num_hosts = len(set(hosts.values()))
     for module in model.modules():
         if module._parameters:
             _distribute_module(module, made, parallel)
@@ -257,21 +258,14 @@ def _cut(
 
 
 def _distribute_module(module: nn.Module, made: dict[int, nn.Parameter], parallel: TensorParallel | None) -> None:
-    """Give a module its parameters anew, and a class of its own that reads them whole where the module is compiled."""
-    properties: dict[str, Any] = {}
+    """Give a module its parameters anew, and let it read them whole where it is compiled."""
+    readers: dict[str, Callable[[Any], torch.Tensor]] = {}
     for name, former in list(module._parameters.items()):
         if former is not None:
             module._parameters[name] = made[id(former)]
-            properties[name] = _reader(name, whole if parallel is None else parallel.reader(former))
-    kind = type(module)
-    module.__class__ = type(kind.__name__, (kind,), {**properties, "__module__": kind.__module__})
+            readers[name] = _while_compiling(whole if parallel is None else parallel.reader(former))
+    let_read(module, readers)
 
 
-def _reader(name: str, compiled: Callable[[Any], torch.Tensor]) -> property:
-    def read(module: nn.Module) -> torch.Tensor:
-        parameter = module._parameters[name]
-        assert parameter is not None
-        return compiled(parameter) if torch.compiler.is_compiling() else parameter
-
-    getter: Callable[[Any], Any] = read
-    return property(getter)
+def _while_compiling(compiled: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    return lambda parameter: compiled(parameter) if torch.compiler.is_compiling() else parameter

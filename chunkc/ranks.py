@@ -254,7 +254,9 @@ def join(session: Session, transport: Transport | None, options: Options) -> Non
         )
     session.store.transport = transport
     session.store.arena.launches_only = session.device.type == "cuda"
-    machine = session.hardware
+    machine, everyone = session.hardware, transport.everyone
+    num_ranks, num_hosts = everyone.num_ranks, everyone.num_hosts
     if session.device.type == "cuda":  # one device is known: its neighbours are alike
-        machine = machine.times(-(-transport.num_ranks // transport.num_hosts)).on_hosts(transport.num_hosts)
-    session.hardware = machine.used_by(transport.num_ranks, transport.num_hosts, transport.num_copies)
+        machine = machine.times(-(-num_ranks // num_hosts)).on_hosts(num_hosts)
+    of_a_layer = num_ranks // transport.num_ranks
+    session.hardware = machine.used_by(num_ranks, num_hosts, transport.num_copies, of_a_layer)

@@ -73,16 +73,17 @@ class TensorParallel:
 
     def reader(self, parameter: torch.Tensor) -> Callable[[Any], torch.Tensor]:
         """What a compiled module reads in place of the parameter that has come of this one."""
-        mesh, shape = self.mesh, tuple(local(parameter).shape)
+        shape = tuple(local(parameter).shape)
         if not isinstance(parameter, DTensor):
             return lambda distributed: whole_here(distributed, shape)
-        placements, of_all, stride = parameter.placements, parameter.shape, parameter.stride()
+        placed = placing(parameter)
+        return lambda distributed: placed(whole_here(distributed, shape))
 
-        def read(distributed: DTensor) -> torch.Tensor:
-            own = whole_here(distributed, shape)
-            return DTensor.from_local(own, mesh, placements, run_check=False, shape=of_all, stride=stride)
 
-        return read
+def placing(like: DTensor) -> Callable[[torch.Tensor], DTensor]:
+    """What makes a `DTensor` of what this rank has of it, over ranks as another one is; no communication."""
+    mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
+    return lambda own: DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
@@ -95,6 +96,24 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> TensorParallel | None
 
     Raises:
         UnsupportedError: in a way that does not go with this mesh.
+    """
+    first = mesh_of_layers(model)
+    if first is None:
+        return None
+    name, found = first
+    joint = joined(mesh, found)
+    if joint is None:
+        raise UnsupportedError(
+            f"{name} is a DTensor over ranks that have no mesh in common with that of chunkc.distribute: {HOW}"
+        )
+    return TensorParallel(found, joint)
+
+
+def mesh_of_layers(model: nn.Module) -> tuple[str, DeviceMesh] | None:
+    """The ranks over which `parallelize_module` has cut a model, behind the name of a parameter; None: it has not.
+
+    Raises:
+        UnsupportedError: in a way that chunkc does not know.
     """
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
@@ -113,16 +132,10 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> TensorParallel | None
     meshes = _meshes(named)
     if len(meshes) > 1:
         raise UnsupportedError(f"{meshes[1][0]} lies over other ranks than {meshes[0][0]}: {HOW}")
-    name, found = meshes[0]
-    joint = joined(mesh, found)
-    if joint is None:
-        raise UnsupportedError(
-            f"{name} is a DTensor over ranks that have no mesh in common with that of chunkc.distribute: {HOW}"
-        )
     for name, parameter in named.items():
         if not all(isinstance(placement, (Replicate, Shard)) for placement in parameter.placements):
             raise UnsupportedError(f"{name} lies over the ranks as {parameter.placements}: cut it, or leave it whole")
-    return TensorParallel(found, joint)
+    return meshes[0]
 
 
 def _meshes(named: Mapping[str, Any]) -> list[tuple[str, DeviceMesh]]:

@@ -13,7 +13,7 @@ behind it, from the layout to the plan, is as for one device, and no gather is i
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,23 @@ def whole_here(parameter: DTensor, shape: Sequence[int]) -> torch.Tensor:
     """As `whole`, of a parameter that lies over other ranks too: all that this rank has of it. No graph runs it."""
     local = parameter.to_local()
     return local.new_zeros(shape) + local.sum(dtype=local.dtype)
+
+
+def let_read(module: nn.Module, readers: Mapping[str, Callable[[Any], torch.Tensor]]) -> None:
+    """Give a module a class of its own, whose code reads each of these parameters through a function."""
+    properties: dict[str, Any] = {name: _reader(name, read) for name, read in readers.items()}
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (kind,), {**properties, "__module__": kind.__module__})
+
+
+def _reader(name: str, read: Callable[[Any], torch.Tensor]) -> property:
+    def get(module: nn.Module) -> torch.Tensor:
+        parameter = module._parameters[name]
+        assert parameter is not None
+        return read(parameter)
+
+    getter: Callable[[Any], Any] = get
+    return property(getter)
 
 
 def with_whole_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:

@@ -13,6 +13,7 @@ import re
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,11 @@ import torch.distributed as dist
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from chunkc.ir.collectives import collective_s, ring_s
 from chunkc.ir.errors import DistributedError
+from chunkc.ir.hardware import Hardware
+from chunkc.passes.graphs import tensors_of
+from chunkc.passes.shapes import AS_TRACED, Shapes
 from chunkc.torch_private.engine import storage_use_count, tensor_use_count
 from chunkc.torch_private.process_groups import functional_collectives, looked_after, rank_in
 
@@ -58,6 +63,51 @@ def without_group_names(code: str) -> str:
         return f"{found[1]}group {numbers.setdefault(found[2], len(numbers))}{found[3]}"
 
     return _GROUP.sub(numbered, code)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A collective between the ranks that compute a layer together, as each of them takes part in it.
+
+    Attributes:
+        nbytes: of the results of all that one rank gathers, or of what it scatters.
+        times: that it goes through the ranks: a sum that all of them have is scattered first, and gathered then.
+        is_pairwise: each rank sends each other one something else, so that no tree can serve them.
+    """
+
+    nbytes: int
+    times: int = 1
+    is_pairwise: bool = False
+
+    def sent_nbytes(self, num_ranks: int) -> int:
+        """Bytes that a rank sends, and receives, in a ring."""
+        return self.times * self.nbytes * (num_ranks - 1) // num_ranks
+
+    def seconds(self, hardware: Hardware) -> float:
+        """Of the whole of it, on the link between the devices of a layer."""
+        num_ranks = hardware.devices_per_layer
+        if num_ranks < 2:
+            return 0.0
+        link, time_s = hardware.between_devices_of_a_layer, ring_s if self.is_pairwise else collective_s
+        return self.times * time_s(self.nbytes, num_ranks, link.bytes_per_s, link.latency_s)
+
+
+def exchange_of(node: fx.Node, hardware: Hardware, shapes: Shapes = AS_TRACED) -> Exchange | None:
+    """What ranks exchange in an operation; None where they exchange nothing there.
+
+    Gloo adds up all of what it reduces and scatters on every rank (see `Meeting`).
+    """
+    if not is_collective(node) or node.target is WAIT:
+        return None
+    name = node.target.__name__  # type: ignore[union-attr]
+    nbytes = sum(shapes.known(shapes.of(tensor).numel() * tensor.itemsize) for tensor in tensors_of(node))
+    if name.startswith("all_gather"):
+        return Exchange(nbytes)
+    if name.startswith("reduce_scatter"):
+        return Exchange(nbytes * hardware.devices_per_layer, times=2 if hardware.kind == "cpu" else 1)
+    if "all_to_all" in name or "alltoall" in name:
+        return Exchange(nbytes, is_pairwise=True)
+    return Exchange(nbytes, times=2)
 
 
 class Meeting:

@@ -1,4 +1,5 @@
 """How long a run of operations takes, by a two-term roofline: arithmetic of matrix products, bytes of everything else.
+Collectives take what their links take beside that.
 
 Floating-point operations come from PyTorch's own counter (`torch.utils.flop_counter`), and for operators it does not
 know from the table here.
@@ -14,6 +15,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from chunkc.ir.hardware import Hardware
+from chunkc.passes.collectives import exchange_of
 from chunkc.passes.graphs import tensors_of
 from chunkc.passes.shapes import AS_TRACED, Shapes
 
@@ -63,7 +65,10 @@ def node_flops(node: fx.Node, shapes: Shapes = AS_TRACED) -> int:
 
 
 def cost_s(nodes: Sequence[fx.Node], hardware: Hardware, shapes: Shapes = AS_TRACED) -> float:
-    """Seconds that the nodes take: their operations at the matrix rate, their results at the memory's rate."""
+    """Seconds that the nodes take: their operations at the matrix rate, their results at the memory's rate, what ranks
+    exchange in them at that of the link between the devices of a layer."""
     flops = torch.sym_sum([node_flops(node, shapes) for node in nodes])
     nbytes = torch.sym_sum([t.numel() * t.itemsize for node in nodes for t in map(shapes.of, tensors_of(node))])
-    return shapes.known_s(flops / hardware.flops_per_s + nbytes / hardware.memory_bytes_per_s)
+    exchanges = [exchange for node in nodes if (exchange := exchange_of(node, hardware, shapes)) is not None]
+    alone_s = shapes.known_s(flops / hardware.flops_per_s + nbytes / hardware.memory_bytes_per_s)
+    return alone_s + sum(exchange.seconds(hardware) for exchange in exchanges)

@@ -15,18 +15,22 @@ from torch import nn
 
 from chunkc.declared import state_format_of
 from chunkc.explaining.cuda_offline import captured_for, overhead_on, planned_on, storages_on
+from chunkc.explaining.fake_copies import has_dynamic_dimensions
 from chunkc.explaining.host import host_needs
 from chunkc.explaining.measured import measured_side
 from chunkc.explaining.moments import StepPlans, explained_moments, peak_of, saved_again, saved_at_home
-from chunkc.explaining.offline import (
-    OfflineGraph,
-    OfflineStep,
-    PartlyCapturedError,
-    capture_offline,
-    has_dynamic_dimensions,
-)
+from chunkc.explaining.offline import OfflineGraph, OfflineStep, PartlyCapturedError, capture_offline
 from chunkc.explaining.optimizer_choice import ADAMW, OptimizerChoice
-from chunkc.explaining.over_ranks import cut_over, notes, ranks_of, refuse_distributed, refuse_optimizer, with_ranks
+from chunkc.explaining.over_ranks import (
+    check_layers,
+    cut_over,
+    layers_of,
+    notes,
+    ranks_of,
+    refuse_distributed,
+    refuse_optimizer,
+    with_ranks,
+)
 from chunkc.explaining.replay import Replay
 from chunkc.explaining.updates import Updates
 from chunkc.explaining.why import why_is
@@ -104,7 +108,9 @@ def explain(
             optimizer the model has.
         why: a parameter, module, chunk (`param:3`) or saved value (`forward.2:0`), of which `Explanation.why` then says
             where it is at each moment, and what it would cost to have it elsewhere.
-        world_size, mesh: how many of the hardware's devices do so; or hosts and devices of each, such as `"2x8"`.
+        world_size, mesh: how many of the hardware's devices do so; or hosts and devices of each, such as `"2x8"`. The
+            third of three numbers, `"2x4x2"`, says how many compute each layer together: over so many ranks
+            `parallelize_module` has cut the model.
         zero_stage: as `chunkc.distribute` takes it.
         show: told what begins, for a progress display.
 
@@ -195,8 +201,10 @@ def step_on(
     With `dynamic`, dimensions that are marked so are traced in symbols.
 
     Raises:
+        OptionsError: other ranks compute layers together than devices of the hardware do.
         UnsupportedError: there is no graph; or there are several, and symbols in them.
     """
+    check_layers(model, hardware)
 
     def capture() -> OfflineStep:
         return capture_offline(
@@ -289,14 +297,16 @@ def explain_step(
     moments = tuple(explained_moments(step, events, expressions))
     leaving_nbytes = sum(at_home.values())
     host = hardware.host_memory_nbytes
-    overhead, ranks = hardware.context_nbytes, ranks_of(layout, events, hardware)
+    overhead, phases = hardware.context_nbytes, [(captured.graphs[run.graph], run.phase) for run in rehearsed.runs]
+    layers = layers_of([graph.phase(phase) for graph, phase in phases], hardware)
+    ranks = ranks_of(layout, events, hardware, layers)
     found = Explanation(
         model=name,
         hardware=hardware.name,
         codegen=options.codegen,
         fits=rehearsed.budget_nbytes == budget,
         host_fits=True,
-        num_parameters=sum(spec.whole_numel for spec in layout.specs().values()),
+        num_parameters=sum(spec.whole_numel for spec in layout.specs().values()) + captured.elsewhere_numel,
         memory_budget_nbytes=budget,
         minimum_budget_nbytes=replay.minimum_nbytes(rehearsed),
         predicted_peak_nbytes=max((m.nbytes for phase in step.phases for m in phase.moments), default=0),

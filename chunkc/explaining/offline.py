@@ -6,7 +6,6 @@ Nothing is allocated. Where a model has graph breaks, the code between its graph
 from __future__ import annotations
 
 import builtins
-import copy
 import gc
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,11 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from chunkc.capture import TracedGraphs, capture_graph, unique_name
 from chunkc.declared import state_format_of
 from chunkc.explaining.blame import MODEL_CALL, module_that_raises
+from chunkc.explaining.fake_copies import FakeCopy, fake, fake_copy, may_move, mode_of
 from chunkc.explaining.offline_calls import CallLog, PhaseCall
 from chunkc.explaining.untraceable import NeedsValuesError, told, why_none
 from chunkc.garbage import no_automatic_collection
@@ -32,19 +33,11 @@ from chunkc.ir.states import DEFAULT_STATES, StateFormat
 from chunkc.movable import is_chunkable
 from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs import placeholders
-from chunkc.session import owner, spec_of
-from chunkc.torch_private.dynamo import (
-    OptimizedModule,
-    is_marked_dynamic,
-    mark_alike,
-    patched,
-    remove_from_cache,
-    source_name,
-    unwrapped,
-)
-from chunkc.torch_private.fake import FakeTensor, FakeTensorMode
+from chunkc.session import spec_of
+from chunkc.torch_private.dynamo import patched, remove_from_cache, source_name, unwrapped
 from chunkc.user_names import GraphNames, UserNames, without_wrapper
 from chunkc.variants import Variants
+from chunkc.whole_parameters import with_own_meshes, with_whole_parameters
 
 NUM_RECOMPILES = 1_000_000
 """A model whose graph breaks inside a loop is compiled once per iteration here, where nothing is compiled for real."""
@@ -67,6 +60,12 @@ class OfflineGraph:
     checkpointed: bool
     sizes: Mapping[str, str] = field(default_factory=dict)
 
+    def phase(self, name: str) -> fx.GraphModule:
+        """The traced forward or backward."""
+        found = self.capture.forward if name == FORWARD else self.capture.backward
+        assert found is not None
+        return found
+
 
 @dataclass(frozen=True)
 class OfflineStep:
@@ -77,12 +76,14 @@ class OfflineStep:
         calls: the forwards, and after them the backwards where there are several, in order.
         storage_nbytes: bytes of each storage that the calls number.
         alive: storages that are alive when the optimizer steps.
+        elsewhere_numel: elements of its parameters that other ranks of a layer have, and this one has not.
     """
 
     graphs: tuple[OfflineGraph, ...]
     calls: tuple[PhaseCall, ...]
     storage_nbytes: tuple[int, ...]
     alive: frozenset[int]
+    elsewhere_numel: int = 0
 
 
 class PartlyCapturedError(UnsupportedError):
@@ -110,7 +111,7 @@ def capture_offline(
     Args:
         model, args, kwargs: real, on the meta device, or fake tensors already.
         dynamic: trace in symbols the dimensions of arguments that `torch._dynamo.mark_dynamic` (or
-            `maybe_mark_dynamic`) marked.
+            `maybe_mark_dynamic`) marked; not of a model whose layers are cut over ranks.
         codegen: who would compile the segments. For Inductor, the C++ compiler is asked for its vector instructions
             meanwhile: its code depends on them.
         loss_tile_rows: as in `torch.compile`'s options.
@@ -124,13 +125,19 @@ def capture_offline(
     if codegen == "inductor":
         find_vector_isa()
     model = unwrapped(model)
-    mode = _mode_of([*_tensors(model), *pytree.tree_leaves((tuple(args), dict(kwargs)))])
-    fake_model, names = _fake_copy(model, mode)
+    mode = mode_of(model, pytree.tree_leaves((tuple(args), dict(kwargs))))
+    copied = fake_copy(model, mode)
+    if dynamic and copied.is_of_layers:
+        raise UnsupportedError(
+            "PyTorch traces no DTensors whose sizes are symbols: explain a model that parallelize_module has cut for "
+            "one size at a time, without torch._dynamo.mark_dynamic"
+        )
+    fake_model = copied.model
     named = {without_wrapper(name): parameter for name, parameter in model.named_parameters()}
-    staying = {name for name, parameter in named.items() if not _may_move(parameter)}
-    fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda t: _fake(t, mode), (tuple(args), dict(kwargs)))
+    staying = {name for name, parameter in named.items() if not may_move(parameter)}
+    fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda t: fake(t, mode), (tuple(args), dict(kwargs)))
     states = {name: state_format_of(parameter) for name, parameter in named.items()}
-    recorder = _Recorder(codegen, loss_tile_rows, repeatable, fake_model, names, staying, states)
+    recorder = _Recorder(codegen, loss_tile_rows, repeatable, copied, staying, states)
     many_recompiles = patched(
         recompile_limit=NUM_RECOMPILES,
         accumulated_recompile_limit=NUM_RECOMPILES,
@@ -175,12 +182,11 @@ class _Recorder:
         codegen: str,
         loss_tile_rows: int | None,
         repeatable: bool,
-        model: nn.Module,
-        names: Mapping[int, str],
+        copied: FakeCopy,
         staying: Collection[str],
         states: Mapping[str, StateFormat],
     ) -> None:
-        """`names`: the model's parameters, by identity; `staying`: those that cannot live in chunks."""
+        """`staying`: parameters that cannot live in chunks."""
         self.graphs: list[OfflineGraph] = []
         self.log = CallLog()
         self._how: dict[str, Any] = {
@@ -188,16 +194,26 @@ class _Recorder:
             "loss_tile_rows": loss_tile_rows,
             "repeatable": repeatable,
         }
-        self._model = model
-        self._names, self._staying, self._states = names, staying, states
+        self._copied, self._staying, self._states = copied, staying, states
         self._own_names: dict[int, str] = {}
+        self._used: set[str] = set()
 
     def step(self) -> OfflineStep:
         """What was recorded since the log was begun."""
         log = self.log
-        return OfflineStep(tuple(self.graphs), tuple(log.calls), tuple(log.nbytes), log.alive())
+        elsewhere_numel = sum(self._copied.elsewhere_numel.get(name, 0) for name in self._used)
+        return OfflineStep(tuple(self.graphs), tuple(log.calls), tuple(log.nbytes), log.alive(), elsewhere_numel)
 
     def backend(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """As the backend of training does it."""
+        if not any(isinstance(value, DeviceMesh) for value in inputs):
+            return self._served(gm, inputs)
+        own, left = with_own_meshes(gm, inputs)
+        call = self._served(own, [inputs[at] for at in left])
+        return lambda *args: call(*(args[at] for at in left))
+
+    def _served(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        gm = with_whole_parameters(gm, inputs)
         names = GraphNames(gm)
         variants = Variants(lambda values: self._capture(gm, values, names))
         variants.compile(inputs, any_shapes=True)  # Dynamo guards shapes, and no comparison may fix symbols
@@ -205,7 +221,7 @@ class _Recorder:
 
     def _capture(self, gm: fx.GraphModule, inputs: Sequence[Any], names: GraphNames) -> Callable[..., Any]:
         number = len(self.graphs)
-        parameters = self._name(inputs, names.take(inputs, UserNames.seen_from(self._model)))
+        parameters = self._name(inputs, names.take(inputs, UserNames.seen_from(self._copied.model)))
         holder: list[TracedGraphs] = []
 
         def forward(arguments: list[Any]) -> list[Any]:
@@ -223,7 +239,8 @@ class _Recorder:
         movable: list[ParamSpec] = []
         fixed: list[ParamSpec] = []
         for name, parameter in in_order:
-            known = self._names.get(id(parameter), name)
+            known = self._copied.names.get(id(parameter), name)
+            self._used.add(known)
             spec = replace(spec_of(name, parameter), states=self._states.get(known, DEFAULT_STATES))
             (movable if is_chunkable(parameter) and known not in self._staying else fixed).append(spec)
         checkpointed = any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in gm.graph.nodes)
@@ -273,17 +290,6 @@ def _backward(output: Any) -> None:
         losses[0].backward()
 
 
-def has_dynamic_dimensions(arguments: Any) -> bool:
-    """Whether a dimension of any tensor among the arguments is marked as dynamic."""
-    return any(is_marked_dynamic(leaf) for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
-
-
-def _owns_its_storage(tensor: Tensor) -> bool:
-    """Whether the tensor is as large as its storage. A view of another is traced with a storage of fixed size, so where
-    it makes no difference it is traced as what it is a view of."""
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
-
-
 def _sizes(gm: fx.GraphModule) -> dict[str, str]:
     found: dict[str, str] = {}
     for node in placeholders(gm.graph):
@@ -314,70 +320,3 @@ def _with_own_code(model: nn.Module) -> Callable[..., Any]:
     own_globals = {"__builtins__": builtins, "__name__": __name__}
     code = call.__code__.replace(co_filename=MODEL_CALL)
     return FunctionType(code, own_globals, call.__name__, None, call.__closure__)
-
-
-def _tensors(model: nn.Module) -> list[Tensor]:
-    """Parameters, buffers, and tensors that modules keep as plain attributes or in lists and dictionaries of these."""
-    plain = [
-        value
-        for module in model.modules()
-        for key, value in vars(module).items()
-        if key not in ("_parameters", "_buffers", "_modules")
-    ]
-    kept = [leaf for leaf in pytree.tree_leaves(plain) if isinstance(leaf, Tensor)]
-    return [*model.parameters(), *model.buffers(), *kept]
-
-
-def _mode_of(values: Sequence[Any]) -> FakeTensorMode:
-    """The mode of the fake tensors among the values; a new one where there are none.
-
-    Raises:
-        UnsupportedError: they are of several.
-    """
-    modes = {id(value.fake_mode): value.fake_mode for value in values if isinstance(value, FakeTensor)}
-    if len(modes) > 1:
-        raise UnsupportedError("the fake tensors of the model and of its arguments must come from one FakeTensorMode")
-    return next(iter(modes.values()), None) or FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def _may_move(parameter: nn.Parameter) -> bool:
-    """Whether the parameter can live in a chunk, as far as its own storage decides it (see `session.can_move`)."""
-    if owner(parameter) is not None or isinstance(parameter, FakeTensor):
-        return True
-    return type(parameter) is nn.Parameter and parameter.untyped_storage().nbytes() == parameter.nbytes
-
-
-def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A fake tensor on the CPU like the given one."""
-    if isinstance(tensor, FakeTensor) and not (has_dynamic_dimensions(tensor) and _owns_its_storage(tensor)):
-        return tensor
-    if tensor.layout is not torch.strided:
-        raise UnsupportedError(f"a {tensor.layout} tensor cannot be explained; make it dense")
-    with mode:
-        fake = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad
-        )
-    mark_alike(fake, tensor)
-    return fake
-
-
-def _fake_copy(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, dict[int, str]]:
-    """A copy of the model on fake tensors, and its parameters' names by identity. Ties stay ties.
-
-    Raises:
-        UnsupportedError: something in the model cannot be copied.
-    """
-    memo: dict[int, Any] = {}
-    for tensor in _tensors(model):
-        fake = _fake(tensor, mode)
-        if isinstance(tensor, nn.Parameter):
-            fake = nn.Parameter(fake.detach(), requires_grad=tensor.requires_grad)
-        memo.setdefault(id(tensor), fake)
-    try:
-        copied = copy.deepcopy(model, memo)
-    except (TypeError, RuntimeError) as error:
-        raise UnsupportedError(f"{type(model).__name__} cannot be copied to be explained: {error}") from error
-    for module in list(copied.modules()):  # a part that is compiled by itself would call what it was copied from
-        parts = {name: unwrapped(part) for name, part in module._modules.items() if isinstance(part, OptimizedModule)}
-        module._modules.update(parts)
-    return copied, {id(parameter): name for name, parameter in copied.named_parameters()}

@@ -7,28 +7,32 @@ ranks that run: the layout tells it that groups are cut, and the hardware over h
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import fx, nn
 
 from chunkc.explaining.offline import OfflineGraph, OfflineStep
 from chunkc.explaining.optimizer_choice import Optimizer
 from chunkc.ir.chunks import CASTS, PARAM, Chunk, ChunkLayout, ParamSpec
 from chunkc.ir.errors import OptionsError, UnsupportedError
-from chunkc.ir.explanation import GatheredGroup, Ranks, TimedEvent
+from chunkc.ir.explanation import GatheredGroup, Layers, Ranks, TimedEvent
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.links import GATHER, SCATTER
+from chunkc.ir.links import GATHER, LINKS, SCATTER
 from chunkc.ir.shards import Shards, ZeroStage, check_zero_stage
 from chunkc.ir.simulate import link_nbytes
 from chunkc.ir.text import short
 from chunkc.optim.over_ranks import refuse_over_ranks
 from chunkc.options import Options
+from chunkc.passes.collectives import exchange_of
 from chunkc.ranks import refuse_moved_activations
+from chunkc.runtime.parts import Part, part_of
+from chunkc.tensor_parallel import mesh_of_layers
+from chunkc.torch_private.dynamo import unwrapped
 
-_MESH = re.compile(r"([0-9]{1,6})x([0-9]{1,6})")
+_MESH = re.compile(r"([0-9]{1,6})x([0-9]{1,6})(?:x([0-9]{1,6}))?")
 
 
 def refuse_distributed(model: nn.Module) -> None:
@@ -38,11 +42,33 @@ def refuse_distributed(model: nn.Module) -> None:
         UnsupportedError: it has.
     """
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
+        if isinstance(part_of(parameter), Part):
             raise UnsupportedError(
-                f"{name} is distributed already: explain the model as it is before chunkc.distribute and "
-                "parallelize_module, with world_size"
+                f"{name} is distributed already: explain the model as it is before chunkc.distribute, with world_size "
+                "or mesh"
             )
+
+
+def check_layers(model: nn.Module, hardware: Hardware) -> None:
+    """Compare the ranks that compute a model's layers together with the devices that are said to do so.
+
+    Raises:
+        OptionsError: they are not as many.
+        UnsupportedError: ranks that run would refuse how `parallelize_module` has cut the model.
+    """
+    found, wanted = mesh_of_layers(unwrapped(model)), hardware.devices_per_layer
+    if found is None and wanted > 1:
+        raise OptionsError(
+            f"mesh says that {wanted} devices compute each layer together, but parallelize_module has cut none: let it "
+            f"cut the model over a mesh of {wanted} ranks first. A factory in a file may have the parameter mesh, and "
+            'takes mesh["tp"] of it'
+        )
+    if found is not None and found[1].size() != wanted:
+        name, size = found[0], found[1].size()
+        raise OptionsError(
+            f"parallelize_module has cut {name} over {size} ranks: say so in the last of three numbers of mesh, such "
+            f'as "1x2x{size}" for two rows of them'
+        )
 
 
 def with_ranks(hardware: Hardware, world_size: int | None, mesh: str | None) -> Hardware:
@@ -52,6 +78,9 @@ def with_ranks(hardware: Hardware, world_size: int | None, mesh: str | None) -> 
         world_size: how many there are; None: one on each device.
         mesh: hosts, and ranks on each: `2x8`. Parameters are cut over the ranks of a host, and hosts have copies, as on
             a mesh of two dimensions. None: they are cut over all ranks, which lie on no more hosts than they need.
+            With a third number, `2x4x2`, so many neighbours compute each layer together (tensor parallelism), and what
+            each of them has is cut over as many ranks as the second number says. `1x4x2` has no copies, and needs as
+            many hosts as have eight devices.
 
     Raises:
         OptionsError: the hardware has no such devices, or the two say different things.
@@ -60,11 +89,16 @@ def with_ranks(hardware: Hardware, world_size: int | None, mesh: str | None) -> 
         return hardware if world_size is None else hardware.used_by(world_size)
     found = _MESH.fullmatch(mesh.strip().lower())
     if found is None:
-        raise OptionsError(f"mesh is {short(mesh)}; allowed: hosts and ranks on each, such as 2x8")
-    num_hosts, each = map(int, found.groups())
-    if world_size is not None and world_size != num_hosts * each:
-        raise OptionsError(f"world_size is {world_size}, but mesh {short(mesh)} has {num_hosts * each} ranks")
-    return hardware.used_by(num_hosts * each, num_hosts, num_hosts)
+        raise OptionsError(
+            f"mesh is {short(mesh)}; allowed: hosts and ranks on each, such as 2x8; with tensor parallelism a third "
+            "number, of devices that compute each layer together, such as 2x4x2"
+        )
+    num_copies, each, of_a_layer = (int(number or 1) for number in found.groups())
+    num_ranks = num_copies * each * of_a_layer
+    if world_size is not None and world_size != num_ranks:
+        raise OptionsError(f"world_size is {world_size}, but mesh {short(mesh)} has {num_ranks} ranks")
+    is_anywhere = found[3] is not None and num_copies == 1
+    return hardware.used_by(num_ranks, None if is_anywhere else num_copies, num_copies, of_a_layer)
 
 
 def cut_over(step: OfflineStep, hardware: Hardware, zero_stage: ZeroStage | None, options: Options) -> OfflineStep:
@@ -92,7 +126,7 @@ def _cut(graph: OfflineGraph, hardware: Hardware, zero_stage: ZeroStage | None) 
 
 def _part(spec: ParamSpec, hardware: Hardware, zero_stage: ZeroStage | None) -> ParamSpec:
     if not spec.shape:
-        return spec.part(Shards((), 1, 0, zero_stage, hardware.num_devices))
+        return spec.part(Shards((), 1, 0, zero_stage, hardware.devices_per_row * hardware.num_copies))
     if not torch.empty_strided(spec.shape, spec.stride, device="meta").is_contiguous():
         raise UnsupportedError(f"{spec.name} is not contiguous: ranks cut contiguous parameters by rows")
     return spec.part(Shards(spec.shape, hardware.devices_per_row, 0, zero_stage, hardware.num_copies))
@@ -109,10 +143,31 @@ def refuse_optimizer(optimizer: Optimizer, specs: Collection[ParamSpec], num_ran
             refuse_over_ranks(optimizer.name, moments)
 
 
-def ranks_of(layout: ChunkLayout, events: Sequence[TimedEvent], hardware: Hardware) -> Ranks | None:
+def layers_of(graphs: Iterable[fx.GraphModule], hardware: Hardware) -> Layers | None:
+    """What rank 0 exchanges with those that compute layers with it, while it runs these graphs; None: there are none.
+
+    `graphs`: of each forward and backward of a step.
+    """
+    if hardware.devices_per_layer == 1:
+        return None
+    found = [exchange_of(node, hardware) for graph in graphs for node in graph.graph.nodes]
+    exchanges = [exchange for exchange in found if exchange is not None]
+    return Layers(
+        num_ranks=hardware.devices_per_layer,
+        collectives=len(exchanges),
+        nbytes=sum(exchange.sent_nbytes(hardware.devices_per_layer) for exchange in exchanges),
+        seconds=sum(exchange.seconds(hardware) for exchange in exchanges),
+    )
+
+
+def ranks_of(
+    layout: ChunkLayout, events: Sequence[TimedEvent], hardware: Hardware, layers: Layers | None
+) -> Ranks | None:
     """What rank 0 does in a step; None where the model is not cut."""
     if not layout.cut:
         return None
+    carried = Counter(link_nbytes(events, hardware))
+    carried.update(hardware.carried_in_layers(0 if layers is None else layers.nbytes))
     streams = [event.stream for event in events]
     return Ranks(
         num_ranks=hardware.num_devices,
@@ -122,8 +177,9 @@ def ranks_of(layout: ChunkLayout, events: Sequence[TimedEvent], hardware: Hardwa
         num_parameters=sum(spec.numel for spec in layout.specs().values()),
         gathers=streams.count(GATHER),
         scatters=streams.count(SCATTER),
-        link_nbytes=link_nbytes(events, hardware),
+        link_nbytes={name: carried[name] for name in LINKS if carried[name]},
         groups=tuple(_gathered(layout, events)),
+        layers=layers,
     )
 
 
@@ -147,6 +203,11 @@ def notes(ranks: Ranks | None, hardware: Hardware) -> Iterator[str]:
     yield f"all bytes, times and the batch are those of rank 0 of {where}; its parts are the largest"
     if hardware.num_copies > 1:
         yield "parameters are cut over the ranks of a host, and hosts have copies of each other's parts"
+    if (layers := ranks.layers) is not None:
+        yield (
+            f"{layers.num_ranks} ranks compute each layer together, and have the same batch: each has a part of its "
+            "parameters, and what is cut over the others is that part"
+        )
     yield "ranks exchange in rings, or in trees where these are faster, at the rate of the slowest link between them"
     if hardware.kind == "cuda":
         yield "chunkc.distribute has run on GPUs made of RAM, and was never timed on real ones"

@@ -21,12 +21,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from chunkc.explaining.blame import is_own_fault
+from chunkc.explaining.layers import LAYERS
 from chunkc.ir.documents import parse_json, read_text
 from chunkc.ir.errors import ChunkcError, OptionsError
 from chunkc.ir.text import message_of
 from chunkc.models import find_model
+from chunkc.models.layers import cut_layers
 from chunkc.torch_private.fake import FakeTensorMode
 
 DEFAULT_IMAGE_SIZE = 224
@@ -58,10 +61,16 @@ class Target:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How a model is to be built. `dtype`: None means the model's own."""
+    """How a model is to be built.
+
+    Attributes:
+        dtype: None means the model's own.
+        mesh: of the ranks, where some of them compute its layers together; None: each computes all of a layer.
+    """
 
     dtype: torch.dtype | None = None
     activation_checkpointing: bool = False
+    mesh: DeviceMesh | None = None
 
 
 @contextlib.contextmanager
@@ -115,10 +124,12 @@ def built_in(name: str, options: ModelOptions) -> Target:
     spec, mode = find_model(name), _new_mode()
 
     def build(batch_size: int | None, seq_len: int | None) -> Subject:
-        with errors_of(spec.name), mode:
+        with errors_of(spec.name), mode if options.mesh is None else torch.device("meta"):
             model = spec.build(
                 activation_checkpointing=options.activation_checkpointing, dtype=options.dtype, seq_len=seq_len
             )
+            if options.mesh is not None:
+                cut_layers(spec, model, options.mesh[LAYERS])
             args, kwargs = spec.example(batch_size, seq_len, dtype=options.dtype)
         return Subject(model, args, kwargs)
 
@@ -129,7 +140,8 @@ def from_file(text: str, options: ModelOptions) -> Target:
     """`FILE.py:FACTORY`, a function that returns `(model, args)` or `(model, args, kwargs)`.
 
     The factory gets `batch_size`, `seq_len`, `dtype` and `activation_checkpointing` if it has parameters of these
-    names and the user gave them.
+    names and the user gave them. So it gets the `mesh` over which it is to cut layers; then it builds on the meta
+    device, on which `parallelize_module` exchanges nothing.
 
     Raises:
         OptionsError: there is no such file or factory.
@@ -161,12 +173,14 @@ def from_file(text: str, options: ModelOptions) -> Target:
             "dtype": options.dtype,
             "activation_checkpointing": options.activation_checkpointing or None,
         }
-        given = {name: value for name, value in wanted.items() if value is not None}
+        given: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
         missing = [name for name in given if name not in known and not takes_any]
         if missing:
             raise OptionsError(f"{text} has no parameter {missing[0]!r}, so it cannot be given")
+        if options.mesh is not None and ("mesh" in known or takes_any):
+            given["mesh"] = options.mesh
         with errors_of(text):
-            result = _call(factory, given, mode)
+            result = _call(factory, given, mode if options.mesh is None else None)
         is_call = isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], nn.Module)
         if not is_call or not all(_are_keywords(kwargs) for kwargs in result[2:]):
             raise OptionsError(f"{text} must return (model, args) or (model, args, kwargs), not {_shape(result)}")
@@ -181,8 +195,13 @@ def from_module(text: str, config: Path | None, options: ModelOptions) -> Target
     """`PACKAGE:CLASS`, a Hugging Face model class, with a configuration file (None: the class's default).
 
     Raises:
-        OptionsError: there is no such class, or it is no `transformers` model.
+        OptionsError: there is no such class, or it is no `transformers` model; or its layers are to be cut over ranks.
     """
+    if options.mesh is not None:
+        raise OptionsError(
+            "--module builds a model whose layers are whole, and the third number of --mesh says that devices compute "
+            "each of them together: write a factory that calls parallelize_module, and explain FILE.py:FACTORY"
+        )
     package, _, class_name = text.partition(":")
     if not all(part.isidentifier() for part in package.split(".")):
         raise OptionsError(f"--module {text}: {package!r} is not the name of a package")
@@ -248,15 +267,16 @@ def _transformers_inputs(model: nn.Module, config: Any, batch_size: int, seq_len
     return inputs
 
 
-def _call(factory: Callable[..., Any], given: Mapping[str, Any], mode: FakeTensorMode) -> Any:
-    """What the factory returns, without memory behind it.
+def _call(factory: Callable[..., Any], given: Mapping[str, Any], mode: FakeTensorMode | None) -> Any:
+    """What the factory returns, without memory behind it; on the meta device where there is no mode.
 
     Fake tensors keep their devices, so that `model.to(device)` works; but modules of them may refuse a conversion such
     as `model.bfloat16()`, which swaps tensors that the mode watches. The meta device takes those.
     """
     try:
-        with mode:
-            return factory(**given)
+        if mode is not None:
+            with mode:
+                return factory(**given)
     except RuntimeError as error:
         if "Couldn't swap" not in str(error):
             raise

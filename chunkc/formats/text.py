@@ -202,6 +202,10 @@ def _ranks(ranks: Ranks, explanation: Explanation) -> Table:
         ("chunks gathered, in one step", f"{ranks.gathers:,}", "", ""),
         ("gradients reduced and scattered", f"{ranks.scatters:,}", "", ""),
     ]
+    if (layers := ranks.layers) is not None:
+        takes = f"of {layers.num_ranks} ranks, in {short_seconds(layers.seconds)}"
+        rows.append(("collectives of layers, in one step", f"{layers.collectives:,}", "", takes))
+        rows.append(_bytes("sent in these", layers.nbytes, "each way"))
     for link, nbytes in ranks.link_nbytes.items():
         each = "each way" if link.startswith("between") else ""
         rows.append(_bytes(f"{link.replace('_', ' ')}, in one step", nbytes, each))

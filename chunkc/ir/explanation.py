@@ -171,6 +171,23 @@ class GatheredGroup:
 
 
 @dataclass(frozen=True)
+class Layers:
+    """Layers that several ranks compute together (tensor parallelism), and what they exchange in a step.
+
+    Attributes:
+        num_ranks: of a layer.
+        collectives: of rank 0, one after the other; nothing else is computed meanwhile.
+        nbytes: that rank 0 sends in them, and receives.
+        seconds: that they take; they are part of forward and backward.
+    """
+
+    num_ranks: int
+    collectives: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Ranks:
     """Of a model that is cut over ranks: what rank 0, whose parts are the largest, does in a step.
 
@@ -184,6 +201,7 @@ class Ranks:
         link_nbytes: by link, what it carries for one device: `between_devices` and `between_hosts` each way, for
             ranks with a neighbour there.
         groups: in order of use, what of them is whole.
+        layers: None where each rank computes all of a layer.
     """
 
     num_ranks: int
@@ -195,6 +213,7 @@ class Ranks:
     scatters: int
     link_nbytes: Mapping[str, int]
     groups: tuple[GatheredGroup, ...] = ()
+    layers: Layers | None = None
 
 
 @dataclass(frozen=True)

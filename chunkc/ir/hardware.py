@@ -69,6 +69,7 @@ class Hardware:
             known.
         source: where the figures come from.
         num_copies: of all parts of a model that is cut over its devices (see `chunkc.ir.shards`).
+        devices_per_layer: that compute each layer together (tensor parallelism), neighbours of each other.
     """
 
     flops_per_s: float
@@ -90,6 +91,7 @@ class Hardware:
     capability: tuple[int, int] | None = None
     source: str = ""
     num_copies: int = 1
+    devices_per_layer: int = 1
 
     def __post_init__(self) -> None:
         """Raises OptionsError where a figure makes no sense: not positive, or a context larger than its memory."""
@@ -105,6 +107,8 @@ class Hardware:
             raise OptionsError(
                 f"hardware {self.name!r}: {self.num_hosts} hosts cannot share {self.num_devices} devices"
             )
+        if (num_devices := self.num_devices) % (of_a_layer := self.devices_per_layer):
+            raise OptionsError(f"hardware {self.name!r}: layers of {of_a_layer} devices do not divide {num_devices}")
         if self.device_memory_nbytes is not None and self.context_nbytes >= self.device_memory_nbytes:
             raise OptionsError(f"hardware {self.name!r}: context_nbytes leaves nothing of device_memory_nbytes")
 
@@ -183,9 +187,8 @@ class Hardware:
             return dict.fromkeys(ROUTES[queue], nbytes)
         others = nbytes * (self.devices_per_row - 1) // self.devices_per_row
         own = nbytes - others
-        found = Counter({TO_DEVICE if queue == GATHER else TO_HOME: own})
-        inside = (TO_DEVICE, TO_HOME) if self.link(BETWEEN_DEVICES) is None else (BETWEEN_DEVICES,)
-        if self.devices_per_host > 1 and self.devices_per_row > 1:
+        found, inside = Counter({TO_DEVICE if queue == GATHER else TO_HOME: own}), self._links_inside
+        if self.devices_per_host > self.devices_per_layer and self.devices_per_row > 1:
             found.update(dict.fromkeys(inside, others))
         if self.num_hosts > self.num_copies:
             found[BETWEEN_HOSTS] += others
@@ -194,10 +197,32 @@ class Hardware:
             found.update(dict.fromkeys(between, 2 * own * (self.num_copies - 1) // self.num_copies))
         return dict(found)
 
+    def carried_in_layers(self, nbytes: int) -> dict[str, int]:
+        """The same, of what a device sends to others that compute its layers with it."""
+        hosts = () if self._is_layer_inside else (BETWEEN_HOSTS,)
+        return dict.fromkeys((*self._links_inside, *hosts) if self.devices_per_host > 1 else hosts, nbytes)
+
+    @property
+    def _links_inside(self) -> tuple[str, ...]:
+        return (TO_DEVICE, TO_HOME) if self.link(BETWEEN_DEVICES) is None else (BETWEEN_DEVICES,)
+
+    @property
+    def _is_layer_inside(self) -> bool:
+        return self.devices_per_host % self.devices_per_layer == 0
+
     @property
     def devices_per_row(self) -> int:
-        """Devices that have all parts of a model between them."""
-        return self.num_devices // self.num_copies
+        """Devices that have all parts of a model between them; of layers that devices share, all parts of one share."""
+        return self.num_devices // (self.num_copies * self.devices_per_layer)
+
+    @property
+    def between_devices_of_a_layer(self) -> LinkSpec:
+        """As `between_ranks`, of devices that compute each layer together: inside a host where they are on one.
+
+        Raises:
+            OptionsError: they are on several hosts, and no link between these is stated.
+        """
+        return self._inside_hosts if self._is_layer_inside else self.between_ranks
 
     @property
     def between_ranks(self) -> LinkSpec:
@@ -324,14 +349,16 @@ class Hardware:
         name, num_devices = f"{count}x{self.name}", self.num_devices * count
         return replace(self, name=name, num_devices=num_devices, num_hosts=self.num_hosts * count)
 
-    def used_by(self, num_ranks: int, num_hosts: int | None = None, num_copies: int = 1) -> Self:
+    def used_by(
+        self, num_ranks: int, num_hosts: int | None = None, num_copies: int = 1, devices_per_layer: int = 1
+    ) -> Self:
         """The same machine as far as ranks use it that train one model.
 
         On GPUs each rank has a device of its own. A CPU's ranks are processes that share its hosts, however many.
 
         Args:
             num_hosts: over which they lie evenly; None: no more hosts than they need, each with all its devices.
-            num_copies: see `Hardware`.
+            num_copies, devices_per_layer: see `Hardware`.
 
         Raises:
             OptionsError: there are no such devices or hosts.
@@ -340,15 +367,16 @@ class Hardware:
             raise OptionsError(
                 f"{num_ranks} ranks on {num_hosts or 1} hosts: a model has at least one rank on each host"
             )
+        hosts = num_hosts or -(-num_ranks // self.devices_per_host)
         if self.kind == "cpu":
             hosts = num_hosts or min(self.num_hosts, num_ranks)
-            return replace(self, num_devices=num_ranks, num_hosts=hosts, num_copies=num_copies)
-        hosts = num_hosts or -(-num_ranks // self.devices_per_host)
-        if hosts > self.num_hosts or -(-num_ranks // hosts) > self.devices_per_host:
+        elif hosts > self.num_hosts or -(-num_ranks // hosts) > self.devices_per_host:
             where = f" on {num_hosts} hosts" if num_hosts else ""
             has = f"{self.num_hosts} of {self.devices_per_host} devices each"
             raise OptionsError(f"{num_ranks} ranks{where} need a device each; the hosts of {self.name} are {has}")
-        return replace(self, num_devices=num_ranks, num_hosts=hosts, num_copies=num_copies)
+        return replace(
+            self, num_devices=num_ranks, num_hosts=hosts, num_copies=num_copies, devices_per_layer=devices_per_layer
+        )
 
 
 CPU = Hardware(

@@ -267,6 +267,7 @@ class _HardwareFile(BaseModel):
     num_devices: Annotated[int, Field(strict=True, ge=1, le=MAX_NUM_DEVICES)] = 1
     num_hosts: Annotated[int, Field(strict=True, ge=1, le=MAX_NUM_DEVICES)] = 1
     num_copies: Annotated[int, Field(strict=True, ge=1, le=MAX_NUM_DEVICES)] = 1
+    devices_per_layer: Annotated[int, Field(strict=True, ge=1, le=MAX_NUM_DEVICES)] = 1
     source: Annotated[str, Field(strict=True)] = ""
     device_memory_nbytes: _Size = 1
     context_nbytes: _Size = 0
@@ -301,6 +302,7 @@ _ALLOWED = {
     "num_devices": f"a whole number from 1 to {MAX_NUM_DEVICES:,}",
     "num_hosts": f"a whole number from 1 to {MAX_NUM_DEVICES:,}",
     "num_copies": f"a whole number from 1 to {MAX_NUM_DEVICES:,}",
+    "devices_per_layer": f"a whole number from 1 to {MAX_NUM_DEVICES:,}",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,8 @@ _EPS = 1e-12
 @dataclass(frozen=True, kw_only=True)
 class BertConfig(TextConfig):
     """A BERT; its network is four times as wide as its residual stream."""
+
+    has_heads_apart: ClassVar[bool] = True
 
     vocabulary: int = 30_522
     max_length: int | None = 512

@@ -32,9 +32,12 @@ class ModelConfig(abc.ABC):
         dtype: of parameters and activations; losses are computed in fp32.
         activation_checkpointing: keep each block's input only, and run the block again in the backward.
         only_dtype: the one dtype that the model can be traced in; None where any floating-point dtype does.
+        has_heads_apart: whether devices can have some heads and inner features of a block each (see
+            `chunkc.models.layers`).
     """
 
     only_dtype: ClassVar[torch.dtype | None] = None
+    has_heads_apart: ClassVar[bool] = False
 
     num_layers: int
     width: int

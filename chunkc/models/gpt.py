@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,8 @@ from chunkc.models.common import (
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(TextConfig):
     """A GPT; its network is four times as wide as its residual stream."""
+
+    has_heads_apart: ClassVar[bool] = True
 
     vocabulary: int = 50_257
     max_length: int | None = 1024

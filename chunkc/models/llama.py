@@ -6,6 +6,7 @@ Llama 3.2 stretches its low rotary frequencies; that changes numbers and no shap
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,6 +35,8 @@ class LlamaConfig(TextConfig):
         rotary_base: the slowest position's wavelength, in tokens over 2 pi.
         norm_eps: added to the mean square in norms.
     """
+
+    has_heads_apart: ClassVar[bool] = True
 
     vocabulary: int = 128_256
     num_kv_heads: int

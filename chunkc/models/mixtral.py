@@ -31,6 +31,7 @@ class MixtralConfig(LlamaConfig):
         num_chosen: experts that a token goes to.
     """
 
+    has_heads_apart: ClassVar[bool] = False
     only_dtype: ClassVar[torch.dtype | None] = torch.bfloat16
 
     vocabulary: int = 32_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,8 @@ class VitConfig(ModelConfig):
         patch: pixels along a patch's edge.
         num_classes: classes to tell apart.
     """
+
+    has_heads_apart: ClassVar[bool] = True
 
     image: int = 224
     patch: int

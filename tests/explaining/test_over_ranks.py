@@ -170,7 +170,15 @@ def test_devices_without_a_link_send_through_ram() -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "mesh", "shape"),
-    [(None, None, (16, 2)), (3, None, (3, 1)), (9, None, (9, 2)), (None, "2x4", (8, 2)), (8, " 1X8 ", (8, 1))],
+    [
+        (None, None, (16, 2)),
+        (3, None, (3, 1)),
+        (9, None, (9, 2)),
+        (None, "2x4", (8, 2)),
+        (8, " 1X8 ", (8, 1)),
+        (None, "1x2x8", (16, 2)),
+        (8, "2x2x2", (8, 2)),
+    ],
 )
 def test_ranks_by_number_or_by_hosts(world_size: int | None, mesh: str | None, shape: tuple[int, int]) -> None:
     found = with_ranks(load_hardware("2x8xh100"), world_size, mesh)
@@ -186,7 +194,9 @@ def test_ranks_by_number_or_by_hosts(world_size: int | None, mesh: str | None, s
         (None, "1x16", "16 ranks on 1 hosts need a device each"),
         (None, "0x4", "0 ranks on"),
         (None, "2x", "mesh is '2x'; allowed: hosts and ranks on each"),
-        (None, "2x2x2", "mesh is '2x2x2'"),
+        (None, "2x2x2x2", "mesh is '2x2x2x2'; allowed: .* such as 2x4x2"),
+        (None, "1x3x8", "24 ranks need a device each"),
+        (None, "2x2x0", "0 ranks on"),
         (4, "2x4", "world_size is 4, but mesh '2x4' has 8 ranks"),
     ],
 )

@@ -11,7 +11,7 @@ from chunkc.formats import print_text, render_text
 from chunkc.formats.advice import advice
 from chunkc.formats.text import headline
 from chunkc.ir.estimates import EstimatedOperator
-from chunkc.ir.explanation import Peak
+from chunkc.ir.explanation import Layers, Peak
 
 
 def line_of(text: str, start: str) -> str:
@@ -60,6 +60,16 @@ def test_one_rank_s_exchanges_and_what_its_host_needs_stand_in_tables() -> None:
         "Homes of all its ranks take 200.00 MiB of the same memory, 580.00 MiB with the"
     )
     assert advice(ranked(host_fits=False))[0].startswith("Homes of all its ranks take 200.00 MiB of the host's memory")
+
+
+def test_what_ranks_of_a_layer_exchange_stands_in_the_table_of_ranks() -> None:
+    assert "collectives of layers" not in render_text(ranked())
+    ranks = ranked().ranks
+    assert ranks is not None
+    text = render_text(ranked(ranks=replace(ranks, layers=Layers(4, 48, 30 * MIB, 0.002))))
+    line = line_of(text, "collectives of layers, in one step")
+    assert " ".join(line.split()).endswith("step 48 of 4 ranks, in 2.00 ms")
+    assert f"{30 * MIB:,}  each way" in line_of(text, "sent in these")
 
 
 def test_identical_layers_fold_and_modules_stand_below_their_kind() -> None:

@@ -221,6 +221,31 @@ def test_the_slower_link_decides_where_ranks_are_on_several_hosts() -> None:
         unknown.exchange_s(GATHER, 400)
 
 
+def test_devices_of_a_layer_exchange_inside_their_host_where_they_fit() -> None:
+    inside, whole = EIGHT.used_by(8, None, 1, 4), EIGHT.used_by(8, None, 1, 8)
+    assert (inside.devices_per_row, inside.between_devices_of_a_layer) == (2, BETWEEN[0])
+    assert (whole.devices_per_row, whole.between_devices_of_a_layer) == (1, BETWEEN[1])
+    assert inside.carried_in_layers(30) == {BETWEEN_DEVICES: 30}
+    assert whole.carried_in_layers(30) == {BETWEEN_DEVICES: 30, BETWEEN_HOSTS: 30}
+    assert EIGHT.used_by(2, 2, 1, 2).carried_in_layers(30) == {BETWEEN_HOSTS: 30}
+    assert GPU.times(2).used_by(2, None, 1, 2).carried_in_layers(30) == {TO_DEVICE: 30, TO_HOME: 30}
+
+
+def test_parts_are_cut_over_the_devices_that_do_not_share_layers() -> None:
+    """Two rows of four devices on two hosts: each device exchanges with one on the other host, and with none on its."""
+    two = EIGHT.used_by(8, None, 1, 4)
+    assert two.carried_nbytes(GATHER, 400) == {TO_DEVICE: 200, BETWEEN_HOSTS: 200}
+    assert two.exchange_s(GATHER, 400) == pytest.approx(200 / 10.0 + 200 / 2.0 + 1.0)
+    copies = EIGHT.used_by(8, 2, 2, 2)
+    assert copies.carried_nbytes(GATHER, 400) == {TO_DEVICE: 200, BETWEEN_DEVICES: 200}
+    assert copies.carried_nbytes(SCATTER, 400) == {TO_HOME: 200, BETWEEN_DEVICES: 200, BETWEEN_HOSTS: 200}
+
+
+def test_layers_that_devices_cannot_share() -> None:
+    with pytest.raises(OptionsError, match="layers of 3 devices do not divide 8"):
+        replace(EIGHT, devices_per_layer=3)
+
+
 def test_devices_without_a_link_exchange_through_ram() -> None:
     """Both directions at once, 7.5 bytes a second instead of 15: each at half its rate."""
     assert GPU.times(2).between_ranks == LinkSpec(THROUGH_RAM, 2.5)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,11 @@ import torch.distributed as dist
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from chunkc.passes.collectives import WAIT, Meeting, wait_at_once, without_group_names
+from chunkc.ir.hardware import CPU
+from chunkc.ir.links import BETWEEN_DEVICES, LinkSpec, host_links
+from chunkc.machines.presets import load_hardware
+from chunkc.passes.collectives import WAIT, Meeting, exchange_of, wait_at_once, without_group_names
+from chunkc.passes.cost import cost_s
 from chunkc.passes.cuts import cut
 from chunkc.passes.graphs import is_compute, returned
 from chunkc.passes.reruns import may_run_again
@@ -43,6 +49,47 @@ def two_sums() -> fx.GraphModule:
 
 def names(nodes: list[fx.Node]) -> list[str]:
     return [node.target.overloadpacket._qualified_op_name.partition("::")[2] for node in nodes]  # type: ignore[union-attr]
+
+
+MACHINE = replace(
+    load_hardware("4xh100"), links=(*host_links(1e9, 1e9), LinkSpec(BETWEEN_DEVICES, 100.0, 0.25)), devices_per_layer=4
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sends", "seconds"),
+    [
+        ("all_reduce", 2 * 48, 2 * (0.48 + 3 * 0.25)),
+        ("all_gather_into_tensor", 4 * 48, 4 * 0.48 + 3 * 0.25),
+        ("reduce_scatter_tensor", 48, 0.48 + 3 * 0.25),
+        ("all_to_all_single", 48, 0.48 + 3 * 0.25),
+        ("wait_tensor", None, 0.0),
+        ("relu", None, 0.0),
+    ],
+)
+def test_what_ranks_of_a_layer_exchange_takes_their_link(kind: str, sends: int | None, seconds: float) -> None:
+    """Of 64 bytes, in a ring of four at 100 bytes a second."""
+    more: dict[str, tuple[Any, ...]] = {
+        "all_reduce": ("sum", "7"),
+        "all_gather_into_tensor": (4, "7"),
+        "reduce_scatter_tensor": ("sum", 4, "7"),
+        "all_to_all_single": ([4] * 4, [4] * 4, "7"),
+    }
+    run = getattr(torch, kind) if kind == "relu" else getattr(ops, kind)
+    gm = make_fx(lambda x: run(x, *more.get(kind, ())), tracing_mode="fake")(torch.randn(16))
+    (node,) = (node for node in gm.graph.nodes if is_compute(node))
+    exchange = exchange_of(node, MACHINE)
+    assert (None if exchange is None else exchange.sent_nbytes(4)) == sends
+    alone = replace(MACHINE, devices_per_layer=1)
+    assert cost_s([node], MACHINE) - cost_s([node], alone) == pytest.approx(seconds)
+
+
+def test_gloo_adds_up_on_every_rank_what_it_scatters() -> None:
+    gm = make_fx(lambda x: ops.reduce_scatter_tensor(x, "sum", 4, "7"), tracing_mode="fake")(torch.randn(16))
+    (node,) = (node for node in gm.graph.nodes if is_compute(node))
+    exchange = exchange_of(node, CPU.used_by(4, None, 1, 4))
+    assert exchange is not None
+    assert exchange.sent_nbytes(4) == 2 * 48
 
 
 @pytest.mark.parametrize("whole", [False, True])

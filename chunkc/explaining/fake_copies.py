@@ -1,0 +1,149 @@
+"""A model on fake tensors, which is traced in its place: nothing is allocated, and the model stays as it is.
+
+Of a model that `parallelize_module` has cut (see `chunkc.tensor_parallel`) the copy has what this rank has of each
+parameter, an ordinary tensor. Its modules read the `DTensor` that this lies in, as on ranks that run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from chunkc.ir.errors import UnsupportedError
+from chunkc.session import owner
+from chunkc.tensor_parallel import local, placing
+from chunkc.torch_private.dynamo import OptimizedModule, is_marked_dynamic, mark_alike, unwrapped
+from chunkc.torch_private.fake import FakeTensor, FakeTensorMode
+from chunkc.whole_parameters import let_read
+
+
+@dataclass(frozen=True)
+class FakeCopy:
+    """A copy of a model on fake tensors; ties stay ties.
+
+    Attributes:
+        names: of its parameters, by identity.
+        elsewhere_numel: of each parameter whose layer ranks compute together, by name, the elements that others have.
+    """
+
+    model: nn.Module
+    names: Mapping[int, str]
+    elsewhere_numel: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def is_of_layers(self) -> bool:
+        """Whether ranks compute layers together."""
+        return bool(self.elsewhere_numel)
+
+
+def mode_of(model: nn.Module, arguments: Iterable[Any]) -> FakeTensorMode:
+    """The mode of the fake tensors in a model and among the arguments of a call; a new one where there are none.
+
+    Raises:
+        UnsupportedError: they are of several.
+    """
+    values = [*(local(tensor) for tensor in _tensors(model)), *arguments]
+    modes = {id(value.fake_mode): value.fake_mode for value in values if isinstance(value, FakeTensor)}
+    if len(modes) > 1:
+        raise UnsupportedError("the fake tensors of the model and of its arguments must come from one FakeTensorMode")
+    return next(iter(modes.values()), None) or FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def may_move(parameter: nn.Parameter) -> bool:
+    """Whether the parameter can live in a chunk, as far as its own storage decides it (see `session.can_move`)."""
+    if owner(parameter) is not None or isinstance(parameter, FakeTensor | DTensor):
+        return True
+    return type(parameter) is nn.Parameter and parameter.untyped_storage().nbytes() == parameter.nbytes
+
+
+def has_dynamic_dimensions(arguments: Any) -> bool:
+    """Whether a dimension of any tensor among the arguments is marked as dynamic."""
+    return any(is_marked_dynamic(leaf) for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
+
+
+def fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A fake tensor on the CPU like the given one.
+
+    Raises:
+        UnsupportedError: it is sparse, or lies over ranks.
+    """
+    if isinstance(tensor, FakeTensor) and not (has_dynamic_dimensions(tensor) and _owns_its_storage(tensor)):
+        return tensor
+    if isinstance(tensor, DTensor):
+        raise UnsupportedError("a DTensor that is no parameter cannot be explained; give the model ordinary tensors")
+    if tensor.layout is not torch.strided:
+        raise UnsupportedError(f"a {tensor.layout} tensor cannot be explained; make it dense")
+    with mode:
+        made = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad
+        )
+    mark_alike(made, tensor)
+    return made
+
+
+def _owns_its_storage(tensor: Tensor) -> bool:
+    """Whether the tensor is as large as its storage. A view of another is traced with a storage of fixed size, so where
+    it makes no difference it is traced as what it is a view of."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+
+
+def fake_copy(model: nn.Module, mode: FakeTensorMode) -> FakeCopy:
+    """A model's copy on fake tensors.
+
+    Raises:
+        UnsupportedError: something in the model cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    readers: dict[int, Callable[[Any], Tensor]] = {}
+    elsewhere: dict[int, int] = {}
+    for tensor in _tensors(model):
+        if not isinstance(tensor, nn.Parameter):
+            memo.setdefault(id(tensor), fake(tensor, mode))
+        elif id(tensor) not in memo:
+            own = fake(local(tensor), mode)
+            made = memo[id(tensor)] = nn.Parameter(own.detach(), requires_grad=tensor.requires_grad)
+            if isinstance(tensor, DTensor):
+                readers[id(made)], elsewhere[id(made)] = placing(tensor), tensor.numel() - made.numel()
+    memo |= {id(mesh): mesh for mesh in _meshes(model)}
+    try:
+        copied = copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise UnsupportedError(f"{type(model).__name__} cannot be copied to be explained: {error}") from error
+    for module in list(copied.modules()):
+        # A part that is compiled by itself would call what it was copied from.
+        parts = {name: unwrapped(part) for name, part in module._modules.items() if isinstance(part, OptimizedModule)}
+        module._modules.update(parts)
+        reading = {name: readers[id(p)] for name, p in module._parameters.items() if id(p) in readers}
+        if reading:
+            let_read(module, reading)
+    names = {id(parameter): name for name, parameter in copied.named_parameters()}
+    return FakeCopy(copied, names, {names[at]: numel for at, numel in elsewhere.items() if at in names})
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    """Parameters, buffers, and tensors that modules keep as plain attributes or in lists and dictionaries of these."""
+    return [*model.parameters(), *model.buffers(), *(leaf for leaf in _plain(model) if isinstance(leaf, Tensor))]
+
+
+def _meshes(model: nn.Module) -> list[DeviceMesh]:
+    """The meshes that modules keep, which no copy may have anew."""
+    return [leaf for leaf in _plain(model) if isinstance(leaf, DeviceMesh)]
+
+
+def _plain(model: nn.Module) -> list[Any]:
+    """What modules keep as plain attributes or in lists and dictionaries of these."""
+    kept = [
+        value
+        for module in model.modules()
+        for key, value in vars(module).items()
+        if key not in ("_parameters", "_buffers", "_modules")
+    ]
+    return pytree.tree_leaves(kept)

@@ -1,0 +1,51 @@
+"""Built-in models whose layers several devices compute together, as Megatron-LM has it (Shoeybi et al., 2019).
+
+Each device has some heads of an attention, and some inner features of a network: columns of the matrices before them,
+rows of the one behind, whose products all devices add up. Tables of tokens, norms and heads of models are on all of
+them. Where queries, keys and values are one matrix, each device has those of its own heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from chunkc.ir.errors import OptionsError
+from chunkc.models.registry import ModelSpec
+
+_COLUMNS, _ROWS = ("q", "k", "v", "qkv", "gate", "up"), ("out", "down")
+_HEADS = ("num_heads", "num_kv_heads")
+
+
+def cut_layers(spec: ModelSpec, model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut the blocks of a built-in model over the ranks of a mesh of one dimension.
+
+    Raises:
+        OptionsError: the ranks cannot have as many heads each, or the model's blocks are not made for it.
+    """
+    if not spec.config.has_heads_apart:
+        raise OptionsError(
+            f"chunkc does not know how to cut the layers of {spec.name} over devices, only those of GPTs, BERTs, ViTs "
+            "and Llamas: write a factory that calls parallelize_module, and explain FILE.py:FACTORY"
+        )
+    plan: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        for key in _HEADS:
+            if (num_heads := getattr(module, key, None)) is not None:
+                setattr(module, key, _share(spec, key, num_heads, mesh.size()))
+        last = name.rpartition(".")[2]
+        if isinstance(module, nn.Linear) and last in (*_COLUMNS, *_ROWS):
+            plan[name] = ColwiseParallel() if last in _COLUMNS else RowwiseParallel()
+    parallelize_module(model, mesh, plan)
+
+
+def _share(spec: ModelSpec, key: str, num_heads: int, num_ranks: int) -> int:
+    if num_heads % num_ranks:
+        raise OptionsError(
+            f"{key} of {spec.name} is {num_heads}, of which {num_ranks} devices cannot have as many each: take a last "
+            "number of mesh that divides it"
+        )
+    return num_heads // num_ranks

@@ -1,0 +1,101 @@
+"""What ranks that compute layers together plan and measure beside what `chunkc.explain` says of rank 0; run as
+`rank_cases` is."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+sys.path.append(str(Path(__file__).parent))
+
+import rank_cases
+from checkpoint_cases import attempted
+from rank_cases import BATCH, HUGE, LENGTH, Result, adamw, compiled
+from tensor_cases import Model, cube, cut, grid, made, parallel
+
+import chunkc
+from chunkc.ir.hardware import CPU
+from chunkc.ir.shards import ZeroStage
+from chunkc.runtime import cpu_allocator
+from chunkc.runtime.parts import part_of
+from chunkc.session import owner
+
+TOKENS = BATCH // 2, LENGTH
+
+
+def subject(mesh: DeviceMesh) -> tuple[Model, tuple[torch.Tensor]]:
+    """For the command: what these ranks train."""
+    return parallel(made(), place=mesh), (torch.zeros(TOKENS, dtype=torch.int64),)
+
+
+def layers() -> Result:
+    """With room for all, and with none to spare."""
+    grid()["dp"], grid()["tp"]
+    runs = []
+    for stage, plan in ((3, "plain"), (None, "rows")):
+        roomy = _planned(HUGE, stage, plan)
+        runs += [roomy, _planned(roomy["ranks"]["minimum"], stage, plan)]
+    return {"runs": runs}
+
+
+def copies() -> Result:
+    """Three dimensions, of which the first is of copies, all on one host."""
+    cube()["copies", "dp"], cube()["tp"]
+    return {"runs": [_planned(HUGE, 3, "copies")]}
+
+
+def _planned(budget: int, stage: ZeroStage | None, plan: str) -> Result:
+    """Steps of one batch: what the last one came to, and what was said."""
+    place = cube() if plan == "copies" else grid()
+    said = chunkc.explain(
+        parallel(made(), plan, place),
+        torch.zeros(TOKENS, dtype=torch.int64),
+        memory_budget=budget,
+        zero_stage=stage,
+        **({"hardware": CPU.used_by(4, 1, 2, 2)} if plan == "copies" else {"hardware": "cpu", "mesh": "1x2x2"}),
+    )
+    torch._dynamo.reset()
+    gc.collect()
+    cpu_allocator.install()
+    foreign_nbytes = cpu_allocator.current_nbytes()
+    model: Any = cut(made(), stage, plan)
+    run, optimizer = compiled(model, budget), adamw(model)
+    tokens = torch.zeros(TOKENS, dtype=torch.int64)
+    for _ in range(3):
+        run(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = chunkc.report(model)
+    refusal = attempted(lambda: chunkc.explain(run, tokens))
+    parts = [part_of(parameter) for parameter in model.parameters()]
+    foreign_nbytes += sum(part.nbytes for part in parts if owner(part) is None)  # of which no graph knows
+    assert said.ranks is not None
+    return {
+        "explained": {
+            "peak": said.predicted_peak_nbytes,
+            "minimum": said.minimum_budget_nbytes,
+            "home": said.home_nbytes,
+        },
+        "ranks": {
+            "peak": report.predicted_peak_nbytes,
+            "minimum": report.minimum_budget_nbytes,
+            "home": report.home_nbytes,
+        },
+        "distributed already": refusal,
+        "measured": report.measured_peak_nbytes - foreign_nbytes,
+        "plans": [text.partition("\nplan:")[0].strip() for text in (said.plan_text, report.plan_text)],
+    }
+
+
+CASES = {case.__name__: case for case in (layers, copies)}
+
+if __name__ == "__main__":
+    rank_cases.CASES = CASES
+    folder, num_ranks, timeout_s, *names = sys.argv[1:]
+    print(json.dumps(dict(rank_cases.main(Path(folder), int(num_ranks), float(timeout_s), names))))
