@@ -39,16 +39,22 @@ def blocks_in_order(specs: Iterable[ParamSpec]) -> list[list[ParamSpec]]:
     return list(blocks.values())
 
 
+NEVER_TORN_NBYTES = 1 << 20
+"""A block that takes no more is one chunk: to copy less at once saves nothing."""
+
+
 def auto_chunk_nbytes(specs: Sequence[ParamSpec]) -> int:
     """One repeated block per chunk; without repetition, a sixteenth of the model but no less than a tensor.
 
-    Where blocks differ, as those of a U-Net do, half of them are no larger than that, and the others are torn: each of
-    a few huge chunks would have to stay as a whole, or to move as a whole through what little room is left.
+    Where blocks differ, as those of a U-Net do, half of them are no larger than that, and the others are torn, if they
+    are large: each of a few huge chunks would have to stay as a whole, or to move as a whole through what little room
+    is left.
     """
     total = sum(spec.whole_nbytes for spec in specs)
     repeated = [block for block in blocks_in_order(specs) if block_of(block[0].name)[1]]
     if repeated:
-        wanted = max(median_high(_room(block) for block in repeated), total // 64)
+        rooms = [_room(block) for block in repeated]
+        wanted = max(min(max(rooms), max(median_high(rooms), NEVER_TORN_NBYTES)), total // 64)
     else:
         wanted = max(max((spec.whole_nbytes for spec in specs), default=0), total // 16)
     return max(4096, -(-wanted // 4096) * 4096)

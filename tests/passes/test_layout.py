@@ -120,12 +120,14 @@ def test_chosen_chunks_hold_a_block_each() -> None:
 
 def test_of_blocks_that_differ_half_are_no_larger_than_a_chunk() -> None:
     """A few huge blocks are torn, a few tiny ones share."""
-    sizes = [2000, 2000, 3000, 4000, 20_000]
+    sizes = [256_000, 256_000, 384_000, 512_000, 2_560_000]
     specs = [spec(f"up.{i}.{p}", numel // 4) for i, numel in enumerate(sizes) for p in "abcd"]
-    assert 12_000 <= auto_chunk_nbytes(specs) < 12_000 + 4096
+    assert 4 * 384_000 <= auto_chunk_nbytes(specs) < 4 * 384_000 + 4096
     layout = lay_out(specs)
     check_invariants(layout, specs)
     assert names(layout)[-4:] == [[f"up.4.{p}"] for p in "abcd"]
+    small = [spec(f"up.{i}.{p}", numel // 1024) for i, numel in enumerate(sizes) for p in "abcd"]
+    assert auto_chunk_nbytes(small) >= 4 * 2_560_000 // 256, "the largest is a chunk"
     alike = [spec(f"up.{i}.a", 3000) for i in range(6)]
     assert auto_chunk_nbytes(alike) == auto_chunk_nbytes([*alike, spec("norms.0.a", 64), spec("norms.1.a", 64)])
 
