@@ -135,6 +135,22 @@ def test_nor_does_it_with_integers_in_chunks() -> None:
     assert report.num_resident_chunks < report.num_chunks
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_nor_does_a_backward_that_updates_what_stays(dtype: torch.dtype) -> None:
+    """From a budget in which some chunks stay to one in which all do, without their gradients."""
+    expected = train(SMALL, dtype, HUGE)
+    for spare_nbytes in range(1_400_000, 6_000_000, 200_000):
+        budget_nbytes = smallest(dtype) + spare_nbytes
+        with cuda_in_ram.choose(late=spare_nbytes):
+            found = train(SMALL, dtype, budget_nbytes, update_on="device", overlap="backward")
+        assert not different(found, expected)
+        assert found.report.measured_peak_nbytes <= budget_nbytes
+        if found.report.num_resident_chunks == found.report.num_chunks:
+            break
+    updates = [name for name, _, _ in found.report.moments if name.startswith("update.")]
+    assert len(updates) == found.report.num_chunks
+
+
 TRAININGS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "updates beside the forward": (torch.bfloat16, {"update_on": "cpu", "overlap": "forward"}),
     "updates beside the backward": (torch.bfloat16, {"update_on": "cpu", "overlap": "backward"}),
