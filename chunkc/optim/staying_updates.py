@@ -70,12 +70,15 @@ def may_use_up(optimizer: ChunkedOptimizer) -> bool:
 
 
 def is_ready(optimizer: ChunkedOptimizer, session: Session, index: int) -> bool:
-    """Whether the next backward may update a group where it stays: all of it is this optimizer's, has no gradients yet,
-    and the hyper-parameters make sense."""
+    """Whether the next backward may update a group where it stays: all of it is this optimizer's, has no gradients yet
+    (of which another thread's may not be looked at), and the hyper-parameters make sense."""
     entries = _known(optimizer, session).groups.get(index)
     if optimizer.in_backward.accumulating or not entries or not may_use_up(optimizer):
         return False
     if not set(optimizer.rule.states(optimizer.param_groups).kinds) <= set(optimizer.states.kinds):
+        return False
+    others = session.store.trainers.trained_by_others()
+    if others and any(name in others for name, _, _ in entries):
         return False
     if any(not parameter.requires_grad or gradient_of(parameter) is not None for _, parameter, _ in entries):
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -232,3 +233,18 @@ def test_the_plan_says_what_is_used_to_the_byte() -> None:
     assert [m.slot_nbytes for m in updates] == [0] * 4
     assert all(m.used_up for m in updates)
     assert record.plan.predicted_peak_nbytes <= made.session.budget_nbytes
+
+
+def test_gradients_of_what_another_thread_trains_are_not_looked_at() -> None:
+    made = Subject("backward", WITHOUT_GRADIENTS)
+    made.step(0)
+    starter, found = made.optimizer.in_backward.starter, []
+
+    def ask() -> None:
+        found.append([starter.stages_in_slots(made.session, group) for group in range(4)])
+
+    ask()
+    other = threading.Thread(target=ask)
+    other.start()
+    other.join()
+    assert found == [[1] * 4, [0] * 4]
