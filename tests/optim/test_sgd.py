@@ -191,7 +191,8 @@ def test_updates_at_home_have_the_same_bits(name: str, overlap: str) -> None:
     dtype, chosen = FORMATS[name]
     expected, _ = trained("adopted", dtype, **chosen)
     found, _ = trained("adopted", dtype, update_on="cpu", overlap=overlap, **chosen)
-    assert is_managed(found.layers[0].weight)
+    all_fits_without_gradients = name == "no momentum" and overlap in ("backward", "both")
+    assert is_managed(found.layers[0].weight) != all_fits_without_gradients
     assert_equal(snapshot(expected), snapshot(found))
 
 
