@@ -19,6 +19,7 @@ from chunkc.declared import declared
 from chunkc.ir.chunks import ChunkGroup, ChunkLayout
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.plan import Tile
+from chunkc.situation import spent_in
 
 if TYPE_CHECKING:
     from chunkc.session import Session
@@ -143,16 +144,10 @@ class EarlyUpdates:
             made: parameters whose gradients the graph's backward makes; `hooked`: those that it returns to autograd.
             updates: what `updates_in_slots` has found for it.
         """
-        found, mine = set(), {group for group, _ in updates}
-        for index in session.store.resident if self._in_flight else ():
-            names = {s.spec.name for s in session.store.layout.groups[index].slices}
-            if names.isdisjoint(made):
-                free = any(starter.stages_in_slots(session, index) for starter in list(self._in_flight))
-            else:
-                free = index in mine and names <= made - hooked
-            if free:
-                found.add(index)
-        return frozenset(found)
+        updated, starters = {group for group, _ in updates}, list(self._in_flight)
+        resident = session.store.resident if starters else frozenset[int]()
+        free = {i for i in resident if i in updated or any(one.stages_in_slots(session, i) for one in starters)}
+        return spent_in(session.store.layout, free, made, hooked, updated)
 
     def updating(self, session: Session, tiles: Collection[Tile]) -> Callable[[Tile], None]:
         """What updates these tiles of groups, which the latest `updates_in_slots` has named."""

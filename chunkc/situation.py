@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Set
 from dataclasses import dataclass, field, replace
 
 from chunkc.captured import Captured
@@ -83,7 +83,8 @@ class Around:
     Attributes:
         cold_backward: the backward finds none of its chunks in a slot.
         hooked: parameters whose gradients are returned to autograd.
-        updates: (group, stages of its update) of the groups that the backward may update in slots, in order.
+        updates: (group, stages of its update) of the groups that the backward may update, in slots or where they stay,
+            in order.
         kept_inputs: inputs of a backward that others keep: gradients of outputs, and saved values for another backward.
         absent: what of the forward's values is absent until the backward; None: that is yet to be decided.
         spent: groups that stay, and that have no gradients before and after it: none are there, and what a backward
@@ -107,6 +108,22 @@ class Around:
 
 
 ALONE = Around()
+
+
+def spent_in(
+    layout: ChunkLayout, free: Collection[int], made: Set[str], kept: Set[str], updated: Collection[int]
+) -> frozenset[int]:
+    """Of groups that stay, those that have no gradients before and after a phase of a graph (see `Around.spent`).
+
+    Args:
+        free: those without gradients now, that backwards may update.
+        made: parameters whose gradients the graph's backward makes; `kept`: those of them that it leaves to autograd.
+        updated: groups that this backward may update.
+    """
+    names = {index: {s.spec.name for s in layout.groups[index].slices} for index in free}
+    return frozenset(
+        index for index in free if names[index].isdisjoint(made) or (index in updated and names[index] <= made - kept)
+    )
 
 
 # --- what is asked for ---

@@ -31,7 +31,7 @@ room, and one that is smaller is gone, and the next one there, sooner."""
 def with_waiting(backward: Sequence[Position], layout: ChunkLayout) -> tuple[Position, ...]:
     """A backward's calls, each with the gradients that wait for the update of a group whose gradients are spent.
 
-    A gradient that may not stay where a call has put it is copied while the call is over, but not what it gave.
+    A gradient that may not stay where its call has put it is copied: it counts beside that call, too.
     """
     if not layout.spent:
         return tuple(backward)

@@ -13,7 +13,14 @@ from collections.abc import Sequence
 from chunkc.ir.chunks import ChunkGroup
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.links import TO_DEVICE, TO_HOME
+from chunkc.ir.states import INT8, StateFormat
 from chunkc.ir.updates import update_stages, update_traffic
+
+
+def may_update_where_it_stays(states: StateFormat, num_stages: int) -> bool:
+    """Whether a backward can update a group that stays on the compute tier: an update in one stage that takes no memory
+    for itself."""
+    return num_stages == 1 and states.moments != INT8
 
 
 def group_update_nbytes(group: ChunkGroup, num_stages: int = 1) -> int:

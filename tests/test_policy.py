@@ -253,12 +253,11 @@ def test_whose_gradients_are_not_spent_any_more_makes_somebody_leave_for_good() 
 def test_a_step_counts_no_gradients_that_were_used_up() -> None:
     needed = fixed_nbytes(replace(LAYOUT, spent=EVERYTHING), EVERYTHING) + LAYOUT.groups[0].slices[0].spec.nbytes
     now = compiled(needed, EVERYTHING - {0})
-    asked = {"groups": (0,), "held_nbytes": 0}
-    found = decide(now, UpdateDue(**asked, spent=EVERYTHING - {0}))  # type: ignore[arg-type]
+    found = decide(now, UpdateDue((0,), 0, spent=EVERYTHING - {0}))
     assert found.situation is now
     assert found.request is not None
     assert found.request.situation.layout.spent == EVERYTHING - {0}
-    assert decide(now, UpdateDue(**asked)).situation.resident < now.resident  # type: ignore[arg-type]
+    assert decide(now, UpdateDue((0,), 0)).situation.resident < now.resident
 
 
 # --- nowhere else ---

@@ -38,6 +38,7 @@ from chunkc.situation import (
     StepRequest,
     UpdateDue,
     UpdateRequest,
+    spent_in,
 )
 from chunkc.templates import Templates, input_symbols
 
@@ -118,13 +119,8 @@ class Training:
         self, situation: Situation, made: Set[str], updates: Collection[tuple[int, int]], present: Set[str]
     ) -> frozenset[int]:
         """Groups that stay and have no gradients before and after a phase of a graph whose backward makes these."""
-        mine = {group for group, _ in updates}
-        names = {i: {s.spec.name for s in situation.layout.groups[i].slices} for i in situation.resident}
-        return frozenset(
-            index
-            for index in self._without_gradients(situation, present)
-            if names[index].isdisjoint(made) or (index in mine and names[index] <= made)
-        )
+        free = self._without_gradients(situation, present)
+        return spent_in(situation.layout, free, made, frozenset(), {group for group, _ in updates})
 
     def expected(self, layout: ChunkLayout) -> Around:
         """What graphs of a layout will run in, as far as that is known when they are compiled."""
@@ -142,9 +138,8 @@ class Training:
 
     def _without_gradients(self, situation: Situation, present: Set[str]) -> frozenset[int]:
         """Groups that stay, and that a backward may update, of which no gradients are there."""
-        groups = self._to_be_spent(situation.layout) & situation.resident if self.updates.beside_backward else ()
-        slices = {index: situation.layout.groups[index].slices for index in groups}
-        return frozenset(i for i, of in slices.items() if present.isdisjoint(s.spec.name for s in of))
+        groups, layout = self._to_be_spent(situation.layout) & situation.resident, situation.layout
+        return frozenset(i for i in groups if present.isdisjoint(s.spec.name for s in layout.groups[i].slices))
 
     def updated(self, situation: Situation) -> tuple[tuple[int, ...], frozenset[int]]:
         """The groups that move and are trained: those that are updated in slots, and those at home."""

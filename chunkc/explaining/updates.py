@@ -15,7 +15,7 @@ from chunkc.ir.states import ELEMENTS_PER_SCALE, INT8, MASTER, MASTER_LOW
 from chunkc.ir.updates import tile_traffic, update_traffic
 from chunkc.optim.overlap_mode import NONE, OverlapMode
 from chunkc.optim.update_on import CPU, DEVICE, divided
-from chunkc.passes.update_placement import cpu_update_s, group_update_nbytes
+from chunkc.passes.update_placement import cpu_update_s, group_update_nbytes, may_update_where_it_stays
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Updates:
 
     def uses_up(self, group: ChunkGroup) -> bool:
         """Whether a backward updates a group that stays, where that is needed."""
-        return self.beside_backward and self.num_stages == 1 and group.trainable and group.states.moments != INT8
+        may_update = may_update_where_it_stays(group.states, self.num_stages)
+        return self.beside_backward and group.trainable and may_update
 
     def at_home(self, groups: list[ChunkGroup], home: str, hardware: Hardware) -> frozenset[int]:
         """Which of the groups the CPU updates at home.

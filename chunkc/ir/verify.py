@@ -382,7 +382,7 @@ def verify_phase(
     staying_nbytes = nbytes_that_stay(layout, resident) + held_nbytes
     checker = _Checker(graph, layout, memories, staying_nbytes, budget_nbytes, present, at_home, resident)
     checker.walk()
-    for name in checker.waiting.left:
+    for name in sorted(checker.waiting.left):
         checker.fail("update", None, f"the gradient of {name} is left, and nothing counts it")
     checker.saved.end(iter(_reads(next(iter(reversed(graph.nodes))))))
     for chunk in sorted(set(checker.slots) ^ set(kept)):

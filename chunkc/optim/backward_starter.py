@@ -10,6 +10,7 @@ from chunkc.ir.chunks import ChunkGroup
 from chunkc.ir.plan import Tile
 from chunkc.optim import slot_updates, staying_updates
 from chunkc.optim.update_on import at_home
+from chunkc.passes.update_placement import may_update_where_it_stays
 from chunkc.session import Session
 
 if TYPE_CHECKING:
@@ -37,8 +38,9 @@ class BackwardStarter:
     def expects(self, session: Session, groups: Sequence[ChunkGroup]) -> tuple[int, frozenset[int], frozenset[int]]:
         optimizer, indices = self._optimizer, frozenset(group.index for group in groups)
         home = at_home(session, groups, optimizer.overlap.update_on, optimizer.rule.num_stages)
-        staying = indices if staying_updates.may_use_up(optimizer) else frozenset[int]()
-        return optimizer.rule.num_stages, indices - home, staying
+        num_stages = optimizer.rule.num_stages
+        staying = indices if may_update_where_it_stays(optimizer.states, num_stages) else frozenset[int]()
+        return num_stages, indices - home, staying
 
     def stages_in_slots(self, session: Session, group: int) -> int:
         if group in session.store.resident:

@@ -57,6 +57,11 @@ class Beginning(Protocol):
         """Raise StreamError if it was interrupted since, and will not end."""
 
 
+def interrupted(label: str) -> StreamError:
+    """The error for an update that a backward did not bring to its end."""
+    return StreamError(f"the update of {label} was interrupted in the backward and is half done: load a checkpoint")
+
+
 class BackwardUpdates:
     """The updates that one optimizer begins in the backward.
 

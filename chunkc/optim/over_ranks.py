@@ -213,10 +213,9 @@ def of_this_rank(value: Any, parameter: torch.Tensor) -> Any:
     """
     whole = parameter.distributed if isinstance(parameter, Part) else None
     if not isinstance(value, DTensor):
-        is_tensor = isinstance(value, torch.Tensor)
-        return (
-            local_of(own_of(value, whole)) if whole is not None and is_tensor and value.shape == whole.shape else value
-        )
+        if whole is None or not isinstance(value, torch.Tensor) or value.shape != whole.shape:
+            return value
+        return local_of(own_of(value, whole))
     if whole is None or (tuple(value.placements), value.shape) != (tuple(whole.placements), whole.shape):
         raise OptionsError("a state is cut over ranks in another way than the parameter: redistribute it before")
     return local_of(value)

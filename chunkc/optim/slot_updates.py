@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from chunkc.ir.chunks import GRAD, PARAM
-from chunkc.ir.errors import OptionsError, StreamError
+from chunkc.ir.errors import OptionsError
 from chunkc.ir.plan import Tile
 from chunkc.kernels.formats import NO_SCALE
-from chunkc.optim.backward_updates import Begun, Entry
+from chunkc.optim.backward_updates import Begun, Entry, interrupted
 from chunkc.optim.group_spans import Task
 from chunkc.optim.rule import GroupWork, TileUpdate
 from chunkc.optim.step import group_spans
@@ -52,9 +52,7 @@ class SlotUpdate:
             StreamError: it did not.
         """
         if self.tiles:
-            raise StreamError(
-                f"the update of {self.label} was interrupted in the backward and is half done: load a checkpoint"
-            )
+            raise interrupted(self.label)
 
 
 def is_ready(optimizer: ChunkedOptimizer, session: Session, index: int) -> bool:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from chunkc.declared import declared
-from chunkc.ir.errors import OptionsError, StreamError, UnsupportedError
-from chunkc.ir.states import INT8
+from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.kernels.formats import NO_SCALE
-from chunkc.optim.backward_updates import Begun
+from chunkc.optim.backward_updates import Begun, interrupted
 from chunkc.optim.memory import check_in_place
 from chunkc.optim.step import update_in_place
 from chunkc.optim.updates_under_way import label_of
+from chunkc.passes.update_placement import may_update_where_it_stays
 from chunkc.readers import await_readers
 from chunkc.runtime.parts import part_of
 from chunkc.runtime.used_gradients import UsedGradient, gradient_of
@@ -59,21 +59,16 @@ class StayingUpdate:
             StreamError: it was.
         """
         if not self.done:
-            raise StreamError(
-                f"the update of {self.label} was interrupted in the backward and is half done: load a checkpoint"
-            )
-
-
-def may_use_up(optimizer: ChunkedOptimizer) -> bool:
-    """Whether gradients of what stays can be used up: the rule is elementwise, and takes no memory for itself."""
-    return optimizer.rule.num_stages == 1 and optimizer.states.moments != INT8
+            raise interrupted(self.label)
 
 
 def is_ready(optimizer: ChunkedOptimizer, session: Session, index: int) -> bool:
     """Whether the next backward may update a group where it stays: all of it is this optimizer's, has no gradients yet
     (of which another thread's may not be looked at), and the hyper-parameters make sense."""
     entries = _known(optimizer, session).groups.get(index)
-    if optimizer.in_backward.accumulating or not entries or not may_use_up(optimizer):
+    if optimizer.in_backward.accumulating or not entries:
+        return False
+    if not may_update_where_it_stays(optimizer.states, optimizer.rule.num_stages):
         return False
     if not set(optimizer.rule.states(optimizer.param_groups).kinds) <= set(optimizer.states.kinds):
         return False

@@ -6,6 +6,7 @@ import gc
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,11 +59,17 @@ def _explained(budget: int, stage: ZeroStage | None) -> Result:
         optimizer.zero_grad()
         (session,) = sessions_of(model.parameters())
         sent.append(sum(session.transport.sent_nbytes[channel] for channel in ("gathers", "scatters")))
+    assert said.ranks is not None
+    beside = {"sent": sent[2] - sent[1], "link": said.ranks.link_nbytes["between_devices"]}
+    return came_to(said, model, run, tokens, foreign_nbytes) | beside
+
+
+def came_to(said: chunkc.Explanation, model: Any, run: Any, tokens: torch.Tensor, foreign_nbytes: int) -> Result:
+    """What was said of a model's steps on this rank, and what they came to; `foreign_nbytes` are nobody's here."""
     report = chunkc.report(model)
     refusal = attempted(lambda: chunkc.explain(run, tokens))
     parts = [part_of(parameter) for parameter in model.parameters()]
     foreign_nbytes += sum(part.nbytes for part in parts if owner(part) is None)  # of which no graph knows
-    assert said.ranks is not None
     return {
         "explained": {
             "peak": said.predicted_peak_nbytes,
@@ -76,8 +83,6 @@ def _explained(budget: int, stage: ZeroStage | None) -> Result:
         },
         "distributed already": refusal,
         "measured": report.measured_peak_nbytes - foreign_nbytes,
-        "sent": sent[2] - sent[1],
-        "link": said.ranks.link_nbytes["between_devices"],
         "plans": [text.partition("\nplan:")[0].strip() for text in (said.plan_text, report.plan_text)],
     }
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 sys.path.append(str(Path(__file__).parent))
 
 import rank_cases
-from checkpoint_cases import attempted
+from explain_cases import came_to
 from rank_cases import BATCH, HUGE, LENGTH, Result, adamw, compiled
 from tensor_cases import Model, cube, cut, grid, made, parallel
 
@@ -23,8 +23,6 @@ import chunkc
 from chunkc.ir.hardware import CPU
 from chunkc.ir.shards import ZeroStage
 from chunkc.runtime import cpu_allocator
-from chunkc.runtime.parts import part_of
-from chunkc.session import owner
 
 TOKENS = BATCH // 2, LENGTH
 
@@ -71,26 +69,7 @@ def _planned(budget: int, stage: ZeroStage | None, plan: str) -> Result:
         run(tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
-    report = chunkc.report(model)
-    refusal = attempted(lambda: chunkc.explain(run, tokens))
-    parts = [part_of(parameter) for parameter in model.parameters()]
-    foreign_nbytes += sum(part.nbytes for part in parts if owner(part) is None)  # of which no graph knows
-    assert said.ranks is not None
-    return {
-        "explained": {
-            "peak": said.predicted_peak_nbytes,
-            "minimum": said.minimum_budget_nbytes,
-            "home": said.home_nbytes,
-        },
-        "ranks": {
-            "peak": report.predicted_peak_nbytes,
-            "minimum": report.minimum_budget_nbytes,
-            "home": report.home_nbytes,
-        },
-        "distributed already": refusal,
-        "measured": report.measured_peak_nbytes - foreign_nbytes,
-        "plans": [text.partition("\nplan:")[0].strip() for text in (said.plan_text, report.plan_text)],
-    }
+    return came_to(said, model, run, tokens, foreign_nbytes)
 
 
 CASES = {case.__name__: case for case in (layers, copies)}

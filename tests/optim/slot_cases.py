@@ -15,6 +15,9 @@ from chunkc.runtime.used_gradients import UsedGradient
 
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
+WITHOUT_GRADIENTS = 170_000
+"""Bytes beside the minimum with which all four chunks stay, but not their gradients."""
+
 
 class Subject:
     """A model of four chunks, compiled with so many bytes more than its minimum."""
@@ -46,10 +49,14 @@ class Subject:
         return found
 
     @property
+    def used_names(self) -> set[str]:
+        """Parameters whose gradients were used up."""
+        return {name for name, p in self.store.parameters().items() if isinstance(p.grad, UsedGradient)}
+
+    @property
     def used(self) -> set[int]:
-        """Groups whose gradients were used up."""
-        names = {name for name, p in self.store.parameters().items() if isinstance(p.grad, UsedGradient)}
-        return set(self.store.layout.groups_of(names))
+        """The groups of these."""
+        return set(self.store.layout.groups_of(self.used_names))
 
     @property
     def moving(self) -> set[int]:

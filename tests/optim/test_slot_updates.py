@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import differences
-from slot_cases import ADAMW, Subject, trained
+from slot_cases import ADAMW, WITHOUT_GRADIENTS, Subject, trained
 
 import chunkc
 from chunkc.runtime.used_gradients import UsedGradient
@@ -107,8 +107,12 @@ def test_gradients_accumulate_where_the_user_says_so() -> None:
     assert not differences(train("backward"), train("none"))
 
 
-def test_a_used_gradient_refuses_whoever_needs_it() -> None:
-    made = Subject("backward")
+WHERE = pytest.mark.parametrize("spare_nbytes", [1 << 16, WITHOUT_GRADIENTS], ids=["in slots", "where it stays"])
+
+
+@WHERE
+def test_a_used_gradient_refuses_whoever_needs_it(spare_nbytes: int) -> None:
+    made = Subject("backward", spare_nbytes)
     made.step(0)
     made.backward(1)
     weight = made.model.get_parameter("layers.2.weight")
@@ -148,11 +152,13 @@ def change_the_rate(made: Subject) -> None:
     made.optimizer.param_groups[0]["lr"] = 0.5
 
 
+@WHERE
 @pytest.mark.parametrize("change", [change_a_parameter, drop_a_gradient, change_the_rate])
-def test_changes_after_the_update_are_refused(change: Any) -> None:
-    made = Subject("backward")
+def test_changes_after_the_update_are_refused(change: Any, spare_nbytes: int) -> None:
+    made = Subject("backward", spare_nbytes)
     made.step(0)
     made.backward(1)
+    assert "layers.2.weight" in made.used_names
     change(made)
     with pytest.raises((chunkc.UnsupportedError, chunkc.OptionsError), match=r"layers.*after its update had begun"):
         made.optimizer.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -45,15 +46,15 @@ def waiting(backward: tuple[Position, ...], layout: ChunkLayout = SPENT) -> list
 
 def planned(budget_nbytes: int, resident: frozenset[int] = ALL, layout: ChunkLayout = SPENT) -> Plan:
     forward, backward = step_positions()
-    room = {"budget_nbytes": budget_nbytes, "resident": resident, "hardware": HARDWARE}
+    room: dict[str, Any] = {"budget_nbytes": budget_nbytes, "resident": resident, "hardware": HARDWARE}
     backward = with_updates(
         with_waiting(backward, layout),
         layout,
         dict.fromkeys(ALL, 1),
         held_nbytes=0,
-        **room,  # type: ignore[arg-type]
+        **room,
     )
-    return plan_phases([("forward", forward), ("backward", backward)], layout, boundary_nbytes=500, **room)  # type: ignore[arg-type]
+    return plan_phases([("forward", forward), ("backward", backward)], layout, boundary_nbytes=500, **room)
 
 
 def case(budget_nbytes: int = HUGE, resident: frozenset[int] = ALL) -> Case:
@@ -61,12 +62,17 @@ def case(budget_nbytes: int = HUGE, resident: frozenset[int] = ALL) -> Case:
     graph = insert_events(
         backward_program(), plan.phases[1], MODULES, group_of=LAYOUT.group_of(), resident=resident
     ).graph
-    options = {"resident": resident, "held_nbytes": 0, "budget_nbytes": budget_nbytes, "present": plan.kept}
+    options: dict[str, Any] = {
+        "resident": resident,
+        "held_nbytes": 0,
+        "budget_nbytes": budget_nbytes,
+        "present": plan.kept,
+    }
     return Case(plan, graph, options | {"updates": plan.phases[1].updated, "layout": SPENT})
 
 
 def rules(c: Case, **changes: object) -> set[str]:
-    found = verify_phase(c.graph, memories=MEMORIES, **(c.options | changes))  # type: ignore[arg-type]
+    found = verify_phase(c.graph, memories=MEMORIES, **(c.options | changes))
     return {violation.partition(" ")[0].rstrip(":") for violation in found}
 
 
@@ -129,8 +135,8 @@ def backwards(draw: st.DrawFn) -> tuple[ChunkLayout, tuple[Position, ...], froze
 def test_what_waits_is_what_moments_count(drawn: tuple[ChunkLayout, tuple[Position, ...], frozenset[int]]) -> None:
     """And nothing is left: every group that stays is updated, behind all that reads it."""
     layout, backward, resident = drawn
-    room = {"budget_nbytes": HUGE, "held_nbytes": 0, "resident": resident, "hardware": HARDWARE}
-    line = with_updates(with_waiting(backward, layout), layout, {}, **room)  # type: ignore[arg-type]
+    room: dict[str, Any] = {"budget_nbytes": HUGE, "held_nbytes": 0, "resident": resident, "hardware": HARDWARE}
+    line = with_updates(with_waiting(backward, layout), layout, {}, **room)
     names = {s.spec.name: s.spec.gradient_nbytes for i in resident for s in layout.groups[i].slices}
     assert [position.waiting_nbytes(resident) for position in line] == gradients_at(line, names)
     updated = [position.tile.group for position in line if position.tile is not None]
@@ -228,5 +234,11 @@ def test_gradients_that_are_not_spent_are_not_used_up() -> None:
 def test_the_forward_of_such_a_step_is_valid() -> None:
     plan = planned(HUGE)
     graph = insert_events(forward_program(), plan.phases[0], MODULES, group_of=LAYOUT.group_of(), resident=ALL).graph
-    options = {"resident": ALL, "held_nbytes": 0, "budget_nbytes": HUGE, "kept": plan.kept, "layout": SPENT}
+    options: dict[str, Any] = {
+        "resident": ALL,
+        "held_nbytes": 0,
+        "budget_nbytes": HUGE,
+        "kept": plan.kept,
+        "layout": SPENT,
+    }
     assert not rules(Case(plan, graph, options))
