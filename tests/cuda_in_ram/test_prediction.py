@@ -81,6 +81,21 @@ def test_nor_more_where_losses_are_in_tiles() -> None:
     assert 0 < left_nbytes <= TABLES_NBYTES
 
 
+@DTYPES
+def test_nor_more_where_the_backward_updates_what_stays(dtype: torch.dtype) -> None:
+    """All stays, but for its gradients. The updates are moments of the backward, too."""
+    how: dict[str, Any] = {"batch": 4, "update_on": "device", "overlap": "backward"}
+    budget_nbytes = train(MEDIUM, dtype, 1 << 34, keep=True, **how).report.predicted_peak_nbytes
+    report = train(MEDIUM, dtype, budget_nbytes, keep=True, **how).report
+    while report.num_resident_chunks < report.num_chunks:
+        budget_nbytes += 4 << 20
+        report = train(MEDIUM, dtype, budget_nbytes, keep=True, **how).report
+    assert sum(name.startswith("update.") for name, _, _ in report.moments) == report.num_chunks
+    (left_nbytes,) = set(unused_nbytes(report).values())
+    assert 0 < left_nbytes <= TABLES_NBYTES
+    assert report.predicted_peak_nbytes <= budget_nbytes
+
+
 @pytest.mark.parametrize("home", ["cpu", "disk"])
 def test_nor_more_under_autocast(home: str) -> None:
     """At every moment, in eager code."""
