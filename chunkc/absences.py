@@ -61,6 +61,8 @@ def step_s(
     budget_nbytes: int,
     updates: Mapping[int, int],
     most_s: float = math.inf,
+    *,
+    undoable: Collection[int] = (),
 ) -> float:
     """Seconds that a step takes by the plan that its graph would get; where that is more than `most_s`, perhaps `inf`.
 
@@ -68,7 +70,7 @@ def step_s(
 
     Args:
         budget_nbytes: less what others hold.
-        updates: groups that the backward may update (see `with_updates`).
+        updates, undoable: groups that the backward may update (see `with_updates`).
 
     Raises:
         BudgetError: there is none.
@@ -78,8 +80,16 @@ def step_s(
         return math.inf
     backward = needs.backward
     if updates or layout.spent:
-        room = {"budget_nbytes": budget_nbytes, "held_nbytes": 0}
-        backward = with_updates(backward, layout, updates, **room, resident=resident, hardware=hardware)
+        backward = with_updates(
+            backward,
+            layout,
+            updates,
+            undoable=undoable,
+            budget_nbytes=budget_nbytes,
+            held_nbytes=0,
+            resident=resident,
+            hardware=hardware,
+        )
     update_s = _update_s(layout, layout.groups_of(seen.trained) - resident - updated_in(backward), hardware)
     try:
         seconds = passes_s(

@@ -123,6 +123,7 @@ def _add_optimizer_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--momentum", type=float, help="of sgd; default: 0")
     group.add_argument("--update-on", choices=list(UPDATE_ON), default=DEVICE, help="default: device")
     group.add_argument("--overlap", choices=list(OVERLAP), default=NONE, help="default: none")
+    group.add_argument("--undoable", action="store_true", help="step() can undo what the backward has updated")
 
 
 def _positive(text: str) -> int:

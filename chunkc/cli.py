@@ -157,6 +157,7 @@ def _explain_on(hardware: Hardware, mesh: DeviceMesh | None, options: argparse.N
         MASTER_WEIGHTS.get(options.master_weights),
         options.stochastic_rounding,
         options.momentum,
+        options.undoable,
     )
     budget = budget_of(parse_options(settings), hardware)
     _check_output(options.output)

@@ -41,7 +41,7 @@ from chunkc.reconcile import end_where_laid_out_otherwise, note_shared_memory, r
 from chunkc.runtime.parts import part_of
 from chunkc.session import DEFAULTS, Session, owner
 from chunkc.session_lookup import session_for
-from chunkc.situation import Around, GraphCaptured
+from chunkc.situation import GraphCaptured
 from chunkc.steps import INPUTS, SizedStep, StaticSteps, Steps, SymbolicSteps
 from chunkc.templates import Templates, input_symbols
 from chunkc.torch_private.dynamo import TensorifyScalarRestartAnalysis
@@ -257,8 +257,7 @@ def _build(
     warn_of_estimates(session.note_estimates(step.captured.unknown_operators))
     show("planning", 0, None)
     try:
-        updates, spent = session.early.expected(session, layout, {**session.store.parameters(), **named})
-        around = Around(updates=updates, spent=spent)
+        around = session.early.expected(session, layout, {**session.store.parameters(), **named})
         decision = decide(session.situation, GraphCaptured(step.captured, layout, around))
     except BudgetError as error:
         held = _held_now(session, step.captured, inputs if arguments is None else arguments)

@@ -19,7 +19,7 @@ from chunkc.declared import declared
 from chunkc.ir.chunks import ChunkGroup, ChunkLayout
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.plan import Tile
-from chunkc.situation import spent_in
+from chunkc.situation import Around, spent_in
 
 if TYPE_CHECKING:
     from chunkc.session import Session
@@ -43,6 +43,13 @@ class Starter(Protocol):
 
     def update(self, session: Session, tile: Tile, tiles: Sequence[Tile]) -> None:
         """Update a tile of a group, where `tiles` are all of them."""
+
+    @property
+    def undoable(self) -> bool:
+        """Whether its updates leave gradients as they are, and can be undone."""
+
+    def take_back(self, session: Session, groups: Collection[int]) -> None:
+        """Undo the updates that have begun of these groups, if they can be undone."""
 
     def begun_in(self, session: Session) -> Container[int]:
         """Groups of a session whose updates have begun during a backward since the last step."""
@@ -112,11 +119,14 @@ class EarlyUpdates:
                     found[group], self._in_slots[group] = num_stages, weakref.ref(starter)
         return tuple(sorted(found.items()))
 
-    def expected(
-        self, session: Session, layout: ChunkLayout, parameters: Mapping[str, torch.Tensor]
-    ) -> tuple[tuple[tuple[int, int], ...], frozenset[int]]:
-        """What `updates_in_slots` and `spent` will find once optimizers do as they have said of their parameters; these
-        are asked from now on."""
+    def undoable(self, updates: Collection[tuple[int, int]]) -> frozenset[int]:
+        """The groups of these, which the latest `updates_in_slots` has named, whose updates can be undone."""
+        starters = {group: self._in_slots[group]() for group, _ in updates}
+        return frozenset(group for group, starter in starters.items() if starter is not None and starter.undoable)
+
+    def expected(self, session: Session, layout: ChunkLayout, parameters: Mapping[str, torch.Tensor]) -> Around:
+        """What `updates_in_slots`, `undoable` and `spent` will find once optimizers do as they have said of their
+        parameters; these are asked from now on."""
         by_starter: dict[Starter, list[ChunkGroup]] = {}
         for group in layout.groups:
             known = [parameters.get(s.spec.name) for s in group.slices]
@@ -128,12 +138,14 @@ class EarlyUpdates:
                 by_starter.setdefault(starter, []).append(group)
         updates: set[tuple[int, int]] = set()
         spent: set[int] = set()
+        undoable: set[int] = set()
         for starter, groups in by_starter.items():
             self.join(starter)
             num_stages, in_slots, where_they_stay = starter.expects(session, groups)
             updates |= {(group, num_stages) for group in in_slots | where_they_stay}
             spent |= where_they_stay
-        return tuple(sorted(updates)), frozenset(spent)
+            undoable |= in_slots if starter.undoable else set()
+        return Around(updates=tuple(sorted(updates)), undoable=frozenset(undoable), spent=frozenset(spent))
 
     def spent(
         self, session: Session, made: Set[str], hooked: Set[str], updates: Collection[tuple[int, int]]
@@ -173,10 +185,12 @@ class EarlyUpdates:
         return any(group in starter.begun_in(session) for starter in self._in_flight)
 
     def _refuse(self, session: Session, groups: Collection[int], phase: str) -> None:
+        for starter in list(self._in_flight):
+            starter.take_back(session, groups)
         if any(self.has_begun(session, group) for group in groups):
             raise UnsupportedError(
                 f'a {phase} would use parameters that the last backward has begun to update (overlap="backward"): call '
                 "optimizer.step() after each backward(), or, where gradients are accumulated, run all but the last "
-                "backward() inside `with optimizer.accumulating():`; a GradScaler, which may skip a step, needs overlap"
-                '="forward" or "none"'
+                "backward() inside `with optimizer.accumulating():`; with undoable=True beside it the update is undone "
+                "instead, and a GradScaler may skip a step"
             )

@@ -328,7 +328,8 @@ class CompiledGraph:
         """The surroundings of a phase, where the gradients of these parameters are returned."""
         session, made = self.session, {name for _, _, name in self._sunk()}
         updates = session.early.updates_in_slots(session, self._groups)
-        return Around(hooked=hooked, updates=updates, spent=session.early.spent(session, made, hooked, updates))
+        spent = session.early.spent(session, made, hooked, updates)
+        return Around(hooked=hooked, updates=updates, undoable=session.early.undoable(updates), spent=spent)
 
     def _hooked(self) -> frozenset[str]:
         """Parameters whose gradients autograd must see: a hook wants them, or they add to a tensor of several."""

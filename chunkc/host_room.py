@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from chunkc.captured import Captured
-from chunkc.ir.chunks import PARAM, ChunkLayout
+from chunkc.ir.chunks import GRAD, PARAM, ChunkLayout
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.units import format_nbytes
 
@@ -36,6 +36,14 @@ def home_nbytes(
         for kind in (group.update_kinds if group.trainable else group.update_kinds[:1])
         if group.index not in resident and counts(kind)
     )
+
+
+def twins_nbytes(
+    layout: ChunkLayout, resident: frozenset[int], counts: Callable[[str], bool] = lambda kind: True
+) -> int:
+    """Bytes of the twins (see `chunkc.runtime.twins`) of every group that moves and is trained."""
+    trained = resident.union(group.index for group in layout.groups if not group.trainable)
+    return home_nbytes(layout, trained, lambda kind: kind != GRAD and counts(kind))
 
 
 def check_copies(

@@ -50,7 +50,7 @@ class ClippingPrecision(PlainPrecision):
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         optimizer = _own(optimizer)
-        if isinstance(optimizer, ChunkedOptimizer) and not optimizer.overlap.beside_backward:
+        if isinstance(optimizer, ChunkedOptimizer) and not optimizer.overlap.is_final:
             optimizer.clip_grad_norm_(clip_val)
         else:
             super().clip_grad_by_norm(optimizer, clip_val)
@@ -272,7 +272,7 @@ class ChunkcFabricStrategy(OverDevices, FabricSingleDeviceStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        if not isinstance(optimizer, ChunkedOptimizer) or norm_type != 2.0 or optimizer.overlap.beside_backward:
+        if not isinstance(optimizer, ChunkedOptimizer) or norm_type != 2.0 or optimizer.overlap.is_final:
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         scaler = getattr(self.precision, "scaler", None)
         if isinstance(scaler, GradScaler):

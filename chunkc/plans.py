@@ -5,7 +5,7 @@ The backend and `chunkc explain` both come this way: what is explained is what r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -60,7 +60,8 @@ def step_plan(
     plan = _planned(captured, request, hardware)
     graphs = rewrite(captured, plan, layout, settling=settling)
     if verified:
-        verify(captured, plan, graphs, layout, held_nbytes=request.held_nbytes, source=source)
+        undoable = request.around.undoable
+        verify(captured, plan, graphs, layout, held_nbytes=request.held_nbytes, source=source, undoable=undoable)
     return StepPlan(request, plan, graphs)
 
 
@@ -73,6 +74,7 @@ def backward_positions(captured: Captured, request: StepRequest, hardware: Hardw
         backward,
         situation.layout,
         dict(request.around.updates),
+        undoable=request.around.undoable,
         budget_nbytes=situation.budget_nbytes,
         held_nbytes=request.held_nbytes,
         resident=situation.resident,
@@ -124,11 +126,13 @@ def verify(
     *,
     source: Captured,
     held_nbytes: int = 0,
+    undoable: Collection[int] = (),
 ) -> None:
     """Check the rewritten graphs, independently of how they came about.
 
     Args:
         source: the graph with nothing absent.
+        undoable: groups whose updates leave the gradients to home.
 
     Raises:
         VerificationError: a bug in the planner; nothing has run.
@@ -155,6 +159,7 @@ def verify(
             gradients={name for call in program.calls for _, name in call.gradients},
             at_home=program.copied.keys(),
             updates=phase.updated,
+            undoable=undoable,
         )
         if violations:
             raise VerificationError(violations)

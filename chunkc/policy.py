@@ -177,7 +177,8 @@ def _chosen(
         assert hardware is not None
         seen, room_nbytes = one.request.around.seen_by(captured), now.budget_nbytes - one.request.held_nbytes
         planned, resident = one.request.situation.layout, one.situation.resident
-        return step_s(seen, planned, resident, hardware, room_nbytes, dict(around.updates), most_s)
+        updates, undoable = dict(around.updates), around.undoable
+        return step_s(seen, planned, resident, hardware, room_nbytes, updates, most_s, undoable=undoable)
 
     return first_or_quickest(
         absences(captured, now.activations, layout),

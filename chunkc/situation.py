@@ -85,6 +85,7 @@ class Around:
         hooked: parameters whose gradients are returned to autograd.
         updates: (group, stages of its update) of the groups that the backward may update, in slots or where they stay,
             in order.
+        undoable: those of `updates` that leave the gradients as they are, so that these go home as well.
         kept_inputs: inputs of a backward that others keep: gradients of outputs, and saved values for another backward.
         absent: what of the forward's values is absent until the backward; None: that is yet to be decided.
         spent: groups that stay, and that have no gradients before and after it: none are there, and what a backward
@@ -94,6 +95,7 @@ class Around:
     cold_backward: bool = False
     hooked: frozenset[str] = frozenset()
     updates: tuple[tuple[int, int], ...] = ()
+    undoable: frozenset[int] = frozenset()
     kept_inputs: frozenset[str] = frozenset()
     absent: Absence | None = None
     spent: frozenset[int] = frozenset()

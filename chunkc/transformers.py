@@ -216,7 +216,7 @@ class ChunkcTrainer(TrainerOverRanks):
         while isinstance(found, AcceleratedOptimizer):
             found = found.optimizer
         scaler = self.accelerator.scaler  # type: ignore[attr-defined]
-        can = isinstance(found, ChunkedOptimizer) and not found.overlap.beside_backward
+        can = isinstance(found, ChunkedOptimizer) and not found.overlap.is_final
         can = can and (scaler is None or isinstance(scaler, GradScaler))
         return found if can and found.has_all_gradients_of(model.parameters()) else None
 

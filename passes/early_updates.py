@@ -2,9 +2,9 @@
 
 Parameters and gradients of a group that moves are in slots then, where the backward has put them; only the optimizer's
 states travel for it. A group's update comes behind the last call that reads its parameters or makes one of its
-gradients, so nothing reads the old parameters afterwards, and the gradients are used up: they do not go home. Where the
-states of one tile do not fit beside what is alive there, the group is left to the optimizer's step. So no budget
-becomes too small.
+gradients, so nothing reads the old parameters afterwards, and the gradients are used up: they do not go home, unless
+the update may be undone. Where the states of one tile do not fit beside what is alive there, the group is left to the
+optimizer's step. So no budget becomes too small.
 
 A group that stays on the compute tier is updated at the same place, where it is, if its layout counts it among those
 whose gradients are spent: these wait there from when they are made to the update, and take no room before and after.
@@ -12,7 +12,7 @@ whose gradients are spent: these wait there from when they are made to the updat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -82,6 +82,7 @@ def with_updates(
     layout: ChunkLayout,
     updates: Mapping[int, int],
     *,
+    undoable: Collection[int] = (),
     budget_nbytes: int,
     held_nbytes: int,
     resident: frozenset[int],
@@ -94,6 +95,7 @@ def with_updates(
             updated that move, all of whose gradients this backward makes, and whose update fits; and all that stay and
             whose gradients are spent. Groups that are cut over ranks are not: in their slots are all ranks' parts, and
             this rank's gradients alone.
+        undoable: those of them whose gradients are not used up.
         held_nbytes: of others' values.
     """
     room_nbytes = budget_nbytes - fixed_nbytes(layout, resident) - held_nbytes
@@ -108,7 +110,9 @@ def with_updates(
             left.remove((one.index, one.after[-1]))
         beside = tuple(left)
         for index in last.get(at, ()):
-            found += _update(layout, index, updates[index], replace(position, waiting=beside), room_nbytes, hardware)
+            after = replace(position, waiting=beside)
+            tiles = _update(layout, index, updates[index], after, room_nbytes, hardware)
+            found += [replace(tile, keeps_gradients=True) for tile in tiles] if index in undoable else tiles
     return tuple(found)
 
 

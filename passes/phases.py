@@ -51,7 +51,8 @@ class _Line:
             spans.append((name, len(line), len(line) + len(phase)))
             line += [moving_only(position, resident) for position in phase]
         calls = [position for position in line if position.phase != BETWEEN and position.tile is None]
-        used_up = {Chunk(GRAD, position.tile.group) for position in line if position.tile is not None}
+        updates = [position for position in line if position.tile is not None and not position.keeps_gradients]
+        used_up = {Chunk(GRAD, position.tile.group) for position in updates if position.tile is not None}
         minimum = check_minimum(calls, layout, budget_nbytes, held_nbytes, resident)
         room_nbytes = budget_nbytes - fixed - held_nbytes
         capacity = [max(0, room_nbytes - one.non_model_nbytes - one.waiting_nbytes(resident)) for one in line]

@@ -42,6 +42,7 @@ class Arena:
     state_home: Home | None = None
     launches_only: bool = False
     _places: dict[Chunk, _Place] = field(default_factory=dict)
+    _twins: dict[Chunk, _Place] = field(default_factory=dict)
     _untouched: set[Chunk] = field(default_factory=set)
 
     def __contains__(self, chunk: object) -> bool:
@@ -53,7 +54,7 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        return sum(place.region.nbytes for place in self._places.values())
+        return sum(place.region.nbytes for place in (*self._places.values(), *self._twins.values()))
 
     def reserve(self, wanted: Mapping[Chunk, int]) -> None:
         """Room, all zeros, for chunks of the given bytes: for all of them or for none.
@@ -61,6 +62,19 @@ class Arena:
         Raises:
             HomeError: the home tier has no room, or none of the kind that it must be.
         """
+        places = self._allocated(wanted)
+        self._places.update(places)
+        self._untouched.update(places)
+
+    def reserve_twins(self, wanted: Mapping[Chunk, int]) -> None:
+        """Second room for chunks, for all of them or for none: what is written there is at home once they `swap`.
+
+        Raises:
+            HomeError: as `reserve`.
+        """
+        self._twins.update(self._allocated(wanted))
+
+    def _allocated(self, wanted: Mapping[Chunk, int]) -> dict[Chunk, _Place]:
         places: dict[Chunk, _Place] = {}
         try:
             for chunk, nbytes in wanted.items():
@@ -74,8 +88,16 @@ class Arena:
         except BaseException:
             _free(places.values())
             raise
-        self._places.update(places)
-        self._untouched.update(places)
+        return places
+
+    def has_twin(self, chunk: Chunk) -> bool:
+        """Whether a chunk has second room."""
+        return chunk in self._twins
+
+    def swap(self, chunk: Chunk) -> None:
+        """Make a chunk's second room its home, and its home the second. Views stay with the bytes that they are of."""
+        self._untouched.discard(chunk)
+        self._places[chunk], self._twins[chunk] = self._twins[chunk], self._places[chunk]
 
     def is_zero(self, chunk: Chunk) -> bool:
         """Whether a chunk is all zeros still, since nobody has been given a way to write it."""
@@ -89,6 +111,11 @@ class Arena:
         chunks = list(chunks)
         self._untouched.difference_update(chunks)
         _free([self._places.pop(chunk) for chunk in chunks])
+        self.free_twins(chunks)
+
+    def free_twins(self, chunks: Iterable[Chunk]) -> None:
+        """Give the second room of those chunks back that have any."""
+        _free([self._twins.pop(chunk) for chunk in chunks if chunk in self._twins])
 
     def replace(self, chunk: Chunk, nbytes: int) -> None:
         """Other room for a chunk, all zeros; the former goes with the last view of it.
@@ -120,12 +147,12 @@ class Arena:
         place = self._places[chunk]
         return place.home.address(place.region)
 
-    def host_view(self, chunk: Chunk, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """A chunk's elements at home as a flat CPU tensor, for the host to read and write.
+    def host_view(self, chunk: Chunk, dtype: torch.dtype, numel: int, *, twin: bool = False) -> torch.Tensor:
+        """A chunk's elements at home, or in its second room, as a flat CPU tensor, for the host to read and write.
 
         Who uses it orders himself: see `ChunkStore.await_home`.
         """
-        place = self._touched(chunk)
+        place = self._twins[chunk] if twin else self._touched(chunk)
         return place.home.bytes(place.region)[: numel * dtype.itemsize].view(dtype)
 
     def reader(self, chunk: Chunk, offset_nbytes: int, buffer: torch.Tensor) -> Callable[[], None]:
@@ -144,9 +171,11 @@ class Arena:
         place = self._places[chunk]
         return partial(place.home.read_cast, place.region, dtype, buffer)
 
-    def writer(self, chunk: Chunk, offset_nbytes: int, buffer: torch.Tensor) -> Callable[[], None]:
-        """A job that writes `buffer` into a chunk from `offset_nbytes`."""
-        place = self._touched(chunk)
+    def writer(
+        self, chunk: Chunk, offset_nbytes: int, buffer: torch.Tensor, *, twin: bool = False
+    ) -> Callable[[], None]:
+        """A job that writes `buffer` into a chunk, or its second room, from `offset_nbytes`."""
+        place = self._twins[chunk] if twin else self._touched(chunk)
         job = Launch if place.home.only_launches(place.region) else partial
         return job(place.home.write, place.region, offset_nbytes, buffer)
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from chunkc.ir.chunks import CASTS, PARAM, Chunk, ChunkGroup, ChunkLayout, TensorSlice
 from chunkc.ir.errors import ChunkStateError, UnsupportedError
 from chunkc.ir.states import is_scale, num_entries
 from chunkc.runtime.arena import Launch
 from chunkc.runtime.chunk_states import ChunkState
+from chunkc.runtime.forks import refuse_in_forks
 from chunkc.runtime.gradient_sums import GradientSums
+from chunkc.runtime.gradients import is_viewed
 from chunkc.runtime.maps import drop_pages
 from chunkc.runtime.slots import ChunkSlots
 
@@ -31,6 +34,8 @@ class ChunkPlaces(ChunkSlots):
     resident: frozenset[int] = frozenset()
     _parameters: dict[str, weakref.ref[nn.Parameter]] = field(default_factory=dict)
     _slices: dict[str, tuple[ChunkGroup, TensorSlice]] = field(default_factory=dict)
+    _addresses: dict[str, int] = field(default_factory=dict)
+    _home_storages: dict[str, StorageWeakRef] = field(default_factory=dict)
 
     @cached_property
     def sums(self) -> GradientSums:
@@ -119,6 +124,13 @@ class ChunkPlaces(ChunkSlots):
         begin_nbytes = group.entries(kind, where).start * group.kind_dtype(kind).itemsize
         return tensor.data_ptr() == self.arena.address(Chunk(kind, group.index)) + begin_nbytes
 
+    def _set_data(self, name: str, parameter: nn.Parameter, data: torch.Tensor) -> None:
+        parameter.data = data
+        self._addresses[name] = data.data_ptr()
+        self._home_storages[name] = StorageWeakRef(data.untyped_storage())
+        if self.arena.is_shared_with_forks(PARAM):
+            refuse_in_forks(parameter)
+
     def _extent(self, kind: str, name: str) -> tuple[Sequence[int], Sequence[int]]:
         """Shape and strides at home of a parameter, its gradient, or a state; scales are a flat row."""
         group, where = self._slices[name]
@@ -167,6 +179,36 @@ class ChunkPlaces(ChunkSlots):
         groups = [g for g in self.layout.groups if g.trainable and g.index not in self.resident]
         wanted = {Chunk(kind, g.index): g.nbytes(kind) for g in groups for kind in g.update_kinds}
         self.arena.reserve({chunk: nbytes for chunk, nbytes in wanted.items() if chunk not in self.arena})
+
+    @torch.no_grad()
+    def adopt(self, group: int, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """The update of a group that waits in twins (see `Twins`) stands; nothing else may use the group meanwhile.
+
+        Parameters and states become views of what it has written, unless somebody has views of their memory.
+
+        Args:
+            states: by parameter, its states at home by kind.
+        """
+        parameters, written = self._parameters_of(group), self.twins.written(group)
+        views = {
+            (kind, name): parameters[name] if kind == PARAM else states[name][kind]
+            for name in parameters
+            for kind in written
+            if kind == PARAM or kind in states[name]
+        }
+        viewed = {kind for (kind, _), view in views.items() if is_viewed(view)}
+        if viewed:
+            self.updates.wait(group)
+            for mark in self.home_marks(group):
+                mark.wait()
+        self.twins.adopt(self.layout, group, copied=viewed)
+        for (kind, name), view in views.items():
+            if kind in viewed:
+                continue
+            if kind == PARAM:
+                self._set_data(name, parameters[name], self.home_view(kind, name))
+            else:
+                view.data = self.home_view(kind, name)
 
     def leave_states(self, group: int) -> None:
         """Leave a group's states at home to who has views of them; room for others has to be reserved."""

@@ -24,6 +24,7 @@ from chunkc.runtime.exchange import gather, scatter_sums
 from chunkc.runtime.standing import Standing
 from chunkc.runtime.tier import Mark, Tier
 from chunkc.runtime.transport import Transport
+from chunkc.runtime.twins import Twins
 from chunkc.runtime.updates import HomeUpdates
 
 
@@ -97,8 +98,12 @@ class ChunkSlots(ABC):
     traffic: Traffic = field(default_factory=Traffic)
     standing: Standing = field(default_factory=Standing)
     updates: HomeUpdates = field(default_factory=HomeUpdates)
+    twins: Twins = field(init=False)
     _slots: dict[Chunk, Slot] = field(default_factory=dict)
     _spare: SpareSlots = field(default_factory=SpareSlots)
+
+    def __post_init__(self) -> None:
+        self.twins = Twins(self.arena)
 
     def slot(self, chunk: Chunk) -> Slot:
         found = self._slots.get(chunk)
@@ -142,6 +147,11 @@ class ChunkSlots(ABC):
     def _reader(self, chunk: Chunk, buffer: torch.Tensor) -> Callable[[], None]:
         """A job that fills a slot from the chunk's home."""
         return self.arena.reader(*self._whole(chunk), buffer)
+
+    def _writer(self, chunk: Chunk, buffer: torch.Tensor) -> Callable[[], None]:
+        """A job that writes a slot into the chunk's home, or to where its update waits to be adopted."""
+        writer = self.twins.writer if self.twins.takes(chunk) else self.arena.writer
+        return writer(*self._whole(chunk), buffer)
 
     def _read_nbytes(self, chunk: Chunk, buffer: torch.Tensor) -> int:
         """What comes over the link for it."""
@@ -264,7 +274,7 @@ class ChunkSlots(ABC):
             if chunk.kind == GRAD:
                 self._gradients_leave(chunk, buffer)
             is_gathered = self.layout.groups[chunk.group].is_gathered(chunk)
-            job = self._scatter(chunk, slot) if is_gathered else self.arena.writer(*self._whole(chunk), buffer)
+            job = self._scatter(chunk, slot) if is_gathered else self._writer(chunk, buffer)
             queue = self.tier.links[link or self.layout.links_of_chunk(chunk)[1]]
             slot.copy = queue.submit(job, after=(*self.tier.mark(), *self.updates.before(chunk.group)))
             self.traffic.to_home_nbytes += buffer.nbytes

@@ -13,11 +13,9 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout
 from chunkc.ir.states import MASTER_LOW
-from chunkc.runtime.forks import refuse_in_forks
 from chunkc.runtime.gradients import (
     NOTHING,
     HandedOut,
@@ -47,8 +45,6 @@ class ChunkStore(ChunkPlaces):
 
     left_to_autograd: frozenset[str] = frozenset()
     trainers: Trainers = field(default_factory=Trainers)
-    _addresses: dict[str, int] = field(default_factory=dict)
-    _home_storages: dict[str, StorageWeakRef] = field(default_factory=dict)
     _handed_out: dict[str, HandedOut] = field(default_factory=dict)
 
     # --- parameters and their homes ---
@@ -138,13 +134,6 @@ class ChunkStore(ChunkPlaces):
             self._hand_out(name, parameter)
         else:
             parameter.grad = self._on_tier(name, gradient)
-
-    def _set_data(self, name: str, parameter: nn.Parameter, data: torch.Tensor) -> None:
-        parameter.data = data
-        self._addresses[name] = data.data_ptr()
-        self._home_storages[name] = StorageWeakRef(data.untyped_storage())
-        if self.arena.is_shared_with_forks(PARAM):
-            refuse_in_forks(parameter)
 
     def replaced(self, names: Iterable[str]) -> list[str]:
         """Those of the parameters that are managed, and whose data is not the home view that it was made."""

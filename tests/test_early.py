@@ -32,6 +32,11 @@ class Starter:
         self.begun.append(group)
         return True
 
+    undoable = False
+
+    def take_back(self, session: Any, groups: Any) -> None:
+        """Nothing of it can be undone."""
+
     def begun_in(self, session: Any) -> list[int]:
         return []
 

@@ -361,10 +361,10 @@ def check_optimizer(optimizer: Optimizer, config: EngineConfig) -> None:
             "chunkc.optim's"
         )
     needs_all = config.checks_overflow or config.gradient_clipping > 0
-    if needs_all and isinstance(optimizer, ChunkedOptimizer) and optimizer.overlap.beside_backward:
+    if needs_all and isinstance(optimizer, ChunkedOptimizer) and optimizer.overlap.is_final:
         raise OptionsError(
-            f'overlap="{optimizer.overlap.mode}" updates before all gradients are known: use "forward", or no '
-            'gradient_clipping, no fp16, and in bf16 "check_grad_overflow": false'
+            f'overlap="{optimizer.overlap.mode}" updates before all gradients are known: add "undoable": true, or have '
+            'no gradient_clipping, no fp16, and in bf16 "check_grad_overflow": false'
         )
 
 

@@ -38,6 +38,7 @@ class _Params(Section):
 
 
 class _Formats(_Params):
+    undoable: StrictBool = False
     moments_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     master_weights: StrictBool | Literal["split", "float32"] | None = None
     stochastic_rounding: StrictBool = False
@@ -123,7 +124,7 @@ def make_optimizer(
     decay = found.weight_decay
     if isinstance(found, _Formats):
         common["moments_dtype"] = found.moments_dtype if found.moments_dtype == "int8" else _dtype(found.moments_dtype)
-        common |= found.model_dump(include={"master_weights", "stochastic_rounding", "rounding_seed"})
+        common |= found.model_dump(include={"undoable", "master_weights", "stochastic_rounding", "rounding_seed"})
     if isinstance(found, _Adam):
         decoupled = name == "adamw" or (True if found.adam_w_mode is None else found.adam_w_mode)
         if is_patrickstars and name == "adam" and found.adam_w_mode is None and decay:

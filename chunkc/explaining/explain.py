@@ -35,7 +35,6 @@ from chunkc.explaining.replay import Replay
 from chunkc.explaining.updates import Updates
 from chunkc.explaining.why import why_is
 from chunkc.garbage import no_automatic_collection
-from chunkc.host_room import home_nbytes
 from chunkc.ir.chunks import PARAM
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.estimates import largest_of_each
@@ -78,6 +77,7 @@ def explain(
     strict: bool | None = None,
     update_on: str = DEVICE,
     overlap: str = NONE,
+    undoable: bool = False,
     optimizer: str | None = None,
     moments_dtype: torch.dtype | str | None = None,
     master_weights: bool | str | None = None,
@@ -103,9 +103,9 @@ def explain(
             options, but that codegen is "eager" by default. Of a model that chunkc has compiled, all these are its own
             by default, and what its latest step measured is put beside what is predicted.
         optimizer: of `chunkc.optim`: "adamw", "adam", "lamb" or "sgd". None: the model's own, or else AdamW.
-        update_on, overlap, moments_dtype, master_weights, stochastic_rounding, momentum: as the optimizer will have
-            them; None is its own default. Where a format or a momentum is given, it counts for all parameters, whatever
-            optimizer the model has.
+        update_on, overlap, undoable, moments_dtype, master_weights, stochastic_rounding, momentum: as the optimizer
+            will have them; None is its own default. Where a format or a momentum is given, it counts for all
+            parameters, whatever optimizer the model has.
         why: a parameter, module, chunk (`param:3`) or saved value (`forward.2:0`), of which `Explanation.why` then says
             where it is at each moment, and what it would cost to have it elsewhere.
         world_size, mesh: how many of the hardware's devices do so; or hosts and devices of each, such as `"2x8"`. The
@@ -130,7 +130,7 @@ def explain(
     given = {key: value for key, value in asked.items() if value is not None}
     options = parse_options({"codegen": "eager", **own, **given})
     formats = (moments_dtype, master_weights, stochastic_rounding)
-    choice = OptimizerChoice(update_on, overlap, optimizer, *formats, momentum)
+    choice = OptimizerChoice(update_on, overlap, optimizer, *formats, momentum, undoable)
     chosen = choice.of(model)
     updates = Updates.of(choice, chosen)
     hardware = hardware or own_hardware or "cpu"
@@ -312,8 +312,8 @@ def explain_step(
         predicted_peak_nbytes=max((m.nbytes for phase in step.phases for m in phase.moments), default=0),
         non_model_peak_nbytes=max((m.non_model_nbytes for run in step.runs for m in run.planned.moments), default=0),
         overhead_nbytes=overhead,
-        home_nbytes=home_nbytes(layout, step.resident) + leaving_nbytes,
-        disk_nbytes=home_nbytes(layout, step.resident, layout.is_on_disk)
+        home_nbytes=updates.home_nbytes(layout, step.resident) + leaving_nbytes,
+        disk_nbytes=updates.home_nbytes(layout, step.resident, layout.is_on_disk)
         + (leaving_nbytes if layout.is_on_disk(PARAM) else 0),
         saved_at_home=at_home,
         saved_again=again,

@@ -47,8 +47,8 @@ class OptimizerChoice:
 
     Attributes:
         optimizer: of `OPTIMIZERS`; None: `AdamW` where anything else is said of it.
-        update_on, overlap, moments_dtype, master_weights, stochastic_rounding, momentum: its constructor's. None: its
-            default.
+        update_on, overlap, moments_dtype, master_weights, stochastic_rounding, momentum, undoable: its constructor's.
+            None: its default.
     """
 
     update_on: str = DEVICE
@@ -58,14 +58,17 @@ class OptimizerChoice:
     master_weights: bool | str | None = None
     stochastic_rounding: bool = False
     momentum: float | None = None
+    undoable: bool = False
 
     @property
     def _arguments(self) -> dict[str, torch.dtype | str | float]:
+        """Those that not every optimizer has."""
         said = {
             "moments_dtype": self.moments_dtype,
             "master_weights": self.master_weights,
             "stochastic_rounding": self.stochastic_rounding or None,
             "momentum": self.momentum,
+            "undoable": self.undoable or None,
         }
         return {name: value for name, value in said.items() if value is not None}
 
@@ -84,7 +87,7 @@ class OptimizerChoice:
                 others = f"{', '.join(having[:-1])} and {having[-1]} have" if having[1:] else f"{having[0]} has"
                 raise OptionsError(f"{kind.__name__} has no {name}; {others}")
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if self.optimizer is None and not self._arguments:
+        if self.optimizer is None and self._arguments.keys() <= {"undoable"}:
             self._make(kind, {torch.float32})
             found = [known for parameter in trained if (known := declared(parameter)) is not None]
             num_stages = max((known.num_stages for known in found), default=1)

@@ -128,9 +128,12 @@ class Training:
             return ALONE
         trainable, spent = [group for group in layout.groups if group.trainable], self._to_be_spent(layout)
         in_slots = {group.index for group in trainable} - self.updates.at_home(trainable, self.home, self.hardware)
-        return Around(
-            updates=tuple((group, self.updates.num_stages) for group in sorted(in_slots | spent)), spent=spent
-        )
+        updates = tuple((group, self.updates.num_stages) for group in sorted(in_slots | spent))
+        return Around(updates=updates, undoable=self.undoable(updates), spent=spent)
+
+    def undoable(self, updates: Collection[tuple[int, int]]) -> frozenset[int]:
+        """The groups of these whose updates can be undone."""
+        return frozenset(group for group, _ in updates) if self.updates.undoable else frozenset()
 
     def _to_be_spent(self, layout: ChunkLayout) -> frozenset[int]:
         """Groups whose gradients backwards will use up where the groups stay."""
@@ -284,7 +287,7 @@ class _Rehearsal:
         free = {group for group in self._groups(captured) if in_flight.get(group, 0) == 0}
         updates = self.training.updated_in_backward(self.situation, free, self.gradients)
         spent = self.training.spent(self.situation, captured.trained, updates, self.gradients)
-        return Around(updates=updates, spent=spent)
+        return Around(updates=updates, undoable=self.training.undoable(updates), spent=spent)
 
     def _planned(self, graph: int, held_nbytes: int, around: Around) -> StepRequest:
         """What a phase runs by. A step that changes nothing asks again for what the one before it asked for."""

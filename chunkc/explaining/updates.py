@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from chunkc.explaining.moments import StepPlans
 from chunkc.explaining.optimizer_choice import Optimizer, OptimizerChoice
-from chunkc.ir.chunks import PARAM, Chunk, ChunkGroup, ChunkLayout, ParamSpec
+from chunkc.host_room import home_nbytes, twins_nbytes
+from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout, ParamSpec
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.simulate import STAYING, HomeUpdateTimes
@@ -20,7 +21,7 @@ from chunkc.passes.update_placement import cpu_update_s, group_update_nbytes, ma
 
 @dataclass(frozen=True)
 class Updates:
-    """How the optimizer will be made, `update_on` and `overlap` as its arguments of these names.
+    """How the optimizer will be made, `update_on`, `overlap` and `undoable` as its arguments of these names.
 
     Attributes:
         optimizer: its name, for people.
@@ -31,14 +32,15 @@ class Updates:
     overlap: str = NONE
     optimizer: str = "AdamW"
     num_stages: int = 1
+    undoable: bool = False
 
     @staticmethod
     def of(choice: OptimizerChoice, optimizer: Optimizer) -> Updates:
         """Those of the optimizer that was chosen for a model."""
-        return Updates(choice.update_on, choice.overlap, optimizer.name, optimizer.num_stages)
+        return Updates(choice.update_on, choice.overlap, optimizer.name, optimizer.num_stages, choice.undoable)
 
     def __post_init__(self) -> None:
-        OverlapMode(self.overlap, self.update_on)
+        OverlapMode(self.overlap, self.update_on, self.undoable)
 
     @property
     def beside_backward(self) -> bool:
@@ -48,7 +50,7 @@ class Updates:
     def uses_up(self, group: ChunkGroup) -> bool:
         """Whether a backward updates a group that stays, where that is needed."""
         may_update = may_update_where_it_stays(group.states, self.num_stages)
-        return self.beside_backward and group.trainable and may_update
+        return self.beside_backward and not self.undoable and group.trainable and may_update
 
     def at_home(self, groups: list[ChunkGroup], home: str, hardware: Hardware) -> frozenset[int]:
         """Which of the groups the CPU updates at home.
@@ -65,6 +67,13 @@ class Updates:
                 f'hardware {hardware.name!r} does not say cpu_update_bytes_per_s, which update_on="{CPU}" is timed by'
             )
         return found
+
+    def home_nbytes(
+        self, layout: ChunkLayout, resident: frozenset[int], counts: Callable[[str], bool] = lambda kind: True
+    ) -> int:
+        """Bytes at home of those kinds of data that count, with the twins of what can be undone."""
+        twins = twins_nbytes(layout, resident, counts) if self.undoable else 0
+        return home_nbytes(layout, resident, counts) + twins
 
     def nbytes(self, step: StepPlans) -> dict[str, int]:
         """Bytes that each update reads and writes where it happens, by the name of its event."""
@@ -91,7 +100,9 @@ class Updates:
         return HomeUpdateTimes(seconds, beside.beside_forward, beside.beside_backward)
 
     def _of_group(self, group: ChunkGroup) -> int:
-        return group_update_nbytes(group, self.num_stages)
+        """By the CPU, which copies what it changes first, if that can be undone."""
+        copied = [kind for kind in group.update_kinds if kind != GRAD] if self.undoable else []
+        return group_update_nbytes(group, self.num_stages) + 2 * sum(map(group.nbytes, copied))
 
     def notes(self, step: StepPlans, hardware: Hardware) -> Iterator[str]:
         """What was assumed."""
@@ -101,6 +112,8 @@ class Updates:
                 f"the backward updates {len(in_backward) - staying} of {len(step.layout.groups)} chunks in slots"
                 + (f", and {staying} that stay" if staying else "")
             )
+        if self.undoable:
+            yield "no update is undone; home has room for parameters and states twice"
         if step.at_home:
             yield f"the CPU updates {len(step.at_home)} of {len(step.layout.groups)} chunks at home"
         if step.at_home and self.overlap != NONE and hardware.kind != "cuda":

@@ -233,7 +233,7 @@ def _forced(
         made, spent = rehearsed.captured[run.graph].trained, run.request.situation.layout.spent
         if spent or resident - rehearsed.situation.resident:
             spent = training.spent(situation, made, updates, frozenset())
-        around = replace(around, updates=updates, absent=away, spent=spent)
+        around = replace(around, updates=updates, undoable=training.undoable(updates), absent=away, spent=spent)
         planned_for = replace(situation, layout=replace(situation.layout, spent=spent))
         request = replace(run.request, situation=planned_for, around=around)
         if run.phase == BACKWARD:

@@ -75,6 +75,7 @@ class Position:
             call yields.
         left_nbytes: activations and held inputs once the call is over.
         tile: what is updated, where this is no call but a part of an update that belongs to a backward.
+        keeps_gradients: whether that update leaves gradients as they are, for home.
         waiting: (group, bytes) of gradients that are there meanwhile, and that a later update uses up, where the group
             stays on the compute tier.
         used_up: parameters whose gradients, on the compute tier, this update uses up.
@@ -91,6 +92,7 @@ class Position:
     sunk: tuple[tuple[str, bool], ...] = ()
     left_nbytes: int = 0
     tile: Tile | None = None
+    keeps_gradients: bool = False
     waiting: tuple[tuple[int, int], ...] = ()
     used_up: tuple[str, ...] = ()
 

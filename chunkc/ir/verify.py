@@ -64,7 +64,7 @@ class _Checker:
         self.graph, self.layout, self.memories = graph, layout, memories
         self.staying_nbytes, self.budget_nbytes = staying_nbytes, budget_nbytes
         self.violations: list[str] = []
-        self.generations = 0
+        self.generations = self.value_nbytes = self.peak_nbytes = 0
         self.slots: dict[Chunk, _Slot] = {}
         self.of_kind: defaultdict[tuple[str, int], set[Chunk]] = defaultdict(set)  # (kind, group) -> those in slots
         for chunk in present:
@@ -77,8 +77,6 @@ class _Checker:
         self.reads_of = cache(lambda user: Counter(_reads(user)))  # the output reads many, and is asked for each
         self.holders: Counter[str] = Counter()  # storage -> values alive in it
         self.held: set[str] = set()
-        self.value_nbytes = 0
-        self.peak_nbytes = 0
         self.group_of = layout.group_of()
         self.sunk: Counter[str] = Counter()
         self.updated = UpdatedGroups(layout)
@@ -254,8 +252,8 @@ class _Checker:
             self.fail("dirty", node, f"{chunk} is newer than its home and was not written back")
 
     def _is_used_up(self, chunk: Chunk) -> bool:
-        """Whether a gradient is nobody's any more: the group's update, in this backward, has read all of it."""
-        return chunk.kind == GRAD and self.is_backward and self.updated.has_read_gradients(chunk.group)
+        """Whether a gradient is nobody's any more: the group's update, in this backward, has used all of it up."""
+        return chunk.kind == GRAD and self.is_backward and self.updated.has_used_up_gradients(chunk.group)
 
     def on_write_back(self, node: fx.Node, chunk: Chunk, link: str = "") -> None:
         self._copies(node, chunk, "out", link)
@@ -365,6 +363,7 @@ def verify_phase(
     kept: Collection[Chunk] = (),
     gradients: Collection[str] | None = None,
     updates: Collection[int] | None = None,
+    undoable: Collection[int] = (),
     at_home: Collection[str] = (),
 ) -> list[str]:
     """Check one rewritten phase; the violations found, none when it is safe.
@@ -377,10 +376,12 @@ def verify_phase(
         kept: chunks that must have one, and no others, when it ends.
         gradients: parameters whose gradients must be sunk, once each, and no others'; None: whichever are.
         updates: groups that must be updated, every element once in each stage, and no others; None: whichever are.
+        undoable: those of them whose gradients are not used up, and have to get home.
         at_home: saved storages that are at home between the forward and the backward.
     """
     staying_nbytes = nbytes_that_stay(layout, resident) + held_nbytes
     checker = _Checker(graph, layout, memories, staying_nbytes, budget_nbytes, present, at_home, resident)
+    checker.updated.undoable = undoable
     checker.walk()
     for name in sorted(checker.waiting.left):
         checker.fail("update", None, f"the gradient of {name} is left, and nothing counts it")
@@ -390,11 +391,9 @@ def verify_phase(
     for chunk, slot in checker.slots.items():
         if slot.copying or slot.dirty or not slot.ready:
             checker.fail("end", None, f"{chunk} is left dirty or under a copy")
-    if gradients is not None:
-        for name in sorted(set(checker.sunk) | set(gradients)):
-            if checker.sunk[name] != (1 if name in gradients else 0):
-                checker.fail("write", None, f"the gradient of {name} is sunk {checker.sunk[name]} times")
-    if updates is not None:
-        for wrong in checker.updated.wrong(updates):
-            checker.fail("write", None, wrong)
+    for name in () if gradients is None else sorted({*checker.sunk, *gradients}):
+        if checker.sunk[name] != (1 if name in gradients else 0):  # type: ignore[operator]
+            checker.fail("write", None, f"the gradient of {name} is sunk {checker.sunk[name]} times")
+    for wrong in () if updates is None else checker.updated.wrong(updates):
+        checker.fail("write", None, wrong)
     return checker.violations

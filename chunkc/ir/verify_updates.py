@@ -9,10 +9,15 @@ from chunkc.ir.updates import update_stages
 
 
 class UpdatedGroups:
-    """The tiles of each group's update so far, by stage."""
+    """The tiles of each group's update so far, by stage.
+
+    Attributes:
+        undoable: groups whose updates use up no gradients.
+    """
 
     def __init__(self, layout: ChunkLayout) -> None:
         self._layout = layout
+        self.undoable: Collection[int] = ()
         self._tiles: dict[int, list[list[tuple[int, int]]]] = {}
 
     def __contains__(self, group: object) -> bool:
@@ -25,8 +30,10 @@ class UpdatedGroups:
         done[stage].append(part)
         return all(self._is_whole(group, tiles) for tiles in done[:stage])
 
-    def has_read_gradients(self, group: int) -> bool:
-        """Whether the update has read all of the group's gradients."""
+    def has_used_up_gradients(self, group: int) -> bool:
+        """Whether the update has read all of the group's gradients, and nobody else will."""
+        if group in self.undoable:
+            return False
         done = self._tiles.get(group, [[]])
         kinds = self._layout.groups[group].update_kinds
         return all(

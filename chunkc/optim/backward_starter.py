@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from typing import TYPE_CHECKING
 
 from chunkc.ir.chunks import ChunkGroup
@@ -32,6 +32,13 @@ class BackwardStarter:
     def begin_update(self, session: Session, group: int) -> bool:
         return self._optimizer.in_backward.begin(self._optimizer, session, group)
 
+    @property
+    def undoable(self) -> bool:
+        return self._optimizer.overlap.undoable
+
+    def take_back(self, session: Session, groups: Collection[int]) -> None:
+        self._optimizer.in_backward.take_back(session, groups)
+
     def begun_in(self, session: Session) -> Container[int]:
         return self._optimizer.in_backward.begun_in(session)
 
@@ -39,7 +46,8 @@ class BackwardStarter:
         optimizer, indices = self._optimizer, frozenset(group.index for group in groups)
         home = at_home(session, groups, optimizer.overlap.update_on, optimizer.rule.num_stages)
         num_stages = optimizer.rule.num_stages
-        staying = indices if may_update_where_it_stays(optimizer.states, num_stages) else frozenset[int]()
+        may_stay = not optimizer.overlap.undoable and may_update_where_it_stays(optimizer.states, num_stages)
+        staying = indices if may_stay else frozenset[int]()
         return num_stages, indices - home, staying
 
     def stages_in_slots(self, session: Session, group: int) -> int:

@@ -8,7 +8,7 @@ when an update begins and compared by `step()`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +21,7 @@ from chunkc.kernels.formats import NO_SCALE, GradScale
 from chunkc.optim.group_spans import Task
 from chunkc.optim.overlap_mode import OverlapMode
 from chunkc.optim.step import group_spans, job_of
+from chunkc.optim.undo import AssumedScale, NotCounted, count
 from chunkc.optim.updates_under_way import UpdatesUnderWay, label_of
 from chunkc.readers import await_readers
 from chunkc.runtime.parts import part_of
@@ -30,6 +31,8 @@ from chunkc.session import Session, managing
 
 if TYPE_CHECKING:
     from chunkc.optim.staying_updates import StayingGroups
+
+_CPU = torch.device("cpu")
 
 Entry = tuple[torch.Tensor, str, Mapping[str, Any]]
 """A chunked parameter, its name, its parameter group."""
@@ -67,11 +70,12 @@ class BackwardUpdates:
 
     Attributes:
         accumulating: whether more gradients will be added, so that no update may begin.
+        assumed: with which scale updates begin that can be undone.
     """
 
     def __init__(self, overlap: OverlapMode, under_way: UpdatesUnderWay, starter: Starter) -> None:
         self._overlap, self._under_way, self._starter = overlap, under_way, starter
-        self.accumulating = False
+        self.accumulating, self.assumed = False, AssumedScale()
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._staying: weakref.WeakKeyDictionary[Session, StayingGroups] = weakref.WeakKeyDictionary()
         self._known: weakref.WeakKeyDictionary[Session, dict[int, list[Entry]]] = weakref.WeakKeyDictionary()
@@ -95,23 +99,12 @@ class BackwardUpdates:
 
     def forget(self) -> None:
         """Parameter groups or states are others from now on: nothing begins early before the next step has ended."""
+        for session in list(self._begun):
+            self.take_back(session)
         self._known.clear()
         self._at_home.clear()
         self._staying.clear()
         self.end()
-
-    def check_scale(self, scale: GradScale) -> None:
-        """Refuse a loss scale where updates begin before it is known.
-
-        Raises:
-            UnsupportedError: there is one.
-        """
-        if self._overlap.beside_backward and scale is not NO_SCALE:
-            raise UnsupportedError(
-                "a GradScaler must see all gradients before the first update, but "
-                f'overlap="{self._overlap.mode}" updates during the backward; use overlap="forward"'
-                + (", and load parameters that this backward has updated anew" if self._begun else "")
-            )
 
     def prepare(self, optimizer: Any, session: Session, groups: frozenset[int], at_home: frozenset[int]) -> None:
         """From the next backward on, these groups' updates may begin there, those of some of them at home: states and
@@ -163,14 +156,22 @@ class BackwardUpdates:
         entries = [e for e in self._known[session][index] if e[0].grad is not None]
         if self.accumulating or not entries or not session.keepers.has(optimizer, [name for _, name, _ in entries]):
             return False
-        store = session.store
+        store, undoable = session.store, self._overlap.undoable
+        if undoable and not can_be_undone(optimizer, session, index, self._known[session][index]):
+            return False
         await_readers(entry[0] for entry in entries)
         store.updates.wait(index)
+        stepping = NotCounted(optimizer) if undoable else optimizer
         with torch.no_grad():
-            spans = group_spans(optimizer, session, index, [Task(optimizer, *entry) for entry in entries])
-        job = job_of(optimizer, session, index, spans, NO_SCALE)
+            if undoable:
+                for parameter, _, _ in entries:
+                    optimizer.contents.follow(parameter, optimizer.states_of(parameter))
+            spans = group_spans(optimizer, session, index, [Task(stepping, *entry) for entry in entries])
+        if undoable:
+            store.twins.begin(index)
+        job = job_of(optimizer, session, index, spans, self.assumed.on(_CPU), in_twins=undoable)
         update = HomeUpdate(job, label_of(session, index), store.home_marks(index))
-        noted = [_noted(optimizer, *entry) for entry in entries]
+        noted = [noted_of(optimizer, *entry) for entry in entries]
         self.note(session, index, noted, _AtHome(session, index, update))  # before it begins: it may be interrupted
         store.updates.enter(index, update)
         return True
@@ -199,6 +200,9 @@ class BackwardUpdates:
             for session, groups in self._begun.items():
                 by_group = chunked.setdefault(session, {})
                 for index, (noted, update) in list(groups.items()):
+                    if self._overlap.undoable:  # those that `settle` has left
+                        del by_group[index]
+                        continue
                     if not update.has_begun():
                         _take_back(optimizer, noted)
                         del groups[index]
@@ -225,6 +229,64 @@ class BackwardUpdates:
             raise
         in_place[:] = staying.values()
         return {session: frozenset(groups) for session, groups in self._begun.items()}
+
+    def settle(self, optimizer: Any, scale: GradScale) -> None:
+        """Take back what would not have been updated as it was (see `undo`), now that a step's scale is known.
+
+        Raises:
+            UnsupportedError: there is one, and nothing can be taken back.
+        """
+        if self._overlap.is_final and scale is not NO_SCALE:
+            raise UnsupportedError(
+                "a GradScaler must see all gradients before the first update, but "
+                f'overlap="{self._overlap.mode}" updates during the backward; use undoable=True beside it, or overlap='
+                '"forward"' + (", and load parameters that this backward has updated anew" if self._begun else "")
+            )
+        if not self._overlap.undoable:
+            return
+        stands = self.assumed.is_what_was(scale)
+        for session, groups in list(self._begun.items()):
+            changed = [index for index in groups if not stands or not self._stands(optimizer, session, index)]
+            self.take_back(session, changed)
+
+    def _stands(self, optimizer: Any, session: Session, index: int) -> bool:
+        noted, update = self._begun[session][index]
+        entries, store = self._known.get(session, {}).get(index, ()), session.store
+        if index in store.resident or {id(p) for p, _, _ in entries if p.grad is not None} != {
+            id(note.parameter) for note in noted
+        }:
+            return False
+        groups = {id(parameter): (name, group) for parameter, name, group in entries}
+        try:
+            for note in noted:
+                name, group = groups[id(note.parameter)]
+                _check_unchanged(optimizer, note, Task(optimizer, note.parameter, name, group))
+            update.check()
+        except (UnsupportedError, OptionsError, StreamError):
+            return False
+        return update.has_begun() and not store.replaced([name for name, _ in groups.values()])
+
+    def take_back(self, session: Session, groups: Iterable[int] | None = None) -> None:
+        """Undo the updates that have begun of these groups, if they can be undone; None: of all.
+
+        Raises:
+            StreamError: one at home had failed.
+        """
+        begun = self._begun.get(session, {}) if self._overlap.undoable else {}
+        for index in [index for index in begun if groups is None or index in groups]:
+            session.store.updates.wait(index)
+            session.store.twins.drop(index)
+            del begun[index]
+
+    def adopt(self, optimizer: Any) -> None:
+        """What has begun stands from now on, and the next may begin. What could be undone is at home, and counts."""
+        for session, groups in self._begun.items() if self._overlap.undoable else ():
+            for index, (noted, _) in groups.items():
+                for note in noted:
+                    count(optimizer, note.parameter)
+                states = {name: optimizer.kept_states_of(p) for p, name, _ in self._known[session][index]}
+                session.store.adopt(index, states)
+        self.end()
 
     def end(self) -> None:
         """What began in the backward is the optimizer's step's from now on: the next may begin."""
@@ -254,10 +316,36 @@ class _AtHome:
         return
 
 
-def _noted(optimizer: Any, parameter: torch.Tensor, name: str, group: Mapping[str, Any]) -> Begun:
+def can_be_undone(optimizer: Any, session: Session, index: int, entries: Sequence[Entry]) -> bool:
+    """Whether a group has room for an update that waits, and all of it, with all states that it needs, is at home."""
+    store = session.store
+    names = {name for _, name, _ in entries}
+    is_whole = names == {s.spec.name for s in store.layout.groups[index].slices}
+    return is_whole and store.twins.has(store.layout, index) and all(has_states(optimizer, session, e) for e in entries)
+
+
+def has_states(optimizer: Any, session: Session, entry: Entry) -> bool:
+    """Whether all states that an update of a parameter needs are at home already."""
+    parameter, name, group = entry
+    state, needed, store = optimizer.states_of(parameter), optimizer.dtypes_of(parameter, group), session.store
+    if "step" not in state:
+        return False
+    kinds = [kind for kind in store.layout.groups[store.group_index(name)].state_kinds if kind in needed]
+    return all(kind in state and store.is_home_view(state[kind], kind, name) for kind in kinds)
+
+
+def noted_of(optimizer: Any, parameter: torch.Tensor, name: str, group: Mapping[str, Any]) -> Begun:
+    """A parameter whose update begins, whose gradient is there."""
     assert parameter.grad is not None
-    hyper = optimizer.hyper_now(group, parameter)
+    hyper = _hyper(optimizer, group, parameter)
     return Begun(parameter, name, parameter.grad, parameter.grad._version, parameter._version, hyper)
+
+
+def _hyper(optimizer: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> Any:
+    """The hyper-parameters of a parameter's update in the backward."""
+    if optimizer.overlap.undoable:
+        return optimizer.hyper_at(group, int(optimizer.states_of(parameter)["step"]) + 1)
+    return optimizer.hyper_now(group, parameter)
 
 
 def _take_back(optimizer: Any, noted: Sequence[Begun]) -> None:
@@ -272,7 +360,7 @@ def _check_unchanged(optimizer: Any, noted: Begun, task: Task | None) -> None:
         raise UnsupportedError(f"the gradient of {name} was changed {_LATE}")
     if noted.parameter._version != noted.parameter_version:
         raise UnsupportedError(f"the parameter {name} was changed {_LATE}")
-    if optimizer.hyper_now(task.group, noted.parameter) != noted.hyper:
+    if _hyper(optimizer, task.group, noted.parameter) != noted.hyper:
         raise OptionsError(
             f"the hyper-parameters of {name} were changed between backward() and step(), after its update had begun; "
             'change them after step(), or use overlap="forward"'

@@ -64,12 +64,13 @@ class ChunkedOptimizer(ClipsGradients):
         maximize: bool = False,
         update_on: str = DEVICE,
         overlap: str = NONE,
+        undoable: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
         **refused: bool,
     ) -> None:
         self.rule = rule
-        self._begin(OverlapMode(overlap, update_on))
+        self._begin(OverlapMode(overlap, update_on, undoable))
         self._check_supported(refused)
         if foreach and fused:
             raise OptionsError("foreach and fused cannot both be True")
@@ -149,8 +150,8 @@ class ChunkedOptimizer(ClipsGradients):
     def begin_update_of(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         """An update of a parameter begins, whose states are all there.
 
-        Kernels see other tensors over the same memory, with version counters of their own. So it is said here that the
-        parameter changes: code that saved it for a backward of its own is told by autograd.
+        Kernels see other tensors over its memory, with version counters of their own. So it is said here that it
+        changes: code that saved it for a backward of its own is told by autograd.
         """
         self.contents.begin(parameter, state)
         torch.autograd.graph.increment_version(leaf_of(parameter))
@@ -200,8 +201,7 @@ class ChunkedOptimizer(ClipsGradients):
             self._lay_out_states(self._parameters())
 
     def follow(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Keep the states that parameters in these groups need, all that were kept before among them; whether that is
-        another form than before.
+        """Keep the states that parameters in these groups need, beside those kept before; whether that makes more.
 
         Raises:
             OptionsError: chunks cannot have them; nothing has changed.
@@ -292,8 +292,8 @@ class ChunkedOptimizer(ClipsGradients):
     def state_dict(self) -> dict[str, Any]:
         """The state in `torch.optim`'s format, with fp32 masters.
 
-        Split masters are put together for this: 4 bytes per parameter of RAM, outside the memory budget, for as long as
-        the result lives. All else is not copied. Waits for a device that still knows alone which steps were skipped.
+        Split masters are put together for this: 4 bytes per parameter of RAM, outside the budget, while the result
+        lives. All else is not copied. Waits for a device that still knows alone which steps were skipped.
         """
         self.doubts.resolve(wait=True)
         self.follow_written()
@@ -306,9 +306,9 @@ class ChunkedOptimizer(ClipsGradients):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state in this optimizer's format or that of `torch.optim`'s optimizer of its name.
 
-        States of chunked parameters are copied home one by one; fp32 states of 16-bit parameters keep their
-        precision. A missing master copy is made from the parameter. A parameter whose master is split becomes its
-        master's rounded copy, as it does in the next step otherwise; its model may be loaded before or after.
+        States of chunked parameters are copied home one by one; fp32 states of 16-bit ones keep their precision. A
+        missing master is made from the parameter. A parameter whose master is split becomes its master's rounded copy,
+        as it does in the next step otherwise; its model may be loaded before or after.
 
         Hooks run as in `torch.optim`: those before may change what is loaded, those after find it loaded.
 
@@ -363,18 +363,18 @@ class ChunkedOptimizer(ClipsGradients):
     def _step(self) -> None:
         await_readers(self._parameters())
         self.follow(self.param_groups)
-        scale, must_know = grad_scale_of(self, self.clip_factor()), self.rule.must_know_steps
-        take_over_changes(self._parameters())
-        self.in_backward.check_scale(scale)
+        scale, must_know = grad_scale_of(self, self.clip_factor()), self.rule.must_know_steps or self.overlap.undoable
         agree_on_overflow(self, scale)
+        self.in_backward.settle(self, scale)
+        take_over_changes(self._parameters())
         if must_know and bool(on_the_cpu(scale).found_inf):
             return
         self.doubts.resolve(wait=must_know)
         if is_skipped(scale):
             return
         due, prepared = prepare_step(self)
-        self.in_backward.end()
-        if any(of_session.at_home for of_session in prepared) or any(p.device.type == "cpu" for p, _ in due.in_place):
+        self.in_backward.adopt(self)
+        if any(one.at_home for one in prepared) or any(p.device.type == "cpu" for p, _ in due.in_place):
             self.doubts.resolve(wait=True)  # the CPU is about to wait for this step's gradients anyway
         for updater in self._updaters.values():
             updater.begin_step()
@@ -383,7 +383,7 @@ class ChunkedOptimizer(ClipsGradients):
             for of_session in prepared:
                 update_chunks(self, of_session, scale)
         self.contents.end(due.changing)
-        if scale.found_inf is not None and doubts.is_remote(scale.found_inf):
+        if scale.found_inf is not None and not must_know and doubts.is_remote(scale.found_inf):
             self.doubts.add(scale.found_inf, {parameter: self.states_of(parameter) for parameter in due.changing})
 
     @contextlib.contextmanager

@@ -149,10 +149,10 @@ class ClipsGradients(Optimizer):
         Raises:
             UnsupportedError: gradients are somewhere where nobody can read them.
         """
-        if self.overlap.beside_backward:
+        if self.overlap.is_final:
             raise UnsupportedError(
                 f'overlap="{self.overlap.mode}" updates during the backward, before the norm of all gradients is '
-                'known; use overlap="forward" or "none"'
+                'known; use undoable=True beside it, or overlap="forward" or "none"'
             )
         found = self._gradients()
         self._asked = True

@@ -25,6 +25,7 @@ class Options:
     maximize: bool = False
     update_on: str = DEVICE
     overlap: str = NO_OVERLAP
+    undoable: bool = False
     moments_dtype: torch.dtype | str = torch.float32
     master_weights: bool | str | None = None
     stochastic_rounding: bool = False

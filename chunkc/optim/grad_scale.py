@@ -13,16 +13,19 @@ from chunkc.optim import doubts
 def grad_scale_of(optimizer: Any, clip: torch.Tensor | None = None) -> GradScale:
     """What the scaler has set on an optimizer for the step under way, as its kernels want it.
 
-    The loss's scale is inverted as `GradScaler.unscale_` does it, in double precision.
-
     Args:
         clip: what gradients are multiplied by after that: 0-dim fp32.
     """
     scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     if scale is None and found_inf is None and clip is None:
         return NO_SCALE
-    unscale = None if scale is None else scale.detach().double().reciprocal().float().reshape(())
+    unscale = None if scale is None else inverted(scale)
     return GradScale(unscale, clip, None if found_inf is None else found_inf.detach().float().reshape(()))
+
+
+def inverted(scale: torch.Tensor) -> torch.Tensor:
+    """What undoes a loss's scale, inverted as `GradScaler.unscale_` does it, in double precision: 0-dim fp32."""
+    return scale.detach().double().reciprocal().float().reshape(())
 
 
 def is_skipped(scale: GradScale) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 
+from chunkc.optim.chunked_optimizer import ChunkedOptimizer
 from chunkc.optim.clipping import ClipsGradients
+from chunkc.optim.grad_scale import inverted
 from chunkc.torch_private.grad_scaler import OverflowsElsewhere
 
 
@@ -31,10 +34,20 @@ class GradScaler(OverflowsElsewhere):
         made.load_state_dict(scaler.state_dict())
         return made
 
+    _stepped: weakref.WeakSet[ClipsGradients]
+
     def found_inf_of(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
-        if not isinstance(optimizer, ClipsGradients) or optimizer.overlap.beside_backward:
+        if not isinstance(optimizer, ClipsGradients) or optimizer.overlap.is_final:
             return None
+        self.__dict__.setdefault("_stepped", weakref.WeakSet()).add(optimizer)
         return optimizer.overflows()
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """As PyTorch's. Optimizers whose updates can be undone are told the new scale, which waits for the device."""
+        super().update(new_scale)
+        for optimizer in self.__dict__.get("_stepped", ()):
+            if isinstance(optimizer, ChunkedOptimizer) and optimizer.overlap.undoable:
+                optimizer.in_backward.assumed.expect(inverted(torch.tensor(self.get_scale(), device="cpu")))
 
     def clip_grad_norm_(self, optimizer: Any, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Clip what the step will divide: see `clip_grad_norm_` of chunkc's optimizers.

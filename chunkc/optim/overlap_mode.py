@@ -18,13 +18,16 @@ class OverlapMode:
     Attributes:
         mode: one of `OVERLAP`.
         update_on: where the optimizer updates chunks.
+        undoable: whether `step()` can undo what the backward has updated (see `undo`).
 
     Raises:
-        OptionsError: there is no such mode or place, or nothing is updated by the CPU that could go on after `step()`.
+        OptionsError: there is no such mode or place, nothing is updated by the CPU that could go on after `step()`, or
+            nothing in the backward that could be undone.
     """
 
     mode: str = NONE
     update_on: str = DEVICE
+    undoable: bool = False
 
     def __post_init__(self) -> None:
         for name, value, allowed in (("update_on", self.update_on, UPDATE_ON), ("overlap", self.mode, OVERLAP)):
@@ -36,6 +39,10 @@ class OverlapMode:
                 f'overlap={self.mode!r} is for updates by the CPU: use update_on="{CPU}" or "auto", or '
                 f'overlap="{BACKWARD}"'
             )
+        if self.undoable and not self.beside_backward:
+            raise OptionsError(
+                f'undoable=True is for updates in the backward: use overlap="{BACKWARD}" or "{BOTH}", not {self.mode!r}'
+            )
 
     @property
     def beside_forward(self) -> bool:
@@ -46,3 +53,8 @@ class OverlapMode:
     def beside_backward(self) -> bool:
         """Whether updates begin in the backward, before `step()`."""
         return self.mode in (BACKWARD, BOTH)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether what a backward has updated stands, and its gradients are used up."""
+        return self.beside_backward and not self.undoable

@@ -1,7 +1,8 @@
 """The optimizer's side of updates in slots that a backward makes (see `passes.early_updates`).
 
 Whether a group may be updated is asked before the backward runs, since the plan depends on it; its steps are counted
-with its first tile. Its gradients are used up then: the parameter's `.grad` says that there was one, and no more.
+with its first tile. Its gradients are used up then: the parameter's `.grad` says that there was one, and no more. If
+the update can be undone, they go home, and its steps are counted by the optimizer's (see `undo`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from chunkc.ir.chunks import GRAD, PARAM
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.plan import Tile
 from chunkc.kernels.formats import NO_SCALE
-from chunkc.optim.backward_updates import Begun, Entry, interrupted
+from chunkc.optim.backward_updates import Begun, can_be_undone, has_states, interrupted, noted_of
 from chunkc.optim.group_spans import Task
 from chunkc.optim.rule import GroupWork, TileUpdate
 from chunkc.optim.step import group_spans
+from chunkc.optim.undo import NotCounted
 from chunkc.optim.update import compute
 from chunkc.optim.updates_under_way import label_of
 from chunkc.readers import await_readers
@@ -74,17 +76,9 @@ def is_ready(optimizer: ChunkedOptimizer, session: Session, index: int) -> bool:
             optimizer.check_group(group)
     except OptionsError:
         return False  # the step says so
-    return all(_has_states(optimizer, session, index, entry) for entry in entries)
-
-
-def _has_states(optimizer: ChunkedOptimizer, session: Session, index: int, entry: Entry) -> bool:
-    """Whether all states that an update needs are at home already: they are fetched before it begins."""
-    parameter, name, group = entry
-    state, needed, store = optimizer.states_of(parameter), optimizer.dtypes_of(parameter, group), session.store
-    if "step" not in state:
-        return False
-    kinds = [kind for kind in store.layout.groups[index].state_kinds if kind in needed]
-    return all(kind in state and store.is_home_view(state[kind], kind, name) for kind in kinds)
+    if optimizer.overlap.undoable:
+        return can_be_undone(optimizer, session, index, entries)
+    return all(has_states(optimizer, session, entry) for entry in entries)
 
 
 def make_ready(optimizer: ChunkedOptimizer, session: Session, index: int) -> None:
@@ -92,6 +86,8 @@ def make_ready(optimizer: ChunkedOptimizer, session: Session, index: int) -> Non
     entries = optimizer.in_backward.in_slots(session, index)
     await_readers(parameter for parameter, _, _ in entries)
     session.store.updates.wait(index)
+    if optimizer.overlap.undoable:
+        optimizer.doubts.resolve(wait=True)
     for parameter, _, _ in entries:
         optimizer.contents.follow(parameter, optimizer.states_of(parameter))
 
@@ -107,11 +103,18 @@ def update_tile(optimizer: ChunkedOptimizer, session: Session, tile: Tile, tiles
 
 
 def _begin(optimizer: ChunkedOptimizer, session: Session, index: int, tiles: Sequence[Tile]) -> SlotUpdate:
-    entries = optimizer.in_backward.in_slots(session, index)
-    spans = group_spans(optimizer, session, index, [Task(optimizer, *entry) for entry in entries])
+    entries, store, undoable = optimizer.in_backward.in_slots(session, index), session.store, optimizer.overlap.undoable
+    stepping = NotCounted(optimizer) if undoable else optimizer
+    spans = group_spans(optimizer, session, index, [Task(stepping, *entry) for entry in entries])
     ranges = [(tile.begin, tile.end) for tile in tiles if tile.stage == 0]
-    of_group = optimizer.updater(session.store.tier.device).of_group(GroupWork(index, spans, ranges, NO_SCALE))
+    scale = optimizer.in_backward.assumed.on(store.tier.device) if undoable else NO_SCALE
+    of_group = optimizer.updater(store.tier.device).of_group(GroupWork(index, spans, ranges, scale))
     made = SlotUpdate(of_group, label_of(session, index), set(tiles))
+    if undoable:
+        store.twins.begin(index)
+        optimizer.in_backward.note(session, index, [noted_of(optimizer, *entry) for entry in entries], made)
+        made.begun = True
+        return made
     stand_ins = {name: UsedGradient(parameter, name) for parameter, name, _ in entries}
     noted = [
         Begun(p, name, stand_ins[name], stand_ins[name]._version, p._version, optimizer.hyper_now(group, p))
@@ -119,5 +122,5 @@ def _begin(optimizer: ChunkedOptimizer, session: Session, index: int, tiles: Seq
     ]
     optimizer.in_backward.note(session, index, noted, made)  # before it begins: it may be interrupted
     made.begun = True
-    session.store.use_up_gradients(index, stand_ins)
+    store.use_up_gradients(index, stand_ins)
     return made

@@ -66,7 +66,7 @@ def is_ready(optimizer: ChunkedOptimizer, session: Session, index: int) -> bool:
     """Whether the next backward may update a group where it stays: all of it is this optimizer's, has no gradients yet
     (of which another thread's may not be looked at), and the hyper-parameters make sense."""
     entries = _known(optimizer, session).groups.get(index)
-    if optimizer.in_backward.accumulating or not entries:
+    if optimizer.in_backward.accumulating or not entries or optimizer.overlap.undoable:
         return False
     if not may_update_where_it_stays(optimizer.states, optimizer.rule.num_stages):
         return False

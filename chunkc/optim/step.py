@@ -19,6 +19,7 @@ from chunkc.optim.group_spans import Due, Task, due_of, flat_home, spans_of
 from chunkc.optim.over_ranks import check_over_ranks, note_step, order_of_norms, ranks_of_norms, sums_of_group
 from chunkc.optim.overlap_mode import NONE
 from chunkc.optim.rule import GroupWork, Spans, Staying
+from chunkc.optim.undo import flat_twins
 from chunkc.optim.update import PreparedUpdate, ResidentsLeft, prepare_updates
 from chunkc.optim.update_on import groups_at_home
 from chunkc.ranks import meeting
@@ -91,6 +92,8 @@ def _prepare(
     home = groups_at_home(session, sorted({*by_group, *begun}), optimizer.overlap.update_on, num_stages)
     if optimizer.overlap.beside_backward:
         optimizer.in_backward.prepare(optimizer, session, begun.union(by_group), home)
+    if optimizer.overlap.undoable:
+        session.store.twins.reserve(session.store.layout, sorted(begun.union(by_group)))
     for index in sorted(by_group):
         session.store.updates.wait(index)
         session.keepers.keep(optimizer, index, [task.name for task in by_group[index]])
@@ -138,15 +141,21 @@ def group_spans(optimizer: ChunkedOptimizer, session: Session, index: int, tasks
 
 
 def at_home(
-    optimizer: ChunkedOptimizer, session: Session, index: int, spans: Spans, scale: GradScale
+    optimizer: ChunkedOptimizer, session: Session, index: int, spans: Spans, scale: GradScale, *, in_twins: bool = False
 ) -> Callable[[], None]:
-    """The update of a group in home memory, by the CPU; home must be as all computation leaves it when it runs."""
+    """The update of a group in home memory, by the CPU; home must be as all computation leaves it when it runs.
+
+    Args:
+        in_twins: leave home as it is (see `undo`).
+    """
     numel, num_stages = session.store.layout.groups[index].numel, optimizer.rule.num_stages
     work = GroupWork(index, spans, [(0, numel)], scale, sums_of_group(session.store, index))
     update = optimizer.updater(_CPU, by_triton=False).of_group(work)
-    home = flat_home(session, index)
+    home, fill = flat_twins(session, index) if in_twins else (flat_home(session, index), None)
 
     def run() -> None:
+        if fill is not None:
+            fill()
         for stage in range(num_stages):
             update(home, Tile(index, 0, numel, stage, num_stages))
 
@@ -154,11 +163,11 @@ def at_home(
 
 
 def job_of(
-    optimizer: ChunkedOptimizer, session: Session, index: int, spans: Spans, scale: GradScale
+    optimizer: ChunkedOptimizer, session: Session, index: int, spans: Spans, scale: GradScale, *, in_twins: bool = False
 ) -> Callable[[], None]:
     """The same for any thread. Whatever it needs is compiled here: Inductor may not be safe on others."""
     optimizer.updater(_CPU, by_triton=False).compile_ahead(flat_home(session, index), spans, scale)
-    return at_home(optimizer, session, index, spans, scale)
+    return at_home(optimizer, session, index, spans, scale, in_twins=in_twins)
 
 
 def update_in_place(

@@ -177,6 +177,11 @@ def an_update_leaves_a_part_of_the_gradient_out(c: Case) -> None:
     node.args = (1, 0, 512)
 
 
+@sabotage("dirty", "updating", ROOMY)
+def a_gradient_that_an_update_may_need_again_does_not_go_home(c: Case) -> None:
+    c.options["undoable"] = frozenset({1})
+
+
 @sabotage("write", "updating", ROOMY)
 def a_group_is_not_updated(c: Case) -> None:
     c.graph.erase_node(update_of(c, 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -157,13 +157,25 @@ def step_positions() -> tuple[tuple, tuple]:
     return tuple(positions(p, MEMORIES, group_of=group_of) for p in (forward_program(), backward_program()))  # type: ignore[return-value]
 
 
-def plan_step(budget: int | None, spare: int = 0, updates: Mapping[int, int] = MappingProxyType({})) -> Plan:
-    """The plan of forward and backward, which updates groups, each in so many stages."""
+def plan_step(
+    budget: int | None,
+    spare: int = 0,
+    updates: Mapping[int, int] = MappingProxyType({}),
+    undoable: Collection[int] = (),
+) -> Plan:
+    """The plan of forward and backward, which updates groups, each in so many stages, some so that it can be undone."""
     forward, backward = step_positions()
     if budget is None:
         budget = check_minimum((*forward, *backward), LAYOUT, HUGE, 0) + spare
     backward = with_updates(
-        backward, LAYOUT, updates, budget_nbytes=budget, held_nbytes=0, resident=frozenset(), hardware=HARDWARE
+        backward,
+        LAYOUT,
+        updates,
+        undoable=undoable,
+        budget_nbytes=budget,
+        held_nbytes=0,
+        resident=frozenset(),
+        hardware=HARDWARE,
     )
     return plan_phases(
         [("forward", forward), ("backward", backward)],

@@ -86,7 +86,7 @@ def test_help_names_every_argument_and_torch_s_in_their_order(name: str) -> None
     positional = [p.name for p in theirs.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert [p.name for p in ours.values() if p.kind is p.POSITIONAL_OR_KEYWORD] == positional
     assert {p.name for p in ours.values() if p.kind is p.KEYWORD_ONLY} == {
-        *("maximize", "foreach", "capturable", "differentiable", "fused", "update_on", "overlap"),
+        *("maximize", "foreach", "capturable", "differentiable", "fused", "update_on", "overlap", "undoable"),
         *("moments_dtype", "master_weights", "stochastic_rounding", "rounding_seed"),
     }
     assert {p.name: ours[p.name].default for p in theirs.values() if p.name in ours} == {

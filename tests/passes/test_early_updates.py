@@ -71,12 +71,15 @@ def test_a_gradient_that_is_returned_leaves_its_group_to_the_step() -> None:
     assert updated_in(found) == {0, 1, 3}
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_updates_come_as_soon_as_there_is_room_and_change_no_minimum(num_stages: int) -> None:
+@pytest.mark.parametrize(("num_stages", "undoable"), [(1, ()), (2, ()), (1, (1, 2))])
+def test_updates_come_as_soon_as_there_is_room_and_change_no_minimum(
+    num_stages: int, undoable: tuple[int, ...]
+) -> None:
+    """Gradients of those that can be undone go home."""
     found = []
     for spare in range(-4096, 20_000, 512):
         updates = dict.fromkeys(ALL, num_stages)
-        plan = plan_step(MINIMUM + max(0, spare), updates=updates)
+        plan = plan_step(MINIMUM + max(0, spare), updates=updates, undoable=undoable)
         assert plan.minimum_nbytes == MINIMUM
         assert plan.predicted_peak_nbytes <= plan.budget_nbytes
         found.append(len(plan.phases[1].updated))
@@ -93,10 +96,11 @@ def test_updates_come_as_soon_as_there_is_room_and_change_no_minimum(num_stages:
             budget_nbytes=plan.budget_nbytes,
             present=plan.kept,
             updates=phase.updated,
+            undoable=undoable,
         )
         assert not violations
         for group in phase.updated:
-            assert copies(phase, WRITE_BACK, GRAD)[group] == 0
+            assert copies(phase, WRITE_BACK, GRAD)[group] == (group in undoable)
             assert copies(phase, WRITE_BACK, PARAM)[group] == 1
             assert copies(phase, WRITE_BACK, "exp_avg")[group] == copies(phase, PREFETCH, "exp_avg")[group] >= 1
     assert found == sorted(found)

@@ -1,0 +1,251 @@
+"""`overlap="backward", undoable=True`: `step()` undoes what it must, to the bit, and nothing is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import array, differences
+from slot_cases import ADAMW, WITHOUT_GRADIENTS, Subject
+
+import chunkc
+from chunkc.ir.chunks import GRAD
+
+pytestmark = pytest.mark.timeout(120)
+
+UNDOABLE: dict[str, Any] = {**ADAMW, "undoable": True}
+Act = Callable[[Subject, int], object]
+
+
+def adopted(made: Subject) -> set[int]:
+    """The groups whose updates wait to be adopted or undone."""
+    begun = made.optimizer.in_backward.begun_in(made.session)
+    return {group.index for group in made.store.layout.groups if group.index in begun}
+
+
+def trained(overlap: str, act: Act, num_steps: int = 5, **options: Any) -> tuple[list[Any], Subject, list[set[int]]]:
+    """Losses, what `act` returns between backward and step, and the final state; and what had begun before each act."""
+    arguments = {**options.pop("arguments", ADAMW), **({"undoable": True} if overlap != "none" else {})}
+    made, found, begun = Subject(overlap, arguments=arguments, **options), [], []
+    for step in range(num_steps):
+        found.append(array(made.backward(step)))
+        begun.append(adopted(made))
+        told = act(made, step)
+        found += [array(told)] if isinstance(told, torch.Tensor) else []
+        made.optimizer.step()
+        made.optimizer.zero_grad()
+    return [*found, *made.state()], made, begun
+
+
+def nothing(made: Subject, step: int) -> None:
+    """A step without anything between."""
+
+
+def clip_some(made: Subject, step: int) -> torch.Tensor:
+    """The norm is above the limit in every other step."""
+    return made.optimizer.clip_grad_norm_(1e-3 if step % 2 else 1e6)
+
+
+def clip_as_pytorch_does(made: Subject, step: int) -> torch.Tensor:
+    return torch.nn.utils.clip_grad_norm_(made.model.parameters(), 1e-3 if step % 2 else 1e6)
+
+
+def change_a_parameter(made: Subject, step: int) -> None:
+    with torch.no_grad():
+        made.model.get_parameter("layers.2.weight").clamp_(-0.1, 0.1)
+
+
+def replace_a_parameter(made: Subject, step: int) -> None:
+    weight = made.model.get_parameter("layers.2.weight")
+    weight.data = weight.detach().clamp(-0.1, 0.1)
+
+
+def change_a_gradient(made: Subject, step: int) -> None:
+    made.model.get_parameter("layers.1.weight").grad.mul_(0.5)
+
+
+def drop_a_gradient(made: Subject, step: int) -> None:
+    if step == 1:
+        made.model.get_parameter("layers.2.weight").grad = None
+
+
+def change_the_rate(made: Subject, step: int) -> None:
+    made.optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
+
+
+def add_a_second_backward(made: Subject, step: int) -> torch.Tensor:
+    return made.backward(step + 10)
+
+
+def read_it_all(made: Subject, step: int) -> torch.Tensor:
+    """Between backward and step all is as the last step has left it, but for the gradients."""
+    saved = made.optimizer.state_dict()
+    values = [p.detach().double().sum() for p in made.model.parameters()]
+    values += [p.grad.double().sum() for p in made.model.parameters()]
+    values += [torch.as_tensor(v).double().sum() for s in saved["state"].values() for v in s.values()]
+    return torch.stack(values)
+
+
+ACTS = [
+    nothing,
+    clip_some,
+    clip_as_pytorch_does,
+    change_a_parameter,
+    replace_a_parameter,
+    change_a_gradient,
+    drop_a_gradient,
+    change_the_rate,
+    add_a_second_backward,
+    read_it_all,
+]
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_whatever_comes_between_has_the_same_bits(act: Act) -> None:
+    found, made, begun = trained("backward", act)
+    assert not differences(found, trained("none", act)[0])
+    assert begun[0] == set()
+    assert begun[-1] == made.moving
+
+
+def test_what_stands_moves_states_once_and_gradients_home() -> None:
+    _, made, _ = trained("backward", nothing)
+    before = made.store.traffic.to_device_nbytes, made.store.traffic.to_home_nbytes
+    made.backward(7)
+    after = made.store.traffic.to_device_nbytes, made.store.traffic.to_home_nbytes
+    made.optimizer.step()
+    assert (made.store.traffic.to_device_nbytes, made.store.traffic.to_home_nbytes) == after
+    groups = made.store.layout.groups
+    assert after[1] - before[1] == sum(group.nbytes(kind) for group in groups for kind in group.update_kinds)
+    assert any(GRAD in group.update_kinds for group in groups)
+
+
+def test_views_of_parameters_and_states_see_every_step() -> None:
+    """Whose memory somebody has views of keeps its place."""
+    made = Subject("backward", arguments=UNDOABLE)
+    made.step(0)
+    weight = made.model.get_parameter("layers.2.weight")
+    view, moments = weight.detach(), made.optimizer.state[weight]["exp_avg"].view(-1)
+    for step in range(1, 4):
+        made.backward(step)
+        before = view.clone(), moments.clone()
+        assert adopted(made)
+        made.optimizer.step()
+        assert torch.equal(view, weight)
+        assert torch.equal(moments, made.optimizer.state[weight]["exp_avg"].view(-1))
+        assert not torch.equal(view, before[0])
+        assert not torch.equal(moments, before[1])
+        made.optimizer.zero_grad()
+    assert not differences(made.state(), trained("none", nothing, num_steps=4)[1].state())
+
+
+def test_it_is_for_updates_in_the_backward() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    with pytest.raises(chunkc.OptionsError, match=r'undoable=True is for updates in the backward: use overlap="backw'):
+        chunkc.optim.AdamW(parameters, undoable=True)
+
+
+RULES: dict[str, tuple[Any, dict[str, Any], torch.dtype]] = {
+    "adamw, bf16, split masters": (chunkc.optim.AdamW, ADAMW, torch.bfloat16),
+    "adam, 8 bits, rounded at random": (
+        chunkc.optim.Adam,
+        {"lr": 1e-2, "moments_dtype": "int8", "stochastic_rounding": True},
+        torch.bfloat16,
+    ),
+    "sgd, fp16": (chunkc.optim.SGD, {"lr": 1e-2, "momentum": 0.9}, torch.float16),
+}
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_has_the_same_bits(name: str) -> None:
+    kind, arguments, dtype = RULES[name]
+    options: dict[str, Any] = {"optimizer": kind, "arguments": arguments, "dtype": dtype}
+    found, made, begun = trained("backward", clip_some, **options)
+    assert begun[-1] == made.moving
+    assert not differences(found, trained("none", clip_some, **options)[0])
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("spare_nbytes", [0, 9_000, 35_000, WITHOUT_GRADIENTS])
+def test_every_budget_has_the_same_bits(spare_nbytes: int) -> None:
+    """From a budget in which nothing is updated in the backward to one in which some stays; that waits for the step."""
+    found, made, begun = trained("backward", clip_some, spare_nbytes=spare_nbytes)
+    assert begun[-1] == (made.moving if spare_nbytes else set())
+    assert not differences(found, trained("none", clip_some)[0])
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("options", [{"codegen": "inductor"}, {"home": "disk"}], ids=["inductor", "disk"])
+def test_compiled_code_and_a_disk_home_have_the_same_bits(options: dict[str, Any], tmp_path: Any) -> None:
+    options = {key: f"disk:{tmp_path}" if value == "disk" else value for key, value in options.items()}
+    found, made, begun = trained("backward", clip_some, num_steps=3, **options)
+    assert begun[-1] == made.moving
+    assert not differences(found, trained("none", clip_some, num_steps=3, **options)[0])
+
+
+@pytest.mark.parametrize("overlap", ["backward", "both"])
+def test_the_cpu_updates_at_home_with_the_same_bits(overlap: str) -> None:
+    arguments = {**ADAMW, "update_on": "cpu"}
+    for act in (clip_some, change_a_gradient, read_it_all):
+        found, made, begun = trained(overlap, act, arguments=arguments)
+        assert begun[-1] == made.moving
+        assert not differences(found, trained("none", act, arguments=arguments)[0])
+
+
+@pytest.mark.parametrize("scaled_by", [torch.amp.GradScaler, chunkc.GradScaler])
+def test_a_loss_scale_and_its_overflows(scaled_by: Any) -> None:
+    """The scale grows every other step, one step overflows; PyTorch's scaler writes gradients, so all is undone."""
+
+    def train(overlap: str) -> tuple[list[Any], list[int], int]:
+        arguments = UNDOABLE if overlap == "backward" else ADAMW
+        made = Subject(overlap, dtype=torch.float16, arguments=arguments)
+        scaler = scaled_by("cpu", init_scale=2.0**10, growth_interval=2)
+        found, stood = [], []
+        for step in range(7):
+            loss = made.compiled(**made.case.batch(step))
+            scaler.scale(loss * (torch.inf if step == 4 else 1.0)).backward()
+            if scaled_by is chunkc.GradScaler:
+                found.append(array(scaler.clip_grad_norm_(made.optimizer, 1e6)))
+            waiting = adopted(made)
+            before = [array(p) for p in made.model.parameters()]
+            scaler.step(made.optimizer)
+            stood.append(len(waiting) if differences(before, [array(p) for p in made.model.parameters()]) else 0)
+            scaler.update()
+            made.optimizer.zero_grad()
+            found.append(scaler.get_scale())
+        return [*found, *made.state()], stood, len(made.moving)
+
+    found, stood, num = train("backward")
+    assert not differences(found, train("none")[0])
+    assert stood == [0, num, num, num, 0, num, num]
+
+
+def test_an_interrupted_backward_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four updates one has ended, and one was interrupted between its tiles: neither has happened."""
+    made = Subject("backward", arguments=UNDOABLE)
+    made.step(0)
+    before = made.state()
+    loss = made.compiled(**made.case.batch(1))
+    enqueue = type(made.store.tier).enqueue
+    ran: list[Any] = []
+
+    def interrupted(job: Any, *args: Any) -> None:
+        if len(args) == 2 and isinstance(args[0], dict):  # an update of a tile
+            ran.append(args[1])
+            if len(ran) == 2:
+                raise KeyboardInterrupt
+        enqueue(job, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(made.store.tier), "enqueue", staticmethod(interrupted))
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+    assert len(ran) == 2
+    assert not differences(made.state(), before)
+    made.optimizer.zero_grad()
+    made.step(1)
+    made.step(2)
+    assert not differences(made.state(), trained("none", nothing, num_steps=3)[1].state())
