@@ -20,7 +20,14 @@ from chunkc.options import Activations
 from chunkc.passes.early_updates import updated_in, with_updates
 from chunkc.passes.pacing import TooSlow
 from chunkc.passes.phases import passes_s
-from chunkc.passes.planning import choose_leaving, evenly_spread, needed_nbytes
+from chunkc.passes.planning import (
+    SLACK_CHUNKS,
+    choose_leaving,
+    chunk_sizes,
+    evenly_spread,
+    fixed_nbytes,
+    needed_nbytes,
+)
 from chunkc.passes.rerun_choice import leanest_cuts, up_to
 
 
@@ -149,8 +156,27 @@ class Mixes:
         self._allowed, self._cuts = evenly_spread(allowed), _cuts(captured, layout)
         self._hardware, self._whole_budget_nbytes = hardware, budget_nbytes
         self._known_nbytes: dict[frozenset[int], int] = {}
-        self.most = len(self._allowed), len(self._cuts) + 1 if self._cuts else 0
-        """The most groups and stretches."""
+        self.stretches = len(self._cuts) + 1 if self._cuts else 0
+        """The most that run again."""
+
+    @cached_property
+    def groups(self) -> tuple[int, int]:
+        """The fewest and the most groups to ask for. With fewer nothing has to be absent either, and what has room
+        stays anyway; beside more there is no room whatever is absent."""
+        kept = profile(self._captured, self._layout).passes
+        slack = SLACK_CHUNKS * max(chunk_sizes(self._layout, kept).values(), default=0)
+        most = self._most_beside(self._least_nbytes)
+        fewest = self._most_beside(lambda resident: needed_nbytes(kept, self._layout, resident) + slack)
+        return min(fewest, most), most
+
+    def _most_beside(self, needed: Callable[[frozenset[int]], int]) -> int:
+        """How many groups may stay where the graph needs that beside them."""
+
+        def missing(staying: int) -> int:
+            resident = frozenset(self._allowed[:staying])
+            return fixed_nbytes(self._layout, resident) + needed(resident) - self._budget_nbytes
+
+        return max(0, bisect_right(range(len(self._allowed) + 1), 0, key=missing) - 1)
 
     def at(self, staying: int, rerun: int) -> Absence:
         """What is absent where so many groups stay, evenly spread, and so many stretches run again, if all have to."""
@@ -197,7 +223,7 @@ class Mixes:
 
     def _spread(self, rerun: int, end: int) -> frozenset[str]:
         """What is dropped where so many stretches run again, evenly spread, but none from `end` on."""
-        count = self.most[1]
+        count = self.stretches
         chosen = (at for at in range(end) if (at + 1) * rerun // count > at * rerun // count)
         return frozenset(storage for at in chosen for storage in self._gone.get(at, ()))
 
@@ -273,7 +299,8 @@ def first_or_quickest(
 
 
 COARSE, FINE = 2, 16
-"""Into how many parts numbers of groups and of stretches are divided, at the beginning of a search and at its end."""
+"""Into how many parts numbers of groups and of stretches are divided, at the beginning of a search and at its end; no
+step is less than one of them."""
 
 
 BARELY_MORE = 1 + 1e-9
@@ -303,20 +330,20 @@ def quickest(mixes: Mixes, timed: Callable[[Absence, float], tuple[float, Found]
         best_s = min(best_s, this_s)
         return this_s
 
-    groups, stretches = mixes.most
-    at = min(_grid(groups, stretches), key=seconds)
+    (fewest, most), stretches = mixes.groups, mixes.stretches
+    at = min(_grid(fewest, most, stretches), key=seconds)
     parts = 2 * COARSE
     while parts <= FINE:
-        steps = [(groups // parts, 0), (-(groups // parts), 0), (0, stretches // parts), (0, -(stretches // parts))]
-        around = [(at[0] + m, at[1] + k) for m, k in steps if m or k]
-        near = min([at, *(p for p in around if 0 <= p[0] <= groups and 0 <= p[1] <= stretches)], key=seconds)
+        m, k = max(1, (most - fewest) // parts), max(1, stretches // parts)
+        around = [(at[0] + m, at[1]), (at[0] - m, at[1]), (at[0], at[1] + k), (at[0], at[1] - k)]
+        near = min([at, *(p for p in around if fewest <= p[0] <= most and 0 <= p[1] <= stretches)], key=seconds)
         at, parts = near, parts if near != at else 2 * parts
     return found[places[at]]
 
 
-def _grid(groups: int, stretches: int) -> Sequence[tuple[int, int]]:
+def _grid(fewest: int, most: int, stretches: int) -> Sequence[tuple[int, int]]:
     parts = range(COARSE + 1)
-    return sorted({(m * groups // COARSE, k * stretches // COARSE) for m in parts for k in parts})
+    return sorted({(fewest + m * (most - fewest) // COARSE, k * stretches // COARSE) for m in parts for k in parts})
 
 
 def _all_copied(captured: Captured, rerun: frozenset[str] = frozenset()) -> Absence:

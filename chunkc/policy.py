@@ -101,7 +101,7 @@ def _captured(now: Situation, event: GraphCaptured) -> StepDecision:
         needs = profile(seen, layout).all
         check_minimum(needs, layout, now.budget_nbytes, 0, all_may_stay=all_may_stay)
         resident, spent = choose_resident(needs, layout, now.budget_nbytes, allowed), frozenset[int]()
-        if resident != allowed and (spent := around.spent & allowed):
+        if resident != everything(layout) and (spent := around.spent & allowed):
             spending = replace(layout, spent=spent)
             resident = choose_resident(profile(seen, spending).all, spending, now.budget_nbytes, allowed)
         chosen = choose_whole(needs, layout, now.budget_nbytes, may_be_whole)
@@ -128,7 +128,7 @@ def _beside(
 
         layout = whole_beside(needs_of(now.layout), now.layout, now.budget_nbytes, held_nbytes)
         spent = around.spent & now.resident
-        if spent and _all_stay(needs_of(layout), layout, now, held_nbytes):
+        if now.resident == everything(layout) and _all_stay(needs_of(layout), layout, now, held_nbytes):
             spent = frozenset()
         needs = needs_of(spending := replace(layout, spent=spent))
         resident, _ = staying_beside(needs, spending, now.budget_nbytes, held_nbytes, now.resident)

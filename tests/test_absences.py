@@ -8,18 +8,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from verify_cases import HARDWARE, LAYOUT, MEMORIES, MODULES, NUM_LAYERS, backward_program, forward_program
 
-from chunkc.absences import quickest
+from chunkc.absences import Mixes, quickest
+from chunkc.captured import Captured, profile
 from chunkc.ir.items import Absence
+from chunkc.passes.codegen import CompiledSegment
+from chunkc.passes.planning import SLACK_CHUNKS, evenly_spread, fixed_nbytes, needed_nbytes
+
+SEGMENTS = {name: CompiledSegment(MODULES[name], memory) for name, memory in MEMORIES.items()}
+CAPTURED = Captured(forward_program(), backward_program(), SEGMENTS, MODULES, whole=False)
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_giving_up_slow_ways_changes_nothing_but_the_work(seed: int) -> None:
     """However few ways are timed to the end, the search goes the same steps and finds the same one."""
     rng = random.Random(seed)
-    ways = {(m, k): Absence(frozenset({str((m, k))})) for m in range(20) for k in range(17)}
+    ways = {(m, k): Absence(frozenset({str((m, k))})) for m in range(3, 20) for k in range(17)}
     known = {absent: rng.choice([None, *map(float, range(1, 9))]) for absent in ways.values()}
-    mixes: Any = SimpleNamespace(most=(19, 16), at=lambda *place: ways[place])
+    mixes: Any = SimpleNamespace(groups=(3, 19), stretches=16, at=lambda *place: ways[place])
     tried: list[list[Absence]] = [[], []]
     num_given_up = 0
 
@@ -40,3 +47,20 @@ def test_giving_up_slow_ways_changes_nothing_but_the_work(seed: int) -> None:
     assert quickest(mixes, impatient) == quickest(mixes, patient)
     assert tried[0] == tried[1]
     assert num_given_up
+
+
+@pytest.mark.parametrize("staying", range(NUM_LAYERS + 1))
+def test_only_numbers_of_groups_that_make_a_difference_are_asked_for(staying: int) -> None:
+    """Nothing may leave this graph: at most as many stay as have room, at least those beside which copies have."""
+    groups = evenly_spread(range(NUM_LAYERS))
+    beside = frozenset(groups[:staying])
+    needed = fixed_nbytes(LAYOUT, beside) + needed_nbytes(profile(CAPTURED, LAYOUT).passes, LAYOUT, beside)
+    slack = SLACK_CHUNKS * LAYOUT.groups[0].numel * 4
+
+    def found(budget_nbytes: int, held_nbytes: int = 0) -> tuple[int, int]:
+        return Mixes(CAPTURED, LAYOUT, groups, budget_nbytes, held_nbytes, HARDWARE).groups
+
+    assert found(needed + slack) == found(needed + slack + 9, 9)
+    assert found(needed + slack)[0] == staying
+    assert found(needed) == (max(0, staying - 1), staying)
+    assert found(needed - 1)[1] == max(0, staying - 1)

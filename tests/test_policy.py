@@ -240,6 +240,16 @@ def test_more_stay_where_gradients_are_spent_and_none_are_where_all_fits() -> No
     step_plan(CAPTURED, after.request, HARDWARE)
 
 
+def test_residents_gradients_are_spent_wherever_something_moves() -> None:
+    """Also where all residents have room for them: what moves can use it."""
+    rest = EVERYTHING - {0}
+    after = beside(compiled(HUGE, rest), rest)
+    assert (after.situation.resident, after.request.situation.layout.spent) == (rest, rest)
+    assert beside(compiled(), EVERYTHING).request.situation.layout.spent == frozenset()
+    later = decide(knowing(2, frozenset({1})), GraphCaptured(CAPTURED, LAYOUT, Around(spent=EVERYTHING)))
+    assert (later.situation.resident, later.request.situation.layout.spent) == (rest, rest)
+
+
 def test_whose_gradients_are_not_spent_any_more_makes_somebody_leave_for_good() -> None:
     for_all = fixed_nbytes(LAYOUT, EVERYTHING) + max(p.non_model_nbytes for p in PASSES)
     now = decide(Situation(for_all - 1), GraphCaptured(CAPTURED, LAYOUT, Around(spent=EVERYTHING))).situation
