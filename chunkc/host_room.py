@@ -47,11 +47,20 @@ def twins_nbytes(
 
 
 def check_copies(
-    seen: Captured, layout: ChunkLayout, resident: frozenset[int], hardware: Hardware, budget_nbytes: int
+    seen: Captured,
+    layout: ChunkLayout,
+    resident: frozenset[int],
+    hardware: Hardware,
+    budget_nbytes: int,
+    *,
+    with_twins: bool = False,
 ) -> None:
     """Whether the host's memory, if it is known, has room for copies of what a graph has at home between its phases.
 
     What is at home in RAM counts, and on a CPU the budget. Other graphs' copies and other programs do not.
+
+    Args:
+        with_twins: groups that move have them.
 
     Raises:
         HostFull: they do not.
@@ -60,6 +69,8 @@ def check_copies(
         return
     copied_nbytes = sum(one.nbytes for one in seen.absent)
     in_ram_nbytes = home_nbytes(layout, resident, lambda kind: not layout.is_on_disk(kind))
+    if with_twins:
+        in_ram_nbytes += twins_nbytes(layout, resident, lambda kind: not layout.is_on_disk(kind))
     own_nbytes = budget_nbytes if hardware.kind == "cpu" else 0
     room_nbytes = hardware.host_memory_nbytes - in_ram_nbytes - own_nbytes
     if copied_nbytes > room_nbytes:

@@ -171,7 +171,8 @@ def _chosen(
         return decision(around)
     layout, hardware, mixes = replace(now.layout, spent=around.spent), now.hardware, None
     if now.activations == "auto" and hardware is not None:
-        mixes = Mixes(captured, layout, allowed, now.budget_nbytes, held_nbytes, hardware)
+        sizes, with_twins = (now.budget_nbytes, held_nbytes), bool(around.undoable)
+        mixes = Mixes(captured, layout, allowed, *sizes, hardware, with_twins=with_twins)
 
     def seconds(one: StepDecision, most_s: float) -> float:
         assert hardware is not None

@@ -151,6 +151,8 @@ def test_nor_does_a_backward_that_updates_what_stays(dtype: torch.dtype) -> None
     assert len(updates) == found.report.num_chunks
 
 
+UNDOABLE: dict[str, Any] = {"overlap": "backward", "undoable": True, "clip_in_step": True}
+
 TRAININGS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "updates beside the forward": (torch.bfloat16, {"update_on": "cpu", "overlap": "forward"}),
     "updates beside the backward": (torch.bfloat16, {"update_on": "cpu", "overlap": "backward"}),
@@ -162,6 +164,13 @@ TRAININGS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp16, scaled, clipped in the step": (
         torch.float16,
         {"init_scale": 2.0**22, "scaler": chunkc.GradScaler, "clip": 0.1, "clip_in_step": True},
+    ),
+    "clipped, updates that are undone": (torch.bfloat16, {**UNDOABLE, "clip": 0.1}),
+    "not clipped, updates that stand": (torch.bfloat16, {**UNDOABLE, "clip": 1e6}),
+    "not clipped, updates on the CPU that stand": (torch.bfloat16, {**UNDOABLE, "clip": 1e6, "update_on": "cpu"}),
+    "fp16, scaled, updates that may be undone": (
+        torch.float16,
+        {**UNDOABLE, "init_scale": 2.0**22, "scaler": chunkc.GradScaler, "clip": 1e6},
     ),
     "accumulated": (torch.float32, {"accumulate": 2}),
     "8-bit moments": (torch.bfloat16, {"moments_dtype": "int8"}),

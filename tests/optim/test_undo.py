@@ -249,3 +249,28 @@ def test_an_interrupted_backward_is_undone(monkeypatch: pytest.MonkeyPatch) -> N
     made.step(1)
     made.step(2)
     assert not differences(made.state(), trained("none", nothing, num_steps=3)[1].state())
+
+
+@pytest.mark.second_tier
+def test_what_is_explained_is_what_happens() -> None:
+    """Home has twins, the backward copies what is predicted, and each moment has its bytes."""
+    made = Subject("backward", arguments=UNDOABLE, codegen="eager")
+    for step in range(3):
+        made.step(step)
+    before = made.store.traffic.to_device_nbytes, made.store.traffic.to_home_nbytes
+    made.step(3)
+    moved = made.store.traffic.to_device_nbytes - before[0], made.store.traffic.to_home_nbytes - before[1]
+    options = {"memory_budget": made.session.budget_nbytes, "whole_graph": "never", "activations": "keep"}
+    with torch.device("meta"):
+        model = made.case.build()
+    found = chunkc.explain(
+        model, **{k: v.to("meta") for k, v in made.case.batch(0).items()}, **options,
+        chunk_size=made.store.layout.chunk_nbytes, overlap="backward", undoable=True,
+    )  # fmt: skip
+    assert (found.traffic_nbytes.to_device, found.traffic_nbytes.to_home) == moved
+    assert found.home_nbytes == made.store.arena.nbytes
+    plan = made.session.records.latest["backward"].plan
+    largest = {m.name: max(e.nbytes for e in found.moments if e.call == m.name) for m in plan.phases[1].moments}
+    assert largest == {m.name: m.nbytes for m in plan.phases[1].moments}
+    assert any(name.startswith("update.") for name in largest)
+    assert any("home has room for parameters and states twice" in note for note in found.notes)
