@@ -127,7 +127,7 @@ class BackwardUpdates:
 
     def in_slots(self, session: Session, index: int) -> Sequence[Entry]:
         """The parameters of a group whose update may be made in slots, in the backward that is next; else nothing."""
-        if self.accumulating or index in self._at_home.get(session, frozenset()):
+        if self.accumulating or not self.assumed.is_likely or index in self._at_home.get(session, frozenset()):
             return ()
         return self._known.get(session, {}).get(index, ())
 
@@ -157,7 +157,8 @@ class BackwardUpdates:
         if self.accumulating or not entries or not session.keepers.has(optimizer, [name for _, name, _ in entries]):
             return False
         store, undoable = session.store, self._overlap.undoable
-        if undoable and not can_be_undone(optimizer, session, index, self._known[session][index]):
+        known, is_likely = self._known[session][index], self.assumed.is_likely
+        if undoable and not (is_likely and can_be_undone(optimizer, session, index, known)):
             return False
         await_readers(entry[0] for entry in entries)
         store.updates.wait(index)

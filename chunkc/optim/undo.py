@@ -3,9 +3,9 @@
 A group is updated as soon as its gradients are complete, as if nothing would change them, and what that writes waits in
 twins (see `chunkc.runtime.twins`); the gradients go home, too. `step()` then compares: where no gradient, parameter or
 hyper-parameter was changed since, none overflowed and the norm asks for no clipping, the twins become home. Else they
-are dropped, and the group is updated as if the backward had not. So bits are those of `overlap="none"`, whatever
-happens in between. (SuperOffload, arXiv:2509.21271, speculates and validates like this, and computes backwards to undo,
-which is not exact.)
+are dropped, and the group is updated as if the backward had not; the next backward does not try. So bits are those of
+`overlap="none"`, whatever happens in between. (SuperOffload, arXiv:2509.21271, speculates and validates like this, and
+computes backwards to undo, which is not exact.)
 """
 
 from __future__ import annotations
@@ -59,10 +59,16 @@ def count(optimizer: ChunkedOptimizer, parameter: torch.Tensor) -> None:
 
 
 class AssumedScale:
-    """By what the next gradients are taken to be too large: by what the last ones were, or what a scaler has told."""
+    """By what the next gradients are taken to be too large: by what the last ones were, or what a scaler has told.
+
+    Attributes:
+        is_likely: whether the next update will stand, if the next gradients are like the last ones: those overflowed
+            nowhere, and were not clipped. A backward whose updates will be undone only loses time by them.
+    """
 
     def __init__(self) -> None:
         self._scale = NO_SCALE
+        self.is_likely = True
 
     def expect(self, unscale: torch.Tensor | None) -> None:
         """Gradients will be multiplied by this first, 0-dim fp32; None: by nothing."""
@@ -81,7 +87,8 @@ class AssumedScale:
         known, assumed = on_the_cpu(scale), self._scale
         self.expect(known.unscale)
         overflows = known.found_inf is not None and float(known.found_inf) != 0
-        return not overflows and _factor(known.clip) == 1 and _factor(known.unscale) == _factor(assumed.unscale)
+        self.is_likely = not overflows and _factor(known.clip) == 1
+        return self.is_likely and _factor(known.unscale) == _factor(assumed.unscale)
 
 
 def _factor(of: torch.Tensor | None) -> float:

@@ -127,6 +127,21 @@ def scaled_and_clipped_in_the_step(run: Any, model: nn.Module, optimizer: Any, p
     return found
 
 
+def undone_steps(run: Any, model: nn.Module, optimizer: Any, part: Any, whole: Any) -> list[float]:
+    """What the second backward updates is undone by the norm; what the last one does, by the last rank alone."""
+    found = []
+    for step in range(6):
+        loss = run(part(batches(step)[0]))
+        loss.backward()
+        if step == 5 and (dist.get_rank() == dist.get_world_size() - 1 or part is not own):
+            gradient: Any = model.embed.weight.grad  # type: ignore[union-attr]
+            (gradient.to_local() if part is own else gradient)[-1].zero_()
+        found += [whole(loss), float(optimizer.clip_grad_norm_(0.1 if step == 1 else 1e6))]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
 def scaler() -> Result:
     return as_one_process(lambda m: chunkc.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3), scaled_steps)
 
@@ -155,6 +170,14 @@ def overlap(mode: str, update_on: str) -> Result:
     return as_one_process(make, steps, places)
 
 
+def undone() -> Result:
+    def make(model: nn.Module) -> Any:
+        options: dict[str, Any] = {"update_on": "cpu", "overlap": "backward", "undoable": True}
+        return chunkc.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, **options)
+
+    return as_one_process(make, undone_steps, BUDGETS)
+
+
 CASES: dict[str, Callable[[], Result]] = {
     "scaler": scaler,
     "scaler in step": scaler_in_step,
@@ -163,6 +186,7 @@ CASES: dict[str, Callable[[], Result]] = {
     "forward": lambda: overlap("forward", "cpu"),
     "both": lambda: overlap("both", "cpu"),
     "backward": lambda: overlap("backward", "device"),
+    "undone": undone,
 }
 
 if __name__ == "__main__":

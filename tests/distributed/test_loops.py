@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from run_ranks import ranks
 
-LOOPS = ("scaler", "scaler in step", "lamb", "lamb beside", "forward", "both", "backward")
+LOOPS = ("scaler", "scaler in step", "lamb", "lamb beside", "forward", "both", "backward", "undone")
 
 
 def check_as_one_process(found: list[dict[str, Any]]) -> None:

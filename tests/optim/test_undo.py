@@ -44,12 +44,12 @@ def nothing(made: Subject, step: int) -> None:
 
 
 def clip_some(made: Subject, step: int) -> torch.Tensor:
-    """The norm is above the limit in every other step."""
-    return made.optimizer.clip_grad_norm_(1e-3 if step % 2 else 1e6)
+    """The norm is above the limit in two steps: in the second nothing begins, nor in the one after it."""
+    return made.optimizer.clip_grad_norm_(1e-3 if step in (1, 2) else 1e6)
 
 
 def clip_as_pytorch_does(made: Subject, step: int) -> torch.Tensor:
-    return torch.nn.utils.clip_grad_norm_(made.model.parameters(), 1e-3 if step % 2 else 1e6)
+    return torch.nn.utils.clip_grad_norm_(made.model.parameters(), 1e-3 if step in (1, 2) else 1e6)
 
 
 def change_a_parameter(made: Subject, step: int) -> None:
@@ -107,7 +107,8 @@ def test_whatever_comes_between_has_the_same_bits(act: Act) -> None:
     found, made, begun = trained("backward", act)
     assert not differences(found, trained("none", act)[0])
     assert begun[0] == set()
-    assert begun[-1] == made.moving
+    assert begun[1] == begun[-1] == made.moving
+    assert [bool(groups) for groups in begun[2:4]] == [act is not clip_some] * 2
 
 
 def test_what_stands_moves_states_once_and_gradients_home() -> None:
@@ -181,9 +182,9 @@ def test_every_budget_has_the_same_bits(spare_nbytes: int) -> None:
 @pytest.mark.parametrize("options", [{"codegen": "inductor"}, {"home": "disk"}], ids=["inductor", "disk"])
 def test_compiled_code_and_a_disk_home_have_the_same_bits(options: dict[str, Any], tmp_path: Any) -> None:
     options = {key: f"disk:{tmp_path}" if value == "disk" else value for key, value in options.items()}
-    found, made, begun = trained("backward", clip_some, num_steps=3, **options)
+    found, made, begun = trained("backward", clip_some, **options)
     assert begun[-1] == made.moving
-    assert not differences(found, trained("none", clip_some, num_steps=3, **options)[0])
+    assert not differences(found, trained("none", clip_some, **options)[0])
 
 
 @pytest.mark.parametrize("overlap", ["backward", "both"])
@@ -197,7 +198,7 @@ def test_the_cpu_updates_at_home_with_the_same_bits(overlap: str) -> None:
 
 @pytest.mark.parametrize("scaled_by", [torch.amp.GradScaler, chunkc.GradScaler])
 def test_a_loss_scale_and_its_overflows(scaled_by: Any) -> None:
-    """The scale grows every other step, one step overflows; PyTorch's scaler writes gradients, so all is undone."""
+    """The scale grows every other step, and one overflows. PyTorch's scaler writes gradients, so all is undone."""
 
     def train(overlap: str) -> tuple[list[Any], list[int], int]:
         arguments = UNDOABLE if overlap == "backward" else ADAMW
@@ -220,7 +221,8 @@ def test_a_loss_scale_and_its_overflows(scaled_by: Any) -> None:
 
     found, stood, num = train("backward")
     assert not differences(found, train("none")[0])
-    assert stood == [0, num, num, num, 0, num, num]
+    if scaled_by is chunkc.GradScaler:
+        assert stood == [0, num, num, num, 0, 0, num]
 
 
 def test_an_interrupted_backward_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
