@@ -9,8 +9,8 @@ Nothing runs and nothing is allocated. Each row has the devices of the system in
 authors state (or, where they state none, enough: what is needed is printed). Assumptions, the same for every row: a
 GPT of the given number of parameters with sequences of 1024 tokens, 16-bit parameters with fp32 masters and Adam,
 losses in tiles of a sequence, the largest of the batch sizes 1, 2, 4, 8, 16 of a device that fits, with its home if any
-does; rates are the presets' (a datasheet's peaks times stated efficiencies). One device has `activations="auto"`, and
-in bf16 `overlap="backward"` (fp16 needs a `GradScaler`, which may skip a step). Several devices share the model as
+does; rates are the presets' (a datasheet's peaks times stated efficiencies). One device has `activations="auto"` and
+`overlap="backward"`, in fp16 with `undoable=True` for the `GradScaler`, which skips no step here. Several devices share the model as
 `chunkc.distribute` cuts it, in stage 3 of ZeRO, with every block's activations recomputed. Budgets are those of one
 device, homes those of all ranks of a host.
 """
@@ -125,9 +125,7 @@ def explain_claim(claim: Claim, show: Callable[[str], None]) -> Finding:
     is_alone = hardware.num_devices == 1
     options = {"hardware": hardware, "home": claim.home, "name": claim.system, "loss_tile_rows": SEQ_LEN}
     if is_alone:
-        options["activations"] = "auto"
-    if is_alone and dtype == torch.bfloat16:
-        options["overlap"] = BACKWARD
+        options |= {"activations": "auto", "overlap": BACKWARD, "undoable": dtype == torch.float16}
 
     @functools.cache
     def explained(batch_size: int) -> chunkc.Explanation:
