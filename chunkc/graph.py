@@ -27,7 +27,7 @@ from chunkc.plans import step_plan
 from chunkc.policy import decide
 from chunkc.rank_phases import Code, before_layers, phase_of_all
 from chunkc.ranks import agree
-from chunkc.reconcile import gradients_left_to_autograd, reconcile
+from chunkc.reconcile import forget_gradients, gradients_left_to_autograd, reconcile
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
 from chunkc.runtime.parts import leaf_of
 from chunkc.runtime.saved import SavedValues, saved_values
@@ -251,6 +251,8 @@ class CompiledGraph:
         session.early.enter_forward(session, self._groups)
         session.store.release_slots()
         reconcile(session, self._names)
+        if session.transport is not None:
+            forget_gradients(session)
         inputs = [arguments[position] for position in step.captured.own_memory.inputs]
 
         def held() -> Held:

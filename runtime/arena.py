@@ -43,6 +43,7 @@ class Arena:
     launches_only: bool = False
     _places: dict[Chunk, _Place] = field(default_factory=dict)
     _untouched: set[Chunk] = field(default_factory=set)
+    _used_nbytes: int = 0
 
     def __contains__(self, chunk: object) -> bool:
         return chunk in self._places
@@ -54,6 +55,11 @@ class Arena:
     @property
     def nbytes(self) -> int:
         return sum(place.region.nbytes for place in self._places.values())
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes of chunks that are not all zeros, as far as is known: the others take no memory in RAM."""
+        return self._used_nbytes
 
     def reserve(self, wanted: Mapping[Chunk, int]) -> None:
         """Room, all zeros, for chunks of the given bytes: for all of them or for none.
@@ -81,13 +87,24 @@ class Arena:
         """Whether a chunk is all zeros still, since nobody has been given a way to write it."""
         return chunk in self._untouched
 
+    def forget(self, chunk: Chunk) -> None:
+        """Let go of a chunk's bytes, of which nobody has views: it is all zeros then, and takes no memory in RAM.
+
+        A home that cannot do that leaves them as they are.
+        """
+        place = self._places[chunk]
+        if chunk not in self._untouched and place.home.forget(place.region):
+            self._untouched.add(chunk)
+            self._used_nbytes -= place.region.nbytes
+
     def _home_of(self, kind: str) -> Home:
         return (self.state_home or self.home) if is_state(kind) else self.home
 
     def free(self, chunks: Iterable[Chunk]) -> None:
         """Give room back, as soon as nobody has views of it."""
         chunks = list(chunks)
-        self._untouched.difference_update(chunks)
+        for chunk in chunks:
+            self._used_nbytes -= self._touched(chunk).region.nbytes
         _free([self._places.pop(chunk) for chunk in chunks])
 
     def replace(self, chunk: Chunk, nbytes: int) -> None:
@@ -96,12 +113,9 @@ class Arena:
         Raises:
             HomeError: the home tier has no room; the chunk is where it was.
         """
-        former = self._places.pop(chunk)
-        try:
-            self.reserve({chunk: nbytes})
-        except BaseException:
-            self._places[chunk] = former
-            raise
+        former = self._touched(chunk)
+        self.reserve({chunk: nbytes})
+        self._used_nbytes -= former.region.nbytes
         former.home.free(former.region)
 
     def is_shared_with_forks(self, kind: str) -> bool:
@@ -152,8 +166,11 @@ class Arena:
 
     def _touched(self, chunk: Chunk) -> _Place:
         """Where a chunk is, for somebody who may write it."""
-        self._untouched.discard(chunk)
-        return self._places[chunk]
+        place = self._places[chunk]
+        if chunk in self._untouched:
+            self._untouched.discard(chunk)
+            self._used_nbytes += place.region.nbytes
+        return place
 
 
 def _free(places: Iterable[_Place]) -> None:

@@ -150,6 +150,10 @@ class Home(abc.ABC):
     def write(self, region: Region, offset_nbytes: int, source: torch.Tensor) -> None:
         """Copy `source` into the region at `offset_nbytes`; otherwise as `read`."""
 
+    def forget(self, region: Region) -> bool:
+        """Make a region zeros that take no memory until they are written; whether this home can."""
+        return False
+
     def free(self, region: Region) -> None:
         """Give a region back, as soon as no home view and no running copy uses it."""
         with self._lock:
@@ -189,6 +193,10 @@ class MemoryHome(Home):
         nbytes = _copied_nbytes(source)
         mapping = self._find(region, offset_nbytes, nbytes)
         ctypes.memmove(mapping.address + offset_nbytes, source.data_ptr(), nbytes)
+
+    def forget(self, region: Region) -> bool:
+        self._find(region, 0, 0).memory.madvise(mmap.MADV_DONTNEED)
+        return True
 
     def _map(self, nbytes: int) -> Mapping:
         return Mapping(map_memory(nbytes), None)
