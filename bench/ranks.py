@@ -128,12 +128,15 @@ def _section(context: Context, size: Size, cache: Path, stack: ExitStack, advanc
     roomy_options = {ROOMY: {"memory_budget": HUGE_NBYTES}}
     subjects = _started((DDP, FSDP2_RANKS, ROOMY), size, roomy_options, place, cache, stack, timeout_s, advance)
     (fsdp2, *_), roomy = (subjects[name].reports() for name in (FSDP2_RANKS, ROOMY))
-    at_home_nbytes = max(_beside_peak_nbytes(report) for report in roomy) if place.device == "cpu" else 0
-    as_fsdp2_nbytes = place.memory_nbytes(fsdp2) - at_home_nbytes
     small_chunks = {"chunk_size": CHUNK_NBYTES_PER_WIDTH * size.model.width**2}
     least = {"memory_budget": _least_nbytes(size, place, small_chunks, cache, timeout_s), **small_chunks}
-    fits = as_fsdp2_nbytes >= max(report["minimum_budget_nbytes"] for report in roomy)
-    as_fsdp2 = {"memory_budget": as_fsdp2_nbytes} if fits else least
+    room_nbytes = place.memory_nbytes(fsdp2)
+    if place.device == "cpu":  # at home, when activations are at their most: all but the gradients of a chunk or two
+        room_nbytes -= max(report["home_nbytes"] for report in roomy) * 3 // 4
+    as_fsdp2 = {"memory_budget": room_nbytes - max(report["chunk_size_nbytes"] for report in roomy)}
+    if as_fsdp2["memory_budget"] < max(report["minimum_budget_nbytes"] for report in roomy):
+        small_nbytes = room_nbytes - small_chunks["chunk_size"]
+        as_fsdp2 = {"memory_budget": max(least["memory_budget"], small_nbytes), **small_chunks}
     options = {AS_FSDP2: as_fsdp2, LEAST: least}
     subjects |= _started((AS_FSDP2, LEAST), size, options, place, cache, stack, timeout_s, advance)
     before = {name: _wire_nbytes(subject.reports()) for name, subject in subjects.items()}
@@ -162,13 +165,6 @@ def _least_nbytes(size: Size, place: Place, options: Mapping[str, int], cache: P
         except DoesNotFit as error:
             return error.minimum_nbytes
     raise AssertionError("nothing fits in a byte")
-
-
-def _beside_peak_nbytes(report: dict[str, Any]) -> int:
-    """What is at home when activations are at their most, in the first calls of the backward: parameters, two moments,
-    and the gradients of a chunk."""
-    found: int = report["home_nbytes"] * 3 // 4 + report["chunk_size_nbytes"]
-    return found
 
 
 def _wire_nbytes(reports: Sequence[dict[str, Any]]) -> int:
