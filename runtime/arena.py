@@ -35,7 +35,8 @@ class Arena:
     Args:
         home: of parameters and gradients, and of all else unless there is a `state_home`.
         state_home: of optimizer states: their home views need not be on the device.
-        launches_only: parameters and gradients are copied by launches alone; room that needs a thread is refused.
+        launches_only: parameters and gradients are copied by launches alone, from pinned memory or from what is in the
+            device's reach; room that needs a thread is refused.
     """
 
     home: Home
@@ -72,7 +73,8 @@ class Arena:
             for chunk, nbytes in wanted.items():
                 home = self._home_of(chunk.kind)
                 place = places[chunk] = _Place(home, home.allocate(nbytes))
-                if self.launches_only and not is_state(chunk.kind) and not home.only_launches(place.region):
+                is_launched = home.is_in_reach or home.only_launches(place.region)
+                if self.launches_only and not is_state(chunk.kind) and not is_launched:
                     raise HomeError(
                         f"{chunk} of a distributed model is gathered from pinned memory, and this host's could not be "
                         "pinned: raise the limit of lockable memory (`ulimit -l`)"

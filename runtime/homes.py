@@ -56,9 +56,11 @@ class Home(abc.ABC):
 
     Attributes:
         is_shared_with_forks: a child of `os.fork` would share the memory. Its home views refuse there.
+        is_in_reach: home views are the device's, though the memory is not pinned.
     """
 
     is_shared_with_forks = False
+    is_in_reach = False
 
     def __init__(self) -> None:
         self._mappings: dict[int, Mapping] = {}
