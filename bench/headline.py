@@ -10,9 +10,9 @@ authors state (or, where they state none, enough: what is needed is printed). As
 GPT of the given number of parameters with sequences of 1024 tokens, 16-bit parameters with fp32 masters and Adam,
 losses in tiles of a sequence, the largest of the batch sizes 1, 2, 4, 8, 16 of a device that fits, with its home if any
 does; rates are the presets' (a datasheet's peaks times stated efficiencies). One device has `activations="auto"` and
-`overlap="backward"`, in fp16 with `undoable=True` for the `GradScaler`, which skips no step here. Several devices share the model as
-`chunkc.distribute` cuts it, in stage 3 of ZeRO, with every block's activations recomputed. Budgets are those of one
-device, homes those of all ranks of a host.
+`overlap="backward"`, in fp16 with `undoable=True` for the `GradScaler`, which skips no step here. Several devices share
+the model as `chunkc.distribute` cuts it, in stage 3 of ZeRO, with every block's activations recomputed. Budgets are
+those of one device, homes those of all ranks of a host.
 """
 
 from __future__ import annotations

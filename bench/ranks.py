@@ -3,11 +3,12 @@ machine with GPUs one process for each of them, on NCCL.
 
 Every rank is a subject of its own; all of one system's take a step together, and systems take turns. chunkc trains
 with room for all (parameters whole on every rank, as the plan chooses), in the memory that FSDP2 was measured to take,
-and in the least there is. FSDP2 offloads nothing to the CPU here: on CPUs that would be the same memory.
+and, with smaller chunks, in the least there is. FSDP2 offloads nothing to the CPU here: on CPUs that would be the same
+memory.
 
-A rank's memory is what torch's allocator was asked for at the most, to the byte, and on CPUs for chunkc its home as
-well, which is a memory map. Bytes on the wire are those that TCP says were acknowledged, on all connections of a rank;
-of NCCL's nobody says them.
+A rank's memory is what torch's allocator was asked for at the most, to the byte, and on CPUs for chunkc what is in use
+at its home at that time as well, which is a memory map. Bytes on the wire are those that TCP says were acknowledged, on
+all connections of a rank; of NCCL's nobody says them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from context import Context, Progress
 from gpt import GPTConfig
 from metrics import Row, Section, one
 from specs import CHUNKC_RANKS, DDP, FSDP2_RANKS, SubjectSpec
-from subject_process import REPLY_TIMEOUT_S, SubjectProcess, Timeout, Turn
+from subject_process import REPLY_TIMEOUT_S, DoesNotFit, SubjectProcess, Timeout, Turn
 from timed_steps import HUGE_NBYTES, SMALL, Size, step_metrics
 
 ROOMY, AS_FSDP2, LEAST = "chunkc, room for all", "chunkc, FSDP2's memory", "chunkc, least memory"
@@ -47,6 +48,10 @@ FULL = Size(
 )
 """Few tokens: exchange and update are much of a step. All run ATen's kernels, which are not what is compared."""
 
+CHUNK_NBYTES_PER_WIDTH = 25
+"""Times the width squared, for the least memory: a block's attention is a chunk, and each of the other two matrices.
+What comes and goes takes less room, then, than whole blocks, as FSDP2 and chunkc's own choice have it."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -61,9 +66,9 @@ class Place:
         return Place(context.device, torch.cuda.device_count() if context.device == "cuda" else NUM_RANKS)
 
     def memory_nbytes(self, report: dict[str, Any]) -> int:
-        """What a rank takes at the most: the allocator's peak, and its home where that is the same memory."""
+        """What a rank takes at the most: the allocator's peak, with its home where that is the same memory."""
         found: int = report["measured_peak_nbytes"]
-        return found + (report.get("home_nbytes", 0) if self.device == "cpu" else 0)
+        return report.get("with_home_nbytes", found) if self.device == "cpu" else found
 
 
 class Ranks:
@@ -120,12 +125,20 @@ def run(context: Context) -> Iterator[Section]:
 
 def _section(context: Context, size: Size, cache: Path, stack: ExitStack, advance: Progress) -> Section:
     timeout_s, place = context.reply_timeout(REPLY_TIMEOUT_S), Place.of(context)
-    subjects = _started((DDP, FSDP2_RANKS, ROOMY), size, {ROOMY: HUGE_NBYTES}, place, cache, stack, timeout_s, advance)
+    roomy_options = {ROOMY: {"memory_budget": HUGE_NBYTES}}
+    subjects = _started((DDP, FSDP2_RANKS, ROOMY), size, roomy_options, place, cache, stack, timeout_s, advance)
     (fsdp2, *_), roomy = (subjects[name].reports() for name in (FSDP2_RANKS, ROOMY))
-    least_nbytes = max(report["minimum_budget_nbytes"] for report in roomy)
-    home_nbytes = max(place.memory_nbytes(report) - report["measured_peak_nbytes"] for report in roomy)
-    budgets = {AS_FSDP2: max(least_nbytes, place.memory_nbytes(fsdp2) - home_nbytes), LEAST: least_nbytes}
-    subjects |= _started((AS_FSDP2, LEAST), size, budgets, place, cache, stack, timeout_s, advance)
+    small_chunks = {"chunk_size": CHUNK_NBYTES_PER_WIDTH * size.model.width**2}
+    least = {"memory_budget": _least_nbytes(size, place, small_chunks, cache, timeout_s), **small_chunks}
+    room_nbytes = place.memory_nbytes(fsdp2)
+    if place.device == "cpu":  # at home, when activations are at their most: all but the gradients of a chunk or two
+        room_nbytes -= max(report["home_nbytes"] for report in roomy) * 3 // 4
+    as_fsdp2 = {"memory_budget": room_nbytes - max(report["chunk_size_nbytes"] for report in roomy)}
+    if as_fsdp2["memory_budget"] < max(report["minimum_budget_nbytes"] for report in roomy):
+        small_nbytes = room_nbytes - small_chunks["chunk_size"]
+        as_fsdp2 = {"memory_budget": max(least["memory_budget"], small_nbytes), **small_chunks}
+    options = {AS_FSDP2: as_fsdp2, LEAST: least}
+    subjects |= _started((AS_FSDP2, LEAST), size, options, place, cache, stack, timeout_s, advance)
     before = {name: _wire_nbytes(subject.reports()) for name, subject in subjects.items()}
     turns = size.take_turns(subjects, context, advance)
     rows = []
@@ -144,6 +157,16 @@ def _section(context: Context, size: Size, cache: Path, stack: ExitStack, advanc
     return Section(f"Several ranks on one host, {'gloo' if place.device == 'cpu' else 'NCCL'}", setting, rows)
 
 
+def _least_nbytes(size: Size, place: Place, options: Mapping[str, int], cache: Path, timeout_s: Timeout) -> int:
+    """The least budget of chunkc with these options."""
+    with ExitStack() as stack:
+        try:
+            Ranks(spec_of(LEAST, size, {"memory_budget": 1, **options}, place), cache, stack, timeout_s).start()
+        except DoesNotFit as error:
+            return error.minimum_nbytes
+    raise AssertionError("nothing fits in a byte")
+
+
 def _wire_nbytes(reports: Sequence[dict[str, Any]]) -> int:
     return sum(report.get("acknowledged_nbytes", 0) for report in reports)
 
@@ -151,7 +174,7 @@ def _wire_nbytes(reports: Sequence[dict[str, Any]]) -> int:
 def _started(
     names: Sequence[str],
     size: Size,
-    budgets: Mapping[str, int],
+    options: Mapping[str, Mapping[str, int]],
     place: Place,
     cache: Path,
     stack: ExitStack,
@@ -160,21 +183,20 @@ def _started(
 ) -> dict[str, Ranks]:
     """Subjects that have compiled; they do so at the same time."""
     advance(f"compiling: {', '.join(names)}", len(names))
-    found = {name: Ranks(spec_of(name, size, budgets.get(name, 0), place), cache, stack, timeout_s) for name in names}
+    found = {name: Ranks(spec_of(name, size, options.get(name, {}), place), cache, stack, timeout_s) for name in names}
     with ThreadPoolExecutor(len(names)) as pool:
         list(pool.map(lambda ranks: ranks.start(), found.values()))
     return found
 
 
-def spec_of(name: str, size: Size, budget_nbytes: int, place: Place) -> SubjectSpec:
-    """One of the subjects."""
+def spec_of(name: str, size: Size, options: Mapping[str, int], place: Place) -> SubjectSpec:
+    """One of the subjects; `options` are chunkc's."""
     system = name if name in (DDP, FSDP2_RANKS) else CHUNKC_RANKS
-    options = {"memory_budget": budget_nbytes, "codegen": size.codegen} if system == CHUNKC_RANKS else None
     return SubjectSpec(
         size.model,
         size.batch_size,
         system,
-        options,
+        {**options, "codegen": size.codegen} if system == CHUNKC_RANKS else None,
         device=place.device,
         is_metered=True,
         codegen=size.codegen,

@@ -125,6 +125,7 @@ class Trainer:
             "predicted_peak_nbytes": report.predicted_peak_nbytes,
             "minimum_budget_nbytes": report.minimum_budget_nbytes,
             "home_nbytes": report.home_nbytes,
+            "with_home_nbytes": report.measured_with_home_nbytes,
             "num_moments": len(report.moments),
             "num_chunks": report.num_chunks,
             "num_resident_chunks": report.num_resident_chunks,

@@ -6,7 +6,9 @@ import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 
+import torch
 from torch import fx, nn
 
 from chunkc.ir.chunks import ChunkGroup, ChunkLayout
@@ -147,6 +149,17 @@ class Captured:
         }
         backward = None if self.backward is None else self.backward.with_sizes(nbytes, cost_s)
         return Captured(self.forward.with_sizes(nbytes, cost_s), backward, segments, self.modules, self.whole)
+
+    @cached_property
+    def constants(self) -> tuple[torch.Tensor, ...]:
+        """Tensors that are part of the code itself: they are there for as long as it is."""
+        found: dict[int, torch.Tensor] = {}
+        for module in self.modules.values():
+            for node in module.graph.find_nodes(op="get_attr") if isinstance(module, fx.GraphModule) else ():
+                value = attrgetter(str(node.target))(module)
+                if isinstance(value, torch.Tensor):
+                    found[value.untyped_storage().data_ptr()] = value
+        return tuple(found.values())
 
     def holding(self, tangents: frozenset[str]) -> Captured:
         """The same graph, while the caller keeps these of the backward's tangents."""

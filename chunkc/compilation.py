@@ -254,6 +254,7 @@ def _build(
     )
     steps, step = _steps(builder, gm, session.situation.may_be_whole, arguments)
     log_build(step.captured, layout)
+    session.live.watch_constants(value for value in step.captured.constants if value.device.type == session.device.type)
     warn_of_estimates(session.note_estimates(step.captured.unknown_operators))
     show("planning", 0, None)
     try:

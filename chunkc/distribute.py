@@ -43,6 +43,7 @@ def distribute(
     mesh: DeviceMesh,
     *,
     home: str = "cpu",
+    disk_holds: str = "auto",
     zero_stage: ZeroStage | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> nn.Module:
@@ -68,8 +69,9 @@ def distribute(
             one, such as the ranks of a host, and ranks along the outer one have copies of each other's parts. Gradients
             are the mean over all.
         home: where each rank's parts are between calls: "cpu", which is RAM, "disk" or "disk:DIR". Each rank has a file
-            of its own there, without a name. `torch.compile` takes the home over. On "cuda" RAM is pinned, and a disk
-            has optimizer states; parameters and gradients are in RAM then.
+            of its own there, without a name. `torch.compile` takes the home over. On "cuda" RAM is pinned.
+        disk_holds: what a disk holds: optimizer `"states"`, parameters and gradients being in RAM; `"everything"`, for
+            which a GPU has to read files in place; or `"auto"`: everything on "cpu", states on "cuda".
         zero_stage: None lets the plan choose for each group of parameters: as in stage 2 where the budget has the room,
             else as in stage 3. 3 gathers parameters where a forward or backward needs them. 2 gathers them once after
             each change and keeps them whole on the compute tier: a third less is sent. 1 keeps whole gradients, too; so
@@ -86,7 +88,7 @@ def distribute(
         DistributedError: the ranks' models differ, or a rank does not come, or has raised one of the other errors;
             nothing has changed.
     """
-    check = partial(_check, model, mesh, home, zero_stage, timeout_s)
+    check = partial(_check, model, mesh, home, disk_holds, zero_stage, timeout_s)
     transport = _transport_on(mesh, timeout_s, check)
     parallel = _layers_of(model, mesh)
     if parallel is not None:
@@ -95,9 +97,10 @@ def distribute(
     together(everyone, "chunkc.distribute()", check, DistributedError)
     named = dict(model.named_parameters())
     shapes = [(name, tuple(local(p).shape), p.dtype) for name, p in named.items()]
-    home_kind = home.partition(":")[0]
+    options = parse_options({"home": home, "disk_holds": disk_holds})
     device = _connected(transport, everyone) if mesh.device_type == "cuda" else torch.device("cpu")
-    in_common = {"zero_stage": str(zero_stage), "the kind of home": home_kind}
+    at_home = f"{options.home_kind}, which holds {options.on_disk(device.type)}"
+    in_common = {"zero_stage": str(zero_stage), "the kind of home": at_home}
     if parallel is not None:
         both = {"the mesh of both": str(parallel.joint.mesh.tolist())}
         agree(everyone, {"the parameters of the model": repr(list(named)), **both, **in_common})
@@ -105,12 +108,13 @@ def distribute(
     made: dict[int, nn.Parameter] = {}
 
     def cut_all() -> str:
-        at_once = home != "cpu" and device.type == "cpu"  # behind a GPU, chunks are made below, of parameters in RAM
-        nursery = nursery_at(home, "auto", disk_holds_parameters=True) if at_once else None
+        on_disk = options.on_disk(device.type)
+        at_once = on_disk != "nothing" if device.type == "cpu" else on_disk == "everything"  # else they are in RAM
+        nursery = nursery_at(home, disk_holds, disk_holds_parameters=on_disk == "everything") if at_once else None
         for parameter in named.values():
             made[id(parameter)] = _cut(parameter, mesh, parallel, transport, zero_stage, nursery, device)
         if device.type == "cuda":
-            place_parts(model, {name: part_of(made[id(p)]) for name, p in named.items()}, transport, home)
+            place_parts(model, {name: part_of(made[id(p)]) for name, p in named.items()}, transport, options)
         return socket.gethostname()
 
     hosts = dict(zip(everyone.ranks, together(everyone, "chunkc.distribute()", cut_all, DistributedError), strict=True))
@@ -181,13 +185,15 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, (int, float)) and value > 0
 
 
-def _check(model: nn.Module, mesh: DeviceMesh, home: str, zero_stage: ZeroStage | None, timeout_s: float) -> None:
+def _check(
+    model: nn.Module, mesh: DeviceMesh, home: str, disk_holds: str, zero_stage: ZeroStage | None, timeout_s: float
+) -> None:
     """Refuse what this rank cannot do."""
     if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2 or mesh.device_type not in ("cpu", "cuda"):
         raise OptionsError(_MESH)
     if mesh.device_type == "cuda":
         parse_device("cuda")
-    parse_options({"home": home})
+    parse_options({"home": home, "disk_holds": disk_holds})
     check_zero_stage(zero_stage)
     if not _is_positive(timeout_s):
         raise OptionsError(f"timeout_s is {timeout_s!r}; allowed: a positive number of seconds")

@@ -27,7 +27,7 @@ from chunkc.plans import step_plan
 from chunkc.policy import decide
 from chunkc.rank_phases import Code, before_layers, phase_of_all
 from chunkc.ranks import agree
-from chunkc.reconcile import gradients_left_to_autograd, reconcile
+from chunkc.reconcile import forget_gradients, gradients_left_to_autograd, reconcile
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
 from chunkc.runtime.parts import leaf_of
 from chunkc.runtime.saved import SavedValues, saved_values
@@ -98,8 +98,9 @@ class CompiledGraph:
         self.grad_modes = GradModes()
         self._node_hooks = NodeHooks()
         self._noted_update = NotedNeeds()
-        layout = self.session.store.layout
-        self.session.known.note(self._noted_update, update_needs(self.captured, self.captured.trained, layout))
+        layout, always_nbytes = self.session.store.layout, self.session.live.constants_nbytes()
+        needs = update_needs(self.captured, self.captured.trained, layout).beside(always_nbytes)
+        self.session.known.note(self._noted_update, needs)
         used = {name for program in self.captured.programs.values() for name in program.parameters.values()}
         self._all_names = frozenset(used | self.captured.trained)
         self._names = sorted(self._all_names)
@@ -251,6 +252,8 @@ class CompiledGraph:
         session.early.enter_forward(session, self._groups)
         session.store.release_slots()
         reconcile(session, self._names)
+        if session.transport is not None:
+            forget_gradients(session)
         inputs = [arguments[position] for position in step.captured.own_memory.inputs]
 
         def held() -> Held:
@@ -294,11 +297,8 @@ class CompiledGraph:
         absent = ALL_PRESENT if saved is None else saved.absence
         seen = step.captured.without(absent)
 
-        def others_nbytes() -> int:
-            return session.live.beside_backward(seen)
-
         def held_nbytes() -> int:
-            return max(0, others_nbytes())
+            return session.live.beside_backward(seen)
 
         def plan() -> PlannedStep:
             kept_inputs = _kept_inputs(seen, arguments)
@@ -311,7 +311,7 @@ class CompiledGraph:
 
         planned = self._until_nobody_leaves(BACKWARD, plan)
         hooked = planned.request.around.hooked
-        gone_nbytes = session.situation.gone_nbytes(others_nbytes())
+        gone_nbytes = session.situation.gone_nbytes(session.live.values_beside_backward(seen))
         session.live.backward_begins(step.captured, arguments)
         if saved is not None:
             arguments += saved.take(again=keeps_graph())

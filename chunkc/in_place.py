@@ -83,4 +83,5 @@ def distribute_over_all(
                 dist.broadcast(received, src=0, group=by_gloo)
                 value.data.copy_(received)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    distribute(model, mesh, home=options.get("home", "cpu"), zero_stage=zero_stage, timeout_s=timeout_s)
+    at_home = {"home": options.get("home", "cpu"), "disk_holds": options.get("disk_holds", "auto")}
+    distribute(model, mesh, **at_home, zero_stage=zero_stage, timeout_s=timeout_s)

@@ -68,15 +68,16 @@ def needs_of_step(captured: Captured, trained: frozenset[str], layout: ChunkLayo
     """Of a graph's forward, its backward and the optimizer's step, as `update_needs`."""
     step = profile(captured, layout)
     passes = Needs.of(step.forward, layout, held.forward_nbytes) | Needs.of(step.backward, layout, held.backward_nbytes)
-    return passes | update_needs(captured, trained | captured.trained, layout)
+    return passes | update_needs(captured, trained | captured.trained, layout).beside(held.always_nbytes)
 
 
 @dataclass(frozen=True)
 class Held:
-    """What others hold beside a graph's phases."""
+    """What others hold beside a graph's phases; `always_nbytes` of it beside the optimizer's step, too."""
 
     forward_nbytes: int
     backward_nbytes: int
+    always_nbytes: int = 0
 
     @staticmethod
     def around(captured: Captured, live_nbytes: int, given_nbytes: int) -> Held:

@@ -46,9 +46,15 @@ class HeldValues(ABC, Generic[V]):
     def given_nbytes(self, values: Sequence[V]) -> int:
         """Bytes of the values' storages, each storage once."""
 
+    @abstractmethod
+    def constants_nbytes(self) -> int:
+        """Bytes of the constants of compiled code."""
+
     def beside_forward(self, captured: Captured, inputs: Sequence[V]) -> Held:
         """What others hold beside a graph that is about to run its forward with these inputs."""
-        return Held.around(captured, self.nbytes(leaving_out=inputs), self.given_nbytes(inputs))
+        held = Held.around(captured, self.nbytes(leaving_out=inputs), self.given_nbytes(inputs))
+        always_nbytes = self.constants_nbytes()
+        return Held(held.forward_nbytes + always_nbytes, held.backward_nbytes + always_nbytes, always_nbytes)
 
     def forward_ran(self, captured: Captured, inputs: Sequence[V], outputs: Sequence[V]) -> None:
         """Watch what a forward was given, and of what it returned all that takes memory."""
@@ -61,8 +67,11 @@ class HeldValues(ABC, Generic[V]):
         self._caller_nbytes = captured.caller_nbytes - passed_on_nbytes
 
     def beside_backward(self, captured: Captured) -> int:
-        """What others hold beside a graph that is about to run its backward; below zero where values of its own are
-        gone, by so many bytes."""
+        """What others hold beside a graph that is about to run its backward."""
+        return max(0, self.values_beside_backward(captured)) + self.constants_nbytes()
+
+    def values_beside_backward(self, captured: Captured) -> int:
+        """The same without constants; below zero where values of its own are gone, by so many bytes."""
         return self.nbytes() - captured.between_nbytes
 
     def backward_begins(self, captured: Captured, arguments: Sequence[V]) -> None:
@@ -72,7 +81,7 @@ class HeldValues(ABC, Generic[V]):
     def beside_update(self) -> int:
         """What others hold beside the optimizer's step: no less than the caller gave to the latest forward, or has of
         it. What one graph hands to the next is held by whoever still has it."""
-        return max(self._caller_nbytes, self.nbytes())
+        return max(self._caller_nbytes, self.nbytes()) + self.constants_nbytes()
 
 
 class LiveValues(HeldValues[object]):
@@ -87,6 +96,17 @@ class LiveValues(HeldValues[object]):
         self.granule_nbytes = granule_nbytes
         self._watched: dict[int, tuple[StorageWeakRef, int]] = {}
         self._returned: dict[int, StorageWeakRef] = {}
+        self._constants: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def watch_constants(self, values: Iterable[torch.Tensor]) -> None:
+        """Watch the constants of code that was compiled."""
+        for value in values:
+            storage = value.untyped_storage()
+            nbytes = rounded_nbytes(storage.nbytes(), self.granule_nbytes)
+            self._constants[storage.data_ptr()] = StorageWeakRef(storage), nbytes
+
+    def constants_nbytes(self) -> int:
+        return sum(nbytes for ref, nbytes in self._constants.values() if not ref.expired())
 
     def watch(self, values: Iterable[object], nbytes: int | None = None, *, returned: bool = False) -> None:
         for value in values:

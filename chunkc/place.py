@@ -12,7 +12,7 @@ from chunkc.ir.chunks import PARAM, ChunkLayout
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.machines.devices import parse_device
 from chunkc.movable import can_move, will_move
-from chunkc.options import parse_options
+from chunkc.options import Options, parse_options
 from chunkc.ranks import join
 from chunkc.readers import await_readers
 from chunkc.runtime.nursery import birthplace_of
@@ -96,13 +96,13 @@ def place(
     return model
 
 
-def place_parts(model: nn.Module, parts: Mapping[str, nn.Parameter], transport: Transport, home: str) -> None:
+def place_parts(model: nn.Module, parts: Mapping[str, nn.Parameter], transport: Transport, options: Options) -> None:
     """Move this rank's parts of a model's parameters into home chunks behind its GPU; all else stays where it is.
 
     Raises:
         HomeError: home has no room, or cannot be pinned; nothing was moved.
+        UnsupportedError: a disk is to hold everything, and the GPU cannot read files in place.
     """
-    options = parse_options({"home": home})
     session = Session(options, device=transport.device)
     join(session, transport, options)
     session.store.place(_laid_out(session, parts), parts, frozenset())

@@ -26,6 +26,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
+from chunkc.ir.chunks import GRAD, Chunk
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.units import format_nbytes
 from chunkc.logs import logger
@@ -51,6 +52,17 @@ def reconcile(session: Session, names: Iterable[str]) -> bool:
     _check_views(session, frozenset(replaced))
     store.take_over(replaced)
     return True
+
+
+def forget_gradients(session: Session) -> None:
+    """Let go of gradients at home that no parameter has any more: until the next ones come, they take no RAM there."""
+    store = session.store
+    unread = store.trainers.trained_by_others()
+    indices = [chunk.group for chunk in store.arena.chunks if chunk.kind == GRAD]
+    for index in indices:
+        names = (where.spec.name for where in store.layout.groups[index].slices)
+        if unread.isdisjoint(names) and not store.updates.before(index) and not store.has_gradients(index):
+            store.arena.forget(Chunk(GRAD, index))
 
 
 def _check_replacement(session: Session, name: str) -> None:

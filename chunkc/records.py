@@ -28,6 +28,7 @@ class Records:
     Attributes:
         latest: the latest run of each phase, by phase name.
         peak_nbytes: the largest measured bytes of any run, None where nothing meters the compute tier.
+        with_home_nbytes: the same with what was in use at home at that time.
         predicted_peak_nbytes: the largest predicted bytes of any phase that ran.
         compute_s, host_s, num_instructions: of all runs, as of a `Measurement`.
         latest_host_s: seconds of the host inside the latest step's `forward` calls, `backward` calls, and `update`.
@@ -35,6 +36,7 @@ class Records:
 
     latest: dict[str, Record] = field(default_factory=dict)
     peak_nbytes: int | None = None
+    with_home_nbytes: int | None = None
     predicted_peak_nbytes: int = 0
     compute_s: float = 0.0
     host_s: float = 0.0
@@ -67,3 +69,4 @@ class Records:
         readings = [nbytes for _, nbytes in measurement.peaks if nbytes is not None]
         if readings:
             self.peak_nbytes = max(self.peak_nbytes or 0, measurement.between_nbytes, *readings)
+            self.with_home_nbytes = max(self.with_home_nbytes or 0, measurement.with_home_nbytes)

@@ -23,6 +23,9 @@ class Report:
         minimum_budget_nbytes: the smallest budget that every graph compiled so far can work with, in segments where
             that takes less; an upper bound of it for a graph that Inductor has compiled whole.
         home_nbytes: bytes at home.
+        measured_with_home_nbytes: the measured peak of both together: what is in use at home at a time counts. With
+            several processes and a home in RAM, that is less than the sum of both peaks: gradients take no room there
+            while a model has none.
         chunk_size_nbytes, num_chunks: chunks of parameters; gradients and states have as many again.
         num_resident_chunks: those that never leave the compute tier.
         traffic_nbytes: bytes copied `to_device` and `to_home` so far.
@@ -54,6 +57,7 @@ class Report:
     time_s: Mapping[str, float]
     moments: tuple[tuple[str, int, int | None], ...]
     plan_text: str
+    measured_with_home_nbytes: int | None = None
     overhead_nbytes: int = 0
     host_step_s: Mapping[str, float] = field(default_factory=dict)
     num_instructions: int = 0
@@ -132,6 +136,7 @@ def _report(session: Session) -> Report:
         },
         moments=tuple(moments),
         plan_text="\n".join(plans),
+        measured_with_home_nbytes=session.records.with_home_nbytes,
         overhead_nbytes=session.overhead_nbytes,
         host_step_s=dict(session.records.latest_host_s),
         num_instructions=session.records.num_instructions,

@@ -278,6 +278,8 @@ class Pacing:
                 return None
             before = one.before
             if one not in arriving and (before is None or (before.last < index and before not in leaving)):
+                if not self._items[one.item].way_back.moved_nbytes(one.nbytes):
+                    continue  # it only takes its room: that can wait
                 return one
         return None
 

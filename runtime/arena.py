@@ -35,7 +35,8 @@ class Arena:
     Args:
         home: of parameters and gradients, and of all else unless there is a `state_home`.
         state_home: of optimizer states: their home views need not be on the device.
-        launches_only: parameters and gradients are copied by launches alone; room that needs a thread is refused.
+        launches_only: parameters and gradients are copied by launches alone, from pinned memory or from what is in the
+            device's reach; room that needs a thread is refused.
     """
 
     home: Home
@@ -44,6 +45,7 @@ class Arena:
     _places: dict[Chunk, _Place] = field(default_factory=dict)
     _twins: dict[Chunk, _Place] = field(default_factory=dict)
     _untouched: set[Chunk] = field(default_factory=set)
+    _used_nbytes: int = 0
 
     def __contains__(self, chunk: object) -> bool:
         return chunk in self._places
@@ -55,6 +57,11 @@ class Arena:
     @property
     def nbytes(self) -> int:
         return sum(place.region.nbytes for place in (*self._places.values(), *self._twins.values()))
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes of chunks that are not all zeros, as far as is known, and of second room: others take no RAM."""
+        return self._used_nbytes + sum(place.region.nbytes for place in self._twins.values())
 
     def reserve(self, wanted: Mapping[Chunk, int]) -> None:
         """Room, all zeros, for chunks of the given bytes: for all of them or for none.
@@ -80,7 +87,8 @@ class Arena:
             for chunk, nbytes in wanted.items():
                 home = self._home_of(chunk.kind)
                 place = places[chunk] = _Place(home, home.allocate(nbytes))
-                if self.launches_only and not is_state(chunk.kind) and not home.only_launches(place.region):
+                is_launched = home.is_in_reach or home.only_launches(place.region)
+                if self.launches_only and not is_state(chunk.kind) and not is_launched:
                     raise HomeError(
                         f"{chunk} of a distributed model is gathered from pinned memory, and this host's could not be "
                         "pinned: raise the limit of lockable memory (`ulimit -l`)"
@@ -96,12 +104,21 @@ class Arena:
 
     def swap(self, chunk: Chunk) -> None:
         """Make a chunk's second room its home, and its home the second. Views stay with the bytes that they are of."""
-        self._untouched.discard(chunk)
-        self._places[chunk], self._twins[chunk] = self._twins[chunk], self._places[chunk]
+        self._places[chunk], self._twins[chunk] = self._twins[chunk], self._touched(chunk)
 
     def is_zero(self, chunk: Chunk) -> bool:
         """Whether a chunk is all zeros still, since nobody has been given a way to write it."""
         return chunk in self._untouched
+
+    def forget(self, chunk: Chunk) -> None:
+        """Let go of a chunk's bytes, of which nobody has views: it is all zeros then, and takes no memory in RAM.
+
+        A home that cannot do that leaves them as they are.
+        """
+        place = self._places[chunk]
+        if chunk not in self._untouched and place.home.forget(place.region):
+            self._untouched.add(chunk)
+            self._used_nbytes -= place.region.nbytes
 
     def _home_of(self, kind: str) -> Home:
         return (self.state_home or self.home) if is_state(kind) else self.home
@@ -109,7 +126,8 @@ class Arena:
     def free(self, chunks: Iterable[Chunk]) -> None:
         """Give room back, as soon as nobody has views of it."""
         chunks = list(chunks)
-        self._untouched.difference_update(chunks)
+        for chunk in chunks:
+            self._used_nbytes -= self._touched(chunk).region.nbytes
         _free([self._places.pop(chunk) for chunk in chunks])
         self.free_twins(chunks)
 
@@ -123,12 +141,9 @@ class Arena:
         Raises:
             HomeError: the home tier has no room; the chunk is where it was.
         """
-        former = self._places.pop(chunk)
-        try:
-            self.reserve({chunk: nbytes})
-        except BaseException:
-            self._places[chunk] = former
-            raise
+        former = self._touched(chunk)
+        self.reserve({chunk: nbytes})
+        self._used_nbytes -= former.region.nbytes
         former.home.free(former.region)
 
     def is_shared_with_forks(self, kind: str) -> bool:
@@ -181,8 +196,11 @@ class Arena:
 
     def _touched(self, chunk: Chunk) -> _Place:
         """Where a chunk is, for somebody who may write it."""
-        self._untouched.discard(chunk)
-        return self._places[chunk]
+        place = self._places[chunk]
+        if chunk in self._untouched:
+            self._untouched.discard(chunk)
+            self._used_nbytes += place.region.nbytes
+        return place
 
 
 def _free(places: Iterable[_Place]) -> None:

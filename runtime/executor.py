@@ -24,7 +24,6 @@ from chunkc.ir.plan import Tile
 from chunkc.runtime.saved import SavedValues
 from chunkc.runtime.saved_instructions import SAVED_OPS, lower_saved
 from chunkc.runtime.store import ChunkStore
-from chunkc.runtime.tier import Tier
 
 Registers = list[Any]
 Segment = Callable[[list[Any]], Sequence[Any]]
@@ -39,12 +38,14 @@ class Measurement:
     """Measured bytes per moment, in order, and seconds of arithmetic, or of enqueuing it where the host runs ahead.
 
     `between_nbytes` is the largest reading between moments: while chunks come and go and gradients are sunk. `spans_s`:
-    when each moment began and ended, by `time.perf_counter`. `host_s` is the rest: what the host took for
-    `num_instructions` beyond arithmetic, updates (`update_s`) and waits for copies.
+    when each moment began and ended, by `time.perf_counter`. `with_home_nbytes`: the largest reading together with what
+    was in use at home by then. `host_s` is the rest: what the host took for `num_instructions` beyond arithmetic,
+    updates (`update_s`) and waits for copies.
     """
 
     peaks: list[tuple[str, int | None]] = field(default_factory=list)
     between_nbytes: int = 0
+    with_home_nbytes: int = 0
     compute_s: float = 0.0
     update_s: float = 0.0
     host_s: float = 0.0
@@ -52,17 +53,24 @@ class Measurement:
     spans_s: list[tuple[float, float]] = field(default_factory=list)
     _began_s: float = 0.0
 
-    def begin(self, tier: Tier) -> None:
+    def begin(self, store: ChunkStore) -> None:
         """A moment begins: what was read so far belongs to the time before it."""
-        nbytes = tier.lap_peak_nbytes()
+        nbytes = self._read(store)
         if nbytes is not None and nbytes > self.between_nbytes:
             self.between_nbytes = nbytes
         self._began_s = time.perf_counter()
 
-    def end(self, name: str, tier: Tier) -> None:
+    def end(self, name: str, store: ChunkStore) -> None:
         """A moment has ended."""
         self.spans_s.append((self._began_s, time.perf_counter()))
-        self.peaks.append((name, tier.lap_peak_nbytes()))
+        self.peaks.append((name, self._read(store)))
+
+    def _read(self, store: ChunkStore) -> int | None:
+        """The largest bytes of the compute tier since the last call of this."""
+        nbytes = store.tier.lap_peak_nbytes()
+        if nbytes is not None:
+            self.with_home_nbytes = max(self.with_home_nbytes, nbytes + store.arena.used_nbytes)
+        return nbytes
 
 
 @dataclass
@@ -121,13 +129,13 @@ class _Call:
         for chunk in self.chunks:
             store.begin_compute(chunk)
         store.drop_spare_slots()
-        measurement.begin(tier)
+        measurement.begin(store)
         start_s = time.perf_counter()
         tier.enqueue(self._compute, registers)
         measurement.compute_s += time.perf_counter() - start_s
         for chunk in self.chunks:
             store.end_compute(chunk)
-        measurement.end(self.name, tier)
+        measurement.end(self.name, store)
 
     def _compute(self, registers: Registers) -> None:
         arguments = [registers[index] for index in self.arguments]
@@ -163,11 +171,11 @@ class _Update:
     def __call__(self, registers: Registers, run: Run) -> None:
         assert run.update is not None
         run.store.drop_spare_slots()
-        run.measurement.begin(run.store.tier)
+        run.measurement.begin(run.store)
         start_s = time.perf_counter()
         run.update(self.tile)
         run.measurement.update_s += time.perf_counter() - start_s
-        run.measurement.end(f"update.{self.tile}", run.store.tier)
+        run.measurement.end(f"update.{self.tile}", run.store)
 
 
 def _prefetch(store: ChunkStore, chunk: Chunk, link: str) -> None:
@@ -236,7 +244,7 @@ class Executable:
                 error.add_note(f"while giving slots back after this: {second}")
             raise
         run.store.drop_spare_slots()
-        run.measurement.begin(run.store.tier)
+        run.measurement.begin(run.store)
         waited_s = run.store.traffic.wait_s - waited_s
         self._account(run.measurement, time.perf_counter() - start_s - waited_s)
         return [None if register is None else registers[register] for register in self.outputs]

@@ -56,9 +56,11 @@ class Home(abc.ABC):
 
     Attributes:
         is_shared_with_forks: a child of `os.fork` would share the memory. Its home views refuse there.
+        is_in_reach: home views are the device's, though the memory is not pinned.
     """
 
     is_shared_with_forks = False
+    is_in_reach = False
 
     def __init__(self) -> None:
         self._mappings: dict[int, Mapping] = {}
@@ -150,6 +152,10 @@ class Home(abc.ABC):
     def write(self, region: Region, offset_nbytes: int, source: torch.Tensor) -> None:
         """Copy `source` into the region at `offset_nbytes`; otherwise as `read`."""
 
+    def forget(self, region: Region) -> bool:
+        """Make a region zeros that take no memory until they are written; whether this home can."""
+        return False
+
     def free(self, region: Region) -> None:
         """Give a region back, as soon as no home view and no running copy uses it."""
         with self._lock:
@@ -189,6 +195,10 @@ class MemoryHome(Home):
         nbytes = _copied_nbytes(source)
         mapping = self._find(region, offset_nbytes, nbytes)
         ctypes.memmove(mapping.address + offset_nbytes, source.data_ptr(), nbytes)
+
+    def forget(self, region: Region) -> bool:
+        self._find(region, 0, 0).memory.madvise(mmap.MADV_DONTNEED)
+        return True
 
     def _map(self, nbytes: int) -> Mapping:
         return Mapping(map_memory(nbytes), None)

@@ -197,7 +197,7 @@ class ChunkSlots(ABC):
         """A job that fills a slot with all ranks' parts of a chunk."""
         assert self.transport is not None
         assert slot.buffer is not None
-        group, home = self.layout.groups[chunk.group], self._flat_home(chunk)
+        group, home = self.layout.groups[chunk.group], self._exchanged_home(chunk)
         return self._exchanging(gather, group, home, slot.buffer, slot.exchange, self.transport)
 
     def _scatter(self, chunk: Chunk, slot: Slot) -> Callable[[], None]:
@@ -205,7 +205,7 @@ class ChunkSlots(ABC):
         assert self.transport is not None
         assert slot.buffer is not None
         assert slot.exchange is not None
-        group, adds, home = self.layout.groups[chunk.group], slot.adds, self._flat_home(chunk)
+        group, adds, home = self.layout.groups[chunk.group], slot.adds, self._exchanged_home(chunk)
         seen, slot.adds = self._seen_home(chunk), {}
         return self._exchanging(scatter_sums, group, slot.buffer, slot.exchange, home, seen, adds, self.transport)
 
@@ -213,8 +213,14 @@ class ChunkSlots(ABC):
         """A job that has only to be launched, on a device whose streams do the rest: its homes are pinned."""
         return partial(do, *args) if self.tier.device.type == "cpu" else Launch(do, *args)
 
+    def _exchanged_home(self, chunk: Chunk) -> torch.Tensor:
+        """A chunk's elements at home, for copies in stream order: pinned ones, or as the device sees them."""
+        if self.tier.device.type == "cpu" or self.arena.only_launches(chunk):
+            return self._flat_home(chunk)
+        return self._seen_home(chunk)
+
     def _flat_home(self, chunk: Chunk) -> torch.Tensor:
-        """A chunk's elements at home, for the host and for copies."""
+        """A chunk's elements at home, for the host."""
         group = self.layout.groups[chunk.group]
         return self.arena.host_view(chunk, group.kind_dtype(chunk.kind), group.numel)
 

@@ -84,7 +84,7 @@ class StagedDiskHome(DiskHome):
                 f'disk_holds="everything" needs a device that reads files in place. {gpu.device} does not: {problem}. '
                 'Use disk_holds="states"'
             )
-        self._gpu, self._staging, self._views_on_device = gpu, staging, views_on_device
+        self._gpu, self._staging, self.is_in_reach = gpu, staging, views_on_device
         self._piece_nbytes = piece_nbytes
         super().__init__(directory, num_under_way=num_pieces)
         self._out = [staging.bytes(staging.allocate(piece_nbytes)) for _ in range(num_pieces)]
@@ -96,7 +96,7 @@ class StagedDiskHome(DiskHome):
     ) -> torch.Tensor:
         """A home view as `Home.tensor`, or the same on the device."""
         view = super().tensor(region, dtype, shape, stride, offset_nbytes)
-        if not self._views_on_device:
+        if not self.is_in_reach:
             return view
         note_view(self._find(region, 0, 0), weakref.ref(self), self._gpu)
         return on_device(self._gpu, view)

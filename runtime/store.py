@@ -198,13 +198,8 @@ class ChunkStore(ChunkPlaces):
 
     def _never_got_home(self, chunk: Chunk) -> None:
         """A reader must find no gradient rather than one that never got home."""
-        kind, group = chunk.kind, chunk.group
-        if kind != GRAD:
-            return
-        for tensor_slice in self.layout.groups[group].slices:
-            parameter = self._parameters[tensor_slice.spec.name]()
-            if parameter is not None:
-                parameter.grad = None
+        for parameter in self._parameters_of(chunk.group).values() if chunk.kind == GRAD else ():
+            parameter.grad = None
 
     def collect_gradients(self, index: int) -> bool:
         """Make home the place of every gradient the group has; whether it has any.
@@ -247,6 +242,12 @@ class ChunkStore(ChunkPlaces):
             if Chunk(GRAD, index) in self.arena:
                 self.collect_gradients(index)
         return list(self._gradients_off_home().values()) if off_home else []
+
+    def has_gradients(self, index: int) -> bool:
+        """Whether a parameter of a group has a gradient, or somebody still has what was one."""
+        handed = [self._handed_out.get(s.spec.name, NOTHING) for s in self.layout.groups[index].slices]
+        found = any(parameter.grad is not None for parameter in self._parameters_of(index).values())
+        return found or not all(one.is_gone() for one in handed)
 
     def _is_kept_elsewhere(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether somebody has views of what was handed out as the parameter's gradient and is not `.grad` now."""

@@ -7,18 +7,23 @@ from collections.abc import Iterable, Sequence
 from chunkc.captured import Captured
 from chunkc.explaining.offline_calls import PhaseCall
 from chunkc.live_values import HeldValues
+from chunkc.passes.cuda_memory import rounded_nbytes
 
 
 class PaperValues(HeldValues[int | None]):
     """Storages by their numbers in a step on fake tensors; None is a value that has none.
 
+    Args:
+        is_on_gpu: the step ran with the CPU's operators, and is to run on a GPU.
+
     Attributes:
         alive: the storages that are alive now.
     """
 
-    def __init__(self, storage_nbytes: Sequence[int]) -> None:
+    def __init__(self, storage_nbytes: Sequence[int], *, is_on_gpu: bool) -> None:
         super().__init__()
-        self._storage_nbytes = storage_nbytes
+        self._storage_nbytes, self._is_on_gpu = storage_nbytes, is_on_gpu
+        self._constants_nbytes = 0
         self._watched: dict[int, int] = {}
         self._returned: set[int | None] = set()
         self.alive: frozenset[int] = frozenset()
@@ -36,6 +41,18 @@ class PaperValues(HeldValues[int | None]):
     def nbytes(self, leaving_out: Sequence[int | None] = ()) -> int:
         self._watched = {value: nbytes for value, nbytes in self._watched.items() if value in self.alive}
         return sum(nbytes for value, nbytes in self._watched.items() if value not in leaving_out)
+
+    def constants_nbytes(self) -> int:
+        return self._constants_nbytes
+
+    def graph_compiled(self, captured: Captured) -> None:
+        """A graph's constants are there from now on: on a GPU those that are no single numbers, which PyTorch leaves on
+        the CPU."""
+        for value in captured.constants:
+            if not self._is_on_gpu:
+                self._constants_nbytes += value.untyped_storage().nbytes()
+            elif value.dim() > 0:
+                self._constants_nbytes += rounded_nbytes(value.untyped_storage().nbytes())
 
     def given_nbytes(self, values: Sequence[int | None]) -> int:
         return sum(self._storage_nbytes[value] for value in {*values} - {None} if value is not None)

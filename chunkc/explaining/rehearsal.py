@@ -217,7 +217,10 @@ class _Rehearsal:
 
     def passes(self) -> Iterator[PaperRun]:
         """The forwards and backwards of a step; graphs are compiled as it comes to them."""
-        self.values = PaperValues(self.training.step.storage_nbytes)
+        is_on_gpu = self.training.hardware.kind != "cpu"
+        self.values = PaperValues(self.training.step.storage_nbytes, is_on_gpu=is_on_gpu)
+        for captured in self.captured:
+            self.values.graph_compiled(captured)
         self.updated: set[int] = set()
         self.gradients: set[str] = set()
         in_flight: Counter[int] = Counter()  # forwards of this step that use a group and are without their backward
@@ -241,14 +244,14 @@ class _Rehearsal:
             else:
                 number, forward, absent = pending[call.graph].pop()
                 in_flight.subtract(self._groups(own))
-                beside_nbytes = max(0, self.values.beside_backward(own.without(absent)))
+                beside_nbytes = self.values.beside_backward(own.without(absent))
                 around = replace(self._around(own, in_flight), absent=absent)
                 request = self._planned(call.graph, beside_nbytes, around)
                 own = self.captured[call.graph].without(absent)
                 positions = backward_positions(own, request, self.training.hardware)
                 self.updated |= updated_in(positions)
                 self.gradients |= own.trained.difference(*(position.used_up for position in positions))
-                gone_nbytes = self.situation.gone_nbytes(self.values.beside_backward(own))
+                gone_nbytes = self.situation.gone_nbytes(self.values.values_beside_backward(own))
                 gone = gone_storages(forward, own, call.alive)
                 yield PaperRun(call.graph, BACKWARD, number, request, gone_nbytes, gone)
                 self.values.backward_begins(own, call.arguments)
@@ -275,6 +278,7 @@ class _Rehearsal:
             around = self.training.expected(paper.layout)
             self.situation = decide(now, GraphCaptured(captured, paper.layout, around)).situation
             self.captured.append(captured)
+            self.values.graph_compiled(captured)
         return self.captured[graph]
 
     def _groups(self, captured: Captured) -> frozenset[int]:

@@ -18,7 +18,7 @@ from chunkc.optim.grad_scale import is_skipped, on_the_cpu
 from chunkc.optim.group_spans import Due, Task, due_of, flat_home, spans_of
 from chunkc.optim.over_ranks import check_over_ranks, note_step, order_of_norms, ranks_of_norms, sums_of_group
 from chunkc.optim.overlap_mode import NONE
-from chunkc.optim.rule import GroupWork, Spans, Staying
+from chunkc.optim.rule import GroupWork, OverRanks, Spans, Staying
 from chunkc.optim.undo import flat_twins
 from chunkc.optim.update import PreparedUpdate, ResidentsLeft, prepare_updates
 from chunkc.optim.update_on import groups_at_home
@@ -29,6 +29,7 @@ from chunkc.session import Session, managing
 
 if TYPE_CHECKING:
     from chunkc.optim.chunked_optimizer import ChunkedOptimizer
+    from chunkc.runtime.store import ChunkStore
 
 _CPU = torch.device("cpu")
 
@@ -123,7 +124,7 @@ def update_chunks(optimizer: ChunkedOptimizer, prepared: Prepared, scale: GradSc
     if prepared.in_slots is not None:
         updater, tiles = optimizer.updater(store.tier.device), prepared.in_slots.tiles
         ranges = {i: [(t.begin, t.end) for t in tiles if t.group == i and t.stage == 0] for i in spans if i not in home}
-        works = [GroupWork(i, spans[i], ranges[i], scale, sums_of_group(store, i)) for i in ranges if ranges[i]]
+        works = [GroupWork(i, spans[i], ranges[i], scale, _sums(optimizer, store, i)) for i in ranges if ranges[i]]
         prepared.in_slots.run({work.index: updater.of_group(work) for work in works})
     if overlaps:
         optimizer.under_way.end_step(session, home)
@@ -149,7 +150,7 @@ def at_home(
         in_twins: leave home as it is (see `undo`).
     """
     numel, num_stages = session.store.layout.groups[index].numel, optimizer.rule.num_stages
-    work = GroupWork(index, spans, [(0, numel)], scale, sums_of_group(session.store, index))
+    work = GroupWork(index, spans, [(0, numel)], scale, _sums(optimizer, session.store, index))
     update = optimizer.updater(_CPU, by_triton=False).of_group(work)
     home, fill = flat_twins(session, index) if in_twins else (flat_home(session, index), None)
 
@@ -160,6 +161,11 @@ def at_home(
             update(home, Tile(index, 0, numel, stage, num_stages))
 
     return run
+
+
+def _sums(optimizer: ChunkedOptimizer, store: ChunkStore, index: int) -> OverRanks | None:
+    """How ranks add up the norms of a group, if the optimizer asks for any."""
+    return sums_of_group(store, index) if optimizer.rule.num_stages > 1 else None
 
 
 def job_of(

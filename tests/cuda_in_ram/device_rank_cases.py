@@ -44,7 +44,8 @@ Result = dict[str, Any]
 def trained(
     mesh: DeviceMesh, budget: int, *, stage: Any = 3, steps: int = 3, accumulate: int = 1, clip: float | None = 0.5,
     dtype: torch.dtype = torch.float32, optimizer: Callable[..., Any] = chunkc.optim.AdamW, scaled: bool = False,
-    debug: bool = True, codegen: str = "eager", layers: bool = False, home: str = "cpu", **optimizer_options: Any,
+    debug: bool = True, codegen: str = "eager", layers: bool = False, home: str = "cpu", disk_holds: str = "auto",
+    **optimizer_options: Any,
 ) -> Result:  # fmt: skip
     """Train a GPT on the ranks of a mesh, each with batches of its own. With `layers`, those along the last dimension
     compute layers together, and have the same data."""
@@ -55,7 +56,7 @@ def trained(
     if layers:
         parallelize_module(model, mesh["tp"], styles())
         rank, mesh = mesh["dp"].get_local_rank(), mesh["dp"]
-    model = chunkc.distribute(model, mesh, home=home, zero_stage=stage, timeout_s=60)
+    model = chunkc.distribute(model, mesh, home=home, disk_holds=disk_holds, zero_stage=stage, timeout_s=60)
     options = {"memory_budget": budget, "codegen": codegen, "whole_graph": "never", "debug": debug}
     run = torch.compile(model, backend="chunkc", options=options)
     update = optimizer(model.parameters(), **{"lr": 1e-2, "eps": 1e-3, **optimizer_options})
@@ -166,6 +167,60 @@ def on_disk() -> Result:
             found["runs"].append(run)
         found["files"] = os.listdir(folder)
     return found
+
+
+def all_on_disk() -> Result:
+    """Everything in a file of each rank, in several stages and budgets; and in RAM."""
+    found = compared()
+    tight, holds = found["runs"][1]["least"], {"disk_holds": "everything"}
+    with tempfile.TemporaryDirectory() as folder:
+        for stage, budget in ((3, HUGE), (3, tight), (None, HUGE), (1, HUGE)):
+            run = trained(mesh_on("cuda"), budget, stage=stage, home=f"disk:{folder}", **holds)
+            del run["weights"]
+            found["runs"].append(run)
+        found["files"] = os.listdir(folder)
+        before = _mapped_nbytes(folder)
+        model = chunkc.distribute(GPT(**SHAPE), mesh_on("cuda"), home=f"disk:{folder}", **holds)
+        found["grown"] = _mapped_nbytes(folder) - before
+        parts = [p.to_local() for p in model.parameters()]  # type: ignore[union-attr]
+        found["parts"] = [sum(part.nbytes for part in parts), all(part.is_cuda for part in parts)]
+        found["written"] = [_written(), _written(home=f"disk:{folder}", **holds)]
+    return found
+
+
+def _written(**how: Any) -> str:
+    """The loss right behind what the user has enqueued to change parameters, all of which is late."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = chunkc.distribute(GPT(**SHAPE), mesh_on("cuda"), zero_stage=3, **how)
+    options = {"memory_budget": HUGE, "codegen": "eager", "whole_graph": "never"}
+    run = torch.compile(model, backend="chunkc", options=options)
+    tokens = torch.arange(2 * SHAPE["sequence"], device="cuda").view(2, -1) % SHAPE["vocab"]
+    losses = [run(tokens).item()]
+    for _ in range(3):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().mul_(1.25)
+        losses.append(run(tokens).item())
+    return repr(losses)
+
+
+def not_in_reach() -> Result:
+    """A GPU that cannot read files in place."""
+    model = GPT(**SHAPE)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            chunkc.distribute(model, mesh_on("cuda"), home=f"disk:{folder}", disk_holds="everything")
+        except chunkc.ChunkcError as error:
+            message = f"{type(error).__name__}: {error}"
+    return {"message": message, "kept": all(type(p) is nn.Parameter for p in model.parameters())}
+
+
+def _mapped_nbytes(folder: str) -> int:
+    """Bytes that this process maps of files in a folder, which have no names."""
+    with open("/proc/self/maps") as maps:
+        spans = [line.split()[0].split("-") for line in maps if folder in line]
+    return sum(int(end, 16) - int(begin, 16) for begin, end in spans)
 
 
 def engine() -> Result:

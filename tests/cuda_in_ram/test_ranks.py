@@ -78,6 +78,21 @@ def test_ranks_keep_states_on_disks() -> None:
         assert rank["files"] == [], "files have no names"
 
 
+def test_ranks_keep_everything_on_disks_that_the_device_reads_in_place() -> None:
+    """To the bit as in RAM."""
+    for rank in cases("all_on_disk", choices="late=7,attribute.88=1"):
+        check(rank, is_exact=False)
+        assert rank["files"] == [], "files have no names"
+        nbytes, is_seen = rank["parts"]
+        assert is_seen
+        assert rank["grown"] > nbytes, "room for parameters and gradients"
+        in_ram, on_disk = rank["written"]
+        assert in_ram == on_disk, "what the user enqueues is in time for a gather"
+    for rank in cases("not_in_reach"):
+        assert "needs a device that reads files in place" in rank["message"]
+        assert rank["kept"]
+
+
 def test_an_engine_trains_as_on_cpus() -> None:
     for rank in cases("engine"):
         roomy, tight, on_cpu = rank["runs"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 sys.path.append(str(Path(__file__).parent))
@@ -50,13 +51,13 @@ def copies() -> Result:
 
 def _planned(budget: int, stage: ZeroStage | None, plan: str) -> Result:
     """Steps of one batch: what the last one came to, and what was said."""
-    place = cube() if plan == "copies" else grid()
+    place, num_ranks = cube() if plan == "copies" else grid(), dist.get_world_size()
     said = chunkc.explain(
         parallel(made(), plan, place),
         torch.zeros(TOKENS, dtype=torch.int64),
         memory_budget=budget,
         zero_stage=stage,
-        **({"hardware": CPU.used_by(4, 1, 2, 2)} if plan == "copies" else {"hardware": "cpu", "mesh": "1x2x2"}),
+        **({"hardware": CPU.used_by(num_ranks, 1, 2, 2)} if plan == "copies" else {"hardware": "cpu", "mesh": "1x2x2"}),
     )
     torch._dynamo.reset()
     gc.collect()

@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import chunkc
+from chunkc.ir.chunks import GRAD
 from chunkc.runtime import cpu_allocator
 from chunkc.runtime.tier import CpuTier
 from chunkc.session import sessions_of
@@ -325,6 +326,35 @@ def other_sizes() -> Result:
 class Dropping(Tiny):
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(nn.functional.dropout(self.embed(tokens), 0.5)).square().mean()
+
+
+def let_go() -> Result:
+    """Gradients at home, which between steps nobody has; then one that somebody has kept."""
+    model: Any = chunkc.distribute(made(), mesh())
+    optimizer, run = adamw(model), compiled(model, HUGE)
+    cpu_allocator.install()
+    train(run, model, optimizer, range(2))
+    (session,) = sessions_of(model.parameters())
+    arena = session.store.arena
+    gradients = [chunk for chunk in arena.chunks if chunk.kind == GRAD]
+    used = [chunk for chunk in gradients if not arena.is_zero(chunk)]
+    batch = own(batches(0)[0])
+    loss, before = run(batch), arena.used_nbytes
+    found: Result = {"used": len(used), "left": sum(not arena.is_zero(chunk) for chunk in gradients)}
+    loss.backward()
+    found["grown"] = arena.used_nbytes - before - sum(session.store.layout.groups[c.group].nbytes(GRAD) for c in used)
+    kept = model.embed.weight.grad.to_local()
+    expected = kept.clone()
+    optimizer.step()
+    optimizer.zero_grad()
+    run(batch)
+    found |= {"kept": torch.equal(kept, expected), "values": bool(expected.any())}
+    del kept
+    run(batch)
+    found["left at last"] = sum(not arena.is_zero(chunk) for chunk in gradients)
+    report = chunkc.report(model)
+    found["peaks"] = report.measured_peak_nbytes, report.measured_with_home_nbytes, report.home_nbytes
+    return found
 
 
 def dropout() -> Result:
@@ -851,6 +881,7 @@ CASES: dict[str, Callable[..., Result]] = {
         leaving,
         other_sizes,
         dropout,
+        let_go,
         loss_in_tiles,
         sent,
         disk_home,

@@ -87,6 +87,20 @@ def test_ranks_train_with_losses_in_tiles_as_one_process_does_without(tmp_path: 
 
 
 @pytest.mark.second_tier
+def test_gradients_that_nobody_has_take_no_memory_at_home(tmp_path: Path) -> None:
+    for rank in ranks(tmp_path, "let_go")["let_go"]:
+        assert "error" not in rank, rank["traceback"]
+        assert rank["used"] > 1
+        assert rank["left"] == 0
+        assert rank["grown"] == 0, "the backward has brought them home again"
+        assert rank["kept"], "what somebody still has keeps its values"
+        assert rank["values"]
+        assert rank["left at last"] == 0
+        peak, with_home, home = rank["peaks"]
+        assert peak < with_home <= peak + home
+
+
+@pytest.mark.second_tier
 def test_ranks_draw_their_own_random_numbers_the_same_in_every_stage(tmp_path: Path) -> None:
     first, second = ranks(tmp_path, "dropout")["dropout"]
     for rank in (first, second):

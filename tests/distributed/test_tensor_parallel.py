@@ -52,6 +52,12 @@ def test_copies_of_the_parts_of_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_cube_of_ranks(tmp_path: Path) -> None:
+    """Two copies of two parts of what each of two ranks of a layer has."""
+    check_as_one_process(ranks(tmp_path, "copies", num_ranks=8, script=SCRIPT)["copies"])
+
+
+@pytest.mark.slow
 def test_lamb_in_all_ways(tmp_path: Path) -> None:
     """In slots and at home, beside other work; on two rows of layers, with copies, with plans of each rank's own."""
     check_as_one_process(ranks(tmp_path, "lamb_in_all_ways", num_ranks=4, script=SCRIPT)["lamb_in_all_ways"])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from harness import adamw, compile_case
+from torch import nn
 from zoo import CASES
 
 import chunkc
@@ -12,7 +15,8 @@ from chunkc.explaining.measured import measured_side
 from chunkc.formats import render_text
 from chunkc.runtime import cpu_allocator
 
-BUDGET = 8_000_000
+BUDGET, ROOMY = 8_000_000, 1 << 30
+EAGER = {"codegen": "eager", "whole_graph": "never"}
 
 
 def test_an_uncompiled_model_has_no_measured_side() -> None:
@@ -48,3 +52,40 @@ def test_a_compiled_model_is_explained_by_its_own_options_and_beside_what_it_mea
     assert "measured peak" in render_text(found)
     other = chunkc.explain(compiled, **batch, memory_budget=2 * BUDGET)
     assert other.memory_budget_nbytes == 2 * BUDGET
+
+
+class Weighed(nn.Module):
+    """Has a number and a row in its code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        row = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+        return torch.where(x > 0, self.map(x) * row, torch.tensor(0.5)).sum()
+
+
+def test_constants_of_compiled_code_count_for_as_long_as_it_is_there() -> None:
+    cpu_allocator.install()
+    foreign_nbytes = cpu_allocator.current_nbytes()
+    x = torch.ones(4, 8)
+    least = chunkc.explain(Weighed(), x, memory_budget=1).minimum_budget_nbytes
+    for budget in (ROOMY, least):
+        torch._dynamo.reset()
+        gc.collect()
+        said = chunkc.explain(Weighed(), x, memory_budget=budget, whole_graph="never")
+        gc.collect()
+        model = Weighed()
+        run = torch.compile(model, backend="chunkc", options={"memory_budget": budget, **EAGER})
+        optimizer = chunkc.optim.AdamW(model.parameters())
+        for _ in range(3):
+            loss = run(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = chunkc.report(model)
+        assert found.measured_peak_nbytes is not None
+        assert found.predicted_peak_nbytes == found.measured_peak_nbytes - foreign_nbytes == said.predicted_peak_nbytes
+        assert found.minimum_budget_nbytes == said.minimum_budget_nbytes == least
+        del model, run, optimizer, loss

@@ -55,6 +55,19 @@ def test_a_chunk_that_is_needed_soon_does_not_wait_for_write_backs_that_leave_it
     assert found.seconds == pytest.approx(10)
 
 
+def test_what_only_takes_its_room_takes_it_when_it_is_needed() -> None:
+    """As the slot of a gradient that all ranks add up: the parameter behind it in the queue is loaded ahead alone."""
+    positions = [
+        call("0", frozenset({Chunk(PARAM, 0)}), frozenset(), 1.0),
+        call("1", frozenset({Chunk(PARAM, 1)}), frozenset({Chunk(GRAD, 1)}), 1.0),
+    ]
+    items: dict[Any, Item] = {Chunk(PARAM, at): Item(1, Copy(TO_DEVICE), Copy(TO_HOME)) for at in range(2)}
+    items[Chunk(GRAD, 1)] = Item(10, Copy(TO_DEVICE, 0), Copy(TO_HOME))
+    found = schedule(positions, items, [100] * 2, Hardware(1.0, 1.0, host_links(1.0, 1e9)))
+    assert found.occupancy == (2, 11)
+    assert found.seconds == pytest.approx(1 + 2)
+
+
 @st.composite
 def instances(draw: st.DrawFn) -> tuple[list[Position], dict[Any, Item], list[int], Hardware, list[int]]:
     chunks = [Chunk(kind, group) for kind in (PARAM, GRAD) for group in range(4)]

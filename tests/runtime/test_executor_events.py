@@ -16,7 +16,9 @@ from chunkc.ir.chunks import Chunk
 from chunkc.ir.errors import ChunkStateError, HomeError
 from chunkc.ir.plan import Tile
 from chunkc.runtime import cpu_allocator
+from chunkc.runtime.arena import Arena
 from chunkc.runtime.executor import Executable, Measurement, Run, lower
+from chunkc.runtime.homes import open_home
 from chunkc.runtime.slots import Traffic
 from chunkc.runtime.tier import CpuTier
 
@@ -28,7 +30,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[tuple] = []
-        self.tier, self.traffic = CpuTier(), Traffic()
+        self.tier, self.traffic, self.arena = CpuTier(), Traffic(), Arena(open_home("cpu"))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import io
 import mmap
 import os
@@ -82,6 +83,25 @@ def test_strided_views(home: Home) -> None:
     assert spread.untyped_storage().nbytes() == 11 * 4
     broadcast = home.tensor(region, torch.float32, (2, 3), (0, 1), 8)
     assert broadcast.tolist() == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_what_is_forgotten_is_zeros_that_take_no_memory(home: Home) -> None:
+    """In RAM; a file keeps its bytes."""
+    region, other = home.allocate(MIB + 1), home.allocate(5000)
+    for each in (region, other):
+        home.write(each, 0, torch.ones(each.nbytes, dtype=torch.uint8))
+    assert home.forget(region) == (not isinstance(home, DiskHome))
+    if isinstance(home, DiskHome):
+        assert home.bytes(region).all()
+        return
+    num_pages = -(-region.nbytes // mmap.PAGESIZE)
+    present = (ctypes.c_ubyte * num_pages)()
+    mincore = ctypes.CDLL(None, use_errno=True).mincore
+    mincore.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
+    assert mincore(home.address(region), num_pages * mmap.PAGESIZE, present) == 0
+    assert not any(present)
+    assert not home.bytes(region).any()
+    assert home.bytes(other).all()
 
 
 def test_regions_are_page_aligned_and_apart(home: Home) -> None:
