@@ -35,6 +35,7 @@ from chunkc.passes.collectives import Meeting
 from chunkc.runtime import nccl
 from chunkc.runtime.cuda import CudaExchangeLink, CudaMark
 from chunkc.runtime.transport import GATHERS, SCATTERS, Transport
+from chunkc.session import sessions_of
 
 SHAPE = {"width": 32, "layers": 2, "heads": 2, "vocab": 64, "sequence": 16}
 HUGE = 1 << 30
@@ -224,9 +225,11 @@ def _mapped_nbytes(folder: str) -> int:
 
 
 def engine() -> Result:
-    """DeepSpeed's loop, on GPUs in two budgets and on CPUs; ranks begin with the values of rank 0."""
+    """DeepSpeed's loop, on GPUs in two budgets and with states on disks, and on CPUs; rank 0's values are the first."""
     found, budget = [], HUGE
-    for device in ("cuda", "cuda", "cpu"):
+    folder = tempfile.mkdtemp()
+    offload = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
+    for device, zero in (("cuda", {}), ("cuda", {}), ("cuda", offload), ("cpu", {})):
         torch._dynamo.reset()
         torch.manual_seed(dist.get_rank())
         config = {
@@ -234,7 +237,7 @@ def engine() -> Result:
             "gradient_accumulation_steps": 2,
             "gradient_clipping": 0.1,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-3}},
-            "zero_optimization": {"stage": 3},
+            "zero_optimization": {"stage": 3, **zero},
             "chunkc": {"memory_budget": budget, "codegen": "eager", "whole_graph": "never"},
         }
         if device == "cpu":
@@ -250,6 +253,9 @@ def engine() -> Result:
         budget = chunkc.report(own.module).minimum_budget_nbytes
         sums = [p.to_local().detach().cpu().double().sum().item() for p in own.module.parameters()]  # type: ignore[union-attr]
         found.append({"losses": losses, "norm": float(own.get_global_grad_norm()), "sums": sums})
+        homes = {part.disk_holds for part in (s.store.layout for s in sessions_of(own.module.parameters()))}
+        assert homes == {"states" if zero else "nothing"}
+    os.rmdir(folder)  # files have no names
     return {"runs": found}
 
 

@@ -95,8 +95,8 @@ def test_ranks_keep_everything_on_disks_that_the_device_reads_in_place() -> None
 
 def test_an_engine_trains_as_on_cpus() -> None:
     for rank in cases("engine"):
-        roomy, tight, on_cpu = rank["runs"]
-        assert roomy == tight
+        roomy, tight, on_disk, on_cpu = rank["runs"]
+        assert roomy == tight == on_disk
         for key, expected in on_cpu.items():
             assert roomy[key] == pytest.approx(expected, abs=1e-5), key
 

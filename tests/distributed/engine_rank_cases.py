@@ -10,13 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.append(str(Path(__file__).parent))
 
 import rank_cases
-from rank_cases import Result, arrays, batches, made, mean, own
+from rank_cases import Result, arrays, batches, bits, made, mean, own
 
 import chunkc
+from chunkc.session import sessions_of
 
 STEPS, MICRO_STEPS, CLIPPING, EPS = 3, 2, 0.1, 1e-3
 
@@ -82,9 +84,51 @@ def groups() -> Result:
     }
 
 
-CASES = {case.__name__: case for case in (stages, groups)}
+def no_group_left() -> Result:
+    """Process groups that it makes, beside those of `chunkc.distribute`."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    counts = [_num_groups()]
+    chunkc.distribute(made(num_blocks=1), mesh)
+    counts.append(_num_groups())
+    chunkc.initialize_engine(made(num_blocks=1), 0, config(3))
+    counts.append(_num_groups())
+    return {"counts": counts}
+
+
+def _num_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def on_disks(folder: Path) -> Result:
+    """Offloaded to nvme: states alone, then parameters, too; each rank in a directory of its own; and in RAM."""
+    own_folder = folder / str(dist.get_rank())
+    own_folder.mkdir(exist_ok=True)
+    nvme = {"device": "nvme", "nvme_path": str(own_folder)}
+    ways: dict[str, dict[str, Any]] = {
+        "RAM": {},
+        "states": {"offload_optimizer": nvme},
+        "everything": {"offload_optimizer": nvme, "offload_param": nvme},
+    }
+    found: Result = {}
+    for name, offload in ways.items():
+        torch._dynamo.reset()
+        zero = {"stage": 3, **offload}
+        engine, _ = chunkc.initialize_engine(made(num_blocks=1), 0, config(3, zero_optimization=zero))
+        of_way = trained(engine, STEPS)
+        (session,) = sessions_of(engine.module.parameters())
+        layout = session.store.layout
+        of_way["bits"] = bits(engine.module)
+        of_way["on disk"] = sorted({kind for g in layout.groups for kind in g.update_kinds if layout.is_on_disk(kind)})
+        of_way["mapped"] = str(own_folder) in Path("/proc/self/maps").read_text()
+        found[name] = of_way
+    found["files"] = [path.name for path in own_folder.iterdir()]
+    return found
+
+
+CASES = {case.__name__: case for case in (stages, groups, no_group_left, on_disks)}
 
 if __name__ == "__main__":
     rank_cases.CASES = CASES  # type: ignore[assignment]
+    rank_cases.WITH_FOLDER.add("on_disks")
     folder, num_ranks, timeout_s, *names = sys.argv[1:]
     print(json.dumps(dict(rank_cases.main(Path(folder), int(num_ranks), float(timeout_s), names))))

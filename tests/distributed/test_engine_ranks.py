@@ -36,3 +36,22 @@ def test_ranks_train_as_one_process_does(tmp_path: Path) -> None:
         assert rank["same"]
         assert rank["rates"] == [0.5, 0.01]
         assert rank["refused"].startswith("2 processes cannot take an optimizer that has the parameters of one")
+
+
+@pytest.mark.second_tier
+def test_ranks_train_with_offload_to_disks(tmp_path: Path) -> None:
+    """To the bit as in RAM; and no process group is left of those by which ranks began."""
+    found = ranks(tmp_path, "on_disks", "no_group_left", script="engine_rank_cases.py")
+    for rank in found["on_disks"]:
+        assert "error" not in rank, rank["traceback"]
+        in_ram, states, everything = (rank[name] for name in ("RAM", "states", "everything"))
+        assert (in_ram.pop("on disk"), in_ram.pop("mapped")) == ([], False)
+        assert (states.pop("on disk"), states.pop("mapped")) == (["exp_avg", "exp_avg_sq"], True)
+        assert everything.pop("on disk") == ["exp_avg", "exp_avg_sq", "grad", "param"]
+        assert everything.pop("mapped")
+        assert in_ram == states == everything
+        assert rank["files"] == [], "files have no names"
+    for rank in found["no_group_left"]:
+        assert "error" not in rank, rank["traceback"]
+        before, distributed, with_engine = rank["counts"]
+        assert with_engine - distributed == distributed - before > 0
