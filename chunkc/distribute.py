@@ -251,8 +251,8 @@ def _cut(
         note_birth(part, nursery)
     copied: list[Placement] = [Replicate()] * (mesh.ndim - 1)
     placements = [*copied, Shard(0) if is_cut else Replicate()]
-    # On a GPU the part goes there later, and the parameter is there already.
-    known = kept if device.type == "cpu" else torch.empty(0, dtype=kept.dtype, device=device)
+    # On a GPU the part goes there later, and the parameter is there already. PyTorch asks it for the shape of a scalar.
+    known = kept if device.type == "cpu" else torch.empty(0 if is_cut else (), dtype=kept.dtype, device=device)
     if parallel is not None:
         mesh, placements = parallel.joint, parallel.placements_of_parts(parameter, placements)
     placed = DTensor.from_local(

@@ -94,6 +94,7 @@ _HELPERS = (
     "cuda_in_ram/device_ranks",
     "cuda_in_ram/device_rank_cases",
     "integrations/loops",
+    "cuda_in_ram/device_lightning",
     "cuda_in_ram/device_trainer",
     "checkpoint/checkpoint_runs",
     "distributed/run_ranks",

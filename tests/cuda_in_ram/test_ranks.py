@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import device_lightning
 import device_trainer
 import pytest
 from device_ranks import all_well, on_ranks
@@ -103,11 +104,8 @@ def test_an_engine_trains_as_on_cpus() -> None:
 
 def test_a_trainer_of_hugging_face_trains_as_one_process_on_a_cpu(tmp_path: Path) -> None:
     """accelerate makes the process group, which is NCCL's alone."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     script = f"import device_trainer; device_trainer.main({str(tmp_path)!r})"
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     first, second = (json.loads(said.splitlines()[-1]) for said in all_well(on_ranks(script, arithmetic=True, **where)))
     assert first == second
     roomy, tight, resumed = first["runs"]
@@ -115,6 +113,28 @@ def test_a_trainer_of_hugging_face_trains_as_one_process_on_a_cpu(tmp_path: Path
     expected = device_trainer.plain(tmp_path / "plain")
     for key, values in expected.items():
         assert roomy[key] == pytest.approx(values, rel=1e-5), key
+
+
+def test_a_trainer_of_lightning_trains_as_one_process_on_a_cpu(tmp_path: Path) -> None:
+    """Started as by torchrun."""
+    script = f"import device_lightning; device_lightning.main({str(tmp_path)!r})"
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "of a test"}
+    where |= {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    first, second = (json.loads(said.splitlines()[-1]) for said in all_well(on_ranks(script, arithmetic=True, **where)))
+    assert first == second
+    roomy, tight, resumed = first["runs"]
+    assert roomy == tight
+    assert resumed["sums"] == roomy["sums"]
+    assert resumed["losses"] == roomy["losses"][4:]
+    expected = device_lightning.plain(tmp_path / "plain")
+    for key, values in expected.items():
+        assert roomy[key] == pytest.approx(values, rel=1e-5), key
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
 
 
 def test_fused_code_takes_no_more_than_predicted() -> None:
