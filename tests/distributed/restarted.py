@@ -27,7 +27,7 @@ folder, how = Path(sys.argv[1]), sys.argv[2]
 chunkc.init_process_group(timeout_s=120)
 torch.manual_seed(0)
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-model = chunkc.distribute(nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4)), mesh, timeout_s=20)
+model = chunkc.distribute(nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4)), mesh, timeout_s=90)
 run = torch.compile(model, backend="chunkc", options={"memory_budget": "1MiB", "codegen": "eager"})
 optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-2)
 losses = {}
