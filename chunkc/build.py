@@ -189,8 +189,8 @@ class Builder:
             if n.name in self.capture.by_placeholder
         }
         groups = {node: group_of[name] for node, name in nodes.items() if name in group_of}
-        views = home_views(gm.graph, list(groups))
-        runs = cut(gm.graph, groups=groups, gradient_groups=gradient_groups, whole=whole)
+        views, staying = home_views(gm.graph, list(nodes)), [node for node in nodes if node not in groups]
+        runs = cut(gm.graph, groups=groups, gradient_groups=gradient_groups, staying=staying, whole=whole)
         pieces = extract(gm, runs, table)
         return [*pieces, *extract(gm, [views], table, reads_home=True)] if views else pieces
 

@@ -60,10 +60,12 @@ class Starter(Protocol):
 class EarlyUpdates:
     """Who begins updates during a session's backward, and which forwards still wait for theirs.
 
-    Forwards are counted for each optimizer, since its own last step: another one's step says nothing of them.
+    Forwards are counted for each optimizer, since its own last step: another one's step says nothing of them. One that
+    joins in the middle of a step waits for all that have had no backward yet.
     """
 
     def __init__(self) -> None:
+        self._open: Counter[int] = Counter()
         self._in_flight: weakref.WeakKeyDictionary[Starter, Counter[int]] = weakref.WeakKeyDictionary()
         self._in_slots: dict[int, weakref.ref[Starter]] = {}
 
@@ -73,7 +75,8 @@ class EarlyUpdates:
         return len(self._in_flight) > 0
 
     def join(self, starter: Starter) -> None:
-        self._in_flight.setdefault(starter, Counter())
+        if starter not in self._in_flight:
+            self._in_flight[starter] = self._open.copy()
 
     def enter_forward(self, session: Session, groups: Collection[int]) -> None:
         """A graph that uses these groups is about to run its forward.
@@ -85,7 +88,7 @@ class EarlyUpdates:
 
     def leave_forward(self, groups: Collection[int]) -> None:
         """A graph that uses these groups has run a forward that has a backward; one that failed has none."""
-        for in_flight in self._in_flight.values():
+        for in_flight in self._counted():
             in_flight.update(groups)
 
     def enter_backward(self, session: Session, groups: Collection[int]) -> None:
@@ -97,7 +100,7 @@ class EarlyUpdates:
         self._refuse(session, groups, "backward")
         for group in groups:
             session.store.check_not_used_up(group)
-        for in_flight in self._in_flight.values():
+        for in_flight in self._counted():
             for group in groups:
                 if in_flight[group] > 0:
                     in_flight[group] -= 1
@@ -179,6 +182,9 @@ class EarlyUpdates:
         """An optimizer has ended its step: for it, no forward before this counts any more."""
         if starter in self._in_flight:
             self._in_flight[starter].clear()
+
+    def _counted(self) -> list[Counter[int]]:
+        return [self._open, *self._in_flight.values()]
 
     def has_begun(self, session: Session, group: int) -> bool:
         """Whether a group's update has begun in the backward, and no step has ended since."""

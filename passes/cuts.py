@@ -116,6 +116,7 @@ def cut(
     *,
     groups: Mapping[fx.Node, int],
     gradient_groups: Mapping[fx.Node, int],
+    staying: Sequence[fx.Node] = (),
     whole: bool = False,
 ) -> list[list[fx.Node]]:
     """Split the compute nodes of `graph` into runs, in order.
@@ -127,9 +128,10 @@ def cut(
     Args:
         groups: parameter placeholder -> index of its chunk group.
         gradient_groups: returned gradient -> index of its chunk group.
+        staying: placeholders of parameters that have no chunk.
         whole: cut only around the operators that run by themselves.
     """
-    returned_views = set(home_views(graph, list(groups)))
+    returned_views = set(home_views(graph, [*groups, *staying]))
     nodes = [node for node in graph.nodes if is_compute(node) and node not in returned_views]
     sources: dict[fx.Node, set[int]] = {}
     for gradient, group in gradient_groups.items():

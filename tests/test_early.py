@@ -89,6 +89,54 @@ def test_an_optimizer_that_is_gone_is_not_counted_for(pair: tuple[EarlyUpdates, 
     assert first.begun == [0]
 
 
+def test_one_that_joins_in_a_step_waits_for_the_forwards_before(pair: tuple[EarlyUpdates, Starter, Starter]) -> None:
+    early, *_ = pair
+    run_forward(early, 0)
+    early.join(late := Starter())
+    run_forward(early, 0)
+    run_backward(early, 0)
+    assert late.begun == []
+    run_backward(early, 0)
+    assert late.begun == [0]
+
+
+class Halves(torch.nn.Module):
+    """Two graphs with the same weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(4))
+
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+    def second(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x).square().mean()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("kib", [100, 276], ids=["all moves", "all stays, some without gradients"])
+def test_an_optimizer_made_between_two_graphs_trains(kib: int) -> None:
+    def train(overlap: str) -> list[Any]:
+        torch.manual_seed(0)
+        model = Halves()
+        options = {"memory_budget": kib * 1024, "codegen": "eager", "whole_graph": "never", "chunk_size": 16384}
+        first, second = (torch.compile(f, backend="chunkc", options=options) for f in (model.first, model.second))
+        optimizer = None
+        for step in range(3):
+            hidden = first(torch.full((2, 64), 0.1 * (step + 1)))
+            if optimizer is None:
+                optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-2, overlap=overlap, update_on="device")
+            second(hidden).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [array(p) for p in model.parameters()]
+
+    assert not differences(train("backward"), train("none"))
+
+
 def test_a_group_is_updated_in_slots_once_no_other_backward_is_to_come(
     pair: tuple[EarlyUpdates, Starter, Starter],
 ) -> None:

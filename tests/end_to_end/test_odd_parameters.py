@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -147,3 +148,43 @@ def test_gradients_that_the_user_gives(give: Callable[[Odd], None], budget: str)
             torch.testing.assert_close(p, q, rtol=0, atol=1e-5, msg=name)
         for of in (optimizer, twin_optimizer):
             of.zero_grad()
+
+
+class Showing(nn.Module):
+    """Returns views of parameters, too: of a weight, and of a bias that is too small to move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        loss = self.second(torch.tanh(self.first(x))).square().mean()
+        return loss, self.first.weight.t(), self.second.bias[: WIDTH // 2]
+
+
+@pytest.mark.parametrize("chunk_size", [4096, WIDTH * WIDTH * 4])
+@pytest.mark.parametrize("tied", ["untied", "tied", "transposed"])
+def test_views_of_parameters_that_stay_are_returned(tied: str, chunk_size: int) -> None:
+    """Weights tied through `.data` stay, and so does what is small."""
+
+    def train(**compiled_by: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Showing()
+        if tied != "untied":
+            data = model.first.weight.data
+            model.second.weight.data = data if tied == "tied" else data.t()
+        call, found = torch.compile(model, **compiled_by), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            loss, *views = call(torch.full((2, WIDTH), 0.1 * step))
+            loss.backward()
+            optimizer.step()  # which the views show
+            optimizer.zero_grad()
+            assert torch.equal(views[0], model.first.weight.t())
+            found += [loss.detach(), *(view.detach().clone() for view in views)]
+        return [*found, *(p.detach().clone() for p in model.parameters())]
+
+    options = {"memory_budget": "16MiB", "codegen": "eager", "whole_graph": "never", "chunk_size": chunk_size}
+    expected, found = train(backend="aot_eager"), train(backend="chunkc", options=options)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
