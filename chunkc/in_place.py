@@ -85,4 +85,4 @@ def distribute_over_all(
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     at_home = {"home": options.get("home", "cpu"), "disk_holds": options.get("disk_holds", "auto")}
     distribute(model, mesh, **at_home, zero_stage=zero_stage, timeout_s=timeout_s)
-    dist.destroy_process_group(by_gloo)  # all ranks have met by other groups since they last used it
+    # `by_gloo` stays: PyTorch names groups by how many there are, and the next one would have a name that is taken.

@@ -84,21 +84,6 @@ def groups() -> Result:
     }
 
 
-def no_group_left() -> Result:
-    """Process groups that it makes, beside those of `chunkc.distribute`."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    counts = [_num_groups()]
-    chunkc.distribute(made(num_blocks=1), mesh)
-    counts.append(_num_groups())
-    chunkc.initialize_engine(made(num_blocks=1), 0, config(3))
-    counts.append(_num_groups())
-    return {"counts": counts}
-
-
-def _num_groups() -> int:
-    return len(dist.distributed_c10d._world.pg_map)
-
-
 def on_disks(folder: Path) -> Result:
     """Offloaded to nvme: states alone, then parameters, too; each rank in a directory of its own; and in RAM."""
     own_folder = folder / str(dist.get_rank())
@@ -125,7 +110,7 @@ def on_disks(folder: Path) -> Result:
     return found
 
 
-CASES = {case.__name__: case for case in (stages, groups, no_group_left, on_disks)}
+CASES = {case.__name__: case for case in (stages, groups, on_disks)}
 
 if __name__ == "__main__":
     rank_cases.CASES = CASES  # type: ignore[assignment]

@@ -40,8 +40,8 @@ def test_ranks_train_as_one_process_does(tmp_path: Path) -> None:
 
 @pytest.mark.second_tier
 def test_ranks_train_with_offload_to_disks(tmp_path: Path) -> None:
-    """To the bit as in RAM; and no process group is left of those by which ranks began."""
-    found = ranks(tmp_path, "on_disks", "no_group_left", script="engine_rank_cases.py")
+    """To the bit as in RAM."""
+    found = ranks(tmp_path, "on_disks", script="engine_rank_cases.py")
     for rank in found["on_disks"]:
         assert "error" not in rank, rank["traceback"]
         in_ram, states, everything = (rank[name] for name in ("RAM", "states", "everything"))
@@ -51,7 +51,3 @@ def test_ranks_train_with_offload_to_disks(tmp_path: Path) -> None:
         assert everything.pop("mapped")
         assert in_ram == states == everything
         assert rank["files"] == [], "files have no names"
-    for rank in found["no_group_left"]:
-        assert "error" not in rank, rank["traceback"]
-        before, distributed, with_engine = rank["counts"]
-        assert with_engine - distributed == distributed - before > 0

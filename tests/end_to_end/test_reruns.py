@@ -208,7 +208,7 @@ def only_mixes(monkeypatch: pytest.MonkeyPatch) -> list[Captured]:
     """Let plans seem quicker that both copy and drop values; collects all that were timed."""
     timed: list[Captured] = []
 
-    def step_s(seen: Captured, *_: object) -> float:
+    def step_s(seen: Captured, *_: object, **__: object) -> float:
         timed.append(seen)
         return 1.0 - (bool(seen.forward.copied) and bool(seen.forward.remade))
 
