@@ -203,8 +203,8 @@ class Layers(nn.Module):
         return self.block(x).float().square().mean()
 
 
-@pytest.mark.second_tier
-@pytest.mark.parametrize("whole_graph", ["auto", pytest.param("never", marks=pytest.mark.slow)])
+@pytest.mark.slow  # dropout in a region by Inductor is `test_loss_tiles`'s too, and any size `test_dynamic_inductor`'s
+@pytest.mark.parametrize("whole_graph", ["auto", "never"])
 def test_inductor_trains_a_block_with_dropout_in_a_region(whole_graph: str) -> None:
     model, call = compiled(HUGE, "inductor", Layers, options={"whole_graph": whole_graph})
     for batch in (4, 6):  # the second size is any size

@@ -51,8 +51,15 @@ def test_the_error_says_where_and_what() -> None:
 
 
 @pytest.mark.second_tier
-@pytest.mark.parametrize("place", [True, False], ids=["placed", "not placed"])
-@pytest.mark.parametrize("home", ["cpu", "disk"])
+@pytest.mark.parametrize(
+    ("home", "place"),
+    [
+        pytest.param("cpu", False, id="cpu-not placed"),
+        pytest.param("disk", True, id="disk-placed"),
+        pytest.param("cpu", True, id="cpu-placed", marks=pytest.mark.slow),
+        pytest.param("disk", False, id="disk-not placed", marks=pytest.mark.slow),
+    ],
+)
 def test_the_model_is_untouched_and_trains_on_with_a_larger_budget(home: str, place: bool) -> None:
     case = CASES["byte_gpt"]
     # Without place() chunks follow the order of use, so the minimum may be another one.

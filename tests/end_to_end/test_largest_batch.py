@@ -25,7 +25,7 @@ UNPLACED = ("breaks_in_loop",)
 trained so, with parameters on the compute tier until their graph is compiled, and so without the hard limit."""
 
 QUICK = ("frozen_mlp", "dropout", "convnet")
-QUICK_INDUCTOR = ("frozen_mlp",)
+QUICK_INDUCTOR: tuple[str, ...] = ()
 INDUCTOR = ("frozen_mlp", "short_gpt", "checkpointed_gpt", "lstm_cells", "convnet", "unet", "vit")
 
 BUDGET_PERCENT = 160

@@ -135,8 +135,14 @@ WRITES = (_scale_data, _scale_in_place, _load_state, _load_state_of_one_layer)
 
 
 @pytest.mark.second_tier
-@pytest.mark.parametrize("home", ["cpu", "disk"])
-@pytest.mark.parametrize("write", WRITES, ids=lambda w: w.__name__.strip("_"))
+@pytest.mark.parametrize(
+    ("write", "home"),
+    [
+        pytest.param(write, home, id=f"{write.__name__.strip('_')}-{home}", marks=[pytest.mark.slow] * ((at + on) % 2))
+        for at, write in enumerate(WRITES)
+        for on, home in enumerate(("cpu", "disk"))
+    ],
+)
 def test_a_write_between_steps_is_seen(write: Callable[[nn.Module], None], home: str) -> None:
     def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
         optimizer = sgd(model.parameters())

@@ -44,7 +44,7 @@ SEVERAL_GRAPHS = {"graph_breaks": 1.04, "breaks_in_loop": 1.04}
 
 BOUNDED = LOW_PRECISION | SEVERAL_GRAPHS | WITHOUT_AVX512
 
-QUICK = ("frozen_mlp", "short_gpt", "convnet")
+QUICK = ("short_gpt", "convnet")
 QUICK_SEGMENTS = ("frozen_mlp",)
 """The part of the ladder that the default run climbs; the rest is slow."""
 

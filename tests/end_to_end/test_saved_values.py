@@ -26,7 +26,7 @@ CONVNET_SHARE = 0.95 if torch.backends.cpu.get_cpu_capability() == "AVX512" else
 
 MODELS = [
     pytest.param("offload", "byte_gpt", "cpu", "eager", 0.75, marks=SECOND),
-    pytest.param("offload", "checkpointed_gpt", "cpu", "eager", 1.0, marks=SECOND),
+    pytest.param("offload", "checkpointed_gpt", "cpu", "eager", 1.0, marks=[SECOND, SLOW]),
     pytest.param("offload", "gpt2_dropout", "disk", "eager", 0.75, marks=SECOND),
     pytest.param("offload", "llama_tied", "cpu", "eager", 0.8, marks=[SECOND, SLOW]),
     pytest.param("offload", "convnet", "cpu", "eager", CONVNET_SHARE, marks=SECOND),

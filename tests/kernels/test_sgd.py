@@ -94,7 +94,7 @@ def triton_update(fmt: UpdateFormat, slots: SgdSlots, spans: list[Span], scalars
     elementwise_triton.update(fmt, slots, work, scalars, **options)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(4, second=6)
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_cpu_agrees(name: str) -> None:
     check_agrees(elementwise_cpu.chunk_update, name)

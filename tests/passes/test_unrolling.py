@@ -236,6 +236,10 @@ def test_other_sizes_and_casts(monkeypatch: pytest.MonkeyPatch) -> None:
         once, whole, num_alike = both_ways(monkeypatch, Deep("dropout"))
     assert num_alike
     assert once == whole
+
+
+@pytest.mark.slow  # `test_what_passes_make_of_few_layers_is_what_they_make_of_all` has no gradients either
+def test_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         once, whole, num_alike = both_ways(monkeypatch, Deep())
     assert num_alike
