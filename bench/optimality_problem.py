@@ -45,7 +45,7 @@ def problem_of(
         sum(group.nbytes(kind) for kind in group.update_kinds if kind not in (PARAM, GRAD)) for group in trained
     )
     last = {item.group: at for at, one in enumerate(positions) for item in one.items}
-    staying = replace(step, tiles=(), update=None, resident=everything(layout), at_home=frozenset())
+    staying = replace(step, runs=(), tiles=(), update=None, resident=everything(layout), at_home=frozenset())
     update_s = updates.nbytes(staying)[STAYING] / hardware.update_bytes_per_s
     rates = {link.name: link.bytes_per_s for link in hardware.links}
     return Problem(
