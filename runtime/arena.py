@@ -129,10 +129,6 @@ class Arena:
         for chunk in chunks:
             self._used_nbytes -= self._touched(chunk).region.nbytes
         _free([self._places.pop(chunk) for chunk in chunks])
-        self.free_twins(chunks)
-
-    def free_twins(self, chunks: Iterable[Chunk]) -> None:
-        """Give the second room of those chunks back that have any."""
         _free([self._twins.pop(chunk) for chunk in chunks if chunk in self._twins])
 
     def replace(self, chunk: Chunk, nbytes: int) -> None:

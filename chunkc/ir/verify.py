@@ -391,8 +391,9 @@ def verify_phase(
     for chunk, slot in checker.slots.items():
         if slot.copying or slot.dirty or not slot.ready:
             checker.fail("end", None, f"{chunk} is left dirty or under a copy")
-    for name in () if gradients is None else sorted({*checker.sunk, *gradients}):
-        if checker.sunk[name] != (1 if name in gradients else 0):  # type: ignore[operator]
+    wanted = checker.sunk if gradients is None else Counter(dict.fromkeys(gradients, 1))
+    for name in sorted({*checker.sunk, *wanted}):
+        if checker.sunk[name] != wanted[name]:
             checker.fail("write", None, f"the gradient of {name} is sunk {checker.sunk[name]} times")
     for wrong in () if updates is None else checker.updated.wrong(updates):
         checker.fail("write", None, wrong)

@@ -86,8 +86,6 @@ def make_ready(optimizer: ChunkedOptimizer, session: Session, index: int) -> Non
     entries = optimizer.in_backward.in_slots(session, index)
     await_readers(parameter for parameter, _, _ in entries)
     session.store.updates.wait(index)
-    if optimizer.overlap.undoable:
-        optimizer.doubts.resolve(wait=True)
     for parameter, _, _ in entries:
         optimizer.contents.follow(parameter, optimizer.states_of(parameter))
 

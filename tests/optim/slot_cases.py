@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from harness import array, compile_case, session_of
 from optim_models import results
@@ -73,3 +74,23 @@ def trained(overlap: str, *args: Any, num_steps: int = 4, **options: Any) -> tup
     made = Subject(overlap, *args, **options)
     losses = [made.step(batch) for batch in range(num_steps)]
     return [*losses, *made.state()], made
+
+
+def interrupt_a_backward(made: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the second batch: one of four updates has ended, and one is interrupted between its tiles."""
+    loss = made.compiled(**made.case.batch(1))
+    enqueue = type(made.store.tier).enqueue
+    ran: list[Any] = []
+
+    def interrupted(job: Any, *args: Any) -> None:
+        if len(args) == 2 and isinstance(args[0], dict):  # an update of a tile
+            ran.append(args[1])
+            if len(ran) == 2:
+                raise KeyboardInterrupt
+        enqueue(job, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(made.store.tier), "enqueue", staticmethod(interrupted))
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+    assert len(ran) == 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import differences
-from slot_cases import ADAMW, WITHOUT_GRADIENTS, Subject, trained
+from slot_cases import ADAMW, WITHOUT_GRADIENTS, Subject, interrupt_a_backward, trained
 
 import chunkc
 from chunkc.runtime.used_gradients import UsedGradient
@@ -185,22 +185,7 @@ def test_a_backward_that_fails_before_an_update_leaves_it_to_the_step(monkeypatc
     """Of four updates one has ended, and one was interrupted between its tiles: the step says so, once."""
     made = Subject("backward")
     made.step(0)
-    loss = made.compiled(**made.case.batch(1))
-    enqueue = type(made.store.tier).enqueue
-    ran: list[Any] = []
-
-    def interrupted(job: Any, *args: Any) -> None:
-        if len(args) == 2 and isinstance(args[0], dict):  # an update of a tile
-            ran.append(args[1])
-            if len(ran) == 2:
-                raise KeyboardInterrupt
-        enqueue(job, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(made.store.tier), "enqueue", staticmethod(interrupted))
-        with pytest.raises(KeyboardInterrupt):
-            loss.backward()
-    assert len(ran) == 2
+    interrupt_a_backward(made, monkeypatch)
     assert made.store.present == frozenset()
     with pytest.raises(chunkc.UnsupportedError, match=r"call optimizer.step\(\) after each backward"):
         made.compiled(**made.case.batch(2))

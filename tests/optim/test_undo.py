@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import array, differences
-from slot_cases import ADAMW, WITHOUT_GRADIENTS, Subject
+from slot_cases import ADAMW, WITHOUT_GRADIENTS, Subject, interrupt_a_backward
 
 import chunkc
 from chunkc.ir.chunks import GRAD
@@ -230,22 +230,7 @@ def test_an_interrupted_backward_is_undone(monkeypatch: pytest.MonkeyPatch) -> N
     made = Subject("backward", arguments=UNDOABLE)
     made.step(0)
     before = made.state()
-    loss = made.compiled(**made.case.batch(1))
-    enqueue = type(made.store.tier).enqueue
-    ran: list[Any] = []
-
-    def interrupted(job: Any, *args: Any) -> None:
-        if len(args) == 2 and isinstance(args[0], dict):  # an update of a tile
-            ran.append(args[1])
-            if len(ran) == 2:
-                raise KeyboardInterrupt
-        enqueue(job, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(made.store.tier), "enqueue", staticmethod(interrupted))
-        with pytest.raises(KeyboardInterrupt):
-            loss.backward()
-    assert len(ran) == 2
+    interrupt_a_backward(made, monkeypatch)
     assert not differences(made.state(), before)
     made.optimizer.zero_grad()
     made.step(1)
