@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -87,14 +88,15 @@ def test_control_c_between_graphs(when: str, home: str) -> None:
 
 
 def _interrupt_after(num_calls: int, submit: Callable) -> Callable:
-    """`WorkerStream.submit`, interrupted once at the given call."""
+    """`WorkerStream.submit`, interrupted once at the given call of the main thread: Python interrupts no other."""
     remaining = num_calls
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         nonlocal remaining
-        remaining -= 1
-        if remaining == 0:
-            raise KeyboardInterrupt
+        if threading.current_thread() is threading.main_thread():
+            remaining -= 1
+            if remaining == 0:
+                raise KeyboardInterrupt
         return submit(*args, **kwargs)
 
     return interrupted
