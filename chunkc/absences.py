@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TypeVar
 
 from chunkc.captured import Captured, profile
 from chunkc.host_room import HostFull, check_copies
-from chunkc.ir.chunks import GRAD, ChunkLayout
+from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import ALL_PRESENT, Absence
-from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.options import Activations
-from chunkc.passes.early_updates import updated_in, with_updates
-from chunkc.passes.pacing import TooSlow
-from chunkc.passes.phases import passes_s
 from chunkc.passes.planning import (
     SLACK_CHUNKS,
     choose_leaving,
@@ -29,6 +25,7 @@ from chunkc.passes.planning import (
     needed_nbytes,
 )
 from chunkc.passes.rerun_choice import leanest_cuts, up_to
+from chunkc.step_seconds import update_arithmetic_s
 
 
 def leanest_absence(captured: Captured, activations: Activations, layout: ChunkLayout) -> Absence:
@@ -58,72 +55,6 @@ def absences(captured: Captured, activations: Activations, layout: ChunkLayout) 
     if activations == "auto":
         return tuple(dict.fromkeys((ALL_PRESENT, least, _all_again(captured, layout))))
     return tuple(dict.fromkeys((ALL_PRESENT, least) if activations == "keep" else (least,)))
-
-
-def step_s(
-    seen: Captured,
-    layout: ChunkLayout,
-    resident: frozenset[int],
-    hardware: Hardware,
-    budget_nbytes: int,
-    updates: Mapping[int, int],
-    most_s: float = math.inf,
-    *,
-    undoable: Collection[int] = (),
-) -> float:
-    """Seconds that a step takes by the plan that its graph would get; where that is more than `most_s`, perhaps `inf`.
-
-    The optimizer's step is taken to fetch all that moves and is not updated before, at the rate of the links.
-
-    Args:
-        budget_nbytes: less what others hold.
-        updates, undoable: groups that the backward may update (see `with_updates`).
-
-    Raises:
-        BudgetError: there is none.
-    """
-    needs = profile(seen, layout)
-    if sum(position.cost_s for position in needs.passes) > most_s:
-        return math.inf
-    backward = needs.backward
-    if updates or layout.spent:
-        backward = with_updates(
-            backward,
-            layout,
-            updates,
-            undoable=undoable,
-            budget_nbytes=budget_nbytes,
-            held_nbytes=0,
-            resident=resident,
-            hardware=hardware,
-        )
-    update_s = _update_s(layout, layout.groups_of(seen.trained) - resident - updated_in(backward), hardware)
-    try:
-        seconds = passes_s(
-            [(FORWARD, needs.forward), (BACKWARD, backward)],
-            layout,
-            budget_nbytes=budget_nbytes,
-            resident=resident,
-            hardware=hardware,
-            boundary_nbytes=needs.boundary_nbytes,
-            saved=seen.absent,
-            most_s=most_s - update_s,
-        )
-    except TooSlow:
-        return math.inf
-    return seconds + update_s
-
-
-def _update_s(layout: ChunkLayout, groups: Collection[int], hardware: Hardware) -> float:
-    """Seconds that the busiest link needs to bring these groups to the compute tier, with gradients and states, and
-    home again."""
-    links: dict[str, float] = {}
-    for group in (layout.groups[index] for index in groups):
-        for kind in group.update_kinds:
-            inward, outward = layout.links_of(kind)
-            for link in (inward, *(() if kind == GRAD else (outward,))):
-                links[link] = links.get(link, 0.0) + hardware.copy_s(link, group.nbytes(kind))
-    return max(links.values(), default=0.0)
 
 
 # --- some values copied, some made again, and groups that stay in the room that this leaves ---
@@ -172,6 +103,14 @@ class Mixes:
         fewest = self._most_beside(lambda resident: needed_nbytes(kept, self._layout, resident) + slack)
         return min(fewest, most), most
 
+    @cached_property
+    def enough_s(self) -> float:
+        """A step that takes no longer is good enough: that of its arithmetic, where nothing runs twice, and `MORE` of
+        it."""
+        captured, layout = self._captured, self._layout
+        calls_s = sum(position.cost_s for position in profile(captured, layout).passes)
+        return MORE * (calls_s + update_arithmetic_s(layout, layout.groups_of(captured.trained), self._hardware))
+
     def _most_beside(self, needed: Callable[[frozenset[int]], int]) -> int:
         """How many groups may stay where the graph needs that beside them."""
 
@@ -182,13 +121,35 @@ class Mixes:
         return max(0, bisect_right(range(len(self._allowed) + 1), 0, key=missing) - 1)
 
     def at(self, staying: int, rerun: int) -> Absence:
-        """What is absent where so many groups stay, evenly spread, and so many stretches run again, if all have to."""
+        """What is absent where so many groups stay, evenly spread, and so many stretches run again, if all have to.
+
+        Where all do and the host has no room for the copies that are left to make, more stretches run again.
+        """
         resident = frozenset(self._allowed[:staying])
         away = self._copied(self._captured, resident)
         if not rerun:
             return Absence(away)
-        again = self._spread(rerun, 1 + max(map(self._stretch, away), default=-1))
+        end = 1 + max(map(self._stretch, away), default=-1)
+        found = self._running_again(rerun, end, resident)
+        if rerun < self.stretches or self._has_room(found, resident):
+            return found
+        ends = range(end, self.stretches)
+
+        def has_room(end: int) -> bool:
+            return self._has_room(self._running_again(rerun, end, resident), resident)
+
+        return self._running_again(rerun, end + bisect_left(ends, True, key=has_room), resident)
+
+    def _running_again(self, rerun: int, end: int, resident: frozenset[int]) -> Absence:
+        """What is absent where stretches before `end` run again."""
+        again = self._spread(rerun, end)
         return Absence(self._copied(self._captured.without(Absence(rerun=again)), resident), again)
+
+    def _has_room(self, absent: Absence, resident: frozenset[int]) -> bool:
+        with suppress(HostFull):
+            self.check_host(absent, resident)
+            return True
+        return False
 
     def is_best(self, absent: Absence, resident: frozenset[int]) -> bool:
         """Whether nothing can be quicker: all that may stay does."""
@@ -298,6 +259,8 @@ def first_or_quickest(
     if mixes is None or not any(ways) or mixes.is_best(absent, resident(first)):
         return first
     best = quickest(mixes, timed)
+    if best is not None and best[0] <= mixes.enough_s:
+        return best[1]
     found = [timed(way, math.inf if best is None else best[0] * BARELY_MORE) for way in ways]
     return min((one for one in (*found, best) if one is not None), key=lambda one: one[0])[1]
 
@@ -307,6 +270,9 @@ COARSE, FINE = 2, 16
 step is less than one of them."""
 
 
+MORE = 1.001
+"""A step that takes so many times the seconds of its arithmetic is as good as any: a search ends there."""
+
 BARELY_MORE = 1 + 1e-9
 """So much slower than the quickest so far is slower for sure, however sums were rounded: nobody asks how much."""
 
@@ -314,7 +280,8 @@ BARELY_MORE = 1 + 1e-9
 def quickest(mixes: Mixes, timed: Callable[[Absence, float], tuple[float, Found] | None]) -> tuple[float, Found] | None:
     """The way of least seconds that a search finds, with what `timed` says of it; None: none fits.
 
-    From a few ways all over, steps are taken to whichever neighbour is quicker, each time none is with half the step.
+    From a few ways all over, steps are taken to whichever neighbour is quicker, each time none is with half the step:
+    first among those where nothing runs again, then among all. One that is good enough ends the search.
 
     Args:
         timed: seconds of a way, with what comes of it; None: it does not fit. Where they are more than the number
@@ -335,19 +302,31 @@ def quickest(mixes: Mixes, timed: Callable[[Absence, float], tuple[float, Found]
         return this_s
 
     (fewest, most), stretches = mixes.groups, mixes.stretches
-    at = min(_grid(fewest, most, stretches), key=seconds)
-    parts = 2 * COARSE
-    while parts <= FINE:
-        m, k = max(1, (most - fewest) // parts), max(1, stretches // parts)
-        around = [(at[0] + m, at[1]), (at[0] - m, at[1]), (at[0], at[1] + k), (at[0], at[1] - k)]
-        near = min([at, *(p for p in around if fewest <= p[0] <= most and 0 <= p[1] <= stretches)], key=seconds)
-        at, parts = near, parts if near != at else 2 * parts
-    return found[places[at]]
+
+    def downhill(at: tuple[int, int], directions: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        parts = 2 * COARSE
+        while parts <= FINE and seconds(at) > mixes.enough_s:
+            m, k = max(1, (most - fewest) // parts), max(1, stretches // parts)
+            around = [(at[0] + m * more, at[1] + k * again) for more, again in directions]
+            near = min([at, *(p for p in around if fewest <= p[0] <= most and 0 <= p[1] <= stretches)], key=seconds)
+            at, parts = near, parts if near != at else 2 * parts
+        return at
+
+    grid = _grid(fewest, most, stretches)
+    row = [place for place in grid if not place[1]]
+    enough = (place for place in row if seconds(place) <= mixes.enough_s)
+    once = downhill(next(enough, None) or min(row, key=seconds), [(1, 0), (-1, 0)])
+    if seconds(once) <= mixes.enough_s:
+        return found[places[once]]
+    best = downhill(min(once, *grid, key=seconds), [(1, 0), (-1, 0), (0, 1), (0, -1)])
+    return found[places[best]]
 
 
 def _grid(fewest: int, most: int, stretches: int) -> Sequence[tuple[int, int]]:
+    """Places all over; first those beside which most stay: the fewer groups move the better."""
     parts = range(COARSE + 1)
-    return sorted({(fewest + m * (most - fewest) // COARSE, k * stretches // COARSE) for m in parts for k in parts})
+    places = {(fewest + m * (most - fewest) // COARSE, k * stretches // COARSE) for m in parts for k in parts}
+    return sorted(places, key=lambda place: (place[1], -place[0]))
 
 
 def _all_copied(captured: Captured, rerun: frozenset[str] = frozenset()) -> Absence:

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import overload
 
-from chunkc.absences import Mixes, absences, first_or_quickest, first_that_fits, leanest_form, step_s
+from chunkc.absences import Mixes, absences, first_or_quickest, first_that_fits, leanest_form
 from chunkc.captured import Captured, profile
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError
@@ -52,6 +52,7 @@ from chunkc.situation import (
     UpdateDue,
     UpdateRequest,
 )
+from chunkc.step_seconds import step_s
 
 HELD_GRANULES = 256
 """Plans are made for what others hold rounded up to this part of the budget, where that fits: a program that keeps a

@@ -26,7 +26,7 @@ def test_giving_up_slow_ways_changes_nothing_but_the_work(seed: int) -> None:
     rng = random.Random(seed)
     ways = {(m, k): Absence(frozenset({str((m, k))})) for m in range(3, 20) for k in range(17)}
     known = {absent: rng.choice([None, *map(float, range(1, 9))]) for absent in ways.values()}
-    mixes: Any = SimpleNamespace(groups=(3, 19), stretches=16, at=lambda *place: ways[place])
+    mixes: Any = SimpleNamespace(groups=(3, 19), stretches=16, at=lambda *place: ways[place], enough_s=-math.inf)
     tried: list[list[Absence]] = [[], []]
     num_given_up = 0
 
@@ -47,6 +47,23 @@ def test_giving_up_slow_ways_changes_nothing_but_the_work(seed: int) -> None:
     assert quickest(mixes, impatient) == quickest(mixes, patient)
     assert tried[0] == tried[1]
     assert num_given_up
+
+
+@pytest.mark.parametrize(("enough_s", "num_tried"), [(7.0, 1), (6.0, 2), (4.0, 7)])
+def test_a_way_that_is_good_enough_ends_the_search(enough_s: float, num_tried: int) -> None:
+    """The more groups stay beside which nothing runs again, up to 13, the quicker; what runs again is never quick."""
+    at = lambda m, k: Absence(frozenset({str(m)}), frozenset({str(k)} if k else ()))  # noqa: E731
+    mixes: Any = SimpleNamespace(groups=(3, 19), stretches=16, at=at, enough_s=enough_s)
+    tried: list[Absence] = []
+
+    def timed(absent: Absence, most_s: float) -> tuple[float, Absence]:
+        tried.append(absent)
+        return (9.0 if absent.rerun else 4 + abs(13 - int(*absent.home)) / 2), absent
+
+    found = quickest(mixes, timed)
+    assert found is not None
+    assert found[0] <= enough_s
+    assert len(tried) == num_tried
 
 
 @pytest.mark.parametrize("staying", range(NUM_LAYERS + 1))

@@ -85,6 +85,16 @@ def test_what_the_host_has_no_room_for_is_made_again() -> None:
         assert found.host_fits or not found.saved_at_home
 
 
+def test_where_the_host_has_no_room_no_more_is_made_again_than_the_budget_asks_for() -> None:
+    everything = explained(GPU, 1 << 30, activations="rerun")
+    budget_nbytes = (everything.minimum_budget_nbytes + explained(GPU, 1 << 30).predicted_peak_nbytes) // 2
+    found = explained(replace(GPU, host_memory_nbytes=1), budget_nbytes)
+    assert found.fits
+    assert found.saved_again
+    assert not found.saved_at_home
+    assert len(found.saved_again) < len(everything.saved_again)
+
+
 def test_where_nothing_else_fits_the_error_says_so() -> None:
     budget_nbytes = tight_budget(0.5)
     found = explained(replace(CPU, host_memory_nbytes=budget_nbytes), budget_nbytes, 0.5)

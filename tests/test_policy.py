@@ -278,7 +278,7 @@ COUNTING = {"held_beside_forward", "saved_nbytes"}
 HOMES = [
     (DECIDING, {"policy", "known_needs"}),  # `known_needs` says what an error names, and decides nothing
     ({"begins_cold"}, {"situation"}),
-    (PLANNING, {"plans", "absences"}),  # `absences` times plans for `policy`, and hands out none
+    (PLANNING, {"plans", "step_seconds"}),  # `step_seconds` times plans for `policy`, and hands out none
     (COUNTING, {"live_values", "captured", "known_needs"}),
 ]
 """Who may use which functions, above the rooms where they are defined."""
