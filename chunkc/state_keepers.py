@@ -19,6 +19,10 @@ class StateKeepers:
         """Whether chunks have room for this optimizer's states of these parameters, and not for another's."""
         return all(name in self._keepers and self._keepers[name]() is optimizer for name in names)
 
+    def has_none(self, names: Iterable[str]) -> bool:
+        """Whether chunks have nobody's states of these parameters."""
+        return not any(name in self._keepers for name in names)
+
     def keep(self, optimizer: object, group: int, names: Collection[str]) -> None:
         """From now on the states of these parameters of a group, at home, are those of this optimizer.
 

@@ -22,6 +22,7 @@ from chunkc.optim.group_spans import Task
 from chunkc.optim.overlap_mode import OverlapMode
 from chunkc.optim.step import group_spans, job_of
 from chunkc.optim.undo import AssumedScale, NotCounted, count
+from chunkc.optim.update_on import at_home
 from chunkc.optim.updates_under_way import UpdatesUnderWay, label_of
 from chunkc.readers import await_readers
 from chunkc.runtime.parts import part_of
@@ -124,6 +125,18 @@ class BackwardUpdates:
         self._sessions.add(session)
         self._under_way.watch(session)
         session.early.join(self._starter)
+
+    def look_up(self, optimizer: Any, session: Session) -> None:
+        """Before the first step: what is declared to be this optimizer's may be updated in slots in the first backward.
+
+        Not what can be undone: it has twins only once it has states.
+        """
+        if session in self._known or self._overlap.undoable:
+            return
+        layout = session.store.layout
+        groups = [g for g in layout.groups if g.trainable and g.index not in session.store.resident | layout.cut]
+        home = at_home(session, groups, self._overlap.update_on, optimizer.rule.num_stages)
+        self.prepare(optimizer, session, frozenset(g.index for g in groups if g.index not in home), frozenset())
 
     def in_slots(self, session: Session, index: int) -> Sequence[Entry]:
         """The parameters of a group whose update may be made in slots, in the backward that is next; else nothing."""

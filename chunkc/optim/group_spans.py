@@ -102,12 +102,36 @@ def spans_of(session: Session, index: int, tasks: Sequence[Task], *, merged: boo
 
     Counts their steps. States that are missing are made: home views of zeros, and of the parameter for a master.
     """
-    store = session.store
-    chunk_group = store.layout.groups[index]
-    kinds = chunk_group.state_kinds
-    quantised = any(map(is_scale, kinds))
-    zeros = {kind for kind in kinds if store.arena.is_zero(Chunk(kind, index))}
+    chunk_group = session.store.layout.groups[index]
+    quantised = any(map(is_scale, chunk_group.state_kinds))
+    make_states(session, index, tasks)
     hypers: dict[str, Any] = {}
+    for task in tasks:
+        state = task.optimizer.states_of(task.parameter)
+        task.optimizer.begin_update_of(task.parameter, state)
+        hypers[task.name] = task.optimizer.next_hyper(task.parameter, partial(task.optimizer.hyper_at, task.group))
+    spans: list[tuple[int, int, Any]] = []
+    follows = False
+    for tensor_slice in chunk_group.slices:
+        hyper = hypers.get(tensor_slice.spec.name)
+        if hyper is None:
+            follows = False
+            continue
+        # Between tensors may be bytes that nobody wrote: they may not get into the scale of a tensor's last block.
+        touches = not quantised or (follows and spans[-1][1] == tensor_slice.offset)
+        if merged and follows and touches and spans[-1][2] == hyper:
+            spans[-1] = (spans[-1][0], tensor_slice.end, hyper)
+        else:
+            spans.append((tensor_slice.offset, tensor_slice.end, hyper))
+        follows = True
+    return spans
+
+
+def make_states(session: Session, index: int, tasks: Sequence[Task]) -> None:
+    """Make the states that these parameters of a group lack: home views of zeros, and of the parameter for a master."""
+    store = session.store
+    kinds = store.layout.groups[index].state_kinds
+    zeros = {kind for kind in kinds if store.arena.is_zero(Chunk(kind, index))}
     for task in tasks:
         state = task.optimizer.states_of(task.parameter)
         needed = task.optimizer.dtypes_of(task.parameter, task.group)
@@ -127,23 +151,6 @@ def spans_of(session: Session, index: int, tasks: Sequence[Task], *, merged: boo
             state[kind] = view
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-        task.optimizer.begin_update_of(task.parameter, state)
-        hypers[task.name] = task.optimizer.next_hyper(task.parameter, partial(task.optimizer.hyper_at, task.group))
-    spans: list[tuple[int, int, Any]] = []
-    follows = False
-    for tensor_slice in chunk_group.slices:
-        hyper = hypers.get(tensor_slice.spec.name)
-        if hyper is None:
-            follows = False
-            continue
-        # Between tensors may be bytes that nobody wrote: they may not get into the scale of a tensor's last block.
-        touches = not quantised or (follows and spans[-1][1] == tensor_slice.offset)
-        if merged and follows and touches and spans[-1][2] == hyper:
-            spans[-1] = (spans[-1][0], tensor_slice.end, hyper)
-        else:
-            spans.append((tensor_slice.offset, tensor_slice.end, hyper))
-        follows = True
-    return spans
 
 
 def flat_home(session: Session, index: int) -> dict[str, torch.Tensor]:

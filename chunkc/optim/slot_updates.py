@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from chunkc.ir.chunks import GRAD, PARAM
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.plan import Tile
 from chunkc.kernels.formats import NO_SCALE
-from chunkc.optim.backward_updates import Begun, can_be_undone, has_states, interrupted, noted_of
-from chunkc.optim.group_spans import Task
+from chunkc.optim.backward_updates import Begun, Entry, can_be_undone, has_states, interrupted, noted_of
+from chunkc.optim.group_spans import Task, make_states
 from chunkc.optim.rule import GroupWork, TileUpdate
 from chunkc.optim.step import group_spans
 from chunkc.optim.undo import NotCounted
@@ -58,8 +60,9 @@ class SlotUpdate:
 
 
 def is_ready(optimizer: ChunkedOptimizer, session: Session, index: int) -> bool:
-    """Whether the next backward may update a group: all of it is this optimizer's, with states that are at home, and
-    the hyper-parameters make sense."""
+    """Whether the next backward may update a group: all of it is this optimizer's, with states that are at home or
+    have yet to be made, and the hyper-parameters make sense."""
+    optimizer.in_backward.look_up(optimizer, session)
     entries = optimizer.in_backward.in_slots(session, index)
     store = session.store
     if not entries:
@@ -67,7 +70,7 @@ def is_ready(optimizer: ChunkedOptimizer, session: Session, index: int) -> bool:
     names = {name for _, name, _ in entries}
     if names != {s.spec.name for s in store.layout.groups[index].slices}:
         return False
-    if not session.keepers.has(optimizer, names) or not all(parameter.requires_grad for parameter, _, _ in entries):
+    if not all(parameter.requires_grad for parameter, _, _ in entries):
         return False
     if not set(optimizer.rule.states(optimizer.param_groups).kinds) <= set(optimizer.states.kinds):
         return False
@@ -78,14 +81,29 @@ def is_ready(optimizer: ChunkedOptimizer, session: Session, index: int) -> bool:
         return False  # the step says so
     if optimizer.overlap.undoable:
         return can_be_undone(optimizer, session, index, entries)
+    if not session.keepers.has(optimizer, names):
+        return session.keepers.has_none(names) and all(_lacks_states(optimizer, session, entry) for entry in entries)
     return all(has_states(optimizer, session, entry) for entry in entries)
 
 
+def _lacks_states(optimizer: ChunkedOptimizer, session: Session, entry: Entry) -> bool:
+    """Whether a parameter has no states yet, and chunks have room for all that it needs."""
+    parameter, name, group = entry
+    kinds = session.store.layout.groups[session.store.group_index(name)].state_kinds
+    return not optimizer.kept_states_of(parameter) and set(optimizer.dtypes_of(parameter, group)) <= set(kinds)
+
+
 def make_ready(optimizer: ChunkedOptimizer, session: Session, index: int) -> None:
-    """Before a backward fetches anything: who reads parameters has ended, and masters are of what those contain."""
+    """Before a backward fetches anything: who reads parameters has ended, states are there, and masters are of what
+    parameters contain."""
     entries = optimizer.in_backward.in_slots(session, index)
     await_readers(parameter for parameter, _, _ in entries)
     session.store.updates.wait(index)
+    if not session.keepers.has(optimizer, names := [name for _, name, _ in entries]):
+        session.store.reserve_states(index)
+        session.keepers.keep(optimizer, index, names)
+        with torch.no_grad():
+            make_states(session, index, [Task(optimizer, *entry) for entry in entries])
     for parameter, _, _ in entries:
         optimizer.contents.follow(parameter, optimizer.states_of(parameter))
 
