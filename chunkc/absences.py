@@ -72,7 +72,7 @@ class Mixes:
         allowed: groups that may stay.
         held_nbytes: of the budget, by others.
         hardware: its host's memory has the copies.
-        with_twins: and twins of what moves.
+        used_up, with_twins: see `check_copies`.
     """
 
     def __init__(
@@ -84,11 +84,13 @@ class Mixes:
         held_nbytes: int,
         hardware: Hardware,
         *,
+        used_up: Collection[int] = (),
         with_twins: bool = False,
     ) -> None:
         self._captured, self._layout, self._budget_nbytes = captured, layout, budget_nbytes - held_nbytes
         self._allowed, self._cuts = evenly_spread(allowed), _cuts(captured, layout)
-        self._hardware, self._whole_budget_nbytes, self._with_twins = hardware, budget_nbytes, with_twins
+        self._hardware, self._whole_budget_nbytes = hardware, budget_nbytes
+        self._used_up, self._with_twins = used_up, with_twins
         self._known_nbytes: dict[frozenset[int], int] = {}
         self.stretches = len(self._cuts) + 1 if self._cuts else 0
         """The most that run again."""
@@ -157,8 +159,8 @@ class Mixes:
 
     def check_host(self, absent: Absence, resident: frozenset[int]) -> None:
         """Whether the host has room for the copies. Raises `HostFull` where it has not."""
-        seen, budget_nbytes = self._captured.without(absent), self._whole_budget_nbytes
-        check_copies(seen, self._layout, resident, self._hardware, budget_nbytes, with_twins=self._with_twins)
+        seen, sizes = self._captured.without(absent), (self._hardware, self._whole_budget_nbytes)
+        check_copies(seen, self._layout, resident, *sizes, used_up=self._used_up, with_twins=self._with_twins)
 
     def _copied(self, lean: Captured, resident: frozenset[int]) -> frozenset[str]:
         """What goes home of a graph that drops some values."""

@@ -366,7 +366,11 @@ class CompiledGraph:
         measurement = Measurement()
         session.store.tier.lap_peak_nbytes()
         plan = planned.plan.beginning_with(session.staying_gradients()).beside_less(gone_nbytes)
-        tiles = next(part.tiles for part in planned.plan.phases if part.phase == phase)
+        part = next(part for part in planned.plan.phases if part.phase == phase)
+        tiles = part.tiles
+        if phase == BACKWARD:
+            used_up = part.uses_up - planned.request.around.undoable
+            session.store.reserve_gradients(session.store.layout.groups_of(n for _, _, n in self._sunk()) - used_up)
         update = session.early.updating(session, tiles.values()) if tiles else None
         run = Run(session.store, measurement, update, partial(session.early.settled, session), saved)
         outputs = planned.phases[phase].executable(arguments, run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from chunkc.captured import Captured
 from chunkc.ir.chunks import GRAD, PARAM, ChunkLayout
@@ -27,14 +27,21 @@ class HostFull(Exception):
 
 
 def home_nbytes(
-    layout: ChunkLayout, resident: frozenset[int], counts: Callable[[str], bool] = lambda kind: True
+    layout: ChunkLayout,
+    resident: frozenset[int],
+    used_up: Collection[int] = (),
+    counts: Callable[[str], bool] = lambda kind: True,
 ) -> int:
-    """Bytes at home of every group that moves, of those kinds of data that count."""
+    """Bytes at home of every group that moves, of those kinds of data that count.
+
+    Args:
+        used_up: groups whose gradients are never there.
+    """
     return sum(
         group.nbytes(kind)
         for group in layout.groups
         for kind in (group.update_kinds if group.trainable else group.update_kinds[:1])
-        if group.index not in resident and counts(kind)
+        if group.index not in resident and counts(kind) and not (kind == GRAD and group.index in used_up)
     )
 
 
@@ -43,7 +50,7 @@ def twins_nbytes(
 ) -> int:
     """Bytes of the twins (see `chunkc.runtime.twins`) of every group that moves and is trained."""
     trained = resident.union(group.index for group in layout.groups if not group.trainable)
-    return home_nbytes(layout, trained, lambda kind: kind != GRAD and counts(kind))
+    return home_nbytes(layout, trained, counts=lambda kind: kind != GRAD and counts(kind))
 
 
 def check_copies(
@@ -53,6 +60,7 @@ def check_copies(
     hardware: Hardware,
     budget_nbytes: int,
     *,
+    used_up: Collection[int] = (),
     with_twins: bool = False,
 ) -> None:
     """Whether the host's memory, if it is known, has room for copies of what a graph has at home between its phases.
@@ -60,6 +68,7 @@ def check_copies(
     What is at home in RAM counts, and on a CPU the budget. Other graphs' copies and other programs do not.
 
     Args:
+        used_up: groups whose gradients never go home.
         with_twins: groups that move have them.
 
     Raises:
@@ -68,7 +77,7 @@ def check_copies(
     if not seen.absent or hardware.host_memory_nbytes is None or layout.is_on_disk(PARAM):
         return
     copied_nbytes = sum(one.nbytes for one in seen.absent)
-    in_ram_nbytes = home_nbytes(layout, resident, lambda kind: not layout.is_on_disk(kind))
+    in_ram_nbytes = home_nbytes(layout, resident, used_up, lambda kind: not layout.is_on_disk(kind))
     if with_twins:
         in_ram_nbytes += twins_nbytes(layout, resident, lambda kind: not layout.is_on_disk(kind))
     own_nbytes = budget_nbytes if hardware.kind == "cpu" else 0

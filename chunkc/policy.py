@@ -173,7 +173,8 @@ def _chosen(
     layout, hardware, mixes = replace(now.layout, spent=around.spent), now.hardware, None
     if now.activations == "auto" and hardware is not None:
         sizes, with_twins = (now.budget_nbytes, held_nbytes), bool(around.undoable)
-        mixes = Mixes(captured, layout, allowed, *sizes, hardware, with_twins=with_twins)
+        used_up = frozenset(group for group, _ in around.updates) - around.undoable - layout.cut
+        mixes = Mixes(captured, layout, allowed, *sizes, hardware, used_up=used_up, with_twins=with_twins)
 
     def seconds(one: StepDecision, most_s: float) -> float:
         assert hardware is not None

@@ -44,18 +44,20 @@ class Arena:
     launches_only: bool = False
     _places: dict[Chunk, _Place] = field(default_factory=dict)
     _twins: dict[Chunk, _Place] = field(default_factory=dict)
+    _promised: dict[Chunk, int] = field(default_factory=dict)
     _untouched: set[Chunk] = field(default_factory=set)
     _used_nbytes: int = 0
 
     def __contains__(self, chunk: object) -> bool:
-        return chunk in self._places
+        return chunk in self._places or chunk in self._promised
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        return tuple(self._places)
+        return (*self._places, *self._promised)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all room that there is."""
         return sum(place.region.nbytes for place in (*self._places.values(), *self._twins.values()))
 
     @property
@@ -72,6 +74,25 @@ class Arena:
         places = self._allocated(wanted)
         self._places.update(places)
         self._untouched.update(places)
+        for chunk in places:
+            self._promised.pop(chunk, None)
+
+    def promise(self, wanted: Mapping[Chunk, int]) -> None:
+        """Room, all zeros, for chunks of the given bytes, once somebody reads or writes them. Takes none until then."""
+        self._promised.update(wanted)
+
+    def is_promised(self, chunk: Chunk) -> bool:
+        """Whether a chunk has no room yet."""
+        return chunk in self._promised
+
+    def keep_promises(self, chunks: Iterable[Chunk]) -> None:
+        """Room now for those of the chunks that have none yet.
+
+        Raises:
+            HomeError: as `reserve`.
+        """
+        if wanted := {chunk: self._promised[chunk] for chunk in chunks if chunk in self._promised}:
+            self.reserve(wanted)
 
     def reserve_twins(self, wanted: Mapping[Chunk, int]) -> None:
         """Second room for chunks, for all of them or for none: what is written there is at home once they `swap`.
@@ -108,13 +129,15 @@ class Arena:
 
     def is_zero(self, chunk: Chunk) -> bool:
         """Whether a chunk is all zeros still, since nobody has been given a way to write it."""
-        return chunk in self._untouched
+        return chunk in self._untouched or chunk in self._promised
 
     def forget(self, chunk: Chunk) -> None:
         """Let go of a chunk's bytes, of which nobody has views: it is all zeros then, and takes no memory in RAM.
 
         A home that cannot do that leaves them as they are.
         """
+        if chunk in self._promised:
+            return
         place = self._places[chunk]
         if chunk not in self._untouched and place.home.forget(place.region):
             self._untouched.add(chunk)
@@ -125,9 +148,10 @@ class Arena:
 
     def free(self, chunks: Iterable[Chunk]) -> None:
         """Give room back, as soon as nobody has views of it."""
-        chunks = list(chunks)
+        chunks = [chunk for chunk in chunks if self._promised.pop(chunk, None) is None]
         for chunk in chunks:
-            self._used_nbytes -= self._touched(chunk).region.nbytes
+            place = self._touched(chunk)
+            self._used_nbytes -= place.region.nbytes
         _free([self._places.pop(chunk) for chunk in chunks])
         _free([self._twins.pop(chunk) for chunk in chunks if chunk in self._twins])
 
@@ -155,7 +179,7 @@ class Arena:
 
     def address(self, chunk: Chunk) -> int:
         """Where a chunk's home views begin: the address of its first byte."""
-        place = self._places[chunk]
+        place = self._place(chunk)
         return place.home.address(place.region)
 
     def host_view(self, chunk: Chunk, dtype: torch.dtype, numel: int, *, twin: bool = False) -> torch.Tensor:
@@ -168,18 +192,18 @@ class Arena:
 
     def reader(self, chunk: Chunk, offset_nbytes: int, buffer: torch.Tensor) -> Callable[[], None]:
         """A job that fills `buffer` with a chunk's bytes from `offset_nbytes`."""
-        place = self._places[chunk]
+        place = self._place(chunk)
         job = Launch if place.home.only_launches(place.region) else partial
         return job(place.home.read, place.region, offset_nbytes, buffer)
 
     def only_launches(self, chunk: Chunk) -> bool:
         """Whether copies from and to a chunk have only to be launched (see `Launch`)."""
-        place = self._places[chunk]
+        place = self._place(chunk)
         return place.home.only_launches(place.region)
 
     def caster(self, chunk: Chunk, dtype: torch.dtype, buffer: torch.Tensor) -> Callable[[], None]:
         """A job that fills `buffer` with a chunk's elements, which are of `dtype`, cast to its own."""
-        place = self._places[chunk]
+        place = self._place(chunk)
         return partial(place.home.read_cast, place.region, dtype, buffer)
 
     def writer(
@@ -192,11 +216,16 @@ class Arena:
 
     def _touched(self, chunk: Chunk) -> _Place:
         """Where a chunk is, for somebody who may write it."""
-        place = self._places[chunk]
+        place = self._place(chunk)
         if chunk in self._untouched:
             self._untouched.discard(chunk)
             self._used_nbytes += place.region.nbytes
         return place
+
+    def _place(self, chunk: Chunk) -> _Place:
+        """Where a chunk is, which has room from now on."""
+        self.keep_promises((chunk,))
+        return self._places[chunk]
 
 
 def _free(places: Iterable[_Place]) -> None:

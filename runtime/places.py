@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from chunkc.ir.chunks import CASTS, PARAM, Chunk, ChunkGroup, ChunkLayout, TensorSlice
+from chunkc.ir.chunks import CASTS, GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout, TensorSlice
 from chunkc.ir.errors import ChunkStateError, UnsupportedError
 from chunkc.ir.states import is_scale, num_entries
 from chunkc.runtime.arena import Launch
@@ -179,6 +179,14 @@ class ChunkPlaces(ChunkSlots):
         groups = [g for g in self.layout.groups if g.trainable and g.index not in self.resident]
         wanted = {Chunk(kind, g.index): g.nbytes(kind) for g in groups for kind in g.update_kinds}
         self.arena.reserve({chunk: nbytes for chunk, nbytes in wanted.items() if chunk not in self.arena})
+
+    def reserve_gradients(self, groups: Iterable[int]) -> None:
+        """Room at home for gradients of these groups, of those that move, which no update will use up.
+
+        Raises:
+            HomeError: the home tier has no room.
+        """
+        self.arena.keep_promises(Chunk(GRAD, group) for group in groups)
 
     @torch.no_grad()
     def adopt(self, group: int, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:

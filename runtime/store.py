@@ -7,7 +7,7 @@ During a call the executor moves chunks (see `runtime.slots`); computation reads
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -49,8 +49,10 @@ class ChunkStore(ChunkPlaces):
 
     # --- parameters and their homes ---
 
-    def reserve(self, layout: ChunkLayout, resident: frozenset[int]) -> None:
+    def reserve(self, layout: ChunkLayout, resident: frozenset[int], having: Collection[str] = ()) -> None:
         """Take over a layout, once room at home is reserved for all that moves there. Moves nothing.
+
+        Gradients have room there from when the first one gets home, or from now on beside parameters `having` any.
 
         `layout` extends the present one; a group may have become trainable. Until it is bound, a parameter is what it
         was, and where it was.
@@ -62,13 +64,11 @@ class ChunkStore(ChunkPlaces):
         self.updates.finish()
         to_home, _ = self._leaving(layout, resident)
         unfrozen = [new for old, new in zip(self.layout.groups, layout.groups) if new.trainable and not old.trainable]
-        wanted = {
-            Chunk(kind, group.index): group.nbytes(kind)
-            for group in to_home
-            for kind in ((PARAM, GRAD) if group.trainable else (PARAM,))
-        }
-        wanted |= {Chunk(GRAD, g.index): g.nbytes(GRAD) for g in unfrozen if g.index not in resident}
-        self.arena.reserve(wanted)
+        trained = [group for group in (*to_home, *unfrozen) if group.trainable and group.index not in resident]
+        gradients = {Chunk(GRAD, group.index): group.nbytes(GRAD) for group in trained}
+        now = {chunk: gradients[chunk] for chunk in gradients if chunk.group in layout.groups_of(having)}
+        self.arena.reserve({Chunk(PARAM, group.index): group.nbytes(PARAM) for group in to_home} | now)
+        self.arena.promise({chunk: nbytes for chunk, nbytes in gradients.items() if chunk not in now})
         self._take_over(layout)
         self.resident = resident
 
@@ -101,7 +101,9 @@ class ChunkStore(ChunkPlaces):
             HomeError, StreamError: as `reserve`. No parameter was moved.
         """
         to_home, to_tier = self._leaving(layout, resident)
-        self.reserve(layout, resident)
+        leaving = {s.spec.name for group in to_home for s in group.slices}
+        known = self.readable() | dict(parameters) if leaving else {}
+        self.reserve(layout, resident, [n for n, p in known.items() if n in leaving and gradient_of(p) is not None])
         former = dict(self._parameters)
         self._parameters.update({name: weakref.ref(p) for name, p in parameters.items()})
         from_home = {name: p for group in to_tier for name, p in self._parameters_of(group.index).items()}
@@ -191,7 +193,11 @@ class ChunkStore(ChunkPlaces):
         return kind != GRAD or self.collect_gradients(group)
 
     def _gradients_leave(self, chunk: Chunk, buffer: torch.Tensor) -> None:
-        parameters = self._parameters_of(chunk.group) if self.sums.askers else {}
+        parameters = self._parameters_of(chunk.group)
+        for name, parameter in parameters.items():
+            if isinstance(parameter.grad, UsedGradient):  # it was to be used up, and is not
+                self._hand_out(name, parameter)
+        parameters = parameters if self.sums.askers else {}
         gradients = {name: p.grad for name, p in parameters.items()}
         own = {n: g for n, g in gradients.items() if g is not None and not self._is_foreign(n, g)}
         self.sums.take(self.layout.groups[chunk.group], buffer, own, self.tier)
@@ -382,6 +388,9 @@ class ChunkStore(ChunkPlaces):
             self.tier.enqueue(how, target, take)
         elif parameter.grad is None:
             self.tier.enqueue(store_first, target, take)
-            self._hand_out(name, parameter)
+            if self.arena.is_promised(Chunk(GRAD, chunk.group)):  # an update will use it up
+                parameter.grad = UsedGradient(parameter, name)
+            else:
+                self._hand_out(name, parameter)
         else:
             self.tier.enqueue(add_later, target, take)

@@ -312,9 +312,8 @@ def explain_step(
         predicted_peak_nbytes=max((m.nbytes for phase in step.phases for m in phase.moments), default=0),
         non_model_peak_nbytes=max((m.non_model_nbytes for run in step.runs for m in run.planned.moments), default=0),
         overhead_nbytes=overhead,
-        home_nbytes=updates.home_nbytes(layout, step.resident) + leaving_nbytes,
-        disk_nbytes=updates.home_nbytes(layout, step.resident, layout.is_on_disk)
-        + (leaving_nbytes if layout.is_on_disk(PARAM) else 0),
+        home_nbytes=updates.home_nbytes(step) + leaving_nbytes,
+        disk_nbytes=updates.home_nbytes(step, layout.is_on_disk) + (leaving_nbytes if layout.is_on_disk(PARAM) else 0),
         saved_at_home=at_home,
         saved_again=again,
         device_memory_nbytes=hardware.device_memory_nbytes,

@@ -12,7 +12,7 @@ from chunkc.ir.chunks import Chunk, ChunkLayout
 from chunkc.ir.explanation import ExplainedMoment, Peak, TimedEvent
 from chunkc.ir.items import ItemId
 from chunkc.ir.plan import EVICT, PREFETCH, Moment, PhasePlan, Plan, Tile
-from chunkc.ir.program import FORWARD, PhaseProgram
+from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram
 from chunkc.passes.profile import call_steps
 
 
@@ -92,6 +92,16 @@ class StepPlans:
     def trained(self) -> frozenset[str]:
         """Parameters that get a gradient."""
         return frozenset(name for run in self.runs for name in run.captured.trained)
+
+    @property
+    def gradients_at_home(self) -> frozenset[int]:
+        """Groups whose gradients go home, unless updates use them up: these know of no backward that keeps them."""
+        return frozenset(
+            index
+            for run in self.runs
+            if run.phase == BACKWARD
+            for index in self.layout.groups_of(run.captured.trained) - run.planned.uses_up
+        )
 
     @property
     def updated_in_backward(self) -> frozenset[int]:

@@ -68,12 +68,13 @@ class Updates:
             )
         return found
 
-    def home_nbytes(
-        self, layout: ChunkLayout, resident: frozenset[int], counts: Callable[[str], bool] = lambda kind: True
-    ) -> int:
+    def home_nbytes(self, step: StepPlans, counts: Callable[[str], bool] = lambda kind: True) -> int:
         """Bytes at home of those kinds of data that count, with the twins of what can be undone."""
-        twins = twins_nbytes(layout, resident, counts) if self.undoable else 0
-        return home_nbytes(layout, resident, counts) + twins
+        layout, resident = step.layout, step.resident
+        if self.undoable:
+            return home_nbytes(layout, resident, counts=counts) + twins_nbytes(layout, resident, counts)
+        used_up = {group.index for group in layout.groups} - step.gradients_at_home
+        return home_nbytes(layout, resident, used_up, counts)
 
     def nbytes(self, step: StepPlans) -> dict[str, int]:
         """Bytes that each update reads and writes where it happens, by the name of its event."""

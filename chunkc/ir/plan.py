@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from chunkc.ir.chunks import Chunk
+from chunkc.ir.chunks import GRAD, Chunk
 from chunkc.ir.items import ItemId, MovedId
 from chunkc.ir.program import UPDATE
 
@@ -188,6 +188,12 @@ class PhasePlan:
     def updated(self) -> frozenset[int]:
         """Groups that a backward updates."""
         return frozenset(tile.group for tile in self.tiles.values())
+
+    @property
+    def uses_up(self) -> frozenset[int]:
+        """The groups of these whose gradients never go home, unless updates keep them."""
+        leaving = {event.item for stop in self.stops for event in stop if event.kind == WRITE_BACK}
+        return frozenset(group for group in self.updated if Chunk(GRAD, group) not in leaving)
 
     def last_copies(self) -> dict[int, tuple[int, int]]:
         """Group -> stop, and place in it, of the last event that starts a copy of one of its chunks, either way."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from chunkc.ir.chunks import ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
+from chunkc.ir.errors import HomeError
 from chunkc.runtime.arena import Arena
 from chunkc.runtime.homes import Home, MemoryHome
 from chunkc.runtime.store import ChunkStore
@@ -98,3 +99,17 @@ def random_gradients(seed: int, parameters: Parameters, *names: str) -> dict[str
         name: torch.randn(parameters[name].shape, generator=generator).to(parameters[name].dtype)
         for name in names or ("conv", "matrix")
     }
+
+
+class FullHome(MemoryHome):
+    """A home with room for so many bytes."""
+
+    def __init__(self, free_nbytes: int) -> None:
+        super().__init__()
+        self.free_nbytes = free_nbytes
+
+    def _map(self, nbytes: int) -> object:
+        if nbytes > self.free_nbytes:
+            raise HomeError(f"no room for {nbytes} bytes")
+        self.free_nbytes -= nbytes
+        return super()._map(nbytes)
