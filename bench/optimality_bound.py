@@ -12,7 +12,6 @@ States are changed once their gradient is complete. Until then what has come of 
     capacity    at the fullest call of each window: what calls need, what is kept and what is on its way fit the budget
     links       bytes of a window's copies, each way, at the link's rate: no longer than the window
     time        a window is no shorter than its calls, what is made again in it, and its part of the update
-    host        what is at home fits the host: parameters and states that do not stay for good, and copies of values
 
 With `exact=True` a gap is kept or not, and a value made again or not, as a whole (small instances only).
 """
@@ -50,7 +49,6 @@ class Gap:
         is_dirty: it has to be copied away before it may be absent.
         is_read: it has to be copied back.
         rerun: the call that makes it again instead; None: only a copy brings it back.
-        is_at_home: what is not kept, nor made again, takes room in the host's memory.
     """
 
     name: str
@@ -60,7 +58,6 @@ class Gap:
     is_dirty: bool
     is_read: bool = True
     rerun: int | None = None
-    is_at_home: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,6 @@ class Problem:
         capacity_nbytes: the budget without what stays whatever is done.
         num_forward: calls of the forward; the others are the backward's.
         inward, outward: bytes per second of the links.
-        host_nbytes: of the host's memory; None: not known, or home is not there.
     """
 
     calls: tuple[Call, ...]
@@ -97,7 +93,6 @@ class Problem:
     capacity_nbytes: int
     inward: float
     outward: float
-    host_nbytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -229,15 +224,6 @@ def lower_bound(
                         terms[column] = terms.get(column, 0.0) + value * gap.nbytes / nbytes_unit
             room = problem.capacity_nbytes - (calls[at].nbytes if at < len(calls) else 0)
             matrix.add(terms, -np.inf, room / nbytes_unit)
-    if problem.host_nbytes is not None:
-        at_home = [(place, gap) for place, gap in enumerate(problem.gaps) if gap.is_at_home]
-        terms = {kept[place]: -gap.nbytes / nbytes_unit for place, gap in at_home}
-        for _, gap in at_home:
-            if gap.rerun is not None:
-                terms[again[gap.rerun]] = terms.get(again[gap.rerun], 0.0) - gap.nbytes / nbytes_unit
-        terms |= {stays: -nbytes / nbytes_unit for stays, nbytes in zip(staying, problem.update.group_nbytes)}
-        everything = sum(gap.nbytes for _, gap in at_home) + sum(problem.update.group_nbytes)
-        matrix.add(terms, -np.inf, (problem.host_nbytes - everything) / nbytes_unit)
     costs = np.zeros(num)
     if least_bytes:
         for terms in (*inward, *outward):

@@ -59,7 +59,6 @@ def problem_of(
         capacity_nbytes=budget_nbytes - fixed_nbytes(layout, frozenset()),
         inward=rates[TO_DEVICE],
         outward=rates[TO_HOME],
-        host_nbytes=hardware.host_memory_nbytes,
     )
 
 
@@ -85,9 +84,9 @@ def _chunk_gaps(positions: Sequence[Position], step: StepPlans, early: bool) -> 
                 yield Gap(name, size, before + 1, after, is_dirty=not is_param)
         if is_param and is_trained and not early and MASTER not in layout.groups[chunk.group].update_kinds:
             yield Gap(name, size, calls[-1] + 1, num_calls, is_dirty=False)
-            yield Gap(name, size, num_calls, calls[0], is_dirty=True, is_at_home=True)
+            yield Gap(name, size, num_calls, calls[0], is_dirty=True)
         elif is_param:
-            yield Gap(name, size, calls[-1] + 1, calls[0], is_dirty=is_trained, is_at_home=True)
+            yield Gap(name, size, calls[-1] + 1, calls[0], is_dirty=is_trained)
         elif not early:
             yield Gap(name, size, calls[-1] + 1, num_calls + 1, is_dirty=True)
 
@@ -118,15 +117,7 @@ def _saved_gaps(captured: Captured) -> Iterator[Gap]:
         seen.add(storage)
         size, calls, offset = forward.storages[storage], uses[target], len(forward.calls)
         if calls[0] + offset > used[storage] + 1:
-            yield Gap(
-                storage,
-                size,
-                used[storage] + 1,
-                offset + calls[0],
-                is_dirty=True,
-                rerun=maker[storage],
-                is_at_home=True,
-            )
+            yield Gap(storage, size, used[storage] + 1, offset + calls[0], is_dirty=True, rerun=maker[storage])
         for before, after in pairwise(calls):
             if after > before + 1:
                 yield Gap(storage, size, offset + before + 1, offset + after, is_dirty=False, rerun=maker[storage])

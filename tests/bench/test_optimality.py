@@ -77,15 +77,6 @@ def test_a_call_may_run_again_in_less_than_it_took() -> None:
     assert found.seconds == pytest.approx(0.7)
 
 
-@pytest.mark.parametrize(("host_nbytes", "expected"), [(GB, 7.0), (GB // 2, 10.0)])
-def test_copies_have_the_room_that_the_host_has(host_nbytes: int, expected: float) -> None:
-    """The copies take less time than the call, as far as the host has room for them."""
-    calls = [(5.0, GB), (0.0, 2 * GB), (0.0, 2 * GB), (0.0, GB)]
-    gaps = [bound.Gap("saved", GB, 1, 3, is_dirty=True, rerun=0, is_at_home=True)]
-    of_host = replace(problem(calls, gaps, 2 * GB, 2), host_nbytes=host_nbytes)
-    assert bound.lower_bound(of_host, exact=True).seconds == pytest.approx(expected)
-
-
 def test_a_step_that_cannot_fit_has_no_bound() -> None:
     assert bound.lower_bound(problem([(0.1, 3 * GB)], [], GB, 1)) == bound.LowerBound(None, None)
 
