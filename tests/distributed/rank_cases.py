@@ -930,10 +930,12 @@ def main(folder: Path, num_ranks: int, timeout_s: float, names: list[str]) -> It
         files = [folder / f"{name}.{rank}.json" for rank in range(num_ranks)]
         children = [fork(name, rank, num_ranks, folder / f"{name}.store", file) for rank, file in enumerate(files)]
         deadline = time.monotonic() + timeout_s
-        for child in children:
+        for child, file in zip(children, files, strict=True):
             while os.waitpid(child, os.WNOHANG) == (0, 0):
                 if time.monotonic() > deadline:
                     os.kill(child, signal.SIGKILL)
+                    late = f"it was still there after {timeout_s:g} s"
+                    file.write_text(json.dumps({"error": "TimeoutError", "message": late, "traceback": late}))
                 time.sleep(0.01)
         yield name, [json.loads(file.read_text()) if file.exists() else {"error": "killed"} for file in files]
 
