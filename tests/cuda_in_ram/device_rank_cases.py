@@ -14,7 +14,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +32,7 @@ from chunkc.explaining.cuda_offline import overhead_on
 from chunkc.machines.devices import overhead_of
 from chunkc.machines.presets import load_hardware
 from chunkc.passes.collectives import Meeting
-from chunkc.runtime import nccl
+from chunkc.runtime import nccl, slots
 from chunkc.runtime.cuda import CudaExchangeLink, CudaMark
 from chunkc.runtime.transport import GATHERS, SCATTERS, Transport
 from chunkc.session import sessions_of
@@ -175,10 +175,12 @@ def all_on_disk() -> Result:
     found = compared()
     tight, holds = found["runs"][1]["least"], {"disk_holds": "everything"}
     with tempfile.TemporaryDirectory() as folder:
-        for stage, budget in ((3, HUGE), (3, tight), (None, HUGE), (1, HUGE)):
-            run = trained(mesh_on("cuda"), budget, stage=stage, home=f"disk:{folder}", **holds)
-            del run["weights"]
-            found["runs"].append(run)
+        with _exchanged_homes() as exchanged:
+            for stage, budget in ((3, HUGE), (3, tight), (None, HUGE), (1, HUGE)):
+                run = trained(mesh_on("cuda"), budget, stage=stage, home=f"disk:{folder}", **holds)
+                del run["weights"]
+                found["runs"].append(run)
+        found["exchanged"] = {name: sorted(devices) for name, devices in exchanged.items()}
         found["files"] = os.listdir(folder)
         before = _mapped_nbytes(folder)
         model = chunkc.distribute(GPT(**SHAPE), mesh_on("cuda"), home=f"disk:{folder}", **holds)
@@ -189,8 +191,25 @@ def all_on_disk() -> Result:
     return found
 
 
+@contextmanager
+def _exchanged_homes() -> Iterator[dict[str, set[str]]]:
+    """Whose tensors at home the exchanges copy from and to, by exchange."""
+    found: dict[str, set[str]] = {}
+    with ExitStack() as patches:
+        for do, at in ((slots.gather, 1), (slots.scatter_sums, 3)):
+
+            def noted(*args: Any, do: Callable[..., None] = do, at: int = at) -> None:
+                found.setdefault(do.__name__, set()).add(args[at].device.type)
+                do(*args)
+
+            patches.enter_context(patch.object(slots, do.__name__, noted))
+        yield found
+
+
 def _written(**how: Any) -> str:
-    """The loss right behind what the user has enqueued to change parameters, all of which is late."""
+    """The loss right behind what the user has enqueued to change parameters, which the device comes to late."""
+    import cuda_in_ram  # is on the device alone
+
     torch._dynamo.reset()
     torch.manual_seed(0)
     model: Any = chunkc.distribute(GPT(**SHAPE), mesh_on("cuda"), zero_stage=3, **how)
@@ -199,6 +218,7 @@ def _written(**how: Any) -> str:
     tokens = torch.arange(2 * SHAPE["sequence"], device="cuda").view(2, -1) % SHAPE["vocab"]
     losses = [run(tokens).item()]
     for _ in range(3):
+        cuda_in_ram.enqueue(torch.cuda.current_stream().cuda_stream, lambda: time.sleep(0.5))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.to_local().mul_(1.25)

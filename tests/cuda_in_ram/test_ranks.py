@@ -84,6 +84,7 @@ def test_ranks_keep_everything_on_disks_that_the_device_reads_in_place() -> None
     for rank in cases("all_on_disk", choices="late=7,attribute.88=1"):
         check(rank, is_exact=False)
         assert rank["files"] == [], "files have no names"
+        assert rank["exchanged"] == {"gather": ["cuda"], "scatter_sums": ["cuda"]}, "by the device's views of the file"
         nbytes, is_seen = rank["parts"]
         assert is_seen
         assert rank["grown"] > nbytes, "room for parameters and gradients"

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 sys.path.append(str(Path(__file__).parent))
 
 import rank_cases
-from rank_cases import HUGE, STAGES, Result, adamw, bits, compiled, mesh, whole_bits
+from rank_cases import HUGE, STAGES, Result, adamw, bits, compiled, differs, mesh, whole_bits
 
 import chunkc
 from chunkc.checkpoint import writing
@@ -256,7 +256,7 @@ def elsewhere(folder: Path) -> Result:
         found["two alike"] = str([bits(two[name]) == bits(again[name]) for name in two])
     other = chunkc.distribute(nn.Sequential(nn.Linear(8, 9)), mesh())
     found["model"] = attempted(chunkc.Checkpoint(folder / "two", model={"a": model, "b": other}).load_latest)
-    found["step"] = attempted(lambda: chunkc.Checkpoint(folder / "step", model=model).save(1 + rank))
+    found["step"] = attempted(lambda: chunkc.Checkpoint(folder / "step", model=model).save(1 + differs()))
     plain = nn.Linear(2, 2)
     found["plain"] = attempted(lambda: chunkc.Checkpoint(folder / "plain", model=plain).save(1))
     mixed = {"a": model, "b": plain}
@@ -321,7 +321,7 @@ def ended(folder: Path, ending: Callable[[], Any]) -> Result:
     write = writing._write_all
 
     def at_last(*args: Any) -> Any:
-        if dist.get_rank() == 1:
+        if differs():
             ending()
         return write(*args)
 

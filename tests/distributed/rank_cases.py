@@ -529,7 +529,7 @@ def not_exchanged() -> Result:
 def announced_on_one() -> Result:
     def action(run: Any, model: nn.Module) -> None:
         loss = run(own(batches(0)[0]))
-        with adamw(model).accumulating() if dist.get_rank() else contextlib.nullcontext():
+        with adamw(model).accumulating() if differs() else contextlib.nullcontext():
             loss.backward()
 
     return ended_by(action)
@@ -659,6 +659,11 @@ def tiny(**how: Any) -> Any:
     return chunkc.distribute(Tiny(), mesh(), **how)
 
 
+def differs() -> bool:
+    """Whether this is the rank that has the fault: the others are alike, however many there are."""
+    return dist.get_rank() == 1
+
+
 def ended_by(action: Callable[[Any, nn.Module], Any], *, timeout_s: float = 30) -> Result:
     """Train for a step, then do something; how long that takes to raise an error."""
     model = tiny(timeout_s=timeout_s)
@@ -678,7 +683,7 @@ def ended_by(action: Callable[[Any, nn.Module], Any], *, timeout_s: float = 30) 
 def killed() -> Result:
     def action(run: Any, model: nn.Module) -> None:
         loss = run(own(batches(0)[0]))
-        if dist.get_rank() == 1:
+        if differs():
             os.kill(os.getpid(), signal.SIGKILL)
         loss.backward()
 
@@ -687,7 +692,7 @@ def killed() -> Result:
 
 def hung() -> Result:
     def action(run: Any, model: nn.Module) -> None:
-        if dist.get_rank() == 1:
+        if differs():
             time.sleep(14)
         run(own(batches(0)[0])).backward()
 
@@ -697,7 +702,7 @@ def hung() -> Result:
 def another_phase() -> Result:
     def action(run: Any, model: nn.Module) -> None:
         loss = run(own(batches(0)[0]))
-        if dist.get_rank() == 1:
+        if differs():
             run(own(batches(0)[0]))
         loss.backward()
 
@@ -705,10 +710,10 @@ def another_phase() -> Result:
 
 
 def another_step() -> Result:
-    """Each rank has a learning rate of its own, such as of a scheduler that goes by the loss."""
+    """A rank has a learning rate of its own, such as of a scheduler that goes by the loss."""
 
     def action(run: Any, model: nn.Module) -> None:
-        chunkc.optim.SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank())).step()
+        chunkc.optim.SGD(model.parameters(), lr=0.2 if differs() else 0.1).step()
         run(own(batches(0)[0]))
 
     return ended_by(action)
@@ -719,7 +724,7 @@ def hooked_on_one() -> Result:
 
     def action(run: Any, model: nn.Module) -> None:
         loss = run(own(batches(0)[0]))
-        if dist.get_rank() == 1:
+        if differs():
             next(model.parameters()).register_hook(lambda grad: grad)
         loss.backward()
 
@@ -731,7 +736,7 @@ def out_of_memory() -> Result:
 
     def action(run: Any, model: nn.Module) -> None:
         loss = run(own(batches(0)[0]))
-        if dist.get_rank() == 1:
+        if differs():
             with patch.object(CpuTier, "allocate_slot", side_effect=MemoryError("no room")):
                 loss.backward()
         loss.backward()
@@ -743,7 +748,7 @@ def interrupted() -> Result:
     """Ctrl-C reaches one rank, which stays."""
 
     def action(run: Any, model: nn.Module) -> None:
-        if dist.get_rank() == 1:
+        if differs():
             signal.signal(signal.SIGALRM, signal.default_int_handler)
             signal.setitimer(signal.ITIMER_REAL, 0.2)
         while True:
@@ -759,7 +764,7 @@ class AnotherTiny(Tiny):
 
 def another_code() -> Result:
     """A rank has another version of the model's code."""
-    model = chunkc.distribute((AnotherTiny if dist.get_rank() else Tiny)(), mesh(), timeout_s=30)
+    model = chunkc.distribute((AnotherTiny if differs() else Tiny)(), mesh(), timeout_s=30)
     try:
         compiled(model, HUGE)(own(batches(0)[0]))
     except chunkc.ChunkcError as error:
@@ -770,7 +775,7 @@ def another_code() -> Result:
 def another_budget() -> Result:
     model = chunkc.distribute(Tiny(), mesh())
     try:
-        compiled(model, HUGE + dist.get_rank())(own(batches(0)[0]))
+        compiled(model, HUGE + differs())(own(batches(0)[0]))
     except chunkc.ChunkcError as error:
         return {"error": type(error).__name__, "message": str(error)}
     return {}
@@ -779,7 +784,7 @@ def another_budget() -> Result:
 def another_stage() -> Result:
     model = nn.Linear(4, 4)
     try:
-        chunkc.distribute(model, mesh(), zero_stage=2 + dist.get_rank())
+        chunkc.distribute(model, mesh(), zero_stage=2 + differs())
     except chunkc.ChunkcError as error:
         return {"error": type(error).__name__, "message": str(error), "kept": type(model.weight) is nn.Parameter}
     return {}
@@ -788,14 +793,14 @@ def another_stage() -> Result:
 def too_small_on_one() -> Result:
     model = tiny()
     try:
-        compiled(model, 512 if dist.get_rank() == 1 else HUGE)(own(batches(0)[0]))
+        compiled(model, 512 if differs() else HUGE)(own(batches(0)[0]))
     except chunkc.ChunkcError as error:
         return {"error": type(error).__name__, "message": str(error)}
     return {}
 
 
 def another_model() -> Result:
-    model = nn.Linear(4, 4 + dist.get_rank())
+    model = nn.Linear(4, 4 + differs())
     try:
         chunkc.distribute(model, mesh())
     except chunkc.ChunkcError as error:
@@ -817,11 +822,11 @@ def refused_on_one() -> Result:
             return f"{type(error).__name__}: {error}"
         return "nothing"
 
-    start = time.monotonic()
+    start, backwards = time.monotonic(), list(reversed(range(dist.get_world_size())))
     messages = [attempt(views=1), attempt(views=0), attempt(home="cpu" if dist.get_rank() else "nowhere")]
-    messages += [attempt(timeout_s=20 * dist.get_rank())]
-    messages += [attempt(mesh=mesh() if dist.get_rank() == number else None) for number in (1, 0)]
-    messages += [attempt(mesh=DeviceMesh("cpu", [1, 0]) if dist.get_rank() else mesh()), attempt()]
+    messages += [attempt(timeout_s=20 if dist.get_rank() else 0)]
+    messages += [attempt(mesh=None if dist.get_rank() == number else mesh()) for number in (0, 1)]
+    messages += [attempt(mesh=DeviceMesh("cpu", backwards) if differs() else mesh()), attempt()]
     return {"message": "\n".join(messages), "took": time.monotonic() - start}
 
 
@@ -850,7 +855,7 @@ def refused() -> Result:
     attempt("stage", lambda: chunkc.distribute(nn.Linear(2, 2), mesh(), zero_stage=4))
     attempt("timeout", lambda: chunkc.distribute(nn.Linear(2, 2), mesh(), timeout_s=0))
     attempt("mesh", lambda: chunkc.distribute(nn.Linear(2, 2), None))
-    others = DeviceMesh("cpu", [1 - dist.get_rank()], _init_backend=False)
+    others = DeviceMesh("cpu", [(dist.get_rank() + 1) % dist.get_world_size()], _init_backend=False)
     attempt("other ranks' mesh", lambda: chunkc.distribute(nn.Linear(2, 2), others))
     kept = model.state_dict()
     attempt("shared", lambda: compiled(model, HUGE)(torch.ones(2, 4)))
@@ -925,10 +930,12 @@ def main(folder: Path, num_ranks: int, timeout_s: float, names: list[str]) -> It
         files = [folder / f"{name}.{rank}.json" for rank in range(num_ranks)]
         children = [fork(name, rank, num_ranks, folder / f"{name}.store", file) for rank, file in enumerate(files)]
         deadline = time.monotonic() + timeout_s
-        for child in children:
+        for child, file in zip(children, files, strict=True):
             while os.waitpid(child, os.WNOHANG) == (0, 0):
                 if time.monotonic() > deadline:
                     os.kill(child, signal.SIGKILL)
+                    late = f"it was still there after {timeout_s:g} s"
+                    file.write_text(json.dumps({"error": "TimeoutError", "message": late, "traceback": late}))
                 time.sleep(0.01)
         yield name, [json.loads(file.read_text()) if file.exists() else {"error": "killed"} for file in files]
 

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 import chunkc
 
 NEWEST = "step-000000000002"
+Found = dict[str, list[dict[str, Any]]]
 
 
-def found_by(folder: Path, *cases: str, num_ranks: int = 2) -> dict[str, list[dict[str, Any]]]:
+def found_by(folder: Path, *cases: str, num_ranks: int = 2) -> Found:
     found = ranks(folder, *cases, num_ranks=num_ranks, script="checkpoint_cases.py")
     for of_ranks in found.values():
         for rank in of_ranks:
@@ -24,10 +25,10 @@ def found_by(folder: Path, *cases: str, num_ranks: int = 2) -> dict[str, list[di
     return found
 
 
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def faults(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """All that compile nothing, in one go: importing PyTorch takes longer than each of them."""
-    return found_by(tmp_path_factory.mktemp("faults"), "faults", "elsewhere", "damaged")
+    return found_by(tmp_path_factory.mktemp("faults"), "faults", "elsewhere", "damaged", num_ranks=request.param)
 
 
 @pytest.mark.second_tier
@@ -103,27 +104,27 @@ FAILS = {
 
 @pytest.mark.second_tier
 @pytest.mark.parametrize("name", FAILS)
-def test_what_one_rank_cannot_write_is_an_error_of_all(name: str, faults: dict[str, list[dict[str, Any]]]) -> None:
+def test_what_one_rank_cannot_write_is_an_error_of_all(name: str, faults: Found) -> None:
     failing, reason = FAILS[name]
     for number, rank in enumerate(faults["faults"]):
         told, before, after = rank[name]
         assert re.match(r"CheckpointError after \d s: ", told)
         assert reason in told
-        assert (number == failing) != (f"rank {failing} of 2: " in told), "which rank it was"
+        assert (number == failing) != (f"rank {failing} of {len(faults['faults'])}: " in told), "which rank it was"
         assert before == ["step-000000000001"]
         assert after == ["step-000000000001", NEWEST]
 
 
 @pytest.mark.second_tier
-def test_a_damaged_checkpoint_is_left_out_by_all_ranks_alike(faults: dict[str, list[dict[str, Any]]]) -> None:
-    one, other = faults["damaged"]
-    assert len(one["files"]) == 7
+def test_a_damaged_checkpoint_is_left_out_by_all_ranks_alike(faults: Found) -> None:
+    one, *others = faults["damaged"]
+    assert len(one["files"]) == 1 + 3 * len(faults["damaged"])
     for name in one["files"]:
-        assert one[name] == other[name]
+        assert all(one[name] == other[name] for other in others)
         step, values, told = one[name]
         assert (step, values) == (1, [1.0])
         assert re.search(f"{NEWEST} is damaged and left out: {re.escape(name)} is damaged", told[0])
-    for rank in (one, other):
+    for rank in faults["damaged"]:
         assert re.search(r"(?s)CheckpointError .* is whole:.*step-0*2 .*step-0*1 ", rank["none"])
         assert rank["kept"], "nothing has changed"
 
@@ -134,28 +135,33 @@ SAYS = {
     "two alike": r"\[True, True\]",
     "model": "CheckpointError .* cannot be loaded: the checkpoint is of another model: ",
     "directory": "CheckpointError .* is not there as rank 0 has it: all ranks save to one directory",
-    "step": r"DistributedError .* ranks differ in the phase: rank 1 of 2 .*save\(2\) instead of Checkpoint.save\(1\)",
+    "step": r"DistributedError .* ranks differ in the phase: rank 1 of . .*save\(2\) instead of Checkpoint.save\(1\)",
     "plain": "UnsupportedError .* there are several processes, and the model is not distributed over them",
     "mixed": "UnsupportedError .* b/weight is not distributed as a/0.weight is",
 }
 
 
 @pytest.mark.second_tier
-def test_ranks_that_differ(faults: dict[str, list[dict[str, Any]]]) -> None:
+def test_ranks_that_differ(faults: Found) -> None:
     for rank in faults["elsewhere"]:
         for name, expected in SAYS.items():
             assert re.match(expected, rank[name]), rank[name]
 
 
 @pytest.mark.second_tier
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", ["killed", "hung"])
-def test_a_rank_that_ends_while_it_writes(case: str, tmp_path: Path) -> None:
-    """The others are told in time, and the checkpoint before is as it was."""
-    first, other = ranks(tmp_path, case, script="checkpoint_cases.py")[case]
-    seconds = re.match(r"CheckpointError after (\d+) s: .*step 2 .* rank 1 was gone", first["told"])
-    assert seconds is not None
-    assert int(seconds[1]) < 20
+def test_a_rank_that_ends_while_it_writes(case: str, num_ranks: int, tmp_path: Path) -> None:
+    """The others are told in time, and the checkpoint before is as it was. Rank 0, which tidies up, knows who ended."""
+    found = ranks(tmp_path, case, num_ranks=num_ranks, script="checkpoint_cases.py")[case]
+    ended, first = found.pop(1), found[0]
+    for rank in found:
+        seconds = re.match(r"CheckpointError after (\d+) s: .*step 2 ", rank["told"])
+        assert seconds is not None
+        assert int(seconds[1]) < 20
+        assert "step-000000000001" in rank["names"]
+        assert re.match("CheckpointError|DistributedError", rank["again"]), "until all are started anew"
+    assert "rank 1 was gone" in first["told"]
     late = [".writing-000000000003"] if case == "hung" else []  # begun by the one that hung, once it goes on
     assert [name for name in first["names"] if name not in late] == ["step-000000000001"]
-    assert re.match("CheckpointError|DistributedError", first["again"]), "until all are started anew"
-    assert other == {"error": "killed"} if case == "killed" else other["told"].startswith("CheckpointError")
+    assert ended == {"error": "killed"} if case == "killed" else ended["told"].startswith("CheckpointError")

@@ -10,6 +10,7 @@ import pytest
 from run_ranks import ranks
 
 NUMBERS_NBYTES = 64  # as in `rank_cases`
+Found = dict[str, list[dict[str, Any]]]
 
 
 def check_as_one_process(found: list[dict[str, Any]]) -> None:
@@ -110,7 +111,7 @@ def test_ranks_draw_their_own_random_numbers_the_same_in_every_stage(tmp_path: P
 
 
 @pytest.mark.second_tier
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (3, 4))])
 def test_ranks_send_what_the_formulas_say(num_ranks: int, tmp_path: Path) -> None:
     """Of the parameters (p - 1) / p twice, as plain data parallelism, in stages 1 and 2, and three times in stage 3.
     Where the plan chooses, so much for each chunk."""
@@ -124,8 +125,8 @@ def test_ranks_send_what_the_formulas_say(num_ranks: int, tmp_path: Path) -> Non
         expected = times * found[0]["parameters"] * (num_ranks - 1) / num_ranks
         within = 0.03 if stage == "chosen" else 0.01  # beside those that are whole, a few have room to stay
         assert sum(nbytes) / num_ranks == pytest.approx(expected, rel=within)
-        if num_ranks == 2:
-            assert nbytes[0] == pytest.approx(expected, rel=within), "rows are shared evenly"
+        if num_ranks != 3:  # rows are shared evenly
+            assert all(of_rank == pytest.approx(expected, rel=within) for of_rank in nbytes)
 
 
 @pytest.mark.second_tier
@@ -200,8 +201,8 @@ def test_any_number_of_ranks_loads_what_others_have_saved(tmp_path: Path) -> Non
     assert all(found == pytest.approx(losses[0], abs=1e-6) for found in losses)
 
 
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def faults(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """All that end in an error, in one go: importing PyTorch takes longer than each of them."""
     cases = (
         "killed",
@@ -215,65 +216,72 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
         "refused_on_one",
     )
     others = ("announced_on_one", "not_exchanged", "another_budget", "refused")
-    return ranks(tmp_path_factory.mktemp("faults"), *cases, *others)
+    return ranks(tmp_path_factory.mktemp("faults"), *cases, *others, num_ranks=request.param)
 
 
-WHAT_RANKS_SAY = {
+WHAT_RANKS_SAY: dict[str, tuple[str | None, ...]] = {
     "killed": ("rank 1 was gone", None),
-    "hung": ("rank 1 was gone, or did not come within 10 s", "rank 0 was gone"),
-    "another_phase": ("differ in the phase: rank 1 of 2", "differ in the phase: rank 1 of 2"),
-    "another_step": ("differ in the optimizer's steps, or in their hyper-parameters: rank 1 of 2", "rank 1 of 2"),
+    "hung": ("rank 1 was gone, or did not come within 10 s", "rank [023] was gone"),
+    "another_phase": ("differ in the phase: rank 1 of N", "differ in the phase: rank 1 of N"),
+    "another_step": ("differ in the optimizer's steps, or in their hyper-parameters: rank 1 of N", "rank 1 of N"),
     "hooked_on_one": ("rank 1 was gone", "somebody looks at the gradient of embed.weight on its way"),
     "too_small_on_one": (
-        "rank 1 of 2 cannot go on. BudgetError: memory_budget is 512 bytes",
+        "rank 1 of N cannot go on. BudgetError: memory_budget is 512 bytes",
         "the smallest that works",
     ),
-    "another_model": ("differ in the parameters of the model: rank 1 of 2", "rank 1 of 2"),
-    "another_stage": ("differ in zero_stage: rank 1 of 2", "rank 1 of 2"),
-    "announced_on_one": ("differ in accumulating\\(\\): rank 1 of 2", "rank 1 of 2"),
-    "another_budget": ("differ in the options: rank 1 of 2", "rank 1 of 2"),
+    "another_model": ("differ in the parameters of the model: rank 1 of N", "rank 1 of N"),
+    "another_stage": ("differ in zero_stage: rank 1 of N", "rank 1 of N"),
+    "announced_on_one": ("differ in accumulating\\(\\): rank 1 of N", "rank 1 of N"),
+    "another_budget": ("differ in the options: rank 1 of N", "rank 1 of N"),
     "refused_on_one": (
-        "^DistributedError: rank 1 of 2: weight shares its memory.*\nUnsupportedError: weight shares its memory.*\n"
+        "^DistributedError: rank 1 of N: weight shares its memory.*\nUnsupportedError: weight shares its memory.*\n"
         "OptionsError: option 'home' is 'nowhere'.*\nOptionsError: timeout_s is 0.*\n"
-        "OptionsError: mesh must be a DeviceMesh.*\nDistributedError: rank 1 of 2: mesh must.*\nDistributedError: "
-        "ranks differ in the mesh: rank 1 of 2.*\nOptionsError: option 'memory_budget' is 'a lot'.*$",
-        "^UnsupportedError: weight shares its memory.*\nDistributedError: rank 0 of 2: weight shares its memory.*\n"
-        "DistributedError: rank 0 of 2: option 'home' is 'nowhere'.*\n"
-        "DistributedError: rank 0 of 2: timeout_s is 0.*\nDistributedError: rank 0 of 2: mesh must.*\nOptionsError: "
-        "mesh must be.*\nDistributedError: ranks differ in the mesh.*\nDistributedError: rank 0 of 2 cannot go on. "
+        "OptionsError: mesh must be a DeviceMesh.*\nDistributedError: rank 1 of N: mesh must.*\nDistributedError: "
+        "ranks differ in the mesh: rank 1 of N.*\nOptionsError: option 'memory_budget' is 'a lot'.*$",
+        "^UnsupportedError: weight shares its memory.*\nDistributedError: rank 0 of N: weight shares its memory.*\n"
+        "DistributedError: rank 0 of N: option 'home' is 'nowhere'.*\n"
+        "DistributedError: rank 0 of N: timeout_s is 0.*\nDistributedError: rank 0 of N: mesh must.*\nOptionsError: "
+        "mesh must be.*\nDistributedError: ranks differ in the mesh.*\nDistributedError: rank 0 of N cannot go on. "
         "OptionsError: option 'memory_budget' is 'a lot'.*$",
+        "^DistributedError: rank 1 of N: weight shares its memory.*\nDistributedError: rank 0 of N: weight shares .*\n"
+        "DistributedError: rank 0 of N: option 'home' is 'nowhere'.*\n"
+        "DistributedError: rank 0 of N: timeout_s is 0.*\nDistributedError: rank 0 of N: mesh must.*\n"
+        "DistributedError: rank 1 of N: mesh must.*\nDistributedError: ranks differ in the mesh: rank 1 of N.*\n"
+        "DistributedError: rank 0 of N cannot go on. OptionsError: option 'memory_budget' is 'a lot'.*$",
     ),
 }
-"""By rank; None: it was killed."""
+"""Of rank 0, of rank 1, and of more than two the others, if not what rank 0 says. None: it was killed."""
 
 
 @pytest.mark.second_tier
 @pytest.mark.parametrize("case", WHAT_RANKS_SAY)
-def test_all_ranks_raise_an_error_in_time(case: str, faults: dict[str, list[dict[str, Any]]]) -> None:
-    for found, expected in zip(faults[case], WHAT_RANKS_SAY[case], strict=True):
+def test_all_ranks_raise_an_error_in_time(case: str, faults: Found) -> None:
+    first, second, *other = WHAT_RANKS_SAY[case]
+    num_ranks = len(faults[case])
+    for found, expected in zip(faults[case], [first, second] + (other or [first]) * (num_ranks - 2), strict=True):
         if expected is None:
             assert found == {"error": "killed"}
             continue
-        assert re.search(expected, found["message"]), found
+        assert re.search(expected.replace("of N", f"of {num_ranks}"), found["message"]), found
         assert found.get("took", 0) < 30
         assert found.get("kept", True), "the model is what it was"
 
 
 @pytest.mark.slow
-def test_a_rank_that_stays_after_an_error_keeps_nobody_waiting(tmp_path: Path) -> None:
-    found = ranks(tmp_path, "out_of_memory", "interrupted", "another_code")
-    first, other = found["out_of_memory"]
-    assert other["error"] == "MemoryError"
-    assert "rank 1 was gone" in first["message"]
-    first, interrupted = found["interrupted"]
-    assert interrupted["error"] == "KeyboardInterrupt"
-    assert "rank 1 was gone" in first["message"]
-    assert all("differ in the program of the model: rank 1 of 2" in rank["message"] for rank in found["another_code"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_rank_that_stays_after_an_error_keeps_nobody_waiting(num_ranks: int, tmp_path: Path) -> None:
+    found = ranks(tmp_path, "out_of_memory", "interrupted", "another_code", num_ranks=num_ranks)
+    for case, error in (("out_of_memory", "MemoryError"), ("interrupted", "KeyboardInterrupt")):
+        failed = found[case].pop(1)
+        assert failed["error"] == error
+        assert all("rank 1 was gone" in rank["message"] for rank in found[case])
+    differs = f"differ in the program of the model: rank 1 of {num_ranks}"
+    assert all(differs in rank["message"] for rank in found["another_code"])
     assert all(rank.get("took", 0) < 15 for of_ranks in found.values() for rank in of_ranks), "nobody waited for 30 s"
 
 
 @pytest.mark.second_tier
-def test_what_distributed_models_do_not_do_is_refused(faults: dict[str, list[dict[str, Any]]]) -> None:
+def test_what_distributed_models_do_not_do_is_refused(faults: Found) -> None:
     expected = {
         "8 bits": "UnsupportedError: AdamW updates distributed parameters with fp32 or bf16 moments",
         "twice": "UnsupportedError: 0.weight is distributed or compiled already",
@@ -296,7 +304,7 @@ def test_what_distributed_models_do_not_do_is_refused(faults: dict[str, list[dic
 
 
 @pytest.mark.second_tier
-def test_gradients_that_were_not_exchanged_are_refused(faults: dict[str, list[dict[str, Any]]]) -> None:
+def test_gradients_that_were_not_exchanged_are_refused(faults: Found) -> None:
     for rank in faults["not_exchanged"]:
         assert "error" not in rank, rank["traceback"]
         for name in ("clipped", "read", "stepped"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from run_ranks import ranks
 from chunkc.cli import main
 
 SCRIPT = "layer_cases.py"
+Explained = Callable[[str, str | int], dict[str, Any]]
 
 
 def check(found: list[dict[str, Any]]) -> None:
@@ -32,22 +34,33 @@ def check(found: list[dict[str, Any]]) -> None:
             assert explained == made
 
 
+def check_peak_and_minimum(said: dict[str, Any], run: dict[str, Any]) -> None:
+    assert said["predicted_peak_nbytes"] == run["ranks"]["peak"]
+    assert said["minimum_budget_nbytes"] == run["ranks"]["minimum"]
+
+
+@pytest.fixture
+def explained(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Explained:
+    """What the command, without ranks, says of a mesh of them and a budget."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # as on these ranks; some operators take memory for each
+    ask = ["explain", f"{Path(__file__).with_name(SCRIPT)}:subject", "--hardware", "cpu", "--zero-stage", "3"]
+
+    def said(mesh: str, budget: str | int) -> dict[str, Any]:
+        assert main([*ask, "--format", "json", "--mesh", mesh, "--memory-budget", str(budget)]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return said
+
+
 @pytest.mark.second_tier
-def test_two_rows_of_layers_plan_and_measure_what_was_explained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_rows_of_layers_plan_and_measure_what_was_explained(tmp_path: Path, explained: Explained) -> None:
     """In stages forced and chosen, with room for all and none to spare. The command, without ranks, says it too."""
     found = ranks(tmp_path, "layers", num_ranks=4, script=SCRIPT)["layers"]
     check(found)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # as on these ranks; some operators take memory for each
-    roomy = found[0]["runs"][0]
-    subject = f"{Path(__file__).with_name(SCRIPT)}:subject"
-    ask = ["explain", subject, "--hardware", "cpu", "--mesh", "1x2x2", "--zero-stage", "3", "--format", "json"]
-    for budget, expected in (("1GiB", roomy), (str(roomy["ranks"]["minimum"]), found[0]["runs"][1])):
-        assert main([*ask, "--memory-budget", budget]) == 0
-        said = json.loads(capsys.readouterr().out)
-        assert said["predicted_peak_nbytes"] == expected["ranks"]["peak"]
-        assert said["minimum_budget_nbytes"] == expected["ranks"]["minimum"]
+    roomy, tight = found[0]["runs"][:2]
+    for budget, expected in (("1GiB", roomy), (roomy["ranks"]["minimum"], tight)):
+        said = explained("1x2x2", budget)
+        check_peak_and_minimum(said, expected)
         assert said["plan_text"].partition("\nplan:")[0].strip() == expected["plans"][1]
 
 
@@ -57,16 +70,8 @@ def test_copies_plan_and_measure_what_was_explained(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_cube_of_ranks_plans_and_measures_what_was_explained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cube_of_ranks_plans_and_measures_what_was_explained(tmp_path: Path, explained: Explained) -> None:
     """Two copies of two parts of what each of two ranks of a layer has."""
     found = ranks(tmp_path, "copies", num_ranks=8, script=SCRIPT)["copies"]
     check(found)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    subject = f"{Path(__file__).with_name(SCRIPT)}:subject"
-    ask = ["explain", subject, "--hardware", "cpu", "--mesh", "2x2x2", "--zero-stage", "3", "--format", "json"]
-    assert main([*ask, "--memory-budget", "1GiB"]) == 0
-    said, (planned,) = json.loads(capsys.readouterr().out), found[0]["runs"]
-    assert said["predicted_peak_nbytes"] == planned["ranks"]["peak"]
-    assert said["minimum_budget_nbytes"] == planned["ranks"]["minimum"]
+    check_peak_and_minimum(explained("2x2x2", "1GiB"), found[0]["runs"][0])
