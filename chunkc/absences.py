@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
@@ -58,6 +59,18 @@ def absences(captured: Captured, activations: Activations, layout: ChunkLayout) 
 
 
 # --- some values copied, some made again, and groups that stay in the room that this leaves ---
+
+
+@dataclass(frozen=True)
+class FoundBefore:
+    """The quickest way that a search has found of a graph, what it was asked, and which groups might stay in which
+    room."""
+
+    asked: tuple[object, ...]
+    allowed: frozenset[int]
+    room_nbytes: int
+    absent: Absence
+    seconds: float
 
 
 class Mixes:
@@ -153,6 +166,25 @@ class Mixes:
             return True
         return False
 
+    @property
+    def found_before(self) -> FoundBefore | None:
+        """What was quickest of this graph where at least as much was possible: where it takes no longer now, nothing
+        is quicker."""
+        known: FoundBefore | None = self._captured.__dict__.get("_found_before")
+        room_nbytes = self._budget_nbytes
+        is_no_less = known is not None and known.room_nbytes >= room_nbytes and known.allowed >= {*self._allowed}
+        return known if known is not None and is_no_less and known.asked == self._asked else None
+
+    def note(self, absent: Absence, seconds: float) -> None:
+        """What is the quickest here."""
+        found = FoundBefore(self._asked, frozenset(self._allowed), self._budget_nbytes, absent, seconds)
+        self._captured.__dict__["_found_before"] = found
+
+    @property
+    def _asked(self) -> tuple[object, ...]:
+        layout, used_up = self._layout, frozenset(self._used_up)
+        return self._hardware, self._whole_budget_nbytes, len(layout.groups), layout.whole, used_up, self._with_twins
+
     def is_best(self, absent: Absence, resident: frozenset[int]) -> bool:
         """Whether nothing can be quicker: all that may stay does."""
         return not absent and resident == frozenset(self._allowed)
@@ -246,10 +278,10 @@ def first_or_quickest(
             mixes.check_host(absent, resident(found))
         return found
 
-    def timed(absent: Absence, most_s: float) -> tuple[float, Found] | None:
+    def timed(absent: Absence, most_s: float) -> tuple[float, tuple[Absence, Found]] | None:
         with suppress(BudgetError, HostFull):
             found = checked(absent)
-            return seconds(found, most_s), found
+            return seconds(found, most_s), (absent, found)
         return None
 
     try:
@@ -257,14 +289,19 @@ def first_or_quickest(
     except BudgetError as error:
         if mixes is None or not error.elsewhere or (best := quickest(mixes, timed)) is None:
             raise
-        return best[1]  # fewer copies, for which the host has room
+        return best[1][1]  # fewer copies, for which the host has room
     if mixes is None or not any(ways) or mixes.is_best(absent, resident(first)):
         return first
+    if (known := mixes.found_before) is not None:
+        again = timed(known.absent, most_s := known.seconds * BARELY_MORE)
+        if again is not None and again[0] <= most_s:
+            return again[1][1]
     best = quickest(mixes, timed)
-    if best is not None and best[0] <= mixes.enough_s:
-        return best[1]
-    found = [timed(way, math.inf if best is None else best[0] * BARELY_MORE) for way in ways]
-    return min((one for one in (*found, best) if one is not None), key=lambda one: one[0])[1]
+    if best is None or best[0] > mixes.enough_s:
+        others = [timed(way, math.inf if best is None else best[0] * BARELY_MORE) for way in ways]
+        best = min((one for one in (*others, best) if one is not None), key=lambda one: one[0])
+    mixes.note(best[1][0], best[0])
+    return best[1][1]
 
 
 COARSE, FINE = 2, 16

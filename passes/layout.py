@@ -43,18 +43,25 @@ NEVER_TORN_NBYTES = 1 << 20
 """A block that takes no more is one chunk: to copy less at once saves nothing."""
 
 
+WIDELY = 2
+"""Blocks differ widely where the largest is more than so many times the middle one by size."""
+
+
 def auto_chunk_nbytes(specs: Sequence[ParamSpec]) -> int:
     """One repeated block per chunk; without repetition, a sixteenth of the model but no less than a tensor.
 
-    Where blocks differ, as those of a U-Net do, half of them are no larger than that, and the others are torn, if they
-    are large: each of a few huge chunks would have to stay as a whole, or to move as a whole through what little room
-    is left.
+    Where blocks differ, half of them are no larger than that, and the others are torn, if they are large: each of a few
+    huge chunks would have to stay as a whole, or to move as a whole through what little room is left. Where they differ
+    widely, as those of a U-Net do, no two are planned alike anyway, and chunks are a quarter of that.
     """
     total = sum(spec.whole_nbytes for spec in specs)
     repeated = [block for block in blocks_in_order(specs) if block_of(block[0].name)[1]]
     if repeated:
         rooms = [_room(block) for block in repeated]
-        wanted = max(min(max(rooms), max(median_high(rooms), NEVER_TORN_NBYTES)), total // 64)
+        middle, num_most = median_high(rooms), 64
+        if max(rooms) > WIDELY * middle:
+            middle, num_most = middle // 4, 4 * num_most
+        wanted = max(min(max(rooms), max(middle, NEVER_TORN_NBYTES)), total // num_most)
     else:
         wanted = max(max((spec.whole_nbytes for spec in specs), default=0), total // 16)
     return max(4096, -(-wanted // 4096) * 4096)

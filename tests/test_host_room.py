@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkc
+import chunkc.absences
 import chunkc.machines.devices
 from chunkc.host_room import HostFull, check_copies
 from chunkc.ir.errors import BudgetError
@@ -126,3 +127,14 @@ def test_what_is_known_of_a_host() -> None:
     for hardware in (replace(CPU, host_memory_nbytes=1099), replace(GPU, host_memory_nbytes=99)):
         with pytest.raises(HostFull, match="99"):
             check_copies(seen, EMPTY_LAYOUT, frozenset(), hardware, 1000)
+
+
+def test_what_was_quickest_stands_while_it_takes_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilation looks for the quickest way; the first call does not look again. Another budget does."""
+    searches = []
+    search = chunkc.absences.quickest
+    monkeypatch.setattr(chunkc.absences, "quickest", lambda *args: searches.append(args) or search(*args))
+    for count, spare_nbytes in enumerate((0, 1 << 20), 1):
+        found = explained(replace(GPU, host_memory_nbytes=1 << 40), tight_budget() + spare_nbytes)
+        assert found.saved_at_home or found.saved_again
+        assert len(searches) == count

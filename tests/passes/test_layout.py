@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -120,16 +121,25 @@ def test_chosen_chunks_hold_a_block_each() -> None:
 
 def test_of_blocks_that_differ_half_are_no_larger_than_a_chunk() -> None:
     """A few huge blocks are torn, a few tiny ones share."""
-    sizes = [256_000, 256_000, 384_000, 512_000, 2_560_000]
+    sizes = [256_000, 256_000, 384_000, 512_000, 768_000]
     specs = [spec(f"up.{i}.{p}", numel // 4) for i, numel in enumerate(sizes) for p in "abcd"]
     assert 4 * 384_000 <= auto_chunk_nbytes(specs) < 4 * 384_000 + 4096
     layout = lay_out(specs)
     check_invariants(layout, specs)
-    assert names(layout)[-4:] == [[f"up.4.{p}"] for p in "abcd"]
+    assert names(layout)[-2:] == [["up.4.a", "up.4.b"], ["up.4.c", "up.4.d"]]
     small = [spec(f"up.{i}.{p}", numel // 1024) for i, numel in enumerate(sizes) for p in "abcd"]
-    assert auto_chunk_nbytes(small) >= 4 * 2_560_000 // 256, "the largest is a chunk"
+    assert auto_chunk_nbytes(small) >= 4 * 768_000 // 256, "the largest is a chunk"
     alike = [spec(f"up.{i}.a", 3000) for i in range(6)]
     assert auto_chunk_nbytes(alike) == auto_chunk_nbytes([*alike, spec("norms.0.a", 64), spec("norms.1.a", 64)])
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(1, 1 << 20), (16, 4 * 384_000 * 16 // 4)])
+def test_of_blocks_that_differ_widely_chunks_are_parts(scale: int, expected: int) -> None:
+    sizes = [256_000, 256_000, 384_000, 512_000, 2_560_000]
+    specs = [spec(f"up.{i}.{p}", scale * numel // 64) for i, numel in enumerate(sizes) for p in "abcdefgh" * 8]
+    specs = [replace(one, name=f"{one.name}{number}") for number, one in enumerate(specs)]
+    assert expected <= auto_chunk_nbytes(specs) < expected + 4096
+    check_invariants(lay_out(specs), specs)
 
 
 def test_without_repetition_a_chunk_holds_the_largest_tensor() -> None:
