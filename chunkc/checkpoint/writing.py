@@ -187,8 +187,18 @@ def _let_go(error: BaseException | None) -> None:
 
 
 def _new_file(path: Path) -> int:
-    """A file to write, which another rank may have made already; the directory is new."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    """A file to write, which another rank may have made already; the directory is new.
+
+    Raises:
+        CheckpointError: the directory is gone.
+    """
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path.parent} was removed while it was being written: by rank 0, where another rank has failed or ended, "
+            "or by another program"
+        ) from None
 
 
 def _write_runs(fd: int, source: Source, offset_nbytes: int) -> Piece:

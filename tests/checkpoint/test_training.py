@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -310,6 +311,22 @@ def test_an_error_keeps_no_views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     await_readers(run.model.parameters())
     assert all(can_move(parameter) for parameter in run.model.parameters())
     with pytest.raises(CheckpointError):
+        ck.close()
+
+
+def test_a_directory_that_is_removed_meanwhile_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by rank 0, where another rank has ended, while this one still writes."""
+    run = begin(budget=None)
+    new_file = writing._new_file
+
+    def removed(path: Path) -> int:
+        shutil.rmtree(path.parent)
+        return new_file(path)
+
+    ck = run.checkpoint(tmp_path)
+    monkeypatch.setattr(writing, "_new_file", removed)
+    ck.save(0)
+    with pytest.raises(CheckpointError, match="was removed while it was being written"):
         ck.close()
 
 
