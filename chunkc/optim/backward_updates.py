@@ -80,6 +80,7 @@ class BackwardUpdates:
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._staying: weakref.WeakKeyDictionary[Session, StayingGroups] = weakref.WeakKeyDictionary()
         self._known: weakref.WeakKeyDictionary[Session, dict[int, list[Entry]]] = weakref.WeakKeyDictionary()
+        self._looked_up: weakref.WeakKeyDictionary[Session, tuple[object, ...]] = weakref.WeakKeyDictionary()
         self._at_home: weakref.WeakKeyDictionary[Session, frozenset[int]] = weakref.WeakKeyDictionary()
         self._begun: weakref.WeakKeyDictionary[Session, dict[int, tuple[Sequence[Begun], Beginning]]]
         self._begun = weakref.WeakKeyDictionary()
@@ -103,6 +104,7 @@ class BackwardUpdates:
         for session in list(self._begun):
             self.take_back(session)
         self._known.clear()
+        self._looked_up.clear()
         self._at_home.clear()
         self._staying.clear()
         self.end()
@@ -110,6 +112,7 @@ class BackwardUpdates:
     def prepare(self, optimizer: Any, session: Session, groups: frozenset[int], at_home: frozenset[int]) -> None:
         """From the next backward on, these groups' updates may begin there, those of some of them at home: states and
         kernels are there now."""
+        self._looked_up.pop(session, None)
         known = self._known.get(session)
         if known is not None and known.keys() == groups and self._at_home[session] == at_home:
             return
@@ -131,12 +134,14 @@ class BackwardUpdates:
 
         Not what can be undone: it has twins only once it has states.
         """
-        if session in self._known or self._overlap.undoable:
-            return
         layout = session.store.layout
+        there = layout.version, session.store.resident
+        if self._overlap.undoable or (session in self._known and self._looked_up.get(session, there) == there):
+            return
         groups = [g for g in layout.groups if g.trainable and g.index not in session.store.resident | layout.cut]
         home = at_home(session, groups, self._overlap.update_on, optimizer.rule.num_stages)
         self.prepare(optimizer, session, frozenset(g.index for g in groups if g.index not in home), frozenset())
+        self._looked_up[session] = there
 
     def in_slots(self, session: Session, index: int) -> Sequence[Entry]:
         """The parameters of a group whose update may be made in slots, in the backward that is next; else nothing."""

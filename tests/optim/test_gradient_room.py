@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from harness import differences
+from harness import differences, session_of
 from slot_cases import Subject, trained
-from torch import Tensor
+from torch import Tensor, nn
 
 import chunkc
 from chunkc.ir.chunks import GRAD, Chunk
 from chunkc.ir.errors import HomeError
 from chunkc.ir.explanation import Explanation
 from chunkc.runtime.homes import MemoryHome
+from chunkc.runtime.used_gradients import UsedGradient
 
 
 def without_room(made: Subject) -> set[int]:
@@ -53,6 +54,34 @@ def test_they_have_room_from_the_first_backward_that_sends_them_home() -> None:
         made.backward(1)
     assert without_room(made) == set()
     assert all(p.grad.isfinite().all() for p in made.store.parameters().values() if p.grad is not None)
+
+
+def test_graphs_that_are_compiled_in_the_first_step_update_in_it() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = [nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))) for _ in range(2)]
+            self.first, self.second = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            return self.second(x).sum()
+
+    torch.manual_seed(0)
+    model, x = Halves(), torch.randn(4, 64)
+    options = {"memory_budget": "120KiB", "chunk_size": "20KiB", "codegen": "eager", "whole_graph": "never"}
+    compiled = torch.compile(model, backend="chunkc", options=options)
+    optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-2, overlap="backward")
+    compiled(x).backward()
+    store = session_of(model).store
+    moving = {group.index for group in store.layout.groups} - store.resident
+    assert len(moving) > 4
+    layers = [*model.first, *model.second]
+    assert all(isinstance(layer.weight.grad, UsedGradient) for layer in layers)
+    assert all(store.arena.is_promised(Chunk(GRAD, index)) for index in moving)
+    optimizer.step()
+    assert all(int(optimizer.state[layer.weight]["step"]) == 1 for layer in layers)
 
 
 def test_a_hook_sends_those_of_its_chunk_home() -> None:
