@@ -66,7 +66,8 @@ class ChunkStore(ChunkPlaces):
         unfrozen = [new for old, new in zip(self.layout.groups, layout.groups) if new.trainable and not old.trainable]
         trained = [group for group in (*to_home, *unfrozen) if group.trainable and group.index not in resident]
         gradients = {Chunk(GRAD, group.index): group.nbytes(GRAD) for group in trained}
-        now = {chunk: gradients[chunk] for chunk in gradients if chunk.group in layout.groups_of(having)}
+        early = layout.groups_of(having)
+        now = {chunk: nbytes for chunk, nbytes in gradients.items() if chunk.group in early}
         self.arena.reserve({Chunk(PARAM, group.index): group.nbytes(PARAM) for group in to_home} | now)
         self.arena.promise({chunk: nbytes for chunk, nbytes in gradients.items() if chunk not in now})
         self._take_over(layout)

@@ -52,7 +52,10 @@ def test_giving_up_slow_ways_changes_nothing_but_the_work(seed: int) -> None:
 @pytest.mark.parametrize(("enough_s", "num_tried"), [(7.0, 1), (6.0, 2), (4.0, 7)])
 def test_a_way_that_is_good_enough_ends_the_search(enough_s: float, num_tried: int) -> None:
     """The more groups stay beside which nothing runs again, up to 13, the quicker; what runs again is never quick."""
-    at = lambda m, k: Absence(frozenset({str(m)}), frozenset({str(k)} if k else ()))  # noqa: E731
+
+    def at(m: int, k: int) -> Absence:
+        return Absence(frozenset({str(m)}), frozenset({str(k)} if k else ()))
+
     mixes: Any = SimpleNamespace(groups=(3, 19), stretches=16, at=at, enough_s=enough_s)
     tried: list[Absence] = []
 
