@@ -133,10 +133,12 @@ def _section(context: Context, size: Size, cache: Path, stack: ExitStack, advanc
     room_nbytes = place.memory_nbytes(fsdp2)
     if place.device == "cpu":  # at home, when activations are at their most: all but the gradients of a chunk or two
         room_nbytes -= max(report["home_nbytes"] for report in roomy) * 3 // 4
-    as_fsdp2 = {"memory_budget": room_nbytes - max(report["chunk_size_nbytes"] for report in roomy)}
-    if as_fsdp2["memory_budget"] < max(report["minimum_budget_nbytes"] for report in roomy):
-        small_nbytes = room_nbytes - small_chunks["chunk_size"]
-        as_fsdp2 = {"memory_budget": max(least["memory_budget"], small_nbytes), **small_chunks}
+    minimum_nbytes = max(report["minimum_budget_nbytes"] for report in roomy)
+    small_nbytes = room_nbytes - small_chunks["chunk_size"]
+    as_fsdp2 = {"memory_budget": max(least["memory_budget"], small_nbytes), **small_chunks}
+    if minimum_nbytes <= room_nbytes:  # with chunks as chunkc chooses them
+        chunk_nbytes = max(report["chunk_size_nbytes"] for report in roomy)
+        as_fsdp2 = {"memory_budget": max(minimum_nbytes, room_nbytes - chunk_nbytes)}
     options = {AS_FSDP2: as_fsdp2, LEAST: least}
     subjects |= _started((AS_FSDP2, LEAST), size, options, place, cache, stack, timeout_s, advance)
     before = {name: _wire_nbytes(subject.reports()) for name, subject in subjects.items()}

@@ -281,38 +281,45 @@ class EagerSegment:
     def __init__(self, module: fx.GraphModule) -> None:
         graph = module.graph
         nodes = [node for node in graph.nodes if is_compute(node)]
-        index = {node: i for i, node in enumerate([*placeholders(graph), *nodes])}
+        name = {node: f"v{i}" for i, node in enumerate([*placeholders(graph), *nodes])}
         last: dict[fx.Node, fx.Node] = {}
         for node in [*nodes, output_node(graph)]:
             for source in node.all_input_nodes:
                 last[source] = node
-        self._size = len(index)
-        self._steps = []
+        known: dict[str, Any] = {}
+        lines = [f"[{', '.join(name[node] for node in placeholders(graph))}] = inputs", "inputs.clear()"]
         for node in nodes:
-            target: Any = node.target
-            if node.op == "get_attr":
-                constant = _attribute(module, str(node.target))
-                target = _Constant(constant)
-            elif is_collective(node) and target is not WAIT:
-                target = Meeting(target)
-            elif is_custom(node):
-                target = CheckedOnce(target)
-            dead = [index[source] for source in node.all_input_nodes if last[source] is node]
+            dead = [name[source] for source in node.all_input_nodes if last[source] is node]
             if node not in last:
-                dead.append(index[node])  # nobody reads it
-            args = () if node.op == "get_attr" else node.args
-            self._steps.append((target, _template(args, index), _template(node.kwargs, index), index[node], dead))
-        self._outputs = tuple(index[node] for node in returned(graph) if node is not None)
+                dead.append(name[node])  # nobody reads it
+            lines.append(f"{name[node]} = {self._call(module, node, name, known)}")
+            lines += [" = ".join([*dead, "None"])] if dead else []
+        outputs = "".join(f"{name[node]}, " for node in returned(graph) if node is not None)
+        code = "\n    ".join(["def run(inputs):", *lines, f"return ({outputs})"])
+        exec(compile(code, "<chunkc segment>", "exec"), known)
+        self._run = known["run"]
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
-        values: list[Any] = [None] * self._size
-        values[: len(inputs)] = inputs
-        inputs.clear()
-        for target, args, kwargs, position, dead in self._steps:
-            values[position] = target(*_fill(args, values), **_fill(kwargs, values))
-            for index in dead:
-                values[index] = None
-        return tuple(values[index] for index in self._outputs)
+        found: tuple[Any, ...] = self._run(inputs)
+        return found
+
+    def _call(self, module: fx.GraphModule, node: fx.Node, name: Mapping[fx.Node, str], known: dict[str, Any]) -> str:
+        """A node as Python; what has no literal of its own goes into `known`, under a name."""
+        target = _literal(self._target(module, node), name, known)
+        if node.op == "get_attr":
+            return f"{target}()"
+        arguments = [_literal(value, name, known) for value in node.args]
+        arguments += [f"{key}={_literal(value, name, known)}" for key, value in node.kwargs.items()]
+        return f"{target}({', '.join(arguments)})"
+
+    def _target(self, module: fx.GraphModule, node: fx.Node) -> Callable[..., Any]:
+        """What a node calls."""
+        target: Any = node.target
+        if node.op == "get_attr":
+            return _Constant(_attribute(module, target))
+        if is_collective(node) and target is not WAIT:
+            return Meeting(target)
+        return CheckedOnce(target) if is_custom(node) else target
 
 
 @dataclass(frozen=True)
@@ -323,9 +330,18 @@ class _Constant:
         return self.value
 
 
-@dataclass(frozen=True)
-class _Ref:
-    index: int
+def _literal(value: Any, name: Mapping[fx.Node, str], known: dict[str, Any]) -> str:
+    """An argument as Python, nodes by their names."""
+    if isinstance(value, fx.Node):
+        return name[value]
+    if isinstance(value, (list, tuple)):
+        return "(" + "".join(f"{_literal(item, name, known)}, " for item in value) + ")"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_literal(item, name, known)}" for key, item in value.items()) + "}"
+    if value is None or type(value) in (bool, int):
+        return repr(value)
+    known[f"c{len(known)}"] = value
+    return f"c{len(known) - 1}"
 
 
 def _attribute(module: torch.nn.Module, path: str) -> object:
@@ -333,24 +349,3 @@ def _attribute(module: torch.nn.Module, path: str) -> object:
     for part in path.split("."):
         value = getattr(value, part)
     return value
-
-
-def _template(value: Any, index: Mapping[fx.Node, int]) -> Any:
-    """Arguments with nodes replaced by references to their values."""
-    if isinstance(value, fx.Node):
-        return _Ref(index[value])
-    if isinstance(value, (list, tuple)):
-        return tuple(_template(item, index) for item in value)
-    if isinstance(value, dict):
-        return {key: _template(item, index) for key, item in value.items()}
-    return value
-
-
-def _fill(template: Any, values: list[Any]) -> Any:
-    if isinstance(template, _Ref):
-        return values[template.index]
-    if isinstance(template, tuple):
-        return tuple(_fill(item, values) for item in template)
-    if isinstance(template, dict):
-        return {key: _fill(item, values) for key, item in template.items()}
-    return template

@@ -26,6 +26,7 @@ from chunkc.torch_private.dtensor import (
     as_subclass_without_grad,
     cut_dimension,
     cuts_last,
+    lie_alike,
     local_of,
     set_local,
     with_local,
@@ -81,13 +82,11 @@ class Part(nn.Parameter):
         Raises:
             UnsupportedError: the gradient lies over the ranks in another way than the parameter.
         """
-        whole = self.distributed
-        if whole is None or whole.grad is None:
-            return None
-        found: Any = whole.grad
-        if isinstance(found, GradientElsewhere):
+        whole = self._distributed()
+        found: Any = None if whole is None else whole.grad
+        if whole is None or found is None or isinstance(found, GradientElsewhere):
             return found
-        if not isinstance(found, DTensor) or tuple(found.placements) != tuple(whole.placements):
+        if not isinstance(found, DTensor) or not lie_alike(found, whole):
             raise UnsupportedError(
                 "the gradient of a distributed parameter must be cut over the ranks as the parameter is: assign a "
                 "DTensor with the parameter's placements"

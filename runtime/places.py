@@ -164,7 +164,7 @@ class ChunkPlaces(ChunkSlots):
             raise ChunkStateError(f"{name} is read from chunk {chunk}, which is {slot.state.value}")
         shards = where.spec.shards
         if shards is not None:
-            return slot.buffer[where.slot_offset : where.slot_offset + shards.numel].view(shards.shape)
+            return slot.buffer.as_strided(shards.shape, shards.stride, where.slot_offset)
         return _placed(slot.buffer, where)
 
     def reserve_states(self, group: int) -> None:

@@ -20,6 +20,8 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Protocol
 
+import torch
+
 from chunkc.ir.errors import HomeError, StreamError
 
 POLL_S = 0.1  # how often a waiter looks whether the thread is still alive; a finished job wakes it at once
@@ -154,6 +156,7 @@ class _Worker:
 
 
 def _work(jobs: deque[JobMark], wakes: SimpleQueue[bool], ledger: _Ledger, delay: Callable[[], float] | None) -> None:
+    torch.get_num_threads()  # gives this thread torch's number for OpenMP; else compiled loops take all processors
     while wakes.get():
         while jobs:
             jobs[0]._run(ledger, delay)

@@ -8,6 +8,7 @@ as module `memory_curves`.
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -88,23 +89,21 @@ class MeasuringSegment(codegen.EagerSegment):
     def __init__(self, module: fx.GraphModule, log: list[CallReadings]) -> None:
         super().__init__(module)
         self._log = log
-        self._runs = [not is_number(node) for node in module.graph.nodes if is_compute(node)]
 
     def __call__(self, inputs: list[Any]) -> tuple[Any, ...]:
         cpu_allocator.lap_peak_nbytes()
-        readings = CallReadings(cpu_allocator.current_nbytes())
-        values: list[Any] = [None] * self._size
-        values[: len(inputs)] = inputs
-        inputs.clear()
-        for (target, args, kwargs, position, dead), runs in zip(self._steps, self._runs, strict=True):
-            cpu_allocator.lap_peak_nbytes()
-            values[position] = target(*codegen._fill(args, values), **codegen._fill(kwargs, values))
-            if runs:
-                readings.peak_nbytes.append(cpu_allocator.lap_peak_nbytes())
-            for index in dead:
-                values[index] = None
-        self._log.append(readings)
-        return tuple(values[index] for index in self._outputs)
+        self._log.append(CallReadings(cpu_allocator.current_nbytes()))
+        return super().__call__(inputs)
+
+    def _target(self, module: fx.GraphModule, node: fx.Node) -> Callable[..., Any]:
+        target = super()._target(module, node)
+        return target if is_number(node) else functools.partial(self._measured, target)
+
+    def _measured(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        cpu_allocator.lap_peak_nbytes()
+        found = target(*args, **kwargs)
+        self._log[-1].peak_nbytes.append(cpu_allocator.lap_peak_nbytes())
+        return found
 
 
 class _ReadOperators(TorchDispatchMode):

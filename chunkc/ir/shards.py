@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from chunkc.ir.errors import OptionsError
@@ -68,10 +69,15 @@ class Shards:
             -self.largest_numel // self.num_copies
         )
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the whole tensor."""
         return math.prod(self.shape)
+
+    @cached_property
+    def stride(self) -> tuple[int, ...]:
+        """Of the whole tensor, in elements."""
+        return tuple(math.prod(max(n, 1) for n in self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
     @property
     def largest_numel(self) -> int:

@@ -355,9 +355,9 @@ def has_states(optimizer: Any, session: Session, entry: Entry) -> bool:
 
 def noted_of(optimizer: Any, parameter: torch.Tensor, name: str, group: Mapping[str, Any]) -> Begun:
     """A parameter whose update begins, whose gradient is there."""
-    assert parameter.grad is not None
-    hyper = _hyper(optimizer, group, parameter)
-    return Begun(parameter, name, parameter.grad, parameter.grad._version, parameter._version, hyper)
+    gradient = parameter.grad
+    assert gradient is not None
+    return Begun(parameter, name, gradient, gradient._version, parameter._version, _hyper(optimizer, group, parameter))
 
 
 def _hyper(optimizer: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> Any:

@@ -35,6 +35,11 @@ def with_local(like: DTensor, local: torch.Tensor) -> DTensor:
     return made
 
 
+def lie_alike(one: DTensor, other: DTensor) -> bool:
+    """Whether both lie over ranks in the same way; mostly they share what says how."""
+    return one._spec is other._spec or tuple(one.placements) == tuple(other.placements)
+
+
 def set_local(tensor: DTensor, local: torch.Tensor) -> None:
     """Make this very tensor the local one."""
     tensor._local_tensor = local

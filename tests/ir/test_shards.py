@@ -23,3 +23,4 @@ def test_parts_are_those_of_torch_chunk(shape: tuple[int, ...], num_ranks: int) 
         assert torch.equal(whole.flatten()[begin:end], chunk)
         assert end - begin <= shards.largest_numel
     assert shards.numel == whole.numel()
+    assert shards.stride == whole.stride()

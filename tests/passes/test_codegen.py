@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -58,3 +59,23 @@ def test_an_operator_that_does_not_tell_its_shape() -> None:
 
     with pytest.raises(chunkc.UnsupportedError, match=r"silent.* does not tell .*RuntimeError: meta of 1, 2"):
         memory._shape_of(silent, (1,), {"y": 2})
+
+
+def test_arguments_of_every_kind() -> None:
+    """Nodes inside of lists and of mappings, constants without a literal."""
+    seen: list[Any] = []
+
+    def called_with(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append((args, kwargs))
+        return torch.zeros(())
+
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(called_with, ([x, [None, x]], math.inf, torch.bfloat16), {"like": x, "to": {"a": x}})
+    graph.call_function(called_with, (first, -3, "it's", True))
+    graph.output((first, None))
+    value = torch.ones(2)
+    found = codegen.EagerSegment(torch.fx.GraphModule({}, graph))([value])
+    assert seen[0] == (((value, (None, value)), math.inf, torch.bfloat16), {"like": value, "to": {"a": value}})
+    assert found == (seen[1][0][0],)
+    assert seen[1][0][1:] == (-3, "it's", True)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
+import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
+import torch
 from runtime_helpers import raiser
 
 from chunkc.ir.errors import HomeError, StreamError
@@ -23,6 +27,29 @@ def test_jobs_run_in_order_on_one_other_thread() -> None:
     assert len({ident for _, ident in seen}) == 1
     assert seen[0][1] != threading.get_ident()
     assert all(event.done() for event in events)
+
+
+def test_compiled_loops_take_as_many_threads_as_torch_has() -> None:
+    """OpenMP gives each thread of the process a number of its own, and a new one that of all processors."""
+    library = torch_openmp()
+    num_threads = torch.get_num_threads()
+    stream, seen = WorkerStream("loops"), []
+    torch.set_num_threads(num_threads + 3)
+    try:
+        stream.submit(lambda: seen.append(library.omp_get_max_threads())).wait()
+    finally:
+        torch.set_num_threads(num_threads)
+    assert seen == [num_threads + 3]
+
+
+def torch_openmp() -> ctypes.CDLL:
+    """The OpenMP that torch has loaded."""
+    maps = Path("/proc/self/maps")
+    loaded = {line.split()[-1] for line in maps.read_text().splitlines()} if maps.exists() else set()
+    found = [path for path in loaded if re.search(r"lib[gi]omp[^/]*\.so", path)]
+    if not found:
+        pytest.skip("torch's OpenMP has no library of its own here")
+    return ctypes.CDLL(found[0])
 
 
 def test_no_thread_before_the_first_job() -> None:
