@@ -2,9 +2,9 @@
 machine with GPUs one process for each of them, on NCCL.
 
 Every rank is a subject of its own; all of one system's take a step together, and systems take turns. chunkc trains
-with room for all (parameters whole on every rank, as the plan chooses), in the memory that FSDP2 was measured to take,
-and, with smaller chunks, in the least there is. FSDP2 offloads nothing to the CPU here: on CPUs that would be the same
-memory.
+with room for all (parameters whole on every rank, as the plan chooses); in the memory that FSDP2 was measured to take,
+with updates in the backward; and, with smaller chunks, in the least there is. FSDP2 offloads nothing to the CPU here:
+on CPUs that would be the same memory.
 
 A rank's memory is what torch's allocator was asked for at the most, to the byte, and on CPUs for chunkc what is in use
 at its home at that time as well, which is a memory map. Bytes on the wire are those that TCP says were acknowledged, on
@@ -202,6 +202,7 @@ def spec_of(name: str, size: Size, options: Mapping[str, int], place: Place) -> 
         device=place.device,
         is_metered=True,
         codegen=size.codegen,
+        overlap="backward" if name == AS_FSDP2 else "none",
         num_ranks=place.num_ranks,
     )
 

@@ -41,6 +41,7 @@ class SubjectSpec(Spec):
         is_checkpointed: systems that offload run each block again in the backward.
         codegen: of the peers: "inductor" or "eager", as chunkc's option of that name.
         save_every: so many steps, a checkpoint is saved, of which the latest is kept; 0: none is.
+        overlap: of chunkc's optimizer on several ranks.
         num_ranks, rank, store: of systems on several ranks: how many, which this is, and the file by which they meet.
     """
 
@@ -58,6 +59,7 @@ class SubjectSpec(Spec):
     codegen: str = "inductor"
     seed: int = 0
     save_every: int = 0
+    overlap: str = "none"
     num_ranks: int = 1
     rank: int = 0
     store: str = ""

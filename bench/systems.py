@@ -157,14 +157,14 @@ def _fsdp2_ranks(spec: SubjectSpec) -> Trainee:
 
 
 def _chunkc_ranks(spec: SubjectSpec) -> Trainee:
-    """`distribute`, `torch.compile`, `chunkc.optim.AdamW`, which updates in the backward; on CPUs where the home is, in
-    RAM as all else."""
+    """`distribute`, `torch.compile`, `chunkc.optim.AdamW`; on CPUs, updates are made where the home is, in RAM as all
+    else."""
     assert spec.options is not None
     mesh = _join(spec)
     model = chunkc.distribute(families.build(spec.model, is_checkpointed=spec.is_checkpointed), mesh)
     compiled = torch.compile(model, backend="chunkc", options=spec.options)
     update_on = "cpu" if spec.device == "cpu" else "device"
-    optimizer = chunkc.optim.AdamW(model.parameters(), update_on=update_on, overlap="backward", **ADAM)
+    optimizer = chunkc.optim.AdamW(model.parameters(), update_on=update_on, overlap=spec.overlap, **ADAM)
     return _trainee(model, compiled, optimizer, nullcontext)
 
 
