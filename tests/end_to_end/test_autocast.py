@@ -169,8 +169,9 @@ WAYS: dict[str, tuple[type[nn.Module], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-RARE = ("evaluated with dropout", "nested", "recomputed", "evaluated")
-"""That others have in part: sizes change and blocks are recomputed in "recomputed, reentrant"."""
+RARE = ("evaluated with dropout", "nested", "recomputed", "evaluated", "backward inside")
+"""That others have in part: sizes change and blocks are recomputed in "recomputed, reentrant". A region around the
+backward has a test below."""
 
 TIERS = dict.fromkeys(WAYS, pytest.mark.second_tier) | dict.fromkeys(RARE, pytest.mark.slow) | {"decorated": ()}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import product
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any
 
@@ -232,8 +232,8 @@ def play(model: nn.Sequential, call: Call) -> dict[str, list]:
 
 
 CELLS = [
-    pytest.param(Way(home, codegen), marks=pytest.mark.slow if codegen == "inductor" else pytest.mark.second_tier)
-    for home, codegen in product(["cpu", "disk"], ["eager", "inductor"])
+    pytest.param(way, marks=pytest.mark.second_tier if way == Way("disk", "eager") else pytest.mark.slow)
+    for way in starmap(Way, product(["cpu", "disk"], ["eager", "inductor"]))
 ]
 
 

@@ -66,8 +66,14 @@ INTERRUPTED = Case("interrupted", Interrupted, byte_batch, num_graphs=2)
 
 
 @pytest.mark.second_tier
-@pytest.mark.parametrize("home", ["cpu", "disk"])
-@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("when", "home"),
+    [
+        ("forward", "disk"),
+        ("backward", "cpu"),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in (("forward", "cpu"), ("backward", "disk"))),
+    ],
+)
 def test_control_c_between_graphs(when: str, home: str) -> None:
     model, compiled = compile_case(INTERRUPTED, memory_budget=2 * small_budget(home), home=home, whole_graph="never")
     optimizer = adamw(model.parameters())

@@ -34,7 +34,8 @@ IDLE_EXPERTS = Case(
 )  # fmt: skip
 CASES = LADDER | {IDLE_EXPERTS.name: IDLE_EXPERTS}
 
-SECOND_TIER = ("idle_experts", "sometimes_unused", "graph_breaks")
+SECOND_TIER = ("sometimes_unused", "graph_breaks")
+"""Idle experts have tests in `test_minimum_of_parts`, too."""
 
 
 def plain_losses(case: Case) -> list[np.ndarray]:
