@@ -8,8 +8,6 @@ import os
 import resource
 import signal
 import subprocess
-import sys
-import textwrap
 import threading
 import types
 from pathlib import Path
@@ -98,27 +96,27 @@ def test_an_object_that_is_replaced_leaves_the_directory_to_its_successor(tmp_pa
         gc.enable()
 
 
-@pytest.mark.second_tier
 def test_another_process_is_refused_and_named(tmp_path: Path) -> None:
-    program = textwrap.dedent(
-        """
-        import sys
-        from pathlib import Path
-        from chunkc.checkpoint.folder import Folder
-        folder = Folder(sys.argv[1])
-        folder.lock()
-        print("locked", flush=True)
-        sys.stdin.read()
-        """
-    )
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "locked\n"
+    reading, writing = os.pipe()
+    other = os.fork()
+    if other == 0:
+        try:
+            folder = Folder(tmp_path)
+            folder.lock()
+            os.write(writing, b"locked")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writing)
+    try:
+        assert os.read(reading, 6) == b"locked"
         ck = checkpoint(tmp_path)
-        with pytest.raises(CheckpointError, match=rf"process {other.pid} on .* saves to .* already; use another"):
+        with pytest.raises(CheckpointError, match=rf"process {other} on .* saves to .* already; use another"):
             ck.save(1)
-        other.kill()  # no chance to unlock
+    finally:
+        os.close(reading)
+        os.kill(other, signal.SIGKILL)  # no chance to unlock
+        os.waitpid(other, 0)
     ck.save(1)
     ck.close()
     assert names(tmp_path) == [step(1)]

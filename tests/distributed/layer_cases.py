@@ -34,13 +34,15 @@ def subject(mesh: DeviceMesh) -> tuple[Model, tuple[torch.Tensor]]:
 
 
 def layers() -> Result:
-    """With room for all, and with none to spare."""
+    """With room for all where stages are chosen, and with none to spare in stage 3."""
     grid()["dp"], grid()["tp"]
-    runs = []
-    for stage, plan in ((3, "plain"), (None, "rows")):
-        roomy = _planned(HUGE, stage, plan)
-        runs += [roomy, _planned(roomy["ranks"]["minimum"], stage, plan)]
-    return {"runs": runs}
+    return {"runs": [_planned(None, 3, "plain"), _planned(HUGE, None, "rows")]}
+
+
+def layers_otherwise() -> Result:
+    """The other way round."""
+    grid()["dp"], grid()["tp"]
+    return {"runs": [_planned(HUGE, 3, "plain"), _planned(None, None, "rows")]}
 
 
 def copies() -> Result:
@@ -49,16 +51,23 @@ def copies() -> Result:
     return {"runs": [_planned(HUGE, 3, "copies")]}
 
 
-def _planned(budget: int, stage: ZeroStage | None, plan: str) -> Result:
-    """Steps of one batch: what the last one came to, and what was said."""
+def _planned(budget: int | None, stage: ZeroStage | None, plan: str) -> Result:
+    """Steps of one batch: what the last one came to, and what was said. Without a budget, in the smallest."""
     place, num_ranks = cube() if plan == "copies" else grid(), dist.get_world_size()
-    said = chunkc.explain(
-        parallel(made(), plan, place),
-        torch.zeros(TOKENS, dtype=torch.int64),
-        memory_budget=budget,
-        zero_stage=stage,
-        **({"hardware": CPU.used_by(num_ranks, 1, 2, 2)} if plan == "copies" else {"hardware": "cpu", "mesh": "1x2x2"}),
-    )
+
+    def explained(budget: int) -> chunkc.Explanation:
+        on_copies = {"hardware": CPU.used_by(num_ranks, 1, 2, 2)}
+        return chunkc.explain(
+            parallel(made(), plan, place),
+            torch.zeros(TOKENS, dtype=torch.int64),
+            memory_budget=budget,
+            zero_stage=stage,
+            **(on_copies if plan == "copies" else {"hardware": "cpu", "mesh": "1x2x2"}),
+        )
+
+    if budget is None:
+        budget = explained(HUGE).minimum_budget_nbytes
+    said = explained(budget)
     torch._dynamo.reset()
     gc.collect()
     cpu_allocator.install()
@@ -73,7 +82,7 @@ def _planned(budget: int, stage: ZeroStage | None, plan: str) -> Result:
     return came_to(said, model, run, tokens, foreign_nbytes)
 
 
-CASES = {case.__name__: case for case in (layers, copies)}
+CASES = {case.__name__: case for case in (layers, layers_otherwise, copies)}
 
 if __name__ == "__main__":
     rank_cases.CASES = CASES

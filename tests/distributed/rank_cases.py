@@ -404,11 +404,11 @@ class Square(nn.Module):
 
 
 class Deep(nn.Module):
-    """So many blocks that one more or less is less than a percent."""
+    """So many blocks that one more or less is within two percent of what is sent."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.h = nn.ModuleList([Square() for _ in range(80)])
+        self.h = nn.ModuleList([Square() for _ in range(40)])
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.h:
@@ -433,7 +433,7 @@ def sent() -> Result:
         budget = budget or least + (found["parameters"] // 2 if stage is None else 0)
         torch.manual_seed(0)
         model = chunkc.distribute(Deep(), mesh(), zero_stage=stage)  # type: ignore[arg-type]
-        optimizer, run = adamw(model), compiled(model, budget)
+        optimizer, run = adamw(model), compiled(model, budget, debug=False)
         for _ in range(2):
             before = counted[0]
             run(torch.ones(4, 64)).backward()

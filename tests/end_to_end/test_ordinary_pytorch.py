@@ -96,13 +96,13 @@ def test_a_parameter_reads_as_a_plain_tensor_between_all_calls() -> None:
 
 
 OPTIMIZERS = {
+    "chunkc.AdamW": adamw,
     "SGD": sgd,
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1),
-    "chunkc.AdamW": adamw,
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(3, second=1)
 @pytest.mark.parametrize("home", ["cpu", "disk"])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_optimizers_give_the_same_bits_under_every_budget(optimizer: str, home: str) -> None:

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
@@ -129,9 +128,8 @@ def resume(width: int, depth: int, folder: Path, before_nbytes: int) -> tuple[di
 def main(run: Callable[..., tuple[dict[str, int], list[float]]], folder: Path, width: int, depth: int) -> None:
     cpu_allocator.install()
     torch.set_num_threads(1)
-    with TemporaryDirectory(dir=folder) as small:  # what is loaded and compiled once for all models
-        live(64, 2, Path(small), 0)
-        resume(64, 2, Path(small), 0)
+    (folder / "small").mkdir(exist_ok=True)
+    run(64, 2, folder / "small", 0)  # what is loaded and compiled once for all models
     torch._dynamo.reset()
     with torch.device("meta"):
         model, x = Model(width, depth), torch.empty(8, width)

@@ -143,15 +143,18 @@ def train(folder: Path) -> Result:
     in_stage_1 = next(iter(sessions_of(first.parameters()))).transport
     found |= {"stage 1": first.losses}
     found["scattered"] = [one.sent_nbytes["scatters"] for one in (in_stage_1, transport)]
-    for name, kind in (("resumed", Module), ("resumed on meta", OnMeta)):
-        again = trained(folder / name, module=kind, resume=folder / "whole" / "epoch=0.ckpt")
-        found[name] = {"losses": again.losses, "bits": bits(again)}
-    return found
+    return found | {"resumed on meta": resumed(folder, OnMeta)}
 
 
-def resume_of_one(folder: Path) -> Result:
+def resume(folder: Path) -> Result:
+    """Of a module with memory, from what these processes and what one process have saved."""
     again = trained(folder / "of one", resume=folder / "plain" / "epoch=0.ckpt")
-    return {"losses": again.losses, "validated": again.validated}
+    return {"resumed": resumed(folder, Module), "of one": again.losses}
+
+
+def resumed(folder: Path, kind: type[Module]) -> Result:
+    again = trained(folder / f"resumed {kind.__name__}", module=kind, resume=folder / "whole" / "epoch=0.ckpt")
+    return {"losses": again.losses, "bits": bits(again)}
 
 
 def mistakes(folder: Path) -> Result:
@@ -212,7 +215,7 @@ def with_fabric(folder: Path) -> Result:
     }  # fmt: skip
 
 
-CASES = {"train": train, "resume of one": resume_of_one, "mistakes": mistakes, "fabric": with_fabric}
+CASES = {"train": train, "resume": resume, "mistakes": mistakes, "fabric": with_fabric}
 
 
 def main(folder: Path, *cases: str) -> None:
