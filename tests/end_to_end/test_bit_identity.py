@@ -49,7 +49,7 @@ def test_transformers_train_to_the_same_bits(name: str, home: str, codegen: str,
 
 
 def _plain_matrix() -> list:
-    """Of several graphs in small budgets, `test_plain_losses` trains others than slow tests do."""
+    """Graph breaks are slow here: `test_plain_losses` and `test_saved_values` train them in small budgets, too."""
     second_tier = {(name, "minimum") for name in PLAIN if name not in ("graph_breaks", "breaks_in_loop")}
     rows = product(PLAIN, ("30%", "minimum"))
     return [pytest.param(*row, marks=[pytest.mark.slow] * (row not in second_tier)) for row in rows]

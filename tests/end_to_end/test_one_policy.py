@@ -151,7 +151,7 @@ def told(request: Request) -> tuple[Any, ...]:
 
 
 QUICK = ("graph_breaks",)
-SECOND = ("short_gpt", "frozen_mlp", "called_twice", "sometimes_unused", "checkpointed_gpt", "big_embedding")
+SECOND = ("frozen_mlp", "called_twice", "sometimes_unused", "checkpointed_gpt", "big_embedding")
 
 
 def rungs() -> list[Any]:
