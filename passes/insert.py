@@ -46,7 +46,7 @@ def insert_events(
     for at, stop in enumerate(plan.stops[:-1]):
         _events(graph, stop, at, settled, saved)
         if at in plan.tiles:
-            graph.call_function(chunk_ops.update, _arguments(plan.tiles[at]))
+            _node(graph, chunk_ops.update, *_arguments(plan.tiles[at]))
             continue
         call = next(calls)
         args = [values[value] for value in call.inputs]
@@ -57,7 +57,7 @@ def insert_events(
         result = graph.call_module(call.segment, tuple(args))
         result.meta["call"] = call.name
         for index, value in enumerate(call.outputs):
-            values[value] = graph.call_function(operator.getitem, (result, index))
+            values[value] = _node(graph, operator.getitem, result, index)
         saved.after(call)
         for value, name in call.gradients:
             group = group_of.get(name)
@@ -66,7 +66,7 @@ def insert_events(
     _events(graph, plan.stops[-1], len(plan.stops) - 1, settled, saved)
     outputs = [None if value is None else values[value] for value in program.outputs]
     for position, (storage, index) in program.stand_ins.items():
-        outputs[position] = graph.call_function(operator.getitem, (saved.left[storage], index))
+        outputs[position] = _node(graph, operator.getitem, saved.left[storage], index)
     graph.output(tuple(outputs))
     root = nn.Module()
     for call in program.calls:
@@ -80,7 +80,7 @@ def insert_update_events(plan: PhasePlan, tiles: Sequence[Tile]) -> fx.Graph:
     graph = fx.Graph()
     for tile, stop in zip(tiles, plan.stops):
         _events(graph, stop)
-        graph.call_function(chunk_ops.update, _arguments(tile))
+        _node(graph, chunk_ops.update, *_arguments(tile))
     _events(graph, plan.stops[-1])
     graph.output(())
     return graph
@@ -91,9 +91,14 @@ def _arguments(tile: Tile) -> tuple[int, ...]:
     return elements if tile.num_stages == 1 else (*elements, tile.stage, tile.num_stages)
 
 
-def _node(graph: fx.Graph, target: Callable[..., None], *arguments: Any) -> fx.Node:
-    """A chunk node; chunks are no arguments that FX has a type for."""
-    return graph.call_function(target, arguments)
+def _node(graph: fx.Graph, target: Callable[..., Any], *arguments: Any) -> fx.Node:
+    """A chunk node; chunks are no arguments that FX has a type for.
+
+    It gets them once it is there, for then FX does not search them for symbolic sizes, which takes most of the time.
+    """
+    node = graph.call_function(target)
+    node.args = arguments
+    return node
 
 
 def settled_after(
@@ -135,29 +140,29 @@ class _Saved:
             if self._program.phase == FORWARD:
                 if names and storage not in self.left and all(name in self._values for name in names):
                     held = tuple(self._values[name] for name in names)
-                    self.left[storage] = self._graph.call_function(chunk_ops.forget, (storage, *held))
+                    self.left[storage] = _node(self._graph, chunk_ops.forget, storage, *held)
             elif names and storage not in self._made:
                 self._made.add(storage)
                 made = self._values[call.outputs[call.output_storages.index(storage)]]
                 held = tuple(self._values[name] for name in names)
-                node = self._graph.call_function(chunk_ops.again, (storage, made, *held))
+                node = _node(self._graph, chunk_ops.again, storage, made, *held)
                 for index, name in enumerate(names):
-                    self._values[name] = self._graph.call_function(operator.getitem, (node, index))
+                    self._values[name] = _node(self._graph, operator.getitem, node, index)
 
     def insert(self, event: Event) -> None:
         storage, graph, values = str(event.item), self._graph, self._values
         names = self._program.copied[storage]
         held, target = tuple(values[name] for name in names), chunk_ops.EVENT_TARGETS[event.kind]
         if event.kind == OFFLOAD:
-            graph.call_function(target, (storage, event.link, event.nbytes, *held))
+            _node(graph, target, storage, event.link, event.nbytes, *held)
         elif event.kind == LEAVE:
-            self.left[storage] = graph.call_function(target, (storage, event.link, *held))
+            self.left[storage] = _node(graph, target, storage, event.link, *held)
         elif event.kind == RELOAD:
-            self._reloaded[storage] = graph.call_function(target, (storage, event.link, event.nbytes, *held))
+            self._reloaded[storage] = _node(graph, target, storage, event.link, event.nbytes, *held)
         else:
-            arrived = graph.call_function(target, (storage, event.link, self._reloaded[storage]))
+            arrived = _node(graph, target, storage, event.link, self._reloaded[storage])
             for index, name in enumerate(names):
-                values[name] = graph.call_function(operator.getitem, (arrived, index))
+                values[name] = _node(graph, operator.getitem, arrived, index)
 
 
 def _events(
@@ -174,4 +179,4 @@ def _events(
             continue
         _node(graph, chunk_ops.EVENT_TARGETS[event.kind], event.item, *((event.link,) if event.link else ()))
         if (at, position) in settled:
-            graph.call_function(chunk_ops.settle, (settled[at, position],))
+            _node(graph, chunk_ops.settle, settled[at, position])

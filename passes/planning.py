@@ -85,8 +85,10 @@ def _chunk_item(layout: ChunkLayout, chunk: Chunk, resident: frozenset[int]) -> 
 
 def chunk_sizes(layout: ChunkLayout, positions: Sequence[Position]) -> dict[ItemId, int]:
     """Bytes of every chunk, or part of one, that the positions need."""
+    known: dict[ItemId, int] = layout.__dict__.setdefault("_chunk_sizes", {})  # asked for way by way
     chunks = dict.fromkeys(chunk for position in positions for chunk in position.items)
-    return {chunk: layout.chunk_nbytes_of(chunk) for chunk in chunks}
+    known.update({chunk: layout.chunk_nbytes_of(chunk) for chunk in chunks if chunk not in known})
+    return {chunk: known[chunk] for chunk in chunks}
 
 
 def _tightest(positions: Sequence[Position]) -> list[Position]:
