@@ -408,7 +408,7 @@ class Deep(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.h = nn.ModuleList([Square() for _ in range(40)])
+        self.h = nn.ModuleList([Square() for _ in range(80)])
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.h:
