@@ -383,7 +383,7 @@ def _needed_nbytes(captured: Captured, absence: Absence, layout: ChunkLayout) ->
 def _cuts(captured: Captured, layout: ChunkLayout) -> tuple[int, ...]:
     """Where the forward is cut into stretches that run again, so that the graph needs the least."""
     known: tuple[ChunkLayout, tuple[int, ...]] | None = captured.__dict__.get("_cuts")
-    if known is None or known[0] is not layout:
+    if known is None or known[0] != layout:
         cuts = leanest_cuts(captured.repeatable, lambda gone: _needed_nbytes(captured, Absence(rerun=gone), layout))
         known = captured.__dict__["_cuts"] = layout, cuts
     return known[1]

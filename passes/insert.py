@@ -96,7 +96,7 @@ def _node(graph: fx.Graph, target: Callable[..., Any], *arguments: Any) -> fx.No
 
     It gets them once it is there, for then FX does not search them for symbolic sizes, which takes most of the time.
     """
-    node = graph.call_function(target)
+    node = graph.create_node("call_function", target, name=target.__name__)
     node.args = arguments
     return node
 

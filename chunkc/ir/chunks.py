@@ -42,6 +42,11 @@ class Chunk:
     kind: str
     group: int
     part: tuple[int, int] | None = None
+    _hash: int = field(init=False, compare=False)
+    """Asked for ten times as often as chunks are made."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.kind, self.group, self.part)))
 
     @property
     def whole(self) -> Chunk:
@@ -55,10 +60,6 @@ class Chunk:
     @cached_property
     def _name(self) -> str:
         return f"{self.kind}:{self.group}" + ("" if self.part is None else f"[{self.part[0]}:{self.part[1]}]")
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.kind, self.group, self.part))
 
     def __str__(self) -> str:
         return self._name
