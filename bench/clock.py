@@ -59,7 +59,6 @@ from chunkc.passes import update_planning
 from chunkc.passes.planning import chunk_items, fixed_nbytes, moving_only
 from chunkc.runtime.homes import DiskHome, MemoryHome
 
-OURS = "chunkc"
 LATENCY_S = 2e-4
 
 
@@ -260,16 +259,8 @@ def cases(size: Size, measured: Hardware) -> Iterator[tuple[str, float, Hardware
                 for name in (TO_DEVICE, TO_HOME, FROM_DISK, TO_DISK)
             )
             for room in size.rooms:
-                yield (
-                    home,
-                    ratio,
-                    replace(measured, links=links),
-                    huge
-                    | {
-                        "home": home,
-                        "memory_budget": least_nbytes + int(room * all_nbytes),
-                    },
-                )
+                options = huge | {"home": home, "memory_budget": least_nbytes + int(room * all_nbytes)}
+                yield home, ratio, replace(measured, links=links), options
 
 
 def find(size: Size, home: str, ratio: float, hardware: Hardware, options: dict[str, Any]) -> Finding:

@@ -8,13 +8,11 @@ between blocks, which so fall into like stretches.
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 
 from chunkc.passes.reruns import Repeatable
-
-NEVER = sys.maxsize
 
 EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 """Of the places where few bytes are passed on, stretches end at each one, at every second, and so on."""
@@ -25,7 +23,7 @@ SLACK = 1.25
 
 def dropped_between(known: Repeatable, cuts: Sequence[int]) -> frozenset[str]:
     """What is dropped where stretches end before these calls, in order: all that may be and crosses no cut."""
-    read, ends = known.last_read, (*cuts, NEVER)
+    read, ends = known.last_read, (*cuts, inf)
     kept = {s for s, made in known.first_maker.items() if ends[bisect_right(cuts, made)] <= read.get(s, -1)}
     return (known.droppable | known.inner) - kept
 

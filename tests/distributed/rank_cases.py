@@ -404,7 +404,7 @@ class Square(nn.Module):
 
 
 class Deep(nn.Module):
-    """So many blocks that one more or less is within two percent of what is sent."""
+    """So many blocks that one more or less is less than a percent."""
 
     def __init__(self) -> None:
         super().__init__()
