@@ -197,7 +197,7 @@ def baselines(case: Case, treatments: Sequence[Treatment] = TREATMENTS) -> Itera
 def _offloading(planned: Planned) -> StepPlans | None:
     """The step with as few of the largest saved values at home as the others leave no room for."""
     now, captured = planned.rehearsed.situation, planned.captured
-    absent = Absence(home=_largest(captured, now.layout, now.budget_nbytes))
+    absent = Absence(home=largest(captured, now.layout, now.budget_nbytes))
     if not absent:
         return None  # then it is no other than without
     every = replace(now, resident=frozenset(group.index for group in now.layout.groups) - now.layout.cut)
@@ -217,7 +217,7 @@ def _offloading(planned: Planned) -> StepPlans | None:
     return planned.replay.planned(replace(planned.rehearsed, situation=every, runs=tuple(runs), update=update))
 
 
-def _largest(captured: Captured, layout: ChunkLayout, budget_nbytes: int) -> frozenset[str]:
+def largest(captured: Captured, layout: ChunkLayout, budget_nbytes: int) -> frozenset[str]:
     """The fewest of the saved values, largest first, without which every call has room for its own chunks."""
     order = [one.storage for one in sorted(captured.may_leave, key=lambda one: (-one.nbytes, one.storage))]
     free = budget_nbytes - fixed_nbytes(layout, frozenset())

@@ -10,7 +10,8 @@ each budget
 - a step is planned on paper, as `chunkc explain` does, with `activations="auto"` and `overlap="backward"`, and timed by
   the simulator; then it trains, and its median step is held against that;
 - the policies of other systems (`policies`) move the chunks of the same model, by the same runtime under the same
-  budget, alone and with every block recomputed, updated in `step()`, as they do it.
+  budget, updated in `step()`, as they do it: with all that forwards save kept, with every block recomputed, with
+  PyTorch's `activation_memory_budget`, and with the largest saved values at home (`baselines`).
 
 Losses are the same bits in all of them. Prints a table, and saves every figure where `--out` says.
 """
@@ -25,6 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,6 +35,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import machine
 import torch
+from baselines import TREATMENTS, Treatment, largest
 from gpt import GPT, GPTConfig
 from policies import POLICIES, Policy, phase_plan
 from rich.console import Console
@@ -41,15 +44,19 @@ from rich.table import Table
 from torch.utils.checkpoint import checkpoint
 
 import chunkc
-from chunkc import plans, session
+from chunkc import absences, plans, session
+from chunkc.captured import Captured
 from chunkc.explaining.explain import on_hardware, training_in
 from chunkc.explaining.offline import capture_offline
 from chunkc.explaining.replay import Replay
 from chunkc.explaining.updates import Updates
+from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware, LinkSpec
+from chunkc.ir.items import Absence
 from chunkc.ir.links import FROM_DISK, TO_DEVICE, TO_DISK, TO_HOME
 from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, PhasePlan, Plan
+from chunkc.ir.program import UPDATE
 from chunkc.ir.simulate import step_time
 from chunkc.machines.calibrate import Sizes, calibrate
 from chunkc.optim.overlap_mode import BACKWARD, NONE
@@ -78,9 +85,10 @@ class Size:
     rooms: tuple[float, ...]
     homes: tuple[str, ...] = ("cpu", "disk")
     policies: tuple[Policy, ...] = POLICIES
+    treatments: tuple[Treatment, ...] = TREATMENTS[:4]
 
 
-FULL = Size(GPTConfig(4, 256, 4, 128), 8, 4, (0.25, 1.0), (0.05, 0.3))
+FULL = Size(GPTConfig(4, 256, 4, 128), 8, 4, (0.25, 1.0), (0.05, 0.3, 0.6))
 SMALL = Size(GPTConfig(2, 64, 2, 32), 2, 2, (0.5,), (0.05,), ("cpu",), POLICIES[2:4])
 QUICKLY = Sizes(256, 1 << 20, 1 << 20, 1 << 16, 1 << 20, repeats=1, share_s=0.05, enough_s=0.001)
 """How `--small` calibrates: nothing is said of its times."""
@@ -103,10 +111,9 @@ class Finding:
         return abs(self.predicted_s / self.measured_s - 1)
 
     @property
-    def to_best(self) -> float | None:
-        """The best other policy's step, to chunkc's."""
-        found = [seconds for seconds in self.others.values() if seconds is not None]
-        return min(found) / self.measured_s if found else None
+    def best(self) -> tuple[float, str] | None:
+        """The quickest other policy that fits, with its seconds."""
+        return min(((seconds, name) for name, seconds in self.others.items() if seconds is not None), default=None)
 
 
 @contextmanager
@@ -131,8 +138,9 @@ def _paced(copy: Callable[..., None], link: str, hardware: Hardware) -> Callable
 
 
 @contextmanager
-def planned_by(policy: Policy) -> Iterator[None]:
-    """Inside, chunks move as the policy says; what stays is chunkc's choice.
+def planned_by(policy: Policy, treatment: Treatment, budget_nbytes: int) -> Iterator[None]:
+    """Inside, chunks move as the policy says, and of saved values is absent what the treatment says; what stays is
+    chunkc's choice.
 
     Compilation raises `BudgetError` where that does not fit.
     """
@@ -144,17 +152,24 @@ def planned_by(policy: Policy) -> Iterator[None]:
         for (name, positions), known in zip(phases, own.phases, strict=True):
             line = [moving_only(position, own.resident) for position in positions]
             capacity = [free_nbytes - one.non_model_nbytes - one.waiting_nbytes(own.resident) for one in line]
+            saved = () if name == UPDATE else room.get("saved", ())
             try:
-                moved = phase_plan(policy, name, line, chunk_items(layout, line, own.resident), capacity)
+                moved = phase_plan(policy, name, line, chunk_items(layout, line, own.resident), capacity, saved)
             except ValueError as error:
                 raise BudgetError(str(error), minimum_nbytes=own.budget_nbytes + 1) from error
             found.append(_moving_as(moved, known))
         return replace(own, phases=tuple(found), kept=frozenset())
 
-    with (
-        mock.patch.object(plans, "plan_phases", plan_phases),
-        mock.patch.object(update_planning, "plan_phases", plan_phases),
-    ):
+    def largest_away(captured: Captured, activations: str, layout: ChunkLayout) -> Absence:
+        assert activations == "offload"
+        return Absence(home=largest(captured, layout, budget_nbytes))
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(plans, "plan_phases", plan_phases))
+        stack.enter_context(mock.patch.object(update_planning, "plan_phases", plan_phases))
+        stack.enter_context(torch._functorch.config.patch(activation_memory_budget=treatment.saved_part))
+        if treatment.offloads:
+            stack.enter_context(mock.patch.object(absences, "leanest_absence", largest_away))
         yield
 
 
@@ -181,24 +196,23 @@ def _waiting_once(stops: Iterable[Sequence[Event]]) -> Iterator[tuple[Event, ...
 
 
 class Recomputed(torch.nn.Module):
-    """A GPT each of whose blocks keeps its input, and runs again in the backward."""
+    """A block that keeps its input, and runs again in the backward."""
 
-    def __init__(self, model: GPT) -> None:
+    def __init__(self, block: torch.nn.Module) -> None:
         super().__init__()
-        self.model = model
-        for block in model.blocks:
-            forward = block.forward
-            block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+        self.block = block
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.model(x, y)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(self.block, x, use_reentrant=False)
         return found
 
 
 def built(size: Size, *, recomputed: bool = False) -> torch.nn.Module:
     torch.manual_seed(0)
     model = GPT(size.model)
-    return Recomputed(model) if recomputed else model
+    if recomputed:
+        model.blocks = torch.nn.ModuleList(map(Recomputed, model.blocks))
+    return model
 
 
 def batches(size: Size) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -273,17 +287,16 @@ def find(size: Size, home: str, ratio: float, hardware: Hardware, options: dict[
     with slow(hardware):
         measured_s, losses = trained(size, options, BACKWARD)
         others: dict[str, float | None] = {}
-        for policy in size.policies:
-            for recomputed in (False, True):
-                name = f"{policy.name}, recomputed" if recomputed else policy.name
-                kept = options | {"activations": "keep"}
-                try:
-                    with planned_by(policy):
-                        others[name], same = trained(size, kept, NONE, recomputed=recomputed)
-                except BudgetError:
-                    others[name] = None
-                    continue
-                assert same == losses, f"{name}: {same} are not {losses}"
+        for treatment, policy in product(size.treatments, size.policies):
+            name = f"{policy.name}{treatment}"
+            other = options | {"activations": "offload" if treatment.offloads else "keep"}
+            try:
+                with planned_by(policy, treatment, options["memory_budget"]):
+                    others[name], same = trained(size, other, NONE, recomputed=treatment.checkpointing)
+            except BudgetError:
+                others[name] = None
+                continue
+            assert same == losses, f"{name}: {same} are not {losses}"
     return Finding(home, ratio, options["memory_budget"], predicted_s, measured_s, others)
 
 
@@ -304,7 +317,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             progress.advance(task)
     table = Table("home", "copy to compute", "budget", "predicted", "measured", "off by", "best other", "to chunkc")
     for one in found:
-        best = min((s, name) for name, s in one.others.items() if s is not None) if one.to_best else (0.0, "none fits")
         table.add_row(
             one.home,
             f"{one.ratio:g}",
@@ -312,8 +324,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{one.predicted_s:.3f} s",
             f"{one.measured_s:.3f} s",
             f"{one.distance:.1%}",
-            best[1],
-            f"{one.to_best:.2f}" if one.to_best else "",
+            one.best[1] if one.best else "none fits",
+            f"{one.best[0] / one.measured_s:.2f}" if one.best else "",
         )
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     print(f"predicted and measured are {median(one.distance for one in found):.1%} apart (median)")

@@ -181,7 +181,8 @@ def phase_plan(
         return min(found, key=rank, default=None)
 
     for index, position in enumerate(positions):
-        tier.stop = away.begin(index)
+        begun = away.begin(index)
+        tier.stop = begun if away.leaves else []
         ahead = positions[index : index + 1 + policy.distance]
         if policy.releases:
             wanted = {item for one in ahead for item in one.items}
@@ -196,6 +197,7 @@ def phase_plan(
             if leaving is None:
                 raise ValueError(f"{position.name} needs more than {capacity[index]} bytes of slots")
             tier.leave(leaving)
+        tier.stop += [] if away.leaves else begun  # what comes back has the room of what has left
         for item in missing:
             tier.fetch(item, index)
         for item in sorted(position.items):
