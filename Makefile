@@ -46,11 +46,12 @@ check:
 	@$(PYTHON) -c 'import pathlib, sys, sysconfig; sys.exit(not (pathlib.Path(sysconfig.get_path("include")) / "Python.h").exists())' || { \
 	  echo "error: $(PYTHON) has no Python.h, which compiled kernels include; install its headers (Debian, Ubuntu: apt install python3-dev)" >&2; exit 1; }
 
+# `--no-compile`: of tens of thousands of files few are ever imported, and Python compiles those itself.
 $(STAMP): pyproject.toml Makefile | check
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "setuptools>=77" wheel
-	$(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip install --no-build-isolation -e ".[dev]"
+	$(BIN)/python -m pip install --no-compile --quiet "setuptools>=77" wheel
+	$(BIN)/python -m pip install --no-compile $(TORCH)
+	$(BIN)/python -m pip install --no-compile --no-build-isolation -e ".[dev]"
 	@touch $(STAMP)
 
 demo: $(STAMP)
@@ -78,8 +79,8 @@ test-versions: | check
 # `===` takes the build that the registry has under the plain version: on Linux, CUDA's.
 $(CUDA_VENV)/.stamp: pyproject.toml | check
 	$(PYTHON) -m venv $(CUDA_VENV)
-	PIP_FIND_LINKS= $(CUDA_BIN)/python -m pip install "setuptools>=77" wheel "$(subst ==,===,$(TORCH))" numpy
-	PIP_FIND_LINKS= $(CUDA_BIN)/python -m pip install --no-build-isolation -e ".[dev]"
+	PIP_FIND_LINKS= $(CUDA_BIN)/python -m pip install --no-compile "setuptools>=77" wheel "$(subst ==,===,$(TORCH))" numpy
+	PIP_FIND_LINKS= $(CUDA_BIN)/python -m pip install --no-compile --no-build-isolation -e ".[dev]"
 	@touch $@
 
 test-cuda: export PYTHONSAFEPATH := 1

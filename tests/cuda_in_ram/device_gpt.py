@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkc
+from chunkc.runtime import pinned
 
 
 class Block(nn.Module):
@@ -110,6 +112,12 @@ def train(
     torch.cuda.synchronize()
     weights = tuple(p.detach().cpu().clone() for p in model.parameters())
     return Trained(tuple(losses), weights, chunkc.report(model))
+
+
+def pinned_nbytes() -> int:
+    """What is pinned now, by all models."""
+    gc.collect()
+    return sum(mapping.nbytes for mapping in list(pinned._alive))
 
 
 def smallest_budget(shape: dict[str, int], dtype: torch.dtype, **options: Any) -> int:

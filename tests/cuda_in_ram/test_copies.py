@@ -12,12 +12,12 @@ from typing import Any
 import cuda_in_ram
 import pytest
 import torch
+from device_gpt import pinned_nbytes
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import chunkc
 from chunkc.movable import present_nbytes
-from chunkc.runtime import pinned
 
 WIDTH = 1024
 WEIGHT_NBYTES = 4 * WIDTH * WIDTH
@@ -106,11 +106,6 @@ def test_a_copy_s_memory_is_given_back_with_it() -> None:
     assert pinned_nbytes() >= before + 4 * WEIGHT_NBYTES
     del copied
     assert pinned_nbytes() == before
-
-
-def pinned_nbytes() -> int:
-    gc.collect()
-    return sum(mapping.nbytes for mapping in list(pinned._alive))
 
 
 def test_a_copy_outlives_the_model_and_can_be_copied() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_gpt import MEDIUM, smallest_budget, train
+from device_gpt import GPT, MEDIUM, pinned_nbytes, smallest_budget, train
 from device_process import on_a_device
 from torch import nn
 
@@ -16,6 +16,7 @@ from chunkc.passes.cuda_memory import rounded_nbytes
 from chunkc.passes.scratch.cuda import cuda_scratch_nbytes
 from chunkc.passes.scratch.cuda_reduction import reduces_fastest, reduction_nbytes
 
+BUDGET_NBYTES = 264 << 20
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
 
@@ -24,6 +25,26 @@ def unused_nbytes(report: chunkc.Report) -> dict[str, int]:
     found = {label: predicted - measured for label, predicted, measured in report.moments if measured is not None}
     assert len(found) == len(report.moments) > 0
     return found
+
+
+@pytest.mark.parametrize("overlap", ["none", "backward"])
+@DTYPES
+def test_what_is_pinned_at_home_is_what_was_explained(dtype: torch.dtype, overlap: str) -> None:
+    before_nbytes = pinned_nbytes()
+    model = chunkc.place(GPT(**MEDIUM).to(dtype), device="cuda")
+    options = {"memory_budget": BUDGET_NBYTES, "codegen": "eager", "whole_graph": "never"}
+    compiled = torch.compile(model, backend="chunkc", options=options)
+    optimizer = chunkc.optim.AdamW(model.parameters(), overlap=overlap)
+    shape = 2, MEDIUM["sequence"]
+    for _ in range(2):
+        compiled(torch.zeros(shape, dtype=torch.long, device="cuda")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    chunkc.synchronize(model)
+    with torch.device("meta"):
+        on_paper, tokens = GPT(**MEDIUM).to(dtype), torch.zeros(shape, dtype=torch.long)
+    explained = chunkc.explain(on_paper, tokens, hardware="h100", overlap=overlap, **options)
+    assert pinned_nbytes() - before_nbytes == chunkc.report(model).home_nbytes == explained.home_nbytes
 
 
 @DTYPES
