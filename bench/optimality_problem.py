@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,9 +15,9 @@ from chunkc.ir.chunks import GRAD, PARAM, Chunk
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.links import TO_DEVICE, TO_HOME
 from chunkc.ir.plan import Position
-from chunkc.ir.simulate import STAYING
 from chunkc.ir.states import MASTER
-from chunkc.passes.planning import everything, fixed_nbytes
+from chunkc.ir.updates import update_traffic
+from chunkc.passes.planning import fixed_nbytes
 
 
 def problem_of(
@@ -45,8 +44,12 @@ def problem_of(
         sum(group.nbytes(kind) for kind in group.update_kinds if kind not in (PARAM, GRAD)) for group in trained
     )
     last = {item.group: at for at, one in enumerate(positions) for item in one.items}
-    staying = replace(step, runs=(), tiles=(), update=None, resident=everything(layout), at_home=frozenset())
-    update_s = updates.nbytes(staying)[STAYING] / hardware.update_bytes_per_s
+    specs = layout.specs()
+    update_nbytes = sum(
+        stage.nbytes
+        for spec in (specs[name] for name in step.trained)
+        for stage in update_traffic(spec.dtype, spec.states, spec.numel, updates.num_stages)
+    )
     rates = {link.name: link.bytes_per_s for link in hardware.links}
     return Problem(
         calls=tuple(
@@ -55,7 +58,9 @@ def problem_of(
         ),
         num_forward=num_forward,
         gaps=tuple(gap for gap in gaps if gap.begin != gap.end or gap.begin >= num_calls),
-        update=UpdateWork(update_s, states, tuple(last[group.index] for group in trained), early),
+        update=UpdateWork(
+            update_nbytes / hardware.update_bytes_per_s, states, tuple(last[group.index] for group in trained), early
+        ),
         capacity_nbytes=budget_nbytes - fixed_nbytes(layout, frozenset()),
         inward=rates[TO_DEVICE],
         outward=rates[TO_HOME],

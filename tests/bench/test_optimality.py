@@ -142,6 +142,16 @@ def test_no_policy_is_faster_than_the_bound(step: tuple[list[Position], dict[Chu
         assert whole.seconds <= seconds + 1e-6, policy.name
 
 
+@pytest.mark.second_tier
+@pytest.mark.parametrize("overlap", ["none", "backward"])
+def test_a_step_that_moves_nothing_is_all_arithmetic(overlap: str) -> None:
+    """The update's is in it, whenever it is made: nothing is faster."""
+    found = optimality.examine(optimality.Case("vit-base-32", "a100-80g", 2), overlap, exact=False)
+    assert found.bytes_moved == 0
+    assert found.lower_bound_s == pytest.approx(found.step_time_s, rel=1e-9)
+    assert found.lower_bound_bytes == 0
+
+
 @pytest.mark.slow
 def test_a_model_as_explain_plans_it() -> None:
     """No plan, chunkc's or another policy's, of a transformer with half of its model data on the device is faster."""
