@@ -13,7 +13,8 @@ each budget
   budget, updated in `step()`, as they do it: with all that forwards save kept, with every block recomputed, with
   PyTorch's `activation_memory_budget`, and with the largest saved values at home (`baselines`).
 
-Losses are the same bits in all of them. Prints a table, and saves every figure where `--out` says.
+Losses are the same bits in all of them. Prints a table. Saves every figure where `--out` says,
+after each case.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from chunkc.explaining.explain import on_hardware, training_in
 from chunkc.explaining.offline import capture_offline
 from chunkc.explaining.replay import Replay
 from chunkc.explaining.updates import Updates
-from chunkc.ir.chunks import ChunkLayout
+from chunkc.ir.chunks import PARAM, ChunkLayout
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware, LinkSpec
 from chunkc.ir.items import Absence
@@ -88,7 +89,7 @@ class Size:
     treatments: tuple[Treatment, ...] = TREATMENTS[:4]
 
 
-FULL = Size(GPTConfig(4, 256, 4, 128), 8, 4, (0.25, 1.0), (0.05, 0.3, 0.6))
+FULL = Size(GPTConfig(4, 256, 4, 128), 8, 4, (0.25, 1.0), (0.05, 0.6))
 SMALL = Size(GPTConfig(2, 64, 2, 32), 2, 2, (0.5,), (0.05,), ("cpu",), POLICIES[2:4])
 QUICKLY = Sizes(256, 1 << 20, 1 << 20, 1 << 16, 1 << 20, repeats=1, share_s=0.05, enough_s=0.001)
 """How `--small` calibrates: nothing is said of its times."""
@@ -152,9 +153,9 @@ def planned_by(policy: Policy, treatment: Treatment, budget_nbytes: int) -> Iter
         for (name, positions), known in zip(phases, own.phases, strict=True):
             line = [moving_only(position, own.resident) for position in positions]
             capacity = [free_nbytes - one.non_model_nbytes - one.waiting_nbytes(own.resident) for one in line]
-            saved = () if name == UPDATE else room.get("saved", ())
+            saved, links = () if name == UPDATE else room.get("saved", ()), layout.links_of(PARAM)
             try:
-                moved = phase_plan(policy, name, line, chunk_items(layout, line, own.resident), capacity, saved)
+                moved = phase_plan(policy, name, line, chunk_items(layout, line, own.resident), capacity, saved, links)
             except ValueError as error:
                 raise BudgetError(str(error), minimum_nbytes=own.budget_nbytes + 1) from error
             found.append(_moving_as(moved, known))
@@ -310,11 +311,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found: list[Finding] = []
     with tempfile.TemporaryDirectory() as folder, Progress(console=Console(stderr=True)) as progress:
         measured = calibrate(device="cpu", directory=folder, sizes=QUICKLY if asked.small else None)
+        about = {"hardware": machine.hardware(), "versions": machine.versions(), "measured": asdict(measured)}
         todo = list(cases(size, measured))
         task = progress.add_task("cases", total=len(todo))
         for case in todo:
             found.append(find(size, *case))
             progress.advance(task)
+            if asked.out is not None:
+                asked.out.write_text(json.dumps({**about, "cases": [asdict(one) for one in found]}, indent=1) + "\n")
     table = Table("home", "copy to compute", "budget", "predicted", "measured", "off by", "best other", "to chunkc")
     for one in found:
         table.add_row(
@@ -329,9 +333,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     print(f"predicted and measured are {median(one.distance for one in found):.1%} apart (median)")
-    if asked.out is not None:
-        about = {"hardware": machine.hardware(), "versions": machine.versions(), "measured": asdict(measured)}
-        asked.out.write_text(json.dumps({**about, "cases": [asdict(one) for one in found]}, indent=1) + "\n")
     return 0
 
 

@@ -95,6 +95,7 @@ class _SavedOnTheWay:
     by_position: Mapping[int, Sequence[Saved]]
     distance: int
     leaves: bool
+    links: tuple[str, str]
     moving: dict[Saved, int] = field(default_factory=dict)  # with the position of its use
 
     @property
@@ -106,14 +107,14 @@ class _SavedOnTheWay:
         stop = []
         if self.leaves:
             for one in self.by_position.get(index - 1, ()):
-                stop.append(Event(OFFLOAD, SavedStorage(one.storage), one.nbytes, TO_HOME))
+                stop.append(Event(OFFLOAD, SavedStorage(one.storage), one.nbytes, self.links[1]))
                 self.moving[one] = index - 1
             return stop + self.let_go(lambda one: self.moving[one] + 1 + self.distance <= index)
         for one in self.by_position.get(index, ()):
             if one not in self.moving:
                 stop.append(self._reload(one))
             self.moving.pop(one, None)  # from here on it counts with what the calls hold
-            stop.append(Event(ARRIVE, SavedStorage(one.storage), one.nbytes, TO_DEVICE))
+            stop.append(Event(ARRIVE, SavedStorage(one.storage), one.nbytes, self.links[0]))
         return stop
 
     def let_go(self, which: Callable[[Saved], bool]) -> list[Event]:
@@ -121,7 +122,7 @@ class _SavedOnTheWay:
         gone = [one for one in self.moving if self.leaves and which(one)]
         for one in gone:
             del self.moving[one]
-        return [Event(LEAVE, SavedStorage(one.storage), one.nbytes, TO_HOME) for one in gone]
+        return [Event(LEAVE, SavedStorage(one.storage), one.nbytes, self.links[1]) for one in gone]
 
     def ahead(self, index: int, room_nbytes: Sequence[int]) -> list[Event]:
         """What comes back for later positions, as far as this one and those between have room for it."""
@@ -134,14 +135,14 @@ class _SavedOnTheWay:
         return stop
 
     def _reload(self, one: Saved) -> Event:
-        return Event(RELOAD, SavedStorage(one.storage), one.nbytes, TO_DEVICE)
+        return Event(RELOAD, SavedStorage(one.storage), one.nbytes, self.links[0])
 
 
-def _on_the_way(policy: Policy, phase: str, saved: Sequence[Saved]) -> _SavedOnTheWay:
+def _on_the_way(policy: Policy, phase: str, saved: Sequence[Saved], links: tuple[str, str]) -> _SavedOnTheWay:
     found: dict[int, list[Saved]] = {}
     for one in saved:
         found.setdefault(one.last if phase == FORWARD else one.first, []).append(one)
-    return _SavedOnTheWay(found, policy.distance, phase == FORWARD)
+    return _SavedOnTheWay(found, policy.distance, phase == FORWARD, links)
 
 
 def phase_plan(
@@ -151,16 +152,18 @@ def phase_plan(
     items: Mapping[ItemId, Item],
     capacity: Sequence[int],
     saved: Sequence[Saved] = (),
+    links: tuple[str, str] = (TO_DEVICE, TO_HOME),
 ) -> PhasePlan:
     """The phase as the policy moves its items; all leave at its end.
 
     Args:
         saved: storages that are at home between the phases.
+        links: by which these come back, and leave.
 
     Raises:
         ValueError: a position by itself needs more than its capacity.
     """
-    away = _on_the_way(policy, phase, saved)
+    away = _on_the_way(policy, phase, saved, links)
     uses: dict[ItemId, list[int]] = {}
     for index, position in enumerate(positions):
         for item in position.items:
