@@ -13,8 +13,7 @@ each budget
   budget, updated in `step()`, as they do it: with all that forwards save kept, with every block recomputed, with
   PyTorch's `activation_memory_budget`, and with the largest saved values at home (`baselines`).
 
-Losses are the same bits in all of them. Prints a table. Saves every figure where `--out` says,
-after each case.
+Losses are the same bits in all of them. Prints a table. Saves every figure where `--out` says, after each case.
 """
 
 from __future__ import annotations
