@@ -5,7 +5,7 @@
 RAM computes, and home is in RAM or on a disk; every copy takes as long as its link says, and no less: the thread
 that copies sleeps for what is left of it. First the machine is calibrated, with one thread. Links are then so slow that
 copying a model's parameters once takes a quarter of a step's arithmetic, or all of it. For each of these, each home and
-each budget
+each budget, the machine is calibrated anew, as its speed changes from minute to minute; and
 
 - a step is planned on paper, as `chunkc explain` does, with `activations="auto"` and `overlap="backward"`, and timed by
   the simulator; then it trains, and its median step is held against that;
@@ -88,7 +88,7 @@ class Size:
     treatments: tuple[Treatment, ...] = TREATMENTS[:4]
 
 
-FULL = Size(GPTConfig(4, 256, 4, 128), 8, 4, (0.25, 1.0), (0.05, 0.6))
+FULL = Size(GPTConfig(4, 512, 8, 128), 2, 4, (0.25, 1.0), (0.05, 0.6))
 SMALL = Size(GPTConfig(2, 64, 2, 32), 2, 2, (0.5,), (0.05,), ("cpu",), POLICIES[2:4])
 QUICKLY = Sizes(256, 1 << 20, 1 << 20, 1 << 16, 1 << 20, repeats=1, share_s=0.05, enough_s=0.001)
 """How `--small` calibrates: nothing is said of its times."""
@@ -309,12 +309,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     found: list[Finding] = []
     with tempfile.TemporaryDirectory() as folder, Progress(console=Console(stderr=True)) as progress:
-        measured = calibrate(device="cpu", directory=folder, sizes=QUICKLY if asked.small else None)
-        about = {"hardware": machine.hardware(), "versions": machine.versions(), "measured": asdict(measured)}
-        todo = list(cases(size, measured))
+
+        def measured() -> Hardware:
+            return calibrate(device="cpu", directory=folder, sizes=QUICKLY if asked.small else None)
+
+        about = {"hardware": machine.hardware(), "versions": machine.versions(), "measured": []}
+        todo = list(cases(size, measured()))
         task = progress.add_task("cases", total=len(todo))
-        for case in todo:
-            found.append(find(size, *case))
+        for home, ratio, hardware, options in todo:
+            now = replace(measured(), links=hardware.links)
+            about["measured"].append(asdict(now))
+            found.append(find(size, home, ratio, now, options))
             progress.advance(task)
             if asked.out is not None:
                 asked.out.write_text(json.dumps({**about, "cases": [asdict(one) for one in found]}, indent=1) + "\n")
