@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -47,13 +48,27 @@ def test_all_train_the_same_bits(tmp_path: Path) -> None:
     finally:
         torch.set_num_threads(num_threads)
     (case,) = json.loads(out.read_text())["cases"]
-    names = {policy.name for policy in clock.SMALL.policies}
-    assert set(case["others"]) == {name + how for name in names for how in ("", ", recomputed")}
-    fitting = [seconds for seconds in case["others"].values() if seconds is not None]
-    assert fitting
-    assert all(seconds > 0 for seconds in fitting)
+    ways = product(clock.SMALL.policies, clock.SMALL.treatments)
+    assert set(case["others"]) == {f"{policy.name}{treatment}" for policy, treatment in ways}
+    for treatment in clock.SMALL.treatments[1:]:
+        fitting = [case["others"][f"{policy.name}{treatment}"] for policy in clock.SMALL.policies]
+        assert None not in fitting, f"nothing has run{treatment}"
+        assert min(fitting) > 0
     assert case["predicted_s"] > 0
     assert math.isfinite(case["measured_s"])
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("home", ["cpu", "disk"])
+def test_the_largest_values_go_home(home: str, fresh_dynamo: None) -> None:
+    """As few of them as leave the others room; they come back by the links of their home."""
+    size, budget_nbytes = clock.SMALL, 900_000
+    options = {"memory_budget": budget_nbytes, "codegen": "eager", "home": home}
+    expected = clock.trained(size, options | {"memory_budget": 1 << 30, "activations": "keep"}, "none")[1]
+    offloaded = next(one for one in clock.TREATMENTS if one.offloads)
+    for policy in (clock.POLICIES[0], clock.POLICIES[2]):
+        with clock.planned_by(policy, offloaded, budget_nbytes):
+            assert clock.trained(size, options | {"activations": "offload"}, "none")[1] == expected
 
 
 @pytest.mark.second_tier
@@ -74,7 +89,7 @@ def test_a_policy_moves_the_chunks(monkeypatch: pytest.MonkeyPatch, fresh_dynamo
         if policy is None:
             found.append(clock.trained(size, options, "none")[1])
         else:
-            with clock.planned_by(policy):
+            with clock.planned_by(policy, clock.TREATMENTS[0], options["memory_budget"]):
                 found.append(clock.trained(size, options, "none")[1])
     assert found[0] == found[1]
     assert nbytes[1] > nbytes[0]
