@@ -13,6 +13,7 @@ from device_gpt import GPT, smallest_budget
 from torch import Tensor
 
 import chunkc
+from chunkc.runtime import pinned
 
 pytestmark = pytest.mark.arithmetic
 
@@ -107,9 +108,15 @@ def test_a_step_that_ran_out_of_memory_can_be_done_again(
     assert all(map(torch.equal, weights, undisturbed()[1]))
 
 
-@pytest.mark.parametrize("which", [1, 3, 8])
-def test_a_model_whose_memory_could_not_all_be_pinned_stays_as_it_was(which: int) -> None:
+@pytest.mark.parametrize("which", [1, 3, "last"])
+def test_a_model_whose_memory_could_not_all_be_pinned_stays_as_it_was(which: int | str) -> None:
     torch.manual_seed(0)
+    if which == "last":
+        before = set(pinned._alive)
+        placed = chunkc.place(GPT(**SHAPE), device="cuda")
+        which = len(set(pinned._alive) - before)
+        assert which > 3
+        del placed
     model = GPT(**SHAPE)
     expected = [p.detach().clone() for p in model.parameters()]
     with cuda_in_ram.choose(fail_register=which), pytest.raises(chunkc.HomeError, match="cannot pin"):
