@@ -185,7 +185,7 @@ def phase_plan(
 
     for index, position in enumerate(positions):
         begun = away.begin(index)
-        tier.stop = begun if away.leaves else []
+        tier.stop, coming_back = (begun, []) if away.leaves else ([], begun)
         ahead = positions[index : index + 1 + policy.distance]
         if policy.releases:
             wanted = {item for one in ahead for item in one.items}
@@ -200,7 +200,7 @@ def phase_plan(
             if leaving is None:
                 raise ValueError(f"{position.name} needs more than {capacity[index]} bytes of slots")
             tier.leave(leaving)
-        tier.stop += [] if away.leaves else begun  # what comes back has the room of what has left
+        tier.stop += coming_back  # into the room of what has left
         for item in missing:
             tier.fetch(item, index)
         for item in sorted(position.items):

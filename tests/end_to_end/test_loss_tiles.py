@@ -74,7 +74,7 @@ WAYS = [
     pytest.param("dropout", "inductor", 0.6, marks=SLOW),
     pytest.param("autocast", "eager", 0.7, marks=SLOW),
     pytest.param("autocast", "inductor", 0.85, marks=SECOND),
-    pytest.param("hugging_face", "eager", 0.8, marks=SLOW),
+    pytest.param("hugging_face", "eager", 0.8, marks=SECOND),
     pytest.param("hugging_face", "inductor", 0.97, marks=SLOW),
 ]
 """And the smallest budget with tiles, as a part of that without: the head's gradient is in both."""
