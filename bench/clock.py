@@ -88,7 +88,7 @@ class Size:
     treatments: tuple[Treatment, ...] = TREATMENTS[:4]
 
 
-FULL = Size(GPTConfig(4, 256, 4, 128), 8, 4, (0.25, 1.0), (0.05, 0.6))
+FULL = Size(GPTConfig(4, 512, 8, 128), 4, 4, (0.25, 1.0), (0.05, 0.6))
 SMALL = Size(GPTConfig(2, 64, 2, 32), 2, 2, (0.5,), (0.05,), ("cpu",), POLICIES[2:4])
 QUICKLY = Sizes(256, 1 << 20, 1 << 20, 1 << 16, 1 << 20, repeats=1, share_s=0.05, enough_s=0.001)
 """How `--small` calibrates: nothing is said of its times."""
