@@ -313,7 +313,8 @@ MORE = 1.001
 """A step that takes so many times the seconds of its arithmetic is as good as any: a search ends there."""
 
 BARELY_MORE = 1 + 1e-9
-"""So much slower than the quickest so far is slower for sure, however sums were rounded: nobody asks how much."""
+"""So much slower than the quickest so far is slower for sure, however sums were rounded: nobody asks how much. And only
+a way that is so much quicker than another is quicker."""
 
 
 def quickest(mixes: Mixes, timed: Callable[[Absence, float], tuple[float, Found] | None]) -> tuple[float, Found] | None:
@@ -348,7 +349,10 @@ def quickest(mixes: Mixes, timed: Callable[[Absence, float], tuple[float, Found]
             m, k = max(1, (most - fewest) // parts), max(1, stretches // parts)
             around = [(at[0] + m * more, at[1] + k * again) for more, again in directions]
             near = min([at, *(p for p in around if fewest <= p[0] <= most and 0 <= p[1] <= stretches)], key=seconds)
-            at, parts = near, parts if near != at else 2 * parts
+            if seconds(near) * BARELY_MORE < seconds(at):
+                at = near
+            else:
+                parts *= 2
         return at
 
     grid = _grid(fewest, most, stretches)
@@ -380,10 +384,16 @@ def _needed_nbytes(captured: Captured, absence: Absence, layout: ChunkLayout) ->
     return needed_nbytes(profile(captured.without(absence), layout).passes, layout)
 
 
+MOST_LAYOUTS = 4
+"""Of so many of them a graph remembers its cuts: a search goes back and forth between two."""
+
+
 def _cuts(captured: Captured, layout: ChunkLayout) -> tuple[int, ...]:
     """Where the forward is cut into stretches that run again, so that the graph needs the least."""
-    known: tuple[ChunkLayout, tuple[int, ...]] | None = captured.__dict__.get("_cuts")
-    if known is None or known[0] != layout:
-        cuts = leanest_cuts(captured.repeatable, lambda gone: _needed_nbytes(captured, Absence(rerun=gone), layout))
-        known = captured.__dict__["_cuts"] = layout, cuts
-    return known[1]
+    known: list[tuple[ChunkLayout, tuple[int, ...]]] = captured.__dict__.setdefault("_cuts", [])
+    for of, cuts in known:
+        if of == layout:
+            return cuts
+    cuts = leanest_cuts(captured.repeatable, lambda gone: _needed_nbytes(captured, Absence(rerun=gone), layout))
+    captured.__dict__["_cuts"] = [*known[-MOST_LAYOUTS + 1 :], (layout, cuts)]
+    return cuts

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from chunkc.captured import Captured, profile
+from chunkc.garbage import no_automatic_collection
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import VerificationError
 from chunkc.ir.hardware import Hardware
@@ -45,6 +46,7 @@ class UpdatePlan:
     graph: fx.Graph
 
 
+@no_automatic_collection()
 def step_plan(
     captured: Captured, request: StepRequest, hardware: Hardware, *, settling: bool = False, verified: bool = True
 ) -> StepPlan:
@@ -166,6 +168,7 @@ def verify(
         present = kept
 
 
+@no_automatic_collection()
 def update_plan(request: UpdateRequest, hardware: Hardware, *, verified: bool = True) -> UpdatePlan:
     """The plan of an optimizer's step that was asked for.
 

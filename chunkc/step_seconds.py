@@ -38,8 +38,8 @@ def step_s(
     Raises:
         BudgetError: there is none.
     """
-    needs = profile(seen, layout)
-    if sum(position.cost_s for position in needs.passes) > most_s:
+    needs, trained = profile(seen, layout), layout.groups_of(seen.trained)
+    if sum(position.cost_s for position in needs.passes) + update_arithmetic_s(layout, trained, hardware) > most_s:
         return math.inf
     backward = needs.backward
     if updates or layout.spent:
@@ -53,7 +53,7 @@ def step_s(
             resident=resident,
             hardware=hardware,
         )
-    update_s = _update_s(layout, layout.groups_of(seen.trained) - updated_in(backward), resident, hardware)
+    update_s = _update_s(layout, trained - updated_in(backward), resident, hardware)
     try:
         seconds = passes_s(
             [(FORWARD, needs.forward), (BACKWARD, backward)],

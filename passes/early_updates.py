@@ -169,7 +169,7 @@ def _update(
     if any(p.non_model_nbytes + sum(map(sizes, p.items)) > room_nbytes for p in positions(smallest, smallest)):
         return []
     spare_nbytes = room_nbytes - after.left_nbytes - sizes(Chunk(PARAM, index)) - sizes(Chunk(GRAD, index))
-    return positions(tile_numel(group, spare_nbytes, MAX_TILE_NUMEL), group.numel)
+    return positions(tile_numel(layout, group, spare_nbytes, MAX_TILE_NUMEL), group.numel)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from chunkc.passes.planning import check_minimum, fixed_nbytes, staying_beside, 
 MIN_TILE_NUMEL, MAX_TILE_NUMEL = 1 << 16, 1 << 24
 """Bounds on an update's elements: below, events cost more than the update; above, nothing is gained."""
 
-MAX_NUM_TILES = 32
-"""Tiles of a group, where there is room for larger ones: what is planned for a layer does not grow with the layer."""
+MAX_GROUP_TILES, MAX_STEP_TILES = 32, 1536
+"""Tiles of a group, and of a step, where there is room for larger ones: the time that planning takes does not grow with
+the model."""
 
 TILES_AT_ONCE = 3
 """One tile arriving, one being updated, one leaving."""
@@ -34,18 +35,19 @@ def update_tiles(
     tiles = []
     for index in groups:
         group = layout.groups[index]
-        numel = tile_numel(group, capacity_nbytes)
+        numel = tile_numel(layout, group, capacity_nbytes)
         parts = [(at, min(at + numel, group.numel)) for at in range(0, group.numel, numel)]
         for stage in range(num_stages):
             tiles += [Tile(index, *part, stage, num_stages) for part in (reversed(parts) if stage else parts)]
     return tuple(tiles)
 
 
-def tile_numel(group: ChunkGroup, capacity_nbytes: int, most_numel: int = MAX_TILE_NUMEL) -> int:
+def tile_numel(layout: ChunkLayout, group: ChunkGroup, capacity_nbytes: int, most_numel: int = MAX_TILE_NUMEL) -> int:
     """Elements of a tile, such that `TILES_AT_ONCE` fit where that is possible; more than `most_numel` only where there
     would be too many tiles."""
     fitting = capacity_nbytes // (group.update_nbytes_per_element * TILES_AT_ONCE)
-    largest = max(most_numel, -(-group.numel // MAX_NUM_TILES))
+    num_tiles = min(MAX_GROUP_TILES, max(1, MAX_STEP_TILES // len(layout.groups)))
+    largest = max(most_numel, -(-group.numel // num_tiles))
     return max(MIN_TILE_NUMEL, min(largest, fitting) // MIN_TILE_NUMEL * MIN_TILE_NUMEL)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from verify_cases import HARDWARE, LAYOUT, MEMORIES, MODULES, NUM_LAYERS, backward_program, forward_program
 
+from chunkc import absences
 from chunkc.absences import Mixes, quickest
 from chunkc.captured import Captured, profile
 from chunkc.ir.items import Absence
@@ -67,6 +69,34 @@ def test_a_way_that_is_good_enough_ends_the_search(enough_s: float, num_tried: i
     assert found is not None
     assert found[0] <= enough_s
     assert len(tried) == num_tried
+
+
+def test_what_rounding_makes_quicker_is_no_step() -> None:
+    """All ways take as long but for the last digit: none but the first ones and their neighbours are tried."""
+    tried: list[tuple[int, int]] = []
+
+    def timed(absent: Absence, most_s: float) -> tuple[float, Absence]:
+        (place,) = absent.home
+        tried.append((int(place.partition(",")[0]), int(place.partition(",")[2])))
+        return 1.0 + 1e-14 * abs(700 - tried[-1][0]), absent
+
+    mixes: Any = SimpleNamespace(
+        groups=(0, 999), stretches=0, at=lambda m, k: Absence(frozenset({f"{m},{k}"})), enough_s=0.0
+    )
+    assert quickest(mixes, timed) is not None
+    assert len(tried) == 3 + 2 * 3
+
+
+def test_cuts_are_looked_for_once_for_each_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[object] = []
+    monkeypatch.setattr(absences, "leanest_cuts", lambda *asked: (searched.append(asked), (1,))[1])
+    captured, spending = replace(CAPTURED), replace(LAYOUT, spent=frozenset({0}))
+    for layout in (LAYOUT, spending, LAYOUT, replace(spending)):
+        assert absences._cuts(captured, layout) == (1,)
+    assert len(searched) == 2
+    for chunk_nbytes in range(1, 9):
+        absences._cuts(captured, replace(LAYOUT, chunk_nbytes=chunk_nbytes))
+    assert len(captured.__dict__["_cuts"]) == absences.MOST_LAYOUTS
 
 
 @pytest.mark.parametrize("staying", range(NUM_LAYERS + 1))

@@ -18,6 +18,7 @@ from chunkc.ir.states import StateFormat
 from chunkc.passes.layout import lay_out
 from chunkc.passes.planning import check_minimum
 from chunkc.passes.update_planning import (
+    MAX_GROUP_TILES,
     MAX_TILE_NUMEL,
     MIN_TILE_NUMEL,
     TILES_AT_ONCE,
@@ -67,6 +68,17 @@ def test_update_tiles_cover_every_element_once() -> None:
                 TILES_AT_ONCE * (tile.end - tile.begin) * group.update_nbytes_per_element <= capacity
             )
             assert tile.end - tile.begin <= MAX_TILE_NUMEL
+
+
+def test_tiles_of_a_step_do_not_grow_with_the_number_of_layers() -> None:
+    """Fewer tiles of each of many layers, but no fewer than one, and no tile that has no room."""
+    numel, room = 3 << 25, 1 << 40
+    for num_layers, num_tiles in ((2, 6), (256, 6), (512, 3), (768, 2), (2000, 1)):
+        layout = layout_of(*[numel] * num_layers)
+        assert len(update_tiles(layout, [0], room)) == num_tiles
+    assert len(update_tiles(layout, [0], 0)) == numel // MIN_TILE_NUMEL
+    layout = layout_of(1 << 30)
+    assert len(update_tiles(layout, [0], room)) == MAX_GROUP_TILES
 
 
 def test_an_update_reads_the_gradient_and_writes_the_rest() -> None:

@@ -1,0 +1,20 @@
+"""`bench/planning_share.py` in small."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+import planning_share
+
+
+@pytest.mark.second_tier
+def test_a_first_step_plans_and_does_more(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planning_share.main(["--small"]) == 0
+    found = re.fullmatch(r"2 layers: first step ([\d.]+) s, of it planning ([\d.]+) s .*\n", capsys.readouterr().out)
+    assert found is not None
+    assert 0 < float(found[2]) < float(found[1])
