@@ -309,8 +309,9 @@ COARSE, FINE = 2, 16
 step is less than one of them."""
 
 
-MORE = 1.001
-"""A step that takes so many times the seconds of its arithmetic is as good as any: a search ends there."""
+MORE = 1.005
+"""A step that takes so many times the seconds of its arithmetic is as good as any: a search ends there. Seconds are not
+known as well as that."""
 
 BARELY_MORE = 1 + 1e-9
 """So much slower than the quickest so far is slower for sure, however sums were rounded: nobody asks how much. And only

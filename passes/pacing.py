@@ -22,8 +22,11 @@ from itertools import accumulate
 
 from chunkc.ir.chunks import GRAD, Chunk
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.items import Copy, Item, MovedId
+from chunkc.ir.items import Item, MovedId
 from chunkc.ir.plan import Position
+
+Way = tuple[str, float]
+"""A link, and the seconds of one copy over it while all else rests."""
 
 
 class TooSlow(Exception):
@@ -37,6 +40,9 @@ class Interval:
     `floor` and `ceiling` bound how far `start` and `end` may move, `before` is the item's interval before; at `begin_s`
     the load should begin, on a clock without waits. Without `loads` the item was made where it is. Of a saved storage,
     the room is counted with the calls that hold it, and here only before and after them.
+
+    `way_back` and `way_home` are links, and seconds of a copy over them; a load that moves no byte only takes its room.
+    Of a gradient, `gradient_of` is the group: it is loaded only once it has been written home.
     """
 
     item: MovedId
@@ -51,6 +57,10 @@ class Interval:
     before: Interval | None = None
     begin_s: float = 0.0
     loads: bool = True
+    way_back: Way = ("", 0.0)
+    way_home: Way = ("", 0.0)
+    moves: bool = True
+    gradient_of: int | None = None
 
 
 def pace(
@@ -156,7 +166,7 @@ class Pacing:
         barriers: Sequence[int],
     ) -> None:
         """See `pace`."""
-        self._positions, self._items, self._capacity, self._hardware = positions, items, capacity, hardware
+        self._positions, self._capacity = positions, capacity
         self.occupancy, self._times = _occupied(intervals, len(positions)), _clock(positions)
         self.now = 0.0
         self._free: dict[str, float] = {}  # link -> when its queue is empty
@@ -167,6 +177,7 @@ class Pacing:
         self._written: set[int] = set()  # groups whose gradients are at home
         self._to_copy: dict[str, float] = {}  # link -> seconds of copies to come, gradients' loads left out
         _bound(intervals, barriers, len(positions))
+        _set_ways(intervals, items, hardware)
         self._starting: dict[int, list[Interval]] = {}
         self._ending: dict[int, list[Interval]] = {}
         for one in intervals:
@@ -174,7 +185,7 @@ class Pacing:
                 self._starting.setdefault(one.first, []).append(one)
             if one.dirty:
                 self._ending.setdefault(one.last + 1, []).append(one)
-                self._will_copy(self._items[one.item].way_home, one)
+                self._will_copy(one.way_home)
         self._queues = self._queued(intervals)
 
     def _queued(self, intervals: Iterable[Interval]) -> Sequence[_Queue]:
@@ -182,27 +193,26 @@ class Pacing:
         queues: dict[str, _Queue] = {}
         for one in intervals:
             if one.loads:
-                queues.setdefault(self._items[one.item].way_back.link, _Queue()).loads.append(one)
+                queues.setdefault(one.way_back[0], _Queue()).loads.append(one)
         for queue in queues.values():
             due_s = math.inf
             for one in reversed(queue.loads):
-                way = self._items[one.item].way_back
-                due_s = min(self._times[one.first], due_s) - way.seconds(one.nbytes, self._hardware)
-                one.begin_s = due_s
-                if not (isinstance(one.item, Chunk) and one.item.kind == GRAD):
-                    self._will_copy(way, one)
+                one.begin_s = due_s = min(self._times[one.first], due_s) - one.way_back[1]
+                if one.gradient_of is None:
+                    self._will_copy(one.way_back)
         return tuple(queues.values())
 
-    def _will_copy(self, way: Copy, one: Interval) -> None:
-        self._to_copy[way.link] = self._to_copy.get(way.link, 0.0) + way.seconds(one.nbytes, self._hardware)
+    def _will_copy(self, way: Way) -> None:
+        link, copy_s = way
+        self._to_copy[link] = self._to_copy.get(link, 0.0) + copy_s
 
     def stop(self, index: int) -> None:
         """What happens before a call, and the call itself."""
         leaving = self._leaving
         for one in self._ending.get(index, ()):
-            if isinstance(one.item, Chunk) and one.item.kind == GRAD:
-                self._written.add(one.item.group)
-            leaving.add(one, self._copied(self._items[one.item].way_home, one))
+            if one.gradient_of is not None:
+                self._written.add(one.gradient_of)
+            leaving.add(one, self._copied(one.way_home))
         if index == len(self._positions):
             self.now = leaving.give_back(index, self.now, -math.inf)
             return
@@ -226,21 +236,21 @@ class Pacing:
         copies_s = [self._free.get(link, 0.0) + more_s for link, more_s in self._to_copy.items()]
         return max(self.now + self._times[-1] - self._times[index], *copies_s, 0.0)
 
-    def _copied(self, way: Copy, one: Interval) -> float:
+    def _copied(self, way: Way) -> float:
         """When a copy that queues now is done."""
-        start, copy_s = max(self.now, self._free.get(way.link, 0.0)), way.seconds(one.nbytes, self._hardware)
-        self._free[way.link] = done_s = start + copy_s
-        self._to_copy[way.link] -= copy_s
+        link, copy_s = way
+        self._free[link] = done_s = max(self.now, self._free.get(link, 0.0)) + copy_s
+        self._to_copy[link] -= copy_s
         return done_s
 
     def _load(self, one: Interval, index: int) -> None:
-        one.start, way = index, self._items[one.item].way_back
-        if isinstance(one.item, Chunk) and one.item.kind == GRAD:
-            if one.item.group not in self._written:  # it begins empty
+        one.start = index
+        if one.gradient_of is not None:
+            if one.gradient_of not in self._written:  # it begins empty
                 self._arriving[one] = self.now
                 return
-            self._will_copy(way, one)
-        self._arriving[one] = self._copied(way, one)
+            self._will_copy(one.way_back)
+        self._arriving[one] = self._copied(one.way_back)
 
     def _load_ahead(self, index: int) -> None:
         """Begin loads that later calls need, in the order of need, as long as there is room up to them beside what
@@ -278,10 +288,25 @@ class Pacing:
                 return None
             before = one.before
             if one not in arriving and (before is None or (before.last < index and before not in leaving)):
-                if not self._items[one.item].way_back.moved_nbytes(one.nbytes):
+                if not one.moves:
                     continue  # it only takes its room: that can wait
                 return one
         return None
+
+
+def _set_ways(intervals: Iterable[Interval], items: Mapping[MovedId, Item], hardware: Hardware) -> None:
+    """Say of each interval how its item moves: alike for all that one `Item` describes."""
+    known: dict[tuple[int, int], tuple[Way, Way, bool]] = {}
+    for one in intervals:
+        item = items[one.item]
+        key = id(item), one.nbytes
+        if key not in known:
+            back = item.way_back.link, item.way_back.seconds(one.nbytes, hardware)
+            home = item.way_home.link, item.way_home.seconds(one.nbytes, hardware)
+            known[key] = back, home, item.way_back.moved_nbytes(one.nbytes) > 0
+        one.way_back, one.way_home, one.moves = known[key]
+        if isinstance(one.item, Chunk) and one.item.kind == GRAD:
+            one.gradient_of = one.item.group
 
 
 def _occupied(intervals: Iterable[Interval], num_positions: int) -> list[int]:

@@ -89,8 +89,6 @@ def schedule(
     Raises:
         TooSlow: the calls take more than `most_s`.
     """
-    sizes = {name: item.nbytes for name, item in items.items()}
-    assert all(required_nbytes(p, sizes) <= c for p, c in zip(positions, capacity))
     intervals = residency(positions, items, capacity, hardware)
     for interval in {interval.item: interval for interval in intervals if interval.item in used_up}.values():
         interval.dirty = False  # the last one of its item
@@ -116,7 +114,9 @@ def residency(
     for indices in uses:
         indices.append(NEVER)
         indices.reverse()  # the next use is the last entry
-    waiting = _Leaving([_price_s(items[name], hardware) for name in names], uses)
+    kinds = {id(item): item for item in items.values()}  # few: those that are alike share one
+    price_s = {kind: _price_s(item, hardware) for kind, item in kinds.items()}
+    waiting = _Leaving([price_s[id(items[name])] for name in names], uses)
     present: dict[int, Interval] = {}
     closed: list[tuple[int, int, Interval]] = []
     occupied = 0
@@ -129,6 +129,7 @@ def residency(
         while occupied > capacity[index] and (first := waiting.next(index, present)) is not None:
             leaving.append(first)
             occupied -= nbytes[first]
+        assert occupied <= capacity[index], f"{position.name} needs {occupied} bytes of {capacity[index]}"
         for item in reversed(leaving):
             if occupied + nbytes[item] <= capacity[index]:  # those that left after it have made the room
                 occupied += nbytes[item]
