@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import planning_share
 
 
-@pytest.mark.second_tier
+@pytest.mark.slow  # its compilation is cold
 def test_a_first_step_plans_and_does_more(capsys: pytest.CaptureFixture[str]) -> None:
     assert planning_share.main(["--small"]) == 0
     found = re.fullmatch(r"2 layers: first step ([\d.]+) s, of it planning ([\d.]+) s .*\n", capsys.readouterr().out)
