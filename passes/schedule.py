@@ -20,7 +20,6 @@ import sys
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
 
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import Item, ItemId, MovedId, SavedStorage
@@ -40,11 +39,6 @@ from chunkc.passes.pacing import Interval, pace
 
 NEVER = sys.maxsize
 """The next use of an item that is not used again."""
-
-
-def required_nbytes(position: Position, sizes: Mapping[Any, int]) -> int:
-    """Slots that a call cannot do without."""
-    return sum(sizes[chunk] for chunk in position.items)
 
 
 @dataclass(frozen=True)

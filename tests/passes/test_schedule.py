@@ -15,7 +15,7 @@ from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import Copy, Item
 from chunkc.ir.links import FROM_DISK, ROUTES, TO_DEVICE, TO_DISK, TO_HOME, LinkSpec, host_links
 from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, Position
-from chunkc.passes.schedule import required_nbytes, residency, schedule
+from chunkc.passes.schedule import residency, schedule
 
 Stops = Sequence[Sequence[Event]]
 
@@ -23,6 +23,11 @@ INSTANT = Hardware(1.0, 1.0, host_links(1e12, 1e12))
 ONE_PER_CALL = Hardware(1.0, 1.0, host_links(1.0, 1.0))
 """A copy of a chunk of one byte takes as long as a call of one second."""
 NEVER = Hardware(1.0, 1.0, host_links(1e-12, 1e-12))
+
+
+def required_nbytes(position: Position, sizes: Mapping[Any, int]) -> int:
+    """Slots that a call cannot do without."""
+    return sum(sizes[chunk] for chunk in position.items)
 
 
 def call(reads: str = "", writes: str = "", cost_s: float = 1.0) -> Position:
@@ -249,8 +254,11 @@ def test_a_call_that_does_not_fit_is_a_bug_of_the_caller() -> None:
         schedule(calls("a+b"), items_of({"a": 1, "b": 1}), [1], INSTANT)
 
 
-def test_required_bytes_count_a_chunk_once() -> None:
-    assert required_nbytes(call("a b", "b c"), {"a": 1, "b": 10, "c": 100, "d": 1000}) == 111
+def test_what_a_call_reads_and_writes_takes_room_once() -> None:
+    items = items_of({"a": 1, "b": 10, "c": 100, "d": 1000})
+    assert schedule([call("a b", "b c")], items, [111], INSTANT).occupancy == (111,)
+    with pytest.raises(AssertionError, match="needs 111 bytes of 110"):
+        schedule([call("a b", "b c")], items, [110], INSTANT)
 
 
 # --- random positions ---
