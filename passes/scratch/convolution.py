@@ -195,7 +195,7 @@ def _filters_gradient(c: Convolution, d_bias: int) -> int:
 
 def _forward_filters(c: Convolution) -> int:
     if c.depthwise:
-        return padded(c.groups) * c.pixels * c.itemsize
+        return _dense_nbytes(c) if c.fills_groups else padded(c.groups) * c.pixels * c.itemsize
     pairs = c.itemsize == 2
     inside, outside = c.inside, c.outside
     if c.groups > 1:
@@ -211,11 +211,16 @@ def _forward_filters(c: Convolution) -> int:
 
 
 def _images_filters(c: Convolution) -> int:
-    if c.is_dense_depthwise:
-        return c.groups * BLOCK * BLOCK * c.pixels * c.itemsize
+    if c.is_dense_depthwise and not c.covers_image:
+        return _dense_nbytes(c)
     if c.groups == 1 and not c.last:
         return padded(c.outside) * padded(c.inside) * c.pixels * c.itemsize
     return _forward_filters(c.mirrored())
+
+
+def _dense_nbytes(c: Convolution) -> int:
+    """Of depthwise filters that are computed as groups are."""
+    return c.groups * BLOCK * BLOCK * c.pixels * c.itemsize
 
 
 def _filters_gradients(c: Convolution) -> int:

@@ -117,7 +117,7 @@ class Convolution:
         for kernel, gap, step, before, after, size in sizes:
             whole = (kernel - 1) * gap + 1
             larger = 1 if self.groups == 1 and gap == 1 and len(self.kernel) < 3 else 0
-            larger = kernel if self.depthwise and not self.last else larger
+            larger = kernel if self.depthwise and not (self.last and gap > 1) else larger
             most = (whole - 1) // 2 if volume or few else whole // 2
             most = whole - 1 if self.depthwise and not self.last else most
             if max(before, after) > most or whole > size + larger or step > max(kernel, 2):
@@ -146,6 +146,16 @@ class Convolution:
         sizes = zip(self.stride, self.kernel, self.read, strict=True)
         overlap = all(step < kernel < size for step, kernel, size in sizes)
         return self.has_gaps or len(self.kernel) == 3 or not (overlap and self.is_usual)
+
+    @property
+    def covers_image(self) -> bool:
+        """Filters without gaps are as large as the image, or larger, in some dimension."""
+        return not self.has_gaps and any(k >= size for k, size in zip(self.kernel, self.read, strict=True))
+
+    @property
+    def fills_groups(self) -> bool:
+        """Depthwise with channels last, gaps and much padding: filters are filled up with zeros to those of groups."""
+        return self.depthwise and self.last and self.has_gaps and max(self.padding) > _WIDEST_PADDING
 
     @property
     def has_gaps(self) -> bool:
@@ -238,11 +248,12 @@ class Convolution:
     def may_unfold_for_filters(self) -> bool:
         """Whether it may have: of a few channels of one row, or that are read in blocks."""
         few = self.groups == 1 and self.pixels > 1 and self.inside < BLOCK
-        sizes = zip(self.padding, self.kernel, self.dilation, self.read, strict=True)
-        padded_much = any(
-            2 * pad > (kernel - 1) * gap + 1 or (self.depthwise and kernel > size) for pad, kernel, gap, size in sizes
+        sizes = zip(self.padding, self.kernel, self.dilation, self.stride, self.read, strict=True)
+        beyond = any(
+            2 * pad > (kernel - 1) * gap + 1 or (self.depthwise and kernel > size - (step > 1))
+            for pad, kernel, gap, step, size in sizes
         )
-        return (few and (len(self.kernel) == 1 or not self.sums_plain_image)) or padded_much or not self.is_usual
+        return (few and (len(self.kernel) == 1 or not self.sums_plain_image)) or beyond or not self.is_usual
 
     @property
     def unfolds_images(self) -> bool:

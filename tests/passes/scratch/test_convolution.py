@@ -121,6 +121,50 @@ def test_depthwise_gradients_of_channels_last_to_the_byte(name: str, num_threads
             assert gap(aten.convolution_backward.default, *args) == 0
 
 
+DEPTHWISE_LARGER_THAN_IMAGES = {
+    "convnext's last stage": Shape(2, 64, 64, 4, 7, padding=3, groups=64),
+    "as large": Shape(2, 32, 32, 7, 7, padding=3, groups=32),
+    "strided": Shape(1, 48, 48, 3, 5, stride=2, padding=2, groups=48),
+}
+
+
+@AVX512
+@pytest.mark.parametrize("name", DEPTHWISE_LARGER_THAN_IMAGES)
+def test_depthwise_filters_larger_than_images_of_channels_last_to_the_byte(name: str) -> None:
+    torch.set_num_threads(2)
+    shape = DEPTHWISE_LARGER_THAN_IMAGES[name]
+    image, filters, bias = last(shape.image()), shape.filters(), torch.randn(shape.outside)
+    assert gap(aten.convolution.default, image, filters, bias, *shape.how) == 0
+    grad = torch.randn_like(aten.convolution.default(image, filters, bias, *shape.how))
+    for mask in ([True, False, False], [False, True, True]):
+        assert gap(aten.convolution_backward.default, grad, image, filters, [shape.outside], *shape.how, mask) == 0
+
+
+@AVX512
+@pytest.mark.parametrize("padding", [6, 7, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_depthwise_filters_with_gaps_and_much_padding_are_computed_as_groups(dtype: torch.dtype, padding: int) -> None:
+    """As those of visual attention networks: 7 pixels wide, every third one."""
+    torch.set_num_threads(2)
+    shape = Shape(2, 32, 32, 30, 3, padding=padding, dilation=padding, groups=32)
+    image, filters = last(shape.image().to(dtype)), shape.filters().to(dtype)
+    assert gap(aten.convolution.default, image, filters, None, *shape.how) == 0
+    network = Shape(2, 32, 32, 14, 7, padding=9, dilation=3, groups=32)
+    image, filters = last(network.image().to(dtype)), network.filters().to(dtype)
+    assert gap(aten.convolution.default, image, filters, None, *network.how) >= 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_strided_depthwise_gradients_of_an_image_as_small_as_a_filter_are_never_too_little(dtype: torch.dtype) -> None:
+    torch.set_num_threads(4)
+    for images, channels in ((3, 64), (8, 96)):
+        shape = Shape(images, channels, channels, 3, 3, stride=2, padding=1, groups=channels)
+        image, filters = shape.image().to(dtype), shape.filters().to(dtype)
+        grad = torch.randn_like(aten.convolution.default(image, filters, None, *shape.how))
+        args = (grad, image, filters, [channels], *shape.how, [False, True, dtype == torch.bfloat16])
+        assert gap(aten.convolution_backward.default, *args) >= 0
+
+
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_narrow_depthwise_gradients_of_channels_last_within_a_few_filters(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
