@@ -25,7 +25,7 @@ from chunkc.passes.planning import (
     fixed_nbytes,
     needed_nbytes,
 )
-from chunkc.passes.rerun_choice import leanest_cuts, up_to
+from chunkc.passes.rerun_choice import Stretches, dropped_between, leanest
 from chunkc.step_seconds import update_arithmetic_s
 
 
@@ -101,11 +101,11 @@ class Mixes:
         with_twins: bool = False,
     ) -> None:
         self._captured, self._layout, self._budget_nbytes = captured, layout, budget_nbytes - held_nbytes
-        self._allowed, self._cuts = evenly_spread(allowed), _cuts(captured, layout)
+        self._allowed, self._stretches = evenly_spread(allowed), _stretches(captured, layout)
         self._hardware, self._whole_budget_nbytes = hardware, budget_nbytes
         self._used_up, self._with_twins = used_up, with_twins
         self._known_nbytes: dict[frozenset[int], int] = {}
-        self.stretches = len(self._cuts) + 1 if self._cuts else 0
+        self.stretches = len(self._stretches.ends) + 1 if self._stretches.ends else 0
         """The most that run again."""
 
     @cached_property
@@ -210,13 +210,13 @@ class Mixes:
         """Which stretch makes it; what goes into the forward belongs to the first."""
         known = self._captured.repeatable
         assert known is not None
-        return bisect_right(self._cuts, known.first_maker.get(storage, 0))
+        return bisect_right(self._stretches.ends, known.first_maker.get(storage, 0))
 
     @cached_property
     def _gone(self) -> dict[int, list[str]]:
         """Stretch -> what is dropped where it runs again."""
         found: dict[int, list[str]] = {}
-        for storage in up_to(self._captured.repeatable, self._cuts):
+        for storage in dropped_between(self._captured.repeatable, self._stretches):
             found.setdefault(self._stretch(storage), []).append(storage)
         return found
 
@@ -378,7 +378,7 @@ def _all_copied(captured: Captured, rerun: frozenset[str] = frozenset()) -> Abse
 
 
 def _all_again(captured: Captured, layout: ChunkLayout) -> Absence:
-    return Absence(rerun=up_to(captured.repeatable, _cuts(captured, layout)))
+    return Absence(rerun=dropped_between(captured.repeatable, _stretches(captured, layout)))
 
 
 def _needed_nbytes(captured: Captured, absence: Absence, layout: ChunkLayout) -> int:
@@ -386,15 +386,15 @@ def _needed_nbytes(captured: Captured, absence: Absence, layout: ChunkLayout) ->
 
 
 MOST_LAYOUTS = 4
-"""Of so many of them a graph remembers its cuts: a search goes back and forth between two."""
+"""Of so many of them a graph remembers its stretches: a search goes back and forth between two."""
 
 
-def _cuts(captured: Captured, layout: ChunkLayout) -> tuple[int, ...]:
-    """Where the forward is cut into stretches that run again, so that the graph needs the least."""
-    known: list[tuple[ChunkLayout, tuple[int, ...]]] = captured.__dict__.setdefault("_cuts", [])
-    for of, cuts in known:
+def _stretches(captured: Captured, layout: ChunkLayout) -> Stretches:
+    """Stretches of the forward that run again, such that the graph needs the least."""
+    known: list[tuple[ChunkLayout, Stretches]] = captured.__dict__.setdefault("_stretches", [])
+    for of, stretches in known:
         if of == layout:
-            return cuts
-    cuts = leanest_cuts(captured.repeatable, lambda gone: _needed_nbytes(captured, Absence(rerun=gone), layout))
-    captured.__dict__["_cuts"] = [*known[-MOST_LAYOUTS + 1 :], (layout, cuts)]
-    return cuts
+            return stretches
+    stretches = leanest(captured.repeatable, lambda gone: _needed_nbytes(captured, Absence(rerun=gone), layout))
+    captured.__dict__["_stretches"] = [*known[-MOST_LAYOUTS + 1 :], (layout, stretches)]
+    return stretches

@@ -27,6 +27,7 @@ from chunkc.passes.graphs import (
     tensors_of,
 )
 from chunkc.passes.loss_tiles import tile_of
+from chunkc.passes.reruns import is_repeatable
 from chunkc.passes.symbols import hint
 
 RUN_BY_ATEN = frozenset({torch.ops.aten.embedding_dense_backward.default})
@@ -123,7 +124,7 @@ def cut(
 
     Between the last operation that needs a run's chunks and the first that needs another, a forward is cut where the
     fewest bytes are passed on: before a block's norm, say, and not behind it. What repeats a block then reads its
-    input, and no more.
+    input, and no more. What may not be repeated stays: an embedding's dropout in a block's run would keep all of it.
 
     Args:
         groups: parameter placeholder -> index of its chunk group.
@@ -171,6 +172,7 @@ def cut(
         runs[-1].append(node)
     if not gradient_groups:
         stay = {node for node in nodes if needs_of.get(node) or is_product(node) or tiles.get(node) is not None}
+        stay |= {node for node in nodes if not is_constant(node) and not is_repeatable(node)}
         runs = _ending_lean(runs, of_chunks, stay, base.keys())
     return _keep_getitems_with_producer([run for run in runs if run])
 

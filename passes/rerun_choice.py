@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import inf
 
 from chunkc.passes.reruns import Repeatable
@@ -21,14 +22,49 @@ SLACK = 1.25
 """How much more than the fewest bytes are few."""
 
 
-def dropped_between(known: Repeatable, cuts: Sequence[int]) -> frozenset[str]:
-    """What is dropped where stretches end before these calls, in order: all that may be and crosses no cut."""
-    read, ends = known.last_read, (*cuts, inf)
-    kept = {s for s, made in known.first_maker.items() if ends[bisect_right(cuts, made)] <= read.get(s, -1)}
-    return (known.droppable | known.inner) - kept
+@dataclass(frozen=True)
+class Stretches:
+    """Parts of a forward that run again one by one.
+
+    Attributes:
+        ends: the calls before which they end, in order, but for the last one's end.
+        kept: what stays though it crosses no end.
+    """
+
+    ends: tuple[int, ...] = ()
+    kept: frozenset[str] = frozenset()
 
 
-def stretches(known: Repeatable) -> Iterator[tuple[int, ...]]:
+def dropped_between(known: Repeatable | None, stretches: Stretches) -> frozenset[str]:
+    """What is dropped by these stretches: all that may be, and crosses no end."""
+    if known is None or not stretches.ends:
+        return frozenset()
+    read, ends = known.last_read, (*stretches.ends, inf)
+    crossing = {
+        s for s, made in known.first_maker.items() if ends[bisect_right(stretches.ends, made)] <= read.get(s, -1)
+    }
+    return (known.droppable | known.inner) - crossing - stretches.kept
+
+
+def needed_early(known: Repeatable, ends: Sequence[int]) -> frozenset[str]:
+    """What the backward reads before it comes to the stretch that makes it: a table that all layers read, say.
+
+    Dropped, it has its stretch run again that early, and all that this makes alive until its turn.
+    """
+    gone = dropped_between(known, Stretches(tuple(ends))) & known.droppable
+    by_stretch: dict[int, list[str]] = {}
+    for storage in gone:
+        by_stretch.setdefault(bisect_right(ends, known.first_maker[storage]), []).append(storage)
+    found: set[str] = set()
+    turn = -1  # when what later stretches make has been asked for
+    for _, storages in sorted(by_stretch.items(), reverse=True):
+        early = {storage for storage in storages if known.first_needed[storage] < turn}
+        found |= early
+        turn = max([turn, *(known.first_needed[storage] for storage in storages)])
+    return frozenset(found)
+
+
+def ways_to_cut(known: Repeatable) -> Iterator[tuple[int, ...]]:
     """Ways to cut a forward, each as the calls before which a stretch ends; the shortest stretches first."""
     passed = known.passed_nbytes()
     seen: set[tuple[int, ...]] = set()
@@ -42,23 +78,18 @@ def stretches(known: Repeatable) -> Iterator[tuple[int, ...]]:
                 yield cuts
 
 
-def leanest_cuts(known: Repeatable | None, needs: Callable[[frozenset[str]], int]) -> tuple[int, ...]:
-    """Where to cut so that a step needs the least; nowhere: nothing can be made again.
+def leanest(known: Repeatable | None, needs: Callable[[frozenset[str]], int]) -> Stretches:
+    """Stretches with which a step needs the least; none: nothing can be made again.
 
     Args:
         needs: bytes that a step needs where these storages are dropped.
     """
     if known is None:
-        return ()
-    ways = {dropped_between(known, cuts): cuts for cuts in reversed(list(stretches(known)))}
-    found = {cuts: needs(gone) for gone, cuts in ways.items() if known.without(gone).dropped}
-    return min(found, key=lambda cuts: (found[cuts], -len(cuts)), default=())
-
-
-def up_to(known: Repeatable | None, cuts: Sequence[int], count: int | None = None) -> frozenset[str]:
-    """What is dropped where the first `count` stretches between cuts run again, by default all."""
-    if known is None or not cuts:
-        return frozenset()
-    gone = dropped_between(known, cuts)
-    end = len(known.forward.calls) if count is None or count > len(cuts) else cuts[count - 1]
-    return frozenset(storage for storage in gone if known.first_maker[storage] < end)
+        return Stretches()
+    ways: dict[frozenset[str], Stretches] = {}
+    for ends in reversed(list(ways_to_cut(known))):
+        for kept in (needed_early(known, ends), frozenset[str]()):
+            way = Stretches(ends, kept)
+            ways[dropped_between(known, way)] = way
+    found = {way: needs(gone) for gone, way in ways.items() if known.without(gone).dropped}
+    return min(found, key=lambda way: (found[way], -len(way.ends), len(way.kept)), default=Stretches())

@@ -24,10 +24,11 @@ from chunkc.passes.collectives import is_collective
 
 def may_run_again(segment: fx.Graph) -> bool:
     """Whether a segment run again with the same inputs gives the same bits, and changes nothing else."""
-    return all(_repeats(node) for node in segment.nodes if node.op == "call_function")
+    return all(is_repeatable(node) for node in segment.nodes if node.op == "call_function")
 
 
-def _repeats(node: fx.Node) -> bool:
+def is_repeatable(node: fx.Node) -> bool:
+    """Whether an operation called again with the same inputs gives the same bits, and changes nothing else."""
     if node.target is operator.getitem or getattr(node.target, "__module__", "") in ("_operator", "math"):
         return True
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
@@ -84,7 +85,10 @@ class Repeatable:
         self.may_repeat = frozenset(at for at, call in enumerate(forward.calls) if self._may_repeat(call, once))
         outside = {self.storage_of[value] for value in saved | returned} | set(forward.inputs.values())
         inner = self.first_maker.keys() - outside - forward.held
-        droppable = {one.storage for one in candidates(forward, backward)} - set(forward.inputs.values())
+        saved_storages = candidates(forward, backward)
+        self.first_needed = {one.storage: one.first for one in saved_storages}
+        """Saved storage -> the backward's first call that reads it."""
+        droppable = {one.storage for one in saved_storages} - set(forward.inputs.values())
         self.droppable = frozenset(s for s in droppable if self.first_maker[s] in self.may_repeat)
         """Saved storages that some call may make again."""
         self.inner = frozenset(s for s in inner if self.first_maker[s] in self.may_repeat)

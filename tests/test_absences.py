@@ -17,6 +17,7 @@ from chunkc.captured import Captured, profile
 from chunkc.ir.items import Absence
 from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.planning import SLACK_CHUNKS, evenly_spread, fixed_nbytes, needed_nbytes
+from chunkc.passes.rerun_choice import Stretches
 
 SEGMENTS = {name: CompiledSegment(MODULES[name], memory) for name, memory in MEMORIES.items()}
 CAPTURED = Captured(forward_program(), backward_program(), SEGMENTS, MODULES, whole=False)
@@ -87,16 +88,16 @@ def test_what_rounding_makes_quicker_is_no_step() -> None:
     assert len(tried) == 3 + 2 * 3
 
 
-def test_cuts_are_looked_for_once_for_each_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stretches_are_looked_for_once_for_each_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[object] = []
-    monkeypatch.setattr(absences, "leanest_cuts", lambda *asked: (searched.append(asked), (1,))[1])
+    monkeypatch.setattr(absences, "leanest", lambda *asked: (searched.append(asked), Stretches((1,)))[1])
     captured, spending = replace(CAPTURED), replace(LAYOUT, spent=frozenset({0}))
     for layout in (LAYOUT, spending, LAYOUT, replace(spending)):
-        assert absences._cuts(captured, layout) == (1,)
+        assert absences._stretches(captured, layout) == Stretches((1,))
     assert len(searched) == 2
     for chunk_nbytes in range(1, 9):
-        absences._cuts(captured, replace(LAYOUT, chunk_nbytes=chunk_nbytes))
-    assert len(captured.__dict__["_cuts"]) == absences.MOST_LAYOUTS
+        absences._stretches(captured, replace(LAYOUT, chunk_nbytes=chunk_nbytes))
+    assert len(captured.__dict__["_stretches"]) == absences.MOST_LAYOUTS
 
 
 @pytest.mark.parametrize("staying", range(NUM_LAYERS + 1))

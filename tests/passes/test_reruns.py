@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -12,11 +13,11 @@ import pytest
 import torch
 from torch import fx
 
-from chunkc.ir.program import MemoryStep, PhaseProgram, SegmentCall, SegmentMemory
+from chunkc.ir.program import RERUN, MemoryStep, PhaseProgram, SegmentCall, SegmentMemory
 from chunkc.passes.activations import SMALL_NBYTES, candidates, leaving
 from chunkc.passes.planning import StepProfile
 from chunkc.passes.profile import last_holds, positions
-from chunkc.passes.rerun_choice import dropped_between, leanest_cuts, stretches, up_to
+from chunkc.passes.rerun_choice import Stretches, dropped_between, leanest, needed_early, ways_to_cut
 from chunkc.passes.reruns import Repeatable, may_run_again, rerunning
 
 BIG = SMALL_NBYTES
@@ -222,27 +223,53 @@ def test_a_step_without_what_is_at_home_needs_what_its_own_profile_says(seed: in
 def test_stretches_keep_what_crosses_their_ends(seed: int) -> None:
     forward, backward, once = random_programs(seed)
     known = Repeatable(forward, backward, once)
-    for cuts in stretches(known):
-        gone = dropped_between(known, cuts)
+    for cuts in ways_to_cut(known):
+        gone = dropped_between(known, Stretches(cuts))
         ends = [0, *cuts, len(forward.calls)]
         found = known.without(gone)
         for at in found.calls:
             begin = max(end for end in ends if end <= at)
             sources = [known.source(v, found.absent) for v in forward.calls[at].inputs]
             assert all(source is None or source >= begin for source in sources)
-    best = leanest_cuts(known, lambda gone: -len(gone))
-    for count in range(1, len(best) + 1):
-        assert up_to(known, best, count) <= up_to(known, best) <= known.droppable | known.inner
+    best = leanest(known, lambda gone: -len(gone))
+    assert not best.kept
+    assert dropped_between(known, best) <= known.droppable | known.inner
 
 
-def test_each_block_is_a_stretch_of_its_own_or_several_are() -> None:
-    """Twelve like calls that pass on little: every one, every second, every third, ... ends a stretch."""
+@pytest.mark.parametrize("seed", range(40))
+def test_with_what_is_needed_early_kept_stretches_run_again_from_the_last_to_the_first(seed: int) -> None:
+    forward, backward, once = random_programs(seed)
+    known = Repeatable(forward, backward, once)
+    for ends in ways_to_cut(known):
+        _, repeated = rerunning(known, dropped_between(known, Stretches(ends, needed_early(known, ends))))
+        last, at_once = len(ends), []
+        for call in repeated.calls:
+            if call.name.startswith(RERUN):
+                at_once.append(bisect_right(ends, int(call.name.rpartition(".")[2])))
+            elif at_once:
+                assert max(at_once) <= last
+                last, at_once = min(at_once), []
+
+
+def layers(count: int, *, table: bool = False) -> Repeatable:
+    """Like calls that save much. The first makes the table, if there is one, and all of the backward read it."""
+    storages = (
+        {"in:x0": BIG, "T": BIG} | {f"X{i + 1}": BIG for i in range(count)} | {f"S{i}": 9 * BIG for i in range(count)}
+    )
     calls = tuple(
         SegmentCall(f"forward.{i}", "s", (f"x{i}",), (f"x{i + 1}", f"s{i}"), (f"X{i + 1}", f"S{i}"), (), (), "m", 1.0)
-        for i in range(12)
+        for i in range(count)
     )
-    storages = {"in:x0": BIG} | {f"X{i + 1}": BIG for i in range(12)} | {f"S{i}": 9 * BIG for i in range(12)}
-    saved = tuple(f"s{i}" for i in range(12))
+    saved = tuple(f"s{i}" for i in range(count))
+    if table:
+        outputs, made = (*calls[0].outputs, "t"), (*calls[0].output_storages, "T")
+        calls = (replace(calls[0], outputs=outputs, output_storages=made), *calls[1:])
+        saved = (*saved, "t")
+    read = ("t",) if table else ()
+    behind = tuple(
+        SegmentCall(f"backward.{i}", "b", (f"s{count - 1 - i}", *read), (f"g{i}",), (f"G{i}",), (), (), "m", 1.0)
+        for i in range(count)
+    )
     forward = PhaseProgram(
         "forward",
         {"x0": "in:x0"},
@@ -250,35 +277,57 @@ def test_each_block_is_a_stretch_of_its_own_or_several_are() -> None:
         frozenset({"in:x0"}),
         {},
         calls,
-        ("x12", *saved),
+        (f"x{count}", *saved),
         1,
         plain=frozenset(saved),
     )
-    behind = tuple(
-        SegmentCall(f"backward.{11 - i}", "b", (f"s{i}",), (f"g{i}",), (f"G{i}",), (), (), "m", 1.0)
-        for i in reversed(range(12))
-    )
     backward = PhaseProgram(
         "backward",
-        {f"s{i}": f"S{i}" for i in range(12)},
-        {f"S{i}": 9 * BIG for i in range(12)} | {f"G{i}": BIG for i in range(12)},
-        frozenset({"X12"}),
+        {value: value.upper() for value in saved},
+        {value.upper(): storages[value.upper()] for value in saved} | {f"G{i}": BIG for i in range(count)},
+        frozenset({f"X{count}"}),
         {},
         behind,
-        ("g0",),
+        (f"g{count - 1}",),
         1,
         saved_as={name: name for name in saved},
     )
-    known = Repeatable(forward, backward, frozenset())
-    cuts = list(stretches(known))
+    return Repeatable(forward, backward, frozenset())
+
+
+def repeated_calls(known: Repeatable, stretches: Stretches) -> list[str]:
+    return [call.name for call in rerunning(known, dropped_between(known, stretches))[1].calls]
+
+
+def test_each_block_is_a_stretch_of_its_own_or_several_are() -> None:
+    """Twelve like calls: every one, every second, every third, ... ends a stretch."""
+    known = layers(12)
+    cuts = list(ways_to_cut(known))
     assert cuts[0] == tuple(range(1, 12))
     assert (1, 3, 5, 7, 9, 11) in cuts
     assert (2, 5, 8, 11) in cuts
-    lean, repeated = rerunning(known, dropped_between(known, (4, 8)))
+    lean, _ = rerunning(known, dropped_between(known, Stretches((4, 8))))
     assert lean.outputs[len(lean.outputs) - lean.num_extra :] == ("x0", "x4", "x8")
-    names = [call.name for call in repeated.calls]
+    names = repeated_calls(known, Stretches((4, 8)))
     assert names[:6] == ["rerun.8", "rerun.9", "rerun.10", "rerun.11", "backward.0", "backward.1"]
     assert names.index("rerun.7") == names.index("backward.4") - 1
+
+
+def test_a_table_that_all_layers_read_does_not_have_the_first_run_again_before_the_last() -> None:
+    known, ends = layers(4, table=True), (1, 2, 3)
+    assert needed_early(layers(4), ends) == frozenset()
+    assert needed_early(known, ends) == {"T"}
+    assert repeated_calls(known, Stretches(ends))[:3] == ["rerun.0", "rerun.3", "backward.0"]
+    names = repeated_calls(known, Stretches(ends, frozenset({"T"})))
+    assert names[:2] == ["rerun.3", "backward.0"]
+    assert names[-2:] == ["rerun.0", "backward.3"]
+
+
+@pytest.mark.parametrize("best", [True, False])
+def test_what_is_needed_early_is_kept_where_a_step_then_needs_less(best: bool) -> None:
+    known = layers(4, table=True)
+    found = leanest(known, lambda gone: len(gone) if best else -len(gone))
+    assert found.kept == (frozenset({"T"}) if best else frozenset())
 
 
 def segment(*operations: tuple) -> fx.Graph:
