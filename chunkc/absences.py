@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
 from chunkc.captured import Captured, profile
+from chunkc.first_fit import first_that_fits
 from chunkc.host_room import HostFull, check_copies
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError
@@ -126,6 +127,14 @@ class Mixes:
         calls_s = sum(position.cost_s for position in profile(captured, layout).passes)
         return MORE * (calls_s + update_arithmetic_s(layout, layout.groups_of(captured.trained), self._hardware))
 
+    @cached_property
+    def may_keep(self) -> bool:
+        """Whether values may stay. Those of a part of a model may where those of the other parts could, too: these come
+        later, and find what has stayed in their way."""
+        kept = profile(self._captured, self._layout).passes
+        needed = fixed_nbytes(self._layout, frozenset()) + needed_nbytes(kept, self._layout)
+        return self._captured.share == 1 or needed + self._captured.others_nbytes <= self._whole_budget_nbytes
+
     def _most_beside(self, needed: Callable[[frozenset[int]], int]) -> int:
         """How many groups may stay where the graph needs that beside them."""
 
@@ -227,31 +236,7 @@ class Mixes:
         return frozenset(storage for at in chosen for storage in self._gone.get(at, ()))
 
 
-Tried = TypeVar("Tried")
 Found = TypeVar("Found")
-
-
-def first_that_fits(ways: Iterable[Tried], decided: Callable[[Tried], Found]) -> Found:
-    """What follows from the first way that fits.
-
-    Raises:
-        BudgetError: none does; it is that of the way that needs the least, and says where the host is too full for
-            another.
-    """
-    refused: list[BudgetError] = []
-    full = ""
-    for way in ways:
-        try:
-            return decided(way)
-        except BudgetError as error:
-            refused.append(error)
-        except HostFull as error:
-            full = str(error)
-    try:
-        least = min(refused, key=lambda error: error.minimum_nbytes)
-        raise least.beside(full) if full else least
-    finally:
-        refused.clear()  # an error keeps this frame, and would keep itself
 
 
 def first_or_quickest(
@@ -284,13 +269,15 @@ def first_or_quickest(
             return seconds(found, most_s), (absent, found)
         return None
 
+    may_keep = mixes is None or mixes.may_keep
+    tried = ways if may_keep else tuple(filter(None, ways)) or ways
     try:
-        absent, first = first_that_fits(ways, lambda way: (way, checked(way)))
+        absent, first = first_that_fits(tried, lambda way: (way, checked(way)))
     except BudgetError as error:
         if mixes is None or not error.elsewhere or (best := quickest(mixes, timed)) is None:
             raise
         return best[1][1]  # fewer copies, for which the host has room
-    if mixes is None or not any(ways) or mixes.is_best(absent, resident(first)):
+    if mixes is None or not may_keep or not any(ways) or mixes.is_best(absent, resident(first)):
         return first
     if (known := mixes.found_before) is not None:
         again = timed(known.absent, most_s := known.seconds * BARELY_MORE)

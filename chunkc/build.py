@@ -63,6 +63,7 @@ class Builder:
         may_be_whole: whether the graph may be compiled whole if all its model data fits.
         compiled: false for a description alone: the same bytes, but no compiler is started and nothing can run.
         strict: refuse operators whose inner memory is a guess.
+        share: as of a `Captured`.
         show: told what is compiled.
     """
 
@@ -74,6 +75,7 @@ class Builder:
     may_be_whole: bool
     compiled: bool = True
     strict: bool = False
+    share: float = 1.0
     show: Show = lambda what, done, of: None
     _structures: dict[bool, Structure] = field(default_factory=dict)
 
@@ -170,7 +172,7 @@ class Builder:
                 shapes=shapes,
             )
         modules = {segment.name: segment.module for segment in structure.table.segments.values()}
-        captured = Captured(forward, backward, segments, modules, whole)
+        captured = Captured(forward, backward, segments, modules, whole, share=self.share)
         unknown = captured.unknown_operators if self.strict and (not estimated or self.estimate_is_exact) else ()
         if unknown:
             raise UnsupportedError(

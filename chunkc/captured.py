@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -116,6 +117,7 @@ class Captured:
         absent: the storages that are at home between forward and backward.
         absence: what is absent in between.
         at_least: what plans are to reckon with, if that is more than it needs.
+        share: what part of the model it is (see `share_of`).
     """
 
     forward: PhaseProgram
@@ -126,6 +128,7 @@ class Captured:
     absent: tuple[Saved, ...] = ()
     absence: Absence = ALL_PRESENT
     at_least: Needed | None = None
+    share: float = 1.0
 
     @property
     def unknown_operators(self) -> tuple[EstimatedOperator, ...]:
@@ -148,7 +151,8 @@ class Captured:
             for name, segment in self.segments.items()
         }
         backward = None if self.backward is None else self.backward.with_sizes(nbytes, cost_s)
-        return Captured(self.forward.with_sizes(nbytes, cost_s), backward, segments, self.modules, self.whole)
+        forward = self.forward.with_sizes(nbytes, cost_s)
+        return Captured(forward, backward, segments, self.modules, self.whole, share=self.share)
 
     @cached_property
     def constants(self) -> tuple[torch.Tensor, ...]:
@@ -304,6 +308,11 @@ class Captured:
     def saved_nbytes(self) -> int:
         """Bytes saved for the backward alone."""
         return self.between_nbytes - self.caller_nbytes
+
+    @property
+    def others_nbytes(self) -> int:
+        """Bytes that the other parts of its model save, if they do so for each of their parameters as this one does."""
+        return math.ceil(self.saved_nbytes * (1 / self.share - 1))
 
     @cached_property
     def between_nbytes(self) -> int:

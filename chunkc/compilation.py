@@ -41,6 +41,7 @@ from chunkc.reconcile import end_where_laid_out_otherwise, note_shared_memory, r
 from chunkc.runtime.parts import part_of
 from chunkc.session import DEFAULTS, Session, owner
 from chunkc.session_lookup import session_for
+from chunkc.share import share_of
 from chunkc.situation import GraphCaptured
 from chunkc.steps import INPUTS, SizedStep, StaticSteps, Steps, SymbolicSteps
 from chunkc.templates import Templates, input_symbols
@@ -250,6 +251,7 @@ def _build(
         session.hardware,
         may_be_whole=options.may_be_whole and not fused_for_any_sizes,
         strict=options.strict,
+        share=share_of(next(iter(list(called_modules())[-1:]), None), inputs),
         show=show,
     )
     steps, step = _steps(builder, gm, session.situation.may_be_whole, arguments)

@@ -24,8 +24,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import overload
 
-from chunkc.absences import Mixes, absences, first_or_quickest, first_that_fits, leanest_form
+from chunkc.absences import Mixes, absences, first_or_quickest, leanest_form
 from chunkc.captured import Captured, profile
+from chunkc.first_fit import first_that_fits
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.plan import Position
@@ -225,13 +226,14 @@ def _update(now: Situation, event: UpdateDue) -> UpdateDecision:
 
 def fits_whole(layout: ChunkLayout, budget_nbytes: int, captured: Captured | None = None) -> bool:
     """Whether all model data can stay on the compute tier, beside what a graph needs that is compiled whole; without
-    one: as far as model data alone tells."""
+    one: as far as model data alone tells. A part of a model leaves room for what others save."""
     if layout.cut:
         return False
     staying_nbytes = fixed_nbytes(layout, everything(layout))
     positions = () if captured is None else profile(captured, layout).all
     most_nbytes = max((position.non_model_nbytes for position in positions), default=0)
-    return staying_nbytes + most_nbytes <= budget_nbytes
+    others_nbytes = 0 if captured is None else captured.others_nbytes
+    return staying_nbytes + most_nbytes + others_nbytes <= budget_nbytes
 
 
 def smallest_budget(captured: Captured, layout: ChunkLayout) -> int:

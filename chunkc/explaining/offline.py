@@ -34,6 +34,7 @@ from chunkc.movable import is_chunkable
 from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs import placeholders
 from chunkc.session import spec_of
+from chunkc.share import share_of
 from chunkc.torch_private.dynamo import patched, remove_from_cache, source_name, unwrapped
 from chunkc.user_names import GraphNames, UserNames, without_wrapper
 from chunkc.variants import Variants
@@ -52,6 +53,7 @@ class OfflineGraph:
 
     `checkpointed`: the model recomputes a part of it in the backward (`torch.utils.checkpoint`).
     `sizes`: the symbols in its inputs' sizes -> which dimension each is, and how long that was.
+    `share`: what part of the model it is.
     """
 
     capture: TracedGraphs
@@ -59,6 +61,7 @@ class OfflineGraph:
     fixed: tuple[ParamSpec, ...]
     checkpointed: bool
     sizes: Mapping[str, str] = field(default_factory=dict)
+    share: float = 1.0
 
     def phase(self, name: str) -> fx.GraphModule:
         """The traced forward or backward."""
@@ -244,7 +247,8 @@ class _Recorder:
             spec = replace(spec_of(name, parameter), states=self._states.get(known, DEFAULT_STATES))
             (movable if is_chunkable(parameter) and known not in self._staying else fixed).append(spec)
         checkpointed = any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in gm.graph.nodes)
-        self.graphs.append(OfflineGraph(capture, tuple(movable), tuple(fixed), checkpointed, _sizes(gm)))
+        share = share_of(self._copied.model, inputs)
+        self.graphs.append(OfflineGraph(capture, tuple(movable), tuple(fixed), checkpointed, _sizes(gm), share))
         return call
 
     def _is_free(self, name: str) -> bool:

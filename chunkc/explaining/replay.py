@@ -48,6 +48,7 @@ class Replay:
                 may_be_whole=options.may_be_whole,
                 compiled=False,
                 strict=options.strict,
+                share=graph.share,
             )
             self.graphs.append(PaperGraph(builder))
         self.layout = layout
