@@ -106,7 +106,7 @@ class Mixes:
         self._hardware, self._whole_budget_nbytes = hardware, budget_nbytes
         self._used_up, self._with_twins = used_up, with_twins
         self._known_nbytes: dict[frozenset[int], int] = {}
-        self.stretches = len(self._stretches.ends) + 1 if self._stretches.ends else 0
+        self.stretches = 0 if self._stretches is None else len(self._stretches.ends) + 1
         """The most that run again."""
 
     @cached_property
@@ -219,6 +219,7 @@ class Mixes:
         """Which stretch makes it; what goes into the forward belongs to the first."""
         known = self._captured.repeatable
         assert known is not None
+        assert self._stretches is not None
         return bisect_right(self._stretches.ends, known.first_maker.get(storage, 0))
 
     @cached_property
@@ -369,19 +370,25 @@ def _all_again(captured: Captured, layout: ChunkLayout) -> Absence:
 
 
 def _needed_nbytes(captured: Captured, absence: Absence, layout: ChunkLayout) -> int:
-    return needed_nbytes(profile(captured.without(absence), layout).passes, layout)
+    """Of the graph, beside what the other parts of its model hold if they do the same."""
+    form = captured.without(absence)
+    return needed_nbytes(profile(form, layout).passes, layout) + form.others_nbytes
 
 
 MOST_LAYOUTS = 4
 """Of so many of them a graph remembers its stretches: a search goes back and forth between two."""
 
 
-def _stretches(captured: Captured, layout: ChunkLayout) -> Stretches:
+def _stretches(captured: Captured, layout: ChunkLayout) -> Stretches | None:
     """Stretches of the forward that run again, such that the graph needs the least."""
-    known: list[tuple[ChunkLayout, Stretches]] = captured.__dict__.setdefault("_stretches", [])
+    known: list[tuple[ChunkLayout, Stretches | None]] = captured.__dict__.setdefault("_stretches", [])
     for of, stretches in known:
         if of == layout:
             return stretches
-    stretches = leanest(captured.repeatable, lambda gone: _needed_nbytes(captured, Absence(rerun=gone), layout))
+    stretches = leanest(
+        captured.repeatable,
+        lambda gone: _needed_nbytes(captured, Absence(rerun=gone), layout),
+        is_part=captured.share < 1,
+    )
     captured.__dict__["_stretches"] = [*known[-MOST_LAYOUTS + 1 :], (layout, stretches)]
     return stretches

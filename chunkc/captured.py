@@ -311,8 +311,9 @@ class Captured:
 
     @property
     def others_nbytes(self) -> int:
-        """Bytes that the other parts of its model save, if they do so for each of their parameters as this one does."""
-        return math.ceil(self.saved_nbytes * (1 / self.share - 1))
+        """Bytes that the other parts of its model hold meanwhile, if they do for each parameter as this one does."""
+        kept_nbytes = self.saved_nbytes - sum(one.nbytes for one in self.absent)
+        return math.ceil(max(0, kept_nbytes) * (1 / self.share - 1))
 
     @cached_property
     def between_nbytes(self) -> int:

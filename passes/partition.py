@@ -28,9 +28,10 @@ from chunkc.passes.graphs import (
     storage_keys,
     tensors_of,
 )
+from chunkc.passes.reruns import draws
 from chunkc.passes.shapes import numbers_first
 from chunkc.passes.symbols import size_of
-from chunkc.torch_private.aot import min_cut_rematerialization_partition
+from chunkc.torch_private.aot import min_cut_rematerialization_partition, states_kept_for
 
 aten = torch.ops.aten
 _CASTS = {
@@ -162,13 +163,17 @@ def partition(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Min-cut partition with parameters' views recomputed, and what is computed from sizes alone at the beginning.
 
+    For an attention without dropout in an activation checkpoint no state of the random generator is kept, as PyTorch
+    does: it would be 5 KB per layer, on a GPU a wait, and a reason not to run a segment again.
+
     `is_parameter` and `is_frozen` are aligned with the joint graph's primals.
 
     `kwargs` are the partitioner's own.
     """
     mark_frozen_values(joint, is_frozen)
     mark_parameter_views(joint, is_parameter)
-    forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+    with states_kept_for(draws):
+        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
     drop_detaches(forward, backward, kwargs["num_fwd_outputs"])
     made_early(forward.graph)
     numbers_first(forward.graph)

@@ -27,7 +27,7 @@ class Stretches:
     """Parts of a forward that run again one by one.
 
     Attributes:
-        ends: the calls before which they end, in order, but for the last one's end.
+        ends: the calls before which they end, in order, but for the last one's end. Empty: all of it is one stretch.
         kept: what stays though it crosses no end.
     """
 
@@ -35,9 +35,9 @@ class Stretches:
     kept: frozenset[str] = frozenset()
 
 
-def dropped_between(known: Repeatable | None, stretches: Stretches) -> frozenset[str]:
-    """What is dropped by these stretches: all that may be, and crosses no end."""
-    if known is None or not stretches.ends:
+def dropped_between(known: Repeatable | None, stretches: Stretches | None) -> frozenset[str]:
+    """What is dropped by these stretches: all that may be, and crosses no end. None: nothing."""
+    if known is None or stretches is None:
         return frozenset()
     read, ends = known.last_read, (*stretches.ends, inf)
     crossing = {
@@ -78,18 +78,21 @@ def ways_to_cut(known: Repeatable) -> Iterator[tuple[int, ...]]:
                 yield cuts
 
 
-def leanest(known: Repeatable | None, needs: Callable[[frozenset[str]], int]) -> Stretches:
-    """Stretches with which a step needs the least; none: nothing can be made again.
+def leanest(
+    known: Repeatable | None, needs: Callable[[frozenset[str]], int], *, is_part: bool = False
+) -> Stretches | None:
+    """Stretches with which a step needs the least; None: nothing can be made again.
 
     Args:
         needs: bytes that a step needs where these storages are dropped.
+        is_part: other graphs run between the forward and its backward, so that it may be one stretch, too.
     """
     if known is None:
-        return Stretches()
+        return None
     ways: dict[frozenset[str], Stretches] = {}
-    for ends in reversed(list(ways_to_cut(known))):
+    for ends in (*([()] if is_part else []), *reversed(list(ways_to_cut(known)))):
         for kept in (needed_early(known, ends), frozenset[str]()):
             way = Stretches(ends, kept)
             ways[dropped_between(known, way)] = way
     found = {way: needs(gone) for gone, way in ways.items() if known.without(gone).dropped}
-    return min(found, key=lambda way: (found[way], -len(way.ends), len(way.kept)), default=Stretches())
+    return min(found, key=lambda way: (found[way], -len(way.ends), len(way.kept)), default=None)

@@ -35,16 +35,19 @@ def is_repeatable(node: fx.Node) -> bool:
         return False
     if torch.Tag.nondeterministic_bitwise in node.target.tags or is_collective(node):
         return False
-    return torch.Tag.nondeterministic_seeded not in node.target.tags or _draws_nothing(node, node.target)
+    return not draws(node)
 
 
-def _draws_nothing(node: fx.Node, target: torch._ops.OpOverload) -> bool:
-    """Whether an operator with a dropout inside has none, as attention usually."""
+def draws(node: fx.Node) -> bool:
+    """Whether an operator draws random numbers. One with a dropout inside may have none, as attention usually."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
     for place, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":
             given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
-            return bool(given == 0.0)
-    return False
+            return bool(given != 0.0)
+    return True
 
 
 @dataclass(frozen=True)

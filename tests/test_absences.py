@@ -90,7 +90,9 @@ def test_what_rounding_makes_quicker_is_no_step() -> None:
 
 def test_stretches_are_looked_for_once_for_each_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[object] = []
-    monkeypatch.setattr(absences, "leanest", lambda *asked: (searched.append(asked), Stretches((1,)))[1])
+    monkeypatch.setattr(
+        absences, "leanest", lambda *asked, **kind: (searched.append((asked, kind)), Stretches((1,)))[1]
+    )
     captured, spending = replace(CAPTURED), replace(LAYOUT, spent=frozenset({0}))
     for layout in (LAYOUT, spending, LAYOUT, replace(spending)):
         assert absences._stretches(captured, layout) == Stretches((1,))

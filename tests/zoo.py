@@ -89,11 +89,11 @@ def floats(seed: int, shape: tuple[int, ...]) -> Tensor:
 # ---------------------------------------------------------------- transformers: small random configurations
 
 
-def _gpt2(**dropout: float) -> nn.Module:
+def gpt2(num_layers: int = LAYERS, **dropout: float) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(
-        vocab_size=VOCAB, n_positions=64, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, use_cache=False,
+        vocab_size=VOCAB, n_positions=64, n_embd=WIDTH, n_layer=num_layers, n_head=HEADS, use_cache=False,
         bos_token_id=0, eos_token_id=0, **dropout,
     ))  # fmt: skip
     model.loss_type = "ForCausalLM"  # else a warning about it breaks the graph
@@ -119,11 +119,11 @@ def _vit() -> nn.Module:
     ))  # fmt: skip
 
 
-def _llama(tied: bool) -> nn.Module:
+def llama(tied: bool, num_layers: int = LAYERS) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=num_layers, num_attention_heads=HEADS,
         num_key_value_heads=2, intermediate_size=3 * WIDTH, max_position_embeddings=64, use_cache=False,
         tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
     ))  # fmt: skip
@@ -247,13 +247,13 @@ def _branch_batch(seed: int) -> Batch:
 CASES: dict[str, Case] = {
     case.name: case
     for case in (
-        Case("gpt2", lambda: _gpt2(**NO_GPT2_DROPOUT), _causal_batch, transformers=True),
-        Case("gpt2_dropout", _gpt2, _causal_batch, transformers=True),
+        Case("gpt2", lambda: gpt2(**NO_GPT2_DROPOUT), _causal_batch, transformers=True),
+        Case("gpt2_dropout", gpt2, _causal_batch, transformers=True),
         Case("bert", lambda: _bert(**NO_BERT_DROPOUT), _masked_batch, transformers=True),
         Case("bert_dropout", _bert, _masked_batch, transformers=True),
         Case("vit", _vit, _image_batch, transformers=True),
-        Case("llama", lambda: _llama(tied=False), _causal_batch, transformers=True),
-        Case("llama_tied", lambda: _llama(tied=True), _causal_batch, transformers=True),
+        Case("llama", lambda: llama(tied=False), _causal_batch, transformers=True),
+        Case("llama_tied", lambda: llama(tied=True), _causal_batch, transformers=True),
         Case("t5", _t5, _translation_batch, transformers=True),
         Case("mixtral", _mixtral, _causal_batch, transformers=True),
         Case("convnet", ConvNet, _convnet_batch),

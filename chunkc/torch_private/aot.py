@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._dynamo  # before the others: these modules import each other in a circle
 from torch import fx
 from torch._decomp import get_decompositions
-from torch._functorch import config
+from torch._functorch import config, partitioners
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -65,6 +66,25 @@ def is_custom(node: fx.Node) -> bool:
 def random_states_as_values() -> AbstractContextManager[Any]:
     """States of random generators are values inside as on a CPU: on CUDA they would else be inputs that nobody gave."""
     return config.patch(graphsafe_rng_functionalization=False)
+
+
+@contextmanager
+def states_kept_for(draws: Callable[[fx.Node], bool]) -> Iterator[None]:
+    """Inside, the partitioner keeps random generators' states only for operators of activation checkpoints that draw;
+    else for all that may."""
+    keep_states = partitioners.functionalize_rng_ops
+
+    def keep_fewer(joint: fx.GraphModule, *args: Any) -> Any:
+        needless = [node for node in joint.graph.nodes if "recompute" in node.meta and not draws(node)]
+        marks = [node.meta.pop("recompute") for node in needless]
+        try:
+            return keep_states(joint, *args)
+        finally:
+            for node, mark in zip(needless, marks, strict=True):
+                node.meta["recompute"] = mark
+
+    with patch.object(partitioners, "functionalize_rng_ops", keep_fewer):
+        yield
 
 
 @contextmanager

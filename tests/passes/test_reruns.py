@@ -232,7 +232,7 @@ def test_stretches_keep_what_crosses_their_ends(seed: int) -> None:
             sources = [known.source(v, found.absent) for v in forward.calls[at].inputs]
             assert all(source is None or source >= begin for source in sources)
     best = leanest(known, lambda gone: -len(gone))
-    assert not best.kept
+    assert best is None or not best.kept
     assert dropped_between(known, best) <= known.droppable | known.inner
 
 
@@ -327,7 +327,19 @@ def test_a_table_that_all_layers_read_does_not_have_the_first_run_again_before_t
 def test_what_is_needed_early_is_kept_where_a_step_then_needs_less(best: bool) -> None:
     known = layers(4, table=True)
     found = leanest(known, lambda gone: len(gone) if best else -len(gone))
+    assert found is not None
     assert found.kept == (frozenset({"T"}) if best else frozenset())
+
+
+def test_a_part_of_a_model_may_be_one_stretch() -> None:
+    """Its own backward needs no less for it, but what comes in between does."""
+    known = layers(4)
+    everything = dropped_between(known, Stretches())
+    assert everything == {"S0", "S1", "S2", "S3", "X1", "X2", "X3"}
+    assert leanest(known, lambda gone: -len(gone), is_part=True) == Stretches()
+    assert leanest(known, lambda gone: -len(gone)) != Stretches()
+    assert repeated_calls(known, Stretches())[:5] == [f"rerun.{i}" for i in range(4)] + ["backward.0"]
+    assert dropped_between(known, None) == dropped_between(None, Stretches()) == frozenset()
 
 
 def segment(*operations: tuple) -> fx.Graph:
