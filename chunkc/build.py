@@ -23,7 +23,7 @@ from chunkc.passes.codegen import (
     describe_segment,
     generated_wrapper,
 )
-from chunkc.passes.cuts import cut, home_views
+from chunkc.passes.cuts import cut, home_views, with_dropouts_again
 from chunkc.passes.graphs import placeholders, returned
 from chunkc.passes.program import backward_program, forward_program
 from chunkc.passes.segments import Piece, Segment, SegmentTable, extract, for_the_backward
@@ -99,6 +99,11 @@ class Builder:
         """Whether an estimate is the description itself."""
         return not self.compiled and self.codegen == "eager"
 
+    @property
+    def _repeats_operators(self) -> bool:
+        """Whether a backward may repeat parts of the forward, and parts of its segments, too: they run one by one."""
+        return self.codegen == "eager" and self.capture.may_repeat and self.capture.backward is not None
+
     def _structure(self, whole: bool) -> Structure:
         if whole not in self._structures:
             table = SegmentTable()
@@ -110,7 +115,7 @@ class Builder:
                 wanted = {nodes[i]: group_of[p] for i, p in self.capture.gradients.items() if p in group_of}
                 backward = self._pieces(graphs[1], wanted, table, whole)
             again: Mapping[int, Piece] = {}
-            if self.codegen == "eager" and self.capture.may_repeat and backward and not whole:
+            if self._repeats_operators and not whole:
                 num_outputs = self.capture.num_user_outputs
                 saved = [node for node in returned(graphs[0].graph)[num_outputs:] if node is not None]
                 again = for_the_backward(graphs[0], forward, saved, table)
@@ -125,6 +130,8 @@ class Builder:
         if read_as:
             given = [place for place, name in capture.by_placeholder.items() if name in read_as]
             graphs = tuple(with_casts_given(graph, given) for graph in graphs)
+        if self._repeats_operators and not whole:
+            graphs = (with_dropouts_again(graphs[0]), *graphs[1:])
         return graphs, read_as
 
     def described(self, whole: bool, estimated: bool = False, shapes: Shapes = AS_TRACED) -> Captured:
@@ -192,7 +199,8 @@ class Builder:
         }
         groups = {node: group_of[name] for node, name in nodes.items() if name in group_of}
         views, staying = home_views(gm.graph, list(nodes)), [node for node in nodes if node not in groups]
-        runs = cut(gm.graph, groups=groups, gradient_groups=gradient_groups, staying=staying, whole=whole)
+        apart = self._repeats_operators and not gradient_groups and not whole
+        runs = cut(gm.graph, groups=groups, gradient_groups=gradient_groups, staying=staying, whole=whole, apart=apart)
         pieces = extract(gm, runs, table)
         return [*pieces, *extract(gm, [views], table, reads_home=True)] if views else pieces
 

@@ -8,6 +8,7 @@ Inductor may compute the logits of them all first.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
@@ -17,6 +18,7 @@ from torch import fx
 from chunkc.passes.collectives import is_collective, is_wait_for
 from chunkc.passes.cost import is_product
 from chunkc.passes.graphs import (
+    copy_of,
     is_compute,
     is_constant,
     is_getitem,
@@ -29,6 +31,7 @@ from chunkc.passes.graphs import (
 from chunkc.passes.loss_tiles import tile_of
 from chunkc.passes.reruns import is_repeatable
 from chunkc.passes.symbols import hint
+from chunkc.torch_private.aot import LazyGraphModule
 
 RUN_BY_ATEN = frozenset({torch.ops.aten.embedding_dense_backward.default})
 """Operators that Inductor never sees: each is a segment of its own. Inductor turns an embedding's backward into atomic
@@ -96,6 +99,39 @@ def copy_changing(graph: fx.Graph, places: Sequence[int]) -> None:
                 user.replace_input_with(node, copy)
 
 
+def with_dropouts_again(module: fx.GraphModule) -> fx.GraphModule:
+    """The same forward, in which readers of a dropout's result read one that is made of its mask: the same bits, and
+    what is drawn is the mask alone.
+
+    On the CPU alone, where ATen's `native_dropout` multiplies with the mask in the input's dtype, over what is kept of
+    one. On CUDA, where it is one kernel, the result is what is drawn.
+    """
+    graph = copy_of(module.graph)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.native_dropout.default):
+        source, p, train = node.args
+        parts = {part.args[1]: part for part in node.users if is_getitem(part)}
+        value = source.meta["val"]
+        if not (train and 0 < p < 1 and 0 in parts and value.device.type == "cpu"):
+            continue
+        if 1 not in parts:
+            with graph.inserting_after(parts[0]):
+                parts[1] = graph.call_function(operator.getitem, (node, 1))
+            parts[1].meta["val"] = node.meta["val"][1]
+        result, mask = parts[0], parts[1]
+        with graph.inserting_before(max(parts.values()).next):
+            scale = graph.call_function(torch.ops.aten._to_copy.default, (mask,), {"dtype": value.dtype})
+            scale.meta = result.meta | {"val": torch.empty_like(value)}
+            noise = graph.call_function(torch.ops.aten.div.Tensor, (scale, 1 - p))
+            noise.meta = result.meta | {"val": torch.empty_like(value)}
+            again = graph.call_function(torch.ops.aten.mul.Tensor, (source, noise))
+            again.meta = result.meta | {"val": torch.empty_like(value)}
+        result.replace_all_uses_with(again)
+        name = result.name
+        graph.erase_node(result)
+        again._rename(name)  # under which the backward knows it, if it is saved
+    return LazyGraphModule(module, graph)
+
+
 def materialise_returned_placeholders(graph: fx.Graph, positions: Sequence[int]) -> None:
     """Make outputs at `positions` (gradients) nodes of their own where they are bare placeholders."""
     output = output_node(graph)
@@ -119,6 +155,7 @@ def cut(
     gradient_groups: Mapping[fx.Node, int],
     staying: Sequence[fx.Node] = (),
     whole: bool = False,
+    apart: bool = False,
 ) -> list[list[fx.Node]]:
     """Split the compute nodes of `graph` into runs, in order.
 
@@ -131,6 +168,7 @@ def cut(
         gradient_groups: returned gradient -> index of its chunk group.
         staying: placeholders of parameters that have no chunk.
         whole: cut only around the operators that run by themselves.
+        apart: of a forward, what may not be repeated runs by itself, so that all else may be.
     """
     returned_views = set(home_views(graph, [*groups, *staying]))
     nodes = [node for node in graph.nodes if is_compute(node) and node not in returned_views]
@@ -155,19 +193,19 @@ def cut(
     for node in nodes:
         needs = needs_of.get(node, set())
         new_chunk = bool(held and needs and not needs <= held)
-        by_aten = runs_by_aten(node)
+        by_itself = runs_by_aten(node) or (apart and not is_constant(node) and not is_repeatable(node))
         behind_copies = (
             not whole and _OF_CHANGING not in node.meta and bool(runs[-1]) and _OF_CHANGING in runs[-1][-1].meta
         )
         of_tile = tiles.get(node)
         new_tile = of_tile is not None and of_tile != tile
         is_one_with = is_getitem(node) or is_wait_for(node, runs[-1][-1] if runs[-1] else None)
-        if (new_chunk or by_aten or alone or new_tile or behind_copies) and not is_one_with:
-            if not (by_aten or alone or new_tile or behind_copies):
+        if (new_chunk or by_itself or alone or new_tile or behind_copies) and not is_one_with:
+            if not (by_itself or alone or new_tile or behind_copies):
                 of_chunks.add(len(runs))
             runs.append([])
             held = set()
-        alone, tile = by_aten, of_tile or tile
+        alone, tile = by_itself or (alone and is_one_with), of_tile or tile
         held |= needs
         runs[-1].append(node)
     if not gradient_groups:
