@@ -113,22 +113,18 @@ def with_dropouts_again(module: fx.GraphModule) -> fx.GraphModule:
         value = source.meta["val"]
         if not (train and 0 < p < 1 and 0 in parts and value.device.type == "cpu"):
             continue
-        if 1 not in parts:
-            with graph.inserting_after(parts[0]):
-                parts[1] = graph.call_function(operator.getitem, (node, 1))
-            parts[1].meta["val"] = node.meta["val"][1]
-        result, mask = parts[0], parts[1]
-        with graph.inserting_before(max(parts.values()).next):
+        result, mask = parts[0], parts.get(1)
+        with graph.inserting_before(result):
+            if mask is None:
+                mask = graph.call_function(operator.getitem, (node, 1))
+                mask.meta["val"] = node.meta["val"][1]
+            result.prepend(mask)
             scale = graph.call_function(torch.ops.aten._to_copy.default, (mask,), {"dtype": value.dtype})
-            scale.meta = result.meta | {"val": torch.empty_like(value)}
             noise = graph.call_function(torch.ops.aten.div.Tensor, (scale, 1 - p))
-            noise.meta = result.meta | {"val": torch.empty_like(value)}
-            again = graph.call_function(torch.ops.aten.mul.Tensor, (source, noise))
-            again.meta = result.meta | {"val": torch.empty_like(value)}
-        result.replace_all_uses_with(again)
-        name = result.name
-        graph.erase_node(result)
-        again._rename(name)  # under which the backward knows it, if it is saved
+        for made in (scale, noise, result):
+            made.meta = result.meta | {"val": torch.empty_like(value)}
+        result.target = torch.ops.aten.mul.Tensor  # and has the same name, which the backward may know it by
+        result.args = (source, noise)
     return LazyGraphModule(module, graph)
 
 

@@ -2,7 +2,8 @@
 
 Nothing is compiled for it, and bits are the same by construction. What a repeated call reads is kept until then, where
 it is not dropped itself: then the call that makes it is repeated, too. Each call is repeated once at most, ahead of the
-first call of the backward that reads what it makes. A segment that draws random numbers is never repeated. Of a call
+first call of the backward that reads what it makes. A segment that draws random numbers is never repeated: where
+operators run one by one, each that draws is a segment of its own. Of a call
 that runs operator by operator, what only makes values for later calls is left out where these are not repeated with it
 (`SegmentCall.again`): a block's last product, say.
 """

@@ -211,9 +211,10 @@ def limited_once_traced(limit_nbytes: int) -> Callable[..., Any]:
 
 def train(
     case: Case, *, memory_budget: int, home: str = "cpu", codegen: str = "eager", steps: int = 3,
-    limit: bool = True, seed: int = 0, optimizer: OptimizerFactory = adamw, **options: Any,
+    limit: bool = True, seed: int = 0, optimizer: OptimizerFactory = adamw, with_grads: bool = True, **options: Any,
 ) -> Result:  # fmt: skip
-    """Train `case` for some steps, inside a hard limit equal to the budget unless `limit` is false.
+    """Train `case` for some steps, inside a hard limit equal to the budget unless `limit` is false. With `with_grads`,
+    gradients are looked at, which updates in the backward would have used up.
 
     The limit starts from what is charged before the run (tensors that other tests left behind), so the run
     itself, with its batches, gets exactly the budget.
@@ -238,7 +239,8 @@ def train(
             loss = case.loss(compiled(**batch))
             loss.backward()
             losses.append(array(loss))
-            grads.append(gradients(model))
+            if with_grads:
+                grads.append(gradients(model))
             del batch, loss
             update.step()
             update.zero_grad()

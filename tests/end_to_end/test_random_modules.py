@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from zoo import Batch, Case, integers
 
+import chunkc
+
 LENGTH = 8
-KINDS = ("linear", "norm", "conv", "residual", "again", "frozen", "unused", "embedding", "half_frozen")
+KINDS = ("linear", "norm", "conv", "residual", "again", "frozen", "unused", "embedding", "half_frozen", "dropout")
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ def _layer(kind: str, recipe: Recipe) -> nn.Module:
         return nn.Identity()
     if kind == "embedding":
         return nn.Embedding(recipe.vocabulary, width)
+    if kind == "dropout":
+        return nn.Dropout(0.2)
     layer = nn.Linear(width, width)
     layer.requires_grad_(kind != "frozen")
     layer.bias.requires_grad_(kind not in ("frozen", "half_frozen"))
@@ -94,43 +99,77 @@ RECIPES = st.builds(
 )
 
 
-SOME, MANY = (
+SOME, FEW, MANY = (
     settings(
         max_examples=num_examples, deadline=None, derandomize=True, print_blob=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
-    for num_examples in (5, 60)
+    for num_examples in (8, 12, 80)
 )  # fmt: skip
 TRAINING = given(
     recipe=RECIPES,
     chunk_nbytes=st.sampled_from([1 << power for power in range(12, 21)]),
     fraction=st.floats(0.0, 1.0),
     home=st.sampled_from(("cpu", "disk")),
+    activations=st.sampled_from(("keep", "auto", "offload", "rerun")),
+    overlap=st.sampled_from(("none", "backward")),
 )
 
 
 @pytest.mark.second_tier
 @SOME
 @TRAINING
-def test_random_modules_train_to_the_same_bits(recipe: Recipe, chunk_nbytes: int, fraction: float, home: str) -> None:
-    check(recipe, chunk_nbytes, fraction, home)
+def test_random_modules_train_to_the_same_bits(
+    recipe: Recipe, chunk_nbytes: int, fraction: float, home: str, activations: str, overlap: str
+) -> None:
+    check(recipe, chunk_nbytes, fraction, home, activations, overlap)
+
+
+def test_a_group_with_a_parameter_that_gets_no_gradient() -> None:
+    """It stays, and its other gradients are not used up in the backward: they need room."""
+    recipe = Recipe(("norm", "unused", "norm"), width=64, vocabulary=128, tied_head=True)
+    check(recipe, 65536, 0.9, "cpu", "keep", "backward")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @MANY
 @TRAINING
-def test_many_random_modules(recipe: Recipe, chunk_nbytes: int, fraction: float, home: str) -> None:
-    check(recipe, chunk_nbytes, fraction, home)
+def test_many_random_modules(
+    recipe: Recipe, chunk_nbytes: int, fraction: float, home: str, activations: str, overlap: str
+) -> None:
+    check(recipe, chunk_nbytes, fraction, home, activations, overlap)
 
 
-def check(recipe: Recipe, chunk_nbytes: int, fraction: float, home: str) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@FEW
+@TRAINING
+def test_random_modules_that_inductor_compiles(
+    recipe: Recipe, chunk_nbytes: int, fraction: float, home: str, activations: str, overlap: str
+) -> None:
+    check(recipe, chunk_nbytes, fraction, home, activations, overlap, codegen="inductor")
+
+
+def check(
+    recipe: Recipe,
+    chunk_nbytes: int,
+    fraction: float,
+    home: str,
+    activations: str,
+    overlap: str,
+    codegen: str = "eager",
+) -> None:
     """`fraction` of the way from the minimum to everything, inside a hard limit."""
     case = _case(recipe)
-    shared = {"chunk_size": chunk_nbytes, "whole_graph": "never", "steps": 2}
+    shared = {"chunk_size": chunk_nbytes, "whole_graph": "never", "steps": 2, "codegen": codegen}
     everything = train(case, memory_budget=HUGE, limit=False, **shared)
-    minimum = refuse(case, memory_budget=TINY, home=home, chunk_size=chunk_nbytes).minimum_nbytes
+    how = {"home": home, "activations": activations}
+    asked = {"chunk_size": chunk_nbytes, "codegen": codegen}
+    minimum = refuse(case, memory_budget=TINY, **how, **asked).minimum_nbytes
     budget = max(minimum, round(minimum + fraction * (everything.predicted_peak_nbytes - minimum)))
-    result = train(case, memory_budget=budget, home=home, **shared)
+    updating = functools.partial(chunkc.optim.AdamW, lr=1e-3, weight_decay=0.1, overlap=overlap)
+    result = train(case, memory_budget=budget, optimizer=updating, with_grads=overlap != "backward", **how, **shared)
+    everything = everything if result.grads else replace(everything, grads=())
     assert_same_training(result, everything)
     assert result.measured_peak_nbytes <= result.predicted_peak_nbytes <= budget

@@ -36,8 +36,9 @@ MODELS = [
     pytest.param("rerun", "short_gpt", "cpu", "eager", 0.86),
     pytest.param("rerun", "byte_gpt", "cpu", "eager", 0.75, marks=SECOND),
     pytest.param("rerun", "checkpointed_gpt", "cpu", "eager", 1.0, marks=SECOND),
-    pytest.param("rerun", "dropout", "disk", "eager", 1.0, marks=SECOND),
-    pytest.param("rerun", "gpt2_dropout", "disk", "eager", 1.0, marks=[SECOND, SLOW]),
+    pytest.param("rerun", "dropout", "disk", "eager", 0.99, marks=SECOND),
+    pytest.param("rerun", "gpt2_dropout", "disk", "eager", 0.8, marks=[SECOND, SLOW]),
+    pytest.param("rerun", "bert_dropout", "cpu", "eager", 0.8, marks=[SECOND, SLOW]),
     pytest.param("rerun", "llama_tied", "cpu", "eager", 0.8, marks=[SECOND, SLOW]),
     pytest.param("rerun", "convnet", "cpu", "eager", 1.0, marks=SECOND),
     pytest.param("rerun", "autocast_gpt", "disk", "eager", 0.95, marks=[SECOND, SLOW]),
@@ -46,8 +47,8 @@ MODELS = [
 ]
 """And the smallest budget, as a part of the one in which all values stay.
 
-Operators of a segment that draw random numbers: of eager dropout nothing is repeated; Inductor's segments take the
-seed, so that they are repeated with the very same numbers.
+Of eager dropout the mask is kept, and all else is repeated. Inductor's segments take the seed: they are repeated with
+the very same numbers.
 """
 
 
@@ -61,7 +62,7 @@ def test_forced_to_leave_they_train_to_the_same_bits_in_less(
     assert_same_training(result, everything_fits(name, codegen))
     assert result.measured_peak_nbytes <= result.predicted_peak_nbytes <= nbytes
     assert result.allocator_peak_nbytes <= nbytes
-    if name in ("short_gpt", "byte_gpt") and codegen == "eager":
+    if name in ("short_gpt", "byte_gpt", "gpt2_dropout", "bert_dropout") and codegen == "eager":
         assert result.measured_peak_nbytes == result.predicted_peak_nbytes
 
 

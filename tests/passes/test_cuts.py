@@ -16,6 +16,7 @@ from chunkc.passes.cuts import (
     cut,
     home_views,
     materialise_returned_placeholders,
+    with_dropouts_again,
 )
 from chunkc.passes.graphs import is_compute, op_name, placeholders, returned, storage_keys
 from chunkc.passes.segments import SegmentTable, extract
@@ -47,6 +48,44 @@ def test_nothing_is_cut_in_one_chunk_or_in_a_whole_graph() -> None:
 def test_parameters_outside_chunks_cut_nothing() -> None:
     gm, _ = mlp_graph(3)
     assert len(cut(gm.graph, groups={placeholders(gm.graph)[1]: 0}, gradient_groups={})) == 1
+
+
+def with_dropouts(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    first, mask = aten.native_dropout(torch.mm(x, w), 0.1, True)
+    second, _ = aten.native_dropout(torch.relu(torch.mm(first, v)), 1 / 3, True)
+    return second, first, mask
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_dropout_made_again_of_its_mask_has_the_same_bits(dtype: torch.dtype) -> None:
+    args = [torch.randn(33, 33).to(dtype) for _ in range(3)]
+    args[0][0] = -0.0
+    gm = trace(with_dropouts, *args)
+    again = with_dropouts_again(gm)
+    torch.manual_seed(0)
+    expected = gm(*args)
+    torch.manual_seed(0)
+    found = again(*args)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    drawing = again.graph.find_nodes(op="call_function", target=aten.native_dropout.default)
+    assert len(drawing) == 2
+    assert all({user.args[1] for user in node.users} == {1} for node in drawing)
+    assert [node.name for node in returned(again.graph)] == [node.name for node in returned(gm.graph)]
+
+
+def test_a_dropout_that_drops_nothing_stays_as_it_is() -> None:
+    gm = trace(lambda x: aten.native_dropout(x, 0.5, False)[:1], torch.randn(4))
+    assert [n.target for n in with_dropouts_again(gm).graph.nodes] == [n.target for n in gm.graph.nodes]
+
+
+def test_what_draws_is_apart_with_all_that_it_gives() -> None:
+    gm = with_dropouts_again(trace(with_dropouts, *(torch.randn(8, 8) for _ in range(3))))
+    again = ["_to_copy", "div", "mul"]
+    runs = [ops(run) for run in cut(gm.graph, groups={}, gradient_groups={}, apart=True)]
+    drawn = ["native_dropout", "getitem"]
+    assert runs == [["mm"], drawn, [*again, "mm", "relu"], drawn, again]
+    assert len(cut(gm.graph, groups={}, gradient_groups={})) == 1
 
 
 def test_an_operation_that_needs_two_chunks_gets_both() -> None:
