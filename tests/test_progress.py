@@ -99,7 +99,7 @@ def test_training_shows_it_on_a_terminal(tmp_path: Path) -> None:
     assert "chunkc: " in written
 
 
-@pytest.mark.second_tier
+@pytest.mark.slow
 def test_training_shows_nothing_elsewhere() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", SCRIPT, "0"], capture_output=True, check=True)
     assert (done.stdout, done.stderr) == (b"trained\n", b"")

@@ -20,7 +20,6 @@ BUDGETS = {"fits": HUGE, "60%": 60, "30%": 30, "minimum": 0}
 SECOND_TIER = {
     *((name, "cpu", "eager", "minimum") for name in ("bert_dropout", "llama_tied", "mixtral")),
     ("gpt2", "cpu", "inductor", "30%"),
-    ("t5", "disk", "eager", "minimum"),
 }
 
 

@@ -58,7 +58,9 @@ if ending == "kill":
 
 
 @pytest.mark.second_tier
-@pytest.mark.parametrize("ending", ["exit", pytest.param("exception", marks=pytest.mark.slow), "kill"])
+@pytest.mark.parametrize(
+    "ending", [*(pytest.param(way, marks=pytest.mark.slow) for way in ("exit", "exception")), "kill"]
+)
 def test_no_file_is_left_behind(ending: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), ending]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

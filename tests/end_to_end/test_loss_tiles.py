@@ -71,9 +71,9 @@ WAYS = [
     ("plain", "eager", 0.5),
     pytest.param("plain", "inductor", 0.6, marks=SLOW),
     pytest.param("dropout", "eager", 0.5, marks=SECOND),
-    pytest.param("dropout", "inductor", 0.6, marks=SLOW),
+    pytest.param("dropout", "inductor", 0.6, marks=SECOND),
     pytest.param("autocast", "eager", 0.7, marks=SLOW),
-    pytest.param("autocast", "inductor", 0.85, marks=SECOND),
+    pytest.param("autocast", "inductor", 0.85, marks=SLOW),
     pytest.param("hugging_face", "eager", 0.8, marks=SECOND),
     pytest.param("hugging_face", "inductor", 0.97, marks=SLOW),
 ]

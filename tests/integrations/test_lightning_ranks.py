@@ -79,7 +79,7 @@ def test_several_processes_train_save_and_resume_as_one_does(tmp_path: Path) -> 
     assert said["unwritable"].startswith("CheckpointError: no room in /proc/nowhere")
 
 
-@pytest.mark.second_tier
+@pytest.mark.slow
 def test_torchrun_starts_fabric(tmp_path: Path) -> None:
     """The optimizer is made before the model is distributed, as in one process."""
     found = launched(tmp_path, "fabric", launcher=BY_TORCHRUN)["fabric"]

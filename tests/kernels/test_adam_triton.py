@@ -29,7 +29,7 @@ def interpreted() -> Iterator[Callable[[str], str]]:
         yield ask
 
 
-@pytest.mark.quick(4, second=40)
+@pytest.mark.quick(4, second=12)
 @needs_triton
 @pytest.mark.parametrize("name", adam_cases.CASES)
 def test_interpreted(name: str, interpreted: Callable[[str], str]) -> None:
