@@ -251,7 +251,7 @@ def _build(
         session.hardware,
         may_be_whole=options.may_be_whole and not fused_for_any_sizes,
         strict=options.strict,
-        share=share_of(next(iter(list(called_modules())[-1:]), None), inputs),
+        share=share_of(list(called_modules())[-1:], inputs) if options.may_leave else 1.0,
         show=show,
     )
     steps, step = _steps(builder, gm, session.situation.may_be_whole, arguments)

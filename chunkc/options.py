@@ -130,6 +130,11 @@ class Options(BaseModel):
         return self.whole_graph == "auto" and self.activations not in ("offload", "rerun")
 
     @property
+    def may_leave(self) -> bool:
+        """Whether values that forwards save may be absent until the backward."""
+        return self.activations != "keep"
+
+    @property
     def may_repeat(self) -> bool:
         """Whether the backward may repeat parts of the forward."""
         return self.activations in ("rerun", "auto")

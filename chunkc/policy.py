@@ -99,22 +99,22 @@ def _captured(now: Situation, event: GraphCaptured) -> StepDecision:
     check_minimum(least, layout, now.budget_nbytes, 0, all_may_stay=all_may_stay)
     after = replace(now, layout=layout, num_graphs=now.num_graphs + 1, trained=now.trained | captured.trained)
 
-    # of a group with a parameter that gets no gradient here, nothing is updated in the backward
-    to_be_spent = spent_in(layout, event.around.spent, captured.trained, frozenset(), event.around.spent)
+    # A group with a parameter that gets no gradient here is not updated in this backward, and has its other gradients.
+    spent = spent_in(layout, event.around.spent, captured.trained, frozenset(), event.around.spent)
 
     def decision(around: Around) -> StepDecision:
         seen = around.seen_by(captured)
         needs = profile(seen, layout).all
         check_minimum(needs, layout, now.budget_nbytes, 0, all_may_stay=all_may_stay)
         resident, spent = choose_resident(needs, layout, now.budget_nbytes, allowed), frozenset[int]()
-        if resident != everything(layout) and (spent := to_be_spent & allowed):
+        if resident != everything(layout) and (spent := around.spent & allowed):
             spending = replace(layout, spent=spent)
             resident = choose_resident(profile(seen, spending).all, spending, now.budget_nbytes, allowed)
         chosen = choose_whole(needs, layout, now.budget_nbytes, may_be_whole)
         found = replace(after, layout=chosen, resident=resident)
         return StepDecision(found, captured, StepRequest(_spending(found, spent), around=around))
 
-    return _chosen(after, captured, event.around, 0, allowed, decision)
+    return _chosen(after, captured, replace(event.around, spent=spent), 0, allowed, decision)
 
 
 def _phase(now: Situation, event: PhaseCalled) -> StepDecision:

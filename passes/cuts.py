@@ -109,9 +109,10 @@ def with_dropouts_again(module: fx.GraphModule) -> fx.GraphModule:
     graph = copy_of(module.graph)
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.native_dropout.default):
         source, p, train = node.args
+        is_some = train and isinstance(p, float) and 0 < p < 1
         parts = {part.args[1]: part for part in node.users if is_getitem(part)}
         value = source.meta["val"]
-        if not (train and 0 < p < 1 and 0 in parts and value.device.type == "cpu"):
+        if not (is_some and 0 in parts and value.device.type == "cpu"):
             continue
         result, mask = parts[0], parts.get(1)
         with graph.inserting_before(result):

@@ -12,7 +12,7 @@ import pytest
 from verify_cases import HARDWARE, LAYOUT, MEMORIES, MODULES, NUM_LAYERS, backward_program, forward_program
 
 from chunkc import absences
-from chunkc.absences import Mixes, quickest
+from chunkc.absences import Mixes, first_or_quickest, quickest
 from chunkc.captured import Captured, profile
 from chunkc.ir.items import Absence
 from chunkc.passes.codegen import CompiledSegment
@@ -100,6 +100,35 @@ def test_stretches_are_looked_for_once_for_each_layout(monkeypatch: pytest.Monke
     for chunk_nbytes in range(1, 9):
         absences._stretches(captured, replace(LAYOUT, chunk_nbytes=chunk_nbytes))
     assert len(captured.__dict__["_stretches"]) == absences.MOST_LAYOUTS
+
+
+def test_a_part_of_a_model_keeps_values_only_where_the_others_could_too() -> None:
+    part, groups = replace(CAPTURED, share=0.25), evenly_spread(range(NUM_LAYERS))
+    assert CAPTURED.others_nbytes == 0
+    assert part.others_nbytes == 3 * part.saved_nbytes > 0
+    kept = fixed_nbytes(LAYOUT, frozenset()) + needed_nbytes(profile(CAPTURED, LAYOUT).passes, LAYOUT)
+
+    def may_keep(captured: Captured, budget_nbytes: int) -> bool:
+        return Mixes(captured, LAYOUT, groups, budget_nbytes, 0, HARDWARE).may_keep
+
+    assert may_keep(part, kept + part.others_nbytes)
+    assert not may_keep(part, kept + part.others_nbytes - 1)
+    assert may_keep(CAPTURED, 0)
+
+
+def test_where_values_may_not_stay_nothing_is_searched_for() -> None:
+    """Of the ways, the first one that fits in which something is absent."""
+    ways = Absence(), Absence(frozenset({"a"})), Absence(rerun=frozenset({"b"}))
+    mixes: Any = SimpleNamespace(may_keep=False, check_host=lambda absent, resident: None)
+
+    def seconds(found: Absence, most_s: float) -> float:
+        raise AssertionError("nobody asks how long it takes")
+
+    def decided(absent: Absence) -> Absence:
+        return absent
+
+    assert first_or_quickest(ways, mixes, decided, seconds, lambda found: frozenset()) == ways[1]
+    assert first_or_quickest(ways[:1], mixes, decided, seconds, lambda found: frozenset()) == ways[0]
 
 
 @pytest.mark.parametrize("staying", range(NUM_LAYERS + 1))

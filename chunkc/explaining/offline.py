@@ -247,7 +247,7 @@ class _Recorder:
             spec = replace(spec_of(name, parameter), states=self._states.get(known, DEFAULT_STATES))
             (movable if is_chunkable(parameter) and known not in self._staying else fixed).append(spec)
         checkpointed = any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in gm.graph.nodes)
-        share = share_of(self._copied.model, inputs)
+        share = share_of([self._copied.model], inputs)
         self.graphs.append(OfflineGraph(capture, tuple(movable), tuple(fixed), checkpointed, _sizes(gm), share))
         return call
 

@@ -48,7 +48,7 @@ class Replay:
                 may_be_whole=options.may_be_whole,
                 compiled=False,
                 strict=options.strict,
-                share=graph.share,
+                share=graph.share if options.may_leave else 1.0,
             )
             self.graphs.append(PaperGraph(builder))
         self.layout = layout
