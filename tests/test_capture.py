@@ -136,6 +136,48 @@ def test_what_a_backward_draws_again_is_predicted_to_the_byte() -> None:
     assert not [moment for moment in moments if moment.excess_nbytes]
 
 
+class Attends(nn.Module):
+    """Heads of a checkpointed attention, with dropout or without."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.project, self.dropout = nn.Linear(64, 192), dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._block, x, use_reentrant=False).square().mean()
+
+    def _block(self, x: Tensor) -> Tensor:
+        query, key, value = self.project(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_checkpoint_keeps_a_generator_s_state_for_what_draws_alone(
+    dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured: list[TracedGraphs] = []
+    monkeypatch.setattr("chunkc.compilation.log_capture", captured.append)
+    torch.manual_seed(0)
+    model, x = Attends(dropout), torch.randn(2, 8, 64)
+    found = []
+    for run in (model, segmented(model, "64MiB")):
+        torch.manual_seed(1)
+        loss = run(x)
+        loss.backward()
+        found.append((loss.detach(), *(p.grad for p in model.parameters())))
+        model.zero_grad()
+    torch.testing.assert_close(*found)
+    (capture,) = captured
+    assert capture.forward is not None
+    assert capture.backward is not None
+    for graph, target in (
+        (capture.forward.graph, torch.ops.higher_order.run_and_save_rng_state),
+        (capture.backward.graph, torch.ops.higher_order.run_with_rng_state),
+    ):
+        assert len(graph.find_nodes(op="call_function", target=target)) == (dropout > 0)
+
+
 class Prints(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         torch.ops.aten._print("once")
