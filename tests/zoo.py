@@ -197,9 +197,9 @@ def _translation_batch(seed: int) -> Batch:
 # ---------------------------------------------------------------- batches of the plain modules
 
 
-def byte_batch(seed: int, length: int = SEQUENCE) -> Batch:
-    """Random bytes and the same bytes one position on: int64 [2, length] each."""
-    tokens = integers(seed, (BATCH, length + 1), 256)
+def byte_batch(seed: int, length: int = SEQUENCE, batch: int = BATCH) -> Batch:
+    """Random bytes and the same bytes one position on: int64 [batch, length] each."""
+    tokens = integers(seed, (batch, length + 1), 256)
     return {"x": tokens[:, :-1].contiguous(), "y": tokens[:, 1:].contiguous()}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ import torch
 from harness import HUGE, Arrays, array, compile_case, differences, weights
 from ladder_modules import AutocastGPT, CheckpointedGPT
 from plain_modules import VOCAB, BreaksInLoop, ByteGPT
-from torch import Tensor, nn
-from zoo import Batch, Case, gpt2, integers, llama
+from torch import Tensor
+from zoo import Batch, Case, byte_batch, gpt2, integers, llama
 
 import chunkc
 from chunkc.explaining.explain import minimum_budget
@@ -48,16 +49,10 @@ def tokens(seed: int) -> Batch:
     return {"input_ids": found, "labels": found.clone()}
 
 
-def bytes_of(batch: int) -> Any:
-    def found(seed: int) -> Batch:
-        both = integers(seed, (batch, LENGTH + 1), 256)
-        return {"x": both[:, :-1].contiguous(), "y": both[:, 1:].contiguous()}
-
-    return found
-
-
 def of_bytes(name: str, kind: type[ByteGPT], num_layers: int = LAYERS, *, batch: int = 2, num_graphs: int = 1) -> Case:
-    return Case(name, lambda: kind(num_layers=num_layers), bytes_of(batch), num_graphs=num_graphs)
+    return Case(
+        name, lambda: kind(num_layers=num_layers), lambda seed: byte_batch(seed, LENGTH, batch), num_graphs=num_graphs
+    )
 
 
 DEEP = {
@@ -115,28 +110,20 @@ def unlimited(name: str, codegen: str) -> Trained:
 @functools.cache
 def kept_nbytes(name: str, codegen: str) -> int:
     """The smallest budget in which all values stay, and groups are updated after the backward."""
-    return minimum_budget(model(name), **DEEP[name].batch(0), memory_budget=1, codegen=codegen, activations="keep")
-
-
-def model(name: str) -> nn.Module:
-    return DEEP[name].build()
+    return minimum_budget(
+        DEEP[name].build(), **DEEP[name].batch(0), memory_budget=1, codegen=codegen, activations="keep"
+    )
 
 
 def variants() -> list[Any]:
-    """Of each model one in the second tier; the others are slow."""
+    """Three in the second tier; the others are slow."""
     quick = {
         ("byte_gpt", "eager", "auto", "backward"),
         ("breaks_twice", "eager", "auto", "none"),
         ("gpt2_dropout", "eager", "rerun", "backward"),
     }
-    found = []
-    for name in DEEP:
-        for codegen in ("eager", "inductor"):
-            for activations in ("auto", "offload", "rerun"):
-                for overlap in ("none", "backward"):
-                    one = name, codegen, activations, overlap
-                    found.append(pytest.param(*one, marks=[] if one in quick else pytest.mark.slow))
-    return found
+    ways = product(DEEP, ("eager", "inductor"), ("auto", "offload", "rerun"), ("none", "backward"))
+    return [pytest.param(*way, marks=[] if way in quick else pytest.mark.slow) for way in ways]
 
 
 @pytest.mark.parametrize(("name", "codegen", "activations", "overlap"), variants())
