@@ -12,7 +12,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SETUP = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-MAX_LINES = 400
 
 CORE = "chunkc, its core"
 TOP = {"__init__", "__main__", "arguments", "cli", "transformers", "transformers_ranks", "trl"}
@@ -185,11 +184,6 @@ def test_every_mapped_folder_has_its_link_for_type_checkers() -> None:
 
 def test_tests_are_no_package() -> None:
     assert not list((ROOT / "tests").rglob("__init__.py"))
-
-
-def test_no_module_is_long() -> None:
-    lengths = {path: len(path.read_text().splitlines()) for path in TREES}
-    assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}
 
 
 def test_the_library_neither_prints_nor_swallows_nor_leaves_stubs() -> None:
