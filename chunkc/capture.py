@@ -16,13 +16,12 @@ from chunkc.decompositions import decompositions
 from chunkc.ir.errors import UnsupportedError
 from chunkc.passes.collectives import wait_at_once
 from chunkc.passes.cuts import clone_parameter_views, copy_changing, materialise_returned_placeholders
-from chunkc.passes.graphs import copy_of, module_path, output_node, placeholders, returned
+from chunkc.passes.graphs import copy_of, module_path, output_node, placeholders, returned, value_of
 from chunkc.passes.inductor.cuda import steady_inductor
 from chunkc.passes.loss_tiles import tile_losses
 from chunkc.passes.partition import partition
 from chunkc.passes.regions import write_out_regions
 from chunkc.passes.repeats import find_repeats, shortened
-from chunkc.passes.segment_storages import value_of
 from chunkc.passes.unrolling import NotAlike, unroll
 from chunkc.torch_private.aot import (
     LazyGraphModule,

@@ -35,12 +35,12 @@ from chunkc.policy import decide
 from chunkc.program_text import num_numbers, text_of
 from chunkc.progress import Show, compilation_progress
 from chunkc.rank_phases import Code, whole_on_all
-from chunkc.ranks import Facts, hashed, join, meeting, transport_of
+from chunkc.ranks import Facts, hashed, meeting, transport_of
 from chunkc.readers import await_readers
 from chunkc.reconcile import end_where_laid_out_otherwise, note_shared_memory, reconcile
 from chunkc.runtime.parts import part_of
 from chunkc.session import DEFAULTS, Session, owner
-from chunkc.session_lookup import session_for
+from chunkc.session_lookup import join, session_for
 from chunkc.share import share_of
 from chunkc.situation import GraphCaptured
 from chunkc.steps import INPUTS, SizedStep, StaticSteps, Steps, SymbolicSteps

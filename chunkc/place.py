@@ -13,11 +13,11 @@ from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.machines.devices import parse_device
 from chunkc.movable import can_move, will_move
 from chunkc.options import Options, parse_options
-from chunkc.ranks import join
 from chunkc.readers import await_readers
 from chunkc.runtime.nursery import birthplace_of
 from chunkc.runtime.transport import Transport
 from chunkc.session import Session, owner
+from chunkc.session_lookup import join
 
 RESET_PARAMETERS = "reset_parameters"
 

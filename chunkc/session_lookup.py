@@ -12,7 +12,9 @@ from torch import nn
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.movable import present_nbytes
 from chunkc.options import Options
+from chunkc.ranks import refuse_moved_activations
 from chunkc.runtime.nursery import birthplace_of, nursery_of
+from chunkc.runtime.transport import Transport
 from chunkc.session import DEFAULTS, OPEN, Session, owner, sessions_of
 
 CPU = torch.device("cpu")
@@ -69,3 +71,40 @@ def _serving(source: object, device: torch.device) -> Session | None:
 
 def _has_home(session: Session, options: Options) -> bool:
     return (session.options.home, session.options.disk_holds) == (options.home, options.disk_holds)
+
+
+def join(session: Session, transport: Transport | None, options: Options) -> None:
+    """A graph of a session's model is compiled whose parameters are cut over these ranks; None: it has none that are.
+
+    Args:
+        options: of the compilation.
+
+    Raises:
+        UnsupportedError: other graphs of the session have ordinary parameters, or the model computes elsewhere than
+            the ranks meet, or the options would move saved values.
+        DistributedError: these ranks can exchange nothing any more.
+    """
+    if transport is None:
+        return
+    transport.check()
+    refuse_moved_activations(options)
+    if session.transport is transport:
+        return
+    if session.store.parameters():
+        raise UnsupportedError(
+            "the options are those of another model already, which is not distributed over the same ranks: give each "
+            "model a dictionary of its own"
+        )
+    if session.device != transport.device:
+        raise UnsupportedError(
+            f"the model computes on {session.device}, and its mesh is on {transport.device}: give chunkc.distribute "
+            "the mesh of the device that the model computes on"
+        )
+    session.store.transport = transport
+    session.store.arena.launches_only = session.device.type == "cuda"
+    machine, everyone = session.hardware, transport.everyone
+    num_ranks, num_hosts = everyone.num_ranks, everyone.num_hosts
+    if session.device.type == "cuda":  # one device is known: its neighbours are alike
+        machine = machine.times(-(-num_ranks // num_hosts)).on_hosts(num_hosts)
+    of_a_layer = num_ranks // transport.num_ranks
+    session.hardware = machine.used_by(num_ranks, num_hosts, transport.num_copies, of_a_layer)

@@ -27,8 +27,8 @@ from chunkc.passes.graphs import (
     placeholders,
     storage_keys,
     tensors_of,
+    tile_of,
 )
-from chunkc.passes.loss_tiles import tile_of
 from chunkc.passes.reruns import is_repeatable
 from chunkc.passes.symbols import hint
 from chunkc.torch_private.aot import LazyGraphModule

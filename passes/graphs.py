@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import fx
@@ -163,3 +165,22 @@ def without_tied_placeholders(gm: fx.GraphModule, tied: Mapping[int, int]) -> fx
         copied[position].replace_all_uses_with(copied[stands_for])
         graph.erase_node(copied[position])
     return LazyGraphModule(gm, graph)
+
+
+def value_of(node: fx.Node) -> Any:
+    """The fake value of a node. Where tracing noted none for a tuple, it is put together from its items."""
+    if "val" in node.meta or node.op == "output":
+        return node.meta.get("val")
+    items: dict[Any, fx.Node] = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    if not items:
+        return None
+    return tuple(value_of(items[i]) if i in items else None for i in range(1 + max(items)))
+
+
+TILE = "chunkc_loss_tile"
+"""The key in a node's `meta["custom"]` of the tile that it computes. `segments.cut` begins a segment with each."""
+
+
+def tile_of(node: fx.Node) -> object:
+    """Which tile of which loss a node computes; None: none, or not said."""
+    return (node.meta.get("custom") or {}).get(TILE)

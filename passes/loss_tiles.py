@@ -24,12 +24,10 @@ from torch import fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy
 
+from chunkc.passes.graphs import TILE, tile_of
 from chunkc.passes.symbols import hint
 from chunkc.torch_private.aot import next_checkpoint_id
 from chunkc.torch_private.dynamo import LINEAR, SWITCHES
-
-TILE = "chunkc_loss_tile"
-"""The key in a node's `meta["custom"]` of the tile that it computes. `segments.cut` begins a segment with each."""
 
 _CASTS = frozenset({"float", "half", "bfloat16", "double", "to"})
 _BY_ELEMENT = frozenset({torch.tanh, torch.mul, torch.div, operator.mul, operator.truediv, "tanh", "mul", "div"})
@@ -79,11 +77,6 @@ def tile_losses(graph: fx.Graph, rows: int) -> tuple[str, ...]:
         loss.replace_all_uses_with(tiled)
         _erase(graph, loss)
     return tuple(reasons)
-
-
-def tile_of(node: fx.Node) -> object:
-    """Which tile of which loss a node computes; None: none, or not said."""
-    return (node.meta.get("custom") or {}).get(TILE)
 
 
 def _num_tiles(logits: Any, rows: int) -> int:

@@ -23,8 +23,7 @@ from torch.utils import _pytree as pytree
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.passes.attention_cuda import Capability, Kernel, attention_kernel, may_take_cudnn
-from chunkc.passes.graphs import copy_of, output_node, placeholders, storage_key
-from chunkc.passes.segment_storages import value_of
+from chunkc.passes.graphs import copy_of, output_node, placeholders, storage_key, value_of
 from chunkc.torch_private.aot import LazyGraphModule
 from chunkc.torch_private.fake import FakeTensorMode, detect_fake_mode
 

@@ -22,10 +22,11 @@ from chunkc.passes.graphs import (
     output_node,
     placeholders,
     returned,
+    value_of,
 )
 from chunkc.passes.scratch.cpu import is_known, scratch_nbytes, takes_nothing
 from chunkc.passes.scratch.cuda import cuda_scratch_nbytes, is_known_on_cuda
-from chunkc.passes.segment_storages import graph_storages, number_storages, value_of
+from chunkc.passes.segment_storages import graph_storages, number_storages
 from chunkc.passes.shapes import AS_TRACED, Shapes, is_number
 
 RNG_STATE_NBYTES = 5056

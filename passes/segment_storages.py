@@ -16,7 +16,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from chunkc.passes.collectives import WAIT
-from chunkc.passes.graphs import storage_key
+from chunkc.passes.graphs import storage_key, value_of
 from chunkc.passes.scratch.cpu import corrects_outputs, output_nbytes
 from chunkc.passes.scratch.cuda import corrects_cuda_outputs, cuda_output_nbytes
 from chunkc.passes.shapes import AS_TRACED, Shapes
@@ -56,16 +56,6 @@ CLONES_OF_WHOLE_STORAGES = frozenset(
     }
 )
 """Operators whose result is a view of a copy of their first argument's whole storage."""
-
-
-def value_of(node: fx.Node) -> Any:
-    """The fake value of a node. Where tracing noted none for a tuple, it is put together from its items."""
-    if "val" in node.meta or node.op == "output":
-        return node.meta.get("val")
-    items: dict[Any, fx.Node] = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-    if not items:
-        return None
-    return tuple(value_of(items[i]) if i in items else None for i in range(1 + max(items)))
 
 
 def graph_storages(graph: fx.Graph, shapes: Shapes = AS_TRACED) -> GraphStorages:

@@ -11,13 +11,7 @@ import torch
 from chunkc.ir.chunks import Chunk, is_state
 from chunkc.ir.errors import HomeError
 from chunkc.runtime.homes import Home, Region
-
-
-class Launch(partial[None]):
-    """A copy that has only to be launched: the call returns at once, and the current CUDA stream does the rest.
-
-    Every other job blocks the thread it runs on until the copy is done.
-    """
+from chunkc.runtime.streams import Launch
 
 
 @dataclass(frozen=True)

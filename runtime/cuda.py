@@ -26,9 +26,8 @@ import torch
 
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.links import GATHER, SCATTER
-from chunkc.runtime.arena import Launch
 from chunkc.runtime.gpu import Gpu, TorchGpu
-from chunkc.runtime.streams import JobMark, WorkerStream
+from chunkc.runtime.streams import JobMark, Launch, WorkerStream
 from chunkc.runtime.tier import AT_ONCE, Links
 
 

@@ -14,13 +14,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from chunkc.ir.chunks import CASTS, GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout, TensorSlice
 from chunkc.ir.errors import ChunkStateError, UnsupportedError
 from chunkc.ir.states import is_scale, num_entries
-from chunkc.runtime.arena import Launch
 from chunkc.runtime.chunk_states import ChunkState
 from chunkc.runtime.forks import refuse_in_forks
 from chunkc.runtime.gradient_sums import GradientSums
 from chunkc.runtime.gradients import is_viewed
 from chunkc.runtime.maps import drop_pages
 from chunkc.runtime.slots import ChunkSlots
+from chunkc.runtime.streams import Launch
 
 
 @dataclass

@@ -23,8 +23,8 @@ import torch
 
 from chunkc.ir.errors import ChunkcError, UnsupportedError
 from chunkc.ir.items import ALL_PRESENT, Absence
-from chunkc.runtime.arena import Launch
 from chunkc.runtime.homes import Home, Region
+from chunkc.runtime.streams import Launch
 from chunkc.runtime.tier import Mark
 
 STAND_IN = torch.complex128

@@ -18,10 +18,11 @@ import torch
 from chunkc.ir.chunks import CASTS, GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout
 from chunkc.ir.errors import ChunkcError, ChunkStateError, DistributedError, HomeError, StreamError
 from chunkc.ir.states import num_entries
-from chunkc.runtime.arena import Arena, Launch
+from chunkc.runtime.arena import Arena
 from chunkc.runtime.chunk_states import ChunkState, advance
 from chunkc.runtime.exchange import gather, scatter_sums
 from chunkc.runtime.standing import Standing
+from chunkc.runtime.streams import Launch
 from chunkc.runtime.tier import Mark, Tier
 from chunkc.runtime.transport import Transport
 from chunkc.runtime.twins import Twins

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Protocol
@@ -32,6 +33,13 @@ class Awaited(Protocol):
 
     def wait(self) -> None:
         """Block the calling thread until it is over; raise what went wrong."""
+
+
+class Launch(partial[None]):
+    """A copy that has only to be launched: the call returns at once, and the current CUDA stream does the rest.
+
+    Every other job blocks the thread it runs on until the copy is done.
+    """
 
 
 class JobMark:

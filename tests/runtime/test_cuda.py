@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from chunkc.ir.chunks import Chunk, ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
 from chunkc.ir.errors import OptionsError, StreamError
 from chunkc.runtime import cuda
-from chunkc.runtime.arena import Arena, Launch
+from chunkc.runtime.arena import Arena
 from chunkc.runtime.cuda import CudaLink, CudaTier
 from chunkc.runtime.homes import Home
 from chunkc.runtime.pinned import PinnedHome
 from chunkc.runtime.staging import StagedDiskHome
 from chunkc.runtime.store import ChunkStore
+from chunkc.runtime.streams import Launch
 
 pytestmark = pytest.mark.timeout(60)
 

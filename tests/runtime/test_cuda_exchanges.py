@@ -10,9 +10,8 @@ from fake_gpu import FakeGpu
 
 from chunkc.ir.errors import StreamError
 from chunkc.ir.links import GATHER, SCATTER
-from chunkc.runtime.arena import Launch
 from chunkc.runtime.cuda import CudaTier
-from chunkc.runtime.streams import WorkerStream
+from chunkc.runtime.streams import Launch, WorkerStream
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -14,9 +14,8 @@ from fake_gpu import FakeGpu
 from runtime_helpers import raiser
 
 from chunkc.ir.errors import HomeError
-from chunkc.runtime.arena import Launch
 from chunkc.runtime.cuda import CudaLink
-from chunkc.runtime.streams import WorkerStream
+from chunkc.runtime.streams import Launch, WorkerStream
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from chunkc.ir.errors import UnsupportedError
-from chunkc.runtime.arena import Launch
 from chunkc.runtime.cuda import CudaTier, memory_limit
 from chunkc.runtime.gpu import TorchGpu, has_kernels_for
 from chunkc.runtime.homes import Region
 from chunkc.runtime.pinned import PinnedHome
 from chunkc.runtime.staging import StagedDiskHome
+from chunkc.runtime.streams import Launch
 
 _skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

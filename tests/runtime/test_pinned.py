@@ -20,11 +20,12 @@ from fake_gpu import FakeEvent, FakeGpu, FakeStream
 import chunkc.runtime.pinned
 from chunkc.ir.chunks import Chunk
 from chunkc.ir.errors import HomeError
-from chunkc.runtime.arena import Arena, Launch
+from chunkc.runtime.arena import Arena
 from chunkc.runtime.cuda import CudaLink, CudaMark
 from chunkc.runtime.homes import MemoryHome, Region
 from chunkc.runtime.pinned import PinnedHome, populate
 from chunkc.runtime.staging import open_arena
+from chunkc.runtime.streams import Launch
 
 pytestmark = pytest.mark.timeout(30)
 
