@@ -218,6 +218,7 @@ class CudaTier:
         self._launcher = Launcher()
         self.links = Links(self._open_link)
         self._retries_before = self._gpu.num_retries()
+        self._last: tuple[Any, Any] | None = None  # the stream that computed last, and the event of its last mark
 
     @property
     def device(self) -> torch.device:
@@ -232,10 +233,18 @@ class CudaTier:
         """A flat, uninitialised buffer of the current stream's."""
         return self._gpu.allocate(numel, dtype)
 
+    def join_stream(self) -> None:
+        """The current stream waits for the last mark of another stream, the host does not."""
+        stream, last = self._gpu.current_stream(), self._last
+        if last is not None and last[0] != stream:
+            stream.wait_event(last[1])
+
     def mark(self) -> tuple[CudaMark, ...]:
-        """When all that the current stream has been given so far is over."""
-        end = self._gpu.new_event()
-        end.record(self._gpu.current_stream())
+        """When all that the current stream has been given so far is over, and all that others were up to their marks."""
+        self.join_stream()
+        stream, end = self._gpu.current_stream(), self._gpu.new_event()
+        end.record(stream)
+        self._last = stream, end
         return (CudaMark(end),)
 
     def hold_for(self, mark: CudaMark) -> None:

@@ -87,7 +87,7 @@ def _copied_storage(storage: torch.UntypedStorage, memo: dict[int, Any]) -> torc
     home = found.home()
     if home is None:
         raise HomeError("the disk home of what is to be copied is gone with its model: copy by `tensor.detach().cpu()`")
-    found.gpu.current_stream().synchronize()  # whatever was enqueued may write to it
+    found.gpu.synchronize()  # whatever was enqueued may write to it, on any thread's stream
     nbytes = storage.nbytes()
     source = torch.frombuffer((ctypes.c_char * nbytes).from_address(storage.data_ptr()), dtype=torch.uint8)
     region = home.allocate(nbytes)

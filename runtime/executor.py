@@ -229,11 +229,13 @@ class Executable:
                 registers[register] = argument
         arguments.clear()
         argument = None
+        run.store.tier.join_stream()
         try:
             with torch.no_grad():
                 for call in self._calls:
                     call(registers, run)
                 run.store.tier.materialise()
+            run.store.tier.mark()  # where the next phase begins, on whatever stream
         except BaseException as error:
             if run.saved is not None:
                 run.saved.wait_out()  # copies read registers

@@ -61,6 +61,9 @@ class Gpu(Protocol):
 
     def new_event(self, *, timed: bool = False) -> Any: ...
 
+    def synchronize(self) -> None:
+        """Block the host until the device has done all that it was given, on whatever stream."""
+
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between host and device on the current stream. Returns at once if the host's memory is pinned."""
 
@@ -157,6 +160,9 @@ class TorchGpu:
 
     def new_event(self, *, timed: bool = False) -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=timed, blocking=True)  # a thread that waits takes no core
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source, non_blocking=True)

@@ -2,7 +2,9 @@
 
 Three orders meet here. The host runs through a phase's instructions and keeps the books: states, slots, registers.
 Computation happens in the order of the compute stream, copies in the order of their links. On a CPU the host is the
-compute stream; on a GPU the host runs ahead of it. What the host decides is thus never late; what must be ordered is
+compute stream; on a GPU the host runs ahead of it. A GPU's compute stream is the calling thread's current one; where a
+caller's phases are on several streams, each goes on where the last one ended (`join_stream`): they share homes, links
+and gradients, of whose order the caller knows nothing. What the host decides is thus never late; what must be ordered is
 the bytes, and two edges order them all:
 
 - A copy starts after `mark()`: after all the computation that was enqueued before it. So a prefetch may take memory
@@ -91,8 +93,11 @@ class Tier(Protocol):
         At once, where the host computes or where kernels queue by themselves.
         """
 
+    def join_stream(self) -> None:
+        """Computation enqueued from now on starts after all that was before, on whatever stream it was."""
+
     def mark(self) -> Sequence[Any]:
-        """A `Mark` at which all computation enqueued so far is over; none if it is over already."""
+        """A `Mark` at which all computation enqueued so far is over, on whatever stream; none if it is over already."""
 
     def hold_for(self, mark: Any) -> None:
         """Computation enqueued from now on starts after `mark`.
@@ -138,6 +143,9 @@ class CpuTier:
     def allocate_slot(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat, uninitialised buffer."""
         return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def join_stream(self) -> None:
+        """Nothing to do: what the host has computed is there."""
 
     def mark(self) -> tuple[JobMark, ...]:
         """Nothing to wait for: what the host has computed is there."""

@@ -123,6 +123,10 @@ class FakeGpu:
     def new_event(self, *, timed: bool = False) -> FakeEvent:
         return FakeEvent()
 
+    def synchronize(self) -> None:
+        for stream in self.streams:
+            stream.synchronize()
+
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         assert destination.shape == source.shape
         if self._is_unpinned(source):
@@ -143,8 +147,7 @@ class FakeGpu:
         return None
 
     def unpin(self, address: int) -> str | None:
-        for stream in self.streams:
-            stream.synchronize()
+        self.synchronize()
         return None if self.pinned.pop(address, None) is not None else "invalid argument"
 
     def view(self, address: int, nbytes: int, owner: object) -> torch.Tensor:

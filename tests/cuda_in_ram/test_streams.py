@@ -1,0 +1,137 @@
+"""Training on several streams, which its caller orders as PyTorch asks for and no more.
+
+A gate that is shut on a stream stands for work that takes long: what does not wait for that stream comes before.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Iterator
+from functools import cache
+
+import cuda_in_ram
+import pytest
+import torch
+from torch import Tensor, nn
+
+import chunkc
+
+pytestmark = pytest.mark.arithmetic
+
+WIDTH = 128
+HUGE = 1 << 30
+AT_MOST_S, HIDDEN_S = 20.0, 0.3
+
+
+@pytest.fixture(autouse=True)
+def late() -> Iterator[None]:
+    torch.cuda.init()
+    with cuda_in_ram.choose(late=1, late_us=0):
+        yield
+
+
+class Gate:
+    """Shut, on a stream: what comes after it there, or waits for that, happens once it is opened."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._open = threading.Event()
+        cuda_in_ram.enqueue(stream.cuda_stream, lambda: self._open.wait(AT_MOST_S))
+
+    def open_soon(self) -> None:
+        """While the host waits in a call."""
+        threading.Timer(0.05, self._open.set).start()
+
+    def open_after(self, stream: torch.cuda.Stream) -> None:
+        """Open it once another stream has done all that it was given, or had time enough to."""
+        give_up_s = time.monotonic() + HIDDEN_S
+        while not stream.query() and time.monotonic() < give_up_s:
+            time.sleep(0.001)
+        self._open.set()
+
+
+def compiled_model(budget_nbytes: int) -> nn.Module:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+    model = chunkc.place(nn.Sequential(*layers), device="cuda")
+    options = {"memory_budget": budget_nbytes, "codegen": "eager", "whole_graph": "never"}
+    return torch.compile(model, backend="chunkc", options=options)  # type: ignore[return-value]
+
+
+@cache
+def small_budget() -> int:
+    """In which chunks move, with room for what a second forward holds."""
+    model = compiled_model(4096)
+    with pytest.raises(chunkc.BudgetError) as refused:
+        model(batch(0))
+    return refused.value.minimum_nbytes + (48 << 10)
+
+
+def batch(number: int) -> Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)).to("cuda")
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    torch.cuda.synchronize()
+    return [p.detach().cpu().clone() for p in model.parameters()]
+
+
+def test_two_backwards_on_two_streams_add_up() -> None:
+    """Nothing orders the streams but autograd, which adds to each gradient in one order."""
+
+    def gradients(budget_nbytes: int, streams: list[torch.cuda.Stream]) -> list[Tensor]:
+        model, main, losses = compiled_model(budget_nbytes), torch.cuda.current_stream(), []
+        inputs = [batch(number) for number in range(2)]
+        for stream, x in zip(streams, inputs, strict=True):
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                losses.append(model(x).square().mean())
+        gate = Gate(streams[0])
+        for stream, loss in zip(streams, losses, strict=True):
+            with torch.cuda.stream(stream):
+                loss.backward()
+        gate.open_after(streams[1])
+        torch.cuda.synchronize()
+        report = chunkc.report(model)
+        assert budget_nbytes == HUGE or report.num_resident_chunks < report.num_chunks
+        return [p.grad.cpu().clone() for p in model.parameters() if p.grad is not None]
+
+    main = torch.cuda.current_stream()
+    expected = gradients(HUGE, [main, main])
+    found = gradients(small_budget(), [torch.cuda.Stream(), torch.cuda.Stream()])
+    assert len(found) == len(expected) == 8
+    assert all(map(torch.equal, found, expected))
+
+
+def test_the_cpu_s_updates_find_gradients_of_another_stream() -> None:
+    """The caller of `step()` orders nothing, which is right for parameters alone that the CPU updates: what it reads at
+    home is in no stream's order. Biases stay on the device."""
+
+    def weights(stream: torch.cuda.Stream) -> list[Tensor]:
+        model, main = compiled_model(small_budget()), torch.cuda.current_stream()
+        optimizer, x = chunkc.optim.AdamW(model.parameters(), lr=1e-2, update_on="cpu"), batch(0)
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            loss = model(x).square().mean()
+            gate = Gate(stream)
+            loss.backward()
+        gate.open_soon()
+        optimizer.step()
+        return [value for value in values(model) if value.dim() == 2]
+
+    expected = weights(torch.cuda.current_stream())
+    assert all(map(torch.equal, weights(torch.cuda.Stream()), expected))
+
+
+def test_a_copy_by_the_host_waits_for_all_streams() -> None:
+    model = chunkc.place(nn.Linear(WIDTH, WIDTH), device="cuda")
+    side, written = torch.cuda.Stream(), torch.ones(WIDTH, WIDTH, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), torch.no_grad():
+        gate = Gate(side)
+        model.weight.copy_(written)
+    gate.open_soon()
+    copied = copy.deepcopy(model)
+    assert copied.weight.detach().cpu().equal(written.cpu())
