@@ -240,7 +240,7 @@ class CudaTier:
             stream.wait_event(last[1])
 
     def mark(self) -> tuple[CudaMark, ...]:
-        """When all that the current stream has been given so far is over, and all that others were up to their marks."""
+        """When all that the current stream has been given so far is over, and all that others were before."""
         self.join_stream()
         stream, end = self._gpu.current_stream(), self._gpu.new_event()
         end.record(stream)

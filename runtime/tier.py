@@ -2,9 +2,7 @@
 
 Three orders meet here. The host runs through a phase's instructions and keeps the books: states, slots, registers.
 Computation happens in the order of the compute stream, copies in the order of their links. On a CPU the host is the
-compute stream; on a GPU the host runs ahead of it. A GPU's compute stream is the calling thread's current one; where a
-caller's phases are on several streams, each goes on where the last one ended (`join_stream`): they share homes, links
-and gradients, of whose order the caller knows nothing. What the host decides is thus never late; what must be ordered is
+compute stream; on a GPU the host runs ahead of it. What the host decides is thus never late; what must be ordered is
 the bytes, and two edges order them all:
 
 - A copy starts after `mark()`: after all the computation that was enqueued before it. So a prefetch may take memory
@@ -14,6 +12,9 @@ the bytes, and two edges order them all:
   the slot is read or given back. So a slot is always owned by the compute stream: it is given back in that stream's
   order, which is the order in which its memory is used again. Also, whatever computation or eager code follows a
   phase finds home as the phase's write-backs left it: no phase ends before it has waited for them.
+
+A GPU's compute stream is the calling thread's current one. Where phases are on several streams, each goes on where the
+last one ended (`join_stream`): they share homes, links and gradients, of whose order the caller knows nothing.
 
 A host that reads a value (`.item()`, `.cpu()`) waits for the compute stream, and with it for all of this. A host that
 reads or writes home memory itself, as an update on CPU threads does, asks `ChunkStore.await_home` first.
