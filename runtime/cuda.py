@@ -17,6 +17,7 @@ behind it, too; any other by the caller.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -74,6 +75,7 @@ class CudaLink:
         self._worker = WorkerStream(name)
         self._running: deque[CudaMark] = deque()
         self._busy_s = 0.0
+        self._accounting = threading.Lock()  # a report may be asked for in another thread
 
     @property
     def busy_s(self) -> float:
@@ -138,8 +140,9 @@ class CudaLink:
         mark.end.record(stream)
 
     def _account(self) -> None:
-        while self._running and self._running[0].done():
-            self._busy_s += self._running.popleft().copy_s()
+        with self._accounting:
+            while self._running and self._running[0].done():
+                self._busy_s += self._running.popleft().copy_s()
 
 
 class Launcher:

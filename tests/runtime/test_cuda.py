@@ -7,6 +7,7 @@ Nothing here depends on time: what must wait is shown to wait while the gate is 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -304,6 +305,32 @@ def test_a_link_counts_the_seconds_its_copies_took(gpu: FakeGpu) -> None:
     link.drain()
     assert link.busy_s >= first_s + 0.05
     assert not link._running
+
+
+def test_two_threads_that_ask_for_the_seconds_count_each_copy_once(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One asks while the other one is about to count what has ended; behind it, a copy has not."""
+    link = CudaLink(gpu, "link")
+    first = link.submit(Launch(gpu.copy, torch.zeros(4), torch.ones(4)))
+    gate = Gate(link._stream)
+    first.wait()
+    under_way = link.submit(Launch(gpu.copy, torch.zeros(4), torch.ones(4)))
+    link._running = deque([first, under_way])  # as if it had not ended by then
+    done, other = first.done, threading.Thread(target=lambda: link.busy_s)
+
+    def done_slowly() -> bool:
+        monkeypatch.setattr(first, "done", done)
+        other.start()
+        other.join(0.2)
+        return done()
+
+    monkeypatch.setattr(first, "done", done_slowly)
+    assert link.busy_s > 0.0
+    other.join()
+    assert list(link._running) == [under_way]
+    gate.open()
+    link.drain()
 
 
 def test_drain_raises_what_a_blocking_copy_raised(gpu: FakeGpu) -> None:
