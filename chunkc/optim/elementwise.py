@@ -22,7 +22,7 @@ from chunkc.kernels.elementwise_triton import WorkTable, work_of_tensors, work_t
 from chunkc.kernels.formats import NO_SCALE, GradScale, RoundingKey, Slots, Span, UpdateFormat, rounding_key
 from chunkc.kernels.hyper import scalar_table
 from chunkc.optim.formats import Formats
-from chunkc.optim.on_device import TABLE_NBYTES, StepScalars, upload
+from chunkc.optim.on_device import TABLE_NBYTES, LaunchOrder, StepScalars, upload
 from chunkc.optim.rule import Extent, Groups, GroupWork, Rule, Spans, Staying, TileUpdate, Updater
 from chunkc.optim.states import put_back
 from chunkc.optim.together import Batch, SentDistances, batches, goes_along
@@ -131,8 +131,8 @@ class ByTriton(Elementwise):
     """Updates on a GPU: any number of tiles and tensors in a step, in the current stream's order.
 
     Attributes:
-        tables: of work on the device, by their spans, or by the tensors of a launch; the allocator uses the memory of
-            those that went again in the stream's order.
+        tables: of work on the device, by their spans, or by the tensors of a launch.
+        order: of all launches, which share tables, distances and scalars.
         distances: of the tensors of a launch (see `together`).
     """
 
@@ -140,6 +140,7 @@ class ByTriton(Elementwise):
         super().__init__(rule)
         self.device = device
         self.tables: Recent[tuple, WorkTable] = Recent(TABLE_NBYTES, lambda table: table.rows.nbytes)
+        self.order = LaunchOrder(device)
         self.distances = SentDistances(device)
         self._scalars = StepScalars(device)
 
@@ -165,15 +166,16 @@ class ByTriton(Elementwise):
             else:
                 alone.append(tensor)
         for batch in batches(along):
-            self._update_together(batch, scale)
+            with self.order.turn():
+                self._update_together(batch, scale)
         super().of_tensors(alone, scale)
 
     def _update_together(self, batch: Batch, scale: GradScale) -> None:
         sizes = tuple((of.parameter.numel(), self._scalars.row(of.hyper)) for of in batch.tensors)
         work = self._kept(sizes, lambda: work_of_tensors(sizes, batch.fmt), batch.fmt)
         draws = [self._draws(of) for of in batch.tensors] if batch.fmt.stochastic else []
-        distances = self.distances.of(batch, sizes, draws)
-        slots, scalars = batch.fmt.slots.of(batch.tensors[0].flats()), self._scalars.table()
+        distances = self.order.reads(self.distances.of(batch, sizes, draws))
+        slots, scalars = batch.fmt.slots.of(batch.tensors[0].flats()), self.order.reads(self._scalars.table())
         first, key = draws[0] if draws else (0, None)
         elementwise_triton.update(
             batch.fmt, slots, work, scalars, scale=scale, key=key, first_element=first, distances=distances
@@ -195,6 +197,7 @@ class ByTriton(Elementwise):
         if found is None:
             made = make()
             found = self.tables.keep(key, replace(made, rows=upload(made.rows, self.device)))
+        self.order.reads(found.rows)
         return found
 
     def update(self, flat: Mapping[str, torch.Tensor], spans: Spans, scale: GradScale, extent: Extent) -> None:
@@ -210,8 +213,10 @@ class ByTriton(Elementwise):
             at = Extent(extent.chunk, extent.first_element + begin)
             for of_step, key in launches(self.rule, fmt, clipped(spans, begin, end), at):
                 rows = [Span(begin, end, self._scalars.row(hyper)) for begin, end, hyper in of_step]
-                if rows:
-                    work, table = self.table_of(rows, fmt), self._scalars.table()
+                if not rows:
+                    continue
+                with self.order.turn():
+                    work, table = self.table_of(rows, fmt), self.order.reads(self._scalars.table())
                     first = at.first_element if key is not None else 0
                     elementwise_triton.update(fmt, part, work, table, scale=scale, key=key, first_element=first)
 

@@ -22,7 +22,7 @@ from chunkc.kernels.fused_pass import host_empty
 from chunkc.kernels.hyper import scalar_table
 from chunkc.kernels.lamb_formats import ROW, LambWork, lamb_work, lamb_work_of_tensors, new_partials
 from chunkc.optim.doubts import decided
-from chunkc.optim.on_device import TABLE_NBYTES, upload
+from chunkc.optim.on_device import TABLE_NBYTES, LaunchOrder, upload
 from chunkc.optim.over_ranks import sums_of_tensors
 from chunkc.optim.rule import GroupWork, OverRanks, Spans, Staying, TileUpdate, Updater
 from chunkc.optim.states import put_back
@@ -34,6 +34,9 @@ class LambUpdater(Updater):
     """LAMB's updates on a device. Spans of a group are its tensors.
 
     How tensors are cut into rows is kept from step to step: the work used last, `TABLE_NBYTES` of it.
+
+    Attributes:
+        order: of all launches, which share that work.
     """
 
     def __init__(self, device: torch.device, *, by_triton: bool) -> None:
@@ -42,6 +45,7 @@ class LambUpdater(Updater):
         self.kernels: ModuleType = lamb_triton if by_triton else lamb_cpu
         self._works: Recent[tuple, tuple[LambWork, ...]] = Recent(TABLE_NBYTES, _nbytes)
         self._distances = SentDistances(device)
+        self.order = LaunchOrder(device)
 
     def get(self, tensors: Sequence[Span], tiles: Sequence[tuple[int, int]]) -> tuple[LambWork, ...]:
         """The work of each tile, made on the first call."""
@@ -65,9 +69,10 @@ class LambUpdater(Updater):
         for tensor in tensors:
             (along if self.by_triton and goes_along(tensor) else alone).append(tensor)
         if along:
-            rows, scalars = self.scalars([tensor.hyper for tensor in along])
-            for batch in batches((tensor, _format(tensor)) for tensor in along):
-                self._update_together(batch, [rows[of.hyper] for of in batch.tensors], scalars, scale)
+            with self.order.turn():
+                rows, scalars = self.scalars([tensor.hyper for tensor in along])
+                for batch in batches((tensor, _format(tensor)) for tensor in along):
+                    self._update_together(batch, [rows[of.hyper] for of in batch.tensors], scalars, scale)
         if alone:
             self._update_one_by_one(alone, scale)
 
@@ -80,7 +85,8 @@ class LambUpdater(Updater):
         """Both stages of a batch, whose tensors are updated with these rows of scalars."""
         spans = tuple(Span(*where, row) for where, row in zip(_ranges(batch.tensors), rows, strict=True))
         (work,) = self._kept((spans,), lambda: (lamb_work_of_tensors(spans),))
-        work = replace(work, distances=self._distances.of(batch, spans))
+        work = replace(work, distances=self.order.reads(self._distances.of(batch, spans)))
+        self.order.reads(work.rows)
         slots, partials = AdamSlots.of(batch.tensors[0].flats()), new_partials(work, self.device)
         for stage in (self.kernels.lamb_moments, self.kernels.lamb_apply):
             stage(batch.fmt, slots, work, scalars, partials, scale=scale)
@@ -119,10 +125,12 @@ class GroupLamb:
     """
 
     def __init__(self, updater: LambUpdater, work: GroupWork) -> None:
-        rows, self._scalars = updater.scalars(hyper for _, _, hyper in work.spans)
-        in_order = updater.get([Span(begin, end, rows[hyper]) for begin, end, hyper in work.spans], work.tiles)
+        self._order = updater.order
+        with self._order.turn():
+            rows, self._scalars = updater.scalars(hyper for _, _, hyper in work.spans)
+            in_order = updater.get([Span(begin, end, rows[hyper]) for begin, end, hyper in work.spans], work.tiles)
+            self._partials = new_partials(in_order[0], updater.device)
         self._works = dict(zip(work.tiles, in_order, strict=True))
-        self._partials = new_partials(in_order[0], updater.device)
         self._kernels = updater.kernels
         self._scale = work.scale
         self._sums = work.sums
@@ -143,7 +151,10 @@ class GroupLamb:
         fmt = AdamFormat(param.dtype, grad.dtype, master=MASTER in slots)
         of_tile = AdamSlots(param, grad, slots[EXP_AVG], slots[EXP_AVG_SQ], slots.get(MASTER))
         stage = self._kernels.lamb_apply if tile.stage else self._kernels.lamb_moments
-        stage(fmt, of_tile, work, self._scalars, self._partials, scale=self._scale)
+        with self._order.turn():
+            for shared in (work.rows, self._scalars, self._partials):
+                self._order.reads(shared)
+            stage(fmt, of_tile, work, self._scalars, self._partials, scale=self._scale)
 
     def _sum_over_ranks(self, sums: OverRanks) -> None:
         """Once this rank's partial sums are all there: each tensor's becomes the sum of all ranks', as one number.

@@ -2,10 +2,15 @@
 
 A table of work says who updates what; it depends on a tile's spans alone. Scalars change with every step; they are a
 few hundred bytes, copied from pinned memory behind the host's back. Nothing here waits for the device.
+
+A user may take steps on several streams, and backwards that update on others. Then these tables are made on one stream,
+and read, written anew and freed on another, of which the user knows nothing (see `LaunchOrder`).
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +36,46 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class LaunchOrder:
+    """Orders an updater's launches on a device, whichever streams they are on: they have tables in common.
+
+        with order.turn():                       # after the launch before, of another stream
+            launch(order.reads(table))           # whose memory is not another's before this stream has read it
+
+    On the CPU, and as long as all launches are on one stream, nothing waits for anything.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._end: torch.cuda.Event | None = None
+        self._are_several = False
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """What is enqueued inside comes after all that was in earlier turns."""
+        if self._device.type == "cpu":
+            yield
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if self._end is None:
+            self._end = torch.cuda.Event()
+        elif stream != self._stream:
+            self._are_several = True
+            stream.wait_event(self._end)
+        try:
+            yield
+        finally:
+            self._end.record(stream)  # what waited for it waits for what it was recorded for by then
+            self._stream = stream
+
+    def reads(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that this turn's launches read, and that may be freed on another stream."""
+        if self._are_several and tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(self._device))
+        return tensor
 
 
 @dataclass(eq=False)

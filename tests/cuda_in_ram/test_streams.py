@@ -6,6 +6,7 @@ A gate that is shut on a stream stands for work that takes long: what does not w
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -135,3 +136,72 @@ def test_a_copy_by_the_host_waits_for_all_streams() -> None:
     gate.open_soon()
     copied = copy.deepcopy(model)
     assert copied.weight.detach().cpu().equal(written.cpu())
+
+
+class Pair:
+    """Two parameters of one optimizer, with gradients, `gap` elements apart: what one launch updates."""
+
+    def __init__(self, gap: int, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.room = torch.randn(2 * WIDTH + gap).to("cuda")
+        self.parameters = [nn.Parameter(self.room[begin : begin + WIDTH]) for begin in (0, WIDTH + gap)]
+        self.gradients = list(torch.randn(2, WIDTH).to("cuda"))
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+OPTIMIZERS = {"AdamW": chunkc.optim.AdamW, "LAMB": chunkc.optim.LAMB}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_on_two_streams_share_tables(name: str) -> None:
+    """They update different parameters, so their caller orders nothing."""
+
+    def weights(streams: list[torch.cuda.Stream]) -> list[Tensor]:
+        pairs, main = [Pair(64, 0), Pair(256, 1)], torch.cuda.current_stream()
+        optimizer = OPTIMIZERS[name]([p for pair in pairs for p in pair.parameters], lr=1e-2)
+        for stream in streams:
+            stream.wait_stream(main)
+        gate = Gate(streams[0])
+        for stream, pair in zip(streams, pairs, strict=True):
+            with torch.cuda.stream(stream):
+                pair.update(optimizer)
+        gate.open_after(streams[1])
+        torch.cuda.synchronize()
+        return [pair.room.cpu() for pair in pairs]
+
+    main = torch.cuda.current_stream()
+    found = weights([torch.cuda.Stream(), torch.cuda.Stream()])
+    assert all(map(torch.equal, found, weights([main, main])))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_table_s_memory_is_another_s_once_all_streams_have_read_it(name: str) -> None:
+    """It was made on one stream, which runs on while another one still has to read it."""
+
+    def weights(first: torch.cuda.Stream, second: torch.cuda.Stream) -> Tensor:
+        pair = Pair(64, 0)
+        optimizer = OPTIMIZERS[name](pair.parameters, lr=1e-2)
+        first.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(first):
+            pair.update(optimizer)
+        second.wait_stream(first)
+        gate = Gate(second)
+        with torch.cuda.stream(second):
+            pair.update(optimizer)
+        states = optimizer.state  # the caller's own concern
+        del optimizer
+        gc.collect()
+        with torch.cuda.stream(first):
+            taken = [torch.empty(512, dtype=torch.uint8, device="cuda").fill_(0) for _ in range(64)]
+        gate.open_after(first)
+        torch.cuda.synchronize()
+        del taken, states
+        return pair.room.cpu()
+
+    main = torch.cuda.current_stream()
+    assert weights(torch.cuda.Stream(), torch.cuda.Stream()).equal(weights(main, main))
