@@ -8,9 +8,9 @@ its turns before the next begins. Where a system cannot run, its row says why.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +135,8 @@ def run(context: Context) -> Iterator[Section]:
         for case in cases:
             if context.is_out_of_time:
                 return
-            outcomes = run_case(context, case, size, _systems(context, case), cache, progress)
-            yield _section(context, case, size, outcomes, hardware)
+            for outcomes in states_of_case(context, case, size, _systems(context, case), cache, progress):
+                yield _section(context, case, size, outcomes, hardware)
 
 
 def _systems(context: Context, case: Case) -> list[str]:
@@ -147,6 +147,14 @@ def run_case(
     context: Context, case: Case, size: Size, systems: Sequence[str], cache: Path, progress: Progress
 ) -> list[Outcome]:
     """Train every system that can run here; losses are compared afterwards."""
+    *_, outcomes = states_of_case(context, case, size, systems, cache, progress)
+    return outcomes
+
+
+def states_of_case(
+    context: Context, case: Case, size: Size, systems: Sequence[str], cache: Path, progress: Progress
+) -> Iterator[list[Outcome]]:
+    """Train every system that can run here; yields all outcomes so far whenever a system has trained a turn."""
     outcomes = {system: Outcome(system) for system in systems}
     num_parameters = sizes(case.model).num_parameters
     for system, outcome in outcomes.items():
@@ -158,6 +166,9 @@ def run_case(
         of = context.device, case.model, case.batch_size, system, case.budget_nbytes, size.codegen
         return spec_of(*of, is_checkpointed=case.is_checkpointed)
 
+    def state() -> list[Outcome]:
+        return compared(outcomes.values(), LOSS_TOLERANCE[case.model.dtype], case.budget_nbytes)
+
     for group in groups:
         with ExitStack() as stack:
             live: dict[str, SubjectProcess] = {}
@@ -165,29 +176,60 @@ def run_case(
             starting = {name: SubjectProcess(spec(name), cache, timeout_s=timeout_s).start_in(stack) for name in group}
             for name, process in starting.items():
                 progress(f"{case.name}: compiling {name}")
-                with _Guard(outcomes[name], context):
+                with Guard(outcomes[name], context):
                     process.__enter__()
-                    outcomes[name].losses += process.step(NUM_WARM_STEPS).losses
+                    warm_up(process, outcomes[name])
                     live[name] = process
-            for round_index in range(size.num_rounds if live else 0):
+                yield state()
+            for round_index in range(size.num_rounds):
+                if not live:
+                    break
                 for name in rotated(list(live), round_index):
                     if context.is_out_of_time and outcomes[name].turns:
                         continue
                     progress(f"{case.name}: training {name}")
-                    with _Guard(outcomes[name], context):
-                        turn = live[name].step(NUM_SETTLING_STEPS + size.num_steps)
-                        outcomes[name].losses += turn.losses
-                        outcomes[name].turns.append(turn.without_first(NUM_SETTLING_STEPS))
+                    with Guard(outcomes[name], context):
+                        train_turn(live[name], outcomes[name], NUM_SETTLING_STEPS, size.num_steps)
+                    yield state()
                 live = {name: process for name, process in live.items() if not outcomes[name].note}
-            for name, process in live.items():
-                with _Guard(outcomes[name], context):
-                    outcomes[name].report = process.report()
-    compare_losses(list(outcomes.values()), LOSS_TOLERANCE[case.model.dtype])
-    check_promise(outcomes, case.budget_nbytes)
-    return list(outcomes.values())
+        for name, process in starting.items():
+            outcomes[name].note = "; ".join(filter(None, (outcomes[name].note, process.exit_note)))
+    yield state()
 
 
-class _Guard:
+def warm_up(process: SubjectProcess, outcome: Outcome) -> None:
+    """Train the first steps, which compile; they are not timed."""
+    outcome.losses += process.step(NUM_WARM_STEPS).losses
+    outcome.report = process.report()
+
+
+def train_turn(process: SubjectProcess, outcome: Outcome, num_settling: int, num_steps: int) -> None:
+    """Train a turn, step by step, and ask for a report: what is measured before an error stays in `outcome`.
+
+    Args:
+        num_settling: first steps, which are not timed.
+    """
+    timed: list[Turn] = []
+    try:
+        for index in range(num_settling + num_steps):
+            turn = process.step(1)
+            outcome.losses += turn.losses
+            timed += [turn] if index >= num_settling else []
+    finally:
+        if timed:
+            outcome.turns.append(Turn.joined(timed))
+    outcome.report = process.report()
+
+
+def compared(outcomes: Iterable[Outcome], tolerance: float, budget_nbytes: int) -> list[Outcome]:
+    """Copies whose notes and failures say how losses and bytes compare; those given stay as they are."""
+    copies = {outcome.system: replace(outcome) for outcome in outcomes}
+    compare_losses(list(copies.values()), tolerance)
+    check_promise(copies, budget_nbytes)
+    return list(copies.values())
+
+
+class Guard:
     """What goes wrong inside becomes the outcome's note; of chunkc, a failure, unless budget or time is too small."""
 
     def __init__(self, outcome: Outcome, context: Context) -> None:
@@ -199,6 +241,7 @@ class _Guard:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, NO_ANSWER):
             return False
+        print(f"{self._outcome.system}: {error}", file=sys.stderr)  # all of it; a table has room for a line
         self._outcome.note, is_failure = judged(error, self._outcome.system, self._context)
         self._outcome.is_failure |= is_failure
         return True

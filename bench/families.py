@@ -7,6 +7,7 @@ by the same name get the same values.
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -182,6 +183,7 @@ def vocabulary(model: AnyModel) -> int:
     return find_model(model.name).config.vocabulary  # type: ignore[attr-defined]
 
 
+@functools.cache
 def sizes(model: AnyModel) -> Sizes:
     """Counts, from the model on the meta device: nothing is allocated."""
     with torch.device("meta"):

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,7 +55,7 @@ from subject_process import SubjectFailed, TimedOut
 RESULTS = Path(__file__).resolve().parent / "results"
 
 Suite = Callable[[Context], Iterator[Section]]
-"""Measures and yields sections as they come."""
+"""Measures and yields sections as they come; a title that comes again stands for the section as it is by then."""
 
 SUITES: Mapping[str, Suite] = {
     "fits": fits.run,
@@ -147,8 +148,10 @@ def run_suite(
 
         context = Context(is_small, device, show, deadline_s, case_pattern, systems)
         _write(out, result)
+        sections: dict[str, Any] = {}
         for section in SUITES[name](context):
-            result["sections"].append(section.to_json())
+            sections[section.title] = section.to_json()
+            result["sections"] = list(sections.values())
             _write(out, result)
         result["is_complete"] = not context.is_out_of_time
         _write(out, result)
@@ -167,7 +170,10 @@ def failures(result: Mapping[str, Any]) -> list[str]:
 
 
 def _write(out: Path, result: Mapping[str, Any]) -> None:
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    """Replace the file as a whole: a run that is killed leaves what it had."""
+    fresh = out.with_name(f".{out.name}.{os.getpid()}")
+    fresh.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(fresh, out)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -113,6 +113,7 @@ class Trainer:
         }
         if self.spec.device == "cuda":
             numbers["reserved_peak_nbytes"] = torch.cuda.max_memory_reserved()
+            numbers["num_allocator_retries"] = torch.cuda.memory_stats().get("num_alloc_retries", 0)
             numbers["driver_nbytes"] = gpu_process_memory.process_nbytes(os.getpid())
         elif self.spec.num_ranks > 1:
             numbers["acknowledged_nbytes"] = tcp_traffic.acknowledged_nbytes()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import select
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,7 +31,14 @@ Timeout = float | Callable[[], float]
 _EXIT_TIMEOUT_S = 5
 """How long a process may take to end by itself once it is asked no more; all that it knows has been told by then."""
 
+REAP_S = 30.0
+"""How long a killed process is waited for: the driver unpins its memory first, which has no bound."""
+
+_DUMP_S = 2.0
+"""How long a process that does not answer may take to write where its threads are."""
+
 _NUM_LOG_CHARACTERS = 3000
+_NUM_DUMP_CHARACTERS = 20_000
 
 
 class SubjectFailed(Exception):
@@ -66,12 +76,16 @@ class Spec:
         return json.dumps(asdict(self))
 
 
+DUMP_SIGNAL = signal.SIGUSR1
+_DUMP_HEAD = "(most recent call first)"
+
 Reply = Callable[[dict[str, Any]], None]
 
 
 def only_replies() -> Reply:
     """What writes a line of JSON to the standard output of such a process, from now on alone: what anybody else prints,
-    also below Python, goes to standard error."""
+    also below Python, goes to standard error. From now on `DUMP_SIGNAL` makes it write every thread's stack there."""
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return lambda fields: print(json.dumps(fields), file=lines)
@@ -95,6 +109,20 @@ class Turn:
             self.step_s[num_steps:],
             self.losses,
             self.counters,
+        )
+
+    @staticmethod
+    def joined(turns: Sequence[Turn]) -> Turn:
+        """Turns one after the other as one; counters are means over its steps."""
+        weights = [len(turn.losses) for turn in turns]
+        return Turn(
+            forward_backward_s=sum((turn.forward_backward_s for turn in turns), ()),
+            optimizer_s=sum((turn.optimizer_s for turn in turns), ()),
+            step_s=sum((turn.step_s for turn in turns), ()),
+            losses=sum((turn.losses for turn in turns), ()),
+            counters={
+                name: statistics.fmean([turn.counters[name] for turn in turns], weights) for name in turns[0].counters
+            },
         )
 
 
@@ -121,13 +149,15 @@ class Process:
         folder = Path(self._folder.name)
         self._log = folder / "log"
         environment = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(inductor_cache or folder / "inductor"))
-        command = [sys.executable, str(Path(__file__).with_name(spec.SCRIPT)), spec.to_json()]
+        command = [sys.executable, str(Path(__file__).parent / spec.SCRIPT), spec.to_json()]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment
             )
         self._unread = b""
         self._has_ended = False
+        self.exit_note = ""
+        """Set where the process was killed and has not ended: it may still hold memory."""
         self.ready: dict[str, Any] = {}
 
     def start_in(self, stack: ExitStack) -> Any:
@@ -173,8 +203,9 @@ class Process:
         while b"\n" not in self._unread:
             left_s = give_up_s - time.monotonic()
             if left_s <= 0 or not select.select([pipe], [], [], left_s)[0]:
+                said = self._said_with_stacks()
                 self._process.kill()
-                raise TimedOut(f"no answer within {timeout_s:.0f} s:\n{self._said()}")
+                raise TimedOut(f"no answer within {timeout_s:.0f} s:\n{said}")
             part = os.read(pipe, 1 << 16)
             if not part:
                 raise self._failure()
@@ -185,9 +216,31 @@ class Process:
     def _said(self) -> str:
         return self._log.read_text(errors="replace").strip()[-_NUM_LOG_CHARACTERS:]
 
+    def _said_with_stacks(self) -> str:
+        """The end of the log, then the stacks of all threads; a process that has not begun ends without."""
+        said, begin = self._said(), self._log.stat().st_size
+        self._process.send_signal(DUMP_SIGNAL)
+        give_up_s, stacks = time.monotonic() + _DUMP_S, ""
+        while time.monotonic() < give_up_s and self._process.poll() is None:
+            before, stacks = stacks, self._log.read_bytes()[begin:].decode(errors="replace")
+            if _DUMP_HEAD in stacks and stacks == before:  # all is written
+                break
+            time.sleep(0.05)
+        return f"{said}\n{stacks.strip()[:_NUM_DUMP_CHARACTERS]}".strip()
+
     def _failure(self) -> SubjectFailed:
-        code = self._process.wait()
-        return SubjectFailed(f"the subject ended with exit code {code}:\n{self._said()}")
+        if not self._has_ended_within(REAP_S):
+            return SubjectFailed(
+                f"the subject closed its output and did not end within {REAP_S:.0f} s:\n{self._said()}"
+            )
+        return SubjectFailed(f"the subject ended with exit code {self._process.returncode}:\n{self._said()}")
+
+    def _has_ended_within(self, seconds: float) -> bool:
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def _end(self, *, kill: bool) -> None:
         assert self._process.stdin is not None
@@ -199,11 +252,11 @@ class Process:
             self._process.kill()
         with suppress(BrokenPipeError):  # it has ended already
             self._process.stdin.close()
-        try:
-            self._process.wait(_EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+        if not self._has_ended_within(_EXIT_TIMEOUT_S):
             self._process.kill()
-            self._process.wait()
+            if not self._has_ended_within(REAP_S):
+                self.exit_note = f"its process had not ended {REAP_S:.0f} s after it was killed"
+                print(f"process {self._process.pid}: {self.exit_note}", file=sys.stderr)
         self._process.stdout.close()
         self._folder.cleanup()
 

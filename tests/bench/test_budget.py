@@ -147,7 +147,7 @@ def test_bytes_above_the_budget_are_a_failure():
 def test_what_counts_as_a_failure(error: Exception, is_failure: bool):
     for system in (CHUNKC, PLAIN):
         outcome = Outcome(system)
-        with budget._Guard(outcome, CONTEXT):
+        with budget.Guard(outcome, CONTEXT):
             raise error
         assert outcome.note
         assert outcome.is_failure == (is_failure and system == CHUNKC)
@@ -157,14 +157,14 @@ def test_running_out_of_time_is_no_failure_and_a_hang_is():
     late = replace(CONTEXT, deadline_s=0.0)
     for context, is_failure in ((late, False), (CONTEXT, True)):
         outcome = Outcome(CHUNKC)
-        with budget._Guard(outcome, context):
+        with budget.Guard(outcome, context):
             raise TimedOut("no answer within 1 s:\nlog")
         assert outcome.note
         assert outcome.is_failure == is_failure
 
 
 def test_a_mistake_of_the_harness_is_nobodys_note():
-    with pytest.raises(KeyError), budget._Guard(Outcome(CHUNKC), CONTEXT):
+    with pytest.raises(KeyError), budget.Guard(Outcome(CHUNKC), CONTEXT):
         raise KeyError
 
 
@@ -172,10 +172,12 @@ class _FakeProcess:
     """A subject that takes a second per step; some systems do not get that far."""
 
     wrong: ClassVar[dict[str, Exception]] = {}
+    late: ClassVar[int] = 1000
+    """The call of `step` from which on there is no answer."""
     order: ClassVar[list[str]] = []
 
     def __init__(self, spec: SubjectSpec, _cache: Path, *, timeout_s: Any) -> None:
-        self.system = spec.system
+        self.system, self.exit_note, self.num_calls = spec.system, "", 0
 
     def start_in(self, _stack: Any) -> "_FakeProcess":
         return self
@@ -188,8 +190,12 @@ class _FakeProcess:
 
     def step(self, num_steps: int) -> Turn:
         self.order.append(self.system)
+        self.num_calls += 1
         if self.system in self.wrong:
             raise self.wrong[self.system]
+        if self.num_calls >= self.late:
+            self.exit_note = "it is still there"
+            raise TimedOut("no answer within 1 s:\nlog")
         counters = (
             {"to_device_nbytes": 10.0, "to_home_nbytes": 5.0, "wait_s": 0.0, "host_s": 0.02, "num_instructions": 4.0}
             if self.system == CHUNKC
@@ -218,13 +224,47 @@ def test_a_case_goes_on_without_those_that_fail(monkeypatch: pytest.MonkeyPatch)
         DEEPSPEED: "not there",
         TORCHAO: "failed: broke",
     }
-    assert _FakeProcess.order == [CHUNKC, FSDP2, PLAIN, TORCHAO, CHUNKC, FSDP2, FSDP2, CHUNKC]
+    turn = budget.NUM_SETTLING_STEPS + size.num_steps
+    turns = [name for name in (CHUNKC, FSDP2, FSDP2, CHUNKC) for _ in range(turn)]
+    assert _FakeProcess.order == [CHUNKC, FSDP2, PLAIN, TORCHAO, *turns]
     section = budget._section(CONTEXT, case, size, outcomes, CPU).to_json()
     chunkc, fsdp2, *others = section["rows"]
     assert chunkc["metrics"]["measured to predicted"]["median"] == 0.9
     assert chunkc["metrics"]["of bound"]["median"] < 1
     assert fsdp2["metrics"]["time to chunkc's"]["median"] == 1
     assert all("step" not in row["metrics"] for row in others)
+
+
+@pytest.mark.parametrize(("late", "num_timed"), [(2, 0), (4, 1), (5, 2), (7, 3)])
+def test_a_turn_that_crosses_the_deadline_loses_nothing(monkeypatch: pytest.MonkeyPatch, late: int, num_timed: int):
+    """Steps are one call to warm up, then turns of one that is not timed and two that are; the `late`-th call hangs."""
+    monkeypatch.setattr(budget, "SubjectProcess", _FakeProcess)
+    monkeypatch.setattr(_FakeProcess, "late", late)
+    case = Case(TINY, 2, 1000)
+    size = budget.Size((case,), num_rounds=2, num_steps=2, codegen="eager")
+    context = replace(CONTEXT, deadline_s=0.0)
+    states = list(budget.states_of_case(context, case, size, [CHUNKC], Path(), Progress(CONTEXT.show, 9)))
+    row = budget._section(context, case, size, states[-1], CPU).to_json()["rows"][0]
+    assert row["note"] == ("the time was up; it is still there" if late < 5 else "")
+    assert not row.get("is_failure")
+    samples = row["metrics"]["step"]["samples"] if num_timed else []
+    assert len(samples) == min(num_timed, 2)  # past the deadline, no second turn begins
+    assert {name: row["metrics"][name]["median"] for name in ("measured peak", "predicted peak", "RAM")} == {
+        "measured peak": 90,
+        "predicted peak": 100,
+        "RAM": 7,
+    }
+    assert budget._section(context, case, size, states[0], CPU).to_json()["rows"][0]["metrics"]["measured peak"]
+
+
+def test_turns_joined_have_all_steps_and_the_mean_of_their_counters():
+    turns = [
+        Turn((1.0,), (0.5,), (2.0,), (3.0,), {"n": 10.0}),
+        Turn((2.0, 3.0), (0.5, 0.5), (4.0, 5.0), (2.0, 1.0), {"n": 4.0}),
+    ]
+    joined = Turn.joined(turns)
+    assert (joined.step_s, joined.losses) == ((2.0, 4.0, 5.0), (3.0, 2.0, 1.0))
+    assert joined.counters["n"] == pytest.approx(6.0)
 
 
 def test_a_run_that_would_exhaust_the_ram_is_not_begun(monkeypatch: pytest.MonkeyPatch):

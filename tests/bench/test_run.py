@@ -364,3 +364,55 @@ def test_a_process_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch
         pass
     with pytest.raises(SubjectFailed, match="no answer within 0 s"), subject_process.Process(Sleeper(), timeout_s=0.0):
         pass
+
+
+_HANGING = """
+import signal, sys, threading, time
+sys.path.insert(0, {bench!r})
+from subject_process import only_replies
+
+def a_lock_that_never_opens():
+    time.sleep(1000)
+
+reply = only_replies()
+threading.Thread(target=a_lock_that_never_opens, daemon=True).start()
+reply({{"ready": 1}})
+a_lock_that_never_opens()
+"""
+
+
+def test_a_process_that_hangs_says_where_and_is_not_waited_for_without_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "hanging.py").write_text(_HANGING.format(bench=str(Path(subject_process.__file__).parent)))
+
+    class Hanging:
+        SCRIPT = str(tmp_path / "hanging.py")
+
+        def to_json(self) -> str:
+            return "{}"
+
+    process = subject_process.Process(Hanging(), timeout_s=60.0)
+    with process:
+        process._timeout_s = 0.5
+        with pytest.raises(subject_process.TimedOut) as caught:
+            process.ask("anything")
+        assert str(caught.value).count("in a_lock_that_never_opens") == 2  # of both threads
+        monkeypatch.setattr(process, "_has_ended_within", lambda seconds: waited.append(seconds) is not None)
+        waited: list[float] = []
+    assert waited == [subject_process._EXIT_TIMEOUT_S, subject_process.REAP_S]
+    assert process.exit_note == "its process had not ended 30 s after it was killed"
+    assert process.exit_note in capsys.readouterr().err
+    process._process.wait(60)
+
+
+def test_a_title_that_comes_again_takes_the_place_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows = [Row({"system": "chunkc"}, {}, note=note) for note in ("one", "two")]
+    sections = [Section("A", {}, rows[:1]), Section("B", {}, ()), Section("A", {}, rows[1:])]
+    monkeypatch.setattr(run, "SUITES", {"fits": lambda _context: iter(sections)})
+    out = tmp_path / "e.json"
+    assert run.main(["fits", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())["sections"]
+    assert [section["title"] for section in found] == ["A", "B"]
+    assert found[0]["rows"][0]["note"] == "two"
+    assert [path.name for path in tmp_path.iterdir()] == ["e.json"]
