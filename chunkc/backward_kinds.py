@@ -31,29 +31,35 @@ COMPILED_AUTOGRAD = (
 )
 
 
-class GradModes:
-    """Knows of the backward that runs now whether it makes a graph of its own, to be differentiated again.
+class OutputHooks:
+    """Hooks on the nodes of a call's outputs: they see what a compiled backward cannot.
 
-    While a compiled backward runs, grad mode is off: AOTAutograd runs it in an `autograd.Function`. In a hook of the
-    node before, it is what the caller asked for.
+    - Whether the backward that runs now makes a graph of its own, to be differentiated again. While a compiled backward
+      runs, grad mode is off: AOTAutograd runs it in an `autograd.Function`. In a hook of the node before, it is what
+      the caller asked for.
+    - The outputs' gradients as they were given. AOTAutograd copies those whose strides are not the outputs' before it
+      hands them over, and the giver may keep the originals.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, given: Callable[[Sequence[object]], None]) -> None:
+        """`given` is told the gradients of outputs, before the backward that takes them."""
+        self._given = given
         self._with_graph: deque[int] = deque(maxlen=MAX_BACKWARDS)
         self._hook = torch.compiler.disable(self._note, reason=COMPILED_AUTOGRAD)
 
     def watch(self, arguments: Iterable[object], outputs: Iterable[object]) -> None:
-        """Note the modes of all backwards that come through these outputs of a call with these arguments."""
+        """Hook all backwards that come through these outputs of a call with these arguments."""
         given = {id(value) for value in arguments}
         made = [value for value in outputs if isinstance(value, torch.Tensor) and id(value) not in given]
         for node in {value.grad_fn for value in made if value.grad_fn is not None}:
             node.register_prehook(self._hook)
 
-    def _note(self, _: object) -> None:
+    def _note(self, gradients: Sequence[object]) -> None:
         if in_compiled_autograd():
             raise UnsupportedError(COMPILED_AUTOGRAD)
         if torch.is_grad_enabled():
             self._with_graph.append(current_graph_task())
+        self._given(gradients)
 
     def refuse_graph(self) -> None:
         """To be called in a compiled backward.

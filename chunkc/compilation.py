@@ -113,7 +113,7 @@ def compile_graph(
         if is_symbolic:
             graph.admit(args)
         outputs = call(*args)
-        graph.grad_modes.watch(args, outputs)
+        graph.output_hooks.watch(args, outputs)
         return outputs
 
     run.is_over = lambda: session.is_over  # type: ignore[attr-defined]

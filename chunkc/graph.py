@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from chunkc.absences import leanest_form
-from chunkc.backward_kinds import GradModes, NodeHooks, accumulators
+from chunkc.backward_kinds import NodeHooks, OutputHooks, accumulators
 from chunkc.captured import Captured, profile
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.items import ALL_PRESENT
@@ -34,7 +34,7 @@ from chunkc.runtime.saved import SavedValues, saved_values
 from chunkc.session import Session
 from chunkc.situation import ALONE, Around, Forms, Key, PhaseCalled, SizesCalled, StepDecision, StepRequest
 from chunkc.steps import INPUTS, SizedStep, Steps
-from chunkc.torch_private.engine import KEEPS_TANGENTS, hooks_of, keeps_graph, tensor_use_count
+from chunkc.torch_private.engine import KEEPS_TANGENTS, hooks_of, keeps_graph, storage_use_count, tensor_use_count
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class CompiledGraph:
     def __post_init__(self) -> None:
         self._has_run = False
         self.number = self.session.num_graphs
-        self.grad_modes = GradModes()
+        self.output_hooks = OutputHooks(self._given)
         self._node_hooks = NodeHooks()
         self._noted_update = NotedNeeds()
         layout, always_nbytes = self.session.store.layout, self.session.live.constants_nbytes()
@@ -279,6 +279,12 @@ class CompiledGraph:
             session.early.leave_forward(self._groups)
         return outputs
 
+    def _given(self, gradients: Sequence[object]) -> None:
+        """Watch gradients of outputs before AOTAutograd may copy them: originals that are still there by the backward
+        are others' values."""
+        with self.session.entered():
+            self.session.live.watch(gradients)
+
     def backward(self, arguments: list[Any]) -> list[Any]:
         """The backward as AOTAutograd calls it: sunk gradients are in `.grad` when it returns, None stands for them."""
         with self.session.entered(), self._together(), self._timed(BACKWARD):
@@ -298,7 +304,7 @@ class CompiledGraph:
         seen = step.captured.without(absent)
 
         def held_nbytes() -> int:
-            return session.live.beside_backward(seen)
+            return session.live.beside_backward(seen, arguments)
 
         def plan() -> PlannedStep:
             kept_inputs = _kept_inputs(seen, arguments)
@@ -311,7 +317,7 @@ class CompiledGraph:
 
         planned = self._until_nobody_leaves(BACKWARD, plan)
         hooked = planned.request.around.hooked
-        gone_nbytes = session.situation.gone_nbytes(session.live.values_beside_backward(seen))
+        gone_nbytes = session.situation.gone_nbytes(session.live.values_beside_backward(seen, arguments))
         session.live.backward_begins(step.captured, arguments)
         if saved is not None:
             arguments += saved.take(again=keeps_graph())
@@ -344,7 +350,7 @@ class CompiledGraph:
         Raises:
             UnsupportedError: this kind of backward cannot run; nothing has changed.
         """
-        self.grad_modes.refuse_graph()
+        self.output_hooks.refuse_graph()
         store = self.session.store
         return self._node_hooks.hooked(accumulators({n: leaf_of(store.parameter(n)) for _, _, n in self._sunk()}))
 
@@ -391,6 +397,10 @@ def _kept_inputs(captured: Captured, arguments: list[Any]) -> frozenset[str]:
         return frozenset()  # the program holds them all
     given = dict(zip(captured.backward.inputs, arguments))
     tangents = {name: given[name] for name in captured.tangents}
-    return frozenset(
-        name for name, value in tangents.items() if isinstance(value, torch.Tensor) and tensor_use_count(value) > 1
-    )
+    return frozenset(name for name, value in tangents.items() if isinstance(value, torch.Tensor) and _is_kept(value))
+
+
+def _is_kept(given: torch.Tensor) -> bool:
+    """Whether others than the arguments of a backward have a gradient, or another view of its memory."""
+    own = 2  # the tensor's reference to its storage, and the one of the object that is asked
+    return tensor_use_count(given) > 1 or storage_use_count(given.untyped_storage()) > own

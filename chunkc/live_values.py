@@ -43,12 +43,16 @@ class HeldValues(ABC, Generic[V]):
         """Bytes of those still alive, without the storages of `leaving_out`."""
 
     @abstractmethod
-    def given_nbytes(self, values: Sequence[V]) -> int:
-        """Bytes of the values' storages, each storage once."""
+    def storage(self, value: V) -> tuple[int, int] | None:
+        """What a value's storage is known by while it is alive, and its bytes; None: the value has none."""
 
     @abstractmethod
     def constants_nbytes(self) -> int:
         """Bytes of the constants of compiled code."""
+
+    def given_nbytes(self, values: Iterable[V]) -> int:
+        """Bytes of the values' storages, each storage once."""
+        return sum(dict(found for value in values if (found := self.storage(value)) is not None).values())
 
     def beside_forward(self, captured: Captured, inputs: Sequence[V]) -> Held:
         """What others hold beside a graph that is about to run its forward with these inputs."""
@@ -66,22 +70,42 @@ class HeldValues(ABC, Generic[V]):
         self.watch(saved[:1], captured.saved_nbytes)  # they live and die together: one stands for all
         self._caller_nbytes = captured.caller_nbytes - passed_on_nbytes
 
-    def beside_backward(self, captured: Captured) -> int:
-        """What others hold beside a graph that is about to run its backward."""
-        return max(0, self.values_beside_backward(captured)) + self.constants_nbytes()
+    def beside_backward(self, captured: Captured, arguments: Sequence[V]) -> int:
+        """What others hold beside a graph that is about to run its backward with these arguments."""
+        return max(0, self.values_beside_backward(captured, arguments)) + self.constants_nbytes()
 
-    def values_beside_backward(self, captured: Captured) -> int:
+    def values_beside_backward(self, captured: Captured, arguments: Sequence[V]) -> int:
         """The same without constants; below zero where values of its own are gone, by so many bytes."""
-        return self.nbytes() - captured.between_nbytes
+        tangents = _tangents(captured, arguments)
+        others_nbytes = self.nbytes(leaving_out=tangents) + self._around_tangents_nbytes(captured, tangents)
+        return others_nbytes - captured.between_nbytes
+
+    def _around_tangents_nbytes(self, captured: Captured, tangents: Sequence[V]) -> int:
+        """Bytes that storages of a backward's gradients have beyond what its program counts: one may be a view of a
+        larger tensor."""
+        if captured.backward is None:
+            return 0
+        beyond_nbytes: dict[int, int] = {}
+        for name, value in zip(captured.tangents, tangents, strict=True):
+            if (found := self.storage(value)) is not None:
+                key, nbytes = found
+                counted_nbytes = captured.backward.storages[captured.backward.inputs[name]]
+                beyond_nbytes[key] = beyond_nbytes.get(key, nbytes) - counted_nbytes
+        return sum(max(0, nbytes) for nbytes in beyond_nbytes.values())
 
     def backward_begins(self, captured: Captured, arguments: Sequence[V]) -> None:
         """Watch the gradients that a backward is given: in this run the program counts them."""
-        self.watch(arguments[len(arguments) - len(captured.tangents) :])
+        self.watch(_tangents(captured, arguments))
 
     def beside_update(self) -> int:
         """What others hold beside the optimizer's step: no less than the caller gave to the latest forward, or has of
         it. What one graph hands to the next is held by whoever still has it."""
         return max(self._caller_nbytes, self.nbytes()) + self.constants_nbytes()
+
+
+def _tangents(captured: Captured, arguments: Sequence[V]) -> Sequence[V]:
+    """Of a backward's arguments those that are gradients of the forward's outputs."""
+    return arguments[len(arguments) - len(captured.tangents) :]
 
 
 class LiveValues(HeldValues[object]):
@@ -110,12 +134,12 @@ class LiveValues(HeldValues[object]):
 
     def watch(self, values: Iterable[object], nbytes: int | None = None, *, returned: bool = False) -> None:
         for value in values:
-            if isinstance(value, torch.Tensor):
-                storage = value.untyped_storage()
-                taken_nbytes = rounded_nbytes(storage.nbytes(), self.granule_nbytes) if nbytes is None else nbytes
-                self._watched[storage.data_ptr()] = StorageWeakRef(storage), taken_nbytes
+            if (found := self.storage(value)) is not None:
+                assert isinstance(value, torch.Tensor)
+                key, taken_nbytes = found
+                self._watched[key] = StorageWeakRef(value.untyped_storage()), taken_nbytes if nbytes is None else nbytes
                 if returned:
-                    self._returned[storage.data_ptr()] = self._watched[storage.data_ptr()][0]
+                    self._returned[key] = self._watched[key][0]
 
     def returned(self, values: Sequence[object]) -> Sequence[object]:
         self._returned = {key: ref for key, ref in self._returned.items() if not ref.expired()}
@@ -126,7 +150,8 @@ class LiveValues(HeldValues[object]):
         skipped = {t.untyped_storage().data_ptr() for t in leaving_out if isinstance(t, torch.Tensor)}
         return sum(n for key, (_, n) in self._watched.items() if key not in skipped)
 
-    def given_nbytes(self, values: Sequence[object]) -> int:
-        storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
-        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-        return sum(rounded_nbytes(nbytes, self.granule_nbytes) for nbytes in sizes.values())
+    def storage(self, value: object) -> tuple[int, int] | None:
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return None
+        storage = value.untyped_storage()
+        return storage.data_ptr(), rounded_nbytes(storage.nbytes(), self.granule_nbytes)

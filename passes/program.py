@@ -99,6 +99,10 @@ def backward_program(
             storages[storage] = forward.storages[storage]
     held = set(forward.held) | {forward_storages[value] for value in forward.results}
     tangents = [node for node in placeholders(graph)[len(saved) :] if node.name not in parameters]
+    for node in tangents:  # traced as views of what the outputs lie in, which gradients do not share
+        for tensor in tensors_of(node):
+            inputs[node.name] = f"in:{node.name}"
+            storages[inputs[node.name]] = shapes.known(shapes.own_nbytes(tensor))
     held |= {
         inputs[node.name]
         for node in tangents

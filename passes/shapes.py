@@ -47,6 +47,13 @@ class Shapes:
         """Bytes of a traced tensor's storage."""
         return storage_nbytes(tensor)
 
+    def own_nbytes(self, tensor: Tensor) -> int:
+        """Bytes of a storage that has a traced tensor alone, with its strides; where sizes are symbols, no less."""
+        if any(isinstance(number, torch.SymInt) for number in (*tensor.shape, *tensor.stride())):
+            return self.nbytes(tensor)
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return _rounded_as(tensor, (1 + reach) * tensor.itemsize if tensor.numel() else 0)
+
     def known(self, nbytes: int | torch.SymInt) -> Size:
         """A result as it is kept: a number, or an expression in the traced graph's symbols."""
         return nbytes

@@ -54,8 +54,8 @@ class PaperValues(HeldValues[int | None]):
             elif value.dim() > 0:
                 self._constants_nbytes += rounded_nbytes(value.untyped_storage().nbytes())
 
-    def given_nbytes(self, values: Sequence[int | None]) -> int:
-        return sum(self._storage_nbytes[value] for value in {*values} - {None} if value is not None)
+    def storage(self, value: int | None) -> tuple[int, int] | None:
+        return None if value is None else (value, self._storage_nbytes[value])
 
 
 def outputs_of(forward: PhaseCall, own: Captured) -> list[int | None]:

@@ -244,14 +244,14 @@ class _Rehearsal:
             else:
                 number, forward, absent = pending[call.graph].pop()
                 in_flight.subtract(self._groups(own))
-                beside_nbytes = self.values.beside_backward(own.without(absent))
+                beside_nbytes = self.values.beside_backward(own.without(absent), call.arguments)
                 around = replace(self._around(own, in_flight), absent=absent)
                 request = self._planned(call.graph, beside_nbytes, around)
                 own = self.captured[call.graph].without(absent)
                 positions = backward_positions(own, request, self.training.hardware)
                 self.updated |= updated_in(positions)
                 self.gradients |= own.trained.difference(*(position.used_up for position in positions))
-                gone_nbytes = self.situation.gone_nbytes(self.values.values_beside_backward(own))
+                gone_nbytes = self.situation.gone_nbytes(self.values.values_beside_backward(own, call.arguments))
                 gone = gone_storages(forward, own, call.alive)
                 yield PaperRun(call.graph, BACKWARD, number, request, gone_nbytes, gone)
                 self.values.backward_begins(own, call.arguments)
@@ -268,7 +268,7 @@ class _Rehearsal:
         )
         yield unknown
         if self.captured[0].backward is not None:
-            yield replace(unknown, phase=BACKWARD)
+            yield replace(unknown, phase=BACKWARD, arguments=(None,) * len(self.captured[0].tangents))
 
     def _compiled(self, graph: int) -> Captured:
         """The graph as it is compiled now, after those before it."""

@@ -1,9 +1,11 @@
-"""The gradient that starts a backward: autograd lets go of its own, a caller of `out.backward(g)` keeps `g`."""
+"""The gradients that start a backward: autograd lets go of its own, a caller of `out.backward(g)` keeps `g`.
+
+AOTAutograd copies a gradient whose strides are not its output's; a plan counts both, where the original is kept."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -19,28 +21,37 @@ LOSS_NBYTES = 2 * 4
 """A loss computed outside the graph, and its gradient: the caller's own, not the plan's."""
 
 
+Outputs = Tensor | tuple[Tensor, ...]
+Last = Callable[[Tensor], Outputs]
+
+
+def _nothing(out: Tensor) -> Tensor:
+    return out
+
+
 class Widening(nn.Module):
     """Its backward is fullest at the first activation, when the output's gradient has been read for the last time."""
 
-    def __init__(self) -> None:
+    def __init__(self, last: Last = _nothing) -> None:
         super().__init__()
+        self.last = last
         self.first = nn.Linear(8, WIDTH)
         self.second = nn.Linear(WIDTH, 8)
         self.third = nn.Linear(8, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Outputs:
         hidden = nn.functional.silu(nn.functional.silu(self.first(x)) ** 2)
-        return self.third(self.second(hidden))
+        return self.last(self.third(self.second(hidden)))
 
 
-def _peaks(start: Callable[[Tensor], None]) -> tuple[int, int]:
-    """Predicted and measured bytes of a run whose backwards are begun by `start`."""
+def _peaks(start: Callable[..., None], last: Last = _nothing) -> tuple[int, int]:
+    """Predicted and measured bytes of a run whose backwards are begun by `start`, of a model that ends with `last`."""
     cpu_allocator.install()
     torch._dynamo.reset()
     gc.collect()
     foreign_nbytes = cpu_allocator.current_nbytes()
     torch.manual_seed(0)
-    model = Widening()
+    model = Widening(last)
     options = {"memory_budget": "8MiB", "codegen": "eager", "whole_graph": "never"}
     compiled = torch.compile(model, backend="chunkc", options=options)
     optimizer = chunkc.optim.AdamW(model.parameters())
@@ -82,3 +93,67 @@ def test_autograds_own_gradient_is_let_go() -> None:
 @pytest.mark.skipif(KEEPS_TANGENTS, reason="up to PyTorch 2.12, AOTAutograd holds every gradient that it gives")
 def test_a_given_gradient_is_held_throughout() -> None:
     assert _peaks(_backward_with_gradient)[0] - _peaks(_backward_of_sum)[0] == OUTPUT_NBYTES
+
+
+# --- gradients that are laid out otherwise than their outputs ---
+
+
+def _contiguous(out: Tensor) -> Tensor:
+    return torch.ones(out.shape, dtype=out.dtype)
+
+
+def _transposed(out: Tensor) -> Tensor:
+    return torch.ones(out.mT.shape, dtype=out.dtype).mT
+
+
+def _of_a_larger_tensor(out: Tensor) -> Tensor:
+    return torch.ones(2, *out.shape, dtype=out.dtype)[1]
+
+
+def _with_kept(make: Callable[[Tensor], Tensor]) -> Callable[[Outputs], None]:
+    def start(outputs: Outputs) -> None:
+        of_all = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        gradients = [make(out) for out in of_all]
+        torch.autograd.backward(of_all, gradients)
+        assert all(gradient.real.sum() == gradient.numel() for gradient in gradients)
+
+    return start
+
+
+ENDS: dict[str, Last] = {
+    "as it is": _nothing,
+    "transpose": lambda out: out.unflatten(0, (8, 8)).transpose(1, 2),
+    "fft": lambda out: torch.fft.fft(out.mT).mT,
+    "a chunk": lambda out: out.chunk(2, -1)[0],
+    "chunk": lambda out: out.chunk(2, -1),
+    "unbind": lambda out: out.unflatten(-1, (-1, 2)).unbind(-1),
+    "memory_format": lambda out: out.view(1, 4, BATCH // 4, WIDTH).to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("last", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize(
+    "make", [_contiguous, _transposed, torch.ones_like, _of_a_larger_tensor], ids=lambda make: make.__name__.strip("_")
+)
+def test_a_kept_gradient_and_its_copy_count(make: Callable[[Tensor], Tensor], last: Last) -> None:
+    predicted, measured = _peaks(_with_kept(make), last)
+    assert measured <= predicted if KEEPS_TANGENTS else measured == predicted
+
+
+def _of_a_stack(outputs: Sequence[Tensor]) -> None:
+    """Gradients of both are views of one tensor."""
+    torch.cat(list(outputs)).exp().sum().backward()
+
+
+def _beside_more(out: Tensor) -> None:
+    """The gradient is a view of a tensor of eight times its size."""
+    torch.cat([out, torch.zeros_like(out).repeat(7, 1)]).exp().sum().backward()
+
+
+OF_AUTOGRAD = [(_of_a_stack, lambda out: (out * 2, out * 3)), (_beside_more, _nothing)]
+
+
+@pytest.mark.parametrize(("start", "last"), OF_AUTOGRAD, ids=["of a stack", "beside more"])
+def test_views_of_a_larger_gradient_count_it_whole(start: Callable[..., None], last: Last) -> None:
+    predicted, measured = _peaks(start, last)
+    assert measured - LOSS_NBYTES <= predicted
