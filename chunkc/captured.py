@@ -254,6 +254,13 @@ class Captured:
         inputs = tuple(self.backward.inputs)
         return inputs[num_saved : len(inputs) - self.backward.num_extra]
 
+    @property
+    def tangent_nbytes(self) -> int:
+        """Bytes of the gradients that the backward is given."""
+        if self.backward is None:
+            return 0
+        return sum(self.backward.storages[self.backward.inputs[name]] for name in self.tangents)
+
     @cached_property
     def memories(self) -> Mapping[str, SegmentMemory]:
         return {name: segment.memory for name, segment in self.segments.items()}

@@ -269,7 +269,9 @@ class CompiledGraph:
         self.captured = captured = step.captured
         absent = planned.request.around.absent or ALL_PRESENT
         saved = SavedValues(session.saved_room, absent) if absent else None
-        outputs, seen = self._run(FORWARD, step, planned, arguments, saved), captured.without(absent)
+        own_nbytes = captured.forward.held_nbytes + captured.output_nbytes  # the previous call's outputs
+        outputs = self._run(FORWARD, step, planned, arguments, saved, own_nbytes)
+        seen = captured.without(absent)
         session.live.forward_ran(seen, inputs, outputs)
         if saved is not None:
             saved.keep(outputs, seen.forward.num_extra)
@@ -321,7 +323,8 @@ class CompiledGraph:
         session.live.backward_begins(step.captured, arguments)
         if saved is not None:
             arguments += saved.take(again=keeps_graph())
-        outputs = self._run(BACKWARD, step, planned, arguments, saved, gone_nbytes=gone_nbytes)
+        own_nbytes = seen.between_nbytes + seen.tangent_nbytes
+        outputs = self._run(BACKWARD, step, planned, arguments, saved, own_nbytes, gone_nbytes=gone_nbytes)
         if hooked:
             # Autograd will keep these as `.grad`, on the compute tier, until the next phase takes them home.
             session.live.watch(outputs[position] for position, _, name in self._sunk() if name in hooked)
@@ -361,18 +364,23 @@ class CompiledGraph:
         planned: PlannedStep,
         arguments: list[Any],
         saved: SavedValues | None,
+        own_nbytes: int,
         *,
         gone_nbytes: int = 0,
     ) -> list[Any]:
-        """Run a phase; `gone_nbytes`: what others hold is so much less than nothing, as values of its own are gone."""
+        """Run a phase.
+
+        Args:
+            own_nbytes: of the phase's own values as it begins.
+            gone_nbytes: what others hold is so much less than nothing, as values of its own are gone.
+        """
         session = self.session
         for due in (FORWARD, BACKWARD) if phase == FORWARD else (BACKWARD,):  # a forward runs where its backward fits
             session.known.note(step.noted, planned.needs[due].beside(planned.held_nbytes))
             step.noted.ran(due, planned.request.around, planned.held_nbytes)
-        measurement = Measurement()
-        session.store.tier.lap_peak_nbytes()
         plan = planned.plan.beginning_with(session.staying_gradients()).beside_less(gone_nbytes)
-        part = next(part for part in planned.plan.phases if part.phase == phase)
+        part = next(part for part in plan.phases if part.phase == phase)
+        measurement = Measurement.beginning(session.store, part.begin_nbytes + own_nbytes)
         tiles = part.tiles
         if phase == BACKWARD:
             used_up = part.uses_up - planned.request.around.undoable

@@ -28,6 +28,8 @@ class Records:
     Attributes:
         latest: the latest run of each phase, by phase name.
         peak_nbytes: the largest measured bytes of any run, None where nothing meters the compute tier.
+        unplanned_nbytes: what of them no plan counts (see `Measurement`).
+        planned_peak_nbytes: the largest measured bytes of any run without what no plan counts.
         with_home_nbytes: the same with what was in use at home at that time.
         predicted_peak_nbytes: the largest predicted bytes of any phase that ran.
         compute_s, host_s, num_instructions: of all runs, as of a `Measurement`.
@@ -36,6 +38,8 @@ class Records:
 
     latest: dict[str, Record] = field(default_factory=dict)
     peak_nbytes: int | None = None
+    unplanned_nbytes: int = 0
+    planned_peak_nbytes: int | None = None
     with_home_nbytes: int | None = None
     predicted_peak_nbytes: int = 0
     compute_s: float = 0.0
@@ -66,7 +70,9 @@ class Records:
         self.compute_s += measurement.compute_s
         self.host_s += measurement.host_s
         self.num_instructions += measurement.num_instructions
-        readings = [nbytes for _, nbytes in measurement.peaks if nbytes is not None]
-        if readings:
-            self.peak_nbytes = max(self.peak_nbytes or 0, measurement.between_nbytes, *readings)
+        peak_nbytes, unplanned_nbytes = measurement.peak_nbytes, measurement.unplanned_nbytes
+        if peak_nbytes is not None:
+            if peak_nbytes > (self.peak_nbytes or 0):
+                self.peak_nbytes, self.unplanned_nbytes = peak_nbytes, unplanned_nbytes
+            self.planned_peak_nbytes = max(self.planned_peak_nbytes or 0, peak_nbytes - unplanned_nbytes)
             self.with_home_nbytes = max(self.with_home_nbytes or 0, measurement.with_home_nbytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -19,7 +19,11 @@ class Report:
 
     Attributes:
         memory_budget_nbytes, predicted_peak_nbytes: of the compute tier.
-        measured_peak_nbytes: None where nothing meters the tier (on a CPU: `chunkc.runtime.cpu_allocator.install`).
+        measured_peak_nbytes: all that was in use; None where nothing meters the tier (on a CPU:
+            `chunkc.runtime.cpu_allocator.install`).
+        measured_planned_nbytes: the same without tensors of the program that no plan knows, such as a copy of the model
+            or an average of its weights: what a prediction is for.
+        unplanned_nbytes: those of them that were there in the run of the measured peak.
         minimum_budget_nbytes: the smallest budget that every graph compiled so far can work with, in segments where
             that takes less; an upper bound of it for a graph that Inductor has compiled whole.
         home_nbytes: bytes at home.
@@ -58,6 +62,8 @@ class Report:
     moments: tuple[tuple[str, int, int | None], ...]
     plan_text: str
     measured_with_home_nbytes: int | None = None
+    measured_planned_nbytes: int | None = None
+    unplanned_nbytes: int = 0
     overhead_nbytes: int = 0
     host_step_s: Mapping[str, float] = field(default_factory=dict)
     num_instructions: int = 0
@@ -72,6 +78,7 @@ class Report:
             ("smallest budget", format_nbytes(self.minimum_budget_nbytes)),
             ("predicted peak", format_nbytes(self.predicted_peak_nbytes)),
             ("measured peak", "not metered" if measured is None else format_nbytes(measured)),
+            *(self._divided() if self.unplanned_nbytes else ()),
             *([("for libraries", format_nbytes(self.overhead_nbytes))] if self.overhead_nbytes else []),
             *([("allocator retries", str(self.num_allocator_retries))] if self.num_allocator_retries else []),
             *(("guessed inside", f"{e.operator}, {format_nbytes(e.nbytes)}") for e in self.estimates),
@@ -86,6 +93,12 @@ class Report:
             *((f"latest {phase}", f"{seconds:.3f} s of the host") for phase, seconds in self.host_step_s.items()),
         ]
         return "\n".join(f"{label:<18} {value}" for label, value in rows)
+
+    def _divided(self) -> Iterator[tuple[str, str]]:
+        """What of the measured peak plans answer for, and what else was there."""
+        assert self.measured_planned_nbytes is not None
+        yield "  in the plan", format_nbytes(self.measured_planned_nbytes)
+        yield "  in no plan", f"{format_nbytes(self.unplanned_nbytes)}, tensors that the program holds beside it"
 
 
 def report(model: nn.Module) -> Report:
@@ -137,6 +150,8 @@ def _report(session: Session) -> Report:
         moments=tuple(moments),
         plan_text="\n".join(plans),
         measured_with_home_nbytes=session.records.with_home_nbytes,
+        measured_planned_nbytes=session.records.planned_peak_nbytes,
+        unplanned_nbytes=session.records.unplanned_nbytes,
         overhead_nbytes=session.overhead_nbytes,
         host_step_s=dict(session.records.latest_host_s),
         num_instructions=session.records.num_instructions,

@@ -40,7 +40,8 @@ class Measurement:
     `between_nbytes` is the largest reading between moments: while chunks come and go and gradients are sunk. `spans_s`:
     when each moment began and ended, by `time.perf_counter`. `with_home_nbytes`: the largest reading together with what
     was in use at home by then. `host_s` is the rest: what the host took for `num_instructions` beyond arithmetic,
-    updates (`update_s`) and waits for copies.
+    updates (`update_s`) and waits for copies. `unplanned_nbytes`: what was there as the run began and no plan counts:
+    tensors of the program's own. All readings have it in them.
     """
 
     peaks: list[tuple[str, int | None]] = field(default_factory=list)
@@ -50,8 +51,23 @@ class Measurement:
     update_s: float = 0.0
     host_s: float = 0.0
     num_instructions: int = 0
+    unplanned_nbytes: int = 0
     spans_s: list[tuple[float, float]] = field(default_factory=list)
     _began_s: float = 0.0
+
+    @classmethod
+    def beginning(cls, store: ChunkStore, planned_nbytes: int) -> Measurement:
+        """Of a run that begins now; `planned_nbytes`: what its plan counts on the compute tier now, slots apart."""
+        store.tier.lap_peak_nbytes()
+        present_nbytes = store.tier.lap_peak_nbytes()  # the largest since a moment ago
+        counted_nbytes = planned_nbytes + store.slot_nbytes
+        return cls(unplanned_nbytes=0 if present_nbytes is None else max(0, present_nbytes - counted_nbytes))
+
+    @property
+    def peak_nbytes(self) -> int | None:
+        """The largest of all readings; None where nothing meters the tier."""
+        readings = [nbytes for _, nbytes in self.peaks if nbytes is not None]
+        return max(self.between_nbytes, *readings) if readings else None
 
     def begin(self, store: ChunkStore) -> None:
         """A moment begins: what was read so far belongs to the time before it."""

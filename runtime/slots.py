@@ -117,6 +117,11 @@ class ChunkSlots(ABC):
         """Chunks that have a slot now."""
         return frozenset(chunk for chunk, slot in self._slots.items() if slot.state is not ChunkState.FREE)
 
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of the slots that chunks have now."""
+        return sum(self.layout.chunk_nbytes_of(chunk) for chunk in self.present)
+
     def prefetch(self, chunk: Chunk, link: str | None = None) -> None:
         """Take a slot and start to fill it from home. A gradient chunk without gradients has nothing to read.
 

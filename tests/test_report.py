@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import gc
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -17,6 +19,8 @@ from zoo import CASES
 
 import chunkc
 from chunkc.ir.chunks import Chunk
+from chunkc.runtime import cpu_allocator
+from chunkc.runtime.executor import Measurement
 from chunkc.runtime.store import ChunkStore
 
 WIDTH, LAYERS = 128, 4
@@ -92,6 +96,51 @@ def test_moments_are_sums_of_what_the_plan_says() -> None:
         total, _, parts = lines[label].split(maxsplit=1)[1].partition(" = ")
         numbers = [int(word.replace(",", "")) for word in parts.split()[:8] if word.replace(",", "").isdigit()]
         assert int(total.replace(",", "")) == nbytes == sum(numbers[:3]), lines[label]
+
+
+def test_what_no_plan_knows_is_told_apart() -> None:
+    """A copy of the model that the program keeps: the plan's part of what was measured stays the same, to the byte."""
+    cpu_allocator.install()
+    gc.collect()
+    for copies in (0, 3):
+        torch.manual_seed(0)
+        foreign_nbytes = cpu_allocator.current_nbytes()
+        model = mlp()
+        call, optimizer = compiled(model), chunkc.optim.AdamW(model.parameters())
+        beside = [copy.deepcopy(model) for _ in range(copies)]
+        for _ in range(2):
+            step(call, optimizer)
+        report = chunkc.report(model)
+        assert report.measured_planned_nbytes is not None
+        assert 0.99 * report.predicted_peak_nbytes < report.measured_planned_nbytes <= report.predicted_peak_nbytes
+        known_nbytes = foreign_nbytes + sum(p.nbytes for other in beside for p in other.parameters())
+        assert 0 <= report.unplanned_nbytes - known_nbytes <= 4 * 2 * WIDTH  # an input, a loss and its gradient
+        assert report.measured_peak_nbytes == report.measured_planned_nbytes + report.unplanned_nbytes
+        assert ("in no plan" in str(report)) == (report.unplanned_nbytes > 0)
+        del call, optimizer, model
+        gc.collect()
+
+
+def test_what_a_run_itself_takes_too_much_is_no_other_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is there before a run counts as the program's."""
+    cpu_allocator.install()
+    model, call, optimizer = trained()
+    before = chunkc.report(model)
+    begin = Measurement.begin
+    leaked: list[Tensor] = []
+
+    def leaking(measurement: Measurement, store: ChunkStore) -> None:
+        leaked[:] = [torch.zeros(1 << 20)]
+        begin(measurement, store)
+
+    monkeypatch.setattr(Measurement, "begin", leaking)
+    step(call, optimizer)
+    assert before.measured_planned_nbytes is not None
+    assert before.measured_planned_nbytes <= before.predicted_peak_nbytes
+    found = chunkc.report(model).measured_planned_nbytes
+    assert found is not None
+    assert found >= before.measured_planned_nbytes + (3 << 20)
+    leaked.clear()
 
 
 def test_traffic_grows_by_the_same_bytes_every_step() -> None:

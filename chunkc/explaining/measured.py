@@ -38,9 +38,17 @@ def measured_side(model: nn.Module) -> tuple[dict[str, Any], Hardware | None, Me
     if not session.records.latest:
         return own, session.hardware, None
     found = report(model)
-    moments = tuple((name, nbytes) for name, _, nbytes in found.moments)
-    events = tuple(_calls(session))
-    return own, session.hardware, Measured(found.measured_peak_nbytes, moments, dict(found.time_s), events)
+    moments = tuple(_planned_moments(session))
+    peak_nbytes, unplanned_nbytes = found.measured_planned_nbytes, found.unplanned_nbytes
+    measured = Measured(peak_nbytes, moments, dict(found.time_s), tuple(_calls(session)), unplanned_nbytes)
+    return own, session.hardware, measured
+
+
+def _planned_moments(session: Session) -> Iterator[tuple[str, int | None]]:
+    """Measured bytes of each call of the latest step, without what no plan counts."""
+    for record in session.records.latest.values():
+        for name, nbytes in record.measurement.peaks:
+            yield name, None if nbytes is None else nbytes - record.measurement.unplanned_nbytes
 
 
 def _calls(session: Session) -> Iterator[TimedEvent]:

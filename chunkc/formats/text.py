@@ -111,6 +111,7 @@ def _device(explanation: Explanation) -> Table:
     budget, peak = explanation.memory_budget_nbytes, explanation.predicted_peak_nbytes
     overhead, memory = explanation.overhead_nbytes, explanation.device_memory_nbytes
     measured = None if explanation.measured is None else explanation.measured.peak_nbytes
+    unplanned = 0 if explanation.measured is None else explanation.measured.unplanned_nbytes
     rows: list[Row] = [
         _bytes("budget", budget),
         _bytes("smallest budget", explanation.minimum_budget_nbytes, of=budget),
@@ -120,6 +121,8 @@ def _device(explanation: Explanation) -> Table:
         rows.append(
             _bytes("measured peak", measured, f"predicted {peak - measured:+,} bytes, {_error(peak, measured)}")
         )
+        if unplanned:
+            rows.append(_bytes("measured beside it, in no plan", unplanned))
     rows += [
         _bytes("most of activations and temporaries", explanation.non_model_peak_nbytes, of=budget),
         _bytes("overhead, apart (context, libraries)", overhead),

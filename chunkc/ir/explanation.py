@@ -220,6 +220,8 @@ class Ranks:
 class Measured:
     """The measured side of a model that has run. `moments`: (call, bytes or None where nothing meters the tier).
 
+    `peak_nbytes` and moments are without what no plan counts; `unplanned_nbytes`: that, in the run of the peak of all.
+
     `time_s`: seconds so far in `compute`, `host`, `wait`, `to_device`, `to_home`, as in `chunkc.Report`.
     """
 
@@ -227,6 +229,7 @@ class Measured:
     moments: tuple[tuple[str, int | None], ...]
     time_s: Mapping[str, float]
     events: tuple[TimedEvent, ...] = ()
+    unplanned_nbytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -185,6 +185,11 @@ class PhasePlan:
     tiles: Mapping[int, Tile] = field(default_factory=dict)
 
     @property
+    def begin_nbytes(self) -> int:
+        """What is on the compute tier as the phase begins, but for its own values and slots."""
+        return self.moments[0].resident_nbytes if self.moments else 0
+
+    @property
     def updated(self) -> frozenset[int]:
         """Groups that a backward updates."""
         return frozenset(tile.group for tile in self.tiles.values())

@@ -48,10 +48,9 @@ class PreparedUpdate:
         def update(tile: Tile) -> None:
             compute(store, updates[tile.group], tile)
 
-        measurement = Measurement()
-        store.tier.lap_peak_nbytes()
-        self.executable([], Run(store, measurement, update))
         plan = self.planned.plan.with_gradients(self.session.staying_gradients())
+        measurement = Measurement.beginning(store, plan.phases[0].begin_nbytes)
+        self.executable([], Run(store, measurement, update))
         self.session.records.note(UPDATE, plan, measurement)
 
 
