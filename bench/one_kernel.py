@@ -15,10 +15,15 @@ def _add_one(pointer, num, BLOCK: tl.constexpr):
     tl.store(pointer + at, tl.load(pointer + at, mask=at < num) + 1, mask=at < num)
 
 
+def add_one(values: torch.Tensor) -> None:
+    """Add one to a flat tensor in place."""
+    _add_one[(triton.cdiv(len(values), 1024),)](values, len(values), BLOCK=1024)
+
+
 def main() -> None:
     values = torch.zeros(1000, device="cuda")
     try:
-        _add_one[(4,)](values, len(values), BLOCK=256)
+        add_one(values)
         torch.cuda.synchronize()
     except Exception as error:
         sys.exit(

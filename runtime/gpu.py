@@ -99,6 +99,19 @@ class Gpu(Protocol):
         """How often the allocator has given back what it had cached, to try again."""
 
 
+def driver_attribute(index: int, attribute: int) -> int | None:
+    """What the driver says of a device, by the number of its `CUdevice_attribute`; None where it does not."""
+    torch.cuda.init()
+    value, handle = ctypes.c_int(0), ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # not NVIDIA's
+        return None
+    failed = driver.cuDeviceGet(ctypes.byref(handle), index)
+    failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, handle)
+    return None if failed else value.value
+
+
 class _HostMemory:
     """Memory for `torch.as_tensor`, by the CUDA array interface (version 3)."""
 
@@ -213,15 +226,7 @@ class TorchGpu:
 
     def _driver_says(self, attribute: int) -> bool:
         """An attribute of the device that torch has no name for."""
-        torch.cuda.init()
-        value, handle = ctypes.c_int(0), ctypes.c_int(0)
-        try:
-            driver = ctypes.CDLL("libcuda.so.1")
-        except OSError:  # not NVIDIA's
-            return False
-        failed = driver.cuDeviceGet(ctypes.byref(handle), self.device.index)
-        failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, handle)
-        return not failed and value.value == 1
+        return driver_attribute(self.device.index, attribute) == 1
 
     def numa_node(self) -> int | None:
         found: Any = torch.cuda.get_device_properties(self.device)  # torch's types lack its place on the bus

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,9 @@ from operator_calls import FAMILIES
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from attention_calls import Call, attention, taken_nbytes
 
 from chunkc.passes.cuda_memory import rounded_nbytes
 from chunkc.passes.scratch.cuda import cuda_output_nbytes, cuda_scratch_nbytes, is_known_on_cuda
@@ -27,7 +32,6 @@ pytestmark = [
 aten = torch.ops.aten
 HALF = torch.bfloat16
 DEVICE = torch.device("cuda")
-Call = tuple[Any, tuple[Any, ...]]
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -52,29 +56,6 @@ def softmax_backward(x: Tensor) -> Call:
 def embedding_backward(num: int, num_weights: int) -> Call:
     indices = torch.arange(num, device="cuda") % num_weights
     return aten.embedding_dense_backward.default, (normal(num, 256, dtype=HALF), indices, num_weights, -1, False)
-
-
-def attention(kind: str, *, backward: bool = False, dtype: torch.dtype = HALF, width: int = 64) -> Call:
-    query, key, value = (normal(4, 8, 512, width, dtype=dtype) for _ in range(3))
-    if kind == "flash":
-        op, arguments = aten._scaled_dot_product_flash_attention, (query, key, value, 0.0, True, False)
-    elif kind == "efficient":
-        op, arguments = aten._scaled_dot_product_efficient_attention, (query, key, value, None, True, 0.0, True)
-    else:
-        op, arguments = aten._scaled_dot_product_cudnn_attention, (query, key, value, None, True, 0.0, True, False)
-    if not backward:
-        return op.default, arguments
-    out, lse, *rest = op.default(*arguments)
-    if kind == "flash":
-        *lengths, seed, offset, _ = rest
-        given = (out, query, key, value, out, lse, *lengths, 0.0, True, seed, offset)
-        return aten._scaled_dot_product_flash_attention_backward.default, given
-    if kind == "efficient":
-        given = (out, query, key, value, None, out, lse, *rest, 0.0, [True, True, True, False], True)
-        return aten._scaled_dot_product_efficient_attention_backward.default, given
-    cum_q, cum_k, max_q, max_k, seed, offset, _ = rest
-    given = (out, query, key, value, out, lse, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, True)
-    return aten._scaled_dot_product_cudnn_attention_backward.default, given
 
 
 def group_norm_backward() -> Call:
@@ -143,26 +124,9 @@ CALLS: dict[str, Callable[[], Call]] = {
         for kind in ("flash", "efficient", "cudnn")
         for backward in (False, True)
     },
-    "flash attention, odd width": lambda: attention("flash", width=40),
+    "flash attention, odd width": lambda: attention("flash", shape=(4, 8, 512, 40)),
     "efficient attention, fp32, backward": lambda: attention("efficient", backward=True, dtype=torch.float32),
 }
-
-
-def taken_nbytes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, Any]:
-    """What a call takes beyond its results; these, too. It is made twice: what libraries keep is there by then."""
-    op(*args, **kwargs)
-    torch.cuda.synchronize()
-    before_nbytes = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    results = op(*args, **kwargs)
-    peak_nbytes = torch.cuda.max_memory_allocated() - before_nbytes
-    given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-    made = {
-        t.untyped_storage().data_ptr(): rounded_nbytes(t.untyped_storage().nbytes())
-        for t in tree_leaves(results)
-        if isinstance(t, Tensor) and t.device.type == "cuda"
-    }
-    return peak_nbytes - sum(nbytes for address, nbytes in made.items() if address not in given), results
 
 
 @pytest.mark.parametrize("name", CALLS)

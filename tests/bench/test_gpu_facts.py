@@ -1,0 +1,167 @@
+"""Facts about hardware: what goes wrong in one child costs one line, and what was had stays. Without a device."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+sys.path.insert(0, str(BENCH))
+import gpu_facts  # noqa: E402
+from fact_processes import Fact, Group, info, judged, run_group  # noqa: E402
+
+COMMAND = [sys.executable, str(BENCH / "gpu_facts.py")]
+
+
+def good() -> Iterator[Fact]:
+    yield judged(True, "good", "", seconds=0.25)
+
+
+def segfaulting() -> Iterator[Fact]:
+    yield info("before", num=1)
+    ctypes.string_at(0)
+
+
+def hanging() -> Iterator[Fact]:
+    yield info("before-hanging")
+    time.sleep(1000)
+
+
+def raising() -> Iterator[Fact]:
+    print("something to read")
+    raise RuntimeError("CUDA error: an illegal memory access\nmore of it")
+    yield
+
+
+def leaving() -> Iterator[Fact]:
+    os._exit(3)
+    yield
+
+
+def deaf() -> Iterator[Fact]:
+    """Starts a child that keeps the pipe open, and hangs with it."""
+    if os.fork() == 0:
+        time.sleep(1000)
+    yield judged(False, "deaf", "as planted")
+
+
+def group(find, **choices) -> Group:
+    return Group(find.__name__, find, **{"limit_s": 10.0, "needs_device": False, **choices})
+
+
+def test_what_goes_wrong_costs_one_line_and_the_rest_still_comes(tmp_path: Path, capsys: pytest.CaptureFixture):
+    path = tmp_path / "facts.json"
+    report = gpu_facts.Report(path)
+    wanted = [group(segfaulting), group(hanging, limit_s=0.7), group(raising), group(leaving), group(good)]
+    for one in wanted:
+        for fact in run_group(one, one.limit_s):
+            report.add(fact)
+            assert json.loads(path.read_text())["facts"][-1]["name"] == fact.name
+    found = [(fact.status, fact.name) for fact in report.facts]
+    assert found == [
+        ("INFO", "before"),
+        ("FAIL", "segfaulting"),
+        ("INFO", "before-hanging"),
+        ("FAIL", "hanging"),
+        ("FAIL", "raising"),
+        ("FAIL", "leaving"),
+        ("PASS", "good"),
+    ]
+    problems = {fact.name: fact.problem for fact in report.facts}
+    assert "SIGSEGV" in problems["segfaulting"]
+    assert "in segfaulting" in problems["segfaulting"]
+    assert "no end within its limit" in problems["hanging"]
+    assert "in hanging" in problems["hanging"]
+    assert problems["raising"] == "RuntimeError: CUDA error: an illegal memory access"
+    assert "code 3" in problems["leaving"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2] == "PASS good seconds=0.25"
+    assert [json.loads(line)["name"] for line in lines[1::2]] == [name for _, name in found]
+
+
+def test_what_a_child_started_goes_with_it():
+    begin_s = time.monotonic()
+    found = list(run_group(group(deaf), 5.0))
+    assert [fact.status for fact in found] == ["FAIL"]
+    assert time.monotonic() - begin_s < 4
+
+
+def test_the_end_of_a_process_is_a_fact(tmp_path: Path):
+    found = list(run_group(group(good, exit_name="exit"), 5.0))
+    assert [fact.name for fact in found] == ["good", "exit"]
+    assert 0 <= found[1].figures["exit_s"] < 5
+
+
+def test_groups_behind_the_limit_are_named():
+    report = gpu_facts.Report(None)
+    assert not gpu_facts.run([group(hanging), group(good)], report, 1.5, small=True, prepare=lambda group: True)
+    assert [(fact.status, fact.name) for fact in report.facts] == [
+        ("INFO", "before-hanging"),
+        ("FAIL", "hanging"),
+        ("INFO", "good"),
+    ]
+    assert "time is over" in report.facts[-1].problem
+
+
+@pytest.mark.second_tier
+def test_on_a_machine_without_a_device(tmp_path: Path):
+    """Facts about the host and the packages, and no failure; those of a device say that there is none."""
+    path = tmp_path / "new" / "facts.json"
+    environment = dict(os.environ, CUDA_VISIBLE_DEVICES="")
+    wanted = ["--small", "--only", "host", "device", "view-*", "--out", str(path), "--time-limit", "250"]
+    done = subprocess.run([*COMMAND, *wanted], env=environment, capture_output=True, text=True, timeout=300)
+    content = json.loads(path.read_text())
+    assert content["is_complete"]
+    statuses = {fact["name"]: fact["status"] for fact in content["facts"]}
+    assert {"machine", "memory", "pages", "locking", "loopback"} <= set(statuses)
+    if statuses["device"] == "PASS":
+        assert statuses["view-read"] == "INFO"
+    assert done.returncode == int("FAIL" in statuses.values()), done.stdout + done.stderr
+    assert not [other for other in path.parent.iterdir() if other != path]
+
+
+@pytest.mark.second_tier
+def test_packages_are_imported_by_an_interpreter_of_their_own(tmp_path: Path):
+    path = tmp_path / "facts.json"
+    subprocess.run(
+        [*COMMAND, "--only", "imports", "--out", str(path), "--time-limit", "250"],
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+    found = {fact["name"]: fact for fact in json.loads(path.read_text())["facts"]}
+    assert found["imports"]["figures"]["torch"].startswith("2.")
+    assert found["imports-chunkc"]["status"] == "PASS"
+
+
+def test_a_kill_leaves_what_was_had_and_no_child(tmp_path: Path):
+    path = tmp_path / "facts.json"
+    with subprocess.Popen([*COMMAND, "--small", "--out", str(path)], stdout=subprocess.PIPE, text=True) as process:
+        while not path.exists():
+            time.sleep(0.01)
+        time.sleep(0.5)
+        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.send_signal(signal.SIGKILL)
+    assert json.loads(path.read_text())["is_complete"] is False
+    deadline_s = time.monotonic() + 5
+    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{child}").exists()
+
+
+def test_arguments_that_make_no_sense(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        gpu_facts.main(["--only", "nothing-like-this"])
+    assert "no group is called 'nothing-like-this'" in capsys.readouterr().err
+    assert gpu_facts.main(["--list"]) == 0
+    names = capsys.readouterr().out.split()
+    assert len(names) == len(set(names)) > 20
