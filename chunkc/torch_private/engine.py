@@ -1,4 +1,4 @@
-"""Functions of `torch._C` and private attributes of tensors: autograd's engine, autocast, storages, processors."""
+"""Functions of `torch._C` and private attributes of tensors: autograd's engine, autocast, storages."""
 
 from __future__ import annotations
 
@@ -82,13 +82,3 @@ def tensor_use_count(tensor: torch.Tensor) -> int:
 def hooks_of(tensor: torch.Tensor) -> Mapping[int, Any] | None:
     """The hooks that `Tensor.register_hook` registered; None or empty where there are none."""
     return tensor._backward_hooks
-
-
-def multiplies_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 with AVX-512."""
-    return torch.cpu._is_avx512_bf16_supported()
-
-
-def multiplies_tiles() -> bool:
-    """Whether the processor has AMX."""
-    return torch.cpu._is_amx_tile_supported()

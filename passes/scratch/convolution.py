@@ -30,7 +30,7 @@ from chunkc.passes.scratch.onednn_convolution import (
     by_blocks,
     padded,
 )
-from chunkc.torch_private.engine import multiplies_bfloat16, multiplies_tiles
+from chunkc.torch_private import onednn
 
 _MANY_IMAGES = 16
 """From so many on, oneDNN computes also filters of one pixel with one thread."""
@@ -250,22 +250,18 @@ def _copies(c: Convolution, *tensors: Tensor) -> int:
 
 
 def _is_known(o: Operands) -> bool:
-    """Whether a processor's kernels are known here."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return False
+    """Whether the kernels are known that oneDNN picks for its instructions."""
     if o.image.dtype == torch.bfloat16:
-        return multiplies_bfloat16() and not multiplies_tiles()
-    return o.image.dtype == torch.float32
+        return onednn.multiplies_bfloat16() and not onednn.multiplies_tiles()
+    return onednn.uses_avx512() and o.image.dtype == torch.float32
 
 
 def _runs_in_aten(o: Operands) -> bool:
     """Whether ATen computes by itself: other dtypes, small single images, one pixel on one thread, old processors."""
-    if o.image.dtype == torch.bfloat16:
-        return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if o.image.dtype == torch.float16:
-        return not torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    if o.image.dtype != torch.float32:
+    if not onednn.computes(o.image.dtype):
         return True
+    if o.image.dtype != torch.float32:
+        return False
     c, shape = o.numbers, o.image.shape
     edges = c.kernel[-2:] if len(c.kernel) > 1 else (1, *c.kernel)  # in one dimension, images are of one row
     plain = not c.strided and max(c.dilation) == 1

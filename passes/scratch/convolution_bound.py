@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-import torch
-
 from chunkc.passes.scratch.convolution_scratchpad import columns_nbytes, filters_columns_nbytes, strided_nbytes
 from chunkc.passes.scratch.onednn_convolution import MIN_POSITIONS, Convolution, by_blocks, padded
+from chunkc.torch_private import onednn
 
 
 def bound_nbytes(c: Convolution, *, backward: bool, unfolds: bool) -> int:
@@ -39,7 +38,7 @@ def bound_nbytes(c: Convolution, *, backward: bool, unfolds: bool) -> int:
     nbytes += c.num_threads * (1 << 20 if low else 64 << 10) + (c.num_threads * filters if backward else 0)
     if min(c.positions, prod(c.read)) < MIN_POSITIONS:
         nbytes += 4 * filters  # as a matrix product, which packs its operands
-    if (backward or c.transposed) and not low and torch.backends.cpu.get_cpu_capability() != "AVX512":
+    if (backward or c.transposed) and not low and not onednn.uses_avx512():
         nbytes += images + results + filters  # reordered once more
         nbytes += c.num_threads * (2 * filters + (64 << 10)) if backward else 0
     if c.strided and (backward or c.transposed):
@@ -49,6 +48,8 @@ def bound_nbytes(c: Convolution, *, backward: bool, unfolds: bool) -> int:
         nbytes += 2 * c.num_threads * filters  # unfolded, and summed per thread
     nbytes += columns_nbytes(c, c.unfolded_nbytes // c.itemsize * itemsize, c.positions * c.outside)
     nbytes += filters_columns_nbytes(c) if backward and c.unfolds_for_filters else 0
+    if len(c.kernel) == 3 and c.last and not low and not onednn.uses_avx2():
+        nbytes += c.num_threads * c.inside * c.pixels * c.positions * itemsize  # a whole volume is unfolded
     if unfolds or c.transposed:
         nbytes += c.num_images * c.groups * c.unfolded_nbytes + c.filters_nbytes
     return 2 * nbytes if low and len(c.kernel) == 3 else nbytes

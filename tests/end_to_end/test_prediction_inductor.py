@@ -7,12 +7,12 @@ ever predicted too small. What is not within 1 % is bounded, and has its reason 
 from __future__ import annotations
 
 import pytest
-import torch
 from ladder import describe, is_exception, rungs
 from memory_curves import PhaseCurve, step_curves
 from zoo import LADDER
 
 from chunkc.passes.scratch.exceptions import BEYOND_OPERATORS
+from chunkc.torch_private import onednn
 
 WITHIN = 0.01
 
@@ -25,18 +25,18 @@ def convolution_bound() -> float:
     `ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI`), 13.6 times with AVX2; with AMX, not measured again since oneDNN 3.12, 4
     times at most.
     """
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+    if not onednn.uses_avx512():
         return 16.0
-    if not torch.cpu._is_avx512_bf16_supported():
+    if not onednn.multiplies_bfloat16():
         return 12.0
-    return 4.0 if torch.cpu._is_amx_tile_supported() else 1 + WITHIN
+    return 4.0 if onednn.multiplies_tiles() else 1 + WITHIN
 
 
 LOW_PRECISION = {"autocast_gpt": 1.5, "autocast_convnet": convolution_bound()}
 """Models whose fullest moment is a product or convolution in bfloat16 -> how many times the truth may be predicted."""
 
 WITH_CONVOLUTIONS = ("convnet", "resnet", "convnext", "unet", "whisper", "clip", "vit")
-WITHOUT_AVX512 = {} if torch.backends.cpu.get_cpu_capability() == "AVX512" else dict.fromkeys(WITH_CONVOLUTIONS, 4.5)
+WITHOUT_AVX512 = {} if onednn.uses_avx512() else dict.fromkeys(WITH_CONVOLUTIONS, 4.5)
 """Where kernels of float32 convolutions are not known, their scratch is bounded -> how many times the truth."""
 
 SEVERAL_GRAPHS = {"graph_breaks": 1.04, "breaks_in_loop": 1.04}

@@ -16,12 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from zoo import LADDER
 
 import chunkc
+from chunkc.torch_private import onednn
 
 SECOND, SLOW = pytest.mark.second_tier, pytest.mark.slow
 
 both_ways = pytest.mark.parametrize("way", ["offload", "rerun"])
 
-CONVNET_SHARE = 0.95 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 0.98
+CONVNET_SHARE = 0.95 if onednn.uses_avx512() else 0.98
 """Without AVX-512 the scratch of convolutions is bounded, and more of the smallest budget is that."""
 
 MODELS = [

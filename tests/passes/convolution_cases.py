@@ -11,8 +11,19 @@ import torch
 from metering import measure
 
 from chunkc.passes.scratch import cpu
+from chunkc.torch_private import onednn
 
 aten = torch.ops.aten
+
+KNOWN = {
+    torch.float32: onednn.uses_avx512(),
+    torch.bfloat16: onednn.multiplies_bfloat16() and not onednn.multiplies_tiles(),
+}
+"""Whether predictions follow the kernels that oneDNN picks here; else they are wide bounds."""
+WITHIN = 1.5
+"""How many times the truth may be predicted where they do: caches and threads change oneDNN's choices, too."""
+SLACK_NBYTES = 16 << 10
+"""Per thread, beside what is taken: a few pages of addresses and barriers."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,29 @@ def gap(target, *args) -> int:
     """Predicted bytes less measured ones."""
     measured, outputs = measure(target, args, {})
     return cpu.scratch_nbytes(target, args, {}, outputs, torch.get_num_threads()) - measured
+
+
+def check(target, *args, within: float = WITHIN) -> None:
+    """Never too little; where kernels are known, at most `within` times the truth, and a few pages."""
+    measured, outputs = measure(target, args, {})
+    num_threads = torch.get_num_threads()
+    predicted = cpu.scratch_nbytes(target, args, {}, outputs, num_threads)
+    what = f"{target} takes {measured}, predicted {predicted}"
+    assert predicted >= measured, what
+    (dtype,) = {arg.dtype for arg in args if isinstance(arg, torch.Tensor)}
+    assert not KNOWN.get(dtype) or predicted <= within * measured + num_threads * SLACK_NBYTES, what
+
+
+def check_both(shape: Shape, *, bias: bool, dtype: torch.dtype = torch.float32, within: float = WITHIN) -> None:
+    """`check` of the forward and of the backward for all that is asked for in training."""
+    image, filters = shape.image().to(dtype), shape.filters().to(dtype)
+    added = torch.randn(shape.outside).to(dtype) if bias else None
+    grad = torch.randn(aten.convolution.default(image, filters, added, *shape.how).shape).to(dtype)
+    mask = [shape.inside > 3, True, bias]
+    check(aten.convolution.default, image, filters, added, *shape.how, within=within)
+    check(
+        aten.convolution_backward.default, grad, image, filters, [shape.outside], *shape.how, mask, within=within
+    )  # fmt: skip
 
 
 def gaps(shape: Shape, *, bias: bool, dtype: torch.dtype = torch.float32) -> tuple[int, int]:

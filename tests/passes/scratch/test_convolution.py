@@ -1,4 +1,5 @@
-"""Convolutions and their backwards against the allocator: exact where oneDNN's kernels are known, else never less."""
+"""Convolutions and their backwards against the allocator: exact where ATen computes; oneDNN's never less, and close
+where its kernels are known."""
 
 from __future__ import annotations
 
@@ -6,14 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from convolution_cases import Shape, aten, gap, gaps, last
+from convolution_cases import KNOWN, SLACK_NBYTES, Shape, aten, check, check_both, gap, gaps, last
 
 pytestmark = pytest.mark.usefixtures("metered")
-AVX512 = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="blocks are known for AVX-512 only"
-)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-EXACT = {
+USUAL = {
     "blocks": Shape(2, 32, 64, 16, 3, padding=1),
     "threads share rows": Shape(2, 16, 16, 32, 3, padding=1),
     "threads share images": Shape(8, 48, 32, 14, 3, stride=2, padding=1),
@@ -31,29 +29,28 @@ EXACT = {
 }
 
 
-@AVX512
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
-@pytest.mark.parametrize("name", EXACT)
-def test_known_kernels_to_the_byte(name: str, num_threads: int) -> None:
+@pytest.mark.parametrize("name", USUAL)
+def test_usual_ones(name: str, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
-    assert gaps(EXACT[name], bias=False) == (0, 0)
+    check_both(USUAL[name], bias=False)
 
 
-@AVX512
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", USUAL)
 def test_a_bias_is_known_too(name: str) -> None:
     torch.set_num_threads(2)
-    assert gaps(EXACT[name], bias=True) == (0, 0)
+    check_both(USUAL[name], bias=True)
 
 
-@AVX512
 @pytest.mark.parametrize("images", [15, 16])
 def test_one_pixel_on_one_thread(images: int) -> None:
     """Up to 15 images a product in place, then oneDNN's."""
     torch.set_num_threads(1)
-    forward, backward = gaps(Shape(images, 64, 32, 8, 1), bias=False)
-    assert forward == 0
-    assert backward == 0 if images == 15 else backward >= 0
+    shape = Shape(images, 64, 32, 8, 1)
+    if images == 15:
+        assert gaps(shape, bias=False) == (0, 0)
+    else:
+        assert min(gaps(shape, bias=False)) >= 0
 
 
 @dataclass(frozen=True)
@@ -93,11 +90,10 @@ def test_oblong_is_never_too_little(name: str) -> None:
         assert gap(aten.convolution_backward.default, grad, image, filters, [0], *how, mask) >= 0
 
 
-@AVX512
 def test_depthwise_filters_of_convnext() -> None:
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
-        assert gaps(Shape(2, 32, 32, 8, 7, padding=3, groups=32), bias=True) == (0, 0)
+        check_both(Shape(2, 32, 32, 8, 7, padding=3, groups=32), bias=True)
 
 
 DEPTHWISE_CHANNELS_LAST = {
@@ -107,10 +103,9 @@ DEPTHWISE_CHANNELS_LAST = {
 }
 
 
-@AVX512
 @pytest.mark.parametrize("num_threads", [1, 4])
 @pytest.mark.parametrize("name", DEPTHWISE_CHANNELS_LAST)
-def test_depthwise_gradients_of_channels_last_to_the_byte(name: str, num_threads: int) -> None:
+def test_depthwise_gradients_of_channels_last(name: str, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     shape = DEPTHWISE_CHANNELS_LAST[name]
     image, filters = last(shape.image()), shape.filters()
@@ -118,7 +113,7 @@ def test_depthwise_gradients_of_channels_last_to_the_byte(name: str, num_threads
     for given in (grad, grad.contiguous()):
         for mask in ([True, True, True], [True, True, False], [False, True, True], [True, False, False]):
             args = (given, image, filters, [shape.outside], *shape.how, mask)
-            assert gap(aten.convolution_backward.default, *args) == 0
+            check(aten.convolution_backward.default, *args)
 
 
 DEPTHWISE_LARGER_THAN_IMAGES = {
@@ -128,19 +123,17 @@ DEPTHWISE_LARGER_THAN_IMAGES = {
 }
 
 
-@AVX512
 @pytest.mark.parametrize("name", DEPTHWISE_LARGER_THAN_IMAGES)
-def test_depthwise_filters_larger_than_images_of_channels_last_to_the_byte(name: str) -> None:
+def test_depthwise_filters_larger_than_images_of_channels_last(name: str) -> None:
     torch.set_num_threads(2)
     shape = DEPTHWISE_LARGER_THAN_IMAGES[name]
     image, filters, bias = last(shape.image()), shape.filters(), torch.randn(shape.outside)
-    assert gap(aten.convolution.default, image, filters, bias, *shape.how) == 0
+    check(aten.convolution.default, image, filters, bias, *shape.how)
     grad = torch.randn_like(aten.convolution.default(image, filters, bias, *shape.how))
     for mask in ([True, False, False], [False, True, True]):
-        assert gap(aten.convolution_backward.default, grad, image, filters, [shape.outside], *shape.how, mask) == 0
+        check(aten.convolution_backward.default, grad, image, filters, [shape.outside], *shape.how, mask)
 
 
-@AVX512
 @pytest.mark.parametrize("padding", [6, 7, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_depthwise_filters_with_gaps_and_much_padding_are_computed_as_groups(dtype: torch.dtype, padding: int) -> None:
@@ -148,7 +141,7 @@ def test_depthwise_filters_with_gaps_and_much_padding_are_computed_as_groups(dty
     torch.set_num_threads(2)
     shape = Shape(2, 32, 32, 30, 3, padding=padding, dilation=padding, groups=32)
     image, filters = last(shape.image().to(dtype)), shape.filters().to(dtype)
-    assert gap(aten.convolution.default, image, filters, None, *shape.how) == 0
+    check(aten.convolution.default, image, filters, None, *shape.how)
     network = Shape(2, 32, 32, 14, 7, padding=9, dilation=3, groups=32)
     image, filters = last(network.image().to(dtype)), network.filters().to(dtype)
     assert gap(aten.convolution.default, image, filters, None, *network.how) >= 0
@@ -174,8 +167,8 @@ def test_narrow_depthwise_gradients_of_channels_last_within_a_few_filters(num_th
     args = (grad, image, filters, [40], *shape.how, [True, True, True])
     found = gap(aten.convolution_backward.default, *args)
     assert found >= 0
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":
-        assert found < 8 * filters.nbytes
+    if KNOWN[torch.float32]:
+        assert found < 8 * filters.nbytes + num_threads * SLACK_NBYTES
 
 
 TRANSPOSED_CHANNELS_LAST = {
@@ -185,16 +178,15 @@ TRANSPOSED_CHANNELS_LAST = {
 }
 
 
-@AVX512
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("name", TRANSPOSED_CHANNELS_LAST)
-def test_transposed_channels_last_to_the_byte(name: str, num_threads: int, bias: bool) -> None:
+def test_transposed_channels_last(name: str, num_threads: int, bias: bool) -> None:
     torch.set_num_threads(num_threads)
     shape = TRANSPOSED_CHANNELS_LAST[name]
     image, filters, added = shape.image(), shape.filters(), torch.randn(shape.outside) if bias else None
     for formats in ((last(image), last(filters)), (last(image), filters), (image, last(filters))):
-        assert gap(aten.convolution.default, *formats, added, *shape.how) == 0
+        check(aten.convolution.default, *formats, added, *shape.how)
 
 
 UNFOLDED = {
@@ -220,12 +212,11 @@ def test_one_small_image_of_one_row_to_the_byte() -> None:
     assert gaps(Shape(1, 16, 48, 60, 8, padding=3, dimensions=1), bias=True) == (0, 0)
 
 
-@AVX512
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_addresses_of_many_pixels_to_the_byte(num_threads: int) -> None:
+def test_addresses_of_many_pixels(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     shape = Shape(2, 32, 16, 16, 11, padding=5)
-    assert gap(aten.convolution.default, last(shape.image()), last(shape.filters()), None, *shape.how) == 0
+    check(aten.convolution.default, last(shape.image()), last(shape.filters()), None, *shape.how)
 
 
 @pytest.mark.parametrize("name", UNFOLDED)
@@ -282,7 +273,7 @@ CONVOLUTIONS = [  # images, channels in and out, pixels, kernel, stride, padding
 ]  # fmt: skip
 
 
-def check(target, *args) -> None:
+def check_threads(target, *args) -> None:
     """Never less than measured, for every number of threads."""
     for num_threads in (1, 2, 3):
         torch.set_num_threads(num_threads)
@@ -301,21 +292,21 @@ def test_convolutions(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     how = ([stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups)
     for x in (image, image.to(memory_format=torch.channels_last)):
         grad = torch.randn_like(aten.convolution.default(x, weight, bias, *how))
-        check(aten.convolution.default, x, weight, bias, *how)
-        check(aten.convolution_backward.default, grad, x, weight, [filters], *how, [True, True, True])
+        check_threads(aten.convolution.default, x, weight, bias, *how)
+        check_threads(aten.convolution_backward.default, grad, x, weight, [filters], *how, [True, True, True])
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
 def test_other_convolutions(dtype: torch.dtype) -> None:
     x, w = torch.randn(2, 16, 50).to(dtype), torch.randn(32, 16, 3).to(dtype)
-    check(aten.convolution.default, x, w, None, [1], [0], [1], False, [0], 1)
+    check_threads(aten.convolution.default, x, w, None, [1], [0], [1], False, [0], 1)
     up = torch.randn(16, 32, 3).to(dtype)
-    check(aten.convolution.default, x, up, None, [2], [1], [1], True, [1], 1)
+    check_threads(aten.convolution.default, x, up, None, [2], [1], [1], True, [1], 1)
     image, small = torch.randn(2, 8, 9, 9).to(dtype), torch.randn(6, 8, 3, 3).to(dtype)
-    check(aten.convolution.default, image, small, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    check_threads(aten.convolution.default, image, small, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     for_all = ([2], [0], [1], False, [0], 1)  # one number for all dimensions
-    check(aten.convolution.default, image, small, None, *for_all)
+    check_threads(aten.convolution.default, image, small, None, *for_all)
     grad = torch.randn_like(aten.convolution.default(image, small, None, *for_all))
-    check(aten.convolution_backward.default, grad, image, small, [0], *for_all, [True, True, False])
+    check_threads(aten.convolution_backward.default, grad, image, small, [0], *for_all, [True, True, False])
     volume, filters = torch.randn(2, 4, 6, 7, 8).to(dtype), torch.randn(8, 4, 3, 3, 3).to(dtype)
-    check(aten.convolution.default, volume, filters, None, [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1)
+    check_threads(aten.convolution.default, volume, filters, None, [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1)

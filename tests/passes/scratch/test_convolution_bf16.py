@@ -1,4 +1,4 @@
-"""Bfloat16 convolutions against the allocator: where oneDNN's kernels are known, exact or close; never too little."""
+"""Bfloat16 convolutions against the allocator: where oneDNN's kernels are known, close; never too little."""
 
 from __future__ import annotations
 
@@ -6,21 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from convolution_cases import Shape, aten, gap, gaps, last
+from convolution_cases import KNOWN, SLACK_NBYTES, Shape, aten, check, check_both, gap, gaps, last
 
 from chunkc.passes.scratch import cpu
+from chunkc.torch_private import onednn
 
 pytestmark = pytest.mark.usefixtures("metered")
 BF16 = torch.bfloat16
-KNOWN = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX512"
-    or not torch.cpu._is_avx512_bf16_supported()
-    or torch.cpu._is_amx_tile_supported(),
-    reason="kernels are known for AVX-512 with bfloat16 and without AMX only",
-)
 
-
-EXACT = {
+USUAL = {
     "colours": Shape(2, 3, 16, 32, 7, stride=2, padding=3),
     "blocks": Shape(2, 32, 64, 16, 3, padding=1),
     "padded blocks": Shape(2, 20, 24, 16, 3, padding=1),
@@ -35,13 +29,12 @@ EXACT = {
 }
 
 
-@KNOWN
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
-@pytest.mark.parametrize("name", EXACT)
-def test_known_kernels_to_the_byte(name: str, num_threads: int, bias: bool) -> None:
+@pytest.mark.parametrize("name", USUAL)
+def test_usual_ones(name: str, num_threads: int, bias: bool) -> None:
     torch.set_num_threads(num_threads)
-    assert gaps(EXACT[name], bias=bias, dtype=BF16) == (0, 0)
+    check_both(USUAL[name], bias=bias, dtype=BF16)
 
 
 def gap_of_channels_last(shape: Shape) -> tuple[int, int]:
@@ -53,12 +46,12 @@ def gap_of_channels_last(shape: Shape) -> tuple[int, int]:
     return found, cpu.scratch_nbytes(aten.convolution.default, args, {}, outputs, torch.get_num_threads()) - found
 
 
-@KNOWN
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
 @pytest.mark.parametrize("name", ["blocks", "threads share images", "strided", "small images", "no padding"])
-def test_channels_last_to_the_byte(name: str, num_threads: int) -> None:
+def test_channels_last(name: str, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
-    assert gap_of_channels_last(EXACT[name])[0] == 0
+    shape = USUAL[name]
+    check(aten.convolution.default, last(shape.image().to(BF16)), last(shape.filters().to(BF16)), None, *shape.how)
 
 
 MAY_BE_DIVIDED = {
@@ -69,7 +62,6 @@ MAY_BE_DIVIDED = {
 }
 
 
-@KNOWN
 @pytest.mark.parametrize("num_threads", [1, 2, 8])
 @pytest.mark.parametrize("name", MAY_BE_DIVIDED)
 def test_channels_last_within_one_row_of_sums(name: str, num_threads: int) -> None:
@@ -77,7 +69,8 @@ def test_channels_last_within_one_row_of_sums(name: str, num_threads: int) -> No
     shape = MAY_BE_DIVIDED[name]
     found, measured = gap_of_channels_last(shape)
     rows_nbytes = 4096 + 4 * num_threads * 64 * (shape.edge + 1)
-    assert 0 <= found <= rows_nbytes + measured // 3
+    assert found >= 0
+    assert not KNOWN[BF16] or found <= rows_nbytes + measured // 3 + num_threads * SLACK_NBYTES
 
 
 ONE_PIXEL = {
@@ -89,7 +82,6 @@ ONE_PIXEL = {
 }
 
 
-@KNOWN
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
 @pytest.mark.parametrize("name", ONE_PIXEL)
 def test_one_pixel_is_bounded(name: str, num_threads: int) -> None:
@@ -98,10 +90,10 @@ def test_one_pixel_is_bounded(name: str, num_threads: int) -> None:
         forward, backward = gaps(ONE_PIXEL[name], bias=bias, dtype=BF16)
         assert forward >= 0
         assert backward >= 0
-        assert max(forward, backward) < 1 << 20, "far below what is reckoned per thread of unknown kernels"
+        if KNOWN[BF16]:
+            assert max(forward, backward) < 1 << 20, "far below what is reckoned per thread of unknown kernels"
 
 
-@KNOWN
 @pytest.mark.parametrize("num_threads", [2, 3])
 @pytest.mark.parametrize(
     "shape",
@@ -111,8 +103,8 @@ def test_one_pixel_is_bounded(name: str, num_threads: int) -> None:
         Shape(1, 512, 128, 8, 3, stride=2, padding=1),
         Shape(8, 12, 20, 9, 3, padding=1),
         Shape(2, 64, 16, 5, 7, stride=3, padding=3),
-        replace(EXACT["blocks"], dilation=2),
-        replace(EXACT["blocks"], groups=4),
+        replace(USUAL["blocks"], dilation=2),
+        replace(USUAL["blocks"], groups=4),
     ],
     ids=lambda shape: f"{shape.inside}-{shape.outside}-{shape.edge}-{shape.kernel}-{shape.groups}-{shape.dilation}",
 )
@@ -126,18 +118,17 @@ def test_never_too_little(shape: Shape, num_threads: int) -> None:
 @pytest.mark.parametrize("missing", ["bfloat16 instructions", "AMX is there"])
 def test_other_processors_keep_the_bound(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Emulated kernels and AMX's take other scratch, which is not known."""
-    shape = EXACT["blocks"]
+    shape = USUAL["blocks"]
     image, filters = shape.image().to(BF16), shape.filters().to(BF16)
     args = (image, filters, None, *shape.how)
     outputs = torch.empty(2, 64, 16, 16, dtype=BF16)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(onednn, "computes", lambda dtype: True)
+    monkeypatch.setattr(onednn, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(onednn, "multiplies_tiles", lambda: False)
     known = cpu.scratch_nbytes(aten.convolution.default, args, {}, outputs, 2)
     assert known == 2 * (2 * 32 * 16 * 16 + 64 * 32 * 9)
     if missing == "AMX is there":
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+        monkeypatch.setattr(onednn, "multiplies_tiles", lambda: True)
     else:
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+        monkeypatch.setattr(onednn, "multiplies_bfloat16", lambda: False)
     assert cpu.scratch_nbytes(aten.convolution.default, args, {}, outputs, 2) > known + (2 << 20)

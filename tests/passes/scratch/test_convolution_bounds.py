@@ -7,23 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from convolution_cases import Shape, aten, gap
+from convolution_cases import KNOWN, SLACK_NBYTES, WITHIN, Shape, aten, gap
 from metering import measure
 
 from chunkc.passes.scratch import cpu
 
 pytestmark = pytest.mark.usefixtures("metered")
-HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-KNOWN = {
-    torch.float32: HAS_AVX512,
-    torch.bfloat16: HAS_AVX512 and torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported(),
-}
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-SLACK_NBYTES = 16 << 10
-"""Per thread, beside what is taken: a few pages of addresses and barriers."""
 
 
-def check_calls(shape: Shape, dtype: torch.dtype, *, last: bool, bias: bool, within: float | None = 1.5) -> None:
+def check_calls(shape: Shape, dtype: torch.dtype, *, last: bool, bias: bool, within: float | None = WITHIN) -> None:
     """A forward and a backward of one convolution, with as many threads as are set."""
     image, filters = shape.image().to(dtype), shape.filters().to(dtype)
     if last:
@@ -64,7 +57,7 @@ CLASSES = {
 def test_classes_are_within_half_as_much_again(name: str, dtype: torch.dtype, last: bool) -> None:
     for num_threads in (1, 2, 4):
         torch.set_num_threads(num_threads)
-        check_calls(CLASSES[name], dtype, last=last, bias=num_threads == 2, within=1.5 if KNOWN[dtype] else None)
+        check_calls(CLASSES[name], dtype, last=last, bias=num_threads == 2, within=WITHIN if KNOWN[dtype] else None)
 
 
 MODELS = {
@@ -95,7 +88,7 @@ def test_models_are_within_half_as_much_again(name: str, dtype: torch.dtype, las
         pytest.skip("rows have no such format")
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
-        check_calls(MODELS[name], dtype, last=last, bias=num_threads == 2, within=1.5 if KNOWN[dtype] else None)
+        check_calls(MODELS[name], dtype, last=last, bias=num_threads == 2, within=WITHIN if KNOWN[dtype] else None)
 
 
 SMALL_VOLUMES = {
@@ -124,8 +117,8 @@ def test_filters_of_one_row_of_volumes(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     image, filters = torch.randn(2, 16, 6, 8, 8), torch.randn(16, 16, 3, 1, 1)
     how = ([1, 1, 1], [1, 0, 0], [1, 1, 1], False, [0, 0, 0], 1)
-    is_known = num_threads == 1 or torch.backends.cpu.get_cpu_capability() == "AVX512"
-    check_call(aten.convolution.default, (image, filters, None, *how), 1.5 if is_known else None)
+    is_known = num_threads == 1 or KNOWN[torch.float32]
+    check_call(aten.convolution.default, (image, filters, None, *how), WITHIN if is_known else None)
 
 
 def some_shapes(seed: int, number: int) -> Iterator[Shape]:
