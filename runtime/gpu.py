@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import re
-from collections.abc import Sequence
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +27,8 @@ from chunkc.torch_private import cuda_allocator
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 _PAGEABLE_MEMORY_ACCESS = 88  # CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS
 _CAN_USE_HOST_POINTER = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 DLPACK_CUDA = 2  # kDLCUDA
 
 _capsule_address = ctypes.pythonapi.PyCapsule_GetPointer
@@ -74,7 +79,11 @@ class Gpu(Protocol):
         """Page-lock host memory and map it for the device; why it could not be done, or None."""
 
     def unpin(self, address: int) -> str | None:
-        """Undo `pin` once the device is idle; why it could not be done, or None."""
+        """Undo `pin` once all is over that streams were given that were anybody's current one here; why it could not be
+        done, or None. Breaks no graph that another thread captures."""
+
+    def note_current_stream(self) -> None:
+        """Let `unpin` wait for the calling thread's stream, too. Makes no call of CUDA's: safe in a finalizer."""
 
     def view(self, address: int, nbytes: int, owner: object) -> torch.Tensor:
         """A flat uint8 tensor of the device's over pinned host memory; its storage keeps `owner` alive.
@@ -103,9 +112,8 @@ def driver_attribute(index: int, attribute: int) -> int | None:
     """What the driver says of a device, by the number of its `CUdevice_attribute`; None where it does not."""
     torch.cuda.init()
     value, handle = ctypes.c_int(0), ctypes.c_int(0)
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:  # not NVIDIA's
+    driver = _driver()
+    if driver is None:
         return None
     failed = driver.cuDeviceGet(ctypes.byref(handle), index)
     failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, handle)
@@ -139,8 +147,52 @@ def relabelled(host: torch.UntypedStorage, device_type: int, index: int) -> torc
     return dlpack.from_dlpack(capsule)
 
 
+_streams: defaultdict[int, dict[int, torch.cuda.Stream]] = defaultdict(dict)
+"""Of each device, by handle: chunkc's own, and torch's that were somebody's current one where chunkc computed."""
+
+_spare_streams: defaultdict[int, deque[int]] = defaultdict(deque)
+"""Of each device, handles of chunkc's own streams whose links are gone. Finalizers append, in any thread."""
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL | None:
+    """NVIDIA's driver, if there is one."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def _call(driver: ctypes.CDLL, name: str, *arguments: Any) -> None:
+    """Call the driver.
+
+    Raises:
+        UnsupportedError: it says that it cannot.
+    """
+    error = getattr(driver, name)(*arguments)
+    if error:
+        raise UnsupportedError(f"{name} of the CUDA driver failed with error {error}")
+
+
+@contextlib.contextmanager
+def _beside_captures() -> Iterator[None]:
+    """Let the calling thread do what could not be captured, while another one captures a graph."""
+    driver, mode = _driver(), ctypes.c_int(_RELAXED)
+    if driver is None:
+        yield
+        return
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
 class TorchGpu:
     """A CUDA device through torch. Needs torch 2.9 or newer for `view`.
+
+    Streams are not torch's 32, which it hands out in turn: a link would soon be on a user's stream, or another link's,
+    and wait for what it has nothing to do with. Those of links that are gone serve the next ones.
 
     Args:
         index: of the device; the current one by default.
@@ -163,10 +215,44 @@ class TorchGpu:
             )
 
     def new_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.device)
+        handle: int | None
+        try:
+            handle = _spare_streams[self.device.index].pop()
+        except IndexError:
+            handle = self._make_stream()
+        if handle is None:  # not NVIDIA's
+            return torch.cuda.Stream(self.device)
+        stream = torch.cuda.ExternalStream(handle, self.device)
+        weakref.finalize(stream, _spare_streams[self.device.index].append, handle).atexit = False
+        _streams[self.device.index][handle] = torch.cuda.ExternalStream(handle, self.device)
+        return stream
+
+    def _make_stream(self) -> int | None:
+        """A stream of the driver's that waits for no other, for good; None without NVIDIA's driver."""
+        driver = _driver()
+        if driver is None:
+            return None
+        device, context, stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+        with torch.cuda.device(self.device):
+            torch.cuda.init()
+            _call(driver, "cuDeviceGet", ctypes.byref(device), self.device.index)
+            _call(driver, "cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+            _call(driver, "cuCtxPushCurrent_v2", context)
+            try:
+                _call(driver, "cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
+            finally:
+                _call(driver, "cuCtxPopCurrent_v2", ctypes.byref(context))
+                _call(driver, "cuDevicePrimaryCtxRelease_v2", device)
+        return stream.value
 
     def current_stream(self) -> torch.cuda.Stream:
+        self.note_current_stream()
         return torch.cuda.current_stream(self.device)
+
+    def note_current_stream(self) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        if stream.stream_id != stream.cuda_stream or stream.stream_id == 0:  # of others than torch, who may destroy it
+            _streams[self.device.index].setdefault(stream.cuda_stream, stream)
 
     def using(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
@@ -191,12 +277,29 @@ class TorchGpu:
         return problem
 
     def unpin(self, address: int) -> str | None:
-        with torch.cuda.device(self.device):
-            torch.cuda.synchronize()
-            problem = _problem(torch.cuda.cudart().cudaHostUnregister(address))
+        with torch.cuda.device(self.device), _beside_captures():
+            problem = self._await_streams()
+            problem = _problem(torch.cuda.cudart().cudaHostUnregister(address)) or problem
             if problem is not None:
                 self._forget_last_error()
         return problem
+
+    def _await_streams(self) -> str | None:
+        """Block until the streams that are known have done what they were given; what went wrong, or None.
+
+        Not the device as a whole: to wait for that is an error where any stream captures a graph, and breaks the graph.
+        """
+        for stream in list(_streams[self.device.index].values()):
+            with torch.cuda.stream(stream):
+                if torch.cuda.is_current_stream_capturing():
+                    continue  # it had to be idle before
+            try:
+                end = self.new_event()
+                end.record(stream)
+                end.synchronize()
+            except RuntimeError as error:  # of a kernel, long ago: no call succeeds any more
+                return str(error).splitlines()[0]
+        return None
 
     def view(self, address: int, nbytes: int, owner: object) -> torch.Tensor:
         flat = torch.as_tensor(_HostMemory(address, nbytes, owner), device=self.device)

@@ -7,7 +7,8 @@
         home.read(region, 4096, slot)                                     # returns at once
 
 Each region is a memory map of its own, pinned by itself (cudaHostRegister): torch's caching host allocator would round
-up to powers of two.
+up to powers of two. A region that nobody views any more is unpinned and unmapped by a thread, once the device is done
+with it (see `_Unpinner`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -36,6 +39,7 @@ from chunkc.runtime.gpu import Gpu
 from chunkc.runtime.homes import Home, Region, home_view_span
 from chunkc.runtime.maps import Mapping, map_memory
 from chunkc.runtime.numa import prefer_node
+from chunkc.runtime.streams import POLL_S
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +50,7 @@ _NUM_CAST_BUFFERS = 2
 
 
 class _PinnedMapping(Mapping):
-    """The memory of one region; `bytes` is all of it as a CPU tensor. Unpinned when its last user is gone."""
+    """The memory of one region; `bytes` is all of it as a CPU tensor. Unpinned after its last user is gone."""
 
     def __init__(self, memory: mmap.mmap, nbytes: int) -> None:
         super().__init__(memory)
@@ -73,11 +77,15 @@ class PinnedHome(Home):
         self._noted_nbytes, self._pinning_s = 0, 0.0
         self._is_near = False  # whether the system was told to take pages from the GPU's NUMA node
         self._casting = threading.Lock()
-        self._pinned: dict[int, int] = {}  # nbytes by address; finalizers pop from it, in any thread
+        self._pinned: dict[int, int] = {}  # nbytes by address; the thread that unpins pops from it
 
     @property
     def pinned_nbytes(self) -> int:
-        """Bytes pinned now, in whole pages, regions included that are free but still viewed."""
+        """Bytes pinned now, in whole pages, regions included that are free but still viewed.
+
+        Blocks until regions that nobody views are unpinned.
+        """
+        unpinner.drain()
         return sum(list(self._pinned.values()))
 
     @property
@@ -155,6 +163,7 @@ class PinnedHome(Home):
         return mapping
 
     def _map(self, nbytes: int) -> _PinnedMapping:
+        unpinner.drain()  # what was given back may have to be taken again
         memory = map_memory(nbytes)
         _advise(memory, "MADV_HUGEPAGE")  # to touch and pin 100 GiB takes minutes in pages of 4 KiB
         # A fork would copy all pinned pages there and then (Linux 5.10 on): no child gets them, as none can use CUDA.
@@ -167,7 +176,8 @@ class PinnedHome(Home):
         problem = self._gpu.pin(mapping.address, nbytes)
         if problem is None:
             self._pinned[mapping.address] = nbytes
-            mapping.unpin = weakref.finalize(mapping, _unpin, self._gpu, self._pinned, mapping.address)
+            unpinner.start()
+            mapping.unpin = weakref.finalize(mapping, _retire, self._gpu, self._pinned, mapping.address, memory)
             mapping.unpin.atexit = False  # the process's end does it
             _alive.add(mapping)
             self._note(nbytes, time.perf_counter() - began_s)
@@ -221,17 +231,94 @@ _LOG_EVERY_NBYTES = 4 << 30
 _madvise = ctypes.CDLL(None).madvise  # not mmap.madvise, which keeps the interpreter
 _madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
+
+@dataclass(frozen=True)
+class _Retired:
+    """Pinned memory that nobody views any more. The device may still have to copy from or to it.
+
+    Attributes:
+        pinned: the home's, of which it is the entry at `address`.
+        memory: unmapped with its last reference: not before it is unpinned.
+    """
+
+    gpu: Gpu
+    pinned: dict[int, int]
+    address: int
+    memory: mmap.mmap
+
+    def unpin(self) -> None:
+        problem = self.gpu.unpin(self.address)
+        nbytes = self.pinned.pop(self.address)
+        if problem is not None:  # raised in a thread of chunkc's, nobody could handle it
+            logger.warning("could not unpin %s of host memory: %s", format_nbytes(nbytes), problem)
+            _never_unmapped.append(self.memory)  # the driver may still take what lies at its address for pinned
+
+
+class _Unpinner:
+    """Unpins on a thread of its own.
+
+    The last view of a region may go at any time, in a finalizer: between two launches, where to wait for the device and
+    the driver would be a stall, or while a user captures a graph, which a wait for the device breaks. So finalizers
+    hand over and make no call of CUDA's.
+    """
+
+    def __init__(self) -> None:
+        self._retired: SimpleQueue[_Retired | threading.Event] = SimpleQueue()  # whose `put` is safe in a finalizer
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Have a thread: a finalizer could not start one."""
+        with self._starting:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="chunkc-unpin", daemon=True)
+                self._thread.start()
+
+    def put(self, retired: _Retired) -> None:
+        """Unpin memory soon. Never blocks: for finalizers."""
+        self._retired.put(retired)
+
+    def drain(self) -> None:
+        """Block until all that was handed over so far is unpinned and unmapped."""
+        if self._thread is None or self._thread is threading.current_thread():
+            return
+        self._retired.put(reached := threading.Event())
+        while not reached.wait(POLL_S) and self._thread.is_alive():
+            continue
+
+    def _run(self) -> None:
+        while True:
+            found = self._retired.get()
+            if isinstance(found, _Retired):
+                found.unpin()
+            else:
+                found.set()
+            del found  # the memory goes now, and not when the next one comes
+
+
+unpinner = _Unpinner()
+
 _alive: weakref.WeakSet[_PinnedMapping] = weakref.WeakSet()
-_kept_in_child: list[_PinnedMapping] = []
+_kept_in_child: list[object] = []
+_never_unmapped: list[mmap.mmap] = []
+
+
+def _retire(gpu: Gpu, pinned: dict[int, int], address: int, memory: mmap.mmap) -> None:
+    """Of a finalizer: the mapping is gone."""
+    gpu.note_current_stream()
+    unpinner.put(_Retired(gpu, pinned, address, memory))
 
 
 def _after_fork_in_child() -> None:
     """A child of `os.fork` has none of this memory: to unmap it there could take what lies at its address by then, and
-    to unpin it needs CUDA, which no child can use."""
-    _kept_in_child.extend(_alive)
-    for mapping in _kept_in_child:
+    to unpin it needs CUDA, which no child can use. Nor has it the thread."""
+    global unpinner
+    for mapping in _alive:
+        _kept_in_child.append(mapping)
         if mapping.unpin is not None:
             mapping.unpin.detach()
+    _kept_in_child.append(unpinner)
+    unpinner = _Unpinner()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -262,13 +349,6 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor's bytes, as a flat uint8 view."""
     assert tensor.is_contiguous(), "homes copy contiguous tensors"
     return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def _unpin(gpu: Gpu, pinned: dict[int, int], address: int) -> None:
-    problem = gpu.unpin(address)
-    nbytes = pinned.pop(address)
-    if problem is not None:  # raised in a finalizer, nobody could handle it
-        logger.warning("could not unpin %s of host memory: %s", format_nbytes(nbytes), problem)
 
 
 def _lockable() -> str:

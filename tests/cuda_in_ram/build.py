@@ -30,8 +30,7 @@ NOTHING_TO_DO = re.compile(
     |__cuda(RegisterFatBinaryEnd|RegisterFunction|RegisterVar|UnregisterFatBinary|InitModule|GetKernel)
     |__cuda(Push|Pop)CallConfiguration
     |cudaFuncSetAttribute|cudaKernelSetAttributeForDevice|cudaProfiler\w+|cudaMemcpyToSymbol
-    |cudaThreadExchangeStreamCaptureMode
-    |cuCtxSetCurrent|cuCtx(Push|Pop)Current_v2|cuDevicePrimaryCtxRelease\w*|cuFuncSetAttribute|cuFuncSetCacheConfig
+    |cuCtxSetCurrent|cuDevicePrimaryCtxRelease|cuFuncSetAttribute|cuFuncSetCacheConfig
     |cuTensorMapEncodeTiled""",
     re.VERBOSE,
 )

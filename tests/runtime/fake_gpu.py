@@ -150,6 +150,9 @@ class FakeGpu:
         self.synchronize()
         return None if self.pinned.pop(address, None) is not None else "invalid argument"
 
+    def note_current_stream(self) -> None:
+        """All are known."""
+
     def view(self, address: int, nbytes: int, owner: object) -> torch.Tensor:
         assert any(begin <= address and address + nbytes <= begin + n for begin, n in self.pinned.items())
         memory = (ctypes.c_uint8 * nbytes).from_address(address)

@@ -114,6 +114,27 @@ def test_a_pin_that_fails_leaves_nothing_for_the_next_kernel(gpu: TorchGpu) -> N
 
 
 @needs_gpu
+@pytest.mark.memory_and_values
+def test_streams_are_no_others(gpu: TorchGpu) -> None:
+    """torch hands out 32 in turn: from the 33rd on they are somebody else's, too."""
+    torch_s = {torch.cuda.Stream(gpu.device).cuda_stream for _ in range(64)}
+    streams = [gpu.new_stream() for _ in range(40)]
+    handles = {stream.cuda_stream for stream in streams}
+    assert len(torch_s) == 32
+    assert len(handles) == 40
+    assert not handles & torch_s
+    with gpu.using(streams[0]):
+        x = torch.ones(4, device=gpu.device)
+        assert gpu.current_stream() == streams[0]
+    streams[0].synchronize()
+    assert x.device == gpu.device
+    del streams
+    gc.collect()
+    again = [gpu.new_stream() for _ in range(40)]
+    assert {stream.cuda_stream for stream in again} == handles
+
+
+@needs_gpu
 @pytest.mark.real_gpu
 def test_a_round_trip_does_not_hold_the_host_and_keeps_its_order(gpu: TorchGpu) -> None:
     """Behind a long kernel: the write-back waits for it, the compute stream for the write-back, the host for none."""

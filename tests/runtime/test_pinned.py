@@ -23,7 +23,7 @@ from chunkc.ir.errors import HomeError
 from chunkc.runtime.arena import Arena
 from chunkc.runtime.cuda import CudaLink, CudaMark
 from chunkc.runtime.homes import MemoryHome, Region
-from chunkc.runtime.pinned import PinnedHome, populate
+from chunkc.runtime.pinned import PinnedHome, populate, unpinner
 from chunkc.runtime.staging import open_arena
 from chunkc.runtime.streams import Launch
 
@@ -49,6 +49,7 @@ def test_regions_are_pinned_exactly_and_unpinned_when_nobody_uses_them() -> None
     assert home.pinned_nbytes == PAGE
     home.close()
     gc.collect()
+    unpinner.drain()
     assert gpu.pinned == {}
     assert home.pinned_nbytes == 0
     with pytest.raises(HomeError, match="closed"):
@@ -61,6 +62,7 @@ def test_a_home_that_is_dropped_unpins() -> None:
     home.allocate(PAGE)
     del home
     gc.collect()
+    unpinner.drain()
     assert gpu.pinned == {}
 
 
@@ -172,6 +174,7 @@ def test_unpinning_waits_for_copies_under_way() -> None:
         copied.record(gpu.current_stream())
     home.free(region)
     gc.collect()
+    unpinner.drain()
     assert gpu.pinned == {}
     assert copied.query()
 
@@ -370,6 +373,7 @@ def test_a_child_of_a_fork_neither_unpins_nor_unmaps() -> None:
     assert os.waitpid(child, 0)[1] == 0
     home.close()
     gc.collect()
+    unpinner.drain()
     assert not gpu.pinned
 
 

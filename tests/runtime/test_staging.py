@@ -18,7 +18,7 @@ from fake_gpu import FakeEvent, FakeGpu
 from chunkc.ir.chunks import Chunk
 from chunkc.ir.errors import HomeError, OptionsError, UnsupportedError
 from chunkc.runtime.cuda import CudaLink
-from chunkc.runtime.pinned import PinnedHome
+from chunkc.runtime.pinned import PinnedHome, unpinner
 from chunkc.runtime.staging import StagedDiskHome, open_arena
 
 pytestmark = pytest.mark.timeout(60)
@@ -207,6 +207,7 @@ def test_views_that_the_device_cannot_have_are_refused(tmp_path: Path) -> None:
     gpu = FakeGpu()
     with pytest.raises(UnsupportedError, match=r'reads files in place.*it is too old.*disk_holds="states"'):
         open_arena(f"disk:{tmp_path}", gpu, disk_holds_everything=True)
+    unpinner.drain()
     assert not gpu.pinned
     assert isinstance(open_arena(f"disk:{tmp_path}", gpu).state_home, StagedDiskHome)
 

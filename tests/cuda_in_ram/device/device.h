@@ -28,6 +28,9 @@ struct settings {
     long fail_register; // so many registrations of host memory from now on, one is refused; 0: none
     long drop_wait;     // from so many waits for events on, the first with something to wait for is not made, and its
                         // event comes late; 0: none
+    long register_us;   // how long to register and to unregister host memory takes, in microseconds
+    long capturing;     // 1: some other thread captures a graph, so that what could not be captured is refused to all
+                        // threads that do not say that they know (cudaStreamCaptureModeRelaxed), and ends the capture
     int attributes[NUM_ATTRIBUTES]; // `attribute.91=0`; -1: what such a device says
 };
 extern struct settings settings HIDDEN;
@@ -42,6 +45,12 @@ HIDDEN void break_device(cudaError_t error);
 #define UNLESS_BROKEN                                                                                                  \
     if (broken())                                                                                                      \
     return failed(broken())
+
+// Where another thread captures a graph: calls that could not be captured, and those that wait for all streams.
+HIDDEN bool breaks_capture(bool waits_for_all);
+#define UNLESS_CAPTURED(waits_for_all)                                                                                 \
+    if (breaks_capture(waits_for_all))                                                                                 \
+    return failed(cudaErrorStreamCaptureUnsupported)
 
 // Devices.
 HIDDEN int current_device(void);

@@ -42,6 +42,12 @@ EXPORT CUresult cuCtxGetCurrent(CUcontext *found) { return *found = (CUcontext)&
 
 EXPORT CUresult cuCtxGetDevice(CUdevice *device) { return *device = current_device(), CUDA_SUCCESS; }
 
+EXPORT CUresult cuCtxPushCurrent_v2(CUcontext pushed) { return (void)pushed, CUDA_SUCCESS; }
+
+EXPORT CUresult cuCtxPopCurrent_v2(CUcontext *popped) { return cuCtxGetCurrent(popped); }
+
+EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) { return (void)device, CUDA_SUCCESS; }
+
 EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *found, CUdevice device) {
     (void)device;
     return cuCtxGetCurrent(found);
@@ -50,6 +56,14 @@ EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *found, CUdevice device) {
 EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active) {
     (void)device;
     return *flags = 0, *active = 1, CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuStreamCreate(CUstream *stream, unsigned flags) {
+    return (CUresult)cudaStreamCreateWithFlags(stream, flags);
+}
+
+EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
+    return (CUresult)cudaThreadExchangeStreamCaptureMode((enum cudaStreamCaptureMode *)mode);
 }
 
 // NVRTC asks for tables of the driver's own, which nobody documents, and does without.

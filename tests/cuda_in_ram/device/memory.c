@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #define GRANULE (2UL << 20)    // the driver maps virtual memory in such pages
 #define MALLOC_GRANULE 512UL
@@ -124,6 +125,7 @@ static size_t unpin(void *address) {
 
 EXPORT cudaError_t cudaMalloc(void **address, size_t nbytes) {
     UNLESS_BROKEN;
+    UNLESS_CAPTURED(false);
     size_t rounded = (nbytes + MALLOC_GRANULE - 1) / MALLOC_GRANULE * MALLOC_GRANULE;
     *address = NULL;
     if (!nbytes)
@@ -137,6 +139,7 @@ EXPORT cudaError_t cudaMalloc(void **address, size_t nbytes) {
 
 EXPORT cudaError_t cudaFree(void *address) {
     UNLESS_BROKEN;
+    UNLESS_CAPTURED(false);
     if (!address)
         return cudaSuccess;
     int device = 0;
@@ -180,6 +183,7 @@ EXPORT cudaError_t cudaMemGetInfo(size_t *free_nbytes, size_t *total_nbytes) {
 EXPORT cudaError_t cudaHostAlloc(void **address, size_t nbytes, unsigned flags) {
     (void)flags;
     UNLESS_BROKEN;
+    UNLESS_CAPTURED(false);
     if (posix_memalign(address, 4096, nbytes ? nbytes : 1))
         return failed(cudaErrorMemoryAllocation);
     if (pin(*address, nbytes, current_device()))
@@ -192,6 +196,7 @@ EXPORT cudaError_t cudaHostAlloc(void **address, size_t nbytes, unsigned flags) 
 EXPORT cudaError_t cudaMallocHost(void **address, size_t nbytes) { return cudaHostAlloc(address, nbytes, 0); }
 
 EXPORT cudaError_t cudaFreeHost(void *address) {
+    UNLESS_CAPTURED(false);
     if (address) {
         wait_device(current_device());
         unpin(address);
@@ -203,18 +208,22 @@ EXPORT cudaError_t cudaFreeHost(void *address) {
 EXPORT cudaError_t cudaHostRegister(void *address, size_t nbytes, unsigned flags) {
     (void)flags;
     UNLESS_BROKEN;
+    UNLESS_CAPTURED(false);
     if (falls_due(&settings.fail_register))
         return failed(cudaErrorMemoryAllocation);
     if (!nbytes)
         return failed(cudaErrorInvalidValue);
     if (overlaps(address, nbytes))
         return failed(cudaErrorHostMemoryAlreadyRegistered);
+    usleep((useconds_t)settings.register_us);
     return pin(address, nbytes, current_device()) ? cudaSuccess : failed(cudaErrorMemoryAllocation);
 }
 
 // CUDA does not say that this waits for copies, so it does not.
 EXPORT cudaError_t cudaHostUnregister(void *address) {
     UNLESS_BROKEN;
+    UNLESS_CAPTURED(false);
+    usleep((useconds_t)settings.register_us);
     return unpin(address) ? cudaSuccess : failed(cudaErrorHostMemoryNotRegistered);
 }
 

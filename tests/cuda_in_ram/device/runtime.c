@@ -30,6 +30,26 @@ EXPORT cudaError_t cudaGetLastError(void) {
     return found;
 }
 
+static __thread enum cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+static long num_broken_captures;
+
+HIDDEN bool breaks_capture(bool waits_for_all) {
+    if (!settings.capturing || (capture_mode == cudaStreamCaptureModeRelaxed && !waits_for_all))
+        return false;
+    __atomic_add_fetch(&num_broken_captures, 1, __ATOMIC_SEQ_CST);
+    return true;
+}
+
+// Calls so far that ended a graph's capture.
+EXPORT long cuda_in_ram_broken_captures(void) { return num_broken_captures; }
+
+EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) {
+    enum cudaStreamCaptureMode before = capture_mode;
+    capture_mode = *mode;
+    *mode = before;
+    return cudaSuccess;
+}
+
 static const struct {
     cudaError_t error;
     const char *name, *words;
@@ -47,6 +67,8 @@ static const struct {
     {cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "unspecified launch failure"},
     {cudaErrorIllegalAddress, "cudaErrorIllegalAddress", "an illegal memory access was encountered"},
     {cudaErrorNotSupported, "cudaErrorNotSupported", "operation not supported"},
+    {cudaErrorStreamCaptureUnsupported, "cudaErrorStreamCaptureUnsupported",
+     "operation not permitted when stream is capturing"},
 };
 
 EXPORT const char *cudaGetErrorString(cudaError_t error) {

@@ -13,7 +13,7 @@ static const struct {
 } NAMES[] = {
 #define NAME(field) {#field, offsetof(struct settings, field)}
     NAME(devices),     NAME(capability),    NAME(memory),    NAME(pinnable), NAME(late), NAME(late_us), NAME(fail_launch),
-    NAME(fail_malloc), NAME(fail_register), NAME(drop_wait),
+    NAME(fail_malloc), NAME(fail_register), NAME(drop_wait), NAME(register_us), NAME(capturing),
 };
 
 static bool set(const char *name, long value) {

@@ -13,7 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define MAX_STREAMS 256
+#define MAX_STREAMS 320 // torch alone makes 192
 #define DROPPED_WAIT_US 60000 // how much later than its due time comes what a dropped wait was for
 
 struct place { // after so much of a stream's work
@@ -44,10 +44,11 @@ struct event {
     struct record *record; // NULL: never recorded
 };
 
-// 0 is nobody; 1..MAX_DEVICES are the devices' legacy default streams; then come others. A handle is an index plus a
-// base, so that it is none of CUDA's special ones.
+// 0 is nobody; 1..MAX_DEVICES are the devices' legacy default streams; then come others. A handle is an index as an
+// aligned address, which torch asks for, and from a base on, so that it is none of CUDA's special ones.
 static struct stream streams[MAX_STREAMS];
 #define HANDLE_BASE 0x10000
+#define HANDLE_ALIGNMENT 16
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static __thread int own_stream[MAX_DEVICES]; // the calling thread's per-thread default streams
@@ -140,8 +141,8 @@ static int index_of(cudaStream_t handle) { // under the lock
             own_stream[device] = new_stream(device, true);
         return own_stream[device];
     }
-    int found = (int)(number - HANDLE_BASE);
-    if (found <= MAX_DEVICES || found >= MAX_STREAMS || !streams[found].used) {
+    int found = (int)((number - HANDLE_BASE) / HANDLE_ALIGNMENT);
+    if (number % HANDLE_ALIGNMENT || found <= MAX_DEVICES || found >= MAX_STREAMS || !streams[found].used) {
         fprintf(stderr, "cuda_in_ram: %p is no stream\n", (void *)handle);
         abort();
     }
@@ -236,7 +237,8 @@ EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t *handle, unsigned f
     (void)priority;
     UNLESS_BROKEN;
     pthread_mutex_lock(&lock);
-    *handle = (cudaStream_t)(uintptr_t)(HANDLE_BASE + new_stream(current_device(), !(flags & cudaStreamNonBlocking)));
+    int index = new_stream(current_device(), !(flags & cudaStreamNonBlocking));
+    *handle = (cudaStream_t)(uintptr_t)(HANDLE_BASE + HANDLE_ALIGNMENT * index);
     pthread_mutex_unlock(&lock);
     return cudaSuccess;
 }
@@ -266,6 +268,7 @@ EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
 
 EXPORT cudaError_t cudaDeviceSynchronize(void) {
     UNLESS_BROKEN;
+    UNLESS_CAPTURED(true);
     wait_device(current_device());
     UNLESS_BROKEN;
     return cudaSuccess;
@@ -406,6 +409,7 @@ static bool place_of(cudaEvent_t handle, struct place *place) { // false: it has
 
 EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
     UNLESS_BROKEN;
+    UNLESS_CAPTURED(false);
     struct place place;
     return place_of(event, &place) ? cudaErrorNotReady : cudaSuccess;
 }

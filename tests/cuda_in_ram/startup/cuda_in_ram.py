@@ -82,6 +82,13 @@ def num_launches() -> int:
     return count()
 
 
+def num_broken_captures() -> int:
+    """Calls so far that ended a graph's capture by another thread (`capturing`)."""
+    count = _library.cuda_in_ram_broken_captures
+    count.restype = ctypes.c_long
+    return count()
+
+
 def break_device(error: int = LAUNCH_FAILURE) -> None:
     """Let every call fail from now on, as after a kernel's fault; 0 mends the device."""
     _library.cuda_in_ram_break(error)
