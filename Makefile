@@ -5,7 +5,8 @@
 ## make test-second  the tests of the second tier, which take longer; CI runs them too
 ## make test-all  all tests, with the slow ones
 ## make test-versions  a part of the tests on every PyTorch that is supported; ARGS="2.14" picks some
-## make test-cuda  the CUDA path on a GPU made of RAM, in an environment of its own (5 GB); see docs/cuda.md
+## make test-cuda  the CUDA path on a GPU made of RAM, in an environment of its own (5 GB); ARGS="--torch 2.11" names
+##                 another PyTorch (PYTHON=python3.12); see docs/cuda.md
 ## make lint      ruff, check and format
 ## make types     mypy
 ## make bench     the measurements of docs/results.md; ARGS="fits" picks some
@@ -17,7 +18,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 ARGS ?=
 TORCH := torch==2.13.0
-CUDA_VENV ?= .venv-cuda
+
+# What `make test-cuda` installs, by PyTorch's version: packages of a row are tested together. `===` takes the build that
+# the registry has under the plain version: on Linux, CUDA's.
+CUDA_2.13 := $(subst ==,===,$(TORCH)) numpy
+CUDA_2.11 := torch===2.11.0 triton==3.6.0 numpy==2.5.2
+# `--torch VERSION` in ARGS is make's own; the rest goes on to pytest.
+CUDA_ARGS := $(subst --torch ,--torch=,$(ARGS))
+CUDA_TORCH := $(or $(patsubst --torch=%,%,$(filter --torch=%,$(CUDA_ARGS))),2.13)
+CUDA_VENV ?= .venv-cuda$(addprefix -,$(filter-out 2.13,$(CUDA_TORCH)))
 CUDA_BIN := $(CUDA_VENV)/bin
 
 ifeq ($(shell uname -s),Darwin)
@@ -76,16 +85,16 @@ test-all: $(STAMP)
 test-versions: | check
 	PYTHON=$(PYTHON) tests/versions.sh $(ARGS)
 
-# `===` takes the build that the registry has under the plain version: on Linux, CUDA's.
 $(CUDA_VENV)/.stamp: pyproject.toml | check
+	$(if $(CUDA_$(CUDA_TORCH)),,$(error no versions are pinned for PyTorch $(CUDA_TORCH): write CUDA_$(CUDA_TORCH) in the Makefile))
 	$(PYTHON) -m venv $(CUDA_VENV)
-	PIP_FIND_LINKS= $(CUDA_BIN)/python -m pip install --no-compile "setuptools>=77" wheel "$(subst ==,===,$(TORCH))" numpy
-	PIP_FIND_LINKS= $(CUDA_BIN)/python -m pip install --no-compile --no-build-isolation -e ".[dev]"
+	PIP_FIND_LINKS= $(CUDA_BIN)/python -m pip install --no-compile "setuptools>=77" wheel $(CUDA_$(CUDA_TORCH))
+	PIP_FIND_LINKS= $(CUDA_BIN)/python -m pip install --no-compile --no-build-isolation -e ".[dev]" $(CUDA_$(CUDA_TORCH))
 	@touch $@
 
 test-cuda: export PYTHONSAFEPATH := 1
 test-cuda: $(CUDA_VENV)/.stamp
-	$(CUDA_BIN)/python tests/cuda_in_ram/all_tests.py $(ARGS)
+	$(CUDA_BIN)/python tests/cuda_in_ram/all_tests.py $(filter-out --torch=%,$(CUDA_ARGS))
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

@@ -88,6 +88,7 @@ _HELPERS = (
     "runtime/update_cases",
     "cuda_in_ram/device_gpt",
     "cuda_in_ram/device_ladder",
+    "cuda_in_ram/device_overhead",
     "cuda_in_ram/device_attention",
     "cuda_in_ram/device_sorting",
     "cuda_in_ram/device_process",

@@ -1,4 +1,5 @@
-"""What `make test-cuda` runs, three commands, each to its end; where all are green, `last_green.json` says so.
+"""What `make test-cuda` runs, three commands, each to its end; where all are green, `last_green.json` says so, with an
+entry for each version of PyTorch.
 
     python tests/cuda_in_ram/all_tests.py [ARGUMENTS OF PYTEST...]
 
@@ -33,6 +34,9 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     ),
 }
 """How `run.py` starts each, and which tests."""
+
+RECORDED = ("torch", "triton", "numpy", "transformers")
+"""Packages of which the record says the version."""
 
 _NOTHING_COLLECTED = 5  # pytest's exit code
 
@@ -72,21 +76,20 @@ def num_passed(results: Path) -> int:
 
 
 def record(passed: dict[str, int], seconds: float) -> None:
-    """Note that all was green at this commit, if it is this commit that has run."""
+    """Note under PyTorch's version that all was green at this commit, if it is this commit that has run."""
     if changed := git("status", "--porcelain", "--untracked-files=no"):
         print(f"not recorded, as the checkout differs from its commit:\n{changed}")
         return
-    found: dict[str, Any] = {
+    versions = {name: version(name) for name in RECORDED}
+    entries: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    entries[".".join(versions["torch"].split(".")[:2])] = {
         "date": time.strftime("%Y-%m-%d"),
         "commit": git("rev-parse", "HEAD"),
-        "versions": {
-            "python": ".".join(map(str, sys.version_info[:3])),
-            **{name: version(name) for name in ("torch", "triton")},
-        },
+        "versions": {"python": ".".join(map(str, sys.version_info[:3])), **versions},
         "seconds": round(seconds),
         "passed": passed,
     }
-    RECORD.write_text(json.dumps(found, indent=2) + "\n")
+    RECORD.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n")
     print(f"recorded in {RECORD.relative_to(HERE.parents[1])}: commit it")
 
 

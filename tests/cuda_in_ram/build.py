@@ -101,7 +101,10 @@ def build() -> Path:
     wanted |= _asked_for_by_name(torch / "lib" / "libc10_cuda.so")
     rest = out / "rest.c"
     rest.write_text(_stubs(wanted - defined))
-    headers = [triton / "backends" / "nvidia" / "include", torch.parent / "nvidia" / "nccl" / "include"]
+    nvidia = torch.parent / "nvidia"
+    (cuda,) = nvidia.glob("cu[0-9]*/include")
+    # Types are those of the CUDA that torch is built with. What its package leaves out (crt/) is the same in Triton's.
+    headers = [cuda, nvidia / "nccl" / "include", triton / "backends" / "nvidia" / "include"]
     include = [f"-I{folder}" for folder in headers]
     _compile([*device, rest], out / "libcuda.so.1", *include, "-Wall", "-Wextra", "-Wno-unused-parameter")
     _compile([SOURCES / "nvml.c"], out / "libnvidia-ml.so.1", "-Wall")

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 from device_ladder import NOT_CAPTURED, in_the_smallest_budget
+from device_overhead import MOST_LEFT_NBYTES
 from zoo import LADDER
 
 import chunkc
-from chunkc.machines.devices import TABLES_NBYTES
 
 CAPTURED = sorted(set(LADDER) - {NOT_CAPTURED})
 
@@ -34,7 +34,7 @@ def test_eager_code_takes_what_was_predicted_to_the_byte(name: str) -> None:
     """At each moment the same is left: the tables' room."""
     unused = unused_nbytes(in_the_smallest_budget(LADDER[name], steps=STEPS.get(name, 2))[0].report)
     left_nbytes, _ = min(unused)
-    assert 0 < left_nbytes <= TABLES_NBYTES
+    assert 0 < left_nbytes <= MOST_LEFT_NBYTES
     assert max(unused)[0] == left_nbytes, sorted(unused)
 
 
@@ -45,5 +45,5 @@ def test_inductor_s_code(name: str) -> None:
     report = run.report
     unused = unused_nbytes(report)
     left_nbytes, _ = min(unused)
-    assert 0 < left_nbytes <= TABLES_NBYTES
+    assert 0 < left_nbytes <= MOST_LEFT_NBYTES
     assert max(unused)[0] - left_nbytes <= 0.01 * report.measured_peak_nbytes, sorted(unused)

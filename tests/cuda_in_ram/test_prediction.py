@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from device_gpt import GPT, MEDIUM, pinned_nbytes, smallest_budget, train
+from device_overhead import MOST_LEFT_NBYTES
 from device_process import on_a_device
 from torch import nn
 
 import chunkc
-from chunkc.machines.devices import TABLES_NBYTES
 from chunkc.passes.cuda_memory import rounded_nbytes
 from chunkc.passes.scratch.cuda import cuda_scratch_nbytes
 from chunkc.passes.scratch.cuda_reduction import reduces_fastest, reduction_nbytes
@@ -53,7 +53,7 @@ def test_eager_code_takes_what_was_predicted_to_the_byte(dtype: torch.dtype) -> 
     budget_nbytes = smallest_budget(MEDIUM, dtype, batch=4)
     report = train(MEDIUM, dtype, budget_nbytes, batch=4, keep=True).report
     (left_nbytes,) = set(unused_nbytes(report).values())
-    assert 0 < left_nbytes <= TABLES_NBYTES
+    assert 0 < left_nbytes <= MOST_LEFT_NBYTES
     assert report.predicted_peak_nbytes <= budget_nbytes
 
 
@@ -82,7 +82,7 @@ assert report.predicted_peak_nbytes <= budget_nbytes
 print(*set(unused_nbytes(report).values()))
 """
     (left_nbytes,) = map(int, on_a_device(f"capability={capability}", script).split())
-    assert 0 < left_nbytes <= TABLES_NBYTES
+    assert 0 < left_nbytes <= MOST_LEFT_NBYTES
 
 
 @pytest.mark.parametrize("activations", ["offload", "rerun"])
@@ -90,7 +90,7 @@ def test_nor_more_where_saved_values_are_absent(activations: str) -> None:
     budget_nbytes = smallest_budget(MEDIUM, torch.bfloat16, batch=4, activations=activations)
     report = train(MEDIUM, torch.bfloat16, budget_nbytes, batch=4, keep=True, activations=activations).report
     (left_nbytes,) = set(unused_nbytes(report).values())
-    assert 0 < left_nbytes <= TABLES_NBYTES
+    assert 0 < left_nbytes <= MOST_LEFT_NBYTES
 
 
 def test_nor_more_where_losses_are_in_tiles() -> None:
@@ -99,7 +99,7 @@ def test_nor_more_where_losses_are_in_tiles() -> None:
     assert budget_nbytes < smallest_budget(MEDIUM, torch.bfloat16, batch=4)
     report = train(MEDIUM, torch.bfloat16, budget_nbytes, keep=True, **tiles).report
     (left_nbytes,) = set(unused_nbytes(report).values())
-    assert 0 < left_nbytes <= TABLES_NBYTES
+    assert 0 < left_nbytes <= MOST_LEFT_NBYTES
 
 
 @DTYPES
@@ -113,7 +113,7 @@ def test_nor_more_where_the_backward_updates_what_stays(dtype: torch.dtype) -> N
         report = train(MEDIUM, dtype, budget_nbytes, keep=True, **how).report
     assert sum(name.startswith("update.") for name, _, _ in report.moments) == report.num_chunks
     (left_nbytes,) = set(unused_nbytes(report).values())
-    assert 0 < left_nbytes <= TABLES_NBYTES
+    assert 0 < left_nbytes <= MOST_LEFT_NBYTES
     assert report.predicted_peak_nbytes <= budget_nbytes
 
 
@@ -125,7 +125,7 @@ def test_nor_more_under_autocast(home: str) -> None:
     assert budget_nbytes < smallest_budget(MEDIUM, torch.float32, batch=4)
     report = train(MEDIUM, torch.float32, budget_nbytes, keep=True, **how).report
     (left_nbytes,) = set(unused_nbytes(report).values())
-    assert 0 < left_nbytes <= TABLES_NBYTES
+    assert 0 < left_nbytes <= MOST_LEFT_NBYTES
 
 
 @DTYPES
@@ -135,7 +135,7 @@ def test_norms_are_taken_in_slots_and_no_gradient_is_read(dtype: torch.dtype) ->
     budget_nbytes = smallest_budget(MEDIUM, dtype, **how)
     reports = [train(MEDIUM, dtype, budget_nbytes, keep=True, steps=steps, **how).report for steps in (1, 4)]
     (left_nbytes,) = set(unused_nbytes(reports[1]).values())
-    assert 0 < left_nbytes <= TABLES_NBYTES
+    assert 0 < left_nbytes <= MOST_LEFT_NBYTES
     assert reports[0].gradients_read_nbytes == reports[1].gradients_read_nbytes > 0
 
 
@@ -145,7 +145,7 @@ def test_inductor_s_code_takes_hardly_less(dtype: torch.dtype) -> None:
     budget_nbytes = smallest_budget(MEDIUM, dtype, batch=4, codegen="inductor")
     report = train(MEDIUM, dtype, budget_nbytes, batch=4, keep=True, codegen="inductor").report
     unused = unused_nbytes(report).values()
-    assert 0 < min(unused) <= TABLES_NBYTES
+    assert 0 < min(unused) <= MOST_LEFT_NBYTES
     assert max(unused) - min(unused) < 0.001 * budget_nbytes
     assert report.predicted_peak_nbytes <= budget_nbytes
 

@@ -31,6 +31,9 @@ HUGE = 1 << 40
 WIDTH, ROWS, WORDS = (256, 8, (1, 128)) if "CUDA_IN_RAM_ARITHMETIC" in os.environ else (1024, 64, (4, 256))
 """Of layers, and of a batch: a GPU made of RAM multiplies on a CPU, and interprets Triton's kernels."""
 
+COMPUTES = "CUDA_IN_RAM" not in os.environ or "CUDA_IN_RAM_ARITHMETIC" in os.environ
+"""False on the GPU made of RAM without arithmetic: kernels do nothing, so that a tensor holds what lay in its memory."""
+
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
@@ -171,6 +174,10 @@ def smallest(case: Case, codegen: str = "inductor") -> int:
 
 
 def assert_same_bits(found: Trained, expected: Trained) -> None:
+    """Of losses and weights, where kernels compute."""
+    if not COMPUTES:
+        return
+    assert all(torch.isfinite(loss) for loss in expected.losses)
     for what in ("losses", "weights"):
         pairs = list(zip(getattr(found, what), getattr(expected, what), strict=True))
         different = [
@@ -204,7 +211,6 @@ def test_placing_takes_only_what_is_small() -> None:
 def test_the_budget_changes_no_bit_and_is_kept(name: str, codegen: str) -> None:
     case = CASES[name]()
     expected = train(case, HUGE, codegen=codegen)
-    assert all(torch.isfinite(loss) for loss in expected.losses)
     minimum = smallest(case, codegen)
     for budget_nbytes in (minimum, minimum + (expected.report.predicted_peak_nbytes - minimum) // 2):
         found = train(case, budget_nbytes, codegen=codegen, limit=True)
@@ -266,6 +272,7 @@ def test_torch_s_own_optimizer_through_home_views() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.memory_and_values
 @pytest.mark.parametrize("disk_holds", ["states", "everything"])
 def test_a_disk(tmp_path: Any, disk_holds: str) -> None:
     if disk_holds == "everything" and (problem := TorchGpu().cannot_view_pageable()) is not None:
