@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from chunkc.ir.strides import is_dense
 from chunkc.runtime.parts import leaf_of
-from chunkc.runtime.used_gradients import GradientElsewhere, LocalGradient, gradient_of
+from chunkc.runtime.used_gradients import GradientElsewhere, LocalGradient, gradient_of, without_memory
 from chunkc.torch_private.engine import storage_use_count
 
 
@@ -87,14 +87,14 @@ def of_several(parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
     by_storage: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
         gradient = gradient_of(parameter)
-        if gradient is not None and gradient.layout is torch.strided:
+        if gradient is not None and without_memory(gradient) is None:
             by_storage.setdefault(gradient.untyped_storage().data_ptr(), []).append(name)
     return frozenset(name for names in by_storage.values() if len(names) > 1 for name in names)
 
 
 def is_one_of_several(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether some of the parameters have one tensor as their `.grad`; `of_several` says which, and takes longer."""
-    grads = [grad for p in parameters if (grad := gradient_of(p)) is not None and grad.layout is torch.strided]
+    grads = [grad for p in parameters if (grad := gradient_of(p)) is not None and without_memory(grad) is None]
     return len({grad.data_ptr() for grad in grads}) < len(grads)
 
 

@@ -31,7 +31,13 @@ from chunkc.runtime.gradients import (
 from chunkc.runtime.places import ChunkPlaces
 from chunkc.runtime.slots import Slot
 from chunkc.runtime.trainers import Trainers
-from chunkc.runtime.used_gradients import LocalGradient, UsedGradient, gradient_of, used_up
+from chunkc.runtime.used_gradients import (
+    LocalGradient,
+    UsedGradient,
+    gradient_of,
+    refuse_without_memory,
+    used_up,
+)
 
 
 @dataclass
@@ -100,11 +106,14 @@ class ChunkStore(ChunkPlaces):
 
         Raises:
             HomeError, StreamError: as `reserve`. No parameter was moved.
+            UnsupportedError: a gradient cannot be copied home. Nothing has changed.
         """
         to_home, to_tier = self._leaving(layout, resident)
         leaving = {s.spec.name for group in to_home for s in group.slices}
         known = self.readable() | dict(parameters) if leaving else {}
-        self.reserve(layout, resident, [n for n, p in known.items() if n in leaving and gradient_of(p) is not None])
+        gradients = {name: gradient_of(p) for name, p in known.items() if name in leaving}
+        refuse_without_memory(gradients)
+        self.reserve(layout, resident, [name for name, gradient in gradients.items() if gradient is not None])
         former = dict(self._parameters)
         self._parameters.update({name: weakref.ref(p) for name, p in parameters.items()})
         from_home = {name: p for group in to_tier for name, p in self._parameters_of(group.index).items()}
@@ -298,10 +307,12 @@ class ChunkStore(ChunkPlaces):
 
         Raises:
             HomeError: there is no room for another home.
+            UnsupportedError: a gradient of a parameter at home cannot be copied there.
         """
         parameters = self.readable()
         unread = self.left_to_autograd - parameters.keys()
         changed = {n: p for n, p in parameters.items() if self.is_managed(n) and self._is_foreign(n, gradient_of(p))}
+        refuse_without_memory({name: gradient_of(p) for name, p in changed.items()})
         staying = [p for name, p in parameters.items() if not self.is_managed(name)]
         left = {name for name, parameter in changed.items() if is_held(parameter)}
         if any(gradient_of(parameter) is not None for parameter in changed.values()) or is_one_of_several(staying):

@@ -96,6 +96,46 @@ def used_up(name: str) -> UnsupportedError:
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """A parameter's gradient, if it has one whose values are there."""
+    """A parameter's gradient, if it has one whose values are there; they are what its memory has, if it has any."""
     gradient = parameter.grad
-    return None if isinstance(gradient, GradientElsewhere) else gradient
+    if gradient is None or isinstance(gradient, GradientElsewhere):
+        return None
+    if gradient._is_zerotensor() or gradient.is_neg():
+        # Autograd makes such tensors: zeros without memory (of `sgn`), and memory of which the elements are the
+        # negative. The tensor object stays, since others may have it.
+        gradient.data = gradient.detach().clone().resolve_neg()
+    return gradient
+
+
+def without_memory(tensor: torch.Tensor) -> str | None:
+    """Why a tensor's elements cannot be read through one pointer and strides, as the end of a sentence; None: they can.
+
+    Of a gradient, ask after `gradient_of`.
+    """
+    if tensor.layout is not torch.strided:
+        return f"has the layout {tensor.layout}"
+    if tensor.is_nested:
+        return "is a nested tensor"
+    if tensor.numel() == 0 or tensor.data_ptr() != 0:
+        return None
+    if tensor.is_meta:
+        return "is on the meta device, without values"
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"is a {type(tensor).__name__}, whose values are in other tensors"
+    return "has no memory (it stands for zeros, or its storage was freed)"
+
+
+def refuse_without_memory(gradients: Mapping[str, torch.Tensor | None]) -> None:
+    """Refuse gradients that cannot be copied home.
+
+    Args:
+        gradients: by the names of their parameters.
+
+    Raises:
+        UnsupportedError: there is one.
+    """
+    for name, gradient in gradients.items():
+        if gradient is not None and (reason := without_memory(gradient)) is not None:
+            raise UnsupportedError(
+                f"the gradient of {name} {reason}, and cannot be kept in a chunk: assign a dense tensor as its .grad"
+            )

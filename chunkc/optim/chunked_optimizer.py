@@ -346,8 +346,8 @@ class ChunkedOptimizer(ClipsGradients):
             HomeError, StreamError: the home tier failed; parameters stay readable.
             BudgetError: not even a part of a chunk fits beside what the caller holds; nothing is updated.
             OptionsError: a parameter group's options make no sense, or chunks are not where `update_on` needs them.
-            UnsupportedError: a gradient is sparse, of a dtype that no kernel takes, or in memory of which a parameter
-                has a part; or elements of a parameter are one place in memory. Nothing is updated.
+            UnsupportedError: a gradient is sparse or has no memory, is of a dtype that no kernel takes, or in memory
+                of which a parameter has a part; or elements of a parameter are one place in memory. Nothing is updated.
         """
         for group in self.param_groups:
             self.check_group(group)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.kernels.fused_pass import host_tensor
-from chunkc.optim.memory import check_strided
+from chunkc.optim.memory import check_memory
 from chunkc.optim.norms import Gradients, sum_of_squares, summing_on
 from chunkc.optim.overlap_mode import OverlapMode
 from chunkc.runtime.gradient_sums import asked_by, clock
@@ -237,7 +237,7 @@ class ClipsGradients(Optimizer):
                 continue
             if read and isinstance(gradient, GradientElsewhere):
                 raise gradient.refusal()
-            check_strided(self, parameter, gradient)
+            check_memory(self, parameter, gradient)
             found.append((parameter, gradient))
         return found
 

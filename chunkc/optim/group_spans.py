@@ -14,7 +14,7 @@ import torch
 
 from chunkc.ir.chunks import Chunk
 from chunkc.ir.states import MASTER, is_scale, num_entries
-from chunkc.optim.memory import aliased_by_gradients, check_in_place, check_strided
+from chunkc.optim.memory import aliased_by_gradients, check_in_place, check_memory
 from chunkc.optim.states import Dtypes, initialise
 from chunkc.runtime.parts import part_of
 from chunkc.runtime.used_gradients import gradient_of
@@ -77,7 +77,7 @@ def due_of(optimizer: Any) -> Due:
         for parameter in map(part_of, group["params"]):
             if parameter.grad is None:
                 continue
-            check_strided(optimizer, parameter, parameter.grad)
+            check_memory(optimizer, parameter, parameter.grad)
             due.changing.append(parameter)
             home = managing(parameter)
             if home is None:

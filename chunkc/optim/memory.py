@@ -12,8 +12,10 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.states import is_scale
 from chunkc.ir.strides import is_dense, overlaps_itself, share_memory, span_of
 from chunkc.kernels.hyper import GRAD_DTYPES
-from chunkc.runtime.used_gradients import gradient_of
+from chunkc.runtime.used_gradients import gradient_of, without_memory
 from chunkc.session import owner
+
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def title_of(optimizer: Any, parameter: torch.Tensor) -> str:
@@ -29,22 +31,25 @@ def title_of(optimizer: Any, parameter: torch.Tensor) -> str:
     return "a parameter"
 
 
-def check_strided(optimizer: Any, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Refuse what is no strided tensor.
+def check_memory(optimizer: Any, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Refuse what kernels cannot read: they take one pointer and strides.
 
     Raises:
-        UnsupportedError: the parameter or its gradient is not.
+        UnsupportedError: the parameter or its gradient has no such memory.
     """
-    if gradient.layout is not torch.strided:
+    if gradient.layout in _SPARSE:
         raise UnsupportedError(
             f"{type(optimizer).__name__} does not support sparse gradients, as that of "
             f"{title_of(optimizer, parameter)}; make the embedding with sparse=False"
         )
-    if parameter.layout is not torch.strided:
-        raise UnsupportedError(
-            f"{title_of(optimizer, parameter)} has the layout {parameter.layout}; {type(optimizer).__name__} updates "
-            "torch.strided tensors"
-        )
+    readable = gradient_of(parameter)
+    of_both = [("", parameter), *([] if readable is None else [("the gradient of ", readable)])]
+    for prefix, tensor in of_both:
+        if (reason := without_memory(tensor)) is not None:
+            raise UnsupportedError(
+                f"{prefix}{title_of(optimizer, parameter)} {reason}; {type(optimizer).__name__} updates dense tensors "
+                "in the memory of a CPU or a GPU"
+            )
 
 
 def check_in_place(optimizer: Any, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
