@@ -105,7 +105,7 @@ class Session:
         self.hardware: Hardware = hardware_of(device)
         self.granule_nbytes = granule_of(device)
         self.overhead_nbytes = overhead_of(device)
-        total_nbytes, available_nbytes = memory_of(device)
+        total_nbytes, available_nbytes = memory_of(device, self.hardware)
         budget_nbytes = resolve_budget(options.memory_budget, total_nbytes, available_nbytes + present_nbytes)
         self.terms = Terms(options, source, budget_nbytes)
         tier, arena = open_compute(device, options.home, options.disk_holds_everything(device.type))
@@ -208,7 +208,7 @@ class Session:
         """
         if source is self.terms.source:
             return
-        budget_nbytes = resolve_budget(options.memory_budget, *memory_of(self.device))
+        budget_nbytes = resolve_budget(options.memory_budget, *memory_of(self.device, self.hardware))
         self.agree(Terms(options.at_home(self.options.home, self.options.disk_holds, source), source, budget_nbytes))
 
     def agree(self, terms: Terms) -> None:

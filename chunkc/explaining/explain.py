@@ -96,7 +96,7 @@ def explain(
     Args:
         model: real, on the meta device or on fake tensors.
         memory_budget: of one device, as in `torch.compile`'s options; "auto": 90 % of what the hardware's device
-            has beside the driver's context.
+            has beside the driver's context and page tables for all of the host's memory.
         hardware: a preset's name (`"rtx3090"`, `"8xv100-32g"`), a file, or a `Hardware`. Its devices train the model
             together, as `chunkc.distribute` has it, and what is explained is one of them.
         home, disk_holds, chunk_size, codegen, whole_graph, activations, loss_tile_rows, strict: as in `torch.compile`'s
@@ -266,7 +266,7 @@ def budget_of(options: Options, hardware: Hardware) -> int:
         raise OptionsError(
             f"hardware {hardware.name!r} does not say how much memory its device has: give memory_budget in bytes"
         )
-    budget = resolve_budget(asked, hardware.device_memory_nbytes or 0, usable or 0)
+    budget = resolve_budget(asked, hardware.device_memory_nbytes or 0, hardware.automatic_memory_nbytes or 0)
     if hardware.kind == "cuda" and usable is not None and budget > usable:
         raise OptionsError(
             f"memory_budget is {format_nbytes(budget)}, but a device of {hardware.name} has {format_nbytes(usable)} "
@@ -297,7 +297,10 @@ def explain_step(
     moments = tuple(explained_moments(step, events, expressions))
     leaving_nbytes = sum(at_home.values())
     host = hardware.host_memory_nbytes
-    overhead, phases = hardware.context_nbytes, [(captured.graphs[run.graph], run.phase) for run in rehearsed.runs]
+    phases = [(captured.graphs[run.graph], run.phase) for run in rehearsed.runs]
+    home_nbytes = updates.home_nbytes(step) + leaving_nbytes
+    disk_nbytes = updates.home_nbytes(step, layout.is_on_disk) + (leaving_nbytes if layout.is_on_disk(PARAM) else 0)
+    page_table_nbytes = hardware.page_table_nbytes(home_nbytes - disk_nbytes)
     layers = layers_of([graph.phase(phase) for graph, phase in phases], hardware)
     ranks = ranks_of(layout, events, hardware, layers)
     found = Explanation(
@@ -311,9 +314,9 @@ def explain_step(
         minimum_budget_nbytes=replay.minimum_nbytes(rehearsed),
         predicted_peak_nbytes=max((m.nbytes for phase in step.phases for m in phase.moments), default=0),
         non_model_peak_nbytes=max((m.non_model_nbytes for run in step.runs for m in run.planned.moments), default=0),
-        overhead_nbytes=overhead,
-        home_nbytes=updates.home_nbytes(step) + leaving_nbytes,
-        disk_nbytes=updates.home_nbytes(step, layout.is_on_disk) + (leaving_nbytes if layout.is_on_disk(PARAM) else 0),
+        overhead_nbytes=hardware.context_nbytes + page_table_nbytes,
+        home_nbytes=home_nbytes,
+        disk_nbytes=disk_nbytes,
         saved_at_home=at_home,
         saved_again=again,
         device_memory_nbytes=hardware.device_memory_nbytes,
@@ -326,7 +329,7 @@ def explain_step(
         events=events,
         notes=(
             *updates.notes(step, hardware),
-            *_notes(step, options, hardware),
+            *_notes(step, options, hardware, page_table_nbytes),
             *notes(ranks, hardware),
             *(f"{symbol}: {what}" for graph in captured.graphs for symbol, what in graph.sizes.items()),
         ),
@@ -348,7 +351,7 @@ def explain_step(
     return replace(found, host=needs, host_fits=host is None or found.host_needs_nbytes <= host)
 
 
-def _notes(step: StepPlans, options: Options, hardware: Hardware) -> Iterator[str]:
+def _notes(step: StepPlans, options: Options, hardware: Hardware, page_table_nbytes: int) -> Iterator[str]:
     if step.resident == everything(step.layout) and all(run.captured.whole for run in step.runs):
         yield "everything fits: the graph is compiled whole and nothing moves"
     num_forwards = sum(run.phase == FORWARD for run in step.runs)
@@ -361,5 +364,8 @@ def _notes(step: StepPlans, options: Options, hardware: Hardware) -> Iterator[st
         if options.codegen == "inductor":
             yield "fused as on a CPU: Inductor's Triton kernels may fuse other operators and so need other bytes"
         yield f"{overhead_on(hardware):,} bytes of the budget are for cuBLAS's workspaces and the optimizer's tables"
-        yield f"the driver's context and libraries take {hardware.context_nbytes:,} bytes more, counted apart"
+        yield (
+            f"the driver's context and libraries take {hardware.context_nbytes:,} bytes more, and page tables of what "
+            f"is at home {page_table_nbytes:,}, counted apart"
+        )
     yield f"rates of {hardware.name}: {hardware.source or 'as given'}"

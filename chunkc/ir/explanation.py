@@ -299,7 +299,8 @@ class Explanation:
         minimum_budget_nbytes: the smallest budget with a plan.
         predicted_peak_nbytes, non_model_peak_nbytes: on the compute tier; of the plan for the budget, or, where it does
             not fit, for the minimum budget.
-        overhead_nbytes: what the driver's counters see beyond the plan's bytes (context, libraries), counted apart.
+        overhead_nbytes: what the driver's counters see beyond the plan's bytes (context, libraries, page
+            tables of what is at home in RAM), counted apart.
         home_nbytes: on the home tier: parameters, gradients, optimizer states of every chunk that is not resident.
         disk_nbytes: of these on disk.
         estimates: operators whose inner memory is a guess, each with the most that the plan reckons with.

@@ -33,6 +33,9 @@ from chunkc.ir.links import (
 
 GIB = 1 << 30
 
+PAGE_TABLE_NBYTES_PER_GIB = 8 * GIB // 4096
+"""Of a device's page tables, for host memory mapped in pages of 4 KiB: an entry is 8 bytes."""
+
 THROUGH_RAM = "through_ram"
 """The way between devices that have no link to each other: the links of both to RAM."""
 
@@ -59,7 +62,9 @@ class Hardware:
         num_hosts: hosts that have them, all alike; the last one may have fewer devices.
         device_memory_nbytes: of one device, as PyTorch reports its total; on a CPU, of RAM.
         context_nbytes: the part of `device_memory_nbytes` that the driver's context and libraries take before
-            the first tensor; 0 on a CPU.
+            the first tensor, and in training's first step as kernels are loaded; 0 on a CPU.
+        page_table_nbytes_per_gib: of `device_memory_nbytes`, what the driver's page tables take for each GiB of host
+            memory that is mapped for the device; None: as for pages of 4 KiB.
         fp32_flops_per_s, tf32_flops_per_s, bf16_flops_per_s, fp16_flops_per_s: matrix products by dtype (tf32: of
             fp32 tensors, in tf32); None where the device has no unit for it.
         both_links_bytes_per_s: `to_device` and `to_home` together while both run; None: one does not slow the other.
@@ -81,6 +86,7 @@ class Hardware:
     num_hosts: int = 1
     device_memory_nbytes: int | None = None
     context_nbytes: int = 0
+    page_table_nbytes_per_gib: int | None = None
     fp32_flops_per_s: float | None = None
     tf32_flops_per_s: float | None = None
     bf16_flops_per_s: float | None = None
@@ -97,9 +103,9 @@ class Hardware:
         """Raises OptionsError where a figure makes no sense: not positive, or a context larger than its memory."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "context_nbytes":
-                if value < 0:
-                    raise OptionsError(f"hardware {self.name!r}: context_nbytes is {value}; it must not be negative")
+            if field.name in ("context_nbytes", "page_table_nbytes_per_gib"):
+                if value is not None and value < 0:
+                    raise OptionsError(f"hardware {self.name!r}: {field.name} is {value}; it must not be negative")
             elif isinstance(value, int | float) and not 0 < value < float("inf"):
                 raise OptionsError(f"hardware {self.name!r}: {field.name} is {value}; it must be positive and finite")
         self._check_links()
@@ -262,6 +268,22 @@ class Hardware:
         """What tensors may take on one device: its memory without the context. None: not stated."""
         return None if self.device_memory_nbytes is None else self.device_memory_nbytes - self.context_nbytes
 
+    def page_table_nbytes(self, mapped_nbytes: int) -> int:
+        """What one device's page tables take of its memory for so much host memory that is mapped for it."""
+        if self.kind != "cuda":
+            return 0
+        per_gib = self.page_table_nbytes_per_gib
+        return -(-mapped_nbytes * (PAGE_TABLE_NBYTES_PER_GIB if per_gib is None else per_gib) // GIB)
+
+    @property
+    def automatic_memory_nbytes(self) -> int | None:
+        """What tensors may take on one device whose host has all of its memory mapped; None: not stated."""
+        usable_nbytes = self.usable_memory_nbytes
+        if usable_nbytes is None:
+            return None
+        mapped_nbytes = (self.host_memory_nbytes or 0) // self.devices_per_host
+        return max(0, usable_nbytes - self.page_table_nbytes(mapped_nbytes))
+
     @property
     def update_bytes_per_s(self) -> float:
         """Memory traffic of one device's optimizer updates on the compute tier: a GPU's memory, or the CPU's cores."""
@@ -313,6 +335,13 @@ class Hardware:
         alone = sorted((carried[TO_DEVICE] / inwards, carried[TO_HOME] / outwards))
         disks = (carried[name] * self.devices_per_host / rates[name] for name in (FROM_DISK, TO_DISK) if name in rates)
         return max(alone[0] / slowdown + (alone[1] - alone[0]), *disks, 0.0)
+
+    def over(self, base: Self) -> Self:
+        """The same machine, with the base's figures and links where it states none itself."""
+        stated = {link.name for link in self.links}
+        links = (*self.links, *(link for link in base.links if link.name not in stated))
+        missing = [field.name for field in fields(self) if getattr(self, field.name) is None]
+        return replace(self, links=links, **{name: getattr(base, name) for name in missing})
 
     def times(self, count: int) -> Self:
         """Hosts with `count` times as many such devices, and as much more RAM, cores and disks.

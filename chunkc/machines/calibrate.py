@@ -4,7 +4,10 @@ Each figure is the median of a few repetitions after one that does not count, wi
 grow until a repetition is long enough to time or the sizes' limit is reached. What a link is depends on the tier:
 
 - on a CPU, between RAM and a home file, through `chunkc.runtime.homes` and the page cache, as training does it;
-- on CUDA, between the device and pinned host memory.
+- on CUDA, between the device and a home's pinned regions, on streams, as training does it.
+
+On CUDA also what the driver takes beside the allocator once libraries and kernels of a training step are loaded, and
+what its page tables take for each GiB of host memory that is mapped for the device.
 
 The disk's rates are measured apart, as a disk home writes and reads it, past the page cache as far as a user without
 privileges can get: writes end with `fsync`, reads come after `posix_fadvise(DONTNEED)`. A file system that keeps its
@@ -15,12 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
+import mmap
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -34,42 +35,30 @@ from chunkc.kernels.elementwise_cpu import prepare
 from chunkc.kernels.formats import AdamFormat
 from chunkc.kernels.hyper import AdamHyper
 from chunkc.machines.host import compute_tier_memory
+from chunkc.machines.measuring import (
+    MIB,
+    Sizes,
+    Start,
+    alone_s,
+    beside_allocator_nbytes,
+    both_links_bytes_per_s,
+    cuda_copies,
+    disk_copies,
+    median_s,
+    page_table_nbytes_per_gib,
+    together_s,
+    train_a_little,
+)
+from chunkc.runtime.gpu import TorchGpu
 from chunkc.runtime.homes import DiskHome
 
 __all__ = ["Sizes", "calibrate"]
-
-MIB = 1 << 20
 
 Show = Callable[[str, int, int], None]
 """Called as `show(what, done, of)`: what is measured now, and how many of the measurements are done."""
 
 _UPDATED = StateFormat(master=FLOAT32)
 """The states of the bf16 parameters whose update is timed; the rate is of what `update_traffic` counts for it."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much is moved and multiplied at most, and how long that may take.
-
-    Attributes:
-        matrix: the largest edge of a square matrix product.
-        memory_nbytes: of each of a copy's two buffers, on the compute tier.
-        link_nbytes: of a copy over a link, one way.
-        update_numel: parameters of one update on the CPU.
-        disk_nbytes: of the temporary file.
-        repeats: repetitions of a measurement at most; at least one is made.
-        share_s: seconds after which a measurement stops repeating.
-        enough_s: a repetition this long is timed well; sizes stop growing.
-    """
-
-    matrix: int = 8192
-    memory_nbytes: int = 256 * MIB
-    link_nbytes: int = 128 * MIB
-    update_numel: int = 16 * MIB
-    disk_nbytes: int = 256 * MIB
-    repeats: int = 5
-    share_s: float = 1.0
-    enough_s: float = 0.05
 
 
 def calibrate(
@@ -101,7 +90,8 @@ def calibrate(
     folder = str(directory or tempfile.gettempdir())
     total_nbytes, _ = compute_tier_memory()
     names = _matrix_names(where)
-    progress = _Progress(show, len(names) + 6)
+    is_cuda = where.type == "cuda"
+    progress = _Progress(show, len(names) + (8 if is_cuda else 6))
 
     rates: dict[str, float] = {}
     for name, dtype in names.items():
@@ -109,29 +99,37 @@ def calibrate(
             rates[name] = _matrix_flops_per_s(where, dtype, sizes)
     with progress("memory"):
         memory = _memory_bytes_per_s(where, sizes)
-    with _links(where, folder, sizes) as (inwards, outwards):
+    context, page_tables = 0, None
+    if is_cuda:
+        with progress("libraries on the device"):
+            train_a_little(where)
+            context = beside_allocator_nbytes(where)
+        with progress("page tables"):
+            page_tables = page_table_nbytes_per_gib(TorchGpu(where.index), _mappable_nbytes(sizes))
+    with _copies(where, folder, sizes) as (inwards, outwards):
         with progress("link to the device"):
-            to_device = sizes.link_nbytes / _median_s(inwards, sizes)
+            inwards_s = alone_s(inwards, sizes)
         with progress("link to home"):
-            to_home = sizes.link_nbytes / _median_s(outwards, sizes)
+            outwards_s = alone_s(outwards, sizes)
         with progress("both links"):
-            both = 2 * sizes.link_nbytes / _median_s(lambda: _at_once(inwards, outwards), sizes)
+            both_s = together_s(inwards, outwards, sizes)
+    to_device, to_home = (sizes.link_nbytes / seconds for seconds in (inwards_s, outwards_s))
     with progress("updates on the CPU"):
         update = _update_bytes_per_s(sizes)
     with progress("disk"):
         disk_write, disk_read = _disk_bytes_per_s(folder, sizes)
     progress.finish()
 
-    is_cuda = where.type == "cuda"
     return Hardware(
         name=torch.cuda.get_device_name(where) if is_cuda else "this machine's CPU",
         kind="cuda" if is_cuda else "cpu",
         flops_per_s=max(rates[name] for name in ("bf16", "fp16")) if is_cuda else rates["fp32"],
         memory_bytes_per_s=memory,
         links=host_links(to_device, to_home, from_disk=disk_read, to_disk=disk_write),
-        both_links_bytes_per_s=both,
+        both_links_bytes_per_s=both_links_bytes_per_s(sizes.link_nbytes, inwards_s, outwards_s, both_s),
         device_memory_nbytes=torch.cuda.mem_get_info(where)[1] if is_cuda else total_nbytes,
-        context_nbytes=_context_nbytes(where) if is_cuda else 0,
+        context_nbytes=context,
+        page_table_nbytes_per_gib=page_tables,
         fp32_flops_per_s=rates["fp32"],
         tf32_flops_per_s=rates.get("tf32"),
         bf16_flops_per_s=rates["bf16"],
@@ -162,24 +160,6 @@ class _Progress:
     def _tell(self, what: str) -> None:
         if self._show is not None:
             self._show(what, self._done, self._of)
-
-
-def _median_s(run: Callable[[], object], sizes: Sizes, *, before: Callable[[], object] = lambda: None) -> float:
-    """Median seconds of a few runs, after one that does not count; at least one counts.
-
-    Args:
-        before: made ready by this each time, which does not count.
-    """
-    begin = time.perf_counter()
-    before()
-    run()
-    durations: list[float] = []
-    while not durations or (len(durations) < sizes.repeats and time.perf_counter() - begin < sizes.share_s):
-        before()
-        start = time.perf_counter()
-        run()
-        durations.append(time.perf_counter() - start)
-    return max(statistics.median(durations), 1e-9)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -222,7 +202,7 @@ def _matrix_flops_per_s(device: torch.device, dtype: torch.dtype, sizes: Sizes) 
         start = time.perf_counter()
         product()
         if time.perf_counter() - start >= sizes.enough_s or 2 * edge > sizes.matrix:
-            return 2 * edge**3 / _median_s(product, sizes)
+            return 2 * edge**3 / median_s(product, sizes)
         edge *= 2
 
 
@@ -235,42 +215,18 @@ def _memory_bytes_per_s(device: torch.device, sizes: Sizes) -> float:
         torch.add(b, c, alpha=0.5, out=a)
         _synchronize(device)
 
-    return 3 * a.nbytes / _median_s(triad, sizes)
+    return 3 * a.nbytes / median_s(triad, sizes)
 
 
 @contextlib.contextmanager
-def _links(device: torch.device, folder: str, sizes: Sizes) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
-    """(copy to the device, copy to home): each returns when its copy is done and has buffers of its own."""
+def _copies(device: torch.device, folder: str, sizes: Sizes) -> Iterator[tuple[Start, Start]]:
+    """(copy to the device, copy to home), as training makes them."""
     if device.type == "cuda":
-        pinned = [torch.ones(sizes.link_nbytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
-        slots = [torch.ones(sizes.link_nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        streams = [torch.cuda.Stream(device) for _ in range(2)]
-        torch.cuda.synchronize(device)  # buffers are filled before another stream reads them
-
-        def copy(to: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
-            with torch.cuda.stream(stream):
-                to.copy_(source, non_blocking=True)
-            stream.synchronize()
-
-        yield lambda: copy(slots[0], pinned[0], streams[0]), lambda: copy(pinned[1], slots[1], streams[1])
-        return
-    home = DiskHome(folder)
-    try:
-        regions = [home.allocate(sizes.link_nbytes) for _ in range(2)]
-        buffers = [torch.ones(sizes.link_nbytes, dtype=torch.uint8) for _ in range(2)]
-        for region, buffer in zip(regions, buffers, strict=True):
-            home.write(region, 0, buffer)
-        yield lambda: home.read(regions[0], 0, buffers[0]), lambda: home.write(regions[1], 0, buffers[1])
-    finally:
-        home.close()
-
-
-def _at_once(first: Callable[[], None], second: Callable[[], None]) -> None:
-    """Run both, the second on a thread of its own; its error is raised here."""
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        other = pool.submit(second)
-        first()
-        other.result()
+        with cuda_copies(TorchGpu(device.index), sizes.link_nbytes) as found:
+            yield found.inwards, found.outwards
+    else:
+        with disk_copies(folder, sizes.link_nbytes) as found:
+            yield found
 
 
 @torch.no_grad()
@@ -280,8 +236,14 @@ def _update_bytes_per_s(sizes: Sizes) -> float:
     update = prepare(AdamFormat(torch.bfloat16, torch.bfloat16, master=True), AdamHyper(lr=1e-3, step=1))
     param, grad = (torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2))
     exp_avg, exp_avg_sq, master = (torch.zeros(numel) for _ in range(3))
-    seconds = _median_s(lambda: update([param, grad, exp_avg, exp_avg_sq, master]), sizes)
+    seconds = median_s(lambda: update([param, grad, exp_avg, exp_avg_sq, master]), sizes)
     return sum(stage.nbytes for stage in update_traffic(torch.bfloat16, _UPDATED, numel)) / seconds
+
+
+def _mappable_nbytes(sizes: Sizes) -> int:
+    """Host memory to map for a look at page tables: not more than an eighth of what is available."""
+    _, available_nbytes = compute_tier_memory()
+    return max(mmap.PAGESIZE, min(sizes.pinned_nbytes, available_nbytes // 8))
 
 
 def _disk_bytes_per_s(folder: str, sizes: Sizes) -> tuple[float, float]:
@@ -302,17 +264,10 @@ def _disk_bytes_per_s(folder: str, sizes: Sizes) -> tuple[float, float]:
                 for index in range(num_chunks):
                     home.read(region, index * len(chunk), chunk)
 
-            write_s = _median_s(write, sizes)
-            read_s = _median_s(read, sizes, before=lambda: home.write_out(region, forget=True))
+            write_s = median_s(write, sizes)
+            read_s = median_s(read, sizes, before=lambda: home.write_out(region, forget=True))
             return region.nbytes / write_s, region.nbytes / read_s
         finally:
             home.close()
     except HomeError as error:
         raise ChunkcError(f"cannot measure the disk behind {folder!r}: {error}; name another one") from error
-
-
-def _context_nbytes(device: torch.device) -> int:
-    """Device memory in use beyond what PyTorch's allocator reserved; other processes' memory counts too."""
-    torch.cuda.synchronize(device)
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)

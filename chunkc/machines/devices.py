@@ -63,17 +63,26 @@ def parse_device(device: torch.device | str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
 
 
-def memory_of(device: torch.device) -> tuple[int, int]:
-    """(total, available) bytes of the memory a device computes in; what torch has cached there is available."""
+def memory_of(device: torch.device, hardware: Hardware) -> tuple[int, int]:
+    """(total, available) bytes of the memory a device computes in; what torch has cached there is available.
+
+    What the driver is still to take is not: page tables, if all host memory that is available now is mapped for the
+    device; and of the context what is not there yet, as the driver loads libraries and kernels when they are first
+    used. Where other processes use the device, they are taken for that part.
+    """
     if device.type != "cuda":
         return compute_tier_memory()
     free, total = torch.cuda.mem_get_info(device)
-    return total, free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    reserved = torch.cuda.memory_reserved(device)
+    _, mappable_nbytes = compute_tier_memory()
+    to_load_nbytes = max(0, hardware.context_nbytes - (total - free - reserved))
+    to_come_nbytes = to_load_nbytes + hardware.page_table_nbytes(mappable_nbytes)
+    return total, max(0, free + reserved - torch.cuda.memory_allocated(device) - to_come_nbytes)
 
 
 def hardware_of(device: torch.device) -> Hardware:
-    """Achievable rates of a device: a preset's by its name, else those that were measured, else cautious ones. The
-    host's memory is this machine's.
+    """Achievable rates of a device: those that `chunkc calibrate` measured on one of this name, else a preset's by its
+    name, else those that were measured on any device, else cautious ones. The host's memory is this machine's.
 
     Raises:
         OptionsError: the file of measured figures cannot be read.
@@ -98,12 +107,12 @@ def hardware_by_name(name: str, memory_nbytes: int, measured: Path) -> Hardware:
         OptionsError: the file cannot be read.
     """
     known = preset_by_name(name, memory_nbytes)
-    if known is not None:
-        return replace(preset(known), device_memory_nbytes=memory_nbytes)
-    if measured.exists():
-        machine = load_hardware(str(measured))
-        if machine.kind == "cuda":
-            return machine
+    base = None if known is None else replace(preset(known), device_memory_nbytes=memory_nbytes)
+    machine = load_hardware(str(measured)) if measured.exists() else None
+    if machine is not None and machine.kind == "cuda" and (base is None or machine.name == name):
+        return machine if base is None else replace(machine.over(base), device_memory_nbytes=memory_nbytes)
+    if base is not None:
+        return base
     cautious = preset(_CAUTIOUS)
     return replace(
         cautious,

@@ -40,23 +40,23 @@ class Sizes:
         matrix: the largest edge of a square matrix product.
         memory_nbytes: of each of a copy's two buffers, on the compute tier.
         link_nbytes: of a copy over a link, one way.
-        pinned_nbytes: host memory that is mapped for a GPU to see what its page tables take.
         update_numel: parameters of one update on the CPU.
         disk_nbytes: of the temporary file.
         repeats: repetitions of a measurement at most; at least one is made.
         share_s: seconds after which a measurement stops repeating.
         enough_s: a repetition this long is timed well; sizes stop growing.
+        pinned_nbytes: host memory that is mapped for a GPU to see what its page tables take.
     """
 
     matrix: int = 8192
     memory_nbytes: int = 256 * MIB
     link_nbytes: int = 128 * MIB
-    pinned_nbytes: int = 2 * GIB
     update_numel: int = 16 * MIB
     disk_nbytes: int = 256 * MIB
     repeats: int = 5
     share_s: float = 1.0
     enough_s: float = 0.05
+    pinned_nbytes: int = 2 * GIB
 
 
 def median_s(run: Callable[[], object], sizes: Sizes, *, before: Callable[[], object] = lambda: None) -> float:

@@ -218,7 +218,7 @@ def _figure(value: object, units: Mapping[str, float]) -> float:
 
 
 def _size(value: object) -> int:
-    """Whole bytes. A context may be 0."""
+    """Whole bytes. A context and page tables may be 0."""
     return 0 if type(value) is int and value == 0 else int(_figure(value, BYTE_UNITS))
 
 
@@ -271,6 +271,7 @@ class _HardwareFile(BaseModel):
     source: Annotated[str, Field(strict=True)] = ""
     device_memory_nbytes: _Size = 1
     context_nbytes: _Size = 0
+    page_table_nbytes_per_gib: _Size = 0
     host_memory_nbytes: _Size = 1
     flops_per_s: _Flops = 1
     fp32_flops_per_s: _Flops = 1
@@ -309,7 +310,7 @@ _ALLOWED = {
 def _allowed(key: str) -> str:
     if key in _ALLOWED:
         return _ALLOWED[key]
-    if key.endswith("_nbytes"):
+    if key.endswith(("_nbytes", "_nbytes_per_gib")):
         return 'bytes, or a size such as "24GiB" or "24GB"'
     if key.endswith("flops_per_s"):
         return 'operations per second, or a rate such as "71TFLOPS"'

@@ -57,6 +57,36 @@ def test_the_context_is_counted_apart() -> None:
     assert GPU.usable_memory_nbytes == 900
 
 
+def test_page_tables_take_what_was_measured_or_as_for_pages_of_4_kib() -> None:
+    assert GPU.page_table_nbytes(112 * 10**9) == -(-112 * 10**9 * 8 // 4096) == 218_750_000
+    assert GPU.page_table_nbytes(0) == 0
+    measured = replace(GPU, page_table_nbytes_per_gib=4096)
+    assert (measured.page_table_nbytes(3 * GIB), measured.page_table_nbytes(1)) == (3 * 4096, 1)
+    assert replace(GPU, page_table_nbytes_per_gib=0).page_table_nbytes(GIB) == 0
+    assert replace(GPU, kind="cpu", context_nbytes=0).page_table_nbytes(GIB) == 0
+    with pytest.raises(OptionsError, match="page_table_nbytes_per_gib is -1"):
+        replace(GPU, page_table_nbytes_per_gib=-1)
+
+
+def test_an_automatic_budget_leaves_room_for_page_tables() -> None:
+    """Of all of the host's memory: each device maps its part of it."""
+    host = replace(GPU, device_memory_nbytes=GIB, host_memory_nbytes=64 * GIB, context_nbytes=100)
+    assert host.automatic_memory_nbytes == GIB - 100 - 64 * 2**21
+    four = replace(host, num_devices=4)
+    assert four.automatic_memory_nbytes == GIB - 100 - 16 * 2**21
+    assert replace(host, host_memory_nbytes=1 << 50).automatic_memory_nbytes == 0
+    assert PLAIN.automatic_memory_nbytes is None
+
+
+def test_what_a_machine_does_not_state_is_the_base_s() -> None:
+    base = replace(GPU, links=(*host_links(1.0, 1.0), LinkSpec("between_devices", 9.0)), page_table_nbytes_per_gib=7)
+    found = replace(GPU, name="measured", both_links_bytes_per_s=None).over(base)
+    assert found.links == (*GPU.links, LinkSpec("between_devices", 9.0))
+    assert (found.name, found.page_table_nbytes_per_gib) == ("measured", 7)
+    assert found.both_links_bytes_per_s == base.both_links_bytes_per_s
+    assert replace(GPU, page_table_nbytes_per_gib=0).over(base).page_table_nbytes_per_gib == 0
+
+
 @pytest.mark.parametrize(
     ("dtype", "tf32", "rate"),
     [

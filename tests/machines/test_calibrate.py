@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,9 @@ import torch
 
 from chunkc.ir.errors import ChunkcError, HomeError, UnsupportedError
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.links import host_links
 from chunkc.machines import calibrate as module
+from chunkc.machines import measuring
 from chunkc.machines.calibrate import Sizes, calibrate
 from chunkc.machines.presets import load_hardware, save_hardware
 
@@ -78,14 +81,14 @@ def test_what_was_measured_is_saved_and_loaded(measured: tuple, tmp_path: Path) 
 
 def test_a_median_repeats_within_its_share() -> None:
     calls: list[float] = []
-    seconds = module._median_s(lambda: calls.append(time.sleep(0.002) or 0.0), Sizes(repeats=4, share_s=10))
+    seconds = measuring.median_s(lambda: calls.append(time.sleep(0.002) or 0.0), Sizes(repeats=4, share_s=10))
     assert len(calls) == 5
     assert 0.002 <= seconds < 0.1
     calls.clear()
-    module._median_s(lambda: calls.append(time.sleep(0.02) or 0.0), Sizes(repeats=100, share_s=0.05))
+    measuring.median_s(lambda: calls.append(time.sleep(0.02) or 0.0), Sizes(repeats=100, share_s=0.05))
     assert 2 <= len(calls) <= 4
     calls.clear()
-    module._median_s(lambda: calls.append(time.sleep(0.02) or 0.0), Sizes(repeats=100, share_s=0))
+    measuring.median_s(lambda: calls.append(time.sleep(0.02) or 0.0), Sizes(repeats=100, share_s=0))
     assert len(calls) == 2
 
 
@@ -110,11 +113,49 @@ def test_the_share_of_a_slow_link_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
         real(*args)
 
     monkeypatch.setattr(module.DiskHome, "write", slow)
-    with module._links(torch.device("cpu"), str(tmp_path), TINY) as (inwards, outwards):
-        both = module._median_s(lambda: module._at_once(inwards, outwards), TINY)
-        assert module._median_s(outwards, TINY) >= 0.05
+    with module._copies(torch.device("cpu"), str(tmp_path), TINY) as (inwards, outwards):
+        both = measuring.together_s(inwards, outwards, TINY)
+        assert measuring.alone_s(outwards, TINY) >= 0.05
         assert both >= 0.05
-        assert module._median_s(inwards, TINY) < 0.05
+        assert measuring.alone_s(inwards, TINY) < 0.05
+
+
+def test_no_thread_starts_inside_a_sample_of_both_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And both copies are under way at once: each waits for the other to have begun."""
+    meeting = threading.Barrier(2)
+    for name in ("read", "write"):
+        monkeypatch.setattr(module.DiskHome, name, lambda *args: meeting.wait(10))
+    started: list[threading.Thread] = []
+    real = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread), real(thread))[1])
+    with monkeypatch.context() as early:
+        early.setattr(module.DiskHome, "write", lambda *args: None)  # as buffers are filled
+        copies = module._copies(torch.device("cpu"), str(tmp_path), TINY)
+        inwards, outwards = copies.__enter__()
+    samples: list[int] = []
+
+    def sample() -> None:
+        before = len(started)
+        for wait in [start() for start in (inwards, outwards)]:
+            wait()
+        samples.append(len(started) - before)
+
+    sample()  # as `median_s` does, which does not count it
+    measuring.median_s(sample, Sizes(repeats=3, share_s=5))
+    copies.__exit__(None, None, None)
+    assert samples[1:] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("to_device", "to_home", "slowdown"), [(50.0, 50.0, 0.7), (50.0, 30.0, 0.8), (10.0, 40.0, 1.0)]
+)
+def test_both_links_are_measured_as_they_are_simulated(to_device: float, to_home: float, slowdown: float) -> None:
+    """The slower copy goes on alone at its full rate: seconds of that are not those of both."""
+    both = slowdown * (to_device + to_home)
+    hardware = Hardware(1.0, 1.0, host_links(to_device, to_home), both_links_bytes_per_s=both)
+    seconds = hardware.link_seconds({"to_device": 120, "to_home": 120})
+    found = measuring.both_links_bytes_per_s(120, 120 / to_device, 120 / to_home, seconds)
+    assert found == pytest.approx(both)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -122,10 +163,10 @@ def test_an_error_on_either_side_is_raised(failing: int) -> None:
     def fail() -> None:
         raise HomeError("no space")
 
-    jobs = [lambda: None, lambda: None]
-    jobs[failing] = fail
+    waits = [lambda: None, lambda: None]
+    waits[failing] = fail
     with pytest.raises(HomeError, match="no space"):
-        module._at_once(*jobs)
+        measuring.together_s(*(lambda wait=wait: wait for wait in waits), TINY)
 
 
 def test_the_users_matmul_setting_comes_back() -> None:
@@ -198,6 +239,7 @@ def test_a_cuda_device() -> None:
     assert hardware.link("to_device").bytes_per_s < hardware.memory_bytes_per_s
     assert hardware.fp32_flops_per_s < hardware.flops_per_s
     assert 0 < hardware.context_nbytes < hardware.device_memory_nbytes
+    assert hardware.page_table_nbytes_per_gib is not None
 
 
 @pytest.mark.slow

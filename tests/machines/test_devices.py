@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import chunkc
+from chunkc.ir.hardware import CPU
+from chunkc.ir.links import host_links
 from chunkc.machines.devices import (
     device_of,
     hardware_by_name,
@@ -99,9 +101,33 @@ def test_measured_figures_of_a_gpu_before_cautious_ones(tmp_path: Path) -> None:
     assert hardware_by_name("Tesla T4", 15 * GIB, path).name == "rtx3090"
 
 
+def test_figures_measured_on_a_device_of_this_name_before_its_preset(tmp_path: Path) -> None:
+    """Where they say nothing, the preset's count: what is between devices is not measured."""
+    path = tmp_path / "hardware.json"
+    name = "NVIDIA H100 80GB HBM3"
+    measured = replace(
+        preset("h100"),
+        name=name,
+        links=host_links(40e9, 41e9),
+        both_links_bytes_per_s=60e9,
+        context_nbytes=500 << 20,
+        page_table_nbytes_per_gib=4096,
+        tf32_flops_per_s=None,
+    )
+    save_hardware(measured, path)
+    found = hardware_by_name(name, 79 * GIB, path)
+    assert (found.link("to_device").bytes_per_s, found.both_links_bytes_per_s) == (40e9, 60e9)
+    assert (found.context_nbytes, found.page_table_nbytes_per_gib) == (500 << 20, 4096)
+    assert found.link("between_devices") == preset("h100").link("between_devices")
+    assert (found.tf32_flops_per_s, found.device_memory_nbytes) == (preset("h100").tf32_flops_per_s, 79 * GIB)
+    assert hardware_by_name("NVIDIA H200", 140 * GIB, path).name == "h200", "another device's figures"
+    save_hardware(replace(CPU, name=name), path)
+    assert hardware_by_name(name, 79 * GIB, path).name == "h100", "figures of a CPU"
+
+
 def test_devices_that_make_sense() -> None:
     assert parse_device("cpu:0") == torch.device("cpu")
-    assert memory_of(torch.device("cpu"))[0] == compute_tier_memory()[0]
+    assert memory_of(torch.device("cpu"), CPU)[0] == compute_tier_memory()[0]
     with pytest.raises(chunkc.UnsupportedError, match="on the CPU and on CUDA devices"):
         parse_device("xpu")
 

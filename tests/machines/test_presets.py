@@ -51,7 +51,7 @@ def test_a_preset_states_everything_and_its_source(name: str) -> None:
     hardware = load_hardware(name)
     assert hardware.name == name
     assert hardware.source
-    optional = {"tf32_flops_per_s", "bf16_flops_per_s", "fp16_flops_per_s"} | (
+    optional = {"tf32_flops_per_s", "bf16_flops_per_s", "fp16_flops_per_s", "page_table_nbytes_per_gib"} | (
         {"capability"} if name == "cpu" else set()
     )
     for field in fields(Hardware):
