@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,21 @@ LOOP = (
 """,
 )
 """Before the loop over elements, and in it."""
+
+AMSGRAD_LOOP = (
+    LOOP[0],
+    LOOP[1]
+    .replace("std::sqrt(new_exp_avg_sq)", "std::sqrt(largest)")
+    .replace(
+        "    const float denom",
+        """    const bool stays = old_max_exp_avg_sq >= new_exp_avg_sq || old_max_exp_avg_sq != old_max_exp_avg_sq;
+    const float reached = stays ? old_max_exp_avg_sq : new_exp_avg_sq;
+    const float largest = amsgrad != 0.0f ? reached : new_exp_avg_sq;
+    const float new_max_exp_avg_sq = amsgrad != 0.0f ? reached : old_max_exp_avg_sq;
+    const float denom""",
+    ),
+)
+"""The same with the largest second moment so far."""
 
 
 def new_values(
@@ -47,6 +63,30 @@ def new_values(
     return decayed + scalars.neg_step_size * new_avg / denom, (new_avg, new_avg_sq)
 
 
+def new_values_amsgrad(
+    wide: Tensor,
+    target: Tensor,
+    moments: Sequence[Tensor],
+    scalars: Any,
+    *,
+    l2: bool,
+    root: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """The same with the largest second moment so far, in runs of elements that use it and in others."""
+    exp_avg, exp_avg_sq, largest = moments
+    reached: list[Tensor] = []
+    uses_it = torch.as_tensor(scalars.amsgrad != 0, device=wide.device)
+
+    def root_of_largest(new_avg_sq: Tensor) -> Tensor:
+        reached.append(torch.maximum(largest, new_avg_sq))
+        return root(torch.where(uses_it, reached[0], new_avg_sq))
+
+    new_target, (new_avg, new_avg_sq) = new_values(
+        wide, target, (exp_avg, exp_avg_sq), scalars, l2=l2, root=root_of_largest
+    )
+    return new_target, (new_avg, new_avg_sq, torch.where(uses_it, reached[0], largest))
+
+
 def new_moments(wide: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Any) -> tuple[Tensor, Tensor]:
     """The moments of Adam and of LAMB after an fp32 gradient (scaled, of the right sign)."""
     # Tensor.lerp_: from the nearer end, so that a weight of 1 gives the gradient itself.
@@ -58,5 +98,7 @@ def new_moments(wide: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Any)
 
 
 def exact_root(values: Tensor) -> Tensor:
-    """Square roots to nearest, in double precision: torch's vectorised fp32 root on the CPU is not always."""
-    return values.to(torch.float64).sqrt().to(torch.float32)
+    """Square roots to nearest: torch's own on the CPU, which are MKL's, are not always. fp32 ones are taken in fp64."""
+    if values.dtype == torch.float64 and values.is_cpu:
+        return torch.from_numpy(np.sqrt(values.numpy()))
+    return values.to(torch.float64).sqrt().to(values.dtype)

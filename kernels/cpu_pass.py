@@ -23,7 +23,7 @@ from chunkc.kernels.rounding import (
     STREAM_FACTOR,
 )
 
-_NUM_STREAMS = 3  # the parameter and two moments at most
+_NUM_STREAMS = 4  # the parameter and three moments at most
 _MASK32 = 0xFFFFFFFF
 
 
@@ -62,7 +62,7 @@ def update_pass(key: UpdatePass) -> Pass:
     if fmt.quantised:
         runs += [(torch.float32, ())] * num_moments + [(torch.float32, row)] * num_moments
         runs.append((torch.float32, ()))
-    tables: list[tuple[torch.dtype, tuple[int, ...]]] = [(torch.float32, (len(fmt.scalars._fields),))]
+    tables: list[tuple[torch.dtype, tuple[int, ...]]] = [(fmt.wide_dtype, (len(fmt.scalars._fields),))]
     if key.scaled:
         tables += [(torch.float32, ()), (torch.float32, ())]
     if fmt.stochastic:
@@ -73,7 +73,7 @@ def update_pass(key: UpdatePass) -> Pass:
 
 
 def rounding_words(key: RoundingKey, first_index: int) -> Tensor:
-    """int32 `[5]`: what `chunkc.kernels.rounding.random_bits16` needs for elements from `first_index` on.
+    """int32 `[6]`: what `chunkc.kernels.rounding.random_bits16` needs for elements from `first_index` on.
 
     The lower word of the first index and of the key; for each stream, what is added between the two rounds of mixing.
     """
@@ -100,7 +100,7 @@ def _update(key: UpdatePass, *arguments: Tensor) -> tuple[()]:
     factors = take(2) if key.scaled else []
     words = take(1)[0] if fmt.stochastic else None
 
-    wide = grad.to(torch.float32)
+    wide = grad.to(fmt.wide_dtype)
     for factor in factors:
         wide = wide * factor
     if fmt.quantised:
@@ -109,9 +109,9 @@ def _update(key: UpdatePass, *arguments: Tensor) -> tuple[()]:
             for table, codes, scale in zip(rest, moments, scales, strict=True)
         ]
     else:
-        old = [moment.to(torch.float32) for moment in moments]
+        old = [moment.to(fmt.wide_dtype) for moment in moments]
     new_target, new_moments = fmt.values(
-        wide, target.to(torch.float32), old, scalars, l2=key.l2, root=torch.Tensor.sqrt
+        wide, target.to(fmt.wide_dtype), old, scalars, l2=key.l2, root=torch.Tensor.sqrt
     )
 
     scattered = None if words is None else _mix32(_indices(param) + words[0] ^ words[1])

@@ -21,12 +21,13 @@ from chunkc.ir.states import (
     EXP_AVG_SQ,
     MASTER,
     MASTER_LOW,
+    MAX_EXP_AVG_SQ,
     MOMENT_DTYPES,
     is_scale,
     scale_of,
 )
 from chunkc.kernels import adam
-from chunkc.kernels.hyper import GRAD_DTYPES, AdamScalars
+from chunkc.kernels.hyper import GRAD_DTYPES, AdamScalars, takes_gradients, wide_dtype
 
 MomentsFormat = Literal["float32", "bfloat16", "int8"]
 Rounding = Literal["nearest", "stochastic"]
@@ -89,10 +90,11 @@ class UpdateFormat(ABC):
     A rule has a subclass, with its arithmetic. Its states but the master are its moments.
 
     Args:
-        param_dtype: fp32, bf16 or fp16.
-        grad_dtype: fp32, bf16 or fp16; widened to fp32 before anything else.
-        moments: "float32"; "bfloat16"; or "int8": one byte per element, a code into a table of 256 values, times the
-            fp32 scale of its block (Dettmers et al., arXiv:2110.02861; see `chunkc.kernels.quant`).
+        param_dtype: fp32, bf16 or fp16, updated in fp32; or fp64, updated in fp64.
+        grad_dtype: fp32, bf16, fp16, or fp64 of fp64 parameters; widened to `wide_dtype` before anything else.
+        moments: "float32", which is fp64 for fp64 parameters; "bfloat16"; or "int8": one byte per element, a code into
+            a table of 256 values, times the fp32 scale of its block (Dettmers et al., arXiv:2110.02861; see
+            `chunkc.kernels.quant`).
         master: an fp32 master is kept, and the parameter is its rounded copy. Without it the parameter is updated.
         split: of the master only the lower 16 bits are kept beside a bf16 parameter, which has the others (see
             `chunkc.kernels.split`). Not with 8-bit moments.
@@ -108,7 +110,7 @@ class UpdateFormat(ABC):
     slots: ClassVar[type[Slots]]
     """The buffers of a tile, by kind."""
     triton_kernel: ClassVar[str]
-    """Module and name of the device code in Triton."""
+    """Module and name of the device code in Triton; empty where there is none (see `by_reference`)."""
     loop: ClassVar[tuple[str, str]]
     """The arithmetic in C++, before the loop over elements and in it (see `chunkc.kernels.cpu_loop`)."""
 
@@ -120,9 +122,10 @@ class UpdateFormat(ABC):
     split: bool = False
 
     def __post_init__(self) -> None:
-        for name, dtype in (("parameters", self.param_dtype), ("gradients", self.grad_dtype)):
-            if dtype not in GRAD_DTYPES:
-                raise ValueError(f"{name} must be float32, bfloat16 or float16, got {dtype}")
+        if self.param_dtype not in (*GRAD_DTYPES, torch.float64):
+            raise ValueError(f"parameters must be float64, float32, bfloat16 or float16, got {self.param_dtype}")
+        if not takes_gradients(self.param_dtype, self.grad_dtype):
+            raise ValueError(f"gradients must be float32, bfloat16 or float16, got {self.grad_dtype}")
         if self.moments not in get_args(MomentsFormat):
             raise ValueError(f"moments must be one of {list(get_args(MomentsFormat))}, got {self.moments!r}")
         if self.rounding not in get_args(Rounding):
@@ -130,6 +133,8 @@ class UpdateFormat(ABC):
         stochastic = self.rounding == "stochastic"
         if self.param_dtype == torch.float32 and self.master:
             raise ValueError("float32 parameters are their own master; use master=False")
+        if self.param_dtype == torch.float64 and (self.master or stochastic or self.moments != "float32"):
+            raise ValueError("float64 parameters are their own master, have float64 moments and rounding='nearest'")
         if self.param_dtype == torch.float16 and stochastic:
             raise ValueError("stochastic rounding is to bfloat16; float16 parameters need rounding='nearest'")
         if self.param_dtype == torch.float16 and not self.master:
@@ -157,7 +162,7 @@ class UpdateFormat(ABC):
     def values(
         self, wide: Tensor, target: Tensor, moments: Sequence[Tensor], scalars: Any, *, l2: bool, root: Root
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """The update itself: fp32 gradient (scaled), parameter and moments in; new parameter and moments out.
+        """The update itself: gradient (scaled), parameter and moments, all of the `wide_dtype`, in; the new ones out.
 
         Args:
             l2: whether `scalars.l2` is not 0.
@@ -165,9 +170,19 @@ class UpdateFormat(ABC):
         """
 
     @property
+    def wide_dtype(self) -> torch.dtype:
+        """The dtype of all arithmetic, and of the scalars."""
+        return wide_dtype(self.param_dtype)
+
+    @property
+    def by_reference(self) -> bool:
+        """Whether the format has no device code in Triton: on a GPU `chunkc.kernels.reference` updates."""
+        return not self.triton_kernel or self.wide_dtype == torch.float64
+
+    @property
     def moment_dtype(self) -> torch.dtype:
         """The dtype of the moments' buffers; uint8 codes for "int8"."""
-        return MOMENT_DTYPES[self.moments]
+        return torch.float64 if self.wide_dtype == torch.float64 else MOMENT_DTYPES[self.moments]
 
     @property
     def master_dtype(self) -> torch.dtype | None:
@@ -218,6 +233,32 @@ class AdamFormat(UpdateFormat):
         self, wide: Tensor, target: Tensor, moments: Sequence[Tensor], scalars: Any, *, l2: bool, root: Root
     ) -> tuple[Tensor, Sequence[Tensor]]:
         return adam.new_values(wide, target, moments, scalars, l2=l2, root=root)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AmsgradSlots(AdamSlots):
+    """The buffers of an Adam update with the largest second moment so far."""
+
+    max_exp_avg_sq: Tensor | None = None
+    max_exp_avg_sq_scale: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AmsgradFormat(AdamFormat):
+    """What such an update reads and writes, in runs of elements that use `max_exp_avg_sq` and in others."""
+
+    slots = AmsgradSlots
+    triton_kernel = ""
+    loop = adam.AMSGRAD_LOOP
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return (EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ)
+
+    def values(
+        self, wide: Tensor, target: Tensor, moments: Sequence[Tensor], scalars: Any, *, l2: bool, root: Root
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        return adam.new_values_amsgrad(wide, target, moments, scalars, l2=l2, root=root)
 
 
 class Span(NamedTuple):
@@ -336,7 +377,8 @@ def check_update(
     """Check all that an update takes, but for its spans (see `check_spans`).
 
     Args:
-        scalars: `[num_groups, num_scalars]` fp32 on the slots' device, see `chunkc.kernels.hyper.scalar_table`.
+        scalars: `[num_groups, num_scalars]` of the `wide_dtype` on the slots' device, see
+            `chunkc.kernels.hyper.scalar_table`.
         key: for stochastic rounding, else None.
         first_element: index in the chunk group of the tile's first element.
 
@@ -345,7 +387,7 @@ def check_update(
     """
     check_slots(fmt, slots, scale)
     num_groups = scalars.shape[0] if scalars.dim() else 0
-    check_tensor("scalars", scalars, torch.float32, (num_groups, len(fmt.scalars._fields)), slots.param.device)
+    check_tensor("scalars", scalars, fmt.wide_dtype, (num_groups, len(fmt.scalars._fields)), slots.param.device)
     if fmt.stochastic != (key is not None):
         raise ValueError("a rounding key is needed for rounding='stochastic', and for nothing else")
     if first_element < 0 or first_element % fmt.span_alignment:

@@ -11,12 +11,27 @@ import torch
 from torch import Tensor
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What updates in fp32 take, of parameters and of gradients."""
+
+COMPLEX_DTYPES = (torch.complex64, torch.complex128)
+"""Those whose real and imaginary parts updates take as elements."""
+
+
+def wide_dtype(param_dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which parameters of a dtype are updated."""
+    return torch.float64 if param_dtype == torch.float64 else torch.float32
+
+
+def takes_gradients(param_dtype: torch.dtype, grad_dtype: torch.dtype) -> bool:
+    """Whether an update widens gradients of a dtype without loss: fp64 ones only where it computes in fp64."""
+    return grad_dtype in GRAD_DTYPES or grad_dtype == wide_dtype(param_dtype)
 
 
 class AdamScalars(NamedTuple):
     """The scalars of the inner loop, each computed in double precision on the host, as `torch.optim` does.
 
-    Kernels round them to fp32 once, where `torch.optim` rounds them at every operation: the same value.
+    Kernels that compute in fp32 round them to it once, where `torch.optim` rounds them at every operation: the same
+    value.
     """
 
     grad_sign: float  # -1 to maximize, else 1
@@ -28,6 +43,7 @@ class AdamScalars(NamedTuple):
     bias_correction2_sqrt: float
     eps: float
     neg_step_size: float  # -lr / (1 - beta1 ** step)
+    amsgrad: float  # 1: the largest second moment so far divides; else 0, and it stays as it is
 
     @classmethod
     def of(cls, row: Tensor) -> AdamScalars:
@@ -59,6 +75,7 @@ class AdamHyper:
     Args:
         step: the number of this update, from 1: `torch.optim`'s step after its increment.
         decoupled: AdamW's weight decay if true, else Adam's (added to the gradient).
+        amsgrad: divide by the largest second moment so far (Reddi et al., arXiv:1904.09237).
 
     Raises:
         ValueError: a value is outside the range that `torch.optim.Adam` accepts, or `step` is under 1.
@@ -72,6 +89,7 @@ class AdamHyper:
     step: int = 1
     decoupled: bool = True
     maximize: bool = False
+    amsgrad: bool = False
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -88,10 +106,16 @@ class AdamHyper:
             bias_correction2_sqrt=(1 - self.beta2**self.step) ** 0.5,
             eps=self.eps,
             neg_step_size=-(self.lr / (1 - self.beta1**self.step)),
+            amsgrad=float(self.amsgrad),
         )
 
 
-def scalar_table(hypers: Sequence[Any]) -> Tensor:
-    """The scalars of several groups as fp32 `[num_groups, num_scalars]` on the CPU; runs name a row of it."""
+def scalar_table(hypers: Sequence[Any], dtype: torch.dtype = torch.float32) -> Tensor:
+    """The scalars of several groups as `[num_groups, num_scalars]` on the CPU; runs name a row of it.
+
+    Args:
+        dtype: in which the update computes (`wide_dtype`).
+    """
     rows = [hyper.scalars() for hyper in hypers]  # in numpy's memory: nothing is charged to a limited allocator
-    return torch.from_numpy(np.array(rows, dtype=np.float32).reshape(len(rows), -1 if rows else 0))
+    table = np.array(rows, dtype=np.float64 if dtype == torch.float64 else np.float32)
+    return torch.from_numpy(table.reshape(len(rows), -1 if rows else 0))

@@ -44,11 +44,12 @@ def chunk_update(
 ) -> None:
     """One update of a tile of a chunk group by a format's rule, in place, on any device.
 
-    Elements outside the spans stay as they are. Each operation is one fp32 operation, rounded by itself, in the order
-    that every fused kernel keeps, so their bits are these. The update uses the new moments before they are rounded.
+    Elements outside the spans stay as they are. Each operation is one of the format's `wide_dtype`, rounded by itself,
+    in the order that every fused kernel keeps, so their bits are these. The update uses the new moments before they are
+    rounded.
 
     Args:
-        scalars: `[num_groups, num_scalars]` fp32, see `chunkc.kernels.hyper.scalar_table`.
+        scalars: `[num_groups, num_scalars]` of the `wide_dtype`, see `chunkc.kernels.hyper.scalar_table`.
         scale: what gradients are multiplied by, and whether to skip the update.
         key: what stochastic rounding derives its bits from; None without it.
         first_element: index in the chunk group of the tile's first element.
@@ -75,7 +76,7 @@ def _update_span(
     def load_moment(kind: str) -> Tensor:
         codes, scales = states[kind][part], states.get(scale_of(kind))
         if scales is None:
-            return codes.to(torch.float32)
+            return codes.to(fmt.wide_dtype)
         return dequantise(codes, scales[blocks], signed=kind not in UNSIGNED)
 
     def store(place: Tensor, value: Tensor) -> None:
@@ -101,11 +102,11 @@ def _update_span(
             store(codes, new_codes)
             store(scales[blocks], new_scales)
 
-    wide = slots.grad[part].to(torch.float32)
+    wide = slots.grad[part].to(fmt.wide_dtype)
     for factor in (scale.unscale, scale.clip):
         if factor is not None:
             wide = wide * factor
-    target = (slots.param if slots.master is None or fmt.split else slots.master)[part].to(torch.float32)
+    target = (slots.param if slots.master is None or fmt.split else slots.master)[part].to(fmt.wide_dtype)
     if fmt.split:
         assert slots.master is not None
         target = join_master(slots.param[part], slots.master[part])

@@ -24,7 +24,7 @@ _SOURCE = Template(
 static const int lanes = 16, block = 256;
 
 static inline void add_squares(const $type* data, double* sums) {
-  float wide[block];
+  $wide wide[block];
   #pragma omp simd
   for (int i = 0; i < block; ++i) wide[i] = $widen(data[i]);
   for (int i = 0; i < block; i += lanes) {
@@ -79,9 +79,10 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
     Raises:
         UnsupportedError: there is no working C++ compiler.
     """
-    element, widen = TYPES[dtype]
+    element, widen = ("double", "double") if dtype == torch.float64 else TYPES[dtype]
+    names = {"type": element, "widen": widen, "wide": "double" if dtype == torch.float64 else "float"}
     with patched(OPTIONS), a_compiler_needed():
-        loaded: ctypes.CDLL = CppCodeCache.load(_SOURCE.substitute(type=element, widen=widen), extra_flags=FLAGS)
+        loaded: ctypes.CDLL = CppCodeCache.load(_SOURCE.substitute(names), extra_flags=FLAGS)
     loaded.sum_squares.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_int]
     loaded.sum_squares.restype = None
     return loaded

@@ -65,10 +65,12 @@ def scattered_indices(offsets, first_element, key_low, key_high, STOCHASTIC: tl.
 
 @triton.jit
 def load_wide(place, offsets, mask):
-    """As fp32. bf16 is widened on the bits: the interpreter's own conversion flushes subnormals to zero."""
+    """As fp32; fp64 as it is. bf16 is widened on the bits: the interpreter's own conversion flushes subnormals."""
     values = tl.load(place + offsets, mask=mask, other=0.0)
     if place.dtype.element_ty == tl.bfloat16:
         return (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    elif place.dtype.element_ty == tl.float64:
+        return values
     else:
         return values.to(tl.float32)
 

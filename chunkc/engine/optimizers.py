@@ -60,7 +60,6 @@ class _Adam(_Formats):
 
     def check(self) -> None:
         _refuse(not self.bias_correction, "bias_correction", False, "moments are corrected; remove it")
-        _refuse(self.amsgrad, "amsgrad", True, "remove it")
         _refuse(not self.fp32_optimizer_states, "fp32_optimizer_states", False, 'use "moments_dtype": "bfloat16"')
 
 
@@ -138,7 +137,7 @@ def make_optimizer(
         if decay is None:
             decay = 1e-2 if found.torch_adam and decoupled else 0.0
         chosen = optim.AdamW if decoupled else optim.Adam
-        return chosen(parameters, betas=found.betas, eps=found.eps, weight_decay=decay, **common)
+        return chosen(parameters, betas=found.betas, eps=found.eps, weight_decay=decay, amsgrad=found.amsgrad, **common)
     if isinstance(found, _Lamb):
         common |= found.model_dump(include={"betas", "eps", "min_coeff", "max_coeff"})
         return optim.LAMB(parameters, weight_decay=decay or 0.0, always_adapt=True, **common)

@@ -7,17 +7,17 @@ from functools import cache
 
 import torch
 
-MASTER, EXP_AVG, EXP_AVG_SQ = "master", "exp_avg", "exp_avg_sq"
+MASTER, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ = "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"
 MASTER_LOW = "master_low"
 """The lower 16 bits of an fp32 master, whose upper ones are those of the bf16 parameter."""
 
 MOMENTS = (EXP_AVG, EXP_AVG_SQ)
-"""What Adam and LAMB keep of past gradients."""
+"""What Adam and LAMB keep of past gradients; with `amsgrad` Adam also keeps the largest `EXP_AVG_SQ` so far."""
 
 MOMENTUM_BUFFER = "momentum_buffer"
 """What SGD with momentum keeps of them."""
 
-UNSIGNED = (EXP_AVG_SQ,)
+UNSIGNED = (EXP_AVG_SQ, MAX_EXP_AVG_SQ)
 """Moments of which no element is negative."""
 
 ELEMENTS_PER_SCALE = 256

@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from chunkc.kernels.formats import AdamFormat, UpdateFormat
+from chunkc.ir.states import MAX_EXP_AVG_SQ, MOMENTS, StateFormat, scale_of
+from chunkc.kernels.formats import AdamFormat, AmsgradFormat, UpdateFormat
 from chunkc.kernels.hyper import AdamHyper
 from chunkc.optim.chunked_optimizer import ChunkedOptimizer
 from chunkc.optim.elementwise import ElementwiseRule
 from chunkc.optim.formats import formats_in, with_options
-from chunkc.optim.rule import adam_hyper
+from chunkc.optim.rule import DIFFERENTIABLE, MAXIMIZE, WITHOUT_EFFECT, Groups, adam_hyper
 from chunkc.optim.values import flag
+
+AMSGRAD = "amsgrad"
+DECOUPLED = "decoupled_weight_decay"
 
 
 @dataclass(frozen=True)
 class AdamRule(ElementwiseRule):
-    """Adam's.
+    """Adam's. There is room for the largest second moments of all parameters of an optimizer, or, where no group has
+    `amsgrad`, for none."""
 
-    Attributes:
-        decoupled: weight decay is AdamW's.
-    """
+    moments = (*MOMENTS, MAX_EXP_AVG_SQ)
+    optional = (MAXIMIZE, AMSGRAD, DECOUPLED, DIFFERENTIABLE, *WITHOUT_EFFECT)
 
-    decoupled: bool = True
+    def states(self, groups: Groups) -> StateFormat:
+        kinds = self.moments if any(flag(group, AMSGRAD) for group in groups) else MOMENTS
+        return replace(self.formats.states, kinds=kinds)
+
+    def idle(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return () if flag(group, AMSGRAD) else (MAX_EXP_AVG_SQ, scale_of(MAX_EXP_AVG_SQ))
 
     def kernel(self, kinds: Iterable[str]) -> type[UpdateFormat]:
-        return AdamFormat
+        return AmsgradFormat if MAX_EXP_AVG_SQ in kinds else AdamFormat
 
     def hyper(self, group: Mapping[str, Any], step: int) -> AdamHyper:
-        decoupled = self.decoupled or flag(group, "decoupled_weight_decay")  # as torch.optim.AdamW saves it
-        return AdamHyper(**adam_hyper(group, step), decoupled=decoupled)
+        flags = {"decoupled": flag(group, DECOUPLED), "amsgrad": flag(group, AMSGRAD)}
+        return AdamHyper(**adam_hyper(group, step), **flags)
 
     def gradient_apart(self, gradient: torch.Tensor, hyper: AdamHyper) -> torch.Tensor:
         # Decay changes the parameter first; `maximize` has negated the gradient before that.
@@ -42,10 +51,8 @@ class AdamRule(ElementwiseRule):
 class Adam(ChunkedOptimizer):
     """Adam (Kingma and Ba, arXiv:1412.6980) with `torch.optim.Adam`'s semantics: weight decay joins the gradient.
 
-    Its arguments are those of `AdamW`.
+    Its arguments are those of `AdamW`, and `decoupled_weight_decay`: True makes it `AdamW`.
     """
-
-    _decoupled = False
 
     @with_options
     def __init__(
@@ -54,16 +61,17 @@ class Adam(ChunkedOptimizer):
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        weight_decay: float = 0,
         amsgrad: bool = False,
         *,
         capturable: bool = False,
+        decoupled_weight_decay: bool = False,
         **options: Any,
     ) -> None:
         formats, rest = formats_in(options)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        rule = AdamRule(formats, self._decoupled)
-        super().__init__(params, rule, defaults, amsgrad=amsgrad, capturable=capturable, **rest)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, AMSGRAD: amsgrad}
+        defaults |= {"capturable": capturable, DECOUPLED: decoupled_weight_decay}
+        super().__init__(params, AdamRule(formats), defaults, **rest)
 
 
 class AdamW(Adam):
@@ -103,14 +111,15 @@ class AdamW(Adam):
             distance. The random bits depend on the seed, the step and the element's place alone: not on the budget, the
             home, `update_on` or what ran before. Fp32 is not rounded.
         rounding_seed: of those bits.
+        amsgrad: divide by the largest second moment so far, `state[p]["max_exp_avg_sq"]`. Where a group has it, chunks
+            have room for those of all.
         foreach, fused: as in `torch.optim`, and without effect: an update is one fused pass whatever they say.
-        amsgrad, capturable, differentiable: refused if true.
+        capturable: without effect: `step()` runs on the host, and no CUDA graph can capture it.
+        differentiable: refused if true.
 
     Where a gradient is None, nothing happens to that parameter. With `torch.amp.GradScaler` gradients are unscaled
-    inside the update.
+    inside the update. Parameters in fp64 are updated in fp64; complex ones as `torch.view_as_real` shows them.
     """
-
-    _decoupled = True
 
     @with_options
     def __init__(
@@ -125,4 +134,10 @@ class AdamW(Adam):
         capturable: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, capturable=capturable, **options)
+        of_adam = {"capturable": capturable, DECOUPLED: True}
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **of_adam, **options)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group[DECOUPLED] = True  # whatever a state of Adam's says, as in torch.optim

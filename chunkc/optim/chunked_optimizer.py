@@ -9,6 +9,7 @@ updated where it is. On a GPU updates are Triton's and nothing waits for them; `
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from chunkc.declared import declare_states, declared_states
-from chunkc.ir.errors import OptionsError
+from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.optim import doubts, on_device
 from chunkc.optim.backward_starter import BackwardStarter
 from chunkc.optim.backward_updates import BackwardUpdates
@@ -25,9 +26,10 @@ from chunkc.optim.clipping import ClipsGradients
 from chunkc.optim.grad_scale import grad_scale_of, is_skipped, on_the_cpu
 from chunkc.optim.group_spans import Due
 from chunkc.optim.loading import LoadedState, checked_state_dict, load, prepared_to_load
+from chunkc.optim.memory import title_of
 from chunkc.optim.over_ranks import agree_on_overflow, as_saved, no_exchange
 from chunkc.optim.overlap_mode import NONE, OverlapMode
-from chunkc.optim.rule import Rule, Updater
+from chunkc.optim.rule import DIFFERENTIABLE, MAXIMIZE, WITHOUT_EFFECT, Rule, Updater
 from chunkc.optim.split_masters import NotedContents, has_master
 from chunkc.optim.states import Dtypes, is_kept, made_on_tier
 from chunkc.optim.step import prepare_step, take_over_changes, update_chunks, update_in_place
@@ -37,7 +39,10 @@ from chunkc.readers import await_readers
 from chunkc.runtime.parts import leaf_of, part_of
 from chunkc.session import lay_out_states, sessions_of, stepping
 
-_UNSUPPORTED = ("amsgrad", "differentiable", "capturable")
+logger = logging.getLogger(__name__)
+
+_told: set[str] = set()
+"""Arguments without effect that were logged."""
 
 
 class ChunkedOptimizer(ClipsGradients):
@@ -65,17 +70,16 @@ class ChunkedOptimizer(ClipsGradients):
         update_on: str = DEVICE,
         overlap: str = NONE,
         undoable: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        **refused: bool,
+        **as_in_torch: bool | None,
     ) -> None:
         self.rule = rule
         self._begin(OverlapMode(overlap, update_on, undoable))
-        self._check_supported(refused)
-        if foreach and fused:
+        defaults = defaults | {MAXIMIZE: maximize} | as_in_torch
+        self._check_supported(defaults)
+        if defaults.get("foreach") and defaults.get("fused"):
             raise OptionsError("foreach and fused cannot both be True")
         self._made = False
-        super().__init__(params, defaults | {"maximize": maximize})
+        super().__init__(params, defaults)
         self._made = True
         self.states = rule.states(self.param_groups)
         self._lay_out_states(self._parameters())
@@ -98,6 +102,10 @@ class ChunkedOptimizer(ClipsGradients):
         if "overlap" in state:  # a copy, which has nothing under way; `load_state_dict` comes here too
             self._begin(state["overlap"])
         super().__setstate__(state)
+        for group in self.param_groups:
+            for name in self.rule.optional:
+                if name in self.defaults:
+                    group.setdefault(name, self.defaults[name])
         undeclared = [p for p in self._parameters() if declared_states(p) is None]
         declare_states(undeclared, self.states, self.rule.num_stages, weakref.ref(self))
         for parameter, of_parameter in self.state.items():
@@ -142,8 +150,9 @@ class ChunkedOptimizer(ClipsGradients):
         return state
 
     def begin_states(self, state: Mapping[str, Any], kinds: Iterable[str]) -> None:
-        """Where states of these kinds are about to be made, count a parameter's steps anew, once all are known."""
-        if "step" in state and any(kind in self.states.kinds and kind not in state for kind in kinds):
+        """Where all moments are about to be made, count a parameter's steps anew, once all are known."""
+        moments = set(self.states.kinds).intersection(kinds)
+        if "step" in state and moments and moments.isdisjoint(state):
             self.doubts.resolve(wait=True)
             state["step"].zero_()
 
@@ -254,7 +263,7 @@ class ChunkedOptimizer(ClipsGradients):
 
         Raises:
             OptionsError: a value is out of range, or asks for something this optimizer does not do.
-            UnsupportedError: a parameter's dtype has no kernel.
+            UnsupportedError: a parameter that wants a gradient has a dtype without a kernel.
         """
         if not isinstance(param_group, dict) or isinstance(params := param_group["params"], set):
             super().add_param_group(param_group)  # which refuses it
@@ -262,9 +271,9 @@ class ChunkedOptimizer(ClipsGradients):
         param_group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
         self.check_group({**self.defaults, **param_group})
         for entry in param_group["params"]:
-            parameter = entry[1] if isinstance(entry, tuple) else entry
-            if isinstance(parameter, torch.Tensor):
-                self.rule.check_dtype(parameter.dtype, type(self).__name__)
+            name, parameter = entry if isinstance(entry, tuple) else ("", entry)
+            if isinstance(parameter, torch.Tensor) and parameter.requires_grad:
+                self.check_dtype(parameter, name)
         super().add_param_group(param_group)
         if self._made:
             try:
@@ -274,6 +283,18 @@ class ChunkedOptimizer(ClipsGradients):
                 self.param_groups.pop()
                 raise
         self.in_backward.forget()
+
+    def check_dtype(self, parameter: torch.Tensor, name: str = "") -> None:
+        """Refuse a parameter whose dtype no update takes.
+
+        Raises:
+            OptionsError, UnsupportedError: none does with these options, or none at all.
+        """
+        try:
+            self.rule.check_dtype(parameter.dtype, type(self).__name__)
+        except (OptionsError, UnsupportedError) as error:
+            title = f"the parameter {name}" if name else title_of(self, parameter)
+            raise type(error)(f"{error} ({title} of shape {tuple(parameter.shape)})") from None
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse values of a parameter group that are out of range.
@@ -285,9 +306,14 @@ class ChunkedOptimizer(ClipsGradients):
         self.hyper_at(group, 1)
 
     def _check_supported(self, group: Mapping[str, Any]) -> None:
-        for name in _UNSUPPORTED:
+        unknown = {"amsgrad", "capturable"}.difference(self.rule.optional)
+        for name in (DIFFERENTIABLE, *sorted(unknown)):
             if group.get(name):
                 raise OptionsError(f"{type(self).__name__} does not support {name}=True")
+        for name, reason in WITHOUT_EFFECT.items():
+            if group.get(name) and name not in _told:
+                _told.add(name)
+                logger.info("%s=True has no effect in chunkc.optim: %s", name, reason)
 
     def state_dict(self) -> dict[str, Any]:
         """The state in `torch.optim`'s format, with fp32 masters.

@@ -1,6 +1,7 @@
 """The updates of rules that change each element by itself: tiles of chunk groups, and tensors where they are.
 
-On a GPU by Triton; on the CPU by one pass over memory for each span of elements.
+On a GPU by Triton; on the CPU by one pass over memory for each span of elements. Complex elements are two real ones
+each, as in `torch.optim`. What has no code in Triton (fp64, `amsgrad`) is updated by plain PyTorch on a GPU.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from typing import Any
 import torch
 
 from chunkc.ir.chunks import GRAD, PARAM
+from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.plan import Tile
 from chunkc.ir.states import FLOAT32, StateFormat
-from chunkc.kernels import elementwise_triton
+from chunkc.kernels import elementwise_triton, reference
 from chunkc.kernels.distances import Draws
 from chunkc.kernels.elementwise_cpu import chunk_update, prepare, warm_up_format
 from chunkc.kernels.elementwise_triton import WorkTable, work_of_tensors, work_table
 from chunkc.kernels.formats import NO_SCALE, GradScale, RoundingKey, Slots, Span, UpdateFormat, rounding_key
-from chunkc.kernels.hyper import scalar_table
+from chunkc.kernels.hyper import COMPLEX_DTYPES, GRAD_DTYPES, scalar_table
 from chunkc.optim.formats import Formats
 from chunkc.optim.on_device import TABLE_NBYTES, LaunchOrder, StepScalars, upload
 from chunkc.optim.rule import Extent, Groups, GroupWork, Rule, Spans, Staying, TileUpdate, Updater
@@ -30,6 +32,10 @@ from chunkc.recent import Recent
 
 PIECE_NUM_ELEMENTS = 1 << 24
 """Elements that are updated with one table: it is then a fifth of `TABLE_NBYTES` whatever a tensor's size."""
+
+PIECE_BY_REFERENCE = 1 << 13
+"""Elements that plain PyTorch updates at a time: some 15 temporary tensors of them, 8 bytes an element, fit
+`TEMPORARIES_NBYTES`."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +69,10 @@ class ElementwiseRule(Rule):
         return self.formats.stochastic
 
     def check_dtype(self, dtype: torch.dtype, title: str) -> None:
-        super().check_dtype(dtype, title)
-        self.format(dtype, dtype, self.states(()).dtypes(dtype))
+        real = dtype.to_real() if dtype in COMPLEX_DTYPES else dtype
+        if real not in (*GRAD_DTYPES, torch.float64):
+            raise UnsupportedError(f"{title} updates fp64, fp32, bf16, fp16, complex64 and complex128, not {dtype}")
+        self.format(real, real, self.states(()).dtypes(real))
 
     def updater(self, device: torch.device, *, by_triton: bool) -> Updater:
         return ByTriton(self, device) if by_triton else OnCpu(self)
@@ -90,7 +98,7 @@ class Elementwise(Updater):
     def of_tensors(self, tensors: Iterable[Staying], scale: GradScale) -> None:
         for tensor in tensors:
             flats = tensor.flats()
-            self.update(flats, [(0, tensor.parameter.numel(), tensor.hyper)], scale, tensor.extent)
+            self.update(flats, [(0, flats[PARAM].numel(), tensor.hyper)], scale, tensor.extent)
             put_back(flats[PARAM], tensor.parameter)
 
     def compile_ahead(self, flat: Mapping[str, torch.Tensor], spans: Spans, scale: GradScale) -> None:
@@ -159,8 +167,11 @@ class ByTriton(Elementwise):
         for tensor in tensors:
             gradient = tensor.parameter.grad
             assert gradient is not None
-            fmt = self.rule.format(tensor.parameter.dtype, gradient.dtype, tuple(tensor.states))
             if goes_along(tensor):
+                fmt = self.rule.format(tensor.parameter.dtype, gradient.dtype, tuple(tensor.states))
+                if fmt.by_reference:
+                    alone.append(tensor)
+                    continue
                 along.append((tensor, fmt))
                 self._scalars.row(tensor.hyper)  # before the first launch: one table of scalars for all
             else:
@@ -203,21 +214,26 @@ class ByTriton(Elementwise):
     def update(self, flat: Mapping[str, torch.Tensor], spans: Spans, scale: GradScale, extent: Extent) -> None:
         """Update spans of elements, in one launch; in as many as steps if rounding depends on them.
 
-        What has more elements than `PIECE_NUM_ELEMENTS`, such as a large parameter that stays, goes piece by piece.
+        What has more elements than `PIECE_NUM_ELEMENTS`, such as a large parameter that stays, goes piece by piece. So
+        does what plain PyTorch updates, in smaller ones; then the host waits for the device.
         """
         fmt, slots = self.rule.slots(flat)
-        numel = slots.param.numel()
-        for begin in range(0, numel, PIECE_NUM_ELEMENTS):
-            end = min(begin + PIECE_NUM_ELEMENTS, numel)
+        numel, at_most = slots.param.numel(), PIECE_BY_REFERENCE if fmt.by_reference else PIECE_NUM_ELEMENTS
+        for begin in range(0, numel, at_most):
+            end = min(begin + at_most, numel)
             part = slots if end - begin == numel else slots.part(begin, end)
             at = Extent(extent.chunk, extent.first_element + begin)
             for of_step, key in launches(self.rule, fmt, clipped(spans, begin, end), at):
                 rows = [Span(begin, end, self._scalars.row(hyper)) for begin, end, hyper in of_step]
                 if not rows:
                     continue
+                first = at.first_element if key is not None else 0
                 with self.order.turn():
-                    work, table = self.table_of(rows, fmt), self.order.reads(self._scalars.table())
-                    first = at.first_element if key is not None else 0
+                    table = self.order.reads(self._scalars.table(fmt.wide_dtype))
+                    if fmt.by_reference:
+                        reference.chunk_update(fmt, part, rows, table, scale=scale, key=key, first_element=first)
+                        continue
+                    work = self.table_of(rows, fmt)
                     elementwise_triton.update(fmt, part, work, table, scale=scale, key=key, first_element=first)
 
 
@@ -232,7 +248,8 @@ def update_on_cpu(
         in_rows = [Span(begin, end, rows[hyper]) for begin, end, hyper in part]
         if in_rows:
             first = extent.first_element if key is not None else 0
-            chunk_update(fmt, slots, in_rows, scalar_table(hypers), scale=scale, key=key, first_element=first)
+            table = scalar_table(hypers, fmt.wide_dtype)
+            chunk_update(fmt, slots, in_rows, table, scale=scale, key=key, first_element=first)
 
 
 def launches(

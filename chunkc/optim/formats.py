@@ -115,7 +115,8 @@ class Formats:
         Raises:
             OptionsError: there is no such kernel; says what there is.
         """
-        moments = self.states.moments if set(kinds) - {MASTER, MASTER_LOW} else FLOAT32
+        has_moments = set(kinds) - {MASTER, MASTER_LOW} and param_dtype != torch.float64
+        moments = self.states.moments if has_moments else FLOAT32
         in_bf16 = param_dtype == torch.bfloat16 or moments == BFLOAT16
         try:
             return kernel(

@@ -70,14 +70,19 @@ def due_of(optimizer: Any) -> Due:
     """What the optimizer's step changes now.
 
     Raises:
-        UnsupportedError: a parameter or a gradient lies in memory in a way that no update can follow.
+        OptionsError, UnsupportedError: a parameter has a dtype that no update takes, or it or a gradient lies in
+            memory in a way that none can follow.
     """
     due = Due({}, [], [], [])
+    checked: set[torch.dtype] = set()
     for index, group in enumerate(optimizer.param_groups):
         for parameter in map(part_of, group["params"]):
             if parameter.grad is None:
                 continue
             check_memory(optimizer, parameter, parameter.grad)
+            if parameter.dtype not in checked:  # it may have been frozen when the optimizer was made
+                optimizer.check_dtype(parameter)
+                checked.add(parameter.dtype)
             due.changing.append(parameter)
             home = managing(parameter)
             if home is None:

@@ -47,14 +47,14 @@ def checked_state_dict(optimizer: ChunkedOptimizer, state_dict: Mapping[str, Any
         OptionsError: the state does not fit the optimizer; the message names the parameter, or the parameter group.
     """
     groups = _checked_groups(optimizer, state_dict["param_groups"])
-    ids = [number for group in groups for number in group["params"]]
+    ids = {number: group for group in groups for number in group["params"]}
     parameters = [part_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     states = state_dict["state"]
-    unknown = [number for number in states if number not in set(ids)]
+    unknown = [number for number in states if number not in ids]
     if unknown:
         raise OptionsError(f"the loaded state has states of {shown(unknown[0])}, which no loaded parameter group names")
-    pairs = zip(ids, parameters, strict=True)
-    return [_checked(optimizer, parameter, states[number]) for number, parameter in pairs if states.get(number)]
+    found = zip(ids, ids.values(), parameters, strict=True)
+    return [_checked(optimizer, p, states[number], group) for number, group, p in found if states.get(number)]
 
 
 def prepared_to_load(
@@ -171,14 +171,18 @@ def _checked_groups(optimizer: ChunkedOptimizer, loaded: Sequence[Mapping[str, A
     return loaded
 
 
-def _checked(optimizer: ChunkedOptimizer, parameter: torch.Tensor, loaded: Mapping[str, Any]) -> LoadedState:
+def _checked(
+    optimizer: ChunkedOptimizer, parameter: torch.Tensor, loaded: Mapping[str, Any], group: Mapping[str, Any]
+) -> LoadedState:
     try:
-        return _checked_state(optimizer, parameter, loaded)
+        return _checked_state(optimizer, parameter, loaded, group)
     except OptionsError as error:
         raise OptionsError(f"the loaded state of {title_of(optimizer, parameter)}: {error}") from None
 
 
-def _checked_state(optimizer: ChunkedOptimizer, parameter: torch.Tensor, loaded: Mapping[str, Any]) -> LoadedState:
+def _checked_state(
+    optimizer: ChunkedOptimizer, parameter: torch.Tensor, loaded: Mapping[str, Any], group: Mapping[str, Any]
+) -> LoadedState:
     if not isinstance(loaded, Mapping):
         raise OptionsError(f"it is {shown(loaded)}, not a dict")
     moments = optimizer.rule.moments
@@ -188,7 +192,7 @@ def _checked_state(optimizer: ChunkedOptimizer, parameter: torch.Tensor, loaded:
             f"{type(optimizer).__name__} cannot use the state {', '.join(map(str, unsupported))}; load it into the "
             "optimizer that saved it, or begin without it"
         )
-    loaded = optimizer.rule.loaded(loaded)
+    loaded = optimizer.rule.loaded(loaded, group)
     step = plain(loaded["step"], "step")
     if not (step >= 0 and step.is_integer()):
         raise OptionsError(f"step is {shown(loaded['step'])}; allowed: a whole number of at least 0")
@@ -207,6 +211,8 @@ def _checked_state(optimizer: ChunkedOptimizer, parameter: torch.Tensor, loaded:
         if kind in tensors and not tensors[kind].dtype.is_floating_point:
             raise OptionsError(f"{kind} is {tensors[kind].dtype}; allowed: a floating-point dtype")
     for kind in (kind for kind in moments if kind in tensors):
+        if tensors[kind].is_complex() and parameter.is_complex() and scale_of(kind) not in tensors:
+            continue
         _check_moment(kind, tensors[kind], scale_of(kind), has_scale=scale_of(kind) in tensors)
     return LoadedState(parameter, step, tensors)
 

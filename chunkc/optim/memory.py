@@ -11,7 +11,7 @@ import torch
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.states import is_scale
 from chunkc.ir.strides import is_dense, overlaps_itself, share_memory, span_of
-from chunkc.kernels.hyper import GRAD_DTYPES
+from chunkc.kernels.hyper import takes_gradients
 from chunkc.runtime.used_gradients import gradient_of, without_memory
 from chunkc.session import owner
 
@@ -71,10 +71,13 @@ def check_in_place(optimizer: Any, parameter: torch.Tensor, gradient: torch.Tens
                 f"{title_of(optimizer, parameter)} has the shape {tuple(parameter.shape)}, its states have "
                 f"{tuple(state.shape)}: make a new optimizer"
             )
-    if gradient.dtype not in GRAD_DTYPES:
+    dtypes = parameter.dtype, gradient.dtype
+    if parameter.is_complex() and gradient.is_complex():
+        dtypes = parameter.dtype.to_real(), gradient.dtype.to_real()
+    if not takes_gradients(*dtypes):
         raise UnsupportedError(
             f"the gradient of {title_of(optimizer, parameter)} is {gradient.dtype}; {type(optimizer).__name__} takes "
-            "fp32, bf16 and fp16"
+            f"fp32, bf16 and fp16{', and the dtype of the parameter' if parameter.dtype.itemsize > 4 else ''}"
         )
 
 

@@ -19,6 +19,7 @@ from chunkc.ir.sums import SumSquares, num_rows, rows_of
 from chunkc.kernels import sums_cpu, sums_triton
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.optim.on_device import computes_by_triton, upload
+from chunkc.optim.states import flat, real_parts
 from chunkc.ranks import together
 from chunkc.runtime.parts import Part
 from chunkc.session import managing, owner
@@ -97,7 +98,8 @@ def _added_up(gradients: Gradients) -> torch.Tensor:
 
 def _read(gradients: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """The sums of some gradients of one dtype, each `[num_rows]`."""
-    dense = [g if is_dense(g) else g.contiguous() for g in gradients]
+    resolved = [g.resolve_conj() for g in gradients]
+    dense = [real_parts(flat(g if is_dense(g) else g.contiguous())) for g in resolved]
     base, itemsize = dense[0].data_ptr(), dense[0].dtype.itemsize
     table = torch.from_numpy(rows_of([((g.data_ptr() - base) // itemsize, g.numel()) for g in dense]))
     shape, dtype = (len(table),), torch.float64

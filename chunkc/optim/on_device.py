@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ TABLE_NBYTES = 2 << 20
 
 DISTANCES_NBYTES = 1 << 20
 """Distances between tensors that one launch updates, in bytes: those used last, beside the tables."""
+
+TEMPORARIES_NBYTES = 1 << 20
+"""Temporary tensors of an update without a kernel, in bytes, beside the tables and distances."""
 
 
 def computes_by_triton(device: torch.device) -> bool:
@@ -98,18 +102,19 @@ class StepScalars:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._rows: dict[Any, int] = {}
-        self._table: torch.Tensor | None = None
+        self._tables: dict[torch.dtype, torch.Tensor] = {}
 
     def row(self, hyper: Any) -> int:
         """The row of these hyper-parameters, which may be in doubt; a new one if need be."""
         found = self._rows.get(hyper)
         if found is None:
             found = self._rows[hyper] = len(self._rows)
-            self._table = None
+            self._tables.clear()
         return found
 
-    def table(self) -> torch.Tensor:
-        """All rows so far, `[num_rows, num_scalars]` fp32."""
-        if self._table is None:
-            self._table = decided(list(self._rows), scalar_table, lambda table: upload(table, self._device))
-        return self._table
+    def table(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """All rows so far, `[num_rows, num_scalars]`, for updates that compute in a dtype."""
+        if dtype not in self._tables:
+            table_of = partial(scalar_table, dtype=dtype)
+            self._tables[dtype] = decided(list(self._rows), table_of, lambda table: upload(table, self._device))
+        return self._tables[dtype]

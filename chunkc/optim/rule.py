@@ -22,6 +22,16 @@ from chunkc.kernels.hyper import GRAD_DTYPES
 from chunkc.optim.states import flats_of, place_in_group
 from chunkc.optim.values import flag, number, pair
 
+MAXIMIZE = "maximize"
+DIFFERENTIABLE = "differentiable"
+
+WITHOUT_EFFECT = {
+    "foreach": "an update is one fused pass whatever it says",
+    "fused": "an update is one fused pass whatever it says",
+    "capturable": "step() runs on the host, and no CUDA graph can capture it",
+}
+"""Arguments of `torch.optim` that groups have as there, and that change nothing; why."""
+
 Groups = Sequence[Mapping[str, Any]]
 """Parameter groups, as `torch.optim` has them."""
 
@@ -117,12 +127,12 @@ class Rule(ABC):
         num_stages: of an update (see `chunkc.ir.updates`). Of two, the first takes norms of whole tensors, and the
             spans of a group are its tensors.
         moments: all kinds of states that there may be besides masters and the moments' scales.
-        optional: hyper-parameters that a saved parameter group may lack.
+        optional: hyper-parameters that a saved parameter group may lack, which then has this optimizer's own.
     """
 
     num_stages: ClassVar[int] = 1
     moments: ClassVar[tuple[str, ...]] = MOMENTS
-    optional: ClassVar[tuple[str, ...]] = ("maximize",)
+    optional: ClassVar[tuple[str, ...]] = (MAXIMIZE,)
 
     @abstractmethod
     def states(self, groups: Groups) -> StateFormat:
@@ -132,13 +142,14 @@ class Rule(ABC):
         """Kinds of states that parameters of a group need not have, though others' have them."""
         return ()
 
-    def loaded(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A parameter's saved state, which may be `torch.optim`'s, as this rule keeps it.
+    def loaded(self, state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+        """A saved state, which may be `torch.optim`'s, of a parameter of a saved group, as this rule keeps it.
 
         Raises:
             OptionsError: something is missing.
         """
-        missing = [kind for kind in ("step", *self.moments) if kind not in state]
+        idle = self.idle(group)
+        missing = [kind for kind in ("step", *self.moments) if kind not in state and kind not in idle]
         if missing:
             raise OptionsError(f"it lacks {', '.join(missing)}")
         return dict(state)

@@ -14,7 +14,7 @@ from chunkc.kernels.sgd import MomentumFormat, SgdFormat, SgdHyper
 from chunkc.optim.chunked_optimizer import ChunkedOptimizer
 from chunkc.optim.elementwise import ElementwiseRule
 from chunkc.optim.formats import formats_in, with_options
-from chunkc.optim.rule import Groups
+from chunkc.optim.rule import DIFFERENTIABLE, MAXIMIZE, Groups
 from chunkc.optim.values import flag, number
 
 
@@ -23,7 +23,7 @@ class SgdRule(ElementwiseRule):
     """SGD's. There is a buffer for all parameters of an optimizer, or, where no group has momentum, for none."""
 
     moments = (MOMENTUM_BUFFER,)
-    optional = ("maximize",)
+    optional = (MAXIMIZE, DIFFERENTIABLE, "foreach", "fused")
 
     def states(self, groups: Groups) -> StateFormat:
         asked = self.formats.states
@@ -34,7 +34,7 @@ class SgdRule(ElementwiseRule):
     def idle(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return () if number(group, "momentum") != 0 else (MOMENTUM_BUFFER, scale_of(MOMENTUM_BUFFER))
 
-    def loaded(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def loaded(self, state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
         """`torch.optim.SGD` counts no steps, and its buffer is None until the first one."""
         found = {kind: value for kind, value in state.items() if kind != MOMENTUM_BUFFER or value is not None}
         return {"step": float(MOMENTUM_BUFFER in found)} | found

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from chunkc.ir.chunks import GRAD, PARAM
-from chunkc.ir.errors import OptionsError
+from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.plan import Tile
 from chunkc.kernels.formats import NO_SCALE
 from chunkc.optim.backward_updates import Begun, Entry, can_be_undone, has_states, interrupted, noted_of
@@ -77,7 +77,9 @@ def is_ready(optimizer: ChunkedOptimizer, session: Session, index: int) -> bool:
     try:
         for group in {id(group): group for _, _, group in entries}.values():
             optimizer.check_group(group)
-    except OptionsError:
+        for parameter, _, _ in entries:
+            optimizer.check_dtype(parameter)
+    except (OptionsError, UnsupportedError):
         return False  # the step says so
     if optimizer.overlap.undoable:
         return can_be_undone(optimizer, session, index, entries)

@@ -58,7 +58,8 @@ def made_on_tier(state: dict[str, Any], parameter: torch.Tensor, dtypes: Dtypes)
     """The state of a parameter that does not move, in place: made on its first update, converted where it differs."""
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-    sources = converted(state, parameter, dtypes) if any(kind in state for kind in dtypes) else {}
+    kept = {kind: dtype for kind, dtype in dtypes.items() if kind in state or kind in (MASTER, MASTER_LOW)}
+    sources = converted(state, parameter, kept) if any(kind in state for kind in dtypes) else {}
     for kind, dtype in dtypes.items():
         state[kind] = empty_state(parameter, kind, dtype)
         if kind in sources:
@@ -110,21 +111,28 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 def flat_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """The elements of the parameter, or of its gradient, in the order that its states have: a view where it can be."""
     strides = dense_strides(parameter)
-    if tensor.stride() == strides and not tensor.is_neg():
+    if tensor.stride() == strides and not tensor.is_neg() and not tensor.is_conj():
         return flat(tensor)
     return flat(torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor))
 
 
+def real_parts(elements: torch.Tensor) -> torch.Tensor:
+    """Complex elements in a flat tensor as a view of twice as many real ones; others as they are."""
+    return torch.view_as_real(elements).view(-1) if elements.is_complex() else elements
+
+
 def flats_of(parameter: torch.Tensor, states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All that an update of a parameter needs, as flat tensors; afterwards `put_back` the parameter's."""
+    """All that an update of a parameter needs, as flat tensors of real numbers; `put_back` the parameter's after it."""
     assert parameter.grad is not None
     flats = {PARAM: flat_like(parameter, parameter), GRAD: flat_like(parameter.grad, parameter)}
-    return flats | {kind: flat(state) for kind, state in states.items()}
+    return {kind: real_parts(tensor) for kind, tensor in (flats | {k: flat(s) for k, s in states.items()}).items()}
 
 
 def put_back(elements: torch.Tensor, parameter: torch.Tensor) -> None:
     """Write the parameter's elements as `flat_like` gave them, where they are not the parameter's own memory."""
     if elements.data_ptr() != parameter.data_ptr():
+        if parameter.is_complex():
+            elements = torch.view_as_complex(elements.view(-1, 2))
         parameter.copy_(elements.as_strided(parameter.shape, dense_strides(parameter)))
 
 

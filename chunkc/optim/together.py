@@ -69,6 +69,8 @@ def goes_along(tensor: Staying) -> bool:
     assert gradient is not None
     if not 0 < parameter.numel() <= MAX_NUM_ELEMENTS or gradient.is_neg() or not is_dense(parameter):
         return False
+    if parameter.is_complex():
+        return False
     return gradient.stride() == parameter.stride()
 
 

@@ -26,7 +26,7 @@ second_tier = pytest.mark.second_tier
         ({"type": "Adam", "params": {"lr": -1}}, "optimizer.params.lr is -1"),
         ({"type": "Adam", "params": {"max_grad_norm": 1.0}}, "use gradient_clipping"),
         ({"type": "Adam", "params": {"bias_correction": False}}, "bias_correction is False"),
-        ({"type": "Adam", "params": {"amsgrad": True}}, "amsgrad is True"),
+        ({"type": "Lamb", "params": {"amsgrad": True}}, "amsgrad is True"),
         ({"type": "Lamb", "params": {"eps_inside_sqrt": True}}, "eps_inside_sqrt is True"),
         ({"type": "RMSprop", "params": {"alfa": 0.9}}, "did you mean 'optimizer.params.alpha'?"),
     ],
@@ -43,6 +43,7 @@ def test_mistakes_in_the_optimizer(section: dict[str, Any], message: str) -> Non
         ({"type": "Adam"}, chunkc.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.0, "eps": 1e-8}),
         ({"type": "adam", "params": {"adam_w_mode": False}}, chunkc.optim.Adam, {"weight_decay": 0.0}),
         ({"type": "AdamW", "params": {"adam_w_mode": False}}, chunkc.optim.AdamW, {}),
+        ({"type": "AdamW", "params": {"amsgrad": True}}, chunkc.optim.AdamW, {"amsgrad": True}),
         ({"type": "AdamW", "params": {"torch_adam": True}}, chunkc.optim.AdamW, {"weight_decay": 1e-2}),
         (
             {"type": "Adam", "params": {"torch_adam": True, "adam_w_mode": False}},

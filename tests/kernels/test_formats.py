@@ -28,7 +28,9 @@ KEY = RoundingKey(1, 2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"param_dtype": torch.float64}, "parameters must be float32, bfloat16 or float16"),
+        ({"param_dtype": torch.complex64}, "parameters must be float64, float32, bfloat16 or float16"),
+        ({"grad_dtype": torch.float64}, "gradients must be float32, bfloat16 or float16"),
+        ({"param_dtype": torch.float64, "moments": "bfloat16"}, "float64 parameters are their own master"),
         ({"grad_dtype": torch.int8}, "gradients must be float32, bfloat16 or float16"),
         ({"moments": "float16"}, "moments must be one of"),
         ({"rounding": "up"}, "rounding must be one of"),

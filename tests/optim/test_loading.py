@@ -58,7 +58,7 @@ def other_key(state: State) -> None:
 
 
 def other_state(state: State) -> None:
-    state["state"][LAST]["max_exp_avg_sq"] = state["state"][LAST]["exp_avg_sq"]
+    state["state"][LAST]["momentum"] = state["state"][LAST]["exp_avg_sq"]
 
 
 BAD: dict[str, Callable[[State], None]] = {
@@ -100,6 +100,7 @@ BAD: dict[str, Callable[[State], None]] = {
     "huge": put_group("lr", 10**400),
     "maximize text": put_group("maximize", "no"),
     "amsgrad": put_group("amsgrad", True),
+    "differentiable": put_group("differentiable", True),
     "no lr": drop("param_groups", -1, "lr"),
     "no betas": drop("param_groups", -1, "betas"),
 }

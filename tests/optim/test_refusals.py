@@ -113,24 +113,14 @@ def test_numbers_that_torch_takes_too(name: str) -> None:
         torch.testing.assert_close(mine, twin, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("flag", ["amsgrad", "differentiable", "capturable"])
-def test_flags_that_are_not_supported(flag: str) -> None:
+def test_differentiable_updates_are_refused() -> None:
     weight = nn.Parameter(torch.ones(3))
-    with pytest.raises(chunkc.OptionsError, match=flag):
-        chunkc.optim.AdamW([{"params": [weight], flag: True}])
+    with pytest.raises(chunkc.OptionsError, match="differentiable"):
+        chunkc.optim.AdamW([{"params": [weight], "differentiable": True}])
     for optimizer in (chunkc.optim.AdamW, chunkc.optim.Adam):
-        with pytest.raises(chunkc.OptionsError, match=flag):
-            optimizer([weight], **{flag: True})
-    chunkc.optim.AdamW([{"params": [weight], flag: False}])
-
-
-@pytest.mark.parametrize("num_steps", [0, 1])
-def test_an_amsgrad_state_is_not_loaded(num_steps: int) -> None:
-    twin = MLP()
-    optimizer = torch.optim.AdamW(twin.parameters(), amsgrad=True)
-    train(twin, optimizer, range(num_steps))
-    with pytest.raises(chunkc.OptionsError):
-        chunkc.optim.AdamW(MLP().parameters()).load_state_dict(optimizer.state_dict())
+        with pytest.raises(chunkc.OptionsError, match="differentiable"):
+            optimizer([weight], differentiable=True)
+    chunkc.optim.AdamW([{"params": [weight], "differentiable": False}])
 
 
 def test_states_of_another_optimizer_are_named() -> None:
@@ -143,17 +133,11 @@ def test_states_of_another_optimizer_are_named() -> None:
         optimizer.load_state_dict(found)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
-def test_dtypes_that_are_not_supported(dtype: torch.dtype) -> None:
-    with pytest.raises(chunkc.UnsupportedError, match=str(dtype)):
-        chunkc.optim.AdamW([nn.Parameter(torch.ones(3, dtype=dtype))])
-
-
 def test_a_refused_group_is_not_added() -> None:
     optimizer = chunkc.optim.AdamW([nn.Parameter(torch.ones(3))])
     for group in (
-        {"params": [nn.Parameter(torch.ones(3, dtype=torch.float64))]},
-        {"params": [nn.Parameter(torch.ones(3))], "amsgrad": True},
+        {"params": [nn.Parameter(torch.ones(3).to(torch.float8_e5m2))]},
+        {"params": [nn.Parameter(torch.ones(3))], "differentiable": True},
         {"params": [nn.Parameter(torch.ones(3))], "lr": -1.0},
     ):
         with pytest.raises(chunkc.ChunkcError):

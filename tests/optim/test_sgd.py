@@ -293,11 +293,13 @@ def test_what_makes_no_sense_is_refused(settings: dict[str, Any], text: str) -> 
 
 
 def test_what_has_no_kernel_is_refused() -> None:
-    half, double = (nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float16, torch.float64))
+    half, eighth = (nn.Parameter(torch.ones(3).to(dtype)) for dtype in (torch.float16, torch.float8_e5m2))
     with pytest.raises(chunkc.OptionsError, match="float16 parameters need master_weights=True"):
         SGD([half], master_weights=False)
-    with pytest.raises(chunkc.UnsupportedError, match="SGD updates fp32, bf16 and fp16, not"):
-        SGD([double])
+    with pytest.raises(
+        chunkc.UnsupportedError, match="SGD updates fp64, fp32, bf16, fp16, complex64 and complex128, not"
+    ):
+        SGD([eighth])
     with pytest.raises(TypeError, match="capturable"):
         SGD([half], capturable=True)
 

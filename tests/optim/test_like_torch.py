@@ -1,0 +1,414 @@
+"""Dtypes, flags and states that `torch.optim` has: `chunkc.optim` gives its results, and its parameter groups."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from optim_models import (
+    MLP,
+    TWO_PER_CHUNK,
+    assert_equal,
+    assert_managed,
+    build,
+    snapshot,
+    states,
+    through_a_file,
+    train,
+)
+from torch import Tensor, nn
+
+import chunkc
+from chunkc.ir.states import num_entries
+from chunkc.kernels import elementwise_cpu, reference
+from chunkc.kernels.formats import AdamFormat, AmsgradFormat, GradScale, Span, UpdateFormat, rounding_key
+from chunkc.kernels.hyper import AdamHyper, scalar_table
+from chunkc.kernels.sgd import MomentumFormat, SgdHyper
+from chunkc.optim import chunked_optimizer
+from chunkc.optim.adam import AdamRule
+from chunkc.optim.elementwise import ByTriton, update_on_cpu
+from chunkc.optim.formats import Formats
+from chunkc.optim.rule import Extent
+from chunkc.optim.sgd import SgdRule
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+NUM_ELEMENTS = 3001
+
+
+def random(seed: int, dtype: torch.dtype = FP32, size: int = NUM_ELEMENTS) -> Tensor:
+    return torch.randn(size, dtype=FP64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# ---------------------------------------------------------------- kernels
+
+FORMATS: dict[str, UpdateFormat] = {
+    "fp64": AdamFormat(FP64, FP64),
+    "fp64-from-bf16": AdamFormat(FP64, BF16),
+    "fp64-momentum": MomentumFormat(FP64, FP64),
+    "amsgrad-fp32": AmsgradFormat(FP32, FP32),
+    "amsgrad-fp64": AmsgradFormat(FP64, FP64),
+    "amsgrad-bf16-split": AmsgradFormat(BF16, BF16, master=True, split=True),
+    "amsgrad-bf16-stochastic": AmsgradFormat(BF16, BF16, "bfloat16", rounding="stochastic"),
+    "amsgrad-fp16-int8": AmsgradFormat(FP16, FP16, "int8", master=True),
+}
+QUICK = {"fp64", "fp64-momentum", "amsgrad-fp32", "amsgrad-bf16-split"}
+
+
+def slots_of(fmt: UpdateFormat) -> dict[str, Tensor]:
+    """Random data, with values that are not finite; the state that some step leaves, or zeros if 8-bit."""
+    flat = {"param": random(0, fmt.param_dtype), "grad": random(1, fmt.grad_dtype)}
+    if not fmt.quantised:  # one would be a whole block's
+        flat["grad"][::97], flat["grad"][5::97] = float("nan"), float("inf")
+    for seed, kind in enumerate(fmt.kinds, start=2):
+        moment = random(seed).abs() * (seed - 1)
+        flat[kind] = torch.zeros_like(moment, dtype=torch.uint8) if fmt.quantised else moment.to(fmt.moment_dtype)
+        if fmt.quantised:
+            flat[f"{kind}_scale"] = torch.zeros(num_entries(f"{kind}_scale", NUM_ELEMENTS))
+    if fmt.master:
+        flat["master"] = random(9).mul(100).to(torch.int16) if fmt.split else flat["param"].float()
+    return flat
+
+
+def hypers_of(fmt: UpdateFormat) -> list[Any]:
+    if isinstance(fmt, MomentumFormat):
+        return [SgdHyper(1e-2, momentum=0.9, weight_decay=0.1, step=3), SgdHyper(1e-2, maximize=True)]
+    adam = AdamHyper(1e-2, weight_decay=0.1, step=3)
+    return [replace(adam, amsgrad=isinstance(fmt, AmsgradFormat)), replace(adam, decoupled=False, maximize=True)]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.second_tier]) for name in FORMATS]
+)
+def test_a_pass_has_the_reference_s_bits(name: str) -> None:
+    """Also in a chunk of which only a part uses the largest second moment."""
+    fmt = FORMATS[name]
+    expected, found = slots_of(fmt), slots_of(fmt)
+    scalars = scalar_table(hypers_of(fmt), fmt.wide_dtype)
+    assert scalars.dtype == fmt.wide_dtype
+    spans = [Span(0, 1000, 0), Span(1024, 2048, 1), Span(2048, NUM_ELEMENTS, 0)]
+    scale = GradScale(torch.tensor(0.5), torch.tensor(0.7), torch.tensor(0.0))
+    for step in (1, 2):
+        key = rounding_key(1, step, 2) if fmt.stochastic else None
+        reference.chunk_update(fmt, fmt.slots.of(expected), spans, scalars, scale=scale, key=key)
+        elementwise_cpu.chunk_update(fmt, fmt.slots.of(found), spans, scalars, scale=scale, key=key)
+    for kind, wanted in expected.items():
+        torch.testing.assert_close(found[kind], wanted, rtol=0, atol=0, equal_nan=True)
+        assert kind == "grad" or not torch.equal(wanted, slots_of(fmt)[kind]), kind
+    if "max_exp_avg_sq" in fmt.kinds and not fmt.quantised:
+        assert torch.equal(found["max_exp_avg_sq"][1024:2048], slots_of(fmt)["max_exp_avg_sq"][1024:2048])
+
+
+@pytest.mark.parametrize("name", ["fp64", "fp64-momentum", "amsgrad-fp32", "amsgrad-bf16-split"])
+def test_a_gpu_s_updates_without_a_kernel_have_the_cpu_s_bits(name: str) -> None:
+    """In pieces: on a GPU their temporary tensors have little room."""
+    fmt, formats = FORMATS[name], Formats.of(FP32, None, False, 0)
+    assert fmt.by_reference
+    rule = SgdRule(formats) if isinstance(fmt, MomentumFormat) else AdamRule(formats)
+    found, expected = ({k: torch.cat([v] * 5) for k, v in slots_of(fmt).items()} for _ in range(2))
+    for flat in (found, expected):
+        if "master" in flat:
+            flat["master_low"] = flat.pop("master")
+    numel = 5 * NUM_ELEMENTS
+    first, second = hypers_of(fmt)
+    spans = [(0, 9000, first), (9000, numel, second)]
+    ByTriton(rule, torch.device("cpu")).update(found, spans, GradScale(clip=torch.tensor(0.5)), Extent(0, 0))
+    update_on_cpu(rule, expected, spans, GradScale(clip=torch.tensor(0.5)), Extent(0, 0))
+    for kind, wanted in expected.items():
+        torch.testing.assert_close(found[kind], wanted, rtol=0, atol=0, equal_nan=True)
+
+
+# ---------------------------------------------------------------- results
+
+KINDS = {
+    "AdamW": (chunkc.optim.AdamW, torch.optim.AdamW),
+    "Adam": (chunkc.optim.Adam, torch.optim.Adam),
+    "SGD": (chunkc.optim.SGD, torch.optim.SGD),
+}
+ADAMS: list[dict[str, Any]] = [
+    {},
+    {"amsgrad": True},
+    {"amsgrad": True, "weight_decay": 0.1, "maximize": True, "betas": (0.5, 0.6)},
+    {"weight_decay": 0.1, "eps": 1e-3, "lr": torch.tensor(0.01, dtype=FP64)},
+]
+SGDS: list[dict[str, Any]] = [
+    {},
+    {"momentum": 0.9, "weight_decay": 0.1, "dampening": 0.5},
+    {"momentum": 0.9, "nesterov": True, "maximize": True},
+]
+CASES = [
+    *[(name, settings) for name in ("AdamW", "Adam") for settings in ADAMS],
+    ("Adam", {"decoupled_weight_decay": True, "weight_decay": 0.3}),
+    *[("SGD", settings) for settings in SGDS],
+]
+ULP = {FP32: 1e-6, FP64: 1e-14, torch.complex64: 1e-6, torch.complex128: 1e-14}
+"""Relative, after twelve steps: arithmetic is the same but for the order in which scalars are rounded."""
+
+
+@pytest.mark.parametrize("dtype", ULP, ids=str)
+@pytest.mark.parametrize(("name", "settings"), CASES, ids=str)
+def test_updates_are_torch_s(name: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
+    """Of a dense parameter, one in another order, and a scalar."""
+    ours, theirs = KINDS[name]
+    shapes = [(7, 5), (6, 4), ()]
+    values = [torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(3)) for shape in shapes]
+    values[1] = values[1].t()
+    mine, twins = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    optimizer, other = ours(mine, **settings), theirs(twins, foreach=False, **settings)
+    for step in range(12):
+        generator = torch.Generator().manual_seed(step)
+        for p, q in zip(mine, twins):
+            gradient = torch.randn(p.shape, dtype=dtype, generator=generator)
+            if step % 3 == 2 and dtype.is_complex:
+                gradient = gradient.conj()
+            p.grad, q.grad = gradient, gradient.clone()
+        optimizer.step()
+        other.step()
+    for p, q in zip(mine, twins):
+        torch.testing.assert_close(p, q, rtol=ULP[dtype], atol=ULP[dtype])
+        for kind in other.state[q]:
+            if kind != "step":
+                found, wanted = optimizer.state[p][kind], other.state[q][kind]
+                torch.testing.assert_close(found, wanted, rtol=ULP[dtype], atol=ULP[dtype])
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_fp64_in_chunks_has_the_bits_of_fp64_that_stays(kind: str) -> None:
+    """Parameters, gradients and states move, with clipping and a loss scaler's factor, under the smallest budget."""
+    settings = {"amsgrad": True} if kind == "AdamW" else {"momentum": 0.9}
+
+    def run(mode: str, budget: int | str) -> tuple[dict[str, Tensor], dict[str, Tensor], nn.Module]:
+        model, call = build(mode, dtype=FP64, memory_budget=budget)
+        optimizer = KINDS[kind][0](model.parameters(), lr=1e-2, **settings)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(3):
+            inputs = torch.randn(2, 128, dtype=FP64, generator=torch.Generator().manual_seed(step))
+            scaler.scale(call(inputs).double()).backward()
+            optimizer.clip_grad_norm_(1e-3, loss_scale=scaler.get_scale())
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return snapshot(model), states(model, optimizer), model
+
+    weights, kept, _ = run("plain", "1GiB")
+    with pytest.raises(chunkc.BudgetError) as refused:
+        run("placed", 1024)
+    needed = refused.value.minimum_nbytes
+    moved, kept_there, model = run("placed", 2 * needed)
+    assert_managed(model, "placed")
+    assert_equal(moved, weights)
+    assert_equal(kept_there, kept)
+    assert {value.dtype for label, value in kept.items() if not label.endswith("step")} == {FP64}
+
+
+def test_amsgrad_in_chunks_where_one_group_has_it() -> None:
+    def run(mode: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        model, call = build(mode, **TWO_PER_CHUNK | {"memory_budget": 700 * 1024})
+        groups = [{"params": layer.parameters(), "amsgrad": bool(i % 2)} for i, layer in enumerate(model.layers)]
+        optimizer = chunkc.optim.AdamW(groups, lr=1e-2)
+        train(call, optimizer, range(3))
+        assert_managed(model, mode)
+        assert [["max_exp_avg_sq" in optimizer.state[layer.weight]] for layer in model.layers] == [
+            [False], [True], [False], [True]
+        ]  # fmt: skip
+        return snapshot(model), states(model, optimizer)
+
+    (weights, kept), (other_weights, other_kept) = run("plain"), run("placed")
+    assert_equal(other_weights, weights)
+    assert_equal(other_kept, kept)
+
+
+def test_amsgrad_that_begins_later_counts_from_then_on() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = chunkc.optim.AdamW([parameter], lr=0.1)
+    for step in range(4):
+        optimizer.param_groups[0]["amsgrad"] = step > 1
+        parameter.grad = torch.full((3,), 1.0 / (step + 1))
+        optimizer.step()
+    state = optimizer.state[parameter]
+    assert int(state["step"]) == 4
+    assert torch.equal(state["max_exp_avg_sq"], state["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("dtype", [FP64, torch.complex64, torch.complex128], ids=str)
+def test_norms(dtype: torch.dtype) -> None:
+    """A gradient in another order, and a conjugate view; the next step multiplies by the factor."""
+    values = [torch.randn(40, 30, dtype=dtype, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    gradients = [values[0], values[1].t().contiguous().t(), values[2].conj()]
+    mine, twins = ([nn.Parameter(torch.zeros_like(value)) for value in values] for _ in range(2))
+    for p, q, gradient in zip(mine, twins, gradients):
+        p.grad, q.grad = gradient, gradient.clone()
+    optimizer, other = chunkc.optim.SGD(mine, lr=1.0), torch.optim.SGD(twins, lr=1.0, foreach=False)
+    norm, wanted = optimizer.clip_grad_norm_(1e-2), torch.nn.utils.clip_grad_norm_(twins, 1e-2)
+    torch.testing.assert_close(norm, wanted.float())
+    optimizer.step()
+    other.step()
+    for p, q in zip(mine, twins):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=0)
+
+
+def test_the_norm_of_fp64_is_not_rounded_to_fp32() -> None:
+    parameter = nn.Parameter(torch.zeros(2, dtype=FP64))
+    parameter.grad = torch.tensor([1e60, 1.0], dtype=FP64)
+    assert float(chunkc.optim.AdamW([parameter]).grad_norm()) == 1e60
+
+
+# ---------------------------------------------------------------- what is refused, and when
+
+
+class Quantised(nn.Module):
+    """A frozen 8-bit weight, as of a quantised base, below a layer that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        codes = torch.randint(-127, 127, (128, 128), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+        self.codes = nn.Parameter(codes, requires_grad=False)
+        self.mask = nn.Parameter(torch.ones(128, dtype=torch.bool), requires_grad=False)
+        self.head = nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.head(torch.tanh(x @ (self.codes.float() * 0.01)) * self.mask) - 1).square().mean()
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_frozen_parameters_may_have_any_dtype(placed: bool) -> None:
+    torch.manual_seed(0)
+    model = Quantised()
+    twin = copy.deepcopy(model)
+    if placed:
+        chunkc.place(model)
+    call = torch.compile(model, backend="chunkc", options={"memory_budget": "1MiB", "codegen": "eager"})
+    optimizer, other = chunkc.optim.AdamW(model.parameters()), torch.optim.AdamW(twin.parameters(), foreach=False)
+    optimizer.add_param_group({"params": nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False)})
+    train(call, optimizer, range(3))
+    train(twin, other, range(3))
+    torch.testing.assert_close(model.head.weight, twin.head.weight, rtol=1e-5, atol=1e-6)
+    assert torch.equal(model.codes, twin.codes)
+    assert set(optimizer.state) == {model.head.weight, model.head.bias}
+
+
+@pytest.mark.parametrize("optimizer", [chunkc.optim.AdamW, chunkc.optim.SGD])
+def test_a_dtype_that_no_update_takes_is_refused_by_name(optimizer: Any) -> None:
+    bad = torch.ones(3).to(torch.float8_e4m3fn)
+    named = [("head.bias", nn.Parameter(torch.ones(3))), ("head.weight", nn.Parameter(bad))]
+    message = r"updates fp64, .* not torch.float8_e4m3fn \(the parameter head.weight of shape \(3,\)\)"
+    with pytest.raises(chunkc.UnsupportedError, match=message):
+        optimizer(named)
+    frozen = nn.Parameter(bad, requires_grad=False)
+    made = optimizer([nn.Parameter(torch.ones(3)), frozen])
+    before = [p.detach().clone() for p in made.param_groups[0]["params"]]
+    for parameter in made.param_groups[0]["params"]:
+        parameter.requires_grad_()
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(chunkc.UnsupportedError, match=r"float8_e4m3fn \(parameter 1 of parameter group 0 of shape"):
+        made.step()
+    assert torch.equal(before[0], made.param_groups[0]["params"][0])
+
+
+def test_a_frozen_parameter_is_refused_at_the_step_once_it_is_trained() -> None:
+    half = nn.Parameter(torch.ones(3, dtype=FP16), requires_grad=False)
+    optimizer = chunkc.optim.AdamW([half], master_weights=False)
+    half.requires_grad_()
+    half.grad = torch.ones(3, dtype=FP16)
+    with pytest.raises(chunkc.OptionsError, match=r"float16 parameters need master_weights=True.*parameter 0"):
+        optimizer.step()
+
+
+def test_lamb_s_dtypes_are_named() -> None:
+    with pytest.raises(chunkc.UnsupportedError, match=r"LAMB updates fp32, bf16 and fp16, not torch\.float64"):
+        chunkc.optim.LAMB([nn.Parameter(torch.ones(3, dtype=FP64))])
+
+
+# ---------------------------------------------------------------- parameter groups and saved states
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_groups_and_what_is_printed_are_torch_s(name: str) -> None:
+    ours, theirs = KINDS[name]
+    settings: dict[str, Any] = {"maximize": True, "foreach": False, "fused": None, "differentiable": False}
+    for arguments in ({}, settings):
+        mine, other = (
+            ours([nn.Parameter(torch.ones(3))], **arguments),
+            theirs([nn.Parameter(torch.ones(3))], **arguments),
+        )
+        assert repr(mine) == repr(other)
+        assert mine.defaults == other.defaults
+        assert mine.state_dict()["param_groups"] == other.state_dict()["param_groups"]
+
+
+SAVED: list[tuple[str, dict[str, Any]]] = [("AdamW", {"amsgrad": True}), ("Adam", {}), ("SGD", {"momentum": 0.9})]
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP64, torch.complex64], ids=str)
+@pytest.mark.parametrize(("name", "settings"), SAVED, ids=str)
+def test_states_go_both_ways(name: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
+    """Saved by one, loaded by the other, which goes on as the first does."""
+    ours, theirs = KINDS[name]
+
+    def step(parameter: Tensor, optimizer: torch.optim.Optimizer, number: int) -> None:
+        parameter.grad = torch.randn(20, dtype=dtype, generator=torch.Generator().manual_seed(number))
+        optimizer.step()
+
+    for saver, loader in ((ours, theirs), (theirs, ours)):
+        first = nn.Parameter(torch.ones(20, dtype=dtype))
+        one = saver([first], lr=0.1, **settings)
+        for number in range(3):
+            step(first, one, number)
+        second = nn.Parameter(first.detach().clone())
+        other = loader([second])
+        other.load_state_dict(through_a_file(one.state_dict()))
+        assert other.state[second].keys() >= one.state[first].keys() - {"step"}
+        for number in range(3, 6):
+            step(first, one, number)
+            step(second, other, number)
+        torch.testing.assert_close(second, first, rtol=1e-5, atol=1e-6)
+        assert other.param_groups[0]["lr"] == 0.1
+
+
+def test_a_state_without_the_largest_moment_is_refused_where_a_group_uses_it() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    plain, amsgrad = chunkc.optim.AdamW([parameter]), chunkc.optim.AdamW([parameter], amsgrad=True)
+    plain.step()
+    amsgrad.step()
+    saved = plain.state_dict()
+    saved["param_groups"][0]["amsgrad"] = True
+    with pytest.raises(chunkc.OptionsError, match="lacks max_exp_avg_sq"):
+        plain.load_state_dict(saved)
+    saved = amsgrad.state_dict()
+    saved["param_groups"][0]["amsgrad"] = False
+    plain.load_state_dict(saved)
+    assert "max_exp_avg_sq" not in plain.state[parameter]
+
+
+def test_a_group_saved_before_these_arguments_were_has_the_optimizer_s() -> None:
+    model = MLP()
+    optimizer = chunkc.optim.AdamW(model.parameters())
+    saved = optimizer.state_dict()
+    for name in ("amsgrad", "decoupled_weight_decay", "foreach", "capturable", "differentiable", "fused", "maximize"):
+        del saved["param_groups"][0][name]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0].keys() == chunkc.optim.AdamW(MLP().parameters()).param_groups[0].keys()
+    assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
+
+
+def test_an_adam_s_state_makes_no_adam_of_adamw() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = chunkc.optim.AdamW([parameter])
+    optimizer.load_state_dict(torch.optim.Adam([nn.Parameter(torch.ones(3))], weight_decay=0.1).state_dict())
+    assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
+
+
+def test_arguments_without_effect_are_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    monkeypatch.setattr(chunked_optimizer, "_told", set())
+    with caplog.at_level(logging.INFO, logger="chunkc"):
+        for _ in range(2):
+            optimizer = chunkc.optim.AdamW([nn.Parameter(torch.ones(3))], capturable=True, fused=True)
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "foreach": True, "fused": None})
+    told = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
+    assert [message.split("=")[0] for message in told] == ["fused", "capturable", "foreach"]
