@@ -13,6 +13,7 @@ with it (see `_Unpinner`).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -254,6 +255,10 @@ class _Retired:
             _never_unmapped.append(self.memory)  # the driver may still take what lies at its address for pinned
 
 
+_END_S = 30.0
+"""How long a process's end waits for memory that is being unpinned: a device that hangs never lets go."""
+
+
 class _Unpinner:
     """Unpins on a thread of its own.
 
@@ -266,6 +271,7 @@ class _Unpinner:
         self._retired: SimpleQueue[_Retired | threading.Event] = SimpleQueue()  # whose `put` is safe in a finalizer
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._is_over = False
 
     def start(self) -> None:
         """Have a thread: a finalizer could not start one."""
@@ -286,8 +292,19 @@ class _Unpinner:
         while not reached.wait(POLL_S) and self._thread.is_alive():
             continue
 
+    def end(self) -> None:
+        """Unpin no more, and block until the thread is gone, which finishes what it has begun.
+
+        At the process's end, before the interpreter's: that ends a thread of Python's as it comes back from a call of
+        CUDA's, within C++ that may not be left so, and the process aborts.
+        """
+        self._is_over = True
+        if self._thread is not None:
+            self._retired.put(threading.Event())  # it may be waiting
+            self._thread.join(_END_S)
+
     def _run(self) -> None:
-        while True:
+        while not self._is_over:
             found = self._retired.get()
             if isinstance(found, _Retired):
                 found.unpin()
@@ -297,6 +314,7 @@ class _Unpinner:
 
 
 unpinner = _Unpinner()
+atexit.register(lambda: unpinner.end())  # of a child of a fork, its own
 
 _alive: weakref.WeakSet[_PinnedMapping] = weakref.WeakSet()
 _kept_in_child: list[object] = []

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import cuda_in_ram
 import pytest
 import torch
+from device_process import on_a_device
 
 from chunkc.runtime.cuda import CudaTier
 from chunkc.runtime.gpu import TorchGpu
@@ -112,3 +113,18 @@ def test_on_a_broken_device_the_books_are_right_and_it_is_said(
     assert "could not unpin 1.00 MiB" in caplog.text
     drop_one(home)
     assert home.pinned_nbytes == 0
+
+
+def test_a_process_that_ends_meanwhile_ends_well() -> None:
+    """The interpreter ends no thread that is in a call of the driver's: that would abort the process."""
+    script = """
+import gc, time
+from chunkc.runtime.gpu import TorchGpu
+from chunkc.runtime.pinned import PinnedHome
+home = PinnedHome(TorchGpu())
+home.allocate(1 << 20)
+home.close()
+gc.collect()
+time.sleep(0.1)  # the thread is in the driver
+"""
+    on_a_device("register_us=1000000", script)  # which looks at the exit code

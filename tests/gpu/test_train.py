@@ -32,7 +32,7 @@ WIDTH, ROWS, WORDS = (256, 8, (1, 128)) if "CUDA_IN_RAM_ARITHMETIC" in os.enviro
 """Of layers, and of a batch: a GPU made of RAM multiplies on a CPU, and interprets Triton's kernels."""
 
 COMPUTES = "CUDA_IN_RAM" not in os.environ or "CUDA_IN_RAM_ARITHMETIC" in os.environ
-"""False on the GPU made of RAM without arithmetic: kernels do nothing, so that a tensor holds what lay in its memory."""
+"""False on the GPU made of RAM without arithmetic: kernels do nothing, and tensors hold what lay in their memory."""
 
 
 @pytest.fixture(autouse=True)

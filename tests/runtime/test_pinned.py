@@ -23,7 +23,7 @@ from chunkc.ir.errors import HomeError
 from chunkc.runtime.arena import Arena
 from chunkc.runtime.cuda import CudaLink, CudaMark
 from chunkc.runtime.homes import MemoryHome, Region
-from chunkc.runtime.pinned import PinnedHome, populate, unpinner
+from chunkc.runtime.pinned import PinnedHome, _Retired, _Unpinner, populate, unpinner
 from chunkc.runtime.staging import open_arena
 from chunkc.runtime.streams import Launch
 
@@ -159,6 +159,32 @@ def test_a_cast_is_of_what_home_holds() -> None:
         home.read_cast(region, torch.float32, cast)
         gpu.compute.synchronize()
         assert torch.equal(cast, view.half())
+
+
+def test_the_process_s_end_waits_for_what_is_being_unpinned_and_for_no_more() -> None:
+    """A thread that comes back from a call of CUDA's when the interpreter is gone ends the process as a failure."""
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    class SlowGpu(FakeGpu):
+        def unpin(self, address: int) -> str | None:
+            begun.set()
+            may_go_on.wait()
+            return None
+
+    gpu, pinned, own = SlowGpu(), {1: PAGE, 2: PAGE}, _Unpinner()
+    own.start()
+    for address in list(pinned):
+        own.put(_Retired(gpu, pinned, address, mmap.mmap(-1, PAGE)))
+    begun.wait()
+    ending = threading.Thread(target=own.end)
+    ending.start()
+    ending.join(0.1)
+    assert ending.is_alive()
+    may_go_on.set()
+    ending.join()
+    assert pinned == {2: PAGE}
+    assert own._thread is not None
+    assert not own._thread.is_alive()
 
 
 def test_unpinning_waits_for_copies_under_way() -> None:
