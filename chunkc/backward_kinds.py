@@ -1,8 +1,8 @@
-"""The kinds of backward that a compiled graph refuses, and the parameters whose gradients autograd must see.
+"""The kinds of backward that a compiled graph tells apart, and the parameters whose gradients autograd must see.
 
-A compiled backward puts gradients into `.grad` as they are made and returns None for them. So autograd can neither
-hand out some of them nor differentiate them again, and what watches them on their way needs them returned. All this is
-asked before a backward changes anything.
+A compiled backward puts gradients into `.grad` as they are made and returns None for them. So autograd cannot
+differentiate them again; what `torch.autograd.grad` returns, and what watches gradients on their way, needs them
+returned; and those that nothing reads must not get there. All this is asked before a backward changes anything.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +22,6 @@ from chunkc.torch_private.engine import current_graph_task, current_node, latest
 
 MAX_BACKWARDS = 64
 """Backwards that are remembered as making a graph of their own: more than ever run inside each other."""
-
-MAX_NAMES = 3
-"""Parameters that an error names."""
 
 COMPILED_AUTOGRAD = (
     "compiled autograd would run the backward of a model compiled by chunkc without its plan; turn it off "
@@ -75,41 +73,44 @@ class OutputHooks:
             )
 
 
-def accumulators(parameters: Mapping[str, torch.Tensor]) -> dict[str, Node]:
-    """The nodes by which the backward that runs now reaches these parameters' `.grad`, by the parameters' names.
+@dataclass(frozen=True)
+class Asked:
+    """What the backward that runs now does with the gradients that a graph makes of parameters.
 
-    Raises:
-        UnsupportedError: it leaves some of them out, as `torch.autograd.grad` and `backward(inputs=...)` do.
+    Attributes:
+        nodes: by which it adds to `.grad`, by the parameters' names.
+        returned: parameters of which `torch.autograd.grad` returns the gradient.
+        left_out: those whose gradients nothing reads, as `backward(inputs=...)` does not name them.
     """
+
+    nodes: Mapping[str, Node]
+    returned: frozenset[str] = frozenset()
+    left_out: frozenset[str] = frozenset()
+
+    @property
+    def adds_all(self) -> bool:
+        """Whether it is a plain `backward()`."""
+        return not self.returned and not self.left_out
+
+
+def asked_of(parameters: Mapping[str, torch.Tensor]) -> Asked:
+    """What the backward that runs now does with the gradients of these parameters, given by name."""
     running = current_node()
     names = {id(parameter): name for name, parameter in parameters.items()}
-    found = {}
+    nodes: dict[str, Node] = {}
+    returned, left_out = set(), set()
     for node, _ in running.next_functions if running is not None and names else ():
         name = names.get(id(leaf_at(node)))
-        if node is not None and name is not None:
-            found[name] = node
-    left_out = [name for name, node in found.items() if not _is_accumulated(node)]
-    if left_out:
-        raise UnsupportedError(
-            f"this backward leaves out the gradient of {_some(left_out)}: torch.autograd.grad and "
-            "backward(inputs=...) do not work through a model compiled by chunkc; call backward() and read .grad, or "
-            "freeze parameters whose gradients are not wanted, by requires_grad_(False) before the forward"
-        )
-    return found
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first of them, and how many others there are."""
-    others = len(names) - MAX_NAMES
-    return ", ".join(names) if others <= 0 else f"{', '.join(names[:MAX_NAMES])} and {others} others"
-
-
-def _is_accumulated(node: Node) -> bool:
-    """Whether the backward that runs now will add to the leaf's `.grad`."""
-    try:
-        return will_execute(node)
-    except RuntimeError:  # "a leaf node was passed ... but we are currently running autograd.grad()"
-        return False
+        if node is None or name is None:
+            continue
+        try:
+            if will_execute(node):
+                nodes[name] = node
+            else:
+                left_out.add(name)
+        except RuntimeError:  # "a leaf node was passed ... but we are currently running autograd.grad()"
+            returned.add(name)
+    return Asked(nodes, frozenset(returned), frozenset(left_out))
 
 
 class NodeHooks:

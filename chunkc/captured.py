@@ -144,6 +144,15 @@ class Captured:
             ("returning", parameters), lambda: replace(self, backward=backward.returning(parameters))
         )
 
+    def leaving_out(self, parameters: frozenset[str]) -> Captured:
+        """The same graph, with these parameters' gradients dropped as they are made."""
+        if not parameters or self.backward is None:
+            return self
+        backward = self.backward
+        return self._remembered(
+            ("leaving out", parameters), lambda: replace(self, backward=backward.leaving_out(parameters))
+        )
+
     def with_sizes(self, nbytes: Callable[[int], int], cost_s: Callable[[float], float]) -> Captured:
         """The same graph with `nbytes` of every number of bytes and `cost_s` of every call's seconds."""
         segments = {

@@ -91,8 +91,11 @@ class EarlyUpdates:
         for in_flight in self._counted():
             in_flight.update(groups)
 
-    def enter_backward(self, session: Session, groups: Collection[int]) -> None:
+    def enter_backward(self, session: Session, groups: Collection[int], *, is_last: bool = True) -> None:
         """A graph that uses these groups is about to run the backward of one of its forwards.
+
+        Args:
+            is_last: else another one follows it, which adds to `.grad`, and counts.
 
         Raises:
             UnsupportedError: as above, or it would add to gradients that were used up.
@@ -100,7 +103,7 @@ class EarlyUpdates:
         self._refuse(session, groups, "backward")
         for group in groups:
             session.store.check_not_used_up(group)
-        for in_flight in self._counted():
+        for in_flight in self._counted() if is_last else ():
             for group in groups:
                 if in_flight[group] > 0:
                     in_flight[group] -= 1

@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from chunkc.absences import leanest_form
-from chunkc.backward_kinds import NodeHooks, OutputHooks, accumulators
+from chunkc.backward_kinds import Asked, NodeHooks, OutputHooks, asked_of
 from chunkc.captured import Captured, profile
-from chunkc.ir.errors import BudgetError
+from chunkc.ir.errors import BudgetError, UnsupportedError
 from chunkc.ir.items import ALL_PRESENT
 from chunkc.ir.plan import Plan
 from chunkc.ir.program import BACKWARD, FORWARD
@@ -35,6 +35,13 @@ from chunkc.session import Session
 from chunkc.situation import ALONE, Around, Forms, Key, PhaseCalled, SizesCalled, StepDecision, StepRequest
 from chunkc.steps import INPUTS, SizedStep, Steps
 from chunkc.torch_private.engine import KEEPS_TANGENTS, hooks_of, keeps_graph, storage_use_count, tensor_use_count
+
+ALL_ADDED = Asked({})
+"""Of a backward that is yet to come: what `backward()` does."""
+
+
+def _leave_alone(group: int) -> None:
+    """Begin no update of a group whose gradients are complete: they are not its step's."""
 
 
 @dataclass(frozen=True)
@@ -288,7 +295,11 @@ class CompiledGraph:
             self.session.live.watch(gradients)
 
     def backward(self, arguments: list[Any]) -> list[Any]:
-        """The backward as AOTAutograd calls it: sunk gradients are in `.grad` when it returns, None stands for them."""
+        """The backward as AOTAutograd calls it: sunk gradients are in `.grad` when it returns, None stands for them.
+
+        Of parameters for which `torch.autograd.grad` asks, they are returned instead, in home memory of their own; of
+        those that `backward(inputs=...)` leaves out, they are dropped.
+        """
         with self.session.entered(), self._together(), self._timed(BACKWARD):
             return self._backward(arguments)
 
@@ -296,21 +307,43 @@ class CompiledGraph:
         session, store = self.session, self.session.store
         step = self._step(BACKWARD, arguments)
         assert step.captured.backward is not None
-        hooked_nodes = self._hooked_nodes()
+        asked = self._asked()
+        hooked_nodes = self._node_hooks.hooked(asked.nodes)
         store.trainers.claim(self._all_names, None if store.tier.device.type == "cpu" else self._called_in)
-        session.early.enter_backward(session, self._groups)
+        session.early.enter_backward(session, self._groups, is_last=asked.adds_all or not keeps_graph())
         if reconcile(session, self._names):
             store.release_slots()  # what was kept there is not what the user has
+        if not asked.returned:
+            return self._backward_as(asked, step, arguments, hooked_nodes)
+        gradients_left_to_autograd(session, asked.returned)  # frees room
+        with store.gradients_apart(asked.returned) as aside_nbytes:
+            outputs = self._backward_as(asked, step, arguments, hooked_nodes, aside_nbytes)
+            for position, _, name in self._sunk():
+                if name in asked.returned:
+                    outputs[position] = store.parameter(name).grad
+        session.live.watch(outputs[position] for position, _, name in self._sunk() if not store.is_managed(name))
+        return outputs
+
+    def _backward_as(
+        self,
+        asked: Asked,
+        step: SizedStep,
+        arguments: list[Any],
+        hooked_nodes: frozenset[str],
+        aside_nbytes: int = 0,
+    ) -> list[Any]:
+        """Plan and run a backward; `aside_nbytes`: of gradients on the compute tier that are no parameter's now."""
+        session, store = self.session, self.session.store
         saved = saved_values(arguments[place] for place in step.captured.may_stand)
         absent = ALL_PRESENT if saved is None else saved.absence
         seen = step.captured.without(absent)
 
         def held_nbytes() -> int:
-            return session.live.beside_backward(seen, arguments)
+            return session.live.beside_backward(seen, arguments) + aside_nbytes
 
         def plan() -> PlannedStep:
             kept_inputs = _kept_inputs(seen, arguments)
-            around = replace(self._around(self._hooked() | hooked_nodes), kept_inputs=kept_inputs, absent=absent)
+            around = replace(self._around(self._hooked() | hooked_nodes, asked), kept_inputs=kept_inputs, absent=absent)
             planned = self._planned(BACKWARD, step, held_nbytes, around)
             if (found := around.finding(planned.plan, store.present)) != around:
                 store.release_slots()
@@ -324,7 +357,8 @@ class CompiledGraph:
         if saved is not None:
             arguments += saved.take(again=keeps_graph())
         own_nbytes = seen.between_nbytes + seen.tangent_nbytes
-        outputs = self._run(BACKWARD, step, planned, arguments, saved, own_nbytes, gone_nbytes=gone_nbytes)
+        settled = partial(session.early.settled, session) if asked.adds_all else _leave_alone
+        outputs = self._run(BACKWARD, step, planned, arguments, saved, own_nbytes, gone_nbytes, settled)
         if hooked:
             # Autograd will keep these as `.grad`, on the compute tier, until the next phase takes them home.
             session.live.watch(outputs[position] for position, _, name in self._sunk() if name in hooked)
@@ -333,8 +367,11 @@ class CompiledGraph:
     def _sunk(self) -> tuple[tuple[int, str, str], ...]:
         return self.captured.backward.gradient_outputs if self.captured.backward is not None else ()
 
-    def _around(self, hooked: frozenset[str]) -> Around:
-        """The surroundings of a phase, where the gradients of these parameters are returned."""
+    def _around(self, hooked: frozenset[str], asked: Asked = ALL_ADDED) -> Around:
+        """The surroundings of a phase, where the gradients of these parameters are returned. A backward that does not
+        add all gradients to `.grad` updates nothing."""
+        if not asked.adds_all:
+            return Around(hooked=hooked - asked.returned - asked.left_out, left_out=asked.left_out)
         session, made = self.session, {name for _, _, name in self._sunk()}
         updates = session.early.updates_in_slots(session, self._groups)
         spent = session.early.spent(session, made, hooked, updates)
@@ -347,15 +384,23 @@ class CompiledGraph:
         hooked = frozenset(name for name in sunk if hooks_of(leaf_of(store.parameter(name))))
         return hooked | gradients_left_to_autograd(self.session, sunk)
 
-    def _hooked_nodes(self) -> frozenset[str]:
-        """Of the backward that runs now: parameters whose gradients a hook of the node behind them wants.
+    def _asked(self) -> Asked:
+        """What the backward that runs now does with the gradients of parameters.
 
         Raises:
             UnsupportedError: this kind of backward cannot run; nothing has changed.
         """
         self.output_hooks.refuse_graph()
-        store = self.session.store
-        return self._node_hooks.hooked(accumulators({n: leaf_of(store.parameter(n)) for _, _, n in self._sunk()}))
+        session = self.session
+        asked = asked_of({name: leaf_of(session.store.parameter(name)) for _, _, name in self._sunk()})
+        if session.transport is not None and not asked.adds_all:
+            raise UnsupportedError(
+                f"this backward leaves out the gradient of {min(asked.returned | asked.left_out)}, of which ranks have "
+                "parts: torch.autograd.grad and backward(inputs=...) do not work through a distributed model; call "
+                "backward() and read .grad, or freeze parameters whose gradients are not wanted, by "
+                "requires_grad_(False) before the forward"
+            )
+        return asked
 
     def _run(
         self,
@@ -365,14 +410,15 @@ class CompiledGraph:
         arguments: list[Any],
         saved: SavedValues | None,
         own_nbytes: int,
-        *,
         gone_nbytes: int = 0,
+        settled: Callable[[int], None] | None = None,
     ) -> list[Any]:
         """Run a phase.
 
         Args:
             own_nbytes: of the phase's own values as it begins.
             gone_nbytes: what others hold is so much less than nothing, as values of its own are gone.
+            settled: is told of each group whose gradients are complete.
         """
         session = self.session
         for due in (FORWARD, BACKWARD) if phase == FORWARD else (BACKWARD,):  # a forward runs where its backward fits
@@ -384,9 +430,10 @@ class CompiledGraph:
         tiles = part.tiles
         if phase == BACKWARD:
             used_up = part.uses_up - planned.request.around.undoable
-            session.store.reserve_gradients(session.store.layout.groups_of(n for _, _, n in self._sunk()) - used_up)
+            sunk = {name for _, _, name in self._sunk()} - planned.request.around.left_out
+            session.store.reserve_gradients(session.store.layout.groups_of(sunk) - used_up)
         update = session.early.updating(session, tiles.values()) if tiles else None
-        run = Run(session.store, measurement, update, partial(session.early.settled, session), saved)
+        run = Run(session.store, measurement, update, settled, saved)
         outputs = planned.phases[phase].executable(arguments, run)
         session.records.note(phase, plan, measurement)
         return outputs

@@ -83,6 +83,7 @@ class Around:
     Attributes:
         cold_backward: the backward finds none of its chunks in a slot.
         hooked: parameters whose gradients are returned to autograd.
+        left_out: parameters whose gradients nothing reads.
         updates: (group, stages of its update) of the groups that the backward may update, in slots or where they stay,
             in order.
         undoable: those of `updates` that leave the gradients as they are, so that these go home as well.
@@ -94,6 +95,7 @@ class Around:
 
     cold_backward: bool = False
     hooked: frozenset[str] = frozenset()
+    left_out: frozenset[str] = frozenset()
     updates: tuple[tuple[int, int], ...] = ()
     undoable: frozenset[int] = frozenset()
     kept_inputs: frozenset[str] = frozenset()
@@ -102,7 +104,8 @@ class Around:
 
     def seen_by(self, captured: Captured) -> Captured:
         """The captured graph in these surroundings."""
-        return captured.without(self.absent or ALL_PRESENT).returning(self.hooked).holding(self.kept_inputs)
+        there = captured.without(self.absent or ALL_PRESENT)
+        return there.returning(self.hooked).leaving_out(self.left_out).holding(self.kept_inputs)
 
     def finding(self, plan: Plan, present: Collection[ItemId]) -> Around:
         """The surroundings of a backward that finds these chunks in slots, where `plan` was made for these."""

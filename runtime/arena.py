@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -20,6 +20,15 @@ class _Place:
 
     home: Home
     region: Region
+
+
+@dataclass(frozen=True)
+class PutAside:
+    """What chunks have had as their homes (see `Arena.put_aside`)."""
+
+    wanted: tuple[tuple[Chunk, int], ...]
+    places: Mapping[Chunk, _Place]
+    untouched: Set[Chunk] = frozenset()
 
 
 @dataclass
@@ -159,6 +168,28 @@ class Arena:
         self.reserve({chunk: nbytes})
         self._used_nbytes -= former.region.nbytes
         former.home.free(former.region)
+
+    def put_aside(self, wanted: Mapping[Chunk, int]) -> PutAside:
+        """Let chunks of the given bytes have no room yet; what they have is kept for `put_back`."""
+        aside = PutAside(tuple(wanted.items()), {c: self._places.pop(c) for c in wanted if c in self._places})
+        self._promised.update({chunk: nbytes for chunk, nbytes in wanted.items() if chunk in aside.places})
+        return replace(aside, untouched=self._untouched.intersection(aside.places))
+
+    def put_back(self, aside: PutAside) -> None:
+        """Undo `put_aside`: room that chunks have got since goes with the last view of it."""
+        for chunk, nbytes in aside.wanted:
+            place, is_known = aside.places.get(chunk), chunk in self
+            self.free([chunk] if is_known else [])
+            self._untouched.discard(chunk)
+            if not is_known:  # it needs none any more
+                if place is not None:
+                    self._used_nbytes -= 0 if chunk in aside.untouched else place.region.nbytes
+                    _free([place])
+            elif place is not None:
+                self._places[chunk] = place
+                self._untouched.update(aside.untouched & {chunk})
+            else:
+                self._promised[chunk] = nbytes
 
     def is_shared_with_forks(self, kind: str) -> bool:
         """Whether a child of `os.fork` would share the bytes of chunks of this kind."""

@@ -10,7 +10,8 @@ import itertools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -82,6 +83,16 @@ class GradientSums:
     _rooms: dict[int, _Room] = field(default_factory=dict)
     _taken: dict[str, _Taken] = field(default_factory=dict)
     _is_logged: bool = False
+
+    @contextmanager
+    def unasked(self) -> Iterator[None]:
+        """Inside, gradients that go home are none of those that anybody asks about; afterwards all is as before."""
+        askers, written, taken = self.askers, self.written.copy(), dict(self._taken)
+        self.askers = weakref.WeakKeyDictionary()
+        try:
+            yield
+        finally:
+            self.askers, self.written, self._taken = askers, written, taken
 
     def forget(self, group: ChunkGroup) -> None:
         """The group's gradients go home, and nobody takes their sums."""

@@ -7,7 +7,8 @@ During a call the executor moves chunks (see `runtime.slots`); computation reads
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -264,6 +265,44 @@ class ChunkStore(ChunkPlaces):
         handed = [self._handed_out.get(s.spec.name, NOTHING) for s in self.layout.groups[index].slices]
         found = any(parameter.grad is not None for parameter in self._parameters_of(index).values())
         return found or not all(one.is_gone() for one in handed)
+
+    @contextmanager
+    def gradients_apart(self, names: Collection[str]) -> Iterator[int]:
+        """Inside, these parameters, and all in their chunks, have no gradients. What is made of them meanwhile lies in
+        room of its own, which goes with the last view of it; afterwards gradients are what and where they were.
+
+        Yields:
+            Bytes that the gradients put aside take on the compute tier.
+
+        Raises:
+            StreamError, HomeError: a copy failed.
+        """
+        groups = sorted(self.layout.groups_of(names))
+        apart = {name: self.parameter(name) for name in names}
+        for index in groups:
+            apart |= self._parameters_of(index)
+        chunks = {Chunk(GRAD, index): self.layout.groups[index].nbytes(GRAD) for index in groups}
+        if not self.present.isdisjoint(chunks):
+            self.release_slots()
+        gradients = {name: parameter.grad for name, parameter in apart.items()}
+        handed_out = {name: self._handed_out.pop(name) for name in apart if name in self._handed_out}
+        left, aside = self.left_to_autograd, self.arena.put_aside(chunks)
+        staying = [g for n, p in apart.items() if not self.is_managed(n) and (g := gradient_of(p)) is not None]
+        for parameter in apart.values():
+            parameter.grad = None
+        try:
+            with self.sums.unasked():
+                yield sum(gradient.untyped_storage().nbytes() for gradient in staying)
+        finally:
+            try:
+                self.release_slots()  # what is still on its way home goes to the room inside
+            finally:
+                for name, parameter in apart.items():
+                    self._handed_out.pop(name, None)
+                    parameter.grad = gradients[name]
+                self._handed_out |= handed_out
+                self.arena.put_back(aside)
+                self.left_to_autograd |= left
 
     def _is_kept_elsewhere(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether somebody has views of what was handed out as the parameter's gradient and is not `.grad` now."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Arrays, compile_case, differences, gradients, home_of, session_of, take_step, weights
+from harness import compile_case, differences, gradients, home_of, session_of, take_step, weights
 from optim_models import LAYERS, MLP, WIDTH, batch
 from torch import Tensor, nn
 from torch._dynamo.comptime import comptime
@@ -157,48 +157,6 @@ def test_an_unwritable_home_is_a_home_error() -> None:
     with pytest.raises(chunkc.HomeError):
         compiled(model, home="disk:/proc/none")(batch())
     assert not differences(weights(model), before)
-
-
-# ---------------------------------------------------------------- partial backwards
-
-
-def _grad_of_some(model: MLP, loss: Tensor) -> None:
-    torch.autograd.grad(loss, [model.layers[0].weight, model.layers[2].bias])
-
-
-def _grad_of_all(model: MLP, loss: Tensor) -> None:
-    torch.autograd.grad(loss, list(model.parameters()))
-
-
-def _backward_of_some(model: MLP, loss: Tensor) -> None:
-    loss.backward(inputs=[model.layers[1].weight])
-
-
-@pytest.mark.parametrize("budget_nbytes", [SMALL, LARGE])
-@pytest.mark.parametrize("ask", [_grad_of_some, _grad_of_all, _backward_of_some])
-def test_partial_backwards_are_refused_before_any_gradient_is_touched(
-    ask: Callable[[MLP, Tensor], None], budget_nbytes: int
-) -> None:
-    model = build()
-    call = compiled(model, memory_budget=budget_nbytes)
-    with pytest.raises(chunkc.UnsupportedError, match=r"backward\(\)"):
-        ask(model, call(batch()))
-    assert all(p.grad is None for p in model.parameters())
-    call(batch(1)).backward()
-    before: Arrays = gradients(model)
-    with pytest.raises(chunkc.UnsupportedError, match=r"backward\(\)"):
-        ask(model, call(batch(2)))
-    assert not differences(gradients(model), before)
-    model.zero_grad()
-    call(batch(1)).backward()  # and it works on
-    assert not differences(gradients(model), before)
-
-
-def test_a_backward_that_names_all_parameters_works() -> None:
-    model, other = build(), build()
-    compiled(model)(batch()).backward(inputs=list(model.parameters()))
-    compiled(other)(batch()).backward()
-    assert not differences(gradients(model), gradients(other))
 
 
 # ---------------------------------------------------------------- graphs and variants

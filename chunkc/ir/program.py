@@ -244,8 +244,14 @@ class PhaseProgram:
         for position, value, parameter in self.gradient_outputs:
             if parameter in parameters:
                 outputs[position] = value
+        return replace(self, outputs=tuple(outputs)).leaving_out(parameters)
+
+    def leaving_out(self, parameters: frozenset[str]) -> PhaseProgram:
+        """The program that sinks no gradients of these parameters."""
+        if not parameters:
+            return self
         calls = tuple(
             replace(call, gradients=tuple(pair for pair in call.gradients if pair[1] not in parameters))
             for call in self.calls
         )
-        return replace(self, outputs=tuple(outputs), calls=calls)
+        return replace(self, calls=calls)
